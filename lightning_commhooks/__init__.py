@@ -1,0 +1,58 @@
+"""Communication hooks for PyTorch data parallelism: choose one by name, send fewer bytes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from lightning_commhooks.core.attach import Attachment, attach
+from lightning_commhooks.core.engine import HookError
+from lightning_commhooks.core.hook import BoundHook, Bucket, CommHook
+from lightning_commhooks.core.registry import available_hooks, get_hook, register
+from lightning_commhooks.hooks import BF16, FP16, AllGather, AllReduce, BatchedPowerSGD, Noop, PowerSGD
+from lightning_commhooks.lazy import register_strategy_names
+from lightning_commhooks.wrappers import Cast, Schedule
+
+if TYPE_CHECKING:
+    from lightning_commhooks.strategy import CompressedDDPStrategy
+    from lightning_commhooks.strategy_pl import CompressedDDPStrategyPL
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BF16",
+    "FP16",
+    "AllGather",
+    "AllReduce",
+    "Attachment",
+    "BatchedPowerSGD",
+    "BoundHook",
+    "Bucket",
+    "Cast",
+    "CommHook",
+    "CompressedDDPStrategy",
+    "CompressedDDPStrategyPL",
+    "HookError",
+    "Noop",
+    "PowerSGD",
+    "Schedule",
+    "attach",
+    "available_hooks",
+    "get_hook",
+    "register",
+]
+
+_LAZY = {
+    "CompressedDDPStrategy": "lightning_commhooks.strategy",
+    "CompressedDDPStrategyPL": "lightning_commhooks.strategy_pl",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import importlib
+
+    return getattr(importlib.import_module(_LAZY[name]), name)
+
+
+register_strategy_names()

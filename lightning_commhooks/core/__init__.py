@@ -1,0 +1,1 @@
+"""Mechanism shared by every communication hook; knows no framework and no algorithm."""

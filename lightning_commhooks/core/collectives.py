@@ -1,0 +1,113 @@
+"""The collectives that a hook may use, with a count of the bytes each of them sends.
+
+All are blocking: on CPU tensors they return when the result is there, on NCCL they block the current
+stream only. Counts are payload bytes sent by this rank under the usual bandwidth-optimal algorithms
+(Thakur et al. 2005, "Optimization of Collective Communication Operations in MPICH"): ring all-reduce
+2(w-1)/w of the payload, ring all-gather w-1 times the rank's part, all-to-all (w-1)/w of the payload.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_commhooks.core.metrics import Counters
+
+
+class Group:
+    """Collectives over one process group.
+
+    Args:
+        process_group: the ranks that average gradients together; `None` for a single process.
+        counters: where bytes are counted.
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup | None, counters: Counters | None = None) -> None:
+        self.process_group = process_group
+        self.counters = counters if counters is not None else Counters()
+        self.size: int = process_group.size() if process_group is not None else 1
+        self.global_rank: int = process_group.rank() if process_group is not None else 0
+
+    def ring_bytes(self, tensor: Tensor) -> float:
+        """Payload bytes that each rank sends in a ring all-reduce of `tensor`."""
+        return 2 * (self.size - 1) / self.size * tensor.numel() * tensor.element_size()
+
+    def all_reduce_(self, tensor: Tensor) -> Tensor:
+        """Replace a contiguous `tensor` by its sum over ranks, bit-identical on all of them."""
+        if self.size > 1 and tensor.numel():
+            self._count(self.ring_bytes(tensor))
+            dist.all_reduce(tensor, group=self.process_group)
+        return tensor
+
+    def all_reduce_mean_(self, tensor: Tensor) -> Tensor:
+        """Replace a contiguous floating-point `tensor` by its mean; divides first, so that 16-bit sums fit."""
+        return self.all_reduce_(tensor.div_(self.size))
+
+    def all_reduce_coalesced_(self, tensors: Sequence[Tensor]) -> None:
+        """Replace each tensor by its sum over ranks, with one collective per dtype.
+
+        Args:
+            tensors: contiguous tensors on one device, in the same order on every rank; empty ones are allowed.
+        """
+        by_dtype: dict[torch.dtype, list[Tensor]] = defaultdict(list)
+        for tensor in tensors:
+            by_dtype[tensor.dtype].append(tensor.view(-1))
+        for parts in by_dtype.values():
+            if len(parts) == 1:
+                self.all_reduce_(parts[0])
+                continue
+            payload = self.all_reduce_(torch.cat(parts))
+            for part, reduced in zip(parts, payload.split([p.numel() for p in parts]), strict=True):
+                part.copy_(reduced)
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        """Gather `tensor`, shape `(n,)`, equal on all ranks, into a new tensor of shape `(w, n)`."""
+        gathered = tensor.new_empty((self.size, tensor.numel()))
+        if self.size == 1:
+            return gathered.copy_(tensor.view(1, -1))
+        self._count((self.size - 1) * tensor.numel() * tensor.element_size())
+        if dist.get_backend(self.process_group) == dist.Backend.GLOO:
+            # torch<=2.6 has no all_gather_into_tensor for every dtype on gloo.
+            dist.all_gather(list(gathered.unbind()), tensor.contiguous(), group=self.process_group)
+        else:
+            dist.all_gather_into_tensor(gathered, tensor.contiguous(), group=self.process_group)
+        return gathered
+
+    def all_to_all(self, chunks: Tensor) -> Tensor:
+        """Send row i of `chunks`, shape `(w, n)`, to rank i; row i of the result came from rank i."""
+        if self.size == 1:
+            return chunks
+        self._count((self.size - 1) / self.size * chunks.numel() * chunks.element_size())
+        received = torch.empty_like(chunks)
+        dist.all_to_all_single(received, chunks, group=self.process_group)
+        return received
+
+    def all_reduce_sparse_mean(self, grad: Tensor) -> Tensor:
+        """Mean over ranks of a sparse COO tensor: an all-gather of padded indices and values.
+
+        Reads the number of entries on the host, so on CUDA this synchronizes.
+        """
+        grad = grad.coalesce()
+        if self.size == 1:
+            return grad
+        num_entries = self.all_gather(torch.tensor([grad._nnz()], device=grad.device)).view(-1).tolist()
+        longest = max(num_entries)
+        indices = grad.indices().new_zeros((longest, grad.sparse_dim()))
+        indices[: grad._nnz()] = grad.indices().t()
+        values = grad.values().new_zeros((longest, *grad.values().shape[1:]))
+        values[: grad._nnz()] = grad.values() / self.size
+        all_indices = self.all_gather(indices.view(-1)).view(self.size, *indices.shape)
+        all_values = self.all_gather(values.view(-1)).view(self.size, *values.shape)
+        return torch.sparse_coo_tensor(
+            torch.cat([part[:n] for part, n in zip(all_indices, num_entries, strict=True)]).t(),
+            torch.cat([part[:n] for part, n in zip(all_values, num_entries, strict=True)]),
+            grad.shape,
+        ).coalesce()
+
+    def _count(self, num_bytes: float) -> None:
+        self.counters.bytes_sent += num_bytes
+        self.counters.collectives += 1

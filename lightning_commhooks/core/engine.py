@@ -1,0 +1,143 @@
+"""Runs a bound hook on buckets, one after another, in the order in which DDP hands them over.
+
+Collectives are issued in that order and no other, so ranks cannot disagree. Where the overlap with the
+backward pass comes from depends on the device: see [`ThreadEngine`][] and [`StreamEngine`][].
+"""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from concurrent.futures import Future as HostFuture
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+from torch.futures import Future
+
+T = TypeVar("T")
+
+
+class HookError(RuntimeError):
+    """A communication hook failed; the message names hook, step and bucket, `__cause__` is the reason."""
+
+
+class Engine(ABC):
+    """Runs work items in the order of submission."""
+
+    @abstractmethod
+    def submit(self, work: Callable[[], Tensor], device: torch.device) -> Future[Tensor]:
+        """Run `work`, return a future of its result for DDP."""
+
+    @abstractmethod
+    def call(self, function: Callable[[], T]) -> T:
+        """Run `function` after all submitted work and return its result."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Wait for submitted work and release threads. Later submissions raise `HookError`."""
+
+
+class ThreadEngine(Engine):
+    """One communication thread, for CPU tensors and for gloo.
+
+    After the first failure no further work runs: this rank's collectives would not match its peers'.
+    """
+
+    def __init__(self) -> None:
+        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="lightning_commhooks")
+        self._failure: BaseException | None = None
+        self._last: HostFuture[None] | None = None
+        self._closed = False
+
+    def submit(self, work: Callable[[], Tensor], device: torch.device) -> Future[Tensor]:
+        self._raise_if_unusable()
+        devices = [device] if device.type == "cuda" else None
+        raw: Future[Tensor | None] = Future(devices=devices)
+        ready = torch.cuda.current_stream(device).record_event() if devices else None
+
+        def run() -> None:
+            try:
+                if self._failure is None:
+                    if ready is not None:
+                        torch.cuda.current_stream(device).wait_event(ready)
+                    raw.set_result(work())
+                    return
+            except BaseException as failure:
+                self._failure = failure
+            raw.set_result(None)
+
+        def unwrap(done: Future[Tensor | None]) -> Tensor:
+            result = done.value()
+            if result is None:
+                assert self._failure is not None
+                raise HookError(str(self._failure)) from self._failure
+            return result
+
+        result = raw.then(unwrap)
+        self._last = self._executor.submit(run)
+        self._raise_at_end_of_backward()
+        return result
+
+    def call(self, function: Callable[[], T]) -> T:
+        self._raise_if_unusable()
+        if threading.current_thread().name.startswith("lightning_commhooks"):
+            return function()
+        return self._executor.submit(function).result()
+
+    def close(self) -> None:
+        self._closed = True
+        self._executor.shutdown(wait=True)
+
+    def _raise_at_end_of_backward(self) -> None:
+        # DDP would turn the failure into a RuntimeError with a C++ message. Raised from a final callback
+        # of the backward it keeps its type and its traceback.
+        last = self._last
+
+        def check() -> None:
+            if last is self._last and last is not None:
+                last.result()
+                self._raise_if_unusable()
+
+        try:
+            torch.autograd.Variable._execution_engine.queue_callback(check)
+        except RuntimeError:
+            return  # outside a backward (`join()`): the failure reaches the user through DDP's future
+
+    def _raise_if_unusable(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+        if self._closed:
+            raise HookError("the communication hook was closed; attach a hook to a new DistributedDataParallel")
+
+
+class StreamEngine(Engine):
+    """A side stream, for CUDA tensors on NCCL: the hook's kernels and collectives queue up on it, inline.
+
+    A blocking NCCL collective blocks the side stream only, so that the backward goes on beside it.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)
+        self._closed = False
+
+    def submit(self, work: Callable[[], Tensor], device: torch.device) -> Future[Tensor]:
+        if self._closed:
+            raise HookError("the communication hook was closed; attach a hook to a new DistributedDataParallel")
+        self._stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(self._stream):
+            future: Future[Tensor] = Future(devices=[device])
+            future.set_result(work())
+        return future
+
+    def call(self, function: Callable[[], T]) -> T:
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        with torch.cuda.stream(self._stream):
+            result = function()
+        torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+        return result
+
+    def close(self) -> None:
+        self._closed = True

@@ -1,0 +1,67 @@
+"""From DDP's flat buckets to named gradients; survives bucket rebuilds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from lightning_commhooks.core.hook import Slot
+
+
+def memory_shape(parameter: Tensor) -> tuple[int, ...]:
+    """Sizes of `parameter` ordered by stride, outermost first.
+
+    DDP lays a gradient out with the strides of its parameter when that is dense and non-overlapping
+    (`reducer.cpp`, `initialize_bucket_views`), and contiguously otherwise.
+    """
+    if not torch.ops.aten.is_non_overlapping_and_dense(parameter):
+        return tuple(parameter.shape)
+    order = sorted(range(parameter.dim()), key=lambda dim: -parameter.stride(dim))
+    return tuple(parameter.shape[dim] for dim in order)
+
+
+class Layout:
+    """Names the parameters of one model.
+
+    Args:
+        module: the module that DDP wraps. A parameter shared between modules has its first name.
+    """
+
+    def __init__(self, module: Module) -> None:
+        self._names: dict[Tensor, str] = {p: name for name, p in module.named_parameters()}
+        self._slots: dict[tuple[str, ...], tuple[Slot, ...]] = {}
+
+    def slots(self, parameters: Sequence[Tensor], numel: int) -> tuple[Slot, ...]:
+        """Slots of a bucket that holds the gradients of `parameters` one after another.
+
+        Args:
+            parameters: as `GradBucket.parameters()` returns them.
+            numel: length of the flat bucket.
+
+        Raises:
+            RuntimeError: a parameter is not in the model, or the gradients do not fill the bucket.
+        """
+        try:
+            names = tuple(self._names[p] for p in parameters)
+        except KeyError:
+            raise RuntimeError(
+                "DDP reduces a parameter that the model did not have when the hook was attached; "
+                "replace parameters before wrapping the model in DistributedDataParallel"
+            ) from None
+        if names not in self._slots:
+            self._slots[names] = _pack(names, parameters)
+        slots = self._slots[names]
+        if sum(slot.numel for slot in slots) != numel:
+            raise RuntimeError(f"bucket of {numel} elements does not match its parameters {list(names)}")
+        return slots
+
+
+def _pack(names: tuple[str, ...], parameters: Sequence[Tensor]) -> tuple[Slot, ...]:
+    slots, offset = [], 0
+    for name, parameter in zip(names, parameters, strict=True):
+        slots.append(Slot(name, memory_shape(parameter), offset))
+        offset += parameter.numel()
+    return tuple(slots)

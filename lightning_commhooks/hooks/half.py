@@ -1,0 +1,96 @@
+"""Gradients in 16 bit: half the bytes of float32."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from lightning_commhooks.core.collectives import Group
+from lightning_commhooks.core.hook import BoundHook, Bucket, CommHook
+from lightning_commhooks.core.registry import register
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Half(CommHook):
+    dtype: ClassVar[torch.dtype]
+    accumulate_dtype: Literal["float32"] | None = None
+
+    def __post_init__(self) -> None:
+        if self.accumulate_dtype not in (None, "float32"):
+            raise ValueError(f"accumulate_dtype must be None or 'float32', is {self.accumulate_dtype!r}")
+
+    def bind(self, group: Group) -> BoundHook:
+        return _BoundHalf(group, self.dtype, in_float32=self.accumulate_dtype == "float32")
+
+
+@register
+@dataclass(frozen=True, kw_only=True)
+class FP16(_Half):
+    """Average gradients in float16: 11 significant bits, magnitudes from 6e-8 to 65504.
+
+    Differs from PyTorch's `default_hooks.fp16_compress_hook` in one point: the gradient is divided by the
+    number of ranks while it is cast, not after, so that a value up to w times 65504 does not overflow and
+    neither does the sum.
+
+    Args:
+        accumulate_dtype: `None`: one all-reduce in 16 bit. `"float32"`: each rank receives its share of the
+            16-bit gradients, sums it in float32 and sends the mean in 16 bit; the same bytes, and one
+            rounding of the sum instead of w-1.
+
+    Raises:
+        ValueError: `accumulate_dtype` is something else.
+    """
+
+    name: ClassVar[str] = "fp16"
+    dtype: ClassVar[torch.dtype] = torch.float16
+
+
+@register
+@dataclass(frozen=True, kw_only=True)
+class BF16(_Half):
+    """Average gradients in bfloat16: 8 significant bits, the range of float32.
+
+    As PyTorch's `default_hooks.bf16_compress_hook`, also on CPU, where DDP refuses that one.
+
+    Args:
+        accumulate_dtype: `None`: one all-reduce in 16 bit. `"float32"`: each rank receives its share of the
+            16-bit gradients, sums it in float32 and sends the mean in 16 bit; the same bytes, and one
+            rounding of the sum instead of w-1.
+
+    Raises:
+        ValueError: `accumulate_dtype` is something else.
+    """
+
+    name: ClassVar[str] = "bf16"
+    dtype: ClassVar[torch.dtype] = torch.bfloat16
+
+
+class _BoundHalf(BoundHook):
+    def __init__(self, group: Group, dtype: torch.dtype, in_float32: bool) -> None:
+        super().__init__(group)
+        self._dtype = dtype
+        self._in_float32 = in_float32
+
+    def reduce(self, flat: Tensor, bucket: Bucket) -> None:
+        if not flat.is_floating_point():
+            self.group.counters.numel_uncompressed += flat.numel()
+            self.group.all_reduce_mean_(flat)
+            return
+        self.group.counters.numel_compressed += flat.numel()
+        if self._in_float32:
+            flat.copy_(self._mean_in_float32(flat))
+            return
+        half = torch.div(flat, self.group.size, out=torch.empty_like(flat, dtype=self._dtype))
+        flat.copy_(self.group.all_reduce_(half))
+
+    def _mean_in_float32(self, flat: Tensor) -> Tensor:
+        # A two-shot all-reduce: all-to-all, sum, all-gather. Padded so that every rank has an equal share.
+        w = self.group.size
+        share = -(-flat.numel() // w)
+        half = flat.new_zeros((w, share), dtype=self._dtype)
+        half.view(-1)[: flat.numel()] = flat
+        mean = self.group.all_to_all(half).mean(dim=0, dtype=torch.float32)
+        return self.group.all_gather(mean.to(self._dtype)).view(-1)[: flat.numel()]

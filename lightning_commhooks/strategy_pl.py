@@ -1,0 +1,33 @@
+"""`CompressedDDPStrategyPL` for the standalone `pytorch_lightning` package."""
+
+from __future__ import annotations
+
+try:
+    from lightning_fabric.utilities.exceptions import MisconfigurationException
+    from pytorch_lightning.strategies import DDPStrategy
+except ImportError as error:
+    raise ImportError(
+        "CompressedDDPStrategyPL needs the standalone package: pip install pytorch-lightning"
+    ) from error
+
+from lightning_commhooks.ddp_mixin import CompressedDDPMixin
+
+
+class CompressedDDPStrategyPL(CompressedDDPMixin, DDPStrategy):
+    """Lightning's `DDPStrategy` with a communication hook, on CPU and GPU alike.
+
+    `Trainer(strategy=CompressedDDPStrategyPL(hook="powersgd"))`.
+
+    Args:
+        hook: name of a hook (`lightning_commhooks.available_hooks()`), a configured hook such as
+            `PowerSGD(matrix_approximation_rank=4)`, or a DDP hook function `(state, bucket)`.
+        hook_state: the state of such a function.
+        **kwargs: arguments of `DDPStrategy` and of `torch.nn.parallel.DistributedDataParallel`, without
+            `ddp_comm_state`, `ddp_comm_hook`, `ddp_comm_wrapper` and `model_averaging_period`.
+
+    Raises:
+        MisconfigurationException: unknown hook, a function that DDP would refuse, or one of the arguments
+            that `hook` replaces.
+    """
+
+    _misconfiguration = MisconfigurationException

@@ -1,0 +1,6 @@
+"""Hooks made of hooks. Each is a `CommHook` itself, so they nest."""
+
+from lightning_commhooks.wrappers.cast import Cast
+from lightning_commhooks.wrappers.schedule import Schedule
+
+__all__ = ["Cast", "Schedule"]

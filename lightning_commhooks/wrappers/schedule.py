@@ -1,0 +1,89 @@
+"""Change the method while training."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from lightning_commhooks.core.collectives import Group
+from lightning_commhooks.core.hook import BoundHook, Bucket, CommHook
+from lightning_commhooks.core.registry import get_hook
+
+
+@dataclass(frozen=True)
+class Schedule(CommHook):
+    """Use different hooks in different phases of training.
+
+    For example `Schedule({0: "bf16", 1000: PowerSGD(matrix_approximation_rank=4)})`. Steps are counted once,
+    from the beginning of training, for all hooks: `start_powerSGD_iter=1000` of a PowerSGD that begins at step
+    1000 has passed by then. When a hook with error feedback is replaced, what it still owes is added to the
+    gradients of the first step of its successor.
+
+    Args:
+        hooks: for each phase the step at which it begins, one of them 0, and its hook, a name or a `CommHook`.
+
+    Raises:
+        ValueError: no hook for step 0, a negative step, or an unknown hook.
+    """
+
+    name: ClassVar[str] = "schedule"
+
+    hooks: Mapping[int, str | CommHook]
+
+    def __post_init__(self) -> None:
+        for step in self.hooks:
+            if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+                raise ValueError(f"hooks: steps must be integers of at least 0, one is {step!r}")
+        if 0 not in self.hooks:
+            raise ValueError(f"hooks: no hook for step 0, only for {sorted(self.hooks)}; add 0: 'allreduce'")
+        object.__setattr__(self, "hooks", {step: get_hook(self.hooks[step]) for step in sorted(self.hooks)})
+
+    def bind(self, group: Group) -> BoundHook:
+        return _BoundSchedule({step: get_hook(hook).bind(group) for step, hook in self.hooks.items()}, group)
+
+
+class _BoundSchedule(BoundHook):
+    def __init__(self, phases: dict[int, BoundHook], group: Group) -> None:
+        super().__init__(group)
+        self._phases = phases
+        # For each parameter, when the phase that last averaged it began.
+        self._last_phase: dict[str, int] = {}
+
+    def reduce(self, flat: Tensor, bucket: Bucket) -> None:
+        phase = self._phase(bucket.step)
+        for last in {self._last_phase.get(name, phase) for name in bucket.names} - {phase}:
+            slots = tuple(slot for slot in bucket.slots if self._last_phase.get(slot.name) == last)
+            self._phases[last].drain_(flat, Bucket(bucket.index, bucket.is_last, bucket.step, slots))
+        self._last_phase.update(dict.fromkeys(bucket.names, phase))
+        self._phases[phase].reduce(flat, bucket)
+
+    def reduce_sparse(self, grad: Tensor, bucket: Bucket) -> Tensor:
+        return self._phases[self._phase(bucket.step)].reduce_sparse(grad, bucket)
+
+    def drain_(self, flat: Tensor, bucket: Bucket) -> None:
+        for hook in self._phases.values():
+            hook.drain_(flat, bucket)
+
+    def _phase(self, step: int) -> int:
+        return max(start for start in self._phases if start <= step)
+
+    def state_dict(self) -> dict[str, Any]:
+        phases = {str(start): hook.state_dict() for start, hook in self._phases.items()}
+        return {"phases": phases, "last_phase": dict(self._last_phase)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._last_phase = dict(state["last_phase"])
+        for start, hook in self._phases.items():
+            hook.load_state_dict(state["phases"][str(start)])
+
+    def compression_stats(self) -> tuple[float, int, int]:
+        return self._phases[self._phase(self.group.counters.steps)].compression_stats()
+
+    def closing_warnings(self, steps: int) -> list[str]:
+        unused = [start for start in self._phases if start >= steps > 0]
+        texts = [f"training ended after {steps} steps, before the phases of hook=Schedule at {unused}"] if unused else []
+        reached = (hook for start, hook in self._phases.items() if start < steps)
+        return texts + [text for hook in reached for text in hook.closing_warnings(steps)]
