@@ -4,21 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_commhooks.core.attach import Attachment, attach, registered_name, resolve_hook
 from lightning_commhooks.core.hook import CommHook
-from lightning_commhooks.core.registry import available_hooks
+from lightning_commhooks.hooks import HookName
 
 logger = logging.getLogger(__name__)
-
-if TYPE_CHECKING:
-    HookName = str
-else:
-    # A Literal of the names known now: Lightning CLI then refuses typos and lists the choices in its help.
-    HookName = Literal[tuple(available_hooks())]
 
 _REPLACED = {
     "ddp_comm_hook": "pass it as hook=... (with hook_state=... for a function), or use a hook's name",
@@ -51,10 +45,17 @@ class CompressedDDPMixin:
 
     @property
     def attachment(self) -> Attachment | None:
-        """The hook at work in the last `fit` of this process, for `metrics()`; `None` before the first."""
+        """The hook at work in the last `fit` of this process, for `metrics()`; `None` before the first.
+
+        With `start_method` "spawn", "fork" or "forkserver" training happens in other processes: read it there,
+        in a callback or the module.
+        """
         return self._attachment
 
     def _register_ddp_hooks(self) -> None:
+        # Lightning forgets to reset this: a second fit with static_graph and manual optimization would not
+        # synchronize at all.
+        self._pl_static_graph_delay_done = False
         model = self.model  # type: ignore[attr-defined]
         assert isinstance(model, DistributedDataParallel)
         self._attachment = attach(model, self._hook, hook_state=self._hook_state)
@@ -67,6 +68,8 @@ class CompressedDDPMixin:
 
     def teardown(self) -> None:
         """Close the hook, then tear the strategy down."""
-        if self._attachment is not None:
-            self._attachment.close()
-        super().teardown()  # type: ignore[misc]
+        try:
+            if self._attachment is not None:
+                self._attachment.close()
+        finally:
+            super().teardown()  # type: ignore[misc]

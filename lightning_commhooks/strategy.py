@@ -6,9 +6,7 @@ try:
     from lightning.fabric.utilities.exceptions import MisconfigurationException
     from lightning.pytorch.strategies import DDPStrategy
 except ImportError as error:
-    raise ImportError(
-        "CompressedDDPStrategy needs Lightning: pip install 'lightning-commhooks[lightning]'"
-    ) from error
+    raise ImportError("CompressedDDPStrategy needs Lightning: pip install 'lightning-commhooks[lightning]'") from error
 
 from lightning_commhooks.ddp_mixin import CompressedDDPMixin
 

@@ -6,9 +6,7 @@ try:
     from lightning_fabric.utilities.exceptions import MisconfigurationException
     from pytorch_lightning.strategies import DDPStrategy
 except ImportError as error:
-    raise ImportError(
-        "CompressedDDPStrategyPL needs the standalone package: pip install pytorch-lightning"
-    ) from error
+    raise ImportError("CompressedDDPStrategyPL needs the standalone package: pip install pytorch-lightning") from error
 
 from lightning_commhooks.ddp_mixin import CompressedDDPMixin
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
@@ -27,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 STATE_FORMAT = 1
 
-Trampoline = Callable[[object, dist.GradBucket], Future[Tensor]]
+Trampoline = Callable[[object, GradBucket], Future[Tensor]]
 
 
 class Attachment:
@@ -244,7 +245,7 @@ def _trampoline(
     counters = group.counters
     may_be_unused = model.find_unused_parameters
 
-    def trampoline(state: object, bucket: dist.GradBucket) -> Future[Tensor]:
+    def trampoline(state: object, bucket: GradBucket) -> Future[Tensor]:
         flat = bucket.buffer()
         slots = layout.slots(bucket.parameters(), flat.numel())
         index, is_last = bucket.index(), bucket.is_last()
@@ -270,11 +271,12 @@ def _trampoline(
 
 
 def _counting(hook: DDPHook, clock: _StepClock, group: Group) -> Trampoline:
-    def trampoline(state: object, bucket: dist.GradBucket) -> Future[Tensor]:
+    def trampoline(state: object, bucket: GradBucket) -> Future[Tensor]:
         clock.step_of(bucket.index(), bucket.is_last())
         buffer = bucket.buffer()
         group.counters.bytes_dense += group.ring_bytes(buffer._values() if buffer.is_sparse else buffer)
-        return hook(state, bucket)
+        result: Future[Tensor] = hook(state, bucket)
+        return result
 
     return trampoline
 
@@ -292,13 +294,14 @@ def _own_group(process_group: dist.ProcessGroup, device: torch.device) -> dist.P
     differently on each rank.
     """
     ranks = dist.get_process_group_ranks(process_group)
-    return dist.new_group(
+    own: dist.ProcessGroup = dist.new_group(
         ranks,
         backend=_backend(process_group, device),
         timeout=_timeout(process_group, device),
         use_local_synchronization=len(ranks) < dist.get_world_size(),
         group_desc="lightning_commhooks",
     )
+    return own
 
 
 def _timeout(process_group: dist.ProcessGroup, device: torch.device) -> Any:

@@ -106,6 +106,7 @@ class Group:
             torch.cat([part[:n] for part, n in zip(all_indices, num_entries, strict=True)]).t(),
             torch.cat([part[:n] for part, n in zip(all_values, num_entries, strict=True)]),
             grad.shape,
+            check_invariants=False,  # said explicitly, or PyTorch warns that it does not check
         ).coalesce()
 
     def _count(self, num_bytes: float) -> None:

@@ -54,7 +54,7 @@ class ThreadEngine(Engine):
 
     def submit(self, work: Callable[[], Tensor], device: torch.device) -> Future[Tensor]:
         self._raise_if_unusable()
-        devices = [device] if device.type == "cuda" else None
+        devices: list[int | str | torch.device] | None = [device] if device.type == "cuda" else None
         raw: Future[Tensor | None] = Future(devices=devices)
         ready = torch.cuda.current_stream(device).record_event() if devices else None
 

@@ -130,7 +130,7 @@ class BoundHook(ABC):
         self.group.counters.numel_uncompressed += grad._values().numel()
         return self.group.all_reduce_sparse_mean(grad)
 
-    def drain_(self, flat: Tensor, bucket: Bucket) -> None:
+    def drain_(self, flat: Tensor, bucket: Bucket) -> None:  # noqa: B027  # optional to override
         """Add what this hook still owes the parameters in `bucket` to `flat` and forget it.
 
         Called once for each parameter when another hook takes over (`Schedule`). The default does nothing,

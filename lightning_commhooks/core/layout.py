@@ -19,7 +19,8 @@ def memory_shape(parameter: Tensor) -> tuple[int, ...]:
     """
     if not torch.ops.aten.is_non_overlapping_and_dense(parameter):
         return tuple(parameter.shape)
-    order = sorted(range(parameter.dim()), key=lambda dim: -parameter.stride(dim))
+    strides = parameter.stride()
+    order = sorted(range(parameter.dim()), key=lambda dim: -strides[dim])
     return tuple(parameter.shape[dim] for dim in order)
 
 

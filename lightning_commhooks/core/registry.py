@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, TypeVar
@@ -91,7 +92,7 @@ def get_hook(hook: str | CommHook, **options: Any) -> CommHook:
     try:
         return hook_class(**options)
     except TypeError as error:
-        fields = getattr(hook_class, "__dataclass_fields__", {})
+        fields = [field.name for field in dataclasses.fields(hook_class)] if dataclasses.is_dataclass(hook_class) else []
         raise ValueError(
             f"{hook_class.__name__}: {str(error).split(') ', 1)[-1]}; its options are: {', '.join(fields) or 'none'}"
         ) from error

@@ -8,8 +8,9 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import GradBucket
 
-DDPHook = Callable[[object, dist.GradBucket], torch.futures.Future[torch.Tensor]]
+DDPHook = Callable[[object, GradBucket], torch.futures.Future[torch.Tensor]]
 
 _FUTURE = torch.futures.Future[torch.Tensor]
 _STOCK = "torch.distributed.algorithms.ddp_comm_hooks"
@@ -47,7 +48,7 @@ def check_user_hook(hook: object) -> None:
     except TypeError as error:
         raise ValueError(f"hook {name}{signature} must take (state, bucket): {error}") from error
     expected = (
-        ("parameter 'bucket'", signature.parameters["bucket"].annotation, dist.GradBucket, "dist.GradBucket"),
+        ("parameter 'bucket'", signature.parameters["bucket"].annotation, GradBucket, "dist.GradBucket"),
         ("return value", signature.return_annotation, _FUTURE, "torch.futures.Future[torch.Tensor]"),
     )
     for what, annotation, wanted, spelling in expected:
@@ -64,6 +65,4 @@ def warn_if_broken_here(hook: DDPHook, backend: str) -> None:
     key = f"{getattr(hook, '__module__', '')}.{getattr(hook, '__qualname__', '')}"
     if backend == dist.Backend.GLOO and key in _REPLACED_ON_GLOO:
         what, instead = _REPLACED_ON_GLOO[key]
-        warnings.warn(
-            f"PyTorch's {hook.__qualname__} {what} on the gloo backend; use hook={instead!r}", stacklevel=4
-        )
+        warnings.warn(f"PyTorch's {hook.__qualname__} {what} on the gloo backend; use hook={instead!r}", stacklevel=4)

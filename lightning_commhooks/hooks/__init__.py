@@ -1,5 +1,8 @@
 """One algorithm per file. Importing this package registers all of them."""
 
+from typing import TYPE_CHECKING, Literal
+
+from lightning_commhooks.core.registry import available_hooks
 from lightning_commhooks.hooks.allgather import AllGather
 from lightning_commhooks.hooks.allreduce import AllReduce
 from lightning_commhooks.hooks.batched_powersgd import BatchedPowerSGD
@@ -7,4 +10,11 @@ from lightning_commhooks.hooks.half import BF16, FP16
 from lightning_commhooks.hooks.noop import Noop
 from lightning_commhooks.hooks.powersgd import PowerSGD
 
-__all__ = ["BF16", "FP16", "AllGather", "AllReduce", "BatchedPowerSGD", "Noop", "PowerSGD"]
+if TYPE_CHECKING:
+    HookName = str
+else:
+    # A Literal of the names known now: Lightning CLI then refuses typos and lists the choices in its help. Annotate
+    # with it in other modules only: jsonargparse would follow the TYPE_CHECKING branch of the same module.
+    HookName = Literal[tuple(available_hooks())]
+
+__all__ = ["BF16", "FP16", "AllGather", "AllReduce", "BatchedPowerSGD", "HookName", "Noop", "PowerSGD"]

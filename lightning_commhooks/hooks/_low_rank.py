@@ -43,32 +43,31 @@ def orthonormalize_(rows: Tensor) -> Tensor:
     # Norms are sums of squares: scaling keeps them from overflow and underflow.
     largest = rows.abs().amax(dim=2, keepdim=True)
     rows.div_(torch.where(largest > 0, largest, 1))
-    if rows.shape[1] == 1:
-        norm = torch.linalg.vector_norm(rows, dim=2, keepdim=True)
-        zero = norm == 0
-        rows.div_(torch.where(zero, 1, norm))
-        rows[:, :, :1].add_(zero)
-        return rows
     return rows.copy_(torch.linalg.qr(rows.mT).Q.mT)
 
 
 def revive_(rows: Tensor, fresh: Tensor, epsilon: float) -> Tensor:
     """Replace dead rows by fresh random ones, in place.
 
-    A row of Q is dead when its matrix was zero at the last step: it would give P = 0 for ever after.
+    A row of Q is dead when its matrix was zero at the last step: it could give P = 0 for ever after.
 
     Args:
         rows: shape `(k, r, m)`.
         fresh: shape `(k, r, m)`, random rows.
         epsilon: a row is dead when its norm is at most `epsilon` times that of the matrix's longest row.
     """
-    norm = rows.abs().amax(dim=2, keepdim=True)
-    dead = ~(norm > epsilon * norm.amax(dim=1, keepdim=True))
-    return rows.copy_(torch.where(dead, fresh, rows))
+    norm = torch.linalg.vector_norm(rows, ord=1, dim=2, keepdim=True)
+    alive = norm > (epsilon * norm.amax(dim=1, keepdim=True) if epsilon else 0)
+    return rows if not alive.is_cuda and alive.all() else rows.copy_(torch.where(alive, rows, fresh))
 
 
 def low_rank_mean(
-    matrices: list[Tensor], qs: list[Tensor], extra: list[Tensor], group: Group, wire_dtype: torch.dtype
+    matrices: list[Tensor],
+    qs: list[Tensor],
+    extra: list[Tensor],
+    group: Group,
+    wire_dtype: torch.dtype,
+    batched: bool = True,
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Approximate the mean over ranks of each matrix by P^T Q, with one power iteration from a given Q.
 
@@ -80,16 +79,22 @@ def low_rank_mean(
         extra: contiguous tensors that become their sum over ranks, in the first of the collectives.
         group: the ranks.
         wire_dtype: dtype in which factors travel.
+        batched: multiply the k matrices of a batch in one product.
 
     Returns:
         `(ps, qs)`: orthonormal P, batches of shape `(k, r, n)`, and Q, `(k, r, m)`, equal on all ranks.
     """
-    ps = [torch.bmm(q, matrix.mT).to(wire_dtype) for q, matrix in zip(qs, matrices, strict=True)]
+    multiply = torch.bmm if batched else _multiply_one_by_one
+    ps = [multiply(q, matrix.mT).to(wire_dtype) for q, matrix in zip(qs, matrices, strict=True)]
     group.all_reduce_coalesced_([*extra, *ps])
     ps = [orthonormalize_(p.to(matrix.dtype)) for p, matrix in zip(ps, matrices, strict=True)]
-    qs = [torch.bmm(p, matrix).div_(group.size).to(wire_dtype) for p, matrix in zip(ps, matrices, strict=True)]
+    qs = [multiply(p, matrix).div_(group.size).to(wire_dtype) for p, matrix in zip(ps, matrices, strict=True)]
     group.all_reduce_coalesced_(qs)
     return ps, [q.to(matrix.dtype) for q, matrix in zip(qs, matrices, strict=True)]
+
+
+def _multiply_one_by_one(factors: Tensor, matrices: Tensor) -> Tensor:
+    return torch.stack([torch.mm(factor, matrix) for factor, matrix in zip(factors, matrices, strict=True)])
 
 
 def work_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -105,16 +110,29 @@ def factor_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.bfloat16 if dtype == torch.float16 else dtype
 
 
-def store_(memory: Tensor, value: Tensor, sent: Tensor | float, keep: Tensor) -> None:
-    """Write `value - sent` to `memory` if `keep`, without synchronizing with a CUDA device.
+def all_finite(factors: list[Tensor]) -> Tensor:
+    """Boolean, one element: whether all factors are. They are sums over ranks, so all ranks agree."""
+    return torch.stack([torch.isfinite(f).all() for f in factors]).all() if factors else torch.tensor(True)
+
+
+def repay_(residual: Tensor, sent: Tensor, gradient: Tensor, finite: Tensor) -> None:
+    """Take what was sent from the residual, to which this rank's gradient has been added.
+
+    If the step is not finite, the gradient is taken instead: the residual is what it was before the step,
+    and zero where the gradient was not finite. Does not synchronize with a CUDA device.
 
     Args:
-        memory: any shape.
-        value: same shape; may be non-finite if it is not kept.
-        sent: what of it was sent, same shape, or 0.
-        keep: boolean, one element.
+        residual: any shape.
+        sent: same shape, what the optimizer gets to see.
+        gradient: same shape.
+        finite: boolean, one element.
     """
-    if keep.is_cuda:
-        memory.copy_(torch.where(keep, value - sent, memory))
-    elif keep:
-        torch.sub(value, sent, out=memory)
+    if not finite.is_cuda and finite:
+        residual.sub_(sent)
+    else:
+        residual.sub_(torch.where(finite, sent, gradient)).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+
+
+def keep_(memory: Tensor, update: Tensor, finite: Tensor) -> None:
+    """Write `update` to `memory` if the step is finite, without synchronizing with a CUDA device."""
+    memory.copy_(torch.where(finite, update, memory))

@@ -72,7 +72,9 @@ class LowRankStats:
         """Log the rate at the first compressed step and every `compression_stats_logging_frequency` steps."""
         if bucket.is_last and bucket.step >= self._next_report:
             rate, before, after = self.as_tuple()
-            logger.info("step %d: %d elements before compression, %d after, rate %.4g", bucket.step, before, after, rate)
+            logger.info(
+                "step %d: %d elements before compression, %d after, rate %.4g", bucket.step, before, after, rate
+            )
             self._next_report = bucket.step + self._config.compression_stats_logging_frequency
 
     def as_tuple(self) -> tuple[float, int, int]:
@@ -182,7 +184,8 @@ class BoundLowRank(BoundHook):
 
 def any_nonzero(tensors: list[Tensor]) -> Tensor:
     """Shape `(len(tensors),)`, dtype of the tensors: 1 for each that has a nonzero element, else 0."""
-    return torch.stack([tensor.any() for tensor in tensors]).to(tensors[0].dtype)
+    extremes = [torch.stack(torch.aminmax(t)) if t.numel() else t.new_zeros(2) for t in tensors]
+    return (torch.stack(extremes) != 0).any(dim=1).to(tensors[0].dtype)
 
 
 def move(memory: dict[str, Tensor], name: str, new: Tensor) -> None:

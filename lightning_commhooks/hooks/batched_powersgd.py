@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_commhooks.core.collectives import Group
 from lightning_commhooks.core.hook import BoundHook, Bucket
 from lightning_commhooks.core.registry import register
-from lightning_commhooks.hooks._low_rank import factor_dtype, low_rank_mean, store_, work_dtype
+from lightning_commhooks.hooks._low_rank import all_finite, factor_dtype, keep_, low_rank_mean, repay_, work_dtype
 from lightning_commhooks.hooks._low_rank_base import BoundLowRank, Factor, LowRankConfig, any_nonzero, move
 
 
@@ -71,19 +71,21 @@ class _BoundBatchedPowerSGD(BoundLowRank):
     def _reduce_compressed(self, flat: Tensor, bucket: Bucket) -> tuple[int, int]:
         square = self._square(flat, bucket)
         used = [any_nonzero([slot.view(flat) for slot in bucket.slots])] if bucket.may_be_unused else []
-        matrix = square.residual.clone()
-        padded = matrix.view(-1)[: flat.numel()].add_(flat)
         start = self._start(square.factor, bucket.step)
+        # Residual, or without error feedback an empty square, plus gradient, padded with zeros.
+        matrix = square.residual if self._config.use_error_feedback else square.residual.clone()
+        owed = matrix.view(-1)[: flat.numel()].add_(flat)
         (p,), (q,) = low_rank_mean([matrix], [start], used, self.group, factor_dtype(flat.dtype))
-        flat.copy_(torch.mm(p[0].t(), q[0]).view(-1)[: flat.numel()])
+        finite = all_finite([p, q])
+        mean = torch.mm(p[0].t(), q[0]).view(-1)[: flat.numel()].to(flat.dtype)
         for is_used in used:
             # DDP throws away what a hook returns for a parameter that no rank used: send 0, go on owing it.
-            for slot, keep in zip(bucket.slots, is_used > 0, strict=True):
-                slot.view(flat).mul_(keep)
-        finite = torch.isfinite(q).all()
+            for slot, factor in zip(bucket.slots, is_used > 0, strict=True):
+                slot.view(mean).mul_(factor)
         if self._config.use_error_feedback:
-            store_(square.residual.view(-1)[: flat.numel()], padded, flat, finite)
-        store_(square.factor.q, q, 0, finite)
+            repay_(owed, mean, flat, finite)
+        flat.copy_(mean)
+        keep_(square.factor.q, q, finite)
         return 0, p.numel() + q.numel()
 
     def _square(self, flat: Tensor, bucket: Bucket) -> _Square:

@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_commhooks.core.collectives import Group
 from lightning_commhooks.core.hook import BoundHook, Bucket, Slot
 from lightning_commhooks.core.registry import register
-from lightning_commhooks.hooks._low_rank import factor_dtype, low_rank_mean, store_, work_dtype
+from lightning_commhooks.hooks._low_rank import all_finite, factor_dtype, keep_, low_rank_mean, repay_, work_dtype
 from lightning_commhooks.hooks._low_rank_base import BoundLowRank, Factor, LowRankConfig, any_nonzero, move
 
 
@@ -42,8 +42,9 @@ class PowerSGD(LowRankConfig):
         random_seed: of the random start. The global random state is not touched.
         compression_stats_logging_frequency: log the compression rate every so many steps once compression
             has begun.
-        batch_tensors_with_same_shape: multiply matrices of equal shape in one batched product. The result is
-            the same; faster on GPUs with many equal layers.
+        batch_tensors_with_same_shape: multiply matrices of equal shape in one batched product instead of one
+            by one. The result is the same up to rounding. On by default, unlike in PyTorch, because their
+            memory is laid out for it and nothing needs to be stacked.
 
     Raises:
         ValueError: a value is out of range.
@@ -53,7 +54,7 @@ class PowerSGD(LowRankConfig):
     aliases: ClassVar[tuple[str, ...]] = ("power_sgd",)
 
     min_compression_rate: float = 2
-    batch_tensors_with_same_shape: bool = False
+    batch_tensors_with_same_shape: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -70,17 +71,19 @@ class _Batch:
 
     Attributes:
         slots: where they are.
-        residual: shape `(k, n, m)`, what is still owed; zero without error feedback.
+        shape: `(n, m)`.
         factor: where the power iteration begins.
+        residual: shape `(k, n, m)`, what is still owed; `None` without error feedback.
     """
 
     slots: list[Slot]
-    residual: Tensor
+    shape: tuple[int, int]
     factor: Factor
+    residual: Tensor | None
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """The gradients in `flat`, each of shape `(n, m)`."""
-        return [slot.view(flat).view(_matrix_shape(slot)) for slot in self.slots]
+        return [slot.view(flat).view(self.shape) for slot in self.slots]
 
 
 @dataclass(frozen=True)
@@ -97,46 +100,43 @@ class _BoundPowerSGD(BoundLowRank):
     def __init__(self, config: PowerSGD, group: Group) -> None:
         super().__init__(config, group)
         self._plans: dict[tuple[str, ...], _Plan] = {}
-        self._workspace = torch.empty(0)
 
     def _reduce_compressed(self, flat: Tensor, bucket: Bucket) -> tuple[int, int]:
         plan = self._plan(flat, bucket)
         dense = torch.cat([flat[:0], *(slot.view(flat).reshape(-1) for slot in plan.dense)]).div_(self.group.size)
         used = [any_nonzero(batch.views(flat)) for batch in plan.batches] if bucket.may_be_unused else []
-        matrices = self._load(flat, plan)
+        matrices = [self._load(flat, batch) for batch in plan.batches]
         starts = [self._start(batch.factor, bucket.step) for batch in plan.batches]
-        ps, qs = low_rank_mean(matrices, starts, [dense, *used], self.group, factor_dtype(flat.dtype))
+        batched = self._config.batch_tensors_with_same_shape
+        ps, qs = low_rank_mean(matrices, starts, [dense, *used], self.group, factor_dtype(flat.dtype), batched)
         for slot, mean in zip(plan.dense, dense.split([slot.numel for slot in plan.dense]), strict=True):
             slot.view(flat).copy_(mean.view(slot.shape))
-        finite = torch.stack([torch.isfinite(q).all() for q in qs]).all() if qs else torch.tensor(True)
-        for i, (batch, matrix, p, q) in enumerate(zip(plan.batches, matrices, ps, qs, strict=True)):
+        finite = all_finite([*ps, *qs])
+        for i, (batch, p, q) in enumerate(zip(plan.batches, ps, qs, strict=True)):
             # DDP throws away what a hook returns for a parameter that no rank used: send 0, go on owing it.
             sent = q * (used[i] > 0).to(q).view(-1, 1, 1) if used else q
-            self._unload(flat, batch, matrix, p, sent, finite)
-            store_(batch.factor.q, q, 0, finite)
+            self._unload(flat, batch, p, sent, finite)
+            keep_(batch.factor.q, q, finite)
         return dense.numel(), sum(p.numel() + q.numel() for p, q in zip(ps, qs, strict=True))
 
-    def _load(self, flat: Tensor, plan: _Plan) -> list[Tensor]:
-        """What is to be sent: gradient plus residual, shape `(k, n, m)` for each batch."""
-        sizes = [batch.residual.numel() for batch in plan.batches]
-        if self._workspace.numel() < sum(sizes) or self._workspace.dtype != work_dtype(flat.dtype):
-            self._workspace = flat.new_empty(sum(sizes), dtype=work_dtype(flat.dtype))
-        matrices = []
-        for batch, part in zip(plan.batches, self._workspace[: sum(sizes)].split(sizes), strict=True):
-            matrices.append(part.view(batch.residual.shape))
-            for gradient, residual, matrix in zip(batch.views(flat), batch.residual, matrices[-1], strict=True):
-                torch.add(gradient, residual, out=matrix)
-        return matrices
+    def _load(self, flat: Tensor, batch: _Batch) -> Tensor:
+        """What is to be sent, gradient plus residual, shape `(k, n, m)`: the residual's own memory."""
+        if batch.residual is None:
+            return torch.stack(batch.views(flat)).to(batch.factor.q.dtype)
+        for gradient, residual in zip(batch.views(flat), batch.residual, strict=True):
+            residual.add_(gradient)
+        return batch.residual
 
-    def _unload(self, flat: Tensor, batch: _Batch, matrix: Tensor, p: Tensor, q: Tensor, finite: Tensor) -> None:
-        """Write P^T Q to `flat`, and what it misses to the residual."""
+    def _unload(self, flat: Tensor, batch: _Batch, p: Tensor, q: Tensor, finite: Tensor) -> None:
+        """Write P^T Q to `flat` and take it from the residual."""
+        # In place where the old gradient is not needed any more.
+        in_place = flat.dtype == q.dtype and not finite.is_cuda and bool(finite)
         for i, gradient in enumerate(batch.views(flat)):
-            if gradient.dtype == q.dtype:
-                torch.mm(p[i].t(), q[i], out=gradient)
-            else:
-                gradient.copy_(torch.mm(p[i].t(), q[i]))
-            if self._config.use_error_feedback:
-                store_(batch.residual[i], matrix[i], gradient, finite)
+            mean = torch.mm(p[i].t(), q[i], out=gradient if in_place else None).to(flat.dtype)
+            if batch.residual is not None:
+                repay_(batch.residual[i], mean, gradient, finite)
+            if not in_place:
+                gradient.copy_(mean)
 
     def _plan(self, flat: Tensor, bucket: Bucket) -> _Plan:
         if bucket.names not in self._plans:
@@ -146,23 +146,22 @@ class _BoundPowerSGD(BoundLowRank):
         return self._plans[bucket.names]
 
     def _make_plan(self, flat: Tensor, bucket: Bucket) -> _Plan:
-        by_shape: dict[object, list[Slot]] = {}
+        by_shape: dict[tuple[int, int], list[Slot]] = {}
         for slot in filter(self._shrinks, bucket.slots):
-            same = _matrix_shape(slot) if self._config.batch_tensors_with_same_shape else slot.name
-            by_shape.setdefault(same, []).append(slot)
+            by_shape.setdefault(_matrix_shape(slot), []).append(slot)
         like = flat.new_empty(0, dtype=work_dtype(flat.dtype))
-        batches = [self._make_batch(slots, like) for slots in by_shape.values()]
+        batches = [self._make_batch(slots, shape, like) for shape, slots in by_shape.items()]
         return _Plan(batches, [slot for slot in bucket.slots if not self._shrinks(slot)])
 
-    def _make_batch(self, slots: list[Slot], like: Tensor) -> _Batch:
-        n, m = _matrix_shape(slots[0])
+    def _make_batch(self, slots: list[Slot], shape: tuple[int, int], like: Tensor) -> _Batch:
+        n, m = shape
         factor = self._make_factor([slot.name for slot in slots], (self._rank(n, m), m), like)
         if not self._config.use_error_feedback:
-            return _Batch(slots, like.new_zeros(1).expand(len(slots), n, m), factor)
+            return _Batch(slots, shape, factor, None)
         residual = like.new_zeros((len(slots), n, m))
         for slot, own in zip(slots, residual, strict=True):
             move(self._residuals, slot.name, own.view(slot.shape))
-        return _Batch(slots, residual, factor)
+        return _Batch(slots, shape, factor, residual)
 
     def _rank(self, n: int, m: int) -> int:
         return min(n, m, self._config.matrix_approximation_rank)

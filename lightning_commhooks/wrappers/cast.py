@@ -11,6 +11,7 @@ from torch import Tensor
 from lightning_commhooks.core.collectives import Group
 from lightning_commhooks.core.hook import BoundHook, Bucket, CommHook
 from lightning_commhooks.core.registry import get_hook
+from lightning_commhooks.hooks import HookName
 
 _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -35,7 +36,7 @@ class Cast(CommHook):
 
     name: ClassVar[str] = "cast"
 
-    hook: str | CommHook
+    hook: HookName | CommHook
     dtype: Literal["fp16", "bf16"] = "bf16"
 
     def __post_init__(self) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from lightning_commhooks.core.collectives import Group
 from lightning_commhooks.core.hook import BoundHook, Bucket, CommHook
 from lightning_commhooks.core.registry import get_hook
+from lightning_commhooks.hooks import HookName
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class Schedule(CommHook):
 
     name: ClassVar[str] = "schedule"
 
-    hooks: Mapping[int, str | CommHook]
+    hooks: Mapping[int, HookName | CommHook]
 
     def __post_init__(self) -> None:
         for step in self.hooks:
@@ -84,6 +85,8 @@ class _BoundSchedule(BoundHook):
 
     def closing_warnings(self, steps: int) -> list[str]:
         unused = [start for start in self._phases if start >= steps > 0]
-        texts = [f"training ended after {steps} steps, before the phases of hook=Schedule at {unused}"] if unused else []
+        texts = (
+            [f"training ended after {steps} steps, before the phases of hook=Schedule at {unused}"] if unused else []
+        )
         reached = (hook for start, hook in self._phases.items() if start < steps)
         return texts + [text for hook in reached for text in hook.closing_warnings(steps)]

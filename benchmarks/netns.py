@@ -1,0 +1,251 @@
+"""Two to four hosts on one machine: network namespaces, veth pairs and a bridge. Needs root and iproute2.
+
+    with hosts(2, rate="1gbit") as network:
+        outputs = network.launch(["train.py", "--steps", "10"])
+
+Each host is a namespace with one interface, joined to a bridge in a namespace of its own; nothing is made in the
+machine's own namespace. `rate` is what a host may send, so a full-duplex link of that speed.
+
+Give a rate whenever bytes or seconds matter. Without one, a sender overruns the receiver's queue: TCP retransmits
+1 to 4% of what it sends, and the machine's cores are the bottleneck, at about 3 Gbit/s on two of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO
+
+INTERFACE = "eth0"
+ROOT = Path(__file__).resolve().parent.parent
+
+_PREFIX = "commhooks"
+_OUTPUT_TAIL = 6_000
+
+
+@dataclass
+class Network:
+    """Hosts that are up; made by [`hosts`][].
+
+    Attributes:
+        names: the namespace of each host.
+    """
+
+    names: list[str]
+    _next_port: int = field(default=29_500, repr=False)
+
+    def tx_bytes(self, host: int) -> int:
+        """Bytes that a host has sent since it came up, Ethernet, IP and TCP headers included."""
+        return int(_run("ip", "netns", "exec", self.names[host], "cat", _statistic("tx_bytes")))
+
+    def launch(
+        self, script_args: Sequence[str], *, timeout: float = 300, env: Mapping[str, str] | None = None
+    ) -> list[str]:
+        """Run a Python script on every host, with the environment that `init_process_group("gloo")` reads.
+
+        Args:
+            script_args: path of the script and its arguments.
+            timeout: seconds for all hosts together.
+            env: more environment variables. `OMP_NUM_THREADS` is 1 unless it is set.
+
+        Returns:
+            what each host wrote to stdout.
+
+        Raises:
+            RuntimeError: a host failed or took too long; with what the failed ones wrote.
+        """
+        port = self._next_port
+        self._next_port += 1  # the last launch's may still be in TIME_WAIT
+        with contextlib.ExitStack() as stack:
+            outputs = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in self.names]
+            errors = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in self.names]
+            processes: list[subprocess.Popen[str]] = []
+            try:
+                for host, name in enumerate(self.names):
+                    command = ["ip", "netns", "exec", name, sys.executable, *script_args]
+                    environment = {**_environment(host, len(self.names), port), **(env or {})}
+                    processes.append(
+                        subprocess.Popen(command, stdout=outputs[host], stderr=errors[host], text=True, env=environment)
+                    )
+                failed = _wait(processes, time.monotonic() + timeout)
+            finally:
+                for process in processes:
+                    process.kill()
+                    process.wait()
+            if failed:
+                texts = [f"host {host}: {why}\n{_tail(outputs[host])}{_tail(errors[host])}" for host, why in failed]
+                raise RuntimeError(f"{' '.join(script_args)} failed\n" + "\n".join(texts))
+            return [_read(output) for output in outputs]
+
+
+@contextlib.contextmanager
+def hosts(num: int, rate: str | None = "1gbit", delay: str | None = None, mtu: int = 1500) -> Iterator[Network]:
+    """Make `num` hosts that reach each other at 10.0.0.1 and up; remove them at the end, whatever happens.
+
+    Removes what earlier runs left that were killed, too.
+
+    Args:
+        num: 2 to 4.
+        rate: what each host may send, as `tc` writes it; `None` for as fast as the machine is.
+        delay: of each packet that a host sends, as `tc` writes it, so half of what a round trip takes longer.
+        mtu: of the interfaces, in bytes. Whatever it is, the kernel hands over packets of up to 64 KB, as to a
+            network card that segments them (TSO), and the counters see those; the rate is kept as if segmented.
+
+    Raises:
+        ValueError: `num` is out of range.
+        RuntimeError: not root, no `ip` or `tc`, or a kernel without what was asked for.
+    """
+    if not 2 <= num <= 4:
+        raise ValueError(f"num must be 2 to 4 hosts, is {num}")
+    _remove_leftovers()
+    hub = f"{_PREFIX}-{os.getpid()}-hub"
+    names = [f"{_PREFIX}-{os.getpid()}-{host}" for host in range(num)]
+    # So that `timeout` or a closed terminal unwinds this function.
+    previous = {number: signal.signal(number, _exit) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        _add_namespace(hub)
+        _ip(hub, "link", "add", "bridge", "type", "bridge", "mcast_snooping", "0")
+        _ip(hub, "link", "set", "bridge", "up", "mtu", str(mtu))
+        for host, name in enumerate(names):
+            _add_namespace(name)
+            _add_link(hub, name, host, mtu)
+            _shape(name, rate, delay)
+        yield Network(names)
+    finally:
+        for name in [*names, hub]:
+            _remove_namespace(name)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def own_tx_bytes() -> int:
+    """Bytes that the host sent on which this process runs."""
+    return int(Path(_statistic("tx_bytes")).read_text())
+
+
+def own_tx_packets() -> int:
+    """Packets, of up to 64 KB each, that the host sent on which this process runs."""
+    return int(Path(_statistic("tx_packets")).read_text())
+
+
+def _add_namespace(name: str) -> None:
+    _run("ip", "netns", "add", name)
+    # Without it, IPv6 sends router solicitations of its own.
+    _run("ip", "netns", "exec", name, "sysctl", "-qw", "net.ipv6.conf.default.disable_ipv6=1")
+    _ip(name, "link", "set", "lo", "up")
+
+
+def _add_link(hub: str, name: str, host: int, mtu: int) -> None:
+    port = f"port{host}"
+    _ip(name, "link", "add", INTERFACE, "mtu", str(mtu), "type", "veth", "peer", "name", port, "mtu", str(mtu))
+    _ip(name, "link", "set", port, "netns", hub)
+    _ip(hub, "link", "set", port, "master", "bridge", "up")
+    _ip(name, "addr", "add", f"10.0.0.{host + 1}/24", "dev", INTERFACE)
+    _ip(name, "link", "set", INTERFACE, "up")
+
+
+def _shape(name: str, rate: str | None, delay: str | None) -> None:
+    add = ["tc", "-n", name, "qdisc", "add", "dev", INTERFACE]
+    place = ["root", "handle", "1:"]
+    if rate is not None:
+        # The burst holds two unsegmented packets of 64 KB.
+        _run(*add, *place, "tbf", "rate", rate, "burst", "128kb", "latency", "100ms")
+        place = ["parent", "1:1", "handle", "2:"]
+    if delay is not None:
+        _run(*add, *place, "netem", "delay", delay, "limit", "100000")
+
+
+def _remove_leftovers() -> None:
+    for line in _run("ip", "netns", "list").splitlines():
+        match = re.match(rf"{_PREFIX}-(\d+)-\w+", line)
+        if match and not _is_alive(match[1]):
+            _remove_namespace(match[0])
+
+
+def _is_alive(pid: str) -> bool:
+    try:
+        status = Path("/proc", pid, "stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return status.rpartition(")")[2].split()[0] not in "ZX"  # zombie, dead
+
+
+def _remove_namespace(name: str) -> None:
+    listed = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True)
+    for pid in listed.stdout.split():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(int(pid), signal.SIGKILL)
+    subprocess.run(["ip", "netns", "del", name], capture_output=True)
+
+
+def _environment(host: int, num: int, port: int) -> dict[str, str]:
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    return {
+        "OMP_NUM_THREADS": "1",
+        **os.environ,
+        "PYTHONPATH": path,
+        "RANK": str(host),
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": str(num),
+        "MASTER_ADDR": "10.0.0.1",
+        "MASTER_PORT": str(port),
+        "GLOO_SOCKET_IFNAME": INTERFACE,
+    }
+
+
+def _wait(processes: list[subprocess.Popen[str]], deadline: float) -> list[tuple[int, str]]:
+    """Wait for all, or for the first failure; the hosts that failed, and why."""
+    while True:
+        codes = [process.poll() for process in processes]
+        if any(codes):
+            time.sleep(1)  # let others that fail with it write why
+            codes = [process.poll() for process in processes]
+            return [(host, f"exit code {code}") for host, code in enumerate(codes) if code]
+        if None not in codes:
+            return []
+        if time.monotonic() > deadline:
+            return [(host, "timed out") for host, code in enumerate(codes) if code is None]
+        time.sleep(0.05)
+
+
+def _ip(name: str, *args: str) -> None:
+    _run("ip", "-n", name, *args)
+
+
+def _run(*command: str) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True)
+    except FileNotFoundError as error:
+        raise RuntimeError(f"{command[0]!r} is not installed; it comes with iproute2") from error
+    if done.returncode:
+        reason = done.stderr.strip()
+        if "qdisc kind is unknown" in reason:
+            reason = "this kernel lacks it; delay= needs sch_netem, rate= needs sch_tbf"
+        raise RuntimeError(f"{' '.join(command)}: {reason} (needs root)")
+    return done.stdout
+
+
+def _statistic(name: str) -> str:
+    return f"/sys/class/net/{INTERFACE}/statistics/{name}"
+
+
+def _read(file: IO[str]) -> str:
+    file.seek(0)
+    return file.read()
+
+
+def _tail(file: IO[str]) -> str:
+    return _read(file)[-_OUTPUT_TAIL:]
+
+
+def _exit(number: int, frame: object) -> None:
+    sys.exit(128 + number)

@@ -1,0 +1,110 @@
+"""Cost of a PowerSGD step above `noop`: ours against PyTorch's hook, side by side in one run.
+
+Two ranks over gloo on the loopback, each pinned to one core, 8 x Linear(1024, 1024): 8.4 M parameters. The
+variants take turns, so that a busy machine hurts all of them alike; reported is the median over rounds.
+PyTorch's hook waits inside the hook, because it aborts on gloo otherwise as soon as there are two buckets.
+
+    python benchmarks/powersgd_step.py
+"""
+
+import argparse
+import os
+import socket
+import statistics
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_commhooks import PowerSGD, attach
+
+# Ours over stock, of the cost above noop: what the project promises, by matrix rank.
+LIMITS = {1: 0.5, 4: 0.35}
+
+
+def waiting_powersgd(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """PyTorch's hook, finished before the next bucket."""
+    future = powerSGD_hook(state, bucket)
+    future.wait()
+    return future
+
+
+def make(variant: str) -> DistributedDataParallel:
+    """A wrapped model with the hook of that name: `noop`, `allreduce`, `ours-<rank>` or `stock-<rank>`."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*[torch.nn.Linear(1024, 1024) for _ in range(8)])
+    ddp = DistributedDataParallel(model)
+    kind, _, rank = variant.partition("-")
+    options = {"start_powerSGD_iter": 2}
+    if kind == "stock":
+        ddp.register_comm_hook(PowerSGDState(None, int(rank), **options), waiting_powersgd)
+    elif kind == "ours":
+        attach(ddp, PowerSGD(matrix_approximation_rank=int(rank), **options))
+    else:
+        attach(ddp, kind)
+    return ddp
+
+
+def step(model: DistributedDataParallel, data: torch.Tensor) -> None:
+    """Forward and backward, no optimizer."""
+    model.zero_grad(set_to_none=True)
+    model(data).square().mean().backward()
+
+
+def worker(rank: int, port: int, rounds: int, steps: int) -> None:
+    """Time the variants in turn; rank 0 prints."""
+    os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[rank]})
+    torch.set_num_threads(1)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+    variants = ["noop", "allreduce", *(f"{kind}-{r}" for r in LIMITS for kind in ("stock", "ours"))]
+    models = {variant: make(variant) for variant in variants}
+    data = torch.randn(4, 1024, generator=torch.Generator().manual_seed(rank))
+    for model in models.values():
+        for _ in range(5):
+            step(model, data)
+    times: dict[str, list[float]] = {variant: [] for variant in variants}
+    for _ in range(rounds):
+        for variant, model in models.items():
+            step(model, data)
+            dist.barrier()
+            start = time.perf_counter()
+            for _ in range(steps):
+                step(model, data)
+            times[variant].append((time.perf_counter() - start) / steps * 1e3)
+    ok = report({variant: statistics.median(t) for variant, t in times.items()}) if rank == 0 else True
+    dist.destroy_process_group()
+    sys.exit(0 if ok else 1)
+
+
+def report(ms: dict[str, float]) -> bool:
+    """Print the table; whether all limits hold."""
+    print(f"torch {torch.__version__}, median ms per step on one core per rank, 8.4 M parameters, 2 ranks")
+    for variant, t in ms.items():
+        print(f"{variant:<12}{t:8.1f} ms{t - ms['noop']:+9.1f} ms above noop")
+    ok = True
+    for rank, limit in LIMITS.items():
+        ratio = (ms[f"ours-{rank}"] - ms["noop"]) / (ms[f"stock-{rank}"] - ms["noop"])
+        ok &= ratio <= limit
+        print(f"rank {rank}: ours / stock = {ratio:.2f} (limit {limit})")
+    return ok
+
+
+def main() -> None:
+    """Parse arguments and start two ranks."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--steps", type=int, default=4, help="steps per variant and round")
+    args = parser.parse_args()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    mp.spawn(worker, (port, args.rounds, args.steps), nprocs=2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,159 @@
+"""Dense and compressed training side by side: a real model, real data, two processes.
+
+`make demo`, or:
+
+    python examples/demo.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from typing import Any
+
+EPOCHS = 20
+# What to run, and as what it sends gradients. The hooks themselves: see `train`.
+METHODS = {
+    "dense": "float32",
+    "bf16": "bfloat16",
+    "powersgd": "low-rank factors",
+}
+
+
+def train(method: str, epochs: int) -> None:
+    """Train once, in this process and one that Lightning starts; report as JSON lines on rank 0's stdout."""
+    warnings.simplefilter("ignore")
+    for package in ("lightning", "lightning.pytorch", "lightning.fabric", "pytorch_lightning"):
+        logging.getLogger(package).setLevel(logging.ERROR)
+
+    import lightning as L
+    from lightning_digits import Digits, DigitsData
+
+    from lightning_commhooks import CompressedDDPStrategy, PowerSGD
+
+    class Report(L.Callback):
+        def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+            self.start = time.perf_counter()
+
+        def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+            say(trainer, done=trainer.global_step / trainer.estimated_stepping_batches)
+
+        def on_train_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+            self.seconds = time.perf_counter() - self.start
+
+    def say(trainer: L.Trainer, **values: float) -> None:
+        if trainer.is_global_zero:
+            print(json.dumps(values), flush=True)
+
+    hooks = {
+        "dense": "allreduce",
+        "bf16": "bf16",
+        "powersgd": PowerSGD(matrix_approximation_rank=2, start_powerSGD_iter=10),
+    }
+    L.seed_everything(0, verbose=False)
+    strategy = CompressedDDPStrategy(hook=hooks[method])
+    report = Report()
+    trainer = L.Trainer(
+        strategy=strategy,
+        accelerator="cpu",
+        devices=2,
+        max_epochs=epochs,
+        callbacks=[report],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    model, data = Digits(), DigitsData()
+    trainer.fit(model, data)
+    metrics = strategy.attachment.metrics()
+    (tested,) = trainer.test(model, data, verbose=False)
+    say(
+        trainer,
+        accuracy=tested["test_accuracy"],
+        bytes_per_step=metrics["bytes_sent"] / metrics["steps"],
+        ratio=metrics["compression_ratio"],
+        seconds=report.seconds,
+    )
+
+
+def run(method: str, epochs: int, progress: Any) -> dict[str, float]:
+    """Train in fresh processes, moving a progress bar; return what they reported at the end."""
+    task = progress.add_task(f"{method:9}", total=1.0)
+    command = [sys.executable, __file__, "--train", method, "--epochs", str(epochs)]
+    environment = {"OMP_NUM_THREADS": "1", **os.environ}
+    with (
+        tempfile.TemporaryFile("w+") as errors,
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment) as process,
+    ):
+        reported: dict[str, float] = {}
+        assert process.stdout is not None
+        for line in process.stdout:
+            reported.update(json.loads(line))
+            progress.update(task, completed=reported["done"])
+        if process.wait():
+            errors.seek(0)
+            sys.exit(f"training with {method} failed:\n{errors.read()}")
+    return reported
+
+
+def compare(epochs: int) -> None:
+    """Run all methods and print the table."""
+    try:
+        import lightning  # noqa: F401
+        import sklearn  # noqa: F401
+        from rich.console import Console
+        from rich.progress import Progress, TimeElapsedColumn
+        from rich.table import Table
+    except ImportError as error:
+        sys.exit(f"the demo needs {error.name}: pip install -e '.[dev]'")
+
+    console = Console()
+    console.print(
+        "A network of 300,000 parameters learns to read handwritten digits, three times. Each time it trains in two "
+        "processes that average their gradients at every step. Only the communication hook differs.\n",
+        highlight=False,
+    )
+    with Progress(*Progress.get_default_columns(), TimeElapsedColumn(), console=console) as progress:
+        results = {method: run(method, epochs, progress) for method in METHODS}
+
+    table = Table(title="\nSame model, same data, same number of steps")
+    table.add_column("hook")
+    table.add_column("gradients sent as")
+    for title in ("accuracy", "kB per step", "ratio", "seconds"):
+        table.add_column(title, justify="right")
+    for method, result in results.items():
+        table.add_row(
+            method,
+            METHODS[method],
+            f"{result['accuracy']:.1%}",
+            f"{result['bytes_per_step'] / 1000:,.1f}",
+            f"{result['ratio']:.1f}x",
+            f"{result['seconds']:.1f}",
+        )
+    console.print(table)
+    console.print(
+        "accuracy: on 360 images kept out of training. kB per step: what each process sends. ratio: how many times "
+        "less than dense. seconds: of training; both processes run on this machine, where sending is all but free, "
+        "so they show what compression costs to compute, not what it saves on a network.\n\n"
+        "In your own Lightning script: Trainer(strategy=CompressedDDPStrategy(hook='powersgd'))",
+        highlight=False,
+    )
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--epochs", type=int, default=EPOCHS)
+    parser.add_argument("--train", choices=METHODS, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.train:
+        train(arguments.train, arguments.epochs)
+    else:
+        compare(arguments.epochs)

@@ -1,0 +1,164 @@
+"""A pool of gloo worker processes that lives as long as the test session.
+
+Starting a process costs seconds, a call on a running one a tenth of one. Every call gets a fresh default
+process group over the ranks it asked for, and is checked for what it leaves behind.
+"""
+
+import contextlib
+import gc
+import os
+import pickle
+import threading
+import time
+import traceback
+import warnings
+from datetime import timedelta
+from multiprocessing import connection, get_context
+
+import torch
+import torch.distributed as dist
+
+SIZE = 4
+THREAD_NAME = "lightning_commhooks"
+
+
+class WorkerError(AssertionError):
+    """A function failed, hung or left something behind on some rank."""
+
+
+class Pool:
+    """Runs module-level functions on 2 or 4 ranks."""
+
+    def __init__(self):
+        self._workers = []
+        self._num_calls = 0
+
+    def run(self, function, *args, world=2, timeout=60):
+        """Call `function(rank, world, *args)` on each rank, with a default process group of `world` ranks.
+
+        Returns:
+            the results, by rank.
+
+        Raises:
+            WorkerError: with the traceback of every rank that failed, or the ranks that took too long. The
+                pool starts anew then.
+        """
+        if not self._workers:
+            self._start()
+        self._num_calls += 1
+        workers = self._workers[:world]
+        for rank, (_, pipe) in enumerate(workers):
+            pipe.send_bytes(pickle.dumps((f"call{self._num_calls}", rank, world, function, args)))
+        replies = _collect([pipe for _, pipe in workers], timeout)
+        failed = [text for ok, text in replies.values() if not ok]
+        if failed or len(replies) < world:
+            self._kill()
+            missing = [f"rank {rank}: no answer" for rank in range(world) if rank not in replies]
+            raise WorkerError("\n".join([f"{function.__name__} failed", *failed, *missing]))
+        return [replies[rank][1] for rank in range(world)]
+
+    def close(self):
+        """Let the workers end by themselves."""
+        for _, pipe in self._workers:
+            pipe.close()
+        for process, _ in self._workers:
+            process.join(10)
+        exit_codes = [process.exitcode for process, _ in self._workers]
+        self._kill()
+        assert not any(exit_codes), f"exit codes of the workers: {exit_codes}"
+
+    def _start(self):
+        context = get_context("spawn")
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        for _ in range(SIZE):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_work, args=(theirs, self._store.port), daemon=True)
+            process.start()
+            theirs.close()
+            self._workers.append((process, ours))
+
+    def _kill(self):
+        for process, pipe in self._workers:
+            pipe.close()
+            process.kill()
+            process.join()
+        self._workers = []
+
+
+def _collect(pipes, timeout):
+    """Replies by rank. After a failure the other ranks get a short time to report theirs."""
+    replies, deadline = {}, time.monotonic() + timeout
+    while len(replies) < len(pipes):
+        waiting = [pipe for rank, pipe in enumerate(pipes) if rank not in replies]
+        ready = connection.wait(waiting, max(0, deadline - time.monotonic()))
+        if not ready:
+            break
+        for pipe in ready:
+            try:
+                reply = pickle.loads(pipe.recv_bytes())
+            except EOFError:
+                reply = (False, f"rank {pipes.index(pipe)}: the process died")
+            replies[pipes.index(pipe)] = reply
+            if not reply[0]:
+                deadline = min(deadline, time.monotonic() + 2)
+    return replies
+
+
+def _work(pipe, port):
+    torch.set_num_threads(1)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    while True:
+        try:
+            message = pipe.recv_bytes()
+        except EOFError:
+            return
+        rank = "?"
+        try:
+            prefix, rank, world, function, args = pickle.loads(message)
+            reply = (True, _call(dist.PrefixStore(prefix, store), rank, world, function, args))
+        except BaseException:
+            reply = (False, f"rank {rank}:\n{traceback.format_exc()}")
+        pipe.send_bytes(pickle.dumps(reply))
+
+
+def _call(store, rank, world, function, args):
+    environment = read_environment()
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=45))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        torch.manual_seed(0)
+        result = function(rank, world, *args)
+    gc.collect()
+    changed = dict(read_environment().items() ^ environment.items())
+    assert not changed, f"{function.__name__} changed the environment: {changed}"
+    if dist.is_initialized():
+        # Else the peers could see a closed connection in the middle of their last collective.
+        dist.barrier()
+        check_no_leaks(num_groups=1)
+        dist.destroy_process_group()
+    check_no_leaks(num_groups=0)
+    return result
+
+
+def read_environment():
+    """Environment variables, without those that PyTorch and pytest set by themselves."""
+    theirs = ("TORCHINDUCTOR_", "TRITON_", "PYTEST_")
+    return {key: value for key, value in os.environ.items() if not key.startswith(theirs)}
+
+
+def check_no_leaks(num_groups):
+    """Fail when a communication thread or process group is left in this process."""
+    threads = [thread.name for thread in threading.enumerate() if thread.name.startswith(THREAD_NAME)]
+    assert not threads, f"leaked threads: {threads}"
+    groups = list(dist.distributed_c10d._world.pg_map)
+    assert len(groups) == num_groups, f"leaked process groups: {groups[num_groups:]}"
+
+
+@contextlib.contextmanager
+def ignoring(*messages):
+    """Ignore warnings that begin so (regular expressions); the rest stay errors."""
+    with warnings.catch_warnings():
+        for message in messages:
+            warnings.filterwarnings("ignore", message=message)
+        yield

@@ -1,0 +1,76 @@
+"""PowerSGD and its batched variant in one process and float64, after Vogels et al. 2019."""
+
+import math
+
+import torch
+from driver import mean_gradients
+
+from lightning_commhooks.hooks._low_rank import random_factor
+
+
+class Memory:
+    """One matrix of each rank, compressed step after step."""
+
+    def __init__(self, hook, key, n, m, world):
+        self.hook, self.key, self.rank = hook, key, min(n, m, hook.matrix_approximation_rank)
+        self.residuals = [torch.zeros(n, m, dtype=torch.float64) for _ in range(world)]
+        self.q = self._random(0, m)
+
+    def mean(self, matrices, step):
+        """The approximate mean of the ranks' matrices."""
+        world, m = len(matrices), matrices[0].shape[1]
+        owed = [matrix + e for matrix, e in zip(matrices, self.residuals, strict=True)]
+        start = self.q if self.hook.warm_start else self._random(step, m)
+        q = torch.linalg.qr(start).Q
+        p = torch.linalg.qr(sum(matrix @ q for matrix in owed)).Q
+        self.q = sum(matrix.t() @ p for matrix in owed) / world
+        mean = p @ self.q.t()
+        if self.hook.use_error_feedback:
+            self.residuals = [matrix - mean for matrix in owed]
+        return mean
+
+    def _random(self, step, m):
+        like = torch.empty(0, dtype=torch.float64)
+        return random_factor(self.key, (self.rank, m), self.hook.random_seed, step, like).t()
+
+
+def powersgd(hook, make, world, steps, shapes):
+    """Averaged gradients of each step."""
+    memory, outputs = {}, []
+    for step in range(steps):
+        output = mean_gradients(make, world, step, shapes, torch.float64)
+        ranks = [make(rank, step, shapes, torch.float64) for rank in range(world)]
+        for name, shape in shapes.items() if step >= hook.start_powerSGD_iter else ():
+            n, m = (shape[0], math.prod(shape[1:])) if shape else (1, 1)
+            r = min(n, m, hook.matrix_approximation_rank)
+            if len(shape) < 2 or not (n + m) * r * hook.min_compression_rate < n * m:
+                continue
+            if name not in memory:
+                memory[name] = Memory(hook, name, n, m, world)
+            output[name] = memory[name].mean([g[name].view(n, m) for g in ranks], step).view(shape)
+        outputs.append(output)
+    return outputs
+
+
+def batched_powersgd(hook, make, world, steps, shapes, buckets):
+    """Averaged gradients of each step, with the parameters' names in each bucket given."""
+    memory, outputs = {}, []
+    for step in range(steps):
+        output = mean_gradients(make, world, step, shapes, torch.float64)
+        ranks = [make(rank, step, shapes, torch.float64) for rank in range(world)]
+        for names in buckets if step >= hook.start_powerSGD_iter else ():
+            flats = [torch.cat([g[name].reshape(-1) for name in names]) for g in ranks]
+            side = math.ceil(math.sqrt(flats[0].numel()))
+            squares = [torch.zeros(side, side, dtype=torch.float64) for _ in ranks]
+            for square, flat in zip(squares, flats, strict=True):
+                square.view(-1)[: flat.numel()] = flat
+            if names not in memory:
+                memory[names] = Memory(hook, "\n".join(names), side, side, world)
+            mean = memory[names].mean(squares, step).reshape(-1)
+            # The padding is no gradient: nothing is owed to it.
+            for residual in memory[names].residuals:
+                residual.view(-1)[flats[0].numel() :] = 0
+            parts = mean[: flats[0].numel()].split([math.prod(shapes[name]) for name in names])
+            output.update({name: part.view(shapes[name]) for name, part in zip(names, parts, strict=True)})
+        outputs.append(output)
+    return outputs

@@ -1,0 +1,173 @@
+"""Every hook under every mode of DDP and with every kind of model, against plain DDP."""
+
+import contextlib
+
+import pytest
+import torch
+from driver import HOOKS, NOT_AVERAGING, NOTHING_COMPRESSED, SMALL_BUCKETS, TOO_EARLY
+from pool import ignoring
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+import lightning_commhooks as lc
+
+STEPS = 5
+# Largest difference to plain DDP's update, as a fraction of it. Not stated: rounding only.
+DIFFERENCE = {"fp16": 0.02, "fp16+float32": 0.02, "bf16": 0.05, "bf16+float32": 0.05}
+LOSSY = {"powersgd", "powersgd+batch", "batched_powersgd", "cast", "schedule", "noop"}
+
+
+def mlp():
+    return nn.Sequential(*[layer for _ in range(6) for layer in (nn.Linear(24, 24), nn.Tanh())])
+
+
+def frozen():
+    model = mlp()
+    model[0].requires_grad_(False)
+    model[4].weight.requires_grad_(False)
+    return model
+
+
+class Branches(nn.Module):
+    """One branch for even ranks, one for odd ranks, one for nobody."""
+
+    def __init__(self):
+        super().__init__()
+        self.branches = nn.ModuleList(nn.Linear(24, 24) for _ in range(3))
+        self.head = nn.Linear(24, 24)
+
+    def forward(self, x, rank, step):
+        # In the last step nobody uses the second branch either.
+        return self.head(torch.tanh(self.branches[rank % 2 if step < STEPS - 1 else 0](x)))
+
+
+class OddShapes(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.0))
+        self.nothing = nn.Parameter(torch.empty(0))
+        self.no_rows = nn.Parameter(torch.empty(0, 3))
+        self.one = nn.Parameter(torch.ones(1, 1))
+        self.vector = nn.Parameter(torch.ones(24))
+        self.matrix = nn.Parameter(torch.eye(24))
+
+    def forward(self, x):
+        return (x @ self.matrix) * self.vector * self.scale * self.one + self.nothing.sum() + self.no_rows.sum()
+
+
+class Embedding(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(50, 24, sparse=True)
+        self.head = nn.Linear(24, 24)
+
+    def forward(self, x):
+        return self.head(self.embedding((x[:, :3] * 10).long().abs() % 50).mean(1))
+
+
+def channels_last():
+    layers = [nn.Conv2d(4, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 32, 3, padding=1), nn.Conv2d(32, 8, 1)]
+    return nn.Sequential(nn.Unflatten(1, (4, 2, 3)), *layers, nn.Flatten(), nn.Linear(48, 24)).to(
+        memory_format=torch.channels_last
+    )
+
+
+class Mixed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Linear(24, 24, dtype=dtype) for dtype in (torch.float64, torch.float32, torch.bfloat16)
+        )
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.tanh(layer(x.to(layer.weight.dtype)))
+        return x.float()
+
+
+class Shared(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(24, 24), nn.Linear(24, 24)
+        self.second.weight = self.first.weight
+
+    def forward(self, x):
+        return self.second(torch.tanh(self.first(x)))
+
+
+MODES = {
+    "plain": (mlp, {}),
+    "find_unused": (mlp, {"find_unused_parameters": True}),
+    "unused_on_some_or_all_ranks": (Branches, {"find_unused_parameters": True}),
+    "static_graph": (mlp, {"static_graph": True}),
+    "bucket_view": (mlp, {"gradient_as_bucket_view": True}),
+    "join": (mlp, {}),
+    "no_sync": (mlp, {}),
+    "frozen": (frozen, {}),
+    "sparse": (Embedding, {}),
+    "odd_shapes": (OddShapes, {}),
+    "channels_last": (channels_last, {}),
+    "mixed_dtypes": (Mixed, {}),
+    "shared": (Shared, {}),
+}
+
+
+def flatten(model):
+    return torch.cat([p.detach().double().reshape(-1) for p in model.parameters()])
+
+
+def num_batches(mode, rank):
+    return STEPS + (rank if mode == "join" else 0)
+
+
+def train(rank, world, hook, mode):
+    """Update of all parameters after a few steps, and the steps that the hook counted."""
+    build, options = MODES[mode]
+    model = build()
+    ddp = DistributedDataParallel(model, bucket_cap_mb=SMALL_BUCKETS, **options)
+    attachment = lc.attach(ddp, hook) if hook is not None else None
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    before = flatten(model)
+    with ignoring(NOT_AVERAGING, NOTHING_COMPRESSED, TOO_EARLY), ddp.join() if mode == "join" else _nothing():
+        for step in range(num_batches(mode, rank)):
+            x = torch.randn(4, 24, generator=torch.Generator().manual_seed(10 * step + rank))
+            extra = (rank, step) if mode.startswith("unused") else ()
+            with ddp.no_sync() if mode == "no_sync" and step % 2 == 0 else _nothing():
+                F.mse_loss(ddp(x, *extra), torch.roll(x, 1, 1)).backward()
+            if mode != "no_sync" or step % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+    steps = attachment.metrics()["steps"] if attachment else None
+    with ignoring(NOTHING_COMPRESSED, TOO_EARLY):
+        if attachment:
+            attachment.close()
+    return flatten(model) - before, steps
+
+
+_nothing = contextlib.nullcontext
+_plain = {}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("label", HOOKS)
+def test_mode(run, world, label, mode):
+    if world == 4 and mode not in ("unused_on_some_or_all_ranks", "join", "sparse"):
+        pytest.skip("2 ranks suffice")
+    if (mode, world) not in _plain:
+        _plain[mode, world] = run(train, None, mode, world=world)[0][0]
+    plain = _plain[mode, world]
+    results = run(train, HOOKS[label], mode, world=world)
+    updates = [update for update, _ in results]
+    assert all(update.isfinite().all() for update in updates)
+    expected_steps = STEPS // 2 if mode == "no_sync" else num_batches(mode, world - 1)
+    assert all(steps == expected_steps for _, steps in results)
+    if label == "noop":
+        assert mode == "join" or not torch.equal(updates[0], updates[1])
+        return
+    assert all(torch.equal(updates[0], update) for update in updates[1:])
+    if label in LOSSY:
+        assert torch.cosine_similarity(updates[0], plain, dim=0) > 0.4
+    else:
+        tolerance = DIFFERENCE.get(label, 0.01 if mode == "mixed_dtypes" else 1e-5)
+        assert (updates[0] - plain).norm() <= tolerance * plain.norm()

@@ -1,0 +1,98 @@
+"""Each example runs in two processes, briefly, as its first lines say."""
+
+import importlib.util
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+EXAMPLES = ROOT / "examples"
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+
+
+def needs(*packages):
+    """Skip where one is missing; imports none, since Lightning and scikit-learn set environment variables."""
+    missing = [package for package in packages if importlib.util.find_spec(package) is None]
+    return pytest.mark.skipif(bool(missing), reason=f"needs {missing}")
+
+
+def run_example(*command, cwd=ROOT, path=ROOT):
+    """Stdout and stderr of `python *command`, which must end well."""
+    environment = {**os.environ, "PYTHONPATH": str(path), "OMP_NUM_THREADS": "1", "COLUMNS": "80"}
+    process = subprocess.Popen(
+        [sys.executable, *map(str, command)],
+        cwd=cwd,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        stdout, stderr = process.communicate(timeout=120)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        pytest.fail(f"hang\n{process.communicate()}")
+    assert process.returncode == 0, stdout + stderr
+    return stdout, stderr
+
+
+@needs("lightning", "sklearn")
+def test_lightning_digits(tmp_path):
+    script = EXAMPLES / "lightning_digits.py"
+    stdout, _ = run_example(script, "--hook", "powersgd", "--epochs", "4", cwd=tmp_path)
+    assert len(re.findall("^powersgd: ", stdout, re.MULTILINE)) == 1, "one line, of rank 0"
+    assert float(re.search(r"([\d.]+)x less than dense", stdout)[1]) > 5
+    assert float(re.search(r"test_accuracy\D+(0\.\d+)", stdout)[1]) > 0.8
+
+
+@needs("lightning", "sklearn", "jsonargparse")
+@pytest.mark.parametrize("config", sorted((EXAMPLES / "cli").glob("*.yaml")), ids=lambda path: path.stem)
+def test_cli(tmp_path, config):
+    command = ["fit", "--config", config, "--trainer.max_epochs=6", "--trainer.enable_progress_bar=false"]
+    _, stderr = run_example(EXAMPLES / "cli" / "main.py", *command, cwd=tmp_path)
+    assert "Starting with 2 processes" in stderr
+    assert "`max_epochs=6` reached" in stderr
+    # 6 epochs have 132 steps: more than the start in two of the files, fewer than the default of 1000.
+    assert ("never compressed anything" in stderr) == (config.stem == "powersgd")
+
+
+@needs("sklearn")
+def test_ddp_plain(tmp_path):
+    script = EXAMPLES / "ddp_plain.py"
+    stdout, _ = run_example(*TORCHRUN, script, "--hook", "powersgd", "--steps", "100", cwd=tmp_path)
+    assert float(re.search(r"([\d.]+)x less than dense", stdout)[1]) > 5
+    assert float(re.search(r"accuracy ([\d.]+)%", stdout)[1]) > 80
+
+
+def test_ddp_plain_without_anything_but_torch(tmp_path):
+    blocked = ("sklearn", "lightning", "pytorch_lightning", "lightning_fabric", "accelerate", "transformers", "rich")
+    for name in blocked:
+        (tmp_path / f"{name}.py").write_text(f"raise ImportError('no {name} here')")
+    path = f"{tmp_path}{os.pathsep}{ROOT}"
+    script = EXAMPLES / "ddp_plain.py"
+    stdout, _ = run_example(*TORCHRUN, script, "--hook", "bf16", "--steps", "20", cwd=tmp_path, path=path)
+    assert "2.0x less than dense" in stdout
+
+
+@needs("lightning", "sklearn", "rich")
+def test_demo(tmp_path):
+    stdout, stderr = run_example(EXAMPLES / "demo.py", "--epochs", "4", cwd=tmp_path)
+    assert not stderr, "no noise"
+    assert "Warning" not in stdout
+    rows = {}
+    for line in stdout.splitlines():
+        cells = [cell.strip() for cell in line.split("│")]
+        if len(cells) == 8:
+            rows[cells[1]] = [float(cell.rstrip("%x").replace(",", "")) for cell in cells[3:7]]
+    assert list(rows) == ["dense", "bf16", "powersgd"]
+    assert {method: row[2] for method, row in rows.items() if method != "powersgd"} == {"dense": 1, "bf16": 2}
+    assert rows["powersgd"][2] > 7
+    assert rows["dense"][1] == pytest.approx(1204.3)
+    for accuracy, *_ in rows.values():
+        assert accuracy > 80

@@ -1,0 +1,56 @@
+"""16-bit averaging: no overflow, small numbers kept, and one rounding with accumulate_dtype."""
+
+import pytest
+import torch
+from driver import distance, full_rank_gradients, mean_gradients, norm, outputs
+
+import lightning_commhooks as lc
+
+SHAPES = {"matrix": (24, 40), "vector": (7,)}
+
+
+def constant(value):
+    def make(rank, step, shapes, dtype=torch.float32):
+        return {name: torch.full(shape, value, dtype=dtype) for name, shape in shapes.items()}
+
+    return make
+
+
+def constant_outputs(rank, world, hook, value):
+    return outputs(rank, world, hook, constant(value), 1, SHAPES)[0][0]
+
+
+@pytest.mark.parametrize("value", [1e-6, 3e4, 6e4])
+@pytest.mark.parametrize("hook", [lc.FP16(), lc.FP16(accumulate_dtype="float32"), lc.BF16()], ids=repr)
+def test_no_overflow_and_no_underflow(run, world, hook, value):
+    for mean in run(constant_outputs, hook, value, world=world):
+        for g in mean.values():
+            torch.testing.assert_close(g, torch.full_like(g, value), rtol=0.07 if value < 1e-5 else 0.01, atol=0)
+
+
+@pytest.mark.parametrize("value", [1e30, -1e-30])
+def test_bfloat16_has_the_range_of_float32(run, value):
+    for mean in run(constant_outputs, lc.BF16(), value):
+        assert all(((g / value - 1).abs() < 0.01).all() for g in mean.values())
+
+
+def full_rank_outputs(rank, world, hook):
+    return outputs(rank, world, hook, full_rank_gradients, 1, SHAPES)[0][0]
+
+
+@pytest.mark.parametrize(("hook_class", "unit"), [(lc.FP16, 2**-11), (lc.BF16, 2**-8)])
+def test_sums_in_float32_round_less(run, hook_class, unit):
+    expected = mean_gradients(full_rank_gradients, 4, 0, SHAPES)
+    plain, accumulated = (
+        distance(run(full_rank_outputs, hook, world=4)[0], expected) / norm(expected)
+        for hook in (hook_class(), hook_class(accumulate_dtype="float32"))
+    )
+    assert accumulated < plain < 4 * unit
+    assert accumulated < unit
+
+
+@pytest.mark.parametrize("hook_class", [lc.FP16, lc.BF16])
+@pytest.mark.parametrize("value", ["float64", torch.float32, True])
+def test_accumulate_dtype_is_validated(hook_class, value):
+    with pytest.raises(ValueError, match="accumulate_dtype must be None or 'float32', is"):
+        hook_class(accumulate_dtype=value)

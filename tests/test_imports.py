@@ -1,0 +1,68 @@
+"""`import lightning_commhooks` needs neither Lightning nor Accelerate, and does not import them."""
+
+import importlib.util
+import subprocess
+import sys
+
+import pytest
+
+FRAMEWORKS = ("lightning", "pytorch_lightning", "lightning_fabric", "accelerate", "transformers")
+ORDERS = {
+    "ours_first": "import lightning_commhooks\nimport {package} as pl",
+    "theirs_first": "import {package} as pl\nimport lightning_commhooks",
+}
+
+
+def python(code):
+    """Standard output of a new process; fails with its errors."""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_imports_no_framework():
+    code = f"import sys, lightning_commhooks; print([m for m in {FRAMEWORKS} if m in sys.modules])"
+    assert python(code).strip() == "[]"
+
+
+def test_works_without_frameworks():
+    code = f"""
+import sys
+sys.modules.update(dict.fromkeys({FRAMEWORKS}))  # None: import fails
+import torch, torch.distributed as dist
+import lightning_commhooks as lc
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 8))
+attachment = lc.attach(ddp, "bf16")
+ddp(torch.ones(2, 8)).sum().backward()
+print(attachment.metrics()["steps"])
+attachment.close()
+dist.destroy_process_group()
+try:
+    lc.CompressedDDPStrategy
+except ImportError as error:
+    print(error)
+"""
+    steps, message = python(code).strip().splitlines()
+    assert steps == "1"
+    assert "pip install 'lightning-commhooks[lightning]'" in message
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])
+def test_strategy_names_in_either_import_order(package, order):
+    if importlib.util.find_spec(package.split(".")[0]) is None:
+        pytest.skip(f"{package} is not installed")
+    code = ORDERS[order].format(package=package) + (
+        f"\nfrom {package}.strategies import StrategyRegistry"
+        "\nmissing = [h for h in lightning_commhooks.available_hooks() if 'ddp_' + h not in StrategyRegistry]"
+        "\nprint(missing, type(StrategyRegistry.get('ddp_bf16')).__mro__[2].__module__.split('.')[0])"
+    )
+    assert python(code).strip() == f"[] {package.split('.')[0]}"
+
+
+def test_unknown_attribute():
+    import lightning_commhooks
+
+    with pytest.raises(AttributeError, match="has no attribute 'Nothing'"):
+        _ = lightning_commhooks.Nothing

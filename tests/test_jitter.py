@@ -1,0 +1,97 @@
+"""Random delays on every rank: no hang, and bit for bit the same result as without."""
+
+import inspect
+import random
+import time
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.distributed as dist
+from driver import NOT_AVERAGING, Params
+from pool import ignoring
+from torch.nn.parallel import DistributedDataParallel
+
+import lightning_commhooks as lc
+
+STEPS = 500
+SHAPES = {f"p{i}": (24, 24) for i in range(8)}
+MODES = {
+    "plain": {},
+    "find_unused": {"find_unused_parameters": True},
+    "skip_all_reduce_unused": {"find_unused_parameters": True, "skip_all_reduce_unused_params": True},
+}
+
+
+@dataclass(frozen=True)
+class Delayed(lc.CommHook):
+    """A hook that sleeps up to `seconds` before it begins with a bucket."""
+
+    name = "delayed"
+    hook: lc.CommHook
+    seconds: float
+
+    def bind(self, group):
+        return _BoundDelayed(self.hook.bind(group), self.seconds)
+
+
+class _BoundDelayed(lc.BoundHook):
+    def __init__(self, inner, seconds):
+        super().__init__(inner.group)
+        self.inner, self.seconds, self.buckets = inner, seconds, set()
+        self.random = random.Random(inner.group.global_rank)
+
+    def reduce(self, flat, bucket):
+        self.buckets.add(bucket.names)
+        time.sleep(self.random.uniform(0, self.seconds))
+        self.inner.reduce(flat, bucket)
+
+
+def unused_names(mode, rank, step):
+    if mode == "plain":
+        return set()
+    # With skip_all_reduce_unused_params the same on all ranks and always: here the last bucket of a backward.
+    return {"p0", "p5"} if mode == "skip_all_reduce_unused" else {f"p{(step + rank) % 9}", f"p{step % 8}"}
+
+
+def train(rank, world, mode, seconds):
+    torch.manual_seed(rank)
+    delay = random.Random(rank - 100)
+    ddp = DistributedDataParallel(Params(SHAPES), bucket_cap_mb=1e-3, **MODES[mode])
+    hook = Delayed(lc.PowerSGD(start_powerSGD_iter=10, matrix_approximation_rank=1), seconds)
+    attachment = lc.attach(ddp, hook)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    metrics = []
+    for step in range(STEPS):
+        gradients = {name: torch.randn(shape) for name, shape in SHAPES.items()}
+        for name in unused_names(mode, rank, step):
+            gradients.pop(name, None)
+        time.sleep(delay.uniform(0, seconds))
+        loss = ddp(gradients)
+        metric = torch.tensor([float(rank + step)])
+        work = dist.all_reduce(metric, async_op=True)
+        loss.backward()
+        work.wait()
+        mean = loss.detach().clone()
+        dist.all_reduce(mean)
+        metrics.append((metric.item(), mean.item()))
+        optimizer.step()
+        optimizer.zero_grad()
+    attachment.close()
+    parameters = torch.nn.utils.parameters_to_vector(ddp.module.parameters()).detach()
+    return parameters, metrics, attachment.metrics()["steps"], len(attachment.bound.buckets)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_delays_change_nothing(run, mode):
+    arguments = inspect.signature(DistributedDataParallel.__init__).parameters
+    if not MODES[mode].keys() <= arguments.keys():
+        pytest.skip("this DDP has no such argument")
+    with ignoring(NOT_AVERAGING):
+        without = run(train, mode, 0, world=4, timeout=200)
+        delayed = run(train, mode, 1e-3, world=4, timeout=200)
+    for parameters, metrics, steps, num_buckets in (*without, *delayed):
+        assert torch.equal(parameters, without[0][0])
+        assert metrics == without[0][1]
+        assert steps == STEPS
+        assert num_buckets >= 8 - (2 if mode == "skip_all_reduce_unused" else 0)

@@ -1,0 +1,298 @@
+"""`CompressedDDPStrategy` with the real `Trainer` on CPU, two processes; the scenarios are in lightning_runner.py."""
+
+import json
+import math
+import os
+import pickle
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("lightning")
+
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+import lightning_commhooks as lc
+
+RUNNER = Path(__file__).with_name("lightning_runner.py")
+ROOT = RUNNER.parent.parent
+DISTRIBUTED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK")
+
+
+class Results:
+    """What the ranks wrote, by label."""
+
+    def __init__(self, out, stderr):
+        self.out = out
+        self.stderr = stderr
+
+    def __call__(self, label, rank=0):
+        return json.loads((self.out / f"{label}.{rank}.json").read_text())
+
+    def both(self, label):
+        """Rank 0's results, after a check that the model is the same on rank 1."""
+        mine, other = self(label), self(label, 1)
+        assert mine["params"] == other["params"]
+        assert all(map(math.isfinite, mine["params"]))
+        assert mine["pid"] != other["pid"]
+        assert mine["world_size"] == 2
+        return mine
+
+    def distance(self, label, reference):
+        pairs = zip(self(label)["params"], self(reference)["params"], strict=True)
+        return max(abs(a - b) for a, b in pairs)
+
+
+def environment(**extra):
+    clean = {key: value for key, value in os.environ.items() if key not in DISTRIBUTED}
+    return {**clean, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **extra}
+
+
+def start(out, package, scenarios, **extra):
+    return subprocess.Popen(
+        [sys.executable, str(RUNNER), package, str(out), *scenarios],
+        env=environment(**extra),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def finish(process, timeout=150):
+    try:
+        _, stderr = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, 9)
+        pytest.fail(f"hang: no end after {timeout} s\n{process.communicate()[1][-3000:]}")
+    return stderr
+
+
+def launch(out, *scenarios, package="lightning.pytorch"):
+    process = start(out, package, scenarios)
+    stderr = finish(process)
+    assert process.returncode == 0, stderr[-3000:]
+    return Results(out, stderr)
+
+
+@pytest.fixture(scope="module")
+def hooks(tmp_path_factory):
+    return launch(tmp_path_factory.mktemp("hooks"), "names", "configured", "functions", "strings")
+
+
+@pytest.fixture(scope="module")
+def options(tmp_path_factory):
+    return launch(tmp_path_factory.mktemp("options"), "options", "repeated", "evaluate", "late_start")
+
+
+@pytest.mark.parametrize("name", lc.available_hooks())
+def test_every_name(hooks, name):
+    result = hooks(f"name-{name}") if name == "noop" else hooks.both(f"name-{name}")
+    assert result["strategy"] == "CompressedDDPStrategy"
+    assert result["comm_hook"] == f"lightning_commhooks:{name}"
+    assert result["metrics"]["steps"] == 8
+    assert result["metrics"]["bytes_dense"] == 8 * len(result["params"]) * 4
+    ratio = {"noop": math.inf, "fp16": 2, "bf16": 2}.get(name, 1)
+    assert result["metrics"]["compression_ratio"] == ratio
+
+
+def test_noop_leaves_ranks_alone(hooks):
+    assert hooks("name-noop")["params"] != hooks("name-noop", 1)["params"]
+    assert "hook='noop' does not average gradients" in hooks.stderr
+
+
+def test_allreduce_equals_plain_ddp(hooks):
+    assert hooks("dense")["comm_hook"] == ""
+    assert hooks.distance("name-allreduce", "dense") == 0
+    assert hooks.distance("name-allgather", "dense") < 1e-6
+    assert 0 < hooks.distance("name-bf16", "dense") < 1e-2
+
+
+@pytest.mark.parametrize(
+    ("label", "least_ratio"), [("powersgd", 2.5), ("batched_powersgd", 2.5), ("cast", 5), ("schedule", 2)]
+)
+def test_configured_hook(hooks, label, least_ratio):
+    result = hooks.both(f"configured-{label}")
+    assert result["comm_hook"] == f"lightning_commhooks:{label}"
+    assert result["metrics"]["compression_ratio"] > least_ratio
+    assert hooks(f"after-{label}")["metrics"] == result["metrics"], "metrics() stays readable after fit"
+
+
+def test_own_function(hooks):
+    result = hooks.both("function-own")
+    assert result["comm_hook"].startswith("lightning_commhooks:")
+    assert result["comm_hook"].endswith(".own_hook")
+    assert hooks("own-state")["calls"] == hooks("own-state", 1)["calls"] >= result["metrics"]["steps"] == 8
+    assert hooks.distance("function-own", "dense") == 0
+
+
+def test_stock_functions(hooks):
+    assert hooks.both("function-stock")["comm_hook"].endswith("default_hooks.fp16_compress_hook")
+    assert "fp16_compress_wrapper" in hooks.both("function-wrapper")["comm_hook"]
+    assert hooks("wrapper-state")["calls"] == 8
+
+
+def test_strategy_string_trains(hooks):
+    assert hooks.both("string")["comm_hook"] == "lightning_commhooks:powersgd"
+    assert hooks.distance("string-bf16", "name-bf16") == 0
+
+
+@pytest.mark.parametrize(
+    ("label", "steps"),
+    [
+        ("unused", 8),
+        ("static", 8),
+        ("static-manual", 8),
+        ("manual", 8),
+        ("view", 8),
+        ("accumulate", 4),
+        ("buckets", 8),
+        ("gan", 16),
+    ],
+)
+def test_options_of_ddp_and_trainer(options, label, steps):
+    options.both(f"{label}-dense")
+    allreduce, powersgd = options.both(f"{label}-allreduce"), options.both(f"{label}-powersgd")
+    assert options.distance(f"{label}-allreduce", f"{label}-dense") == 0
+    assert allreduce["metrics"]["steps"] == powersgd["metrics"]["steps"] == steps
+    assert powersgd["metrics"]["compression_ratio"] > 2
+    assert 0 < options.distance(f"{label}-powersgd", f"{label}-dense") < 0.05
+
+
+@pytest.mark.parametrize("label", ["auto", "static-manual"])
+def test_second_fit_is_like_the_first(options, label):
+    first, second = options.both(f"repeated-{label}-1"), options.both(f"repeated-{label}-2")
+    assert second["global_step"] == 2 * first["global_step"]
+    assert first["metrics"]["steps"] == 8
+    assert first["params"] == second["params"]
+    assert first["metrics"] == second["metrics"]
+
+
+def test_validate_and_test_after_fit_keep_the_metrics(options):
+    result = options("repeated-auto")
+    assert result["before"] == result["after"]
+    assert result["after"]["steps"] == 8
+
+
+def test_validate_and_test_only(options):
+    result = options("evaluate")
+    assert not result["attached"]
+    assert result["validated"].keys() == result["tested"].keys() == {"loss"}
+    assert result["validated"] == options("evaluate", 1)["validated"]
+
+
+def test_warns_when_nothing_was_compressed(options):
+    assert "training ended after 8 steps, before start_powerSGD_iter=8: hook='powersgd'" in options.stderr
+    assert options("late")["metrics"]["compression_ratio"] == 1
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_spawn_and_fork(tmp_path):
+    results = launch(tmp_path, "processes")
+    for label in ("spawn", "fork"):
+        assert results.both(label)["comm_hook"] == "lightning_commhooks:powersgd"
+        assert results(label)["metrics"]["compression_ratio"] > 2
+    assert results.distance("spawn", "fork") == 0
+
+
+def test_standalone_package(tmp_path):
+    pytest.importorskip("pytorch_lightning")
+    results = launch(tmp_path, "names", "strings", package="pytorch_lightning")
+    assert results.distance("name-allreduce", "dense") == 0
+    for label in ("name-powersgd", "string"):
+        assert results.both(label)["comm_hook"] == "lightning_commhooks:powersgd"
+        assert results(label)["strategy"] == "CompressedDDPStrategyPL"
+
+
+def test_two_nodes_under_torchrun(tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}
+    nodes = [
+        start(
+            tmp_path,
+            "lightning.pytorch",
+            ["nodes"],
+            **shared,
+            RANK=str(node),
+            GROUP_RANK=str(node),
+            LOCAL_RANK="0",
+            TORCHELASTIC_RUN_ID="test",
+        )
+        for node in (0, 1)
+    ]
+    for node in nodes:
+        stderr = finish(node)
+        assert node.returncode == 0, stderr[-3000:]
+    result = Results(tmp_path, "").both("nodes")
+    assert result["metrics"]["steps"] == 8
+    assert result["metrics"]["compression_ratio"] > 2
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_exception_on_one_rank_ends_the_run(tmp_path, rank):
+    process = start(tmp_path, "lightning.pytorch", [f"crash_rank_{rank}"])
+    stderr = finish(process, timeout=90)
+    assert process.returncode != 0
+    assert "crash in training_step" in stderr
+    assert not list(tmp_path.iterdir()), "no rank got to the end"
+
+
+ORDER = """
+import sys
+{imports}
+import lightning_commhooks
+for package, name in (("lightning.pytorch", "CompressedDDPStrategy"), ("pytorch_lightning", "CompressedDDPStrategyPL")):
+    assert {already} == (package in sys.modules), package
+    module = __import__(package, fromlist=["Trainer"])
+    for hook in lightning_commhooks.available_hooks():
+        trainer = module.Trainer(accelerator="cpu", devices=2, strategy="ddp_" + hook, logger=False)
+        strategy = trainer.strategy
+        assert type(strategy) is getattr(lightning_commhooks, name), strategy
+        assert strategy._hook == lightning_commhooks.get_hook(hook)
+print("fine")
+"""
+
+
+@pytest.mark.parametrize("imports", ["", "import lightning.pytorch, pytorch_lightning"])
+def test_strategy_names_in_either_order_of_import(imports):
+    pytest.importorskip("pytorch_lightning")
+    code = ORDER.format(imports=imports, already=bool(imports))
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=100, check=False)
+    assert "fine" in done.stdout, done.stderr[-3000:]
+
+
+def test_passes_arguments_on_and_pickles():
+    strategy = lc.CompressedDDPStrategy(hook=lc.PowerSGD(matrix_approximation_rank=4), find_unused_parameters=True)
+    assert strategy._ddp_kwargs == {"find_unused_parameters": True}
+    assert strategy.attachment is None
+    assert pickle.loads(pickle.dumps(strategy))._hook == lc.PowerSGD(matrix_approximation_rank=4)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"hook": "powersdg"}, "did you mean 'powersgd'"),
+        ({"hook": lc.PowerSGD}, r"did you mean PowerSGD\(\)"),
+        ({"hook": 3}, "must be a name, a CommHook or a callable"),
+        ({"hook": lambda state, buckets: None}, "needs a parameter named 'bucket'"),
+        ({"hook": "powersgd", "hook_state": object()}, "set its options instead"),
+        ({"hook": "bf16", "ddp_comm_state": object()}, "hook_state="),
+        ({"hook": "bf16", "ddp_comm_hook": default_hooks.fp16_compress_hook}, r"hook=\.\.\."),
+        ({"hook": "bf16", "ddp_comm_wrapper": default_hooks.fp16_compress_wrapper}, "hook=Cast"),
+        ({"hook": "bf16", "model_averaging_period": 2}, "averaging of models"),
+    ],
+)
+def test_constructor_refuses(arguments, message):
+    with pytest.raises(MisconfigurationException, match=message):
+        lc.CompressedDDPStrategy(**arguments)
+
+
+def test_constructor_passes_over_replaced_arguments_that_are_none():
+    lc.CompressedDDPStrategy(hook="bf16", ddp_comm_hook=None, model_averaging_period=None)

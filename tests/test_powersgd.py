@@ -1,0 +1,194 @@
+"""PowerSGD against PyTorch's hook and against a plain float64 reference."""
+
+import pytest
+import torch
+from driver import (
+    SHAPES,
+    attached,
+    backward,
+    distance,
+    full_rank_gradients,
+    mean_gradients,
+    norm,
+    outputs,
+    same,
+)
+from reference import powersgd
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+
+import lightning_commhooks as lc
+from lightning_commhooks.hooks._low_rank import random_factor
+
+START, STEPS = 2, 7
+ONE_BUCKET = {"bucket_cap_mb": 25}
+
+
+def preset_stock(state, bucket):
+    """PyTorch's hook, beginning with our Q."""
+    stock, names = state
+    if stock.iter == START and 0 not in stock.q_memory_dict:
+        by_shape = {}
+        for parameter in bucket.parameters():
+            n, m = parameter.shape[0] if parameter.dim() else 1, 0
+            m = parameter.numel() // n
+            r = min(n, m, stock.matrix_approximation_rank)
+            if parameter.dim() > 1 and (n + m) * r * stock.min_compression_rate < n * m:
+                start = random_factor(names[parameter], (r, m), 0, 0, parameter.detach())
+                by_shape.setdefault((n, m), []).append((torch.zeros(n, r, dtype=parameter.dtype), start.t()))
+        pairs = [pair for same_shape in by_shape.values() for pair in same_shape]
+        stock.p_memory_dict[0] = torch.cat([p.reshape(-1) for p, _ in pairs])
+        stock.q_memory_dict[0] = torch.cat([q.reshape(-1) for _, q in pairs])
+    return powerSGD_hook(stock, bucket)
+
+
+def against_stock(rank, world, matrix_rank, batch):
+    options = {
+        "matrix_approximation_rank": matrix_rank,
+        "start_powerSGD_iter": START,
+        "batch_tensors_with_same_shape": batch,
+    }
+    shapes = {name: shape for name, shape in SHAPES.items() if shape}  # the stock hook takes no scalars
+    results = []
+    for hook in (lc.PowerSGD(**options), preset_stock):
+        with attached("noop", shapes, torch.float64, **ONE_BUCKET) as (ddp, unused):
+            unused.close()
+            ddp = torch.nn.parallel.DistributedDataParallel(ddp.module, **ONE_BUCKET)
+            state = None
+            if hook is preset_stock:
+                stock = PowerSGDState(None, **options)
+                state = stock, {p: name for name, p in ddp.module.named_parameters()}
+            attachment = lc.attach(ddp, hook, hook_state=state)
+            means = [backward(ddp, full_rank_gradients(rank, t, shapes, torch.float64)) for t in range(STEPS)]
+            stats = stock.compression_stats() if state else attachment.compression_stats()
+            attachment.close()
+            results.append((means, stats))
+    return results
+
+
+@pytest.mark.parametrize("batch", [False, True], ids=["single", "batch"])
+@pytest.mark.parametrize("matrix_rank", [1, 2, 4])
+def test_equal_to_stock_hook_step_by_step(run, world, matrix_rank, batch):
+    if world == 4 and batch:
+        pytest.skip("2 ranks suffice")
+    for (ours, our_stats), (stock, stock_stats) in run(against_stock, matrix_rank, batch, world=world):
+        for a, b in zip(ours, stock, strict=True):
+            for name in a:
+                torch.testing.assert_close(a[name], b[name], rtol=1e-4, atol=1e-10)
+        assert our_stats == pytest.approx(stock_stats)
+        assert our_stats[1] > our_stats[2] > 0
+
+
+@pytest.mark.parametrize("feedback", [False, True], ids=["no_feedback", "feedback"])
+@pytest.mark.parametrize("warm", [False, True], ids=["cold", "warm"])
+def test_equal_to_reference_with_many_buckets(run, world, feedback, warm):
+    hook = lc.PowerSGD(
+        matrix_approximation_rank=2, start_powerSGD_iter=1, use_error_feedback=feedback, warm_start=warm, random_seed=7
+    )
+    expected = powersgd(hook, full_rank_gradients, world, STEPS, SHAPES)
+    for means, _, _ in run(outputs, hook, full_rank_gradients, STEPS, SHAPES, torch.float64, world=world):
+        for a, b in zip(means, expected, strict=True):
+            assert distance(a, b) <= 1e-9 * norm(b)
+
+
+def test_batching_same_shapes_gives_the_same_result(run):
+    plain, batch = (
+        run(
+            outputs,
+            lc.PowerSGD(start_powerSGD_iter=0, matrix_approximation_rank=2, batch_tensors_with_same_shape=batch),
+            full_rank_gradients,
+            4,
+            SHAPES,
+            torch.float64,
+            ONE_BUCKET,
+        )[0][0]
+        for batch in (False, True)
+    )
+    for a, b in zip(plain, batch, strict=True):
+        assert distance(a, b) <= 1e-10 * norm(a)
+
+
+def test_random_seed_changes_the_result(run):
+    a, b = (
+        run(outputs, lc.PowerSGD(start_powerSGD_iter=0, random_seed=seed), full_rank_gradients, 1)[0][0][0]
+        for seed in (0, 1)
+    )
+    assert not same(a, b)
+    assert distance(a, b) > 0.01 * norm(a)
+
+
+def test_error_feedback_beats_none(run):
+    """Averaged over steps of a constant gradient, feedback converges to the mean and none does not."""
+    errors = {}
+    for feedback in (False, True):
+        hook = lc.PowerSGD(start_powerSGD_iter=0, use_error_feedback=feedback)
+        means = run(outputs, hook, constant_gradients, 40)[0][0]
+        average = {name: sum(mean[name] for mean in means) / 40 for name in SHAPES}
+        expected = mean_gradients(constant_gradients, 2, 0, SHAPES)
+        errors[feedback] = distance(average, expected) / norm(expected)
+    assert errors[True] < 0.5 < errors[False]
+
+
+def constant_gradients(rank, step, shapes, dtype):
+    return full_rank_gradients(rank, 0, shapes, dtype)
+
+
+def close_early(rank, world, steps, start):
+    ddp_and_attachment = attached(lc.PowerSGD(start_powerSGD_iter=start))
+    with ddp_and_attachment as (ddp, attachment):
+        for step in range(steps):
+            backward(ddp, full_rank_gradients(rank, step, SHAPES))
+        import warnings
+
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            attachment.close()
+        return [str(w.message) for w in caught], attachment.compression_stats()
+
+
+def test_warns_when_training_ends_before_compression(run):
+    for texts, (rate, before, after) in run(close_early, 3, 3):
+        assert len(texts) == 1
+        assert "after 3 steps, before start_powerSGD_iter=3" in texts[0]
+        assert (rate, before, after) == (0, 0, 0)
+    for texts, (rate, _, _) in run(close_early, 4, 3):
+        assert not texts
+        assert rate > 2
+
+
+def tiny_model(rank, world):
+    with attached(lc.PowerSGD(start_powerSGD_iter=0), {"small": (3, 2)}) as (ddp, attachment):
+        backward(ddp, full_rank_gradients(rank, 0, {"small": (3, 2)}))
+        with pytest.warns(UserWarning, match="compressed nothing"):
+            attachment.close()
+        return attachment.metrics()
+
+
+def test_warns_when_no_matrix_shrinks(run):
+    for metrics in run(tiny_model):
+        assert metrics["numel_compressed"] == 0
+        assert metrics["numel_uncompressed"] == 6
+
+
+@pytest.mark.parametrize("hook_class", [lc.PowerSGD, lc.BatchedPowerSGD])
+@pytest.mark.parametrize(
+    ("field", "value", "allowed"),
+    [
+        ("matrix_approximation_rank", 0, "at least 1"),
+        ("matrix_approximation_rank", 1.5, "integer"),
+        ("matrix_approximation_rank", True, "integer"),
+        ("start_powerSGD_iter", -1, "at least 0"),
+        ("compression_stats_logging_frequency", 0, "at least 1"),
+        ("orthogonalization_epsilon", -1e-3, r"\[0, 1\)"),
+        ("orthogonalization_epsilon", 1.0, r"\[0, 1\)"),
+        ("orthogonalization_epsilon", float("nan"), r"\[0, 1\)"),
+    ],
+)
+def test_options_are_validated(hook_class, field, value, allowed):
+    with pytest.raises(ValueError, match=f"{field} must be .*{allowed}.*, is {value!r}"):
+        hook_class(**{field: value})
+
+
+@pytest.mark.parametrize("value", [0, -1, float("nan")])
+def test_min_compression_rate_is_validated(value):
+    with pytest.raises(ValueError, match=f"min_compression_rate must be above 0, is {value!r}"):
+        lc.PowerSGD(min_compression_rate=value)

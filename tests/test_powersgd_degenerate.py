@@ -1,0 +1,152 @@
+"""PowerSGD on gradients that PyTorch's hook turns into NaN: zero, cancelling, tiny, huge, infinite, unused."""
+
+import pytest
+import torch
+from driver import (
+    attached,
+    backward,
+    distance,
+    full_rank_gradients,
+    low_rank_gradients,
+    mean_gradients,
+    norm,
+    outputs,
+)
+
+import lightning_commhooks as lc
+
+SHAPES = {"first": (24, 40), "bias": (40,), "second": (40, 24), "conv": (16, 8, 3, 3)}
+HOOK = lc.PowerSGD(matrix_approximation_rank=2, start_powerSGD_iter=0)
+BAD_STEPS, STEPS = 4, 8
+
+
+def one_row(rank, step, shapes, dtype=torch.float32):
+    gradients = full_rank_gradients(rank, step, shapes, dtype)
+    for name, shape in shapes.items():
+        if len(shape) > 1:
+            gradients[name][1:] = 0
+    return gradients
+
+
+def rank_one(rank, step, shapes, dtype=torch.float32):
+    return low_rank_gradients(rank, step, shapes, dtype, rows=1)
+
+
+def scaled(factor):
+    def make(rank, step, shapes, dtype=torch.float32):
+        return {name: factor * g for name, g in low_rank_gradients(rank, step, shapes, dtype).items()}
+
+    return make
+
+
+def cancelling(rank, step, shapes, dtype=torch.float32):
+    sign = 1 - 2 * (rank % 2)
+    return {name: sign * g for name, g in full_rank_gradients(0, step, shapes, dtype).items()}
+
+
+KINDS = {
+    "zero": scaled(0.0),
+    "cancelling": cancelling,
+    "one_row": one_row,
+    "rank_one": rank_one,
+    "1e-30": scaled(1e-30),
+    "1e20": scaled(1e20),
+    "1e30": scaled(1e30),
+}
+
+
+def degenerate_first(kind):
+    """Gradients of that kind in the first steps, of rank 2 and ordinary size later."""
+
+    def make(rank, step, shapes, dtype=torch.float32):
+        return (KINDS[kind] if step < BAD_STEPS else low_rank_gradients)(rank, step, shapes, dtype)
+
+    return make
+
+
+def degenerate_outputs(rank, world, kind, *args):
+    return outputs(rank, world, HOOK, degenerate_first(kind), STEPS, SHAPES, *args)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_finite_exact_and_learns_again(run, world, kind):
+    make = degenerate_first(kind)
+    for means, _, _ in run(degenerate_outputs, kind, world=world):
+        for step, mean in enumerate(means):
+            assert all(g.isfinite().all() for g in mean.values())
+            expected = mean_gradients(make, world, step, SHAPES)
+            size = max(norm(make(rank, step, SHAPES)) for rank in range(world))
+            # After huge gradients what rounding left of them is still owed.
+            owed = {"1e20": 1e20, "1e30": 1e30}.get(kind, 1e-30) if step >= BAD_STEPS else 0
+            assert distance(mean, expected) <= 1e-4 * max(size, norm(means[0]), owed)
+        if kind not in ("1e20", "1e30"):
+            expected = mean_gradients(make, world, STEPS - 1, SHAPES)
+            assert distance(means[-1], expected) <= 1e-3 * norm(expected)
+
+
+def one_dead_parameter(rank, step, shapes, dtype=torch.float32):
+    gradients = low_rank_gradients(rank, step, shapes, dtype)
+    if step < BAD_STEPS:
+        gradients["first"].zero_()
+    return gradients
+
+
+@pytest.mark.parametrize("epsilon", [0, 1e-6])
+def test_parameter_that_was_zero_for_a_while_learns_again(run, epsilon):
+    hook = lc.PowerSGD(matrix_approximation_rank=2, start_powerSGD_iter=0, orthogonalization_epsilon=epsilon)
+    means = run(outputs, hook, one_dead_parameter, STEPS, SHAPES)[0][0]
+    for step, mean in enumerate(means):
+        expected = mean_gradients(one_dead_parameter, 2, step, SHAPES)
+        assert distance(mean, expected) <= 1e-3 * norm(expected)
+        assert step >= BAD_STEPS or not mean["first"].any()
+
+
+def unused(rank, world, nobody, somebody):
+    """Outputs, mean residuals; `first` has no gradient in steps `nobody`, nor on rank 0 in steps `somebody`."""
+    with attached(HOOK, SHAPES, torch.float64, find_unused_parameters=True) as (ddp, attachment):
+        means = []
+        for step in range(STEPS):
+            gradients = full_rank_gradients(rank, step, SHAPES, torch.float64)
+            if step in nobody or (step in somebody and rank == 0):
+                del gradients["first"]
+            means.append(backward(ddp, gradients))
+        return means, attachment.state_dict()["state"]["residuals"]
+
+
+def test_unused_parameters_lose_nothing(run, world):
+    nobody, somebody = {3, 4}, {1, 5}
+    for means, residuals in run(unused, nobody, somebody, world=world):
+        received, expected = residuals["first"].double(), 0
+        for step in range(STEPS):
+            ranks = [full_rank_gradients(rank, step, SHAPES, torch.float64)["first"] for rank in range(world)]
+            if step in nobody:
+                assert "first" not in means[step]
+                continue
+            received = received + means[step]["first"]
+            expected = expected + sum(ranks[step in somebody :]) / world
+        torch.testing.assert_close(received, expected, rtol=1e-10, atol=1e-10)
+
+
+def infinite(rank, world, value):
+    """Outputs of all steps but the third, in which rank 1 has gradients of `value`; `None`: there is no such step."""
+    with attached(HOOK, SHAPES) as (ddp, _):
+        means = []
+        for step in range(STEPS):
+            if step == 2 and value is None:
+                continue
+            gradients = full_rank_gradients(rank, step, SHAPES)
+            if step == 2 and rank == 1:
+                gradients = {name: torch.full_like(g, value) for name, g in gradients.items()}
+            mean = backward(ddp, gradients)
+            if step != 2:
+                means.append(mean)
+            else:
+                assert not any(g.isfinite().all() for g in mean.values())
+        return means
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")], ids=str)
+def test_one_infinite_step_leaves_no_trace(run, value):
+    with_it, without_it = run(infinite, value), run(infinite, None)
+    for a, b in zip(with_it[0], without_it[0], strict=True):
+        assert distance(a, b) == 0

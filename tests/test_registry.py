@@ -1,0 +1,79 @@
+"""Names, aliases and hooks of third parties."""
+
+import importlib
+import sys
+
+import pytest
+
+import lightning_commhooks as lc
+from lightning_commhooks.core import registry
+
+BUILT_IN = {"allgather", "allreduce", "batched_powersgd", "bf16", "fp16", "noop", "powersgd"}
+
+MODULE = """
+from dataclasses import dataclass
+import lightning_commhooks as lc
+
+@dataclass(frozen=True, kw_only=True)
+class Theirs(lc.CommHook):
+    name = "theirs"
+    level: int = 1
+
+    def bind(self, group):
+        raise NotImplementedError
+"""
+
+
+@pytest.fixture
+def _third_party(tmp_path, monkeypatch):
+    """A distribution that adds a hook, and one entry point that is none."""
+    (tmp_path / "their_module.py").write_text(MODULE)
+    info = tmp_path / "theirs-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: theirs\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(
+        "[lightning_commhooks.hooks]\ntheirs = their_module:Theirs\nnothing = their_module:dataclass\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    importlib.invalidate_caches()
+    yield
+    sys.modules.pop("their_module", None)
+
+
+def test_names():
+    assert set(lc.available_hooks()) >= BUILT_IN
+    assert lc.available_hooks() == sorted(lc.available_hooks())
+    for name in BUILT_IN:
+        assert lc.get_hook(name).name == name
+
+
+def test_aliases():
+    assert lc.get_hook("power_sgd", matrix_approximation_rank=3) == lc.PowerSGD(matrix_approximation_rank=3)
+    assert lc.get_hook("batched_power_sgd") == lc.BatchedPowerSGD()
+    assert "power_sgd" not in lc.available_hooks()
+
+
+def test_configured_hook_is_returned_as_it_is():
+    hook = lc.PowerSGD()
+    assert lc.get_hook(hook) is hook
+
+
+@pytest.mark.usefixtures("_third_party")
+def test_entry_point():
+    assert "theirs" in lc.available_hooks()
+    assert lc.get_hook("theirs", level=2).level == 2
+    with pytest.raises(ValueError, match=r"Theirs.*its options are: level"):
+        lc.get_hook("theirs", depth=2)
+    with pytest.raises(ValueError, match="did you mean 'theirs'"):
+        lc.get_hook("their")
+    with pytest.raises(ValueError, match=r"entry point 'nothing' .* must be a CommHook class"):
+        lc.get_hook("nothing")
+
+
+def test_name_is_taken():
+    class Other(lc.CommHook):
+        name = "power_sgd"
+
+    with pytest.raises(ValueError, match=r"'power_sgd' is taken by lightning_commhooks\.hooks\.powersgd\.PowerSGD"):
+        registry.register(Other)
+    assert registry.register(lc.PowerSGD) is lc.PowerSGD
