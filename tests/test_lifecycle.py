@@ -104,7 +104,7 @@ class Broken(lc.CommHook):
 
 class _BoundBroken(lc.BoundHook):
     def reduce(self, flat, bucket):
-        if bucket.step == 2 and "first" in bucket.names and self.group.global_rank == self.group.size - 1:
+        if bucket.step == 2 and "second" in bucket.names and self.group.global_rank == self.group.size - 1:
             raise ArithmeticError("out of numbers")
         self.group.all_reduce_mean_(flat)
 
@@ -122,7 +122,7 @@ def fail(rank, world):
 
 def test_failure_names_hook_step_and_bucket(run):
     (message, cause, later), *_ = run(fail, world=1)
-    for part in ("'broken'", "rank 0", "step 2", "bucket", "first", "out of numbers"):
+    for part in ("'broken'", "rank 0", "step 2", "bucket", "second", "out of numbers"):
         assert part in message
     assert "ArithmeticError('out of numbers')" in cause
     assert "step 2" in later

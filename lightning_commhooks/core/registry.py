@@ -92,7 +92,9 @@ def get_hook(hook: str | CommHook, **options: Any) -> CommHook:
     try:
         return hook_class(**options)
     except TypeError as error:
-        fields = [field.name for field in dataclasses.fields(hook_class)] if dataclasses.is_dataclass(hook_class) else []
+        fields: list[str] = (
+            [f.name for f in dataclasses.fields(hook_class)] if dataclasses.is_dataclass(hook_class) else []
+        )
         raise ValueError(
             f"{hook_class.__name__}: {str(error).split(') ', 1)[-1]}; its options are: {', '.join(fields) or 'none'}"
         ) from error

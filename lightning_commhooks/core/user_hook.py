@@ -61,8 +61,17 @@ def check_user_hook(hook: object) -> None:
 
 
 def warn_if_broken_here(hook: DDPHook, backend: str) -> None:
-    """Warn when a stock hook is known to fail on gloo, naming the hook here that does the same and works."""
-    key = f"{getattr(hook, '__module__', '')}.{getattr(hook, '__qualname__', '')}"
-    if backend == dist.Backend.GLOO and key in _REPLACED_ON_GLOO:
-        what, instead = _REPLACED_ON_GLOO[key]
-        warnings.warn(f"PyTorch's {hook.__qualname__} {what} on the gloo backend; use hook={instead!r}", stacklevel=4)
+    """Warn when a stock hook is known to fail on gloo, naming the hook here that does the same and works.
+
+    Looks into PyTorch's wrappers too: their hook is a variable of a closure.
+    """
+    if backend != dist.Backend.GLOO:
+        return
+    wrapped = [cell.cell_contents for cell in getattr(hook, "__closure__", None) or ()]
+    for function in filter(inspect.isfunction, (hook, *wrapped)):
+        key = f"{function.__module__}.{function.__qualname__}"
+        if key in _REPLACED_ON_GLOO:
+            what, instead = _REPLACED_ON_GLOO[key]
+            warnings.warn(
+                f"PyTorch's {function.__qualname__} {what} on the gloo backend; use hook={instead!r}", stacklevel=4
+            )

@@ -33,7 +33,7 @@ class _BoundNoop(BoundHook):
     _warned = False
 
     def reduce(self, flat: Tensor, bucket: Bucket) -> None:
-        if not self._warned and self.group.size > 1:
+        if not self._warned and self.group.size > 1 and self.group.global_rank == 0:
             self._warned = True
             warnings.warn(
                 "hook='noop' does not average gradients: the ranks' models diverge. Use it to measure how much "

@@ -1,0 +1,45 @@
+# `make demo` and `make test` work alone on a fresh clone. To choose another build of PyTorch:
+#   make demo TORCH="torch --index-url https://download.pytorch.org/whl/cpu"
+PYTHON ?= python3
+VENV ?= .venv
+TORCH ?= torch==2.13.0
+BIN := $(VENV)/bin
+
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: demo test lint format bench stress install clean
+
+demo: install
+	$(BIN)/python examples/demo.py
+
+test: install
+	$(BIN)/python -m pytest
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: install
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: install
+	$(BIN)/python benchmarks/powersgd_step.py
+	$(BIN)/python benchmarks/wire_bytes.py
+
+stress: install
+	$(BIN)/python benchmarks/stress_launches.py
+
+install: $(VENV)/.installed
+
+# PyTorch first, so that no other requirement pulls in another build of it.
+$(VENV)/.installed: pyproject.toml
+	@echo "Creating $(VENV) and installing PyTorch, Lightning and the project; a few minutes the first time"
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet $(TORCH)
+	$(BIN)/pip install --quiet --editable '.[dev]'
+	@touch $@
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
