@@ -1,6 +1,7 @@
 """A model whose gradients a test chooses, and the hooks that the contract tests go through."""
 
 import contextlib
+import warnings
 
 import torch
 from pool import ignoring
@@ -109,6 +110,14 @@ def outputs(rank, world, hook, make, steps, shapes=SHAPES, dtype=torch.float32, 
         means = [backward(ddp, make(rank, step, shapes, dtype)) for step in range(steps)]
         metrics = attachment.metrics()  # first: what a state_dict() sends is counted too
         return means, attachment.state_dict(), metrics
+
+
+def closing_texts(attachment):
+    """Close, and return the warnings given: rank 0's, the others have none."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        attachment.close()
+    return [str(warning.message) for warning in caught]
 
 
 def norm(gradients):

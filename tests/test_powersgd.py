@@ -6,6 +6,7 @@ from driver import (
     SHAPES,
     attached,
     backward,
+    closing_texts,
     distance,
     full_rank_gradients,
     mean_gradients,
@@ -132,41 +133,28 @@ def constant_gradients(rank, step, shapes, dtype):
     return full_rank_gradients(rank, 0, shapes, dtype)
 
 
-def close_early(rank, world, steps, start):
-    ddp_and_attachment = attached(lc.PowerSGD(start_powerSGD_iter=start))
-    with ddp_and_attachment as (ddp, attachment):
+def close_early(rank, world, shapes, steps, start):
+    with attached(lc.PowerSGD(start_powerSGD_iter=start), shapes) as (ddp, attachment):
         for step in range(steps):
-            backward(ddp, full_rank_gradients(rank, step, SHAPES))
-        import warnings
-
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            attachment.close()
-        return [str(w.message) for w in caught], attachment.compression_stats()
+            backward(ddp, full_rank_gradients(rank, step, shapes))
+        return closing_texts(attachment), attachment.compression_stats()
 
 
 def test_warns_when_training_ends_before_compression(run):
-    for texts, (rate, before, after) in run(close_early, 3, 3):
-        assert len(texts) == 1
-        assert "after 3 steps, before start_powerSGD_iter=3" in texts[0]
-        assert (rate, before, after) == (0, 0, 0)
-    for texts, (rate, _, _) in run(close_early, 4, 3):
+    (texts, stats), (other_texts, _) = run(close_early, SHAPES, 3, 3)
+    assert len(texts) == 1
+    assert "after 3 steps, before start_powerSGD_iter=3" in texts[0]
+    assert not other_texts
+    assert stats == (0, 0, 0)
+    for texts, (rate, _, _) in run(close_early, SHAPES, 4, 3):
         assert not texts
         assert rate > 2
 
 
-def tiny_model(rank, world):
-    with attached(lc.PowerSGD(start_powerSGD_iter=0), {"small": (3, 2)}) as (ddp, attachment):
-        backward(ddp, full_rank_gradients(rank, 0, {"small": (3, 2)}))
-        with pytest.warns(UserWarning, match="compressed nothing"):
-            attachment.close()
-        return attachment.metrics()
-
-
 def test_warns_when_no_matrix_shrinks(run):
-    for metrics in run(tiny_model):
-        assert metrics["numel_compressed"] == 0
-        assert metrics["numel_uncompressed"] == 6
+    ((text,), _), (other_texts, _) = run(close_early, {"small": (3, 2)}, 1, 0)
+    assert "'powersgd' compressed nothing" in text
+    assert not other_texts
 
 
 @pytest.mark.parametrize("hook_class", [lc.PowerSGD, lc.BatchedPowerSGD])

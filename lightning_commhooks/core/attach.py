@@ -311,8 +311,9 @@ def _timeout(process_group: dist.ProcessGroup, device: torch.device) -> Any:
 
 def _close(engine: Engine, bound: BoundHook, counters: Counters, owned: dist.ProcessGroup | None) -> None:
     engine.close()
-    # All ranks have the same to say.
-    for text in bound.closing_warnings(counters.steps) if bound.group.global_rank == 0 else ():
-        warnings.warn(text, stacklevel=3)
     if owned is not None and dist.is_initialized() and owned in dist.distributed_c10d._world.pg_map:
         dist.destroy_process_group(owned)
+    bound.group.release()
+    # All ranks have the same to say. Last: where warnings are errors, nothing else may be left to do.
+    for text in bound.closing_warnings(counters.steps) if bound.group.global_rank == 0 else ():
+        warnings.warn(text, stacklevel=3)

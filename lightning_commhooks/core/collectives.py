@@ -32,6 +32,10 @@ class Group:
         self.size: int = process_group.size() if process_group is not None else 1
         self.global_rank: int = process_group.rank() if process_group is not None else 0
 
+    def release(self) -> None:
+        """Let go of the process group, so that its threads end when nobody else has it."""
+        self.process_group = None
+
     def ring_bytes(self, tensor: Tensor) -> float:
         """Payload bytes that each rank sends in a ring all-reduce of `tensor`."""
         return 2 * (self.size - 1) / self.size * tensor.numel() * tensor.element_size()

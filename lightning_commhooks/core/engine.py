@@ -6,7 +6,10 @@ backward pass comes from depends on the device: see [`ThreadEngine`][] and [`Str
 
 from __future__ import annotations
 
+import atexit
+import functools
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import Future as HostFuture
@@ -18,6 +21,16 @@ from torch import Tensor
 from torch.futures import Future
 
 T = TypeVar("T")
+
+
+@functools.cache
+def _let_gloo_finish_at_exit() -> None:
+    """At exit, give gloo's threads the time to drop the tensors of their last collective.
+
+    They do so shortly after the collective is done, and need the interpreter for it. If that is shutting down
+    already, the process aborts: "terminate called without an active exception".
+    """
+    atexit.register(time.sleep, 0.05)
 
 
 class HookError(RuntimeError):
@@ -47,6 +60,7 @@ class ThreadEngine(Engine):
     """
 
     def __init__(self) -> None:
+        _let_gloo_finish_at_exit()
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="lightning_commhooks")
         self._failure: BaseException | None = None
         self._last: HostFuture[None] | None = None

@@ -30,8 +30,8 @@ def random_factor(key: str, shape: tuple[int, ...], seed: int, step: int, like: 
     return torch.randn(shape, generator=generator, dtype=torch.float32).to(like)
 
 
-def orthonormalize_(rows: Tensor) -> Tensor:
-    """Replace each matrix's rows by an orthonormal basis of their span, in place.
+def orthonormal_basis(rows: Tensor) -> Tensor:
+    """Return an orthonormal basis of the span of each matrix's rows, same shape.
 
     By Householder QR, which also gives orthonormal rows for dependent, zero, tiny and huge ones: where the
     rows span less than r dimensions, the rest of the basis is arbitrary. (PyTorch's Gram-Schmidt divides by
@@ -41,13 +41,13 @@ def orthonormalize_(rows: Tensor) -> Tensor:
         rows: shape `(k, r, n)`, r <= n, float32 or float64.
     """
     # Norms are sums of squares: scaling keeps them from overflow and underflow.
-    largest = rows.abs().amax(dim=2, keepdim=True)
-    rows.div_(torch.where(largest > 0, largest, 1))
-    return rows.copy_(torch.linalg.qr(rows.mT).Q.mT)
+    largest = rows.abs().amax(dim=2, keepdim=True).clamp_min(torch.finfo(rows.dtype).tiny)
+    basis: Tensor = torch.linalg.qr((rows / largest).mT).Q
+    return basis.mT.contiguous()
 
 
-def revive_(rows: Tensor, fresh: Tensor, epsilon: float) -> Tensor:
-    """Replace dead rows by fresh random ones, in place.
+def revive(rows: Tensor, fresh: Tensor, epsilon: float) -> Tensor:
+    """Return `rows` with dead ones replaced by fresh random ones.
 
     A row of Q is dead when its matrix was zero at the last step: it could give P = 0 for ever after.
 
@@ -58,43 +58,33 @@ def revive_(rows: Tensor, fresh: Tensor, epsilon: float) -> Tensor:
     """
     norm = torch.linalg.vector_norm(rows, ord=1, dim=2, keepdim=True)
     alive = norm > (epsilon * norm.amax(dim=1, keepdim=True) if epsilon else 0)
-    return rows if not alive.is_cuda and alive.all() else rows.copy_(torch.where(alive, rows, fresh))
+    return torch.where(alive, rows, fresh)
 
 
-def low_rank_mean(
-    matrices: list[Tensor],
-    qs: list[Tensor],
-    extra: list[Tensor],
-    group: Group,
-    wire_dtype: torch.dtype,
-    batched: bool = True,
+def power_iteration(
+    loaded: list[tuple[Tensor, Tensor]], extra: list[Tensor], group: Group, wire_dtype: torch.dtype
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Approximate the mean over ranks of each matrix by P^T Q, with one power iteration from a given Q.
+    """Approximate the mean over ranks of each matrix M by P^T Q.
 
-    PowerSGD, algorithm 1 of Vogels et al. 2019, https://arxiv.org/abs/1905.13727. Two collectives per dtype.
+    PowerSGD, algorithm 1 of Vogels et al. 2019, https://arxiv.org/abs/1905.13727, from its second line on. Two
+    collectives per dtype.
 
     Args:
-        matrices: this rank's matrices, batches of shape `(k, n, m)`, float32 or float64.
-        qs: orthonormal start, batches of shape `(k, r, m)`, equal on all ranks.
+        loaded: this rank's matrices, batches of shape `(k, n, m)`, float32 or float64, each with its product
+            with the last Q (orthonormal, equal on all ranks), shape `(k, r, n)`.
         extra: contiguous tensors that become their sum over ranks, in the first of the collectives.
         group: the ranks.
         wire_dtype: dtype in which factors travel.
-        batched: multiply the k matrices of a batch in one product.
 
     Returns:
         `(ps, qs)`: orthonormal P, batches of shape `(k, r, n)`, and Q, `(k, r, m)`, equal on all ranks.
     """
-    multiply = torch.bmm if batched else _multiply_one_by_one
-    ps = [multiply(q, matrix.mT).to(wire_dtype) for q, matrix in zip(qs, matrices, strict=True)]
+    ps = [product.to(wire_dtype) for _, product in loaded]
     group.all_reduce_coalesced_([*extra, *ps])
-    ps = [orthonormalize_(p.to(matrix.dtype)) for p, matrix in zip(ps, matrices, strict=True)]
-    qs = [multiply(p, matrix).div_(group.size).to(wire_dtype) for p, matrix in zip(ps, matrices, strict=True)]
+    ps = [orthonormal_basis(p.to(matrix.dtype)) for p, (matrix, _) in zip(ps, loaded, strict=True)]
+    qs = [torch.bmm(p, matrix).div_(group.size).to(wire_dtype) for p, (matrix, _) in zip(ps, loaded, strict=True)]
     group.all_reduce_coalesced_(qs)
-    return ps, [q.to(matrix.dtype) for q, matrix in zip(qs, matrices, strict=True)]
-
-
-def _multiply_one_by_one(factors: Tensor, matrices: Tensor) -> Tensor:
-    return torch.stack([torch.mm(factor, matrix) for factor, matrix in zip(factors, matrices, strict=True)])
+    return ps, [q.to(matrix.dtype) for q, (matrix, _) in zip(qs, loaded, strict=True)]
 
 
 def work_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -111,8 +101,13 @@ def factor_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def all_finite(factors: list[Tensor]) -> Tensor:
-    """Boolean, one element: whether all factors are. They are sums over ranks, so all ranks agree."""
-    return torch.stack([torch.isfinite(f).all() for f in factors]).all() if factors else torch.tensor(True)
+    """Boolean, one element: whether all factors are finite. They are sums over ranks, so all ranks agree.
+
+    Looks at their sums, so factors whose sum overflows count as not finite.
+    """
+    if not factors:
+        return torch.tensor(True)
+    return torch.stack([factor.sum() for factor in factors]).isfinite().all()
 
 
 def repay_(residual: Tensor, sent: Tensor, gradient: Tensor, finite: Tensor) -> None:

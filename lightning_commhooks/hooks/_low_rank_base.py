@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_commhooks.core.collectives import Group
 from lightning_commhooks.core.hook import BoundHook, Bucket, CommHook
 from lightning_commhooks.core.metrics import Counters
-from lightning_commhooks.hooks._low_rank import orthonormalize_, random_factor, revive_
+from lightning_commhooks.hooks._low_rank import orthonormal_basis, random_factor, revive
 
 logger = logging.getLogger("lightning_commhooks.hooks.powersgd")
 
@@ -152,19 +152,28 @@ class BoundLowRank(BoundHook):
         """Orthonormal rows to begin the power iteration of this step with."""
         if not self._config.warm_start:
             _, r, m = factor.q.shape
-            return orthonormalize_(self._random(factor.names, (r, m), step, factor.q))
-        return orthonormalize_(revive_(factor.q.clone(), factor.fresh, self._config.orthogonalization_epsilon))
+            return orthonormal_basis(self._random(factor.names, (r, m), step, factor.q))
+        return orthonormal_basis(revive(factor.q, factor.fresh, self._config.orthogonalization_epsilon))
 
     def _random(self, names: list[str], shape: tuple[int, int], step: int, like: Tensor) -> Tensor:
         return torch.stack([random_factor(name, shape, self._config.random_seed, step, like) for name in names])
 
+    def _settle(self) -> None:  # optional to override
+        """Bring `_residuals` up to date, for hooks that update them lazily."""
+
+    @abstractmethod
+    def _forget_buckets(self) -> None:
+        """Forget how memory is laid out; the next bucket lays it out anew from `_residuals` and `_factors`."""
+
     def drain_(self, flat: Tensor, bucket: Bucket) -> None:
+        self._settle()
         for slot in bucket.slots:
             if slot.name in self._residuals:
                 slot.view(flat).add_(self._residuals[slot.name])
                 self._residuals[slot.name].zero_()
 
     def state_dict(self) -> dict[str, Any]:
+        self._settle()
         # The mean over ranks of what is sent depends on the mean residual alone: one for all ranks will do.
         residuals = {name: self._residuals[name].contiguous().clone() for name in sorted(self._residuals)}
         for residual in residuals.values():
@@ -172,6 +181,7 @@ class BoundLowRank(BoundHook):
         return {"residuals": residuals, "factors": {name: q.clone() for name, q in self._factors.items()}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._forget_buckets()
         self._residuals = {name: residual.clone() for name, residual in state["residuals"].items()}
         self._factors = {name: q.clone() for name, q in state["factors"].items()}
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_commhooks.core.collectives import Group
 from lightning_commhooks.core.hook import BoundHook, Bucket
 from lightning_commhooks.core.registry import register
-from lightning_commhooks.hooks._low_rank import all_finite, factor_dtype, keep_, low_rank_mean, repay_, work_dtype
+from lightning_commhooks.hooks._low_rank import all_finite, factor_dtype, keep_, power_iteration, repay_, work_dtype
 from lightning_commhooks.hooks._low_rank_base import BoundLowRank, Factor, LowRankConfig, any_nonzero, move
 
 
@@ -75,7 +75,8 @@ class _BoundBatchedPowerSGD(BoundLowRank):
         # Residual, or without error feedback an empty square, plus gradient, padded with zeros.
         matrix = square.residual if self._config.use_error_feedback else square.residual.clone()
         owed = matrix.view(-1)[: flat.numel()].add_(flat)
-        (p,), (q,) = low_rank_mean([matrix], [start], used, self.group, factor_dtype(flat.dtype))
+        loaded = [(matrix, torch.bmm(start, matrix.mT))]
+        (p,), (q,) = power_iteration(loaded, used, self.group, factor_dtype(flat.dtype))
         finite = all_finite([p, q])
         mean = torch.mm(p[0].t(), q[0]).view(-1)[: flat.numel()].to(flat.dtype)
         for is_used in used:
@@ -87,6 +88,9 @@ class _BoundBatchedPowerSGD(BoundLowRank):
         flat.copy_(mean)
         keep_(square.factor.q, q, finite)
         return 0, p.numel() + q.numel()
+
+    def _forget_buckets(self) -> None:
+        self._squares = {}
 
     def _square(self, flat: Tensor, bucket: Bucket) -> _Square:
         if bucket.names not in self._squares:
