@@ -13,11 +13,12 @@ from lightning_commhooks.lazy import register_strategy_names
 from lightning_commhooks.wrappers import Cast, Schedule
 
 if TYPE_CHECKING:
-    from lightning_commhooks.strategy import CompressedDDPStrategy
-    from lightning_commhooks.strategy_pl import CompressedDDPStrategyPL
+    from lightning_commhooks.strategy import CompressedDDPStrategy as CompressedDDPStrategy
+    from lightning_commhooks.strategy_pl import CompressedDDPStrategyPL as CompressedDDPStrategyPL
 
 __version__ = "0.1.0"
 
+# Without the strategies: a star import must not need Lightning.
 __all__ = [
     "BF16",
     "FP16",
@@ -29,8 +30,6 @@ __all__ = [
     "Bucket",
     "Cast",
     "CommHook",
-    "CompressedDDPStrategy",
-    "CompressedDDPStrategyPL",
     "HookError",
     "Noop",
     "PowerSGD",

@@ -9,7 +9,6 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
@@ -17,7 +16,8 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_commhooks.core.collectives import Group
-from lightning_commhooks.core.engine import Engine, HookError, StreamEngine, ThreadEngine
+from lightning_commhooks.core.engine import Engine, HookError, StreamEngine, ThreadEngine, call_at_end_of_backward
+from lightning_commhooks.core.groups import backend_for, destroy, own_group
 from lightning_commhooks.core.hook import BoundHook, Bucket, CommHook
 from lightning_commhooks.core.layout import Layout
 from lightning_commhooks.core.metrics import Counters
@@ -64,8 +64,8 @@ class Attachment:
         """Cumulative counts of this rank.
 
         Returns:
-            `steps` (synchronized backwards), `bytes_sent` and `bytes_dense` (payload bytes this rank sent, and
-            would have sent with a plain all-reduce), `compression_ratio` (dense over sent), `collectives`,
+            `steps` (synchronized backwards since `attach`), `bytes_sent` and `bytes_dense` (payload bytes this rank
+            sent, and would have sent with a plain all-reduce), `compression_ratio` (dense over sent), `collectives`,
             `numel_compressed` and `numel_uncompressed` (gradient elements that a compressing hook did and did
             not compress). What a user's own function sends is unknown: NaN.
         """
@@ -87,30 +87,34 @@ class Attachment:
     def state_dict(self) -> dict[str, Any]:
         """The hook's state as tensors and primitives, equal on all ranks.
 
-        Collective: call it on every rank, outside of a backward.
+        Collective: call it on every rank, outside of a backward. Of a user's own function, the step count only.
         """
         state = {} if self.bound is None or self._engine is None else self._engine.call(self.bound.state_dict)
-        return {"format": STATE_FORMAT, "hook": self.name, "steps": self._clock.steps, "state": state}
+        return {"format": STATE_FORMAT, "hook": self._signature(), "steps": self._clock.steps, "state": state}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over the state that `state_dict` of the same hook returned.
 
         Raises:
-            ValueError: the state is of another hook or another format.
+            ValueError: the state is of another hook, of the same with other options, or of another format.
         """
         if state_dict.get("format") != STATE_FORMAT:
             raise ValueError(f"not the state of a communication hook: format is {state_dict.get('format')!r}")
-        if state_dict["hook"] != self.name:
-            raise ValueError(f"the state is of hook {state_dict['hook']!r}, but the attached hook is {self.name!r}")
-        if self.bound is not None:
-            self.bound.load_state_dict(state_dict["state"])
+        if state_dict["hook"] != self._signature():
+            raise ValueError(f"the state is of {state_dict['hook']}, but the attached hook is {self._signature()}")
+        bound = self.bound
+        if bound is not None and self._engine is not None:
+            self._engine.call(lambda: bound.load_state_dict(state_dict["state"]))
         self._clock.restart_at(state_dict["steps"])
+
+    def _signature(self) -> str:
+        return repr(self.hook) if isinstance(self.hook, CommHook) else self.name
 
     def close(self) -> None:
         """Release thread and process group; metrics stay readable, a later backward raises `HookError`.
 
         Warns when training ended before the hook compressed anything. Closing twice does nothing. A model
-        that goes out of use closes its attachment by itself.
+        that goes out of use closes its attachment by itself. A user's own function has nothing to release.
         """
         self._close()
 
@@ -118,8 +122,9 @@ class Attachment:
 class _StepClock:
     """Counts synchronized backwards from the order in which DDP hands over its buckets.
 
-    A backward hands over buckets by rising index, so an index that does not rise begins a new one. `is_last`
-    alone would not do: `skip_all_reduce_unused_params=True` can skip the last bucket of every backward.
+    A step ends with its backward. Outside of one (`join()`, the first step of a static graph) an index that does
+    not rise begins a new step. `is_last` alone would not do: `skip_all_reduce_unused_params=True` can skip the
+    last bucket of every backward.
     """
 
     def __init__(self, counters: Counters) -> None:
@@ -128,15 +133,19 @@ class _StepClock:
         self.steps = 0
 
     def restart_at(self, steps: int) -> None:
-        self.steps = self._counters.steps = steps
-        self._previous_index = None
+        self.steps = steps
+        self._end_step()
 
     def step_of(self, index: int, is_last: bool) -> int:
         if self._previous_index is None or index <= self._previous_index:
             self.steps += 1
-            self._counters.steps = self.steps
+            self._counters.steps += 1
+            call_at_end_of_backward(self._end_step)
         self._previous_index = None if is_last else index
         return self.steps - 1
+
+    def _end_step(self) -> None:
+        self._previous_index = None
 
 
 def hook_name(hook: CommHook | DDPHook) -> str:
@@ -179,27 +188,33 @@ def attach(model: DistributedDataParallel, hook: str | CommHook | DDPHook, *, ho
 
     Raises:
         ValueError: unknown name; a function that DDP would refuse; `hook_state` with a hook that is no
-            function; a model that is not DDP, has a hook already, or runs under `torch.compile`'s
-            `python_reducer`.
+            function; a model that is not DDP, has a hook already, is on another device than CPU or CUDA, or
+            runs under `torch.compile`'s `python_reducer`.
     """
     resolved = resolve_hook(hook, hook_state)
     _check_model(model)
     counters = Counters()
     clock = _StepClock(counters)
     device = next(p.device for p in model.module.parameters() if p.requires_grad)
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"communication hooks run on CPU and CUDA devices, the model is on {device}")
     if not isinstance(resolved, CommHook):
-        warn_if_broken_here(resolved, _backend(model.process_group, device))
+        warn_if_broken_here(resolved, backend_for(model.process_group, device))
         _register(model, hook_state, _counting(resolved, clock, Group(model.process_group, counters)), resolved)
         return Attachment(resolved, None, counters, clock, None, lambda: None)
 
-    inline = device.type == "cuda" and _backend(model.process_group, device) == dist.Backend.NCCL
-    engine: Engine = StreamEngine(device) if inline else ThreadEngine()
-    process_group = model.process_group if inline else _own_group(model.process_group, device)
-    bound = resolved.bind(Group(process_group, counters))
-    trampoline = _trampoline(resolved, bound, engine, clock, model)
-    _register(model, None, trampoline, resolved)
-    owned = None if inline else process_group
-    finalizer = weakref.finalize(model, _close, engine, bound, counters, owned)
+    inline = device.type == "cuda" and backend_for(model.process_group, device) == dist.Backend.NCCL
+    owned = None if inline else own_group(model.process_group, device)
+    engine: Engine = ThreadEngine() if owned is not None else StreamEngine(device)
+    group = Group(owned or model.process_group, counters, device)
+    try:
+        bound = resolved.bind(group)
+        _register(model, None, _trampoline(resolved, bound, engine, clock, model), resolved)
+    except BaseException:
+        engine.close()
+        destroy(owned, group)
+        raise
+    finalizer = weakref.finalize(model, _close, engine, bound, clock, owned)
     logger.info("attached %r to %s", resolved, type(model.module).__name__)
     return Attachment(resolved, bound, counters, clock, engine, finalizer)
 
@@ -210,11 +225,10 @@ def _check_model(model: object) -> None:
             f"hooks attach to torch.nn.parallel.DistributedDataParallel, not to {type(model).__name__}; "
             "wrap the model first: attach(DistributedDataParallel(model), hook)"
         )
-    if model._comm_hooks:
-        registered = getattr(model._comm_hooks[0][0], "__qualname__", model._comm_hooks[0][0])
+    if model._comm_hooks or registered_name(model):
         raise ValueError(
-            f"the model has the communication hook {registered!r} already, and DDP takes one; compose hooks "
-            "with Cast or Schedule, or attach to a newly wrapped model"
+            f"the model has the communication hook {registered_name(model)!r} already, and DDP takes one; compose "
+            "hooks with Cast or Schedule, or attach to a newly wrapped model"
         )
     if getattr(model, "_use_python_reducer", False):
         raise ValueError(
@@ -281,39 +295,11 @@ def _counting(hook: DDPHook, clock: _StepClock, group: Group) -> Trampoline:
     return trampoline
 
 
-def _backend(process_group: dist.ProcessGroup, device: torch.device) -> str:
-    """Name of the backend that serves tensors on `device`: groups may have one for each device type."""
-    configured = dist.get_backend_config(process_group)
-    return dist.BackendConfig(dist.Backend(configured)).get_device_backend_map().get(device.type, configured)
-
-
-def _own_group(process_group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
-    """A group over the same ranks for the communication thread.
-
-    DDP and users issue collectives from other threads; on one group they would interleave with the hook's
-    differently on each rank.
-    """
-    ranks = dist.get_process_group_ranks(process_group)
-    own: dist.ProcessGroup = dist.new_group(
-        ranks,
-        backend=_backend(process_group, device),
-        timeout=_timeout(process_group, device),
-        use_local_synchronization=len(ranks) < dist.get_world_size(),
-        group_desc="lightning_commhooks",
-    )
-    return own
-
-
-def _timeout(process_group: dist.ProcessGroup, device: torch.device) -> Any:
-    options = getattr(process_group._get_backend(device), "options", None)
-    return getattr(options, "_timeout", None)
-
-
-def _close(engine: Engine, bound: BoundHook, counters: Counters, owned: dist.ProcessGroup | None) -> None:
+def _close(engine: Engine, bound: BoundHook, clock: _StepClock, owned: dist.ProcessGroup | None) -> None:
     engine.close()
-    if owned is not None and dist.is_initialized() and owned in dist.distributed_c10d._world.pg_map:
-        dist.destroy_process_group(owned)
-    bound.group.release()
+    destroy(owned, bound.group)
     # All ranks have the same to say. Last: where warnings are errors, nothing else may be left to do.
-    for text in bound.closing_warnings(counters.steps) if bound.group.global_rank == 0 else ():
+    texts = bound.closing_warnings(clock.steps) if bound.group.global_rank == 0 else []
+    bound.release()
+    for text in texts:
         warnings.warn(text, stacklevel=3)

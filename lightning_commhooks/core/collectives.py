@@ -24,17 +24,39 @@ class Group:
     Args:
         process_group: the ranks that average gradients together; `None` for a single process.
         counters: where bytes are counted.
+        device: where the gradients are.
+
+    Attributes:
+        size: number of ranks.
+        global_rank: this process's rank among all processes.
     """
 
-    def __init__(self, process_group: dist.ProcessGroup | None, counters: Counters | None = None) -> None:
-        self.process_group = process_group
+    def __init__(
+        self,
+        process_group: dist.ProcessGroup | None,
+        counters: Counters | None = None,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self._process_group = process_group
         self.counters = counters if counters is not None else Counters()
+        self.device = torch.device(device)
         self.size: int = process_group.size() if process_group is not None else 1
-        self.global_rank: int = process_group.rank() if process_group is not None else 0
+        self.global_rank: int = dist.get_rank() if process_group is not None else 0
+
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        """The group; to PyTorch, `None` would mean all processes.
+
+        Raises:
+            RuntimeError: there is none, or it was released.
+        """
+        if self._process_group is None:
+            raise RuntimeError("the process group of this communication hook is gone: the hook was closed")
+        return self._process_group
 
     def release(self) -> None:
         """Let go of the process group, so that its threads end when nobody else has it."""
-        self.process_group = None
+        self._process_group = None
 
     def ring_bytes(self, tensor: Tensor) -> float:
         """Payload bytes that each rank sends in a ring all-reduce of `tensor`."""
@@ -74,11 +96,10 @@ class Group:
         if self.size == 1:
             return gathered.copy_(tensor.view(1, -1))
         self._count((self.size - 1) * tensor.numel() * tensor.element_size())
-        if dist.get_backend(self.process_group) == dist.Backend.GLOO:
-            # torch<=2.6 has no all_gather_into_tensor for every dtype on gloo.
-            dist.all_gather(list(gathered.unbind()), tensor.contiguous(), group=self.process_group)
-        else:
+        if tensor.is_cuda:
             dist.all_gather_into_tensor(gathered, tensor.contiguous(), group=self.process_group)
+        else:
+            dist.all_gather(list(gathered.unbind()), tensor.contiguous(), group=self.process_group)
         return gathered
 
     def all_to_all(self, chunks: Tensor) -> Tensor:

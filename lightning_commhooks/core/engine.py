@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import atexit
 import functools
-import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future as HostFuture
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
@@ -35,6 +35,14 @@ def _let_gloo_finish_at_exit() -> None:
 
 class HookError(RuntimeError):
     """A communication hook failed; the message names hook, step and bucket, `__cause__` is the reason."""
+
+
+def call_at_end_of_backward(function: Callable[[], None]) -> None:
+    """Let autograd call `function` when the present backward is done; outside of one, do nothing."""
+    try:
+        torch.autograd.Variable._execution_engine.queue_callback(function)
+    except RuntimeError:
+        return
 
 
 class Engine(ABC):
@@ -97,8 +105,6 @@ class ThreadEngine(Engine):
 
     def call(self, function: Callable[[], T]) -> T:
         self._raise_if_unusable()
-        if threading.current_thread().name.startswith("lightning_commhooks"):
-            return function()
         return self._executor.submit(function).result()
 
     def close(self) -> None:
@@ -115,16 +121,14 @@ class ThreadEngine(Engine):
                 last.result()
                 self._raise_if_unusable()
 
-        try:
-            torch.autograd.Variable._execution_engine.queue_callback(check)
-        except RuntimeError:
-            return  # outside a backward (`join()`): the failure reaches the user through DDP's future
+        # Outside a backward the failure reaches the user through DDP's future.
+        call_at_end_of_backward(check)
 
     def _raise_if_unusable(self) -> None:
         if self._failure is not None:
-            raise self._failure
-        if self._closed:
-            raise HookError("the communication hook was closed; attach a hook to a new DistributedDataParallel")
+            # A new exception: the stored one would collect the frames of the user's code, and keep them alive.
+            raise HookError(str(self._failure)) from self._failure.__cause__
+        _raise_if_closed(self._closed)
 
 
 class StreamEngine(Engine):
@@ -138,20 +142,31 @@ class StreamEngine(Engine):
         self._closed = False
 
     def submit(self, work: Callable[[], Tensor], device: torch.device) -> Future[Tensor]:
-        if self._closed:
-            raise HookError("the communication hook was closed; attach a hook to a new DistributedDataParallel")
+        _raise_if_closed(self._closed)
         self._stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(self._stream):
+        with self._context():
             future: Future[Tensor] = Future(devices=[device])
             future.set_result(work())
         return future
 
     def call(self, function: Callable[[], T]) -> T:
+        _raise_if_closed(self._closed)
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
-        with torch.cuda.stream(self._stream):
+        with self._context():
             result = function()
         torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
         return result
 
     def close(self) -> None:
         self._closed = True
+
+    @contextmanager
+    def _context(self) -> Iterator[None]:
+        # A backward may run inside the user's autocast, which must not round the hook's own products.
+        with torch.cuda.stream(self._stream), torch.autocast("cuda", enabled=False), torch.no_grad():
+            yield
+
+
+def _raise_if_closed(closed: bool) -> None:
+    if closed:
+        raise HookError("the communication hook was closed; attach a hook to a new DistributedDataParallel")

@@ -154,6 +154,9 @@ class BoundHook(ABC):
         """
         raise ValueError(f"{type(self).__name__} keeps no compression_stats(); use metrics()")
 
+    def release(self) -> None:  # noqa: B027  # optional to override
+        """Free large memory; called once, when the hook has been used for the last time."""
+
     def closing_warnings(self, steps: int) -> list[str]:
         """What the user should know at the end of training, one text each.
 

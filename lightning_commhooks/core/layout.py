@@ -32,7 +32,8 @@ class Layout:
     """
 
     def __init__(self, module: Module) -> None:
-        self._names: dict[Tensor, str] = {p: name for name, p in module.named_parameters()}
+        # torch.compile puts "_orig_mod." into names; the state of a hook must not depend on it.
+        self._names: dict[Tensor, str] = {p: n.replace("_orig_mod.", "") for n, p in module.named_parameters()}
         self._slots: dict[tuple[str, ...], tuple[Slot, ...]] = {}
 
     def slots(self, parameters: Sequence[Tensor], numel: int) -> tuple[Slot, ...]:
@@ -66,3 +67,9 @@ def _pack(names: tuple[str, ...], parameters: Sequence[Tensor]) -> tuple[Slot, .
         slots.append(Slot(name, memory_shape(parameter), offset))
         offset += parameter.numel()
     return tuple(slots)
+
+
+def any_nonzero(tensors: list[Tensor]) -> Tensor:
+    """Shape `(len(tensors),)`, dtype of the tensors: 1 for each that has a nonzero element, else 0."""
+    extremes = [torch.stack(torch.aminmax(t)) if t.numel() else t.new_zeros(2) for t in tensors]
+    return (torch.stack(extremes) != 0).any(dim=1).to(tensors[0].dtype)

@@ -100,14 +100,21 @@ def factor_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.bfloat16 if dtype == torch.float16 else dtype
 
 
+def to_gradient(mean: Tensor, dtype: torch.dtype) -> Tensor:
+    """Cast an approximation to the gradient's dtype; what float16 cannot hold is clipped and stays owed."""
+    if dtype == torch.float16:
+        mean = mean.clamp(-torch.finfo(dtype).max, torch.finfo(dtype).max)
+    return mean.to(dtype)
+
+
 def all_finite(factors: list[Tensor]) -> Tensor:
     """Boolean, one element: whether all factors are finite. They are sums over ranks, so all ranks agree.
 
-    Looks at their sums, so factors whose sum overflows count as not finite.
+    Looks at their sums, in float64, where the sum of finite float32 numbers is finite.
     """
     if not factors:
         return torch.tensor(True)
-    return torch.stack([factor.sum() for factor in factors]).isfinite().all()
+    return torch.stack([factor.sum(dtype=torch.float64) for factor in factors]).isfinite().all()
 
 
 def repay_(residual: Tensor, sent: Tensor, gradient: Tensor, finite: Tensor) -> None:

@@ -39,7 +39,12 @@ class LowRankConfig(CommHook):
             value = getattr(self, field)
             if isinstance(value, bool) or not isinstance(value, int) or value < lowest:
                 raise ValueError(f"{field} must be an integer of at least {lowest}, is {value!r}")
-        if not 0 <= self.orthogonalization_epsilon < 1:
+        for field in ("use_error_feedback", "warm_start"):
+            if not isinstance(getattr(self, field), bool):
+                raise ValueError(f"{field} must be True or False, is {getattr(self, field)!r}")
+        if not isinstance(self.random_seed, int):
+            raise ValueError(f"random_seed must be an integer, is {self.random_seed!r}")
+        if not isinstance(self.orthogonalization_epsilon, (int, float)) or not 0 <= self.orthogonalization_epsilon < 1:
             raise ValueError(f"orthogonalization_epsilon must be in [0, 1), is {self.orthogonalization_epsilon!r}")
 
 
@@ -181,21 +186,22 @@ class BoundLowRank(BoundHook):
         return {"residuals": residuals, "factors": {name: q.clone() for name, q in self._factors.items()}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        if set(state) != {"residuals", "factors"}:
+            raise ValueError(f"state of PowerSGD has residuals and factors, this one has {sorted(state)}")
         self._forget_buckets()
-        self._residuals = {name: residual.clone() for name, residual in state["residuals"].items()}
-        self._factors = {name: q.clone() for name, q in state["factors"].items()}
+        device = self.group.device
+        self._residuals = {name: tensor.to(device, copy=True) for name, tensor in state["residuals"].items()}
+        self._factors = {name: tensor.to(device, copy=True) for name, tensor in state["factors"].items()}
+
+    def release(self) -> None:
+        self._forget_buckets()
+        self._residuals, self._factors = {}, {}
 
     def compression_stats(self) -> tuple[float, int, int]:
         return self._stats.as_tuple()
 
     def closing_warnings(self, steps: int) -> list[str]:
         return self._stats.closing_warnings(steps)
-
-
-def any_nonzero(tensors: list[Tensor]) -> Tensor:
-    """Shape `(len(tensors),)`, dtype of the tensors: 1 for each that has a nonzero element, else 0."""
-    extremes = [torch.stack(torch.aminmax(t)) if t.numel() else t.new_zeros(2) for t in tensors]
-    return (torch.stack(extremes) != 0).any(dim=1).to(tensors[0].dtype)
 
 
 def move(memory: dict[str, Tensor], name: str, new: Tensor) -> None:

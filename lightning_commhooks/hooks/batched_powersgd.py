@@ -11,9 +11,18 @@ from torch import Tensor
 
 from lightning_commhooks.core.collectives import Group
 from lightning_commhooks.core.hook import BoundHook, Bucket
+from lightning_commhooks.core.layout import any_nonzero
 from lightning_commhooks.core.registry import register
-from lightning_commhooks.hooks._low_rank import all_finite, factor_dtype, keep_, power_iteration, repay_, work_dtype
-from lightning_commhooks.hooks._low_rank_base import BoundLowRank, Factor, LowRankConfig, any_nonzero, move
+from lightning_commhooks.hooks._low_rank import (
+    all_finite,
+    factor_dtype,
+    keep_,
+    power_iteration,
+    repay_,
+    to_gradient,
+    work_dtype,
+)
+from lightning_commhooks.hooks._low_rank_base import BoundLowRank, Factor, LowRankConfig, move
 
 
 @register
@@ -78,7 +87,7 @@ class _BoundBatchedPowerSGD(BoundLowRank):
         loaded = [(matrix, torch.bmm(start, matrix.mT))]
         (p,), (q,) = power_iteration(loaded, used, self.group, factor_dtype(flat.dtype))
         finite = all_finite([p, q])
-        mean = torch.mm(p[0].t(), q[0]).view(-1)[: flat.numel()].to(flat.dtype)
+        mean = to_gradient(torch.mm(p[0].t(), q[0]).view(-1)[: flat.numel()], flat.dtype)
         for is_used in used:
             # DDP throws away what a hook returns for a parameter that no rank used: send 0, go on owing it.
             for slot, factor in zip(bucket.slots, is_used > 0, strict=True):

@@ -91,6 +91,6 @@ class _BoundHalf(BoundHook):
         w = self.group.size
         share = -(-flat.numel() // w)
         half = flat.new_zeros((w, share), dtype=self._dtype)
-        half.view(-1)[: flat.numel()] = flat
-        mean = self.group.all_to_all(half).mean(dim=0, dtype=torch.float32)
+        torch.div(flat, w, out=half.view(-1)[: flat.numel()])
+        mean = self.group.all_to_all(half).sum(dim=0, dtype=torch.float32)
         return self.group.all_gather(mean.to(self._dtype)).view(-1)[: flat.numel()]

@@ -10,9 +10,18 @@ from torch import Tensor
 
 from lightning_commhooks.core.collectives import Group
 from lightning_commhooks.core.hook import BoundHook, Bucket, Slot
+from lightning_commhooks.core.layout import any_nonzero
 from lightning_commhooks.core.registry import register
-from lightning_commhooks.hooks._low_rank import all_finite, factor_dtype, keep_, power_iteration, repay_, work_dtype
-from lightning_commhooks.hooks._low_rank_base import BoundLowRank, Factor, LowRankConfig, any_nonzero, move
+from lightning_commhooks.hooks._low_rank import (
+    all_finite,
+    factor_dtype,
+    keep_,
+    power_iteration,
+    repay_,
+    to_gradient,
+    work_dtype,
+)
+from lightning_commhooks.hooks._low_rank_base import BoundLowRank, Factor, LowRankConfig, move
 
 # 1 MB of float32: half of what a core's second-level cache holds on common servers.
 _BLOCK_NUMEL = 2**18
@@ -61,7 +70,7 @@ class PowerSGD(LowRankConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.min_compression_rate > 0:
+        if not isinstance(self.min_compression_rate, (int, float)) or not self.min_compression_rate > 0:
             raise ValueError(f"min_compression_rate must be above 0, is {self.min_compression_rate!r}")
 
     def bind(self, group: Group) -> BoundHook:
@@ -157,7 +166,7 @@ class _BoundPowerSGD(BoundLowRank):
         # Where the old gradient is not needed any more, and the optimizer gets exactly P^T Q.
         at_once = flat.dtype != q.dtype or finite.is_cuda or not finite
         for i, gradient in enumerate(batch.views(flat)):
-            mean = torch.mm(p[i].t(), q[i], out=None if at_once else gradient).to(flat.dtype)
+            mean = to_gradient(torch.mm(p[i].t(), q[i], out=None if at_once else gradient), flat.dtype)
             if at_once and batch.memory is not None:
                 repay_(batch.memory[i], mean, gradient, finite)
             if at_once:

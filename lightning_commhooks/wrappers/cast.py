@@ -55,15 +55,17 @@ class _BoundCast(BoundHook):
         self._dtype = dtype
 
     def reduce(self, flat: Tensor, bucket: Bucket) -> None:
-        if not flat.is_floating_point() or flat.element_size() <= self._dtype.itemsize:
-            self.inner.reduce(flat, bucket)
-            return
-        half = flat.to(self._dtype)
+        half = self._cast(flat)
         self.inner.reduce(half, bucket)
-        flat.copy_(half)
+        if half is not flat:
+            flat.copy_(half)
 
     def reduce_sparse(self, grad: Tensor, bucket: Bucket) -> Tensor:
-        return self.inner.reduce_sparse(grad.to(self._dtype), bucket).to(grad.dtype)
+        return self.inner.reduce_sparse(self._cast(grad), bucket).to(grad.dtype)
+
+    def _cast(self, gradient: Tensor) -> Tensor:
+        passed_on = not gradient.is_floating_point() or gradient.element_size() <= self._dtype.itemsize
+        return gradient if passed_on else gradient.to(self._dtype)
 
     def drain_(self, flat: Tensor, bucket: Bucket) -> None:
         self.inner.drain_(flat, bucket)
@@ -79,3 +81,6 @@ class _BoundCast(BoundHook):
 
     def closing_warnings(self, steps: int) -> list[str]:
         return self.inner.closing_warnings(steps)
+
+    def release(self) -> None:
+        self.inner.release()

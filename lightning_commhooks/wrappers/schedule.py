@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from lightning_commhooks.core.collectives import Group
 from lightning_commhooks.core.hook import BoundHook, Bucket, CommHook
+from lightning_commhooks.core.layout import any_nonzero
 from lightning_commhooks.core.registry import get_hook
 from lightning_commhooks.hooks import HookName
 
@@ -42,6 +44,9 @@ class Schedule(CommHook):
             raise ValueError(f"hooks: no hook for step 0, only for {sorted(self.hooks)}; add 0: 'allreduce'")
         object.__setattr__(self, "hooks", {step: get_hook(self.hooks[step]) for step in sorted(self.hooks)})
 
+    def __hash__(self) -> int:
+        return hash(tuple(self.hooks.items()))
+
     def bind(self, group: Group) -> BoundHook:
         return _BoundSchedule({step: get_hook(hook).bind(group) for step, hook in self.hooks.items()}, group)
 
@@ -55,10 +60,14 @@ class _BoundSchedule(BoundHook):
 
     def reduce(self, flat: Tensor, bucket: Bucket) -> None:
         phase = self._phase(bucket.step)
-        for last in {self._last_phase.get(name, phase) for name in bucket.names} - {phase}:
-            slots = tuple(slot for slot in bucket.slots if self._last_phase.get(slot.name) == last)
-            self._phases[last].drain_(flat, Bucket(bucket.index, bucket.is_last, bucket.step, slots))
-        self._last_phase.update(dict.fromkeys(bucket.names, phase))
+        changing = [slot for slot in bucket.slots if self._last_phase.setdefault(slot.name, phase) != phase]
+        if changing and bucket.may_be_unused:
+            # DDP throws away what a hook returns for a parameter that no rank used: hand over when one does.
+            used = self.group.all_reduce_(any_nonzero([slot.view(flat) for slot in changing])).tolist()
+            changing = [slot for slot, is_used in zip(changing, used, strict=True) if is_used]
+        for slot in changing:
+            self._phases[self._last_phase[slot.name]].drain_(flat, dataclasses.replace(bucket, slots=(slot,)))
+            self._last_phase[slot.name] = phase
         self._phases[phase].reduce(flat, bucket)
 
     def reduce_sparse(self, grad: Tensor, bucket: Bucket) -> Tensor:
@@ -88,5 +97,11 @@ class _BoundSchedule(BoundHook):
         texts = (
             [f"training ended after {steps} steps, before the phases of hook=Schedule at {unused}"] if unused else []
         )
-        reached = (hook for start, hook in self._phases.items() if start < steps)
-        return texts + [text for hook in reached for text in hook.closing_warnings(steps)]
+        ends = [*list(self._phases)[1:], steps]
+        for end, hook in zip(ends, self._phases.values(), strict=True):
+            texts += hook.closing_warnings(min(end, steps))
+        return texts
+
+    def release(self) -> None:
+        for hook in self._phases.values():
+            hook.release()

@@ -1,0 +1,56 @@
+"""The process group of the communication thread: made, and destroyed."""
+
+from __future__ import annotations
+
+import uuid
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
+
+from lightning_commhooks.core.collectives import Group
+
+
+def backend_for(process_group: dist.ProcessGroup, device: torch.device) -> str:
+    """Name of the backend that serves tensors on `device`: groups may have one for each device type."""
+    configured = dist.get_backend_config(process_group)
+    return dist.BackendConfig(dist.Backend(configured)).get_device_backend_map().get(device.type, configured)
+
+
+def own_group(process_group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
+    """A group over the same ranks for the communication thread.
+
+    DDP and users issue collectives from other threads; on one group they would interleave with the hook's
+    differently on each rank.
+    """
+    timeout = getattr(getattr(process_group._get_backend(device), "options", None), "_timeout", None)
+    if process_group.size() < dist.get_world_size():
+        return _own_subgroup(process_group, device, timeout or dist.default_pg_timeout)
+    own: dist.ProcessGroup = dist.new_group(
+        backend=backend_for(process_group, device), timeout=timeout, group_desc="lightning_commhooks"
+    )
+    return own
+
+
+def _own_subgroup(process_group: dist.ProcessGroup, device: torch.device, timeout: timedelta) -> dist.ProcessGroup:
+    # `new_group` needs every process of the world; with `use_local_synchronization` only these ranks, but then it
+    # names the group by how many others there are, and ranks that belong to different groups disagree on that.
+    name = [uuid.uuid4().hex]
+    dist.broadcast_object_list(name, src=dist.get_global_rank(process_group, 0), group=process_group)
+    store = PrefixStore(f"lightning_commhooks/{name[0]}/", dist.distributed_c10d._get_default_store())
+    rank, size = process_group.rank(), process_group.size()
+    backend = dist.ProcessGroupGloo(store, rank, size, timeout)
+    own = dist.ProcessGroup(store, rank, size)
+    own._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+    own._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
+    if device.type == "cuda":
+        own._register_backend(device, dist.ProcessGroup.BackendType.GLOO, backend)
+    return own
+
+
+def destroy(owned: dist.ProcessGroup | None, group: Group) -> None:
+    """Destroy a group made by [`own_group`][], if any, and let the collectives go of it."""
+    if owned is not None and dist.is_initialized() and owned in dist.distributed_c10d._world.pg_map:
+        dist.destroy_process_group(owned)
+    group.release()
