@@ -1,0 +1,192 @@
+"""Defects that were found in review or by users, and stay fixed."""
+
+import gc
+import inspect
+import weakref
+
+import pytest
+import torch
+import torch.distributed as dist
+from driver import SHAPES, TOO_EARLY, Params, attached, backward, full_rank_gradients, same
+from pool import ignoring
+from test_imports import python
+from torch.nn.parallel import DistributedDataParallel
+
+import lightning_commhooks as lc
+
+
+def attach_again_on_a_subgroup(rank, world):
+    # Rank 0 belongs to one group more, so ranks disagree on how many groups there are.
+    extra, sub = dist.new_group([0]), dist.new_group([0, 2])
+    means = []
+    for _ in range(3 if rank in (0, 2) else 0):
+        with attached("bf16", process_group=sub) as (ddp, _):
+            means = [backward(ddp, full_rank_gradients(rank, step, SHAPES)) for step in range(3)]
+    for group in (extra, sub):
+        if group is not dist.GroupMember.NON_GROUP_MEMBER:
+            dist.destroy_process_group(group)
+    return means
+
+
+def test_attach_several_times_on_part_of_the_world(run):
+    results = run(attach_again_on_a_subgroup, world=4)
+    assert same(results[0][2], results[2][2])
+
+
+def near_the_range_of_float16(rank, world, hook):
+    shapes = {"weight": (32, 32)}
+    with attached(hook, shapes, torch.float16) as (ddp, _):
+        gradient = 8000 * torch.eye(32, dtype=torch.float16)
+        return [backward(ddp, {"weight": gradient})["weight"].isfinite().all().item() for _ in range(80)]
+
+
+@pytest.mark.parametrize("hook", [lc.PowerSGD, lc.BatchedPowerSGD])
+def test_a_grown_residual_does_not_overflow_float16(run, hook):
+    for steps in run(near_the_range_of_float16, hook(start_powerSGD_iter=0)):
+        assert all(steps)
+
+
+def alternating_buckets(rank, world):
+    names = [f"p{i}" for i in range(4)]
+    options = {"find_unused_parameters": True, "skip_all_reduce_unused_params": True, "bucket_cap_mb": 1e-3}
+    with attached("allreduce", dict.fromkeys(names, (20, 20)), **options) as (ddp, attachment):
+        for step in range(8):
+            backward(ddp, {names[1 + step % 2]: torch.ones(20, 20)})
+        return attachment.metrics()["steps"]
+
+
+def test_each_backward_is_a_step_whatever_buckets_it_has(run):
+    if "skip_all_reduce_unused_params" not in inspect.signature(DistributedDataParallel.__init__).parameters:
+        pytest.skip("this DDP has no such argument")
+    assert run(alternating_buckets) == [8, 8]
+
+
+class Failing(lc.CommHook):
+    name = "failing"
+
+    def bind(self, group):
+        return FailingBound(group)
+
+
+class FailingBound(lc.BoundHook):
+    def reduce(self, flat, bucket):
+        raise ZeroDivisionError("on purpose")
+
+
+def fail_and_forget(rank, world):
+    ddp = DistributedDataParallel(Params(SHAPES))
+    lc.attach(ddp, Failing())
+    module = weakref.ref(ddp.module)
+    with pytest.raises(lc.HookError, match="on purpose"):
+        backward(ddp, full_rank_gradients(rank, 0, SHAPES))
+    del ddp
+    gc.collect()
+    return module() is None
+
+
+def test_a_failed_hook_does_not_keep_the_model_alive(run):
+    assert run(fail_and_forget) == [True, True]
+
+
+class NotBinding(lc.CommHook):
+    name = "not_binding"
+
+    def bind(self, group):
+        raise RuntimeError("cannot bind")
+
+
+def failing_attach(rank, world):
+    ddp = DistributedDataParallel(Params(SHAPES))
+    with pytest.raises(RuntimeError, match="cannot bind"):
+        lc.attach(ddp, NotBinding())  # the pool looks for leaked groups
+    ddp._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
+    with pytest.raises(ValueError, match=r"has the communication hook 'BuiltinCommHookType.ALLREDUCE' already"):
+        lc.attach(ddp, "bf16")
+
+
+def test_a_failing_attach_leaves_nothing_behind(run):
+    run(failing_attach)
+
+
+def unused_at_the_switch(rank, world):
+    hook = lc.Schedule({0: lc.PowerSGD(start_powerSGD_iter=0), 3: "allreduce"})
+    total = torch.zeros(24, 40)
+    with attached(hook, find_unused_parameters=True) as (ddp, _):
+        for step in range(6):
+            gradients = full_rank_gradients(rank, step, SHAPES)
+            if step in (3, 4):
+                gradients.pop("first")
+            total += backward(ddp, gradients).get("first", 0)
+    return total
+
+
+def test_schedule_hands_over_what_is_owed_to_a_parameter_unused_at_the_switch(run):
+    sent = run(unused_at_the_switch)[0]
+    produced = sum(full_rank_gradients(rank, step, SHAPES)["first"] for rank in range(2) for step in (0, 1, 2, 5)) / 2
+    torch.testing.assert_close(sent, produced, rtol=1e-4, atol=1e-4)
+
+
+def other_options(rank, world):
+    with attached(lc.PowerSGD(matrix_approximation_rank=2)) as (ddp, attachment):
+        backward(ddp, full_rank_gradients(rank, 0, SHAPES))
+        state = attachment.state_dict()
+    with (
+        attached(lc.PowerSGD(matrix_approximation_rank=3)) as (_, other),
+        pytest.raises(ValueError, match=r"rank=2.*rank=3"),
+    ):
+        other.load_state_dict(state)
+
+
+def test_state_of_other_options_is_refused(run):
+    with ignoring(TOO_EARLY):
+        run(other_options)
+
+
+def memory_after_close(rank, world):
+    with attached(lc.PowerSGD(start_powerSGD_iter=0)) as (ddp, attachment):
+        backward(ddp, full_rank_gradients(rank, 0, SHAPES))
+        residual = weakref.ref(attachment.bound._residuals["first"])
+    gc.collect()
+    return residual() is None, attachment.compression_stats()[0] > 1
+
+
+def test_closing_frees_memory_and_keeps_statistics(run):
+    assert run(memory_after_close) == [(True, True), (True, True)]
+
+
+def beyond_float16(rank, world, hook):
+    with attached(hook, {"weight": (8, 8)}) as (ddp, _):
+        return backward(ddp, {"weight": torch.full((8, 8), 1e5 if rank == 0 else 0.0)})["weight"]
+
+
+@pytest.mark.parametrize("accumulate_dtype", [None, "float32"])
+def test_fp16_divides_before_it_casts(run, accumulate_dtype):
+    for mean in run(beyond_float16, lc.FP16(accumulate_dtype=accumulate_dtype)):
+        torch.testing.assert_close(mean, torch.full((8, 8), 5e4), rtol=1e-3, atol=0)
+
+
+def test_star_import_needs_no_framework():
+    blocked = "import sys; sys.modules.update(dict.fromkeys(('lightning', 'pytorch_lightning')))\n"
+    assert python(f"{blocked}from lightning_commhooks import *\nprint(PowerSGD.name)").strip() == "powersgd"
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("orthogonalization_epsilon", "x"),
+        ("min_compression_rate", "2"),
+        ("use_error_feedback", "no"),
+        ("warm_start", 1),
+        ("random_seed", "abc"),
+    ],
+)
+def test_options_of_a_wrong_type_are_refused_by_name(option, value):
+    with pytest.raises(ValueError, match=option):
+        lc.PowerSGD(**{option: value})
+
+
+def test_schedule_warns_when_a_phase_ends_before_its_hook_begins_to_compress():
+    schedule = lc.Schedule({0: "powersgd", 3: "bf16"})
+    texts = schedule.bind(lc.core.collectives.Group(None)).closing_warnings(5000)
+    assert "start_powerSGD_iter=1000" in texts[0]
+    assert hash(schedule) == hash(lc.Schedule({3: "bf16", 0: "powersgd"}))
