@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -119,11 +119,14 @@ class Factor:
     fresh: Tensor
 
 
-class BoundLowRank(BoundHook):
+Plan = TypeVar("Plan")
+
+
+class BoundLowRank(BoundHook, Generic[Plan]):
     """Memory by parameter name, the dense first steps and the random starts.
 
     Residuals have their slot's shape, on this rank; factors are equal on all ranks. Both are views into
-    larger tensors, which subclasses lay out for one bucket at a time.
+    larger tensors, which the plans of subclasses lay out for one bucket at a time.
     """
 
     def __init__(self, config: LowRankConfig, group: Group) -> None:
@@ -131,6 +134,7 @@ class BoundLowRank(BoundHook):
         self._config = config
         self._residuals: dict[str, Tensor] = {}
         self._factors: dict[str, Tensor] = {}
+        self._plans: dict[tuple[str, ...], Plan] = {}
         self._stats = LowRankStats(config)
 
     def reduce(self, flat: Tensor, bucket: Bucket) -> None:
@@ -138,12 +142,21 @@ class BoundLowRank(BoundHook):
             self.group.counters.numel_uncompressed += flat.numel()
             self.group.all_reduce_mean_(flat)
             return
-        num_dense, num_factors = self._reduce_compressed(flat, bucket)
+        if bucket.names not in self._plans:
+            # The first time, or DDP has rebuilt its buckets: memory moves along by name.
+            self._settle()
+            self._plans = {k: v for k, v in self._plans.items() if not set(k) & set(bucket.names)}
+            self._plans[bucket.names] = self._make_plan(flat, bucket)
+        num_dense, num_factors = self._reduce_compressed(flat, bucket, self._plans[bucket.names])
         self._stats.record(self.group.counters, flat.numel(), num_dense, num_factors)
         self._stats.log(bucket)
 
     @abstractmethod
-    def _reduce_compressed(self, flat: Tensor, bucket: Bucket) -> tuple[int, int]:
+    def _make_plan(self, flat: Tensor, bucket: Bucket) -> Plan:
+        """Lay out the memory of one bucket, with what `_residuals` and `_factors` have of its parameters."""
+
+    @abstractmethod
+    def _reduce_compressed(self, flat: Tensor, bucket: Bucket, plan: Plan) -> tuple[int, int]:
         """`reduce` once compression has begun; returns the elements sent as they are, and as factors."""
 
     def _make_factor(self, names: list[str], shape: tuple[int, int], like: Tensor) -> Factor:
@@ -166,10 +179,6 @@ class BoundLowRank(BoundHook):
     def _settle(self) -> None:  # optional to override
         """Bring `_residuals` up to date, for hooks that update them lazily."""
 
-    @abstractmethod
-    def _forget_buckets(self) -> None:
-        """Forget how memory is laid out; the next bucket lays it out anew from `_residuals` and `_factors`."""
-
     def drain_(self, flat: Tensor, bucket: Bucket) -> None:
         self._settle()
         for slot in bucket.slots:
@@ -188,14 +197,13 @@ class BoundLowRank(BoundHook):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if set(state) != {"residuals", "factors"}:
             raise ValueError(f"state of PowerSGD has residuals and factors, this one has {sorted(state)}")
-        self._forget_buckets()
+        self._plans = {}
         device = self.group.device
         self._residuals = {name: tensor.to(device, copy=True) for name, tensor in state["residuals"].items()}
         self._factors = {name: tensor.to(device, copy=True) for name, tensor in state["factors"].items()}
 
     def release(self) -> None:
-        self._forget_buckets()
-        self._residuals, self._factors = {}, {}
+        self._plans, self._residuals, self._factors = {}, {}, {}
 
     def compression_stats(self) -> tuple[float, int, int]:
         return self._stats.as_tuple()

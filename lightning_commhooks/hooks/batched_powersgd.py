@@ -72,17 +72,12 @@ class _Square:
     factor: Factor
 
 
-class _BoundBatchedPowerSGD(BoundLowRank):
-    def __init__(self, config: BatchedPowerSGD, group: Group) -> None:
-        super().__init__(config, group)
-        self._squares: dict[tuple[str, ...], _Square] = {}
-
-    def _reduce_compressed(self, flat: Tensor, bucket: Bucket) -> tuple[int, int]:
-        square = self._square(flat, bucket)
+class _BoundBatchedPowerSGD(BoundLowRank[_Square]):
+    def _reduce_compressed(self, flat: Tensor, bucket: Bucket, plan: _Square) -> tuple[int, int]:
         used = [any_nonzero([slot.view(flat) for slot in bucket.slots])] if bucket.may_be_unused else []
-        start = self._start(square.factor, bucket.step)
+        start = self._start(plan.factor, bucket.step)
         # Residual, or without error feedback an empty square, plus gradient, padded with zeros.
-        matrix = square.residual if self._config.use_error_feedback else square.residual.clone()
+        matrix = plan.residual if self._config.use_error_feedback else plan.residual.clone()
         owed = matrix.view(-1)[: flat.numel()].add_(flat)
         loaded = [(matrix, torch.bmm(start, matrix.mT))]
         (p,), (q,) = power_iteration(loaded, used, self.group, factor_dtype(flat.dtype))
@@ -95,20 +90,10 @@ class _BoundBatchedPowerSGD(BoundLowRank):
         if self._config.use_error_feedback:
             repay_(owed, mean, flat, finite)
         flat.copy_(mean)
-        keep_(square.factor.q, q, finite)
+        keep_(plan.factor.q, q, finite)
         return 0, p.numel() + q.numel()
 
-    def _forget_buckets(self) -> None:
-        self._squares = {}
-
-    def _square(self, flat: Tensor, bucket: Bucket) -> _Square:
-        if bucket.names not in self._squares:
-            # DDP has rebuilt its buckets: residuals move along by name.
-            self._squares = {k: v for k, v in self._squares.items() if not set(k) & set(bucket.names)}
-            self._squares[bucket.names] = self._make_square(flat, bucket)
-        return self._squares[bucket.names]
-
-    def _make_square(self, flat: Tensor, bucket: Bucket) -> _Square:
+    def _make_plan(self, flat: Tensor, bucket: Bucket) -> _Square:
         side = math.isqrt(flat.numel() - 1) + 1
         like = flat.new_empty(0, dtype=work_dtype(flat.dtype))
         key = "\n".join(bucket.names)

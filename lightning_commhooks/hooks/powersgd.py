@@ -116,15 +116,10 @@ class _Plan:
     dense: list[Slot]
 
 
-class _BoundPowerSGD(BoundLowRank):
+class _BoundPowerSGD(BoundLowRank[_Plan]):
     _config: PowerSGD
 
-    def __init__(self, config: PowerSGD, group: Group) -> None:
-        super().__init__(config, group)
-        self._plans: dict[tuple[str, ...], _Plan] = {}
-
-    def _reduce_compressed(self, flat: Tensor, bucket: Bucket) -> tuple[int, int]:
-        plan = self._plan(flat, bucket)
+    def _reduce_compressed(self, flat: Tensor, bucket: Bucket, plan: _Plan) -> tuple[int, int]:
         dense = torch.cat([flat[:0], *(slot.view(flat).reshape(-1) for slot in plan.dense)]).div_(self.group.size)
         used = [any_nonzero(batch.views(flat)) for batch in plan.batches] if bucket.may_be_unused else []
         loaded = [self._load(flat, batch, self._start(batch.factor, bucket.step)) for batch in plan.batches]
@@ -177,17 +172,6 @@ class _BoundPowerSGD(BoundLowRank):
         for plan in self._plans.values():
             for batch in plan.batches:
                 batch.settle_()
-
-    def _forget_buckets(self) -> None:
-        self._plans = {}
-
-    def _plan(self, flat: Tensor, bucket: Bucket) -> _Plan:
-        if bucket.names not in self._plans:
-            # DDP has rebuilt its buckets: memory moves along by name.
-            self._settle()
-            self._plans = {k: v for k, v in self._plans.items() if not set(k) & set(bucket.names)}
-            self._plans[bucket.names] = self._make_plan(flat, bucket)
-        return self._plans[bucket.names]
 
     def _make_plan(self, flat: Tensor, bucket: Bucket) -> _Plan:
         by_shape: dict[tuple[int, int], list[Slot]] = {}
