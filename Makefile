@@ -25,8 +25,8 @@ format: install
 	$(BIN)/ruff format .
 
 bench: install
-	$(BIN)/python benchmarks/powersgd_step.py
 	$(BIN)/python benchmarks/wire_bytes.py
+	$(BIN)/python benchmarks/powersgd_step.py
 
 stress: install
 	$(BIN)/python benchmarks/stress_launches.py
