@@ -190,3 +190,19 @@ def test_schedule_warns_when_a_phase_ends_before_its_hook_begins_to_compress():
     texts = schedule.bind(lc.core.collectives.Group(None)).closing_warnings(5000)
     assert "start_powerSGD_iter=1000" in texts[0]
     assert hash(schedule) == hash(lc.Schedule({3: "bf16", 0: "powersgd"}))
+
+
+def resumed_statistics(rank, world):
+    hook = lc.Schedule({0: "bf16", 2: lc.PowerSGD(start_powerSGD_iter=0)})
+    with attached(hook) as (ddp, attachment):
+        for step in range(4):
+            backward(ddp, full_rank_gradients(rank, step, SHAPES))
+        state = attachment.state_dict()
+    with attached(hook) as (ddp, resumed):
+        resumed.load_state_dict(state)
+        backward(ddp, full_rank_gradients(rank, 4, SHAPES))
+        return resumed.compression_stats()[0]
+
+
+def test_schedule_has_the_statistics_of_its_present_phase_after_a_resume(run):
+    assert min(run(resumed_statistics)) > 1

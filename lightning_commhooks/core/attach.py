@@ -256,7 +256,6 @@ def _trampoline(
     # Nothing here may hold the model: the model holds this function through its C++ reducer.
     layout = Layout(model.module)
     group = bound.group
-    counters = group.counters
     may_be_unused = model.find_unused_parameters
 
     def trampoline(state: object, bucket: GradBucket) -> Future[Tensor]:
@@ -267,10 +266,9 @@ def _trampoline(
 
         def work() -> Tensor:
             try:
+                _count_dense(group, flat)
                 if flat.is_sparse:
-                    counters.bytes_dense += group.ring_bytes(flat._values())
                     return bound.reduce_sparse(flat, plain)
-                counters.bytes_dense += group.ring_bytes(flat)
                 bound.reduce(flat, plain)
                 return flat
             except Exception as error:
@@ -287,12 +285,15 @@ def _trampoline(
 def _counting(hook: DDPHook, clock: _StepClock, group: Group) -> Trampoline:
     def trampoline(state: object, bucket: GradBucket) -> Future[Tensor]:
         clock.step_of(bucket.index(), bucket.is_last())
-        buffer = bucket.buffer()
-        group.counters.bytes_dense += group.ring_bytes(buffer._values() if buffer.is_sparse else buffer)
+        _count_dense(group, bucket.buffer())
         result: Future[Tensor] = hook(state, bucket)
         return result
 
     return trampoline
+
+
+def _count_dense(group: Group, flat: Tensor) -> None:
+    group.counters.bytes_dense += group.ring_bytes(flat._values() if flat.is_sparse else flat)
 
 
 def _close(engine: Engine, bound: BoundHook, clock: _StepClock, owned: dist.ProcessGroup | None) -> None:

@@ -34,7 +34,8 @@ class Layout:
     def __init__(self, module: Module) -> None:
         # torch.compile puts "_orig_mod." into names; the state of a hook must not depend on it.
         self._names: dict[Tensor, str] = {p: n.replace("_orig_mod.", "") for n, p in module.named_parameters()}
-        self._slots: dict[tuple[str, ...], tuple[Slot, ...]] = {}
+        # With the number of elements in all of them.
+        self._slots: dict[tuple[str, ...], tuple[tuple[Slot, ...], int]] = {}
 
     def slots(self, parameters: Sequence[Tensor], numel: int) -> tuple[Slot, ...]:
         """Slots of a bucket that holds the gradients of `parameters` one after another.
@@ -54,9 +55,10 @@ class Layout:
                 "replace parameters before wrapping the model in DistributedDataParallel"
             ) from None
         if names not in self._slots:
-            self._slots[names] = _pack(names, parameters)
-        slots = self._slots[names]
-        if sum(slot.numel for slot in slots) != numel:
+            packed = _pack(names, parameters)
+            self._slots[names] = packed, sum(slot.numel for slot in packed)
+        slots, num_packed = self._slots[names]
+        if num_packed != numel:
             raise RuntimeError(f"bucket of {numel} elements does not match its parameters {list(names)}")
         return slots
 

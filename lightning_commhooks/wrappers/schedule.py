@@ -90,7 +90,7 @@ class _BoundSchedule(BoundHook):
             hook.load_state_dict(state["phases"][str(start)])
 
     def compression_stats(self) -> tuple[float, int, int]:
-        return self._phases[self._phase(self.group.counters.steps)].compression_stats()
+        return self._phases[max(self._last_phase.values(), default=0)].compression_stats()
 
     def closing_warnings(self, steps: int) -> list[str]:
         unused = [start for start in self._phases if start >= steps > 0]
