@@ -112,6 +112,12 @@ def outputs(rank, world, hook, make, steps, shapes=SHAPES, dtype=torch.float32, 
         return means, attachment.state_dict(), metrics
 
 
+def residuals_of(attachment):
+    """Mean residuals of a low-rank hook by name."""
+    entries = attachment.state_dict()["hook"]["state"]["entries"]
+    return {name: entry["residual"] for name, entry in entries.items() if "residual" in entry}
+
+
 def closing_texts(attachment):
     """Close, and return the warnings given: rank 0's, the others have none."""
     with warnings.catch_warnings(record=True) as caught:

@@ -11,6 +11,7 @@ from driver import (
     mean_gradients,
     norm,
     outputs,
+    residuals_of,
 )
 
 import lightning_commhooks as lc
@@ -110,7 +111,7 @@ def unused(rank, world, nobody, somebody):
             if step in nobody or (step in somebody and rank == 0):
                 del gradients["first"]
             means.append(backward(ddp, gradients))
-        return means, attachment.state_dict()["state"]["residuals"]
+        return means, residuals_of(attachment)
 
 
 def test_unused_parameters_lose_nothing(run, world):
@@ -137,7 +138,7 @@ def infinite(rank, world, hook, value, step_of_value=2):
                 for g in gradients.values():
                     g.view(-1)[0] = value
             means.append(backward(ddp, gradients))
-        return means, attachment.state_dict()["state"]["residuals"]
+        return means, residuals_of(attachment)
 
 
 @pytest.mark.parametrize("hook", [HOOK, lc.BatchedPowerSGD(start_powerSGD_iter=0)], ids=lambda hook: hook.name)

@@ -1,34 +1,26 @@
-"""`attach(ddp, hook)`: the only file that knows `DistributedDataParallel` and `GradBucket`."""
+"""`attach(ddp, hook)`: together with `runtime.py` the only file that knows `DistributedDataParallel`."""
 
-# No `from __future__ import annotations`: DDP compares the annotations of the hook that is registered here.
+from __future__ import annotations
 
 import logging
 import math
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Mapping
 from typing import Any
 
-import torch.distributed as dist
-from torch import Tensor
-from torch._C._distributed_c10d import GradBucket
-from torch.futures import Future
+import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_commhooks.core.collectives import Group
-from lightning_commhooks.core.engine import Engine, HookError, StreamEngine, ThreadEngine, call_at_end_of_backward
-from lightning_commhooks.core.groups import backend_for, destroy, own_group
-from lightning_commhooks.core.hook import BoundHook, Bucket, CommHook
+from lightning_commhooks.core import checkpoint
+from lightning_commhooks.core.groups import backend_for
+from lightning_commhooks.core.hook import CommHook
 from lightning_commhooks.core.layout import Layout
-from lightning_commhooks.core.metrics import Counters
 from lightning_commhooks.core.registry import get_hook
+from lightning_commhooks.core.runtime import Runtime, Trampoline
 from lightning_commhooks.core.user_hook import DDPHook, check_user_hook, warn_if_broken_here
 
 logger = logging.getLogger(__name__)
-
-STATE_FORMAT = 1
-
-Trampoline = Callable[[object, GradBucket], Future[Tensor]]
 
 
 class Attachment:
@@ -39,21 +31,12 @@ class Attachment:
         bound: the runtime object; `None` for a user's own function.
     """
 
-    def __init__(
-        self,
-        hook: CommHook | DDPHook,
-        bound: BoundHook | None,
-        counters: Counters,
-        clock: "_StepClock",
-        engine: Engine | None,
-        close: Callable[[], None],
-    ) -> None:
+    def __init__(self, hook: CommHook | DDPHook, runtime: Runtime, exact_state: bool) -> None:
         self.hook = hook
-        self.bound = bound
-        self._counters = counters
-        self._clock = clock
-        self._engine = engine
-        self._close = close
+        self.bound = runtime.bound if isinstance(hook, CommHook) else None
+        self._runtime = runtime
+        self._exact_state = exact_state
+        self._finalizer: weakref.finalize[Any, Any] | None = None
 
     @property
     def name(self) -> str:
@@ -67,9 +50,11 @@ class Attachment:
             `steps` (synchronized backwards since `attach`), `bytes_sent` and `bytes_dense` (payload bytes this rank
             sent, and would have sent with a plain all-reduce), `compression_ratio` (dense over sent), `collectives`,
             `numel_compressed` and `numel_uncompressed` (gradient elements that a compressing hook did and did
-            not compress). What a user's own function sends is unknown: NaN.
+            not compress), `numel_overflowed` (gradient elements of this rank that are finite, but not in the float16
+            they were sent in), `nonfinite_steps` (steps that a hook with memory disregarded, because a gradient was
+            inf or NaN on some rank). What a user's own function sends is unknown: NaN.
         """
-        metrics = self._counters.as_dict()
+        metrics = self._runtime.counters.as_dict()
         if self.bound is None:
             metrics.update(bytes_sent=math.nan, compression_ratio=math.nan)
         return metrics
@@ -85,30 +70,69 @@ class Attachment:
         return self.bound.compression_stats()
 
     def state_dict(self) -> dict[str, Any]:
-        """The hook's state as tensors and primitives, equal on all ranks.
+        """The hook's state as tensors and primitives, equal on all ranks, on CPU.
 
-        Collective: call it on every rank, outside of a backward. Of a user's own function, the step count only.
+        Collective: call it on every rank, outside of a backward. Has the step count and what the hook remembers;
+        of what differs between ranks the mean, which continues the run as well, or with `exact_state` all of it.
+        Of a user's own function, the step count only.
         """
-        state = {} if self.bound is None or self._engine is None else self._engine.call(self.bound.state_dict)
-        return {"format": STATE_FORMAT, "hook": self._signature(), "steps": self._clock.steps, "state": state}
+        run = self._runtime
+        run.clock.end()
+        return run.call(
+            lambda: checkpoint.save(run.config, run.bound, run.clock.steps, run.layout.shapes, self._exact_state)
+        )
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over the state that `state_dict` of the same hook returned.
+    def load_state_dict(self, state_dict: Mapping[str, Any], *, strict_state: bool = True) -> None:
+        """Take over the state that `state_dict` returned, on this or another number of ranks.
+
+        Collective: call it on every rank with the same state, outside of a backward.
+
+        Args:
+            state_dict: the state.
+            strict_state: whether what does not fit is an error. If not, those entries begin anew, with a warning.
 
         Raises:
-            ValueError: the state is of another hook, of the same with other options, or of another format.
+            ValueError: it is no such state, truncated, of another hook, of a model with other parameters, or the
+                hook's options give its memory other sizes. Raised on all ranks if it is so on one.
         """
-        if state_dict.get("format") != STATE_FORMAT:
-            raise ValueError(f"not the state of a communication hook: format is {state_dict.get('format')!r}")
-        if state_dict["hook"] != self._signature():
-            raise ValueError(f"the state is of {state_dict['hook']}, but the attached hook is {self._signature()}")
-        bound = self.bound
-        if bound is not None and self._engine is not None:
-            self._engine.call(lambda: bound.load_state_dict(state_dict["state"]))
-        self._clock.restart_at(state_dict["steps"])
+        run = self._runtime
+        run.clock.end()
+        differences = run.call(
+            lambda: checkpoint.load(state_dict, run.config, run.bound, run.layout.shapes, strict_state)
+        )
+        if isinstance(state_dict, Mapping) and isinstance(state_dict.get("steps"), int):
+            run.clock.steps = state_dict["steps"]
+        if differences and run.bound.group.global_rank == 0:
+            more = f" and {len(differences) - 5} more" if len(differences) > 5 else ""
+            warnings.warn(
+                f"strict_state=False: not taken over from the state of hook {self.name!r}: "
+                f"{'; '.join(differences[:5])}{more}. Its memory of these begins anew",
+                stacklevel=2,
+            )
 
-    def _signature(self) -> str:
-        return repr(self.hook) if isinstance(self.hook, CommHook) else self.name
+    def move_to(self, model: DistributedDataParallel) -> None:
+        """Go on with another DDP wrapper of the same module, with memory, step count and metrics.
+
+        For a model whose parameters were frozen or unfrozen: DDP averages those that were trained when it was
+        made, so the module has to be wrapped again. Collective, outside of a backward.
+
+        Args:
+            model: the new wrapper, over the same process group and without a hook.
+
+        Raises:
+            ValueError: `model` is not DDP or has a hook already.
+        """
+        self._runtime.clock.end()
+        self._connect(model)
+
+    def _connect(self, model: DistributedDataParallel) -> None:
+        _check_model(model)
+        self._runtime.layout = Layout(model.module)
+        trampoline = self._runtime.trampoline(self.hook, model.find_unused_parameters)
+        _register(model, self._runtime.hook_state, trampoline, self.hook)
+        if self._finalizer is not None:
+            self._finalizer.detach()
+        self._finalizer = weakref.finalize(model, self._runtime.close)
 
     def close(self) -> None:
         """Release thread and process group; metrics stay readable, a later backward raises `HookError`.
@@ -116,36 +140,8 @@ class Attachment:
         Warns when training ended before the hook compressed anything. Closing twice does nothing. A model
         that goes out of use closes its attachment by itself. A user's own function has nothing to release.
         """
-        self._close()
-
-
-class _StepClock:
-    """Counts synchronized backwards from the order in which DDP hands over its buckets.
-
-    A step ends with its backward. Outside of one (`join()`, the first step of a static graph) an index that does
-    not rise begins a new step. `is_last` alone would not do: `skip_all_reduce_unused_params=True` can skip the
-    last bucket of every backward.
-    """
-
-    def __init__(self, counters: Counters) -> None:
-        self._counters = counters
-        self._previous_index: int | None = None
-        self.steps = 0
-
-    def restart_at(self, steps: int) -> None:
-        self.steps = steps
-        self._end_step()
-
-    def step_of(self, index: int, is_last: bool) -> int:
-        if self._previous_index is None or index <= self._previous_index:
-            self.steps += 1
-            self._counters.steps += 1
-            call_at_end_of_backward(self._end_step)
-        self._previous_index = None if is_last else index
-        return self.steps - 1
-
-    def _end_step(self) -> None:
-        self._previous_index = None
+        if self._finalizer is not None:
+            self._finalizer()
 
 
 def hook_name(hook: CommHook | DDPHook) -> str:
@@ -172,7 +168,14 @@ def resolve_hook(hook: object, hook_state: object = None) -> CommHook | DDPHook:
     return hook  # type: ignore[return-value]  # checked to be callable
 
 
-def attach(model: DistributedDataParallel, hook: str | CommHook | DDPHook, *, hook_state: object = None) -> Attachment:
+def attach(
+    model: DistributedDataParallel,
+    hook: str | CommHook | DDPHook,
+    *,
+    hook_state: object = None,
+    grad_scaler: torch.amp.GradScaler | None = None,
+    exact_state: bool = False,
+) -> Attachment:
     """Let a communication hook average the gradients of a DDP model.
 
     Collective: every rank of the model's process group calls it, before the first backward.
@@ -182,6 +185,10 @@ def attach(model: DistributedDataParallel, hook: str | CommHook | DDPHook, *, ho
         hook: a name (`available_hooks()`), a configured `CommHook`, or a function with the signature of
             `DistributedDataParallel.register_comm_hook`, stock or your own.
         hook_state: the `state` argument of such a function.
+        grad_scaler: the scaler that multiplies the loss, so that what the hook remembers stays right when the
+            scale changes.
+        exact_state: whether `state_dict()` keeps what differs between ranks for each of them. A run then resumes
+            bit by bit on CPU, and the state is as many times larger as there are ranks.
 
     Returns:
         a handle to metrics, state and the end of the hook.
@@ -189,34 +196,26 @@ def attach(model: DistributedDataParallel, hook: str | CommHook | DDPHook, *, ho
     Raises:
         ValueError: unknown name; a function that DDP would refuse; `hook_state` with a hook that is no
             function; a model that is not DDP, has a hook already, is on another device than CPU or CUDA, or
-            runs under `torch.compile`'s `python_reducer`.
+            runs under `torch.compile`'s `python_reducer`; a scaler that is no `GradScaler`.
     """
     resolved = resolve_hook(hook, hook_state)
     _check_model(model)
-    counters = Counters()
-    clock = _StepClock(counters)
+    if grad_scaler is not None and not isinstance(grad_scaler, torch.amp.GradScaler):
+        raise ValueError(f"grad_scaler must be a torch.amp.GradScaler, is {grad_scaler!r}")
     device = next(p.device for p in model.module.parameters() if p.requires_grad)
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"communication hooks run on CPU and CUDA devices, the model is on {device}")
     if not isinstance(resolved, CommHook):
         warn_if_broken_here(resolved, backend_for(model.process_group, device))
-        _register(model, hook_state, _counting(resolved, clock, Group(model.process_group, counters)), resolved)
-        return Attachment(resolved, None, counters, clock, None, lambda: None)
-
-    inline = device.type == "cuda" and backend_for(model.process_group, device) == dist.Backend.NCCL
-    owned = None if inline else own_group(model.process_group, device)
-    engine: Engine = ThreadEngine() if owned is not None else StreamEngine(device)
-    group = Group(owned or model.process_group, counters, device)
+    runtime = Runtime(resolved, hook_name(resolved), model.process_group, device, hook_state, grad_scaler)
+    attachment = Attachment(resolved, runtime, exact_state)
     try:
-        bound = resolved.bind(group)
-        _register(model, None, _trampoline(resolved, bound, engine, clock, model), resolved)
+        attachment._connect(model)
     except BaseException:
-        engine.close()
-        destroy(owned, group)
+        runtime.close()
         raise
-    finalizer = weakref.finalize(model, _close, engine, bound, clock, owned)
     logger.info("attached %r to %s", resolved, type(model.module).__name__)
-    return Attachment(resolved, bound, counters, clock, engine, finalizer)
+    return attachment
 
 
 def _check_model(model: object) -> None:
@@ -248,59 +247,3 @@ def _register(model: DistributedDataParallel, state: object, trampoline: Trampol
 def registered_name(model: DistributedDataParallel) -> str:
     """What DDP itself says its communication hook is, empty for none."""
     return str(model._get_ddp_logging_data().get("comm_hook", ""))
-
-
-def _trampoline(
-    hook: CommHook, bound: BoundHook, engine: Engine, clock: _StepClock, model: DistributedDataParallel
-) -> Trampoline:
-    # Nothing here may hold the model: the model holds this function through its C++ reducer.
-    layout = Layout(model.module)
-    group = bound.group
-    may_be_unused = model.find_unused_parameters
-
-    def trampoline(state: object, bucket: GradBucket) -> Future[Tensor]:
-        flat = bucket.buffer()
-        slots = layout.slots(bucket.parameters(), flat.numel())
-        index, is_last = bucket.index(), bucket.is_last()
-        plain = Bucket(index, is_last, clock.step_of(index, is_last), slots, may_be_unused)
-
-        def work() -> Tensor:
-            try:
-                _count_dense(group, flat)
-                if flat.is_sparse:
-                    return bound.reduce_sparse(flat, plain)
-                bound.reduce(flat, plain)
-                return flat
-            except Exception as error:
-                raise HookError(
-                    f"communication hook {hook.name!r} failed on rank {group.global_rank} at step {plain.step}, "
-                    f"bucket {index} ({', '.join(plain.names[:3])}{', ...' if len(slots) > 3 else ''}): {error}"
-                ) from error
-
-        return engine.submit(work, flat.device)
-
-    return trampoline
-
-
-def _counting(hook: DDPHook, clock: _StepClock, group: Group) -> Trampoline:
-    def trampoline(state: object, bucket: GradBucket) -> Future[Tensor]:
-        clock.step_of(bucket.index(), bucket.is_last())
-        _count_dense(group, bucket.buffer())
-        result: Future[Tensor] = hook(state, bucket)
-        return result
-
-    return trampoline
-
-
-def _count_dense(group: Group, flat: Tensor) -> None:
-    group.counters.bytes_dense += group.ring_bytes(flat._values() if flat.is_sparse else flat)
-
-
-def _close(engine: Engine, bound: BoundHook, clock: _StepClock, owned: dist.ProcessGroup | None) -> None:
-    engine.close()
-    destroy(owned, bound.group)
-    # All ranks have the same to say. Last: where warnings are errors, nothing else may be left to do.
-    texts = bound.closing_warnings(clock.steps) if bound.group.global_rank == 0 else []
-    bound.release()
-    for text in texts:
-        warnings.warn(text, stacklevel=3)

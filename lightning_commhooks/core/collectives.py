@@ -28,6 +28,7 @@ class Group:
 
     Attributes:
         size: number of ranks.
+        rank: this process's rank among them.
         global_rank: this process's rank among all processes.
     """
 
@@ -41,6 +42,7 @@ class Group:
         self.counters = counters if counters is not None else Counters()
         self.device = torch.device(device)
         self.size: int = process_group.size() if process_group is not None else 1
+        self.rank: int = process_group.rank() if process_group is not None else 0
         self.global_rank: int = dist.get_rank() if process_group is not None else 0
 
     @property

@@ -11,7 +11,6 @@ import functools
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future as HostFuture
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import TypeVar
@@ -71,7 +70,6 @@ class ThreadEngine(Engine):
         _let_gloo_finish_at_exit()
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="lightning_commhooks")
         self._failure: BaseException | None = None
-        self._last: HostFuture[None] | None = None
         self._closed = False
 
     def submit(self, work: Callable[[], Tensor], device: torch.device) -> Future[Tensor]:
@@ -99,30 +97,21 @@ class ThreadEngine(Engine):
             return result
 
         result = raw.then(unwrap)
-        self._last = self._executor.submit(run)
-        self._raise_at_end_of_backward()
+        self._executor.submit(run)
         return result
 
     def call(self, function: Callable[[], T]) -> T:
         self._raise_if_unusable()
-        return self._executor.submit(function).result()
+
+        def run() -> T:
+            self._raise_if_unusable()
+            return function()
+
+        return self._executor.submit(run).result()
 
     def close(self) -> None:
         self._closed = True
         self._executor.shutdown(wait=True)
-
-    def _raise_at_end_of_backward(self) -> None:
-        # DDP would turn the failure into a RuntimeError with a C++ message. Raised from a final callback
-        # of the backward it keeps its type and its traceback.
-        last = self._last
-
-        def check() -> None:
-            if last is self._last and last is not None:
-                last.result()
-                self._raise_if_unusable()
-
-        # Outside a backward the failure reaches the user through DDP's future.
-        call_at_end_of_backward(check)
 
     def _raise_if_unusable(self) -> None:
         if self._failure is not None:

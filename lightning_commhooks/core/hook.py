@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from lightning_commhooks.core.checkpoint import StateReader, StateWriter
     from lightning_commhooks.core.collectives import Group
 
 
@@ -55,6 +56,9 @@ class Bucket:
         slots: the parameters in the bucket, in memory order; together they cover it without gaps.
         may_be_unused: DDP runs with `find_unused_parameters=True`. It then throws away what a hook returns
             for a parameter that no rank used, so a hook with memory must not spend its memory on one.
+        loss_scale: what a `GradScaler` multiplied the loss by, equal on all ranks; a float, or on CUDA a tensor
+            of one element, which would have to be waited for. Memory is kept in units of the loss itself: divide
+            gradients by this on the way in, multiply on the way out.
     """
 
     index: int
@@ -62,6 +66,7 @@ class Bucket:
     step: int
     slots: tuple[Slot, ...]
     may_be_unused: bool = False
+    loss_scale: float | Tensor = 1.0
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -99,22 +104,45 @@ class BoundHook(ABC):
     """Runtime state of a communication method for one model.
 
     The engine calls `reduce` for one bucket after another, in the same order on every rank, never two at
-    once. Code in `reduce` is straight-line: collectives of `group` block until their result is there.
+    once, and `end_step` after the last one of a step. Code in `reduce` is straight-line: collectives of
+    `group` block until their result is there.
+
+    A hook whose result depends on earlier steps has memory. It says so (`has_memory`), stages what `reduce`
+    changes (see `core.memory.Memory`), and takes it over in `end_step` when the step was finite. The engine
+    makes all gradients of other steps NaN, on all ranks, so that a `GradScaler` or the user's own check skips
+    them everywhere.
 
     Args:
         group: the collectives the hook may use.
+
+    Attributes:
+        has_memory: whether results depend on the gradients of earlier steps.
     """
+
+    has_memory: bool = False
 
     def __init__(self, group: Group) -> None:
         self.group = group
 
     @abstractmethod
-    def reduce(self, flat: Tensor, bucket: Bucket) -> None:
+    def reduce(self, flat: Tensor, bucket: Bucket) -> Tensor | None:
         """Replace a flat gradient bucket by its average over all ranks, in place.
 
         Args:
             flat: shape `(numel,)`, any dtype, this rank's gradients; after the call, the averaged gradients.
             bucket: what lies where in `flat`.
+
+        Returns:
+            whether the result is finite, boolean, one element on the device of `flat`, equal on all ranks; `None`
+            to have `flat` looked at. Of use to hooks with memory that know it from something smaller.
+        """
+
+    def end_step(self, finite: Tensor) -> None:  # noqa: B027  # optional to override
+        """Take over what the step's calls of `reduce` and `drain_` staged, if the step was finite.
+
+        Args:
+            finite: boolean, one element on the gradients' device, equal on all ranks: whether all gradients of the
+                step are finite on all ranks.
         """
 
     def reduce_sparse(self, grad: Tensor, bucket: Bucket) -> Tensor:
@@ -131,20 +159,29 @@ class BoundHook(ABC):
         return self.group.all_reduce_sparse_mean(grad)
 
     def drain_(self, flat: Tensor, bucket: Bucket) -> None:  # noqa: B027  # optional to override
-        """Add what this hook still owes the parameters in `bucket` to `flat` and forget it.
+        """Add what this hook still owes the parameters in `bucket` to `flat`; with `end_step` it is forgotten.
 
-        Called once for each parameter when another hook takes over (`Schedule`). The default does nothing,
-        right for hooks without error feedback.
+        Called once for each parameter when another hook takes over (`Schedule`), again if the step was not
+        finite. The default does nothing, right for hooks without error feedback.
         """
 
-    def state_dict(self) -> dict[str, Any]:
-        """State as tensors and primitives, equal on all ranks. Collective: every rank calls it."""
+    def state_dict(self, writer: StateWriter) -> dict[str, Any]:
+        """State as tensors and primitives. Collective: every rank calls it, every rank gets the same.
+
+        Args:
+            writer: makes copies of tensors, and of those that differ between ranks one for all.
+        """
         return {}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what `state_dict` of a hook with the same configuration returned."""
-        if state:
-            raise ValueError(f"{type(self).__name__} keeps no state, but the state to load has {sorted(state)}")
+    def load_state_dict(self, state: dict[str, Any], reader: StateReader) -> None:
+        """Take over what `state_dict` of the same hook returned, with other options or on another world size even.
+
+        Args:
+            state: the state.
+            reader: gives this rank's part of a saved tensor; is told of what does not fit and is left out.
+        """
+        for key in state:
+            reader.differs(f"{key!r} is in the state, but {type(self).__name__} keeps no state")
 
     def compression_stats(self) -> tuple[float, int, int]:
         """Return `(rate, numel_before, numel_after)` as `PowerSGDState.compression_stats` does.

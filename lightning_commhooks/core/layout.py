@@ -34,8 +34,18 @@ class Layout:
     def __init__(self, module: Module) -> None:
         # torch.compile puts "_orig_mod." into names; the state of a hook must not depend on it.
         self._names: dict[Tensor, str] = {p: n.replace("_orig_mod.", "") for n, p in module.named_parameters()}
+        self._frozen = [p for p in self._names if not p.requires_grad]
         # With the number of elements in all of them.
         self._slots: dict[tuple[str, ...], tuple[tuple[Slot, ...], int]] = {}
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape in memory order of every parameter, trained or not."""
+        return {name: memory_shape(parameter) for parameter, name in self._names.items()}
+
+    def unfrozen(self) -> list[str]:
+        """Names of parameters that are trained now, but were not when this layout was made."""
+        return [self._names[p] for p in self._frozen if p.requires_grad]
 
     def slots(self, parameters: Sequence[Tensor], numel: int) -> tuple[Slot, ...]:
         """Slots of a bucket that holds the gradients of `parameters` one after another.

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+
+from torch import Tensor
 
 
 @dataclass
@@ -17,6 +21,8 @@ class Counters:
         collectives: number of collectives issued.
         numel_compressed: gradient elements that were sent in a compressed form.
         numel_uncompressed: gradient elements that a hook sent as they were.
+        numel_overflowed: gradient elements of this rank that are finite, but not in the 16 bit they were sent in.
+        nonfinite_steps: steps that a hook with memory disregards, because a gradient was inf or NaN on some rank.
     """
 
     steps: int = 0
@@ -25,6 +31,9 @@ class Counters:
     collectives: int = 0
     numel_compressed: int = 0
     numel_uncompressed: int = 0
+    # On CUDA a tensor, so that counting waits for nothing.
+    numel_overflowed: int | Tensor = 0
+    nonfinite_steps: int | Tensor = 0
 
     def as_dict(self) -> dict[str, float]:
         """All counters, and `compression_ratio`, `bytes_dense / bytes_sent`.
@@ -32,4 +41,13 @@ class Counters:
         The ratio is 1 when there was nothing to send (one process) and inf when a hook sent nothing.
         """
         ratio = self.bytes_dense / self.bytes_sent if self.bytes_sent else math.inf if self.bytes_dense else 1.0
-        return {**vars(self), "compression_ratio": ratio}
+        counts = {field.name: getattr(self, field.name) for field in fields(self)}
+        plain = {name: value.item() if isinstance(value, Tensor) else value for name, value in counts.items()}
+        return {**plain, "compression_ratio": ratio}
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Do not count the collectives of checkpoints: they are no gradients."""
+        before = self.bytes_sent, self.collectives
+        yield
+        self.bytes_sent, self.collectives = before

@@ -107,34 +107,20 @@ def to_gradient(mean: Tensor, dtype: torch.dtype) -> Tensor:
     return mean.to(dtype)
 
 
-def all_finite(factors: list[Tensor]) -> Tensor:
-    """Boolean, one element: whether all factors are finite. They are sums over ranks, so all ranks agree.
-
-    Looks at their sums, in float64, where the sum of finite float32 numbers is finite.
-    """
-    if not factors:
-        return torch.tensor(True)
-    return torch.stack([factor.sum(dtype=torch.float64) for factor in factors]).isfinite().all()
-
-
-def repay_(residual: Tensor, sent: Tensor, gradient: Tensor, finite: Tensor) -> None:
-    """Take what was sent from the residual, to which this rank's gradient has been added.
-
-    If the step is not finite, the gradient is taken instead: the residual is what it was before the step,
-    and zero where the gradient was not finite. Does not synchronize with a CUDA device.
+def sent_is_finite(sent: Tensor, dtype: torch.dtype) -> Tensor:
+    """Boolean, one element: whether P^T Q is finite in that dtype, for any orthonormal P. NaN in P is one in Q.
 
     Args:
-        residual: any shape.
-        sent: same shape, what the optimizer gets to see.
-        gradient: same shape.
-        finite: boolean, one element.
+        sent: Q, shape `(k, r, m)`, as it was multiplied with P.
+        dtype: of the gradients.
     """
-    if not finite.is_cuda and finite:
-        residual.sub_(sent)
-    else:
-        residual.sub_(torch.where(finite, sent, gradient)).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+    # No element of P^T Q is larger than r times the largest of Q.
+    limit = torch.finfo(sent.dtype if dtype == torch.float16 else dtype).max
+    return sent.abs().amax() * sent.shape[1] < limit
 
 
-def keep_(memory: Tensor, update: Tensor, finite: Tensor) -> None:
-    """Write `update` to `memory` if the step is finite, without synchronizing with a CUDA device."""
-    memory.copy_(torch.where(finite, update, memory))
+def add_unscaled(memory: Tensor, gradient: Tensor, loss_scale: float | Tensor, out: Tensor) -> Tensor:
+    """`out = memory + gradient / loss_scale`, without waiting for a scale on a CUDA device."""
+    if isinstance(loss_scale, float):
+        return torch.add(memory, gradient, alpha=1 / loss_scale, out=out)
+    return torch.div(gradient, loss_scale, out=out).add_(memory)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import logging
-from abc import abstractmethod
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
+from lightning_commhooks.core.checkpoint import StateReader, StateWriter
 from lightning_commhooks.core.collectives import Group
 from lightning_commhooks.core.hook import BoundHook, Bucket, CommHook
+from lightning_commhooks.core.memory import Memory
 from lightning_commhooks.core.metrics import Counters
 from lightning_commhooks.hooks._low_rank import orthonormal_basis, random_factor, revive
 
@@ -104,106 +107,145 @@ class LowRankStats:
         return []
 
 
-@dataclass
 class Factor:
     """Q of one batch of matrices.
 
-    Attributes:
+    Args:
         names: k keys, the parameters' names; what the random start depends on.
-        q: shape `(k, r, m)`, from the last step.
         fresh: shape `(k, r, m)`, random rows, to begin with and for dead rows.
+        stored: `(r, m)` each, where the power iteration of a matrix begins instead, if there is one.
+
+    Attributes:
+        q: shape `(k, r, m)`, from the last step.
     """
 
-    names: list[str]
-    q: Tensor
-    fresh: Tensor
+    def __init__(self, names: list[str], fresh: Tensor, stored: list[Tensor | None]) -> None:
+        self.names = names
+        self.fresh = fresh
+        start = [q if q is not None else random for q, random in zip(stored, fresh, strict=True)]
+        self.q = Memory(torch.stack(start))
 
 
-Plan = TypeVar("Plan")
+# Of one matrix: "residual", what is owed, before "sent_p"^T "sent_q" is taken from it if there is such; "factor".
+Entry = dict[str, Tensor]
 
 
-class BoundLowRank(BoundHook, Generic[Plan]):
+class Plan(ABC):
+    """What to do with one bucket, and its memory."""
+
+    @property
+    @abstractmethod
+    def memories(self) -> list[Memory]:
+        """All memory."""
+
+    @abstractmethod
+    def entries(self) -> dict[str, Entry]:
+        """Views of the memory by key."""
+
+
+P = TypeVar("P", bound=Plan)
+
+
+class BoundLowRank(BoundHook, Generic[P]):
     """Memory by parameter name, the dense first steps and the random starts.
 
-    Residuals have their slot's shape, on this rank; factors are equal on all ranks. Both are views into
-    larger tensors, which the plans of subclasses lay out for one bucket at a time.
+    Residuals have their slot's shape, on this rank; factors are equal on all ranks. The plans of subclasses lay
+    them out in larger tensors for one bucket at a time. What is in no plan is stored by key: the name of a
+    parameter, or the names of several.
     """
+
+    has_memory = True
 
     def __init__(self, config: LowRankConfig, group: Group) -> None:
         super().__init__(group)
         self._config = config
-        self._residuals: dict[str, Tensor] = {}
-        self._factors: dict[str, Tensor] = {}
-        self._plans: dict[tuple[str, ...], Plan] = {}
+        self._plans: dict[tuple[str, ...], P] = {}
+        self._stored: dict[str, Entry] = {}
+        self._drained: list[Tensor] = []
         self._stats = LowRankStats(config)
 
-    def reduce(self, flat: Tensor, bucket: Bucket) -> None:
+    def reduce(self, flat: Tensor, bucket: Bucket) -> Tensor | None:
         if bucket.step < self._config.start_powerSGD_iter or not flat.is_floating_point() or not flat.numel():
             self.group.counters.numel_uncompressed += flat.numel()
             self.group.all_reduce_mean_(flat)
-            return
+            return None
         if bucket.names not in self._plans:
             # The first time, or DDP has rebuilt its buckets: memory moves along by name.
-            self._settle()
-            self._plans = {k: v for k, v in self._plans.items() if not set(k) & set(bucket.names)}
+            self._store([names for names in self._plans if set(names) & set(bucket.names)])
             self._plans[bucket.names] = self._make_plan(flat, bucket)
-        num_dense, num_factors = self._reduce_compressed(flat, bucket, self._plans[bucket.names])
+        finite, num_dense, num_factors = self._reduce_compressed(flat, bucket, self._plans[bucket.names])
         self._stats.record(self.group.counters, flat.numel(), num_dense, num_factors)
         self._stats.log(bucket)
+        return finite
 
     @abstractmethod
-    def _make_plan(self, flat: Tensor, bucket: Bucket) -> Plan:
-        """Lay out the memory of one bucket, with what `_residuals` and `_factors` have of its parameters."""
+    def _make_plan(self, flat: Tensor, bucket: Bucket) -> P:
+        """Lay out the memory of one bucket, with what is stored of its parameters."""
 
     @abstractmethod
-    def _reduce_compressed(self, flat: Tensor, bucket: Bucket, plan: Plan) -> tuple[int, int]:
-        """`reduce` once compression has begun; returns the elements sent as they are, and as factors."""
+    def _reduce_compressed(self, flat: Tensor, bucket: Bucket, plan: P) -> tuple[Tensor, int, int]:
+        """`reduce` once compression has begun; returns also the elements sent as they are, and as factors."""
+
+    def end_step(self, finite: Tensor) -> None:
+        for plan in self._plans.values():
+            for memory in plan.memories:
+                memory.end_step(finite)
+        for residual in self._drained:
+            residual.mul_(finite.logical_not())
+        self._drained = []
 
     def _make_factor(self, names: list[str], shape: tuple[int, int], like: Tensor) -> Factor:
-        fresh = self._random(names, shape, 0, like)
-        factor = Factor(names, fresh.clone(), fresh)
-        for name, q in zip(names, factor.q, strict=True):
-            move(self._factors, name, q)
-        return factor
+        stored = [self._stored.get(name, {}).get("factor") for name in names]
+        return Factor(names, self._random(names, shape, 0, like), stored)
 
     def _start(self, factor: Factor, step: int) -> Tensor:
         """Orthonormal rows to begin the power iteration of this step with."""
         if not self._config.warm_start:
-            _, r, m = factor.q.shape
-            return orthonormal_basis(self._random(factor.names, (r, m), step, factor.q))
-        return orthonormal_basis(revive(factor.q, factor.fresh, self._config.orthogonalization_epsilon))
+            _, r, m = factor.fresh.shape
+            return orthonormal_basis(self._random(factor.names, (r, m), step, factor.fresh))
+        return orthonormal_basis(revive(factor.q.value, factor.fresh, self._config.orthogonalization_epsilon))
 
     def _random(self, names: list[str], shape: tuple[int, int], step: int, like: Tensor) -> Tensor:
         return torch.stack([random_factor(name, shape, self._config.random_seed, step, like) for name in names])
 
-    def _settle(self) -> None:  # optional to override
-        """Bring `_residuals` up to date, for hooks that update them lazily."""
+    def _store(self, plans: list[tuple[str, ...]]) -> None:
+        for names in plans:
+            self._stored |= self._plans.pop(names).entries()
 
     def drain_(self, flat: Tensor, bucket: Bucket) -> None:
-        self._settle()
+        self._store(list(self._plans))
         for slot in bucket.slots:
-            if slot.name in self._residuals:
-                slot.view(flat).add_(self._residuals[slot.name])
-                self._residuals[slot.name].zero_()
+            entry = self._stored.get(slot.name, {})
+            if "residual" in entry:
+                residual = settled(entry)
+                self._stored[slot.name] = {"residual": residual}
+                slot.view(flat).add_(residual * bucket.loss_scale)
+                self._drained.append(residual)
 
-    def state_dict(self) -> dict[str, Any]:
-        self._settle()
-        # The mean over ranks of what is sent depends on the mean residual alone: one for all ranks will do.
-        residuals = {name: self._residuals[name].contiguous().clone() for name in sorted(self._residuals)}
-        for residual in residuals.values():
-            self.group.all_reduce_mean_(residual)
-        return {"residuals": residuals, "factors": {name: q.clone() for name, q in self._factors.items()}}
+    def state_dict(self, writer: StateWriter) -> dict[str, Any]:
+        live = [plan.entries() for plan in self._plans.values()]
+        entries = {key: entry for part in (self._stored, *live) for key, entry in part.items()}
+        return {"entries": {key: _saved(entries[key], writer) for key in sorted(entries)}}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        if set(state) != {"residuals", "factors"}:
-            raise ValueError(f"state of PowerSGD has residuals and factors, this one has {sorted(state)}")
-        self._plans = {}
-        device = self.group.device
-        self._residuals = {name: tensor.to(device, copy=True) for name, tensor in state["residuals"].items()}
-        self._factors = {name: tensor.to(device, copy=True) for name, tensor in state["factors"].items()}
+    def load_state_dict(self, state: dict[str, Any], reader: StateReader) -> None:
+        stored = {}
+        for key, saved in reader.section(state, "entries").items():
+            shapes = [reader.shape_of(name) for name in key.split("\n")]
+            expected = self._entry_shapes([shape for shape in shapes if shape is not None])
+            if None in shapes:
+                reader.differs(f"it has memory of {key!r}, but the model no such parameter")
+            elif not expected:
+                reader.differs(f"parameter {key!r} is compressed in the state and not any more")
+            else:
+                stored[key] = _loaded(key, saved, expected, reader)
+        self._plans, self._stored = {}, stored
+
+    @abstractmethod
+    def _entry_shapes(self, shapes: list[tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+        """Shapes that an entry has, given those of the parameters in its key; none if it is not compressed."""
 
     def release(self) -> None:
-        self._plans, self._residuals, self._factors = {}, {}, {}
+        self._plans, self._stored, self._drained = {}, {}, []
 
     def compression_stats(self) -> tuple[float, int, int]:
         return self._stats.as_tuple()
@@ -212,8 +254,39 @@ class BoundLowRank(BoundHook, Generic[Plan]):
         return self._stats.closing_warnings(steps)
 
 
-def move(memory: dict[str, Tensor], name: str, new: Tensor) -> None:
-    """Let `new` take the place of `memory[name]`, with its values if there are any."""
-    if name in memory:
-        new.copy_(memory[name])
-    memory[name] = new
+def settled(entry: Mapping[str, Tensor]) -> Tensor:
+    """What is owed: a copy of the residual after what was sent is taken from it."""
+    residual = entry["residual"].clone(memory_format=torch.contiguous_format)
+    if "sent_p" in entry:
+        residual.view(residual.shape[0], -1).addmm_(entry["sent_p"].t(), entry["sent_q"], alpha=-1)
+    return residual
+
+
+def _saved(entry: Entry, writer: StateWriter) -> Entry:
+    # The mean over ranks of what is sent depends on the mean residual alone: one for all ranks will do.
+    saved = {key: writer.shared(tensor) for key, tensor in entry.items() if key == "factor" or writer.exact}
+    if "residual" in entry:
+        saved["residual"] = writer.per_rank(entry["residual"] if writer.exact else settled(entry))
+    return saved
+
+
+def _loaded(key: str, saved: Any, expected: Mapping[str, tuple[int, ...]], reader: StateReader) -> Entry:
+    """Take over what fits of one saved entry."""
+    saved = reader.section({key: saved}, key)
+    entry = {part: reader.shared(tensor) for part, tensor in saved.items() if part != "residual"}
+    if "residual" in saved:
+        entry["residual"] = reader.per_rank(saved["residual"])
+        if "sent_p" in entry and (not reader.is_exact or entry["sent_q"].shape != expected["factor"]):
+            entry = {"residual": settled(entry), "factor": entry["factor"]}
+    if "residual" in expected and "residual" not in entry:
+        reader.differs(f"it has no error feedback of {key!r}")
+    for part in [part for part in ("factor", "residual") if part in entry]:
+        if part not in expected:
+            reader.differs(f"it has error feedback of {key!r}")
+        elif entry[part].shape != expected[part]:
+            shapes = f"{list(entry[part].shape)} in the state and {list(expected[part])} now"
+            reader.differs(f"the {part} of {key!r} has shape {shapes}")
+        else:
+            continue
+        del entry[part]
+    return entry

@@ -10,19 +10,19 @@ import torch
 from torch import Tensor
 
 from lightning_commhooks.core.collectives import Group
-from lightning_commhooks.core.hook import BoundHook, Bucket
+from lightning_commhooks.core.hook import BoundHook, Bucket, Slot
 from lightning_commhooks.core.layout import any_nonzero
+from lightning_commhooks.core.memory import Memory
 from lightning_commhooks.core.registry import register
 from lightning_commhooks.hooks._low_rank import (
-    all_finite,
+    add_unscaled,
     factor_dtype,
-    keep_,
     power_iteration,
-    repay_,
+    sent_is_finite,
     to_gradient,
     work_dtype,
 )
-from lightning_commhooks.hooks._low_rank_base import BoundLowRank, Factor, LowRankConfig, move
+from lightning_commhooks.hooks._low_rank_base import BoundLowRank, Entry, Factor, LowRankConfig, Plan
 
 
 @register
@@ -60,49 +60,73 @@ class BatchedPowerSGD(LowRankConfig):
 
 
 @dataclass(frozen=True)
-class _Square:
+class _Square(Plan):
     """Memory of one bucket, seen as a square matrix with zeros after the gradients.
 
     Attributes:
-        residual: shape `(1, s, s)`, what is still owed; zero without error feedback.
+        slots: the parameters in the bucket.
         factor: where the power iteration begins; belongs to the bucket as a whole.
+        residual: shape `(1, s, s)`, what is still owed; `None` without error feedback.
     """
 
-    residual: Tensor
+    slots: tuple[Slot, ...]
     factor: Factor
+    residual: Memory | None
+
+    @property
+    def memories(self) -> list[Memory]:
+        return [self.factor.q] if self.residual is None else [self.factor.q, self.residual]
+
+    def entries(self) -> dict[str, Entry]:
+        entries: dict[str, Entry] = {}
+        if self.residual is not None:
+            entries = {slot.name: {"residual": slot.view(self.residual.value.view(-1))} for slot in self.slots}
+        entries.setdefault(self.factor.names[0], {})["factor"] = self.factor.q.value[0]
+        return entries
 
 
 class _BoundBatchedPowerSGD(BoundLowRank[_Square]):
-    def _reduce_compressed(self, flat: Tensor, bucket: Bucket, plan: _Square) -> tuple[int, int]:
+    def _reduce_compressed(self, flat: Tensor, bucket: Bucket, plan: _Square) -> tuple[Tensor, int, int]:
         used = [any_nonzero([slot.view(flat) for slot in bucket.slots])] if bucket.may_be_unused else []
         start = self._start(plan.factor, bucket.step)
-        # Residual, or without error feedback an empty square, plus gradient, padded with zeros.
-        matrix = plan.residual if self._config.use_error_feedback else plan.residual.clone()
-        owed = matrix.view(-1)[: flat.numel()].add_(flat)
+        numel, scale = flat.numel(), bucket.loss_scale
+        side = start.shape[2]
+        # What is owed and the gradient, padded with zeros.
+        matrix = start.new_empty((1, side, side)) if plan.residual is None else plan.residual.next()
+        owed, padding = matrix.view(-1).split([numel, side * side - numel])
+        padding.zero_()
+        old = owed.new_zeros(()) if plan.residual is None else plan.residual.value.view(-1)[:numel]
+        add_unscaled(old, flat, scale, out=owed)
         loaded = [(matrix, torch.bmm(start, matrix.mT))]
         (p,), (q,) = power_iteration(loaded, used, self.group, factor_dtype(flat.dtype))
-        finite = all_finite([p, q])
-        mean = to_gradient(torch.mm(p[0].t(), q[0]).view(-1)[: flat.numel()], flat.dtype)
+        scaled = q * scale
+        mean = to_gradient(torch.mm(p[0].t(), scaled[0]).view(-1)[:numel], flat.dtype)
         for is_used in used:
             # DDP throws away what a hook returns for a parameter that no rank used: send 0, go on owing it.
             for slot, factor in zip(bucket.slots, is_used > 0, strict=True):
                 slot.view(mean).mul_(factor)
-        if self._config.use_error_feedback:
-            repay_(owed, mean, flat, finite)
         flat.copy_(mean)
-        keep_(plan.factor.q, q, finite)
-        return 0, p.numel() + q.numel()
+        owed.sub_(mean.to(owed.dtype).div_(scale))
+        plan.factor.q.next().copy_(q)
+        return sent_is_finite(scaled, flat.dtype), 0, p.numel() + q.numel()
 
     def _make_plan(self, flat: Tensor, bucket: Bucket) -> _Square:
-        side = math.isqrt(flat.numel() - 1) + 1
         like = flat.new_empty(0, dtype=work_dtype(flat.dtype))
-        key = "\n".join(bucket.names)
-        self._factors = {
-            k: q for k, q in self._factors.items() if k == key or not set(k.split("\n")) & set(bucket.names)
-        }
-        rank = min(side, self._config.matrix_approximation_rank)
-        factor = self._make_factor([key], (rank, side), like)
-        residual = like.new_zeros((1, side, side))
-        for slot in bucket.slots if self._config.use_error_feedback else ():
-            move(self._residuals, slot.name, slot.view(residual.view(-1)))
-        return _Square(residual, factor)
+        shape = self._factor_shape(flat.numel())
+        factor = self._make_factor(["\n".join(bucket.names)], shape, like)
+        residual = like.new_zeros((1, shape[1], shape[1]))
+        for slot in bucket.slots:
+            # Factors stay: DDP may come back to the bucket they belong to, as it does after a resume.
+            entry = self._stored.get(slot.name, {})
+            if "residual" in entry:
+                slot.view(residual.view(-1)).copy_(entry.pop("residual"))
+        return _Square(bucket.slots, factor, Memory(residual) if self._config.use_error_feedback else None)
+
+    def _entry_shapes(self, shapes: list[tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+        factor: dict[str, tuple[int, ...]] = {"factor": self._factor_shape(sum(map(math.prod, shapes)))}
+        with_residual = self._config.use_error_feedback and len(shapes) == 1
+        return {**factor, "residual": shapes[0]} if with_residual else factor
+
+    def _factor_shape(self, numel: int) -> tuple[int, int]:
+        side = math.isqrt(max(numel, 1) - 1) + 1
+        return min(side, self._config.matrix_approximation_rank), side

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lightning_commhooks.core.collectives import Group
 from lightning_commhooks.core.hook import BoundHook, Bucket, CommHook
+from lightning_commhooks.core.memory import num_overflowed
 from lightning_commhooks.core.registry import register
 
 
@@ -83,14 +84,19 @@ class _BoundHalf(BoundHook):
         if self._in_float32:
             flat.copy_(self._mean_in_float32(flat))
             return
-        half = torch.div(flat, self.group.size, out=torch.empty_like(flat, dtype=self._dtype))
+        half = self._divide(flat, torch.empty_like(flat, dtype=self._dtype))
         flat.copy_(self.group.all_reduce_(half))
+
+    def _divide(self, flat: Tensor, half: Tensor) -> Tensor:
+        torch.div(flat, self.group.size, out=half)
+        self.group.counters.numel_overflowed += num_overflowed(flat, half)
+        return half
 
     def _mean_in_float32(self, flat: Tensor) -> Tensor:
         # A two-shot all-reduce: all-to-all, sum, all-gather. Padded so that every rank has an equal share.
         w = self.group.size
         share = -(-flat.numel() // w)
         half = flat.new_zeros((w, share), dtype=self._dtype)
-        torch.div(flat, w, out=half.view(-1)[: flat.numel()])
+        self._divide(flat, half.view(-1)[: flat.numel()])
         mean = self.group.all_to_all(half).sum(dim=0, dtype=torch.float32)
         return self.group.all_gather(mean.to(self._dtype)).view(-1)[: flat.numel()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -11,17 +12,17 @@ from torch import Tensor
 from lightning_commhooks.core.collectives import Group
 from lightning_commhooks.core.hook import BoundHook, Bucket, Slot
 from lightning_commhooks.core.layout import any_nonzero
+from lightning_commhooks.core.memory import Memory, all_finite
 from lightning_commhooks.core.registry import register
 from lightning_commhooks.hooks._low_rank import (
-    all_finite,
+    add_unscaled,
     factor_dtype,
-    keep_,
     power_iteration,
-    repay_,
+    sent_is_finite,
     to_gradient,
     work_dtype,
 )
-from lightning_commhooks.hooks._low_rank_base import BoundLowRank, Factor, LowRankConfig, move
+from lightning_commhooks.hooks._low_rank_base import BoundLowRank, Entry, Factor, LowRankConfig, Plan, settled
 
 # 1 MB of float32: half of what a core's second-level cache holds on common servers.
 _BLOCK_NUMEL = 2**18
@@ -77,7 +78,7 @@ class PowerSGD(LowRankConfig):
         return _BoundPowerSGD(self, group)
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Batch:
     """The k matrices of one shape in a bucket, and their memory.
 
@@ -86,141 +87,177 @@ class _Batch:
         shape: `(n, m)`.
         factor: where the power iteration begins.
         memory: shape `(k, n, m)`, the residual before `sent` is taken from it; `None` without error feedback.
-        sent: `(p, q)`, factors of what was sent at the last step. Taken from the memory at the next step, when
-            the memory passes through the processor's cache anyway.
+        sent: P, shape `(k, r, n)`, and Q, `(k, r, m)`, factors of what was sent at the last step. Taken from the
+            memory at the next step, when the memory passes through the processor's cache anyway. `None` when the
+            memory is the residual: without error feedback, and for 16-bit gradients, which P^T Q is rounded to.
     """
 
     slots: list[Slot]
     shape: tuple[int, int]
     factor: Factor
-    memory: Tensor | None
-    sent: tuple[Tensor, Tensor] | None = None
+    memory: Memory | None
+    sent: tuple[Memory, Memory] | None
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """The gradients in `flat`, each of shape `(n, m)`."""
         return [slot.view(flat).view(self.shape) for slot in self.slots]
 
-    def settle_(self) -> None:
-        """Make `memory` the residual."""
-        if self.memory is not None and self.sent is not None:
-            p, q = self.sent
-            self.memory.baddbmm_(p.mT, q, alpha=-1)
-            self.sent = None
-
 
 @dataclass(frozen=True)
-class _Plan:
-    """What to do with one bucket."""
-
+class _Plan(Plan):
     batches: list[_Batch]
     dense: list[Slot]
+
+    @property
+    def memories(self) -> list[Memory]:
+        return [
+            memory
+            for batch in self.batches
+            for memory in (batch.factor.q, batch.memory, *(batch.sent or ()))
+            if memory is not None
+        ]
+
+    def entries(self) -> dict[str, Entry]:
+        entries = {}
+        for batch in self.batches:
+            for i, slot in enumerate(batch.slots):
+                entry = entries[slot.name] = {"factor": batch.factor.q.value[i]}
+                if batch.memory is not None:
+                    entry["residual"] = batch.memory.value[i].view(slot.shape)
+                if batch.sent is not None:
+                    entry["sent_p"], entry["sent_q"] = (memory.value[i] for memory in batch.sent)
+        return entries
 
 
 class _BoundPowerSGD(BoundLowRank[_Plan]):
     _config: PowerSGD
 
-    def _reduce_compressed(self, flat: Tensor, bucket: Bucket, plan: _Plan) -> tuple[int, int]:
+    def _reduce_compressed(self, flat: Tensor, bucket: Bucket, plan: _Plan) -> tuple[Tensor, int, int]:
         dense = torch.cat([flat[:0], *(slot.view(flat).reshape(-1) for slot in plan.dense)]).div_(self.group.size)
         used = [any_nonzero(batch.views(flat)) for batch in plan.batches] if bucket.may_be_unused else []
-        loaded = [self._load(flat, batch, self._start(batch.factor, bucket.step)) for batch in plan.batches]
+        loaded = [self._load(flat, batch, bucket) for batch in plan.batches]
         ps, qs = power_iteration(loaded, [dense, *used], self.group, factor_dtype(flat.dtype))
         for slot, mean in zip(plan.dense, dense.split([slot.numel for slot in plan.dense]), strict=True):
             slot.view(flat).copy_(mean.view(slot.shape))
-        finite = all_finite([*ps, *qs])
+        finite = [all_finite(dense)]
         for i, (batch, p, q) in enumerate(zip(plan.batches, ps, qs, strict=True)):
+            batch.factor.q.next().copy_(q)
             # DDP throws away what a hook returns for a parameter that no rank used: send 0, go on owing it.
             sent = q * (used[i] > 0).to(q).view(-1, 1, 1) if used else q
-            self._unload(flat, batch, p, sent, finite)
-            keep_(batch.factor.q, q, finite)
-        return dense.numel(), sum(p.numel() + q.numel() for p, q in zip(ps, qs, strict=True))
+            finite.append(self._unload(flat, batch, p, sent, bucket.loss_scale))
+        numel_factors = sum(p.numel() + q.numel() for p, q in zip(ps, qs, strict=True))
+        return torch.stack(finite).all(), dense.numel(), numel_factors
 
-    def _load(self, flat: Tensor, batch: _Batch, start: Tensor) -> tuple[Tensor, Tensor]:
+    def _load(self, flat: Tensor, batch: _Batch, bucket: Bucket) -> tuple[Tensor, Tensor]:
         """Add the gradient to the memory.
 
         Returns:
-            what is to be sent, shape `(k, n, m)`, and its product with `start`, shape `(k, r, n)`.
+            what is to be sent, shape `(k, n, m)`, and its product with the start, shape `(k, r, n)`.
         """
+        start, scale = self._start(batch.factor, bucket.step), bucket.loss_scale
         gradients = batch.views(flat)
         if batch.memory is None:
-            matrices = torch.stack(gradients).to(start.dtype)
+            matrices = torch.stack(gradients).to(start.dtype).div_(scale)
             return matrices, torch.bmm(start, matrices.mT)
+        memory, matrices = batch.memory.value, batch.memory.next()
         if self._config.batch_tensors_with_same_shape or flat.is_cuda:
-            batch.settle_()
-            for matrix, gradient in zip(batch.memory, gradients, strict=True):
-                matrix.add_(gradient)
-            return batch.memory, torch.bmm(start, batch.memory.mT)
+            for old, gradient, matrix in zip(memory, gradients, matrices, strict=True):
+                add_unscaled(old, gradient, scale, out=matrix)
+            if batch.sent is not None:
+                matrices.baddbmm_(batch.sent[0].value.mT, batch.sent[1].value, alpha=-1)
+            return matrices, torch.bmm(start, matrices.mT)
         product = start.new_empty((*start.shape[:2], batch.shape[0]))
-        for i, (matrix, gradient) in enumerate(zip(batch.memory, gradients, strict=True)):
-            sent = None if batch.sent is None else (batch.sent[0][i], batch.sent[1][i])
-            _load_by_blocks(matrix, gradient, start[i], product[i], sent)
-        batch.sent = None
-        return batch.memory, product
+        for i, gradient in enumerate(gradients):
+            sent = None if batch.sent is None else (batch.sent[0].value[i], batch.sent[1].value[i])
+            _load_by_blocks(memory[i], gradient, scale, sent, start[i], out=(matrices[i], product[i]))
+        return matrices, product
 
-    def _unload(self, flat: Tensor, batch: _Batch, p: Tensor, q: Tensor, finite: Tensor) -> None:
-        """Write P^T Q to `flat` and take it from the memory."""
-        # Where the old gradient is not needed any more, and the optimizer gets exactly P^T Q.
-        at_once = flat.dtype != q.dtype or finite.is_cuda or not finite
+    def _unload(self, flat: Tensor, batch: _Batch, p: Tensor, q: Tensor, scale: float | Tensor) -> Tensor:
+        """Write P^T Q to `flat`, take it from the memory, return whether it is finite."""
+        scaled = q * scale
+        if batch.sent is not None:
+            for memory, factor in zip(batch.sent, (p, q), strict=True):
+                memory.next().copy_(factor)
         for i, gradient in enumerate(batch.views(flat)):
-            mean = to_gradient(torch.mm(p[i].t(), q[i], out=None if at_once else gradient), flat.dtype)
-            if at_once and batch.memory is not None:
-                repay_(batch.memory[i], mean, gradient, finite)
-            if at_once:
-                gradient.copy_(mean)
-        batch.sent = None if at_once else (p, q)
-
-    def _settle(self) -> None:
-        for plan in self._plans.values():
-            for batch in plan.batches:
-                batch.settle_()
+            if gradient.dtype == q.dtype:
+                torch.mm(p[i].t(), scaled[i], out=gradient)
+            else:
+                gradient.copy_(to_gradient(torch.mm(p[i].t(), scaled[i]), flat.dtype))
+            if batch.memory is not None and batch.sent is None:
+                batch.memory.next()[i].sub_(gradient.to(q.dtype) / scale)
+        return sent_is_finite(scaled, flat.dtype)
 
     def _make_plan(self, flat: Tensor, bucket: Bucket) -> _Plan:
         by_shape: dict[tuple[int, int], list[Slot]] = {}
-        for slot in filter(self._shrinks, bucket.slots):
-            by_shape.setdefault(_matrix_shape(slot), []).append(slot)
-        like = flat.new_empty(0, dtype=work_dtype(flat.dtype))
-        batches = [self._make_batch(slots, shape, like) for shape, slots in by_shape.items()]
-        return _Plan(batches, [slot for slot in bucket.slots if not self._shrinks(slot)])
+        for slot in bucket.slots:
+            if self._shrinks(slot.shape):
+                by_shape.setdefault(_matrix_shape(slot.shape), []).append(slot)
+        batches = [self._make_batch(slots, shape, flat.dtype, flat) for shape, slots in by_shape.items()]
+        return _Plan(batches, [slot for slot in bucket.slots if not self._shrinks(slot.shape)])
 
-    def _make_batch(self, slots: list[Slot], shape: tuple[int, int], like: Tensor) -> _Batch:
-        n, m = shape
-        factor = self._make_factor([slot.name for slot in slots], (self._rank(n, m), m), like)
+    def _make_batch(self, slots: list[Slot], shape: tuple[int, int], dtype: torch.dtype, flat: Tensor) -> _Batch:
+        (n, m), k = shape, len(slots)
+        r = self._rank(n, m)
+        like = flat.new_empty(0, dtype=work_dtype(dtype))
+        factor = self._make_factor([slot.name for slot in slots], (r, m), like)
         if not self._config.use_error_feedback:
-            return _Batch(slots, shape, factor, None)
-        residual = like.new_zeros((len(slots), n, m))
-        for slot, own in zip(slots, residual, strict=True):
-            move(self._residuals, slot.name, own.view(slot.shape))
-        return _Batch(slots, shape, factor, residual)
+            return _Batch(slots, shape, factor, None, None)
+        residual, sent = like.new_zeros((k, n, m)), None
+        if like.dtype == dtype:
+            sent = Memory(like.new_zeros((k, r, n))), Memory(like.new_zeros((k, r, m)))
+        for i, slot in enumerate(slots):
+            entry = self._stored.pop(slot.name, {})
+            if "sent_p" in entry and sent is not None:
+                sent[0].value[i], sent[1].value[i] = entry["sent_p"], entry["sent_q"]
+                residual[i] = entry["residual"].view(n, m)
+            elif "residual" in entry:
+                residual[i] = settled(entry).view(n, m)
+        return _Batch(slots, shape, factor, Memory(residual), sent)
+
+    def _entry_shapes(self, shapes: list[tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+        if len(shapes) != 1 or not self._shrinks(shapes[0]):
+            return {}
+        n, m = _matrix_shape(shapes[0])
+        residual = {"residual": shapes[0]} if self._config.use_error_feedback else {}
+        return {"factor": (self._rank(n, m), m), **residual}
 
     def _rank(self, n: int, m: int) -> int:
         return min(n, m, self._config.matrix_approximation_rank)
 
-    def _shrinks(self, slot: Slot) -> bool:
-        if len(slot.shape) < 2 or slot.numel == 0:
+    def _shrinks(self, shape: tuple[int, ...]) -> bool:
+        if len(shape) < 2 or 0 in shape:
             return False
-        n, m = _matrix_shape(slot)
+        n, m = _matrix_shape(shape)
         return (n + m) * self._rank(n, m) * self._config.min_compression_rate < n * m
 
 
 def _load_by_blocks(
-    matrix: Tensor, gradient: Tensor, start: Tensor, product: Tensor, sent: tuple[Tensor, Tensor] | None
+    memory: Tensor,
+    gradient: Tensor,
+    loss_scale: float | Tensor,
+    sent: tuple[Tensor, Tensor] | None,
+    start: Tensor,
+    out: tuple[Tensor, Tensor],
 ) -> None:
-    """`matrix += gradient - P^T Q` and `product = start matrix^T`, in blocks of rows that stay in the cache.
+    """`matrix = memory + gradient - P^T Q` and `product = start matrix^T`, in blocks of rows that stay in the cache.
 
     Args:
-        matrix: shape `(n, m)`.
+        memory: shape `(n, m)`.
         gradient: shape `(n, m)`.
+        loss_scale: to divide the gradient by.
+        sent: P, shape `(r, n)`, and Q, `(r, m)`, or `None` for zero.
         start: shape `(r, m)`.
-        product: shape `(r, n)`, written.
-        sent: P, shape `(r, n)`, and Q, `(r, m)`.
+        out: the matrix, shape `(n, m)`, and the product, shape `(r, n)`.
     """
+    matrix, product = out
     rows = max(1, _BLOCK_NUMEL // matrix.shape[1])
     for first in range(0, matrix.shape[0], rows):
         block = slice(first, first + rows)
+        add_unscaled(memory[block], gradient[block], loss_scale, out=matrix[block])
         if sent is not None:
             matrix[block].addmm_(sent[0][:, block].t(), sent[1], alpha=-1)
-        matrix[block].add_(gradient[block])
         torch.mm(start, matrix[block].t(), out=product[:, block])
 
 
-def _matrix_shape(slot: Slot) -> tuple[int, int]:
-    return slot.shape[0], slot.numel // slot.shape[0]
+def _matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
+    return shape[0], math.prod(shape[1:])

@@ -8,8 +8,10 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
+from lightning_commhooks.core.checkpoint import StateReader, StateWriter
 from lightning_commhooks.core.collectives import Group
 from lightning_commhooks.core.hook import BoundHook, Bucket, CommHook
+from lightning_commhooks.core.memory import num_overflowed
 from lightning_commhooks.core.registry import get_hook
 from lightning_commhooks.hooks import HookName
 
@@ -45,42 +47,53 @@ class Cast(CommHook):
             raise ValueError(f"dtype must be one of {sorted(_DTYPES)}, is {self.dtype!r}")
 
     def bind(self, group: Group) -> BoundHook:
-        return _BoundCast(get_hook(self.hook).bind(group), _DTYPES[self.dtype])
+        hook = get_hook(self.hook)
+        return _BoundCast(hook, hook.bind(group), _DTYPES[self.dtype])
 
 
 class _BoundCast(BoundHook):
-    def __init__(self, inner: BoundHook, dtype: torch.dtype) -> None:
+    def __init__(self, hook: CommHook, inner: BoundHook, dtype: torch.dtype) -> None:
         super().__init__(inner.group)
-        self.inner = inner
+        self.has_memory = inner.has_memory
+        self._hook = hook
+        self._inner = inner
         self._dtype = dtype
 
-    def reduce(self, flat: Tensor, bucket: Bucket) -> None:
+    def reduce(self, flat: Tensor, bucket: Bucket) -> Tensor | None:
         half = self._cast(flat)
-        self.inner.reduce(half, bucket)
+        finite = self._inner.reduce(half, bucket)
         if half is not flat:
             flat.copy_(half)
+        return finite
+
+    def end_step(self, finite: Tensor) -> None:
+        self._inner.end_step(finite)
 
     def reduce_sparse(self, grad: Tensor, bucket: Bucket) -> Tensor:
-        return self.inner.reduce_sparse(self._cast(grad), bucket).to(grad.dtype)
+        return self._inner.reduce_sparse(self._cast(grad), bucket).to(grad.dtype)
 
     def _cast(self, gradient: Tensor) -> Tensor:
-        passed_on = not gradient.is_floating_point() or gradient.element_size() <= self._dtype.itemsize
-        return gradient if passed_on else gradient.to(self._dtype)
+        if not gradient.is_floating_point() or gradient.element_size() <= self._dtype.itemsize:
+            return gradient
+        half = gradient.to(self._dtype)
+        if not gradient.is_sparse:
+            self.group.counters.numel_overflowed += num_overflowed(gradient, half)
+        return half
 
     def drain_(self, flat: Tensor, bucket: Bucket) -> None:
-        self.inner.drain_(flat, bucket)
+        self._inner.drain_(flat, bucket)
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"inner": self.inner.state_dict()}
+    def state_dict(self, writer: StateWriter) -> dict[str, Any]:
+        return {"inner": writer.hook(self._hook, self._inner)}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.inner.load_state_dict(state["inner"])
+    def load_state_dict(self, state: dict[str, Any], reader: StateReader) -> None:
+        reader.hook(reader.section(state, "inner"), self._hook, self._inner)
 
     def compression_stats(self) -> tuple[float, int, int]:
-        return self.inner.compression_stats()
+        return self._inner.compression_stats()
 
     def closing_warnings(self, steps: int) -> list[str]:
-        return self.inner.closing_warnings(steps)
+        return self._inner.closing_warnings(steps)
 
     def release(self) -> None:
-        self.inner.release()
+        self._inner.release()

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
+from lightning_commhooks.core.checkpoint import StateReader, StateWriter
 from lightning_commhooks.core.collectives import Group
 from lightning_commhooks.core.hook import BoundHook, Bucket, CommHook
 from lightning_commhooks.core.layout import any_nonzero
@@ -48,18 +49,26 @@ class Schedule(CommHook):
         return hash(tuple(self.hooks.items()))
 
     def bind(self, group: Group) -> BoundHook:
-        return _BoundSchedule({step: get_hook(hook).bind(group) for step, hook in self.hooks.items()}, group)
+        return _BoundSchedule({step: get_hook(hook) for step, hook in self.hooks.items()}, group)
 
 
 class _BoundSchedule(BoundHook):
-    def __init__(self, phases: dict[int, BoundHook], group: Group) -> None:
+    def __init__(self, hooks: dict[int, CommHook], group: Group) -> None:
         super().__init__(group)
-        self._phases = phases
-        # For each parameter, when the phase that last averaged it began.
+        self._hooks = hooks
+        self._phases = {start: hook.bind(group) for start, hook in hooks.items()}
+        self.has_memory = any(phase.has_memory for phase in self._phases.values())
+        # For each parameter, when the phase that last averaged it began; and what that will be after this step.
         self._last_phase: dict[str, int] = {}
+        self._next_phase: dict[str, int] = {}
 
-    def reduce(self, flat: Tensor, bucket: Bucket) -> None:
+    def reduce(self, flat: Tensor, bucket: Bucket) -> Tensor | None:
         phase = self._phase(bucket.step)
+        if self.has_memory:
+            self._hand_over(flat, bucket, phase)
+        return self._phases[phase].reduce(flat, bucket)
+
+    def _hand_over(self, flat: Tensor, bucket: Bucket, phase: int) -> None:
         changing = [slot for slot in bucket.slots if self._last_phase.setdefault(slot.name, phase) != phase]
         if changing and bucket.may_be_unused:
             # DDP throws away what a hook returns for a parameter that no rank used: hand over when one does.
@@ -67,8 +76,15 @@ class _BoundSchedule(BoundHook):
             changing = [slot for slot, is_used in zip(changing, used, strict=True) if is_used]
         for slot in changing:
             self._phases[self._last_phase[slot.name]].drain_(flat, dataclasses.replace(bucket, slots=(slot,)))
-            self._last_phase[slot.name] = phase
-        self._phases[phase].reduce(flat, bucket)
+            self._next_phase[slot.name] = phase
+
+    def end_step(self, finite: Tensor) -> None:
+        for hook in self._phases.values():
+            hook.end_step(finite)
+        # The one time that a CUDA device is waited for: in the first step of a phase.
+        if self._next_phase and finite:
+            self._last_phase |= self._next_phase
+        self._next_phase = {}
 
     def reduce_sparse(self, grad: Tensor, bucket: Bucket) -> Tensor:
         return self._phases[self._phase(bucket.step)].reduce_sparse(grad, bucket)
@@ -80,14 +96,19 @@ class _BoundSchedule(BoundHook):
     def _phase(self, step: int) -> int:
         return max(start for start in self._phases if start <= step)
 
-    def state_dict(self) -> dict[str, Any]:
-        phases = {str(start): hook.state_dict() for start, hook in self._phases.items()}
+    def state_dict(self, writer: StateWriter) -> dict[str, Any]:
+        phases = {str(start): writer.hook(self._hooks[start], phase) for start, phase in self._phases.items()}
         return {"phases": phases, "last_phase": dict(self._last_phase)}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._last_phase = dict(state["last_phase"])
-        for start, hook in self._phases.items():
-            hook.load_state_dict(state["phases"][str(start)])
+    def load_state_dict(self, state: dict[str, Any], reader: StateReader) -> None:
+        saved = reader.section(state, "phases")
+        for begin in sorted(saved.keys() ^ {str(start) for start in self._phases}):
+            reader.differs(f"a phase of the schedule begins at step {begin} {'then' if begin in saved else 'now'} only")
+        for start, phase in self._phases.items():
+            if str(start) in saved:
+                reader.hook(saved[str(start)], self._hooks[start], phase)
+        last = reader.section(state, "last_phase")
+        self._last_phase = {name: start for name, start in last.items() if start in self._phases}
 
     def compression_stats(self) -> tuple[float, int, int]:
         return self._phases[max(self._last_phase.values(), default=0)].compression_stats()

@@ -1,0 +1,248 @@
+"""Hook state as tensors and primitives; loads on another world size, and says what does not fit."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import zlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_commhooks.core.collectives import Group
+from lightning_commhooks.core.hook import BoundHook, CommHook
+
+logger = logging.getLogger(__name__)
+
+FORMAT = 1
+_KEYS = {"format", "steps", "world_size", "exact", "parameters", "num_tensors", "hook"}
+
+
+def describe(hook: CommHook) -> dict[str, Any]:
+    """A hook's name and options as primitives."""
+    names: list[str] = [field.name for field in dataclasses.fields(hook)] if dataclasses.is_dataclass(hook) else []
+    return {"name": hook.name, "options": {name: _primitive(getattr(hook, name)) for name in names}}
+
+
+def _primitive(value: object) -> Any:
+    if isinstance(value, CommHook):
+        return describe(value)
+    if isinstance(value, Mapping):
+        return {str(key): _primitive(part) for key, part in value.items()}
+    return value if value is None or isinstance(value, (str, int, float, bool)) else repr(value)
+
+
+class StateWriter:
+    """Copies tensors into a state, on CPU so that it can be loaded anywhere.
+
+    Args:
+        group: the ranks.
+        exact: keep what differs between ranks for each rank, not only its mean.
+    """
+
+    def __init__(self, group: Group, exact: bool) -> None:
+        self._group = group
+        self.exact = exact
+
+    def shared(self, tensor: Tensor) -> Tensor:
+        """A copy of a tensor that is equal on all ranks."""
+        return tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)
+
+    def per_rank(self, tensor: Tensor) -> Tensor:
+        """Of a tensor that differs between ranks its mean; with `exact` all of them, shape `(w, *shape)`."""
+        if self.exact:
+            return self._group.all_gather(tensor.reshape(-1)).view(-1, *tensor.shape).cpu()
+        mean = tensor.clone(memory_format=torch.contiguous_format)
+        return self._group.all_reduce_mean_(mean).cpu()
+
+    def hook(self, hook: CommHook, bound: BoundHook) -> dict[str, Any]:
+        """The state of a hook, with what is needed to recognize it."""
+        return {**describe(hook), "state": bound.state_dict(self)}
+
+
+class StateReader:
+    """Gives a hook its part of a saved state.
+
+    Args:
+        saved: what [`save`][] returned.
+        shapes: of all parameters of the model, by name.
+        group: the ranks now.
+        strict: whether a difference is an error.
+
+    Attributes:
+        is_exact: whether each rank gets back exactly what it saved.
+        differences: what was left out so far, one text each.
+    """
+
+    def __init__(self, saved: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], group: Group, strict: bool):
+        self._group = group
+        self._strict = strict
+        self._options = ""
+        self._saved_exact = bool(saved["exact"])
+        self.is_exact = self._saved_exact and saved["world_size"] == group.size
+        self.differences: list[str] = []
+        saved_shapes = {name: tuple(shape) for name, shape in saved["parameters"].items()}
+        self._shapes = {name: shape for name, shape in shapes.items() if saved_shapes.get(name) == shape}
+        self._parameters = saved_shapes, dict(shapes)
+
+    def differs(self, problem: str) -> None:
+        """Tell of a part of the state that does not fit. Returns only when that part may be left out.
+
+        Raises:
+            ValueError: the state is to fit exactly.
+        """
+        if self._strict:
+            raise ValueError(
+                f"the state of the communication hook does not fit: {problem}{self._options}. With strict_state=False "
+                "entries that do not fit begin anew"
+            )
+        self.differences.append(problem)
+
+    def check_parameters(self) -> None:
+        """Tell of the parameters that are not the same as when the state was saved."""
+        saved, now = self._parameters
+        for name in {**saved, **now}:
+            if name not in now:
+                self.differs(f"parameter {name!r} of the state is not in the model")
+            elif name not in saved:
+                self.differs(f"parameter {name!r} of the model is not in the state")
+            elif saved[name] != now[name]:
+                self.differs(f"parameter {name!r} has shape {list(saved[name])} in the state and {list(now[name])} now")
+
+    def section(self, state: Any, key: str) -> Mapping[str, Any]:
+        """The dictionary `state[key]`; an empty one if there is none."""
+        section = state.get(key) if isinstance(state, Mapping) else None
+        if isinstance(section, Mapping):
+            return section
+        self.differs(f"it has no {key!r}")
+        return {}
+
+    def shape_of(self, name: str) -> tuple[int, ...] | None:
+        """Shape of a parameter in memory order; `None` if the model now has none of that name and shape."""
+        return self._shapes.get(name)
+
+    def shared(self, tensor: Tensor) -> Tensor:
+        """A copy on the gradients' device of what `StateWriter.shared` saved."""
+        return tensor.to(self._group.device, copy=True)
+
+    def per_rank(self, tensor: Tensor) -> Tensor:
+        """This rank's part of what `StateWriter.per_rank` saved: its own or the mean, whose sum is the same."""
+        if self._saved_exact:
+            tensor = tensor[self._group.rank] if self.is_exact else tensor.mean(dim=0)
+        return tensor.to(self._group.device, copy=True)
+
+    def hook(self, saved: Any, hook: CommHook, bound: BoundHook) -> None:
+        """Let a hook load what `StateWriter.hook` saved of it."""
+        if not isinstance(saved, Mapping) or not {"name", "options", "state"} <= saved.keys():
+            self.differs(f"there is nothing of hook {hook.name!r}")
+        elif saved["name"] != hook.name:
+            self.differs(f"it is of hook {saved['name']!r}, not of {hook.name!r}")
+        else:
+            now = describe(hook)["options"]
+            changed = [f"{k} was {v!r}, is {now.get(k)!r}" for k, v in saved["options"].items() if v != now.get(k)]
+            around, self._options = self._options, f" ({'; '.join(changed)})" if changed else ""
+            bound.load_state_dict(saved["state"], self)
+            self._options = around
+
+
+def save(
+    hook: CommHook, bound: BoundHook, steps: int, shapes: Mapping[str, tuple[int, ...]], exact: bool
+) -> dict[str, Any]:
+    """State of a hook as tensors and primitives, equal on all ranks. Collective, on the engine."""
+    with bound.group.counters.paused():
+        state = StateWriter(bound.group, exact).hook(hook, bound)
+    return {
+        "format": FORMAT,
+        "steps": steps,
+        "world_size": bound.group.size,
+        "exact": exact,
+        "parameters": {name: list(shape) for name, shape in shapes.items()},
+        "num_tensors": sum(isinstance(leaf, Tensor) for leaf in _leaves(state)),
+        "hook": state,
+    }
+
+
+def load(
+    saved: Any, hook: CommHook, bound: BoundHook, shapes: Mapping[str, tuple[int, ...]], strict: bool
+) -> list[str]:
+    """Let a hook take over what [`save`][] returned. Collective, on the engine.
+
+    Returns:
+        what was left out because it does not fit; nothing when `strict`.
+
+    Raises:
+        ValueError: on all ranks, if on one of them the state does not fit, or ranks have different states.
+    """
+    error, differences = "", []
+    try:
+        differences = _load(saved, hook, bound, shapes, strict)
+    except ValueError as problem:
+        error = str(problem)
+    with bound.group.counters.paused():
+        digest = -1 if error else _digest(saved)
+        digests = bound.group.all_gather(torch.tensor([digest], device=bound.group.device)).view(-1).tolist()
+    if error:
+        raise ValueError(error)
+    if -1 in digests:
+        raise ValueError(f"the state of the communication hook does not fit on rank {digests.index(-1)} of its group")
+    if len(set(digests)) > 1:
+        raise ValueError("ranks were given different states of the communication hook; load the same on all of them")
+    return differences
+
+
+def _load(
+    saved: Any, hook: CommHook, bound: BoundHook, shapes: Mapping[str, tuple[int, ...]], strict: bool
+) -> list[str]:
+    problem = _problem(saved)
+    if problem:
+        if strict:
+            raise ValueError(f"not the state of a communication hook: {problem}. With strict_state=False it is ignored")
+        return [f"the whole state, {problem}"]
+    reader = StateReader(saved, shapes, bound.group, strict)
+    if bound.has_memory and saved["hook"].get("name") == hook.name:
+        reader.check_parameters()
+    reader.hook(saved["hook"], hook, bound)
+    if bound.has_memory and saved["world_size"] != bound.group.size and bound.group.global_rank == 0:
+        logger.info(
+            "state of hook %r: saved on %d ranks, loaded on %d; each begins with the mean of what the ranks still owed",
+            hook.name,
+            saved["world_size"],
+            bound.group.size,
+        )
+    return reader.differences
+
+
+def _problem(saved: Any) -> str:
+    """Why this is nothing that [`save`][] returned, empty if it is."""
+    if not isinstance(saved, Mapping):
+        return f"it is a {type(saved).__name__}"
+    if saved.get("format") != FORMAT:
+        return f"its format is {saved.get('format')!r}, not {FORMAT}"
+    if missing := _KEYS - saved.keys():
+        return f"it has no {sorted(missing)[0]!r}"
+    if not isinstance(saved["hook"], Mapping) or not isinstance(saved["parameters"], Mapping):
+        return "its hook or parameters are no dictionary"
+    num_tensors = sum(isinstance(leaf, Tensor) for leaf in _leaves(saved["hook"]))
+    if num_tensors != saved["num_tensors"]:
+        return f"it is truncated: {num_tensors} tensors of {saved['num_tensors']}"
+    return ""
+
+
+def _leaves(state: Any) -> Iterator[Any]:
+    if isinstance(state, Mapping):
+        for key in state:
+            yield key
+            yield from _leaves(state[key])
+    else:
+        yield state
+
+
+def _digest(saved: Any) -> int:
+    """A number that differs for different states, from a part of each tensor."""
+    digest = 0
+    for leaf in _leaves(saved):
+        some = leaf.reshape(-1)[:64].tolist() if isinstance(leaf, Tensor) else leaf
+        digest = zlib.crc32(repr(some).encode(), digest)
+    return digest

@@ -1,0 +1,71 @@
+"""Tensors that a bad step leaves as they were, and how to tell a bad step."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class Memory:
+    """A tensor that changes from step to step, but only in steps that turn out to be finite.
+
+    A step is over when its last bucket is reduced, so a bucket cannot know yet. It writes to `next`, and
+    `end_step` decides. Holds two tensors, because no arithmetic gets the old value back exactly.
+
+    Args:
+        value: any shape and floating-point dtype; becomes the memory itself, not a copy.
+
+    Attributes:
+        value: what holds now. To be changed by `end_step` only.
+    """
+
+    def __init__(self, value: Tensor) -> None:
+        self.value = value
+        self._spare: Tensor | None = None
+        self._written = False
+
+    def next(self) -> Tensor:
+        """The tensor to write the next value to, all of it; what is in it before is arbitrary."""
+        if self._spare is None:
+            self._spare = torch.empty_like(self.value)
+        self._written = True
+        return self._spare
+
+    def end_step(self, finite: Tensor) -> None:
+        """Take over what was written to `next`, if anything was and the step is finite.
+
+        Args:
+            finite: boolean, one element. Of a CUDA device it is not waited for.
+        """
+        if not self._written:
+            return
+        assert self._spare is not None
+        self._written = False
+        if finite.is_cuda:
+            torch.where(finite, self._spare, self.value, out=self.value)
+        elif finite:
+            self.value, self._spare = self._spare, self.value
+
+
+def all_finite(tensor: Tensor) -> Tensor:
+    """Boolean, one element on the tensor's device: whether no element is inf or NaN. Waits for no CUDA device."""
+    if tensor.is_cuda:
+        return tensor.isfinite().all()
+    if not tensor.numel():
+        return torch.tensor(True)
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    # On CPU a sum takes a fiftieth of the time of isfinite(). It may overflow, so it cannot say no.
+    finite = bool(tensor.sum().isfinite())
+    return torch.tensor(finite or bool(tensor.max().isfinite() and tensor.min().isfinite()))
+
+
+def num_overflowed(exact: Tensor, half: Tensor) -> int | Tensor:
+    """Number of elements that are finite in `exact` and not in `half`, a cast of it; on CUDA as a tensor.
+
+    0 for bfloat16, which has the range of float32.
+    """
+    if half.dtype != torch.float16 or (not half.is_cuda and all_finite(half)):
+        return 0
+    overflowed = (half.isfinite().logical_not() & exact.isfinite()).sum()
+    return overflowed if half.is_cuda else int(overflowed)

@@ -1,0 +1,174 @@
+"""What runs for one attachment. Together with `attach.py` the only file that knows DDP's buckets."""
+
+# No `from __future__ import annotations`: DDP compares the annotations of the hooks that are made here.
+
+import warnings
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._C._distributed_c10d import GradBucket
+from torch.futures import Future
+
+from lightning_commhooks.core.collectives import Group
+from lightning_commhooks.core.engine import Engine, HookError, StreamEngine, ThreadEngine
+from lightning_commhooks.core.groups import backend_for, destroy, own_group
+from lightning_commhooks.core.hook import BoundHook, Bucket, CommHook
+from lightning_commhooks.core.layout import Layout
+from lightning_commhooks.core.metrics import Counters
+from lightning_commhooks.core.steps import FiniteSteps, StepClock
+from lightning_commhooks.core.user_hook import DDPHook
+
+T = TypeVar("T")
+Trampoline = Callable[[object, GradBucket], Future[Tensor]]
+
+
+class Runtime:
+    """A bound hook, its engine and its counts, on whatever DDP model they are attached to at present.
+
+    Args:
+        hook: configuration, or a user's own function.
+        label: name of the hook.
+        process_group: of the model.
+        device: of its gradients.
+        hook_state: of a user's own function.
+        grad_scaler: which scales the loss, if any does.
+    """
+
+    def __init__(
+        self,
+        hook: CommHook | DDPHook,
+        label: str,
+        process_group: dist.ProcessGroup,
+        device: torch.device,
+        hook_state: object,
+        grad_scaler: torch.amp.GradScaler | None,
+    ) -> None:
+        self.counters = Counters()
+        self.hook_state = hook_state
+        self.layout = Layout(nn.Module())
+        self._grad_scaler = grad_scaler
+        self._warned = False
+        self._owned: dist.ProcessGroup | None = None
+        self._engine: Engine | None = None
+        if not isinstance(hook, CommHook):
+            self.config: CommHook = _UserFunction(label)
+            self.bound = self.config.bind(Group(process_group, self.counters, device))
+            self.clock = StepClock(self.counters)
+            return
+        self.config = hook
+        if device.type == "cuda" and backend_for(process_group, device) == dist.Backend.NCCL:
+            self._engine = StreamEngine(device)
+        else:
+            self._owned = own_group(process_group, device)
+            self._engine = ThreadEngine()
+        group = Group(self._owned or process_group, self.counters, device)
+        try:
+            self.bound = hook.bind(group)
+        except BaseException:
+            self._engine.close()
+            destroy(self._owned, group)
+            raise
+        self._steps = FiniteSteps(self.bound, self._engine)
+        self.clock = StepClock(self.counters, self._steps.end)
+
+    def call(self, function: Callable[[], T]) -> T:
+        """Run a function in turn with the hook."""
+        return self._engine.call(function) if self._engine is not None else function()
+
+    def trampoline(self, hook: CommHook | DDPHook, may_be_unused: bool) -> Trampoline:
+        """The function that DDP calls for each bucket."""
+        # Nothing here may hold the model: the model holds this function through its C++ reducer.
+        if not isinstance(hook, CommHook):
+            return self._counting(hook)
+        engine = self._engine
+        assert engine is not None
+
+        def trampoline(state: object, bucket: GradBucket) -> Future[Tensor]:
+            flat = bucket.buffer()
+            slots = self.layout.slots(bucket.parameters(), flat.numel())
+            index, is_last = bucket.index(), bucket.is_last()
+            step = self._step_of(index, is_last)
+            plain = Bucket(index, is_last, step, slots, may_be_unused, _current_scale(self._grad_scaler))
+            return engine.submit(lambda: self._reduce(flat, plain), flat.device)
+
+        return trampoline
+
+    def _reduce(self, flat: Tensor, bucket: Bucket) -> Tensor:
+        group, finite = self.bound.group, None
+        try:
+            _count_dense(group, flat)
+            if flat.is_sparse:
+                flat = self.bound.reduce_sparse(flat, bucket)
+            else:
+                finite = self.bound.reduce(flat, bucket)
+            self._steps.add(flat._values() if flat.is_sparse else flat, finite)
+            return flat
+        except Exception as error:
+            names = ", ".join(bucket.names[:3]) + (", ..." if len(bucket.names) > 3 else "")
+            raise HookError(
+                f"communication hook {self.config.name!r} failed on rank {group.global_rank} at step {bucket.step}, "
+                f"bucket {bucket.index} ({names}): {error}"
+            ) from error
+
+    def _counting(self, hook: DDPHook) -> Trampoline:
+        def trampoline(state: object, bucket: GradBucket) -> Future[Tensor]:
+            self._step_of(bucket.index(), bucket.is_last())
+            _count_dense(self.bound.group, bucket.buffer())
+            result: Future[Tensor] = hook(state, bucket)
+            return result
+
+        return trampoline
+
+    def _step_of(self, index: int, is_last: bool) -> int:
+        if not self._warned and (names := self.layout.unfrozen()):
+            self._warned = True
+            warnings.warn(
+                f"{len(names)} parameters are trained now that were frozen when the model was wrapped in "
+                f"DistributedDataParallel, {names[0]!r} first: DDP does not average their gradients and ranks diverge. "
+                "Wrap the module again and give the new wrapper to Attachment.move_to()",
+                stacklevel=2,
+            )
+        return self.clock.step_of(index, is_last)
+
+    def close(self) -> None:
+        """Release thread, process group and memory; warn of what the user should know."""
+        self.layout = Layout(nn.Module())
+        if self._engine is None:
+            return
+        self._engine.close()
+        destroy(self._owned, self.bound.group)
+        # All ranks have the same to say. Last: where warnings are errors, nothing else may be left to do.
+        texts = self.bound.closing_warnings(self.clock.steps) if self.bound.group.global_rank == 0 else []
+        self.bound.release()
+        for text in texts:
+            warnings.warn(text, stacklevel=4)
+
+
+class _UserFunction(CommHook):
+    """Stands for a DDP hook function where a configuration is expected: it has no state that we know of."""
+
+    def __init__(self, label: str) -> None:
+        self.name = label  # type: ignore[misc]  # of the instance here
+
+    def bind(self, group: Group) -> BoundHook:
+        return _NoState(group)
+
+
+class _NoState(BoundHook):
+    def reduce(self, flat: Tensor, bucket: Bucket) -> None:
+        raise AssertionError("DDP calls the function itself")
+
+
+def _count_dense(group: Group, flat: Tensor) -> None:
+    group.counters.bytes_dense += group.ring_bytes(flat._values() if flat.is_sparse else flat)
+
+
+def _current_scale(grad_scaler: torch.amp.GradScaler | None) -> float | Tensor:
+    # Not get_scale(): that waits for the device. None as long as the scaler has scaled nothing.
+    scale: Tensor | None = getattr(grad_scaler, "_scale", None)
+    if scale is None:
+        return 1.0
+    return scale if scale.is_cuda else scale.item()
