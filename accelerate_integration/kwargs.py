@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any
 
+import torch
 from torch.nn.parallel import DistributedDataParallel
 
 try:
+    from accelerate import Accelerator
     from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs
 except ImportError as error:
     raise ImportError(
@@ -70,4 +74,16 @@ class CommHookKwargs(DistributedDataParallelKwargs):
 
     def register_comm_hook(self, model: DistributedDataParallel) -> None:
         """Called by Accelerate for each model it wraps."""
-        self.attachments.append(attach(model, self.hook, hook_state=self.hook_state))  # type: ignore[arg-type]
+        scaler = _scaler_of(sys._getframe(1))
+        self.attachments.append(attach(model, self.hook, hook_state=self.hook_state, grad_scaler=scaler))  # type: ignore[arg-type]
+
+
+def _scaler_of(caller: FrameType | None) -> torch.amp.GradScaler | None:
+    """The scaler of the `Accelerator` that calls a handler, which it gives no reference to itself."""
+    while caller is not None:
+        accelerator = caller.f_locals.get("self")
+        if isinstance(accelerator, Accelerator):
+            scaler: torch.amp.GradScaler | None = accelerator.scaler
+            return scaler
+        caller = caller.f_back
+    return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -13,6 +14,8 @@ from lightning_commhooks.core.hook import CommHook
 from lightning_commhooks.hooks import HookName
 
 logger = logging.getLogger(__name__)
+
+CHECKPOINT_KEY = "lightning_commhooks"
 
 _REPLACED = {
     "ddp_comm_hook": "pass it as hook=... (with hook_state=... for a function), or use a hook's name",
@@ -26,9 +29,15 @@ class CompressedDDPMixin:
     """Registers a communication hook on every accelerator; put before a `DDPStrategy` in a class's bases."""
 
     _misconfiguration: ClassVar[type[Exception]]
+    model: Any
 
     def __init__(
-        self, hook: HookName | CommHook | Callable[..., Any], hook_state: object | None = None, **kwargs: Any
+        self,
+        hook: HookName | CommHook | Callable[..., Any],
+        hook_state: object | None = None,
+        exact_state: bool = False,
+        strict_state: bool = True,
+        **kwargs: Any,
     ) -> None:
         for argument, replacement in _REPLACED.items():
             if kwargs.get(argument) is not None:
@@ -40,7 +49,12 @@ class CompressedDDPMixin:
         except ValueError as error:
             raise self._misconfiguration(f"{type(self).__name__}: {error}") from error
         self._hook_state = hook_state
+        self._exact_state = exact_state
+        self._strict_state = strict_state
         self._attachment: Attachment | None = None
+        # Lightning reads checkpoints before there is a DDP model, and writes some after it is gone.
+        self._state_to_load: dict[str, Any] | None = None
+        self._last_state: dict[str, Any] | None = None
         super().__init__(**kwargs)
 
     @property
@@ -56,9 +70,23 @@ class CompressedDDPMixin:
         # Lightning forgets to reset this: a second fit with static_graph and manual optimization would not
         # synchronize at all.
         self._pl_static_graph_delay_done = False
-        model = self.model  # type: ignore[attr-defined]
+        self._last_state = None
+        model = self.model
         assert isinstance(model, DistributedDataParallel)
-        self._attachment = attach(model, self._hook, hook_state=self._hook_state)
+        self._attachment = attach(
+            model,
+            self._hook,
+            hook_state=self._hook_state,
+            grad_scaler=getattr(self.precision_plugin, "scaler", None),  # type: ignore[attr-defined]
+            exact_state=self._exact_state,
+        )
+        self._check_registered(model)
+        if self._state_to_load is not None:
+            self._load(self._state_to_load)
+            self._state_to_load = None
+
+    def _check_registered(self, model: DistributedDataParallel) -> None:
+        assert self._attachment is not None
         if self._attachment.name not in registered_name(model):
             raise self._misconfiguration(
                 f"DDP reports the hook {registered_name(model)!r} instead of {self._attachment.name!r}; another "
@@ -66,8 +94,75 @@ class CompressedDDPMixin:
             )
         logger.info("communication hook %r registered on %s", self._hook, self.root_device)  # type: ignore[attr-defined]
 
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Wrap the model again if parameters were unfrozen, which DDP would not average; then the step itself."""
+        if self._attachment is not None and not self._attachment.is_closed and self._attachment.unfrozen():
+            self._wrap_again()
+        return super().training_step(*args, **kwargs)  # type: ignore[misc]
+
+    def _wrap_again(self) -> None:
+        assert self._attachment is not None
+        unfrozen = self._attachment.unfrozen()
+        model = self._setup_model(self.lightning_module)  # type: ignore[attr-defined]
+        self._attachment.move_to(model)
+        self.model = model
+        self._check_registered(self.model)
+        logger.info("wrapped the model again: %d parameters were unfrozen, %r first", len(unfrozen), unfrozen[0])
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        """Add the hook's state to a checkpoint that training can resume from, and write it."""
+        if "optimizer_states" in checkpoint and (state := self._state(str(filepath))) is not None:
+            checkpoint[CHECKPOINT_KEY] = state
+        super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)  # type: ignore[misc]
+
+    def _state(self, filepath: str) -> dict[str, Any] | None:
+        if self._attachment is None or self._attachment.is_closed:
+            return self._last_state
+        # Where ranks are not at the same place of the program, they cannot average what they owe. Lightning names the
+        # files so that its handler of SLURM's signal writes.
+        if self.lightning_module.trainer.interrupted or "hpc_ckpt_" in filepath:  # type: ignore[attr-defined]
+            logger.warning("the checkpoint %s has no error feedback of hook %r", filepath, self._attachment.name)
+            return self._attachment.shared_state_dict()
+        return self._attachment.state_dict()
+
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
+        """Read a checkpoint; keep the hook's state in it for the fit that is about to begin."""
+        checkpoint = super().load_checkpoint(*args, **kwargs)  # type: ignore[misc]
+        if self.lightning_module.trainer.state.fn != "fit":  # type: ignore[attr-defined]
+            return checkpoint
+        state = checkpoint.get(CHECKPOINT_KEY, {})
+        if self._attachment is not None and not self._attachment.is_closed:
+            # Lightning's tuner goes back to where it began in the middle of a fit.
+            self._load(state)
+        else:
+            self._state_to_load = state
+        return checkpoint
+
+    def _load(self, state: dict[str, Any]) -> None:
+        attachment = self._attachment
+        assert attachment is not None
+        if state:
+            try:
+                attachment.load_state_dict(state, strict_state=self._strict_state)
+            except ValueError as error:
+                raise self._misconfiguration(f"{type(self).__name__}: {error}") from error
+        elif attachment.bound is not None and attachment.bound.has_memory and self.is_global_zero:  # type: ignore[attr-defined]
+            warnings.warn(
+                f"the checkpoint has no state of hook {attachment.name!r}: it was saved with another strategy, or with "
+                "save_weights_only=True. The hook begins anew, at step 0",
+                stacklevel=2,
+            )
+
+    def on_train_end(self) -> None:
+        """Keep the hook's state for a `Trainer.save_checkpoint()` after training."""
+        super().on_train_end()  # type: ignore[misc]
+        if self._attachment is not None and not self._attachment.is_closed:
+            state = self._attachment.state_dict()
+            self._last_state = state if self.is_global_zero else None  # type: ignore[attr-defined]
+
     def teardown(self) -> None:
         """Close the hook, then tear the strategy down."""
+        self._state_to_load = None
         try:
             if self._attachment is not None:
                 self._attachment.close()

@@ -20,6 +20,10 @@ class CompressedDDPStrategy(CompressedDDPMixin, DDPStrategy):
         hook: name of a hook (`lightning_commhooks.available_hooks()`), a configured hook such as
             `PowerSGD(matrix_approximation_rank=4)`, or a DDP hook function `(state, bucket)`.
         hook_state: the state of such a function.
+        exact_state: save what differs between ranks for each of them, so that a run resumes bit by bit on CPU. Makes
+            checkpoints larger by the size of the gradients times the number of ranks, instead of once.
+        strict_state: whether hook state in a checkpoint that does not fit the model or the hook is an error. If not,
+            what does not fit begins anew, with a warning.
         **kwargs: arguments of `DDPStrategy` and of `torch.nn.parallel.DistributedDataParallel`, without
             `ddp_comm_state`, `ddp_comm_hook`, `ddp_comm_wrapper` and `model_averaging_period`.
 

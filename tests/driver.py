@@ -95,10 +95,10 @@ def backward(ddp, gradients):
 
 
 @contextlib.contextmanager
-def attached(hook, shapes=SHAPES, dtype=torch.float32, **ddp_options):
+def attached(hook, shapes=SHAPES, dtype=torch.float32, exact_state=False, grad_scaler=None, **ddp_options):
     """`(ddp, attachment)` of a `Params` model, closed at the end."""
     ddp = DistributedDataParallel(Params(shapes, dtype), **{"bucket_cap_mb": SMALL_BUCKETS, **ddp_options})
-    attachment = lc.attach(ddp, hook)
+    attachment = lc.attach(ddp, hook, exact_state=exact_state, grad_scaler=grad_scaler)
     with ignoring(NOT_AVERAGING, NOTHING_COMPRESSED, TOO_EARLY):
         yield ddp, attachment
         attachment.close()
@@ -110,6 +110,46 @@ def outputs(rank, world, hook, make, steps, shapes=SHAPES, dtype=torch.float32, 
         means = [backward(ddp, make(rank, step, shapes, dtype)) for step in range(steps)]
         metrics = attachment.metrics()  # first: what a state_dict() sends is counted too
         return means, attachment.state_dict(), metrics
+
+
+def owes(hook):
+    """Whether a hook has error feedback: its own field or that of a hook inside says so."""
+    inner = hook.hooks.values() if hasattr(hook, "hooks") else [getattr(hook, "hook", None)]
+    return getattr(hook, "use_error_feedback", False) or any(owes(h) for h in inner if h is not None)
+
+
+def mean_residuals(state, shapes):
+    """Mean residual by name, wherever it is in a state; zero where there is none."""
+    if state["per_rank"] == "exact":
+        ranks = [{**_of_rank(state, rank), "per_rank": "mean"} for rank in range(state["world_size"])]
+        parts = [mean_residuals(rank, shapes) for rank in ranks]
+        return {name: sum(part[name] for part in parts) / len(parts) for name in shapes}
+    total = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in shapes.items()}
+
+    def visit(part):
+        for key, value in part.items():
+            if key == "entries":
+                for name, entry in value.items():
+                    if "residual" in entry:
+                        total[name] += entry["residual"].view(shapes[name])
+            elif isinstance(value, dict):
+                visit(value)
+
+    visit(state["hook"])
+    return total
+
+
+def _of_rank(part, rank):
+    """One rank's part of an exact state, settled."""
+    if not isinstance(part, dict):
+        return part
+    own = {key: _of_rank(value, rank) for key, value in part.items()}
+    if "residual" in part:
+        own["residual"] = part["residual"][rank]
+        if "sent_p" in part:
+            flat = own["residual"].reshape(own["residual"].shape[0], -1)
+            own["residual"] = flat - part["sent_p"].t() @ part["sent_q"]
+    return own
 
 
 def residuals_of(attachment):

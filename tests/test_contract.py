@@ -14,8 +14,10 @@ from driver import (
     full_rank_gradients,
     low_rank_gradients,
     mean_gradients,
+    mean_residuals,
     norm,
     outputs,
+    owes,
     same,
 )
 
@@ -85,34 +87,11 @@ def test_dtypes(run, label, hook, dtype):
     assert distance(results[0][0][1], expected) <= bound * gradient_norm(2, 1, dtype)
 
 
-def residuals(state, shapes):
-    """Mean residual by name, wherever it is in a nested state; zero where there is none."""
-    total = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in shapes.items()}
-
-    def visit(part):
-        for key, value in part.items():
-            if key == "entries":
-                for name, entry in value.items():
-                    if "residual" in entry:
-                        total[name] += entry["residual"].view(shapes[name])
-            elif isinstance(value, dict):
-                visit(value)
-
-    visit(state)
-    return total
-
-
-def owes(hook):
-    """Whether a hook has error feedback: its own field or that of a hook inside says so."""
-    inner = hook.hooks.values() if hasattr(hook, "hooks") else [getattr(hook, "hook", None)]
-    return getattr(hook, "use_error_feedback", False) or any(owes(h) for h in inner if h is not None)
-
-
 @pytest.mark.parametrize("steps", [3, 6])
 @pytest.mark.parametrize("label", [label for label, hook in HOOKS.items() if owes(hook)])
 def test_error_feedback_loses_nothing(run, world, label, steps):
     (means, state, _), *_ = run(outputs, HOOKS[label], full_rank_gradients, steps, world=world)
-    owed = residuals(state["hook"], SHAPES)
+    owed = mean_residuals(state, SHAPES)
     assert norm(owed) > 0.1 or label == "schedule"
     received = {name: sum(mean[name].double() for mean in means) + owed[name] for name in SHAPES}
     expected = [mean_gradients(full_rank_gradients, world, step, SHAPES) for step in range(steps)]
@@ -167,39 +146,130 @@ def interrupted(rank, world, hook, options, steps, stop):
     return means, state, attachment.metrics()
 
 
+@pytest.mark.parametrize("exact", [False, True], ids=["mean", "exact"])
 @pytest.mark.parametrize("rebuild", [False, True], ids=["same_buckets", "rebuilt_buckets"])
-def test_resumed_run_continues_as_if_uninterrupted(run, label, hook, rebuild):
+def test_resumed_run_continues_as_if_uninterrupted(run, label, hook, rebuild, exact):
     if rebuild and label == "batched_powersgd":
         pytest.skip("its result depends on the buckets, which DDP builds anew")
-    options = {"find_unused_parameters": not rebuild}
-    whole = run(outputs, hook, full_rank_gradients, 6, SHAPES, torch.float64, options)
-    parts = run(interrupted, hook, options, 6, 3)
+    options = {"find_unused_parameters": not rebuild, "exact_state": exact}
+    whole = run(outputs, hook, full_rank_gradients, 23, SHAPES, torch.float64, options)
+    parts = run(interrupted, hook, options, 23, 3)
     for (expected, state, metrics), (means, resumed, _) in zip(whole, parts, strict=True):
-        for a, b in zip(expected, means, strict=True):
-            assert distance(a, b) <= (2 * BF16 if label == "cast" else 1e-10) * norm(a)
-        assert resumed["steps"] == state["steps"] == metrics["steps"] == 6
+        for step, (a, b) in enumerate(zip(expected, means, strict=True)):
+            if exact:
+                assert same(a, b)
+            elif label != "cast":
+                assert distance(a, b) <= 1e-10 * norm(a)
+            elif step < 6:  # later other roundings to 8 bits have grown
+                assert distance(a, b) <= 4 * BF16 * norm(a)
+        assert resumed["steps"] == state["steps"] == metrics["steps"] == 23
     if label != "noop":
         assert all(equal_states(state, parts[0][1]) for _, state, _ in parts)
 
 
-def wrong_states(rank, world):
-    messages = []
-    with attached("powersgd") as (ddp, attachment):
-        backward(ddp, full_rank_gradients(rank, 0, SHAPES))
-        state = attachment.state_dict()
-        for change in ({"hook": "bf16"}, {"format": 99}):
-            with pytest.raises(ValueError, match="state") as error:
-                attachment.load_state_dict({**state, **change})
-            messages.append(str(error.value))
-        backward(ddp, full_rank_gradients(rank, 1, SHAPES))
-    return messages
+STEPS, BAD_STEP = 5, 3
 
 
-def test_state_of_another_hook_or_format_is_refused(run):
-    for other_hook, other_format in run(wrong_states):
-        assert "the state is of bf16" in other_hook
-        assert "PowerSGD(" in other_hook
-        assert "99" in other_format
+def with_bad_step(rank, world, hook, value, at, every_rank_sees):
+    """Outputs of the good steps, with and without a bad one between them, and what the bad one gave."""
+    results, bad = [], None
+    for has_bad in (False, True):
+        with attached(hook, find_unused_parameters=True) as (ddp, attachment):
+            means = []
+            for step in range(STEPS):
+                if has_bad and step == BAD_STEP:
+                    gradients = full_rank_gradients(rank, 100, SHAPES)
+                    if rank == world - 1:
+                        gradients[at].view(-1)[-1] = value
+                    bad = backward(ddp, gradients)
+                means.append(backward(ddp, full_rank_gradients(rank, step, SHAPES)))
+            results.append((means, attachment.state_dict(), attachment.metrics()["nonfinite_steps"]))
+    return *results, bad
+
+
+@pytest.mark.parametrize(("at", "value"), [("first", float("inf")), ("bias", float("nan")), ("row", float("-inf"))])
+def test_step_with_inf_or_nan_on_one_rank_never_happened(run, world, label, hook, value, at):
+    if label == "schedule":
+        pytest.skip("its phases depend on the number of steps; see test_state.py")
+    if world == 4 and at != "first":
+        pytest.skip("2 ranks suffice")
+    for (expected, good_state, none), (means, state, one), bad in run(
+        with_bad_step, hook, value, at, owes(hook), world=world
+    ):
+        assert all(same(a, b) for a, b in zip(expected, means, strict=True))
+        assert equal_states(good_state["hook"], state["hook"])
+        finite = [bool(mean.isfinite().all()) for mean in bad.values()]
+        assert label == "noop" or not all(finite)
+        if owes(hook):
+            assert not any(finite), "all gradients of the step, so that no optimizer takes it"
+            assert (none, one) == (0, 1)
+
+
+def scaled_and_not(rank, world, hook):
+    """Outputs without a scaler, and with one whose scale grows and shrinks, divided by the scale."""
+    results = []
+    for scales in ([1.0] * 8, [2.0**16, 2.0**17, 2.0**17, 2.0**5, 1.0, 3.0, 2.0**10, 2.0**9]):
+        scaler = torch.amp.GradScaler("cpu") if scales[0] > 1 else None
+        means = []
+        with attached(hook, grad_scaler=scaler) as (ddp, attachment):
+            for step, scale in enumerate(scales):
+                gradients = full_rank_gradients(rank, step, SHAPES)
+                if scaler is None:
+                    means.append(backward(ddp, gradients))
+                    continue
+                ddp.zero_grad()
+                scaler.scale(torch.ones(()))  # makes the scale; the loss is of float64 here
+                scaler.update(scale)
+                (ddp(gradients) * scaler.get_scale()).backward()
+                means.append({name: p.grad / scaler.get_scale() for name, p in ddp.module.named_parameters()})
+            results.append((means, attachment.state_dict(), attachment.metrics()))
+    return results
+
+
+def test_loss_scale_makes_no_difference(run, label, hook):
+    for (plain, state, _), (scaled, scaled_state, metrics) in run(scaled_and_not, hook):
+        overflowed = "fp16" in label and metrics["numel_overflowed"]
+        bound = {"cast": 32 * BF16, "schedule": 2 * BF16}.get(label, ERROR[label] if "16" in label else 1e-5)
+        for step, (a, b) in enumerate(zip(plain, scaled, strict=True)):
+            if not (overflowed and step < 3):
+                assert distance(a, b) <= bound * norm(a)
+        a, b = mean_residuals(state, SHAPES), mean_residuals(scaled_state, SHAPES)
+        assert distance(a, b) <= bound * norm(plain[0]) + bound * norm(a)
+
+
+def train_and_save(rank, world, hook, steps, state, exact):
+    """Mean residuals just after loading, those at the end, and the outputs."""
+    with attached(hook, dtype=torch.float64, exact_state=exact) as (ddp, attachment):
+        if state is not None:
+            attachment.load_state_dict(state)
+        loaded = attachment.state_dict()
+        means = [backward(ddp, full_rank_gradients(rank, step, SHAPES, torch.float64)) for step in range(steps)]
+        return loaded, attachment.state_dict(), means
+
+
+@pytest.mark.parametrize("exact", [False, True], ids=["mean", "exact"])
+def test_resume_on_another_number_of_ranks_keeps_what_is_owed(run, label, hook, exact):
+    state, previous = None, None
+    for world in (2, 4, 1, 2):
+        results = run(train_and_save, hook, 3, state, exact, world=world)
+        loaded, state, means = results[0]
+        if previous is not None:
+            a, b = (mean_residuals(s, SHAPES) for s in (previous, loaded))
+            # A 16-bit gradient has its memory in float32.
+            assert distance(a, b) <= (1e-8 if label == "cast" else 1e-12) * (1 + norm(a))
+            assert loaded["steps"] == previous["steps"]
+        if label != "noop":
+            assert all(same(means[-1], others[-1]) for _, _, others in results)
+        assert all(mean.isfinite().all() for mean in means[-1].values())
+        # What was owed and what came in went out or is owed.
+        expected = [mean_gradients(full_rank_gradients, world, step, SHAPES, torch.float64) for step in range(3)]
+        owed, still_owed = mean_residuals(loaded, SHAPES), mean_residuals(state, SHAPES)
+        if label != "noop":
+            came = {n: owed[n] + sum(mean[n] for mean in expected) for n in SHAPES}
+            went = {n: still_owed[n] + sum(mean[n] for mean in means) for n in SHAPES}
+            bound = BF16 if "16" in label or label in ("cast", "schedule") else 1e-12
+            assert distance(came, went) <= bound * sum(norm(mean) for mean in expected)
+        previous = state
 
 
 def test_config_is_frozen_hashable_and_pickles(hook):

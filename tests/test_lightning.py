@@ -52,9 +52,9 @@ def environment(**extra):
     return {**clean, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **extra}
 
 
-def start(out, package, scenarios, **extra):
+def start(out, package, scenarios, runner=RUNNER, **extra):
     return subprocess.Popen(
-        [sys.executable, str(RUNNER), package, str(out), *scenarios],
+        [sys.executable, str(runner), package, str(out), *scenarios],
         env=environment(**extra),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,

@@ -13,6 +13,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_commhooks.core import checkpoint
+from lightning_commhooks.core.engine import HookError
 from lightning_commhooks.core.groups import backend_for
 from lightning_commhooks.core.hook import CommHook
 from lightning_commhooks.core.layout import Layout
@@ -37,6 +38,11 @@ class Attachment:
         self._runtime = runtime
         self._exact_state = exact_state
         self._finalizer: weakref.finalize[Any, Any] | None = None
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether `close` was called or the model has gone."""
+        return self._finalizer is not None and not self._finalizer.alive
 
     @property
     def name(self) -> str:
@@ -76,11 +82,20 @@ class Attachment:
         of what differs between ranks the mean, which continues the run as well, or with `exact_state` all of it.
         Of a user's own function, the step count only.
         """
+        self._runtime.clock.end()
+        return self._runtime.call(lambda: self._save("exact" if self._exact_state else "mean"))
+
+    def shared_state_dict(self) -> dict[str, Any]:
+        """What of `state_dict` is equal on all ranks anyway: the step count, but not what is still owed.
+
+        Not collective, and allowed at any time: after a failure, or in a signal handler in the middle of a step. Of
+        the present step it has nothing but the count.
+        """
+        return self._save("none")
+
+    def _save(self, kind: checkpoint.PerRank) -> dict[str, Any]:
         run = self._runtime
-        run.clock.end()
-        return run.call(
-            lambda: checkpoint.save(run.config, run.bound, run.clock.steps, run.layout.shapes, self._exact_state)
-        )
+        return checkpoint.save(run.config, run.bound, run.clock.steps, run.layout.shapes, kind)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *, strict_state: bool = True) -> None:
         """Take over the state that `state_dict` returned, on this or another number of ranks.
@@ -110,18 +125,26 @@ class Attachment:
                 stacklevel=2,
             )
 
+    def unfrozen(self) -> list[str]:
+        """Names of parameters that are trained now, but were frozen when the model was wrapped: see `move_to`."""
+        return self._runtime.layout.unfrozen()
+
     def move_to(self, model: DistributedDataParallel) -> None:
         """Go on with another DDP wrapper of the same module, with memory, step count and metrics.
 
         For a model whose parameters were frozen or unfrozen: DDP averages those that were trained when it was
-        made, so the module has to be wrapped again. Collective, outside of a backward.
+        made, so the module has to be wrapped again. Keep the old wrapper until then: with it the attachment closes.
+        Collective, outside of a backward.
 
         Args:
             model: the new wrapper, over the same process group and without a hook.
 
         Raises:
             ValueError: `model` is not DDP or has a hook already.
+            HookError: the attachment is closed.
         """
+        if self.is_closed:
+            raise HookError("the communication hook was closed; keep the old DistributedDataParallel until move_to()")
         self._runtime.clock.end()
         self._connect(model)
 

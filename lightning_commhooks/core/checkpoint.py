@@ -6,7 +6,7 @@ import dataclasses
 import logging
 import zlib
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -17,7 +17,10 @@ from lightning_commhooks.core.hook import BoundHook, CommHook
 logger = logging.getLogger(__name__)
 
 FORMAT = 1
-_KEYS = {"format", "steps", "world_size", "exact", "parameters", "num_tensors", "hook"}
+_KEYS = {"format", "steps", "world_size", "per_rank", "parameters", "num_tensors", "hook"}
+
+# What a state has of the tensors that differ between ranks: their mean, those of each rank, or nothing.
+PerRank = Literal["mean", "exact", "none"]
 
 
 def describe(hook: CommHook) -> dict[str, Any]:
@@ -39,20 +42,21 @@ class StateWriter:
 
     Args:
         group: the ranks.
-        exact: keep what differs between ranks for each rank, not only its mean.
+        kind: what to keep of the tensors that differ between ranks.
     """
 
-    def __init__(self, group: Group, exact: bool) -> None:
+    def __init__(self, group: Group, kind: PerRank) -> None:
         self._group = group
-        self.exact = exact
+        self.kind = kind
 
     def shared(self, tensor: Tensor) -> Tensor:
         """A copy of a tensor that is equal on all ranks."""
         return tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)
 
     def per_rank(self, tensor: Tensor) -> Tensor:
-        """Of a tensor that differs between ranks its mean; with `exact` all of them, shape `(w, *shape)`."""
-        if self.exact:
+        """Of a tensor that differs between ranks the mean, or all of them, shape `(w, *shape)`, if `kind` is so."""
+        assert self.kind != "none"
+        if self.kind == "exact":
             return self._group.all_gather(tensor.reshape(-1)).view(-1, *tensor.shape).cpu()
         mean = tensor.clone(memory_format=torch.contiguous_format)
         return self._group.all_reduce_mean_(mean).cpu()
@@ -73,6 +77,7 @@ class StateReader:
 
     Attributes:
         is_exact: whether each rank gets back exactly what it saved.
+        has_per_rank: whether anything was saved of the tensors that differ between ranks.
         differences: what was left out so far, one text each.
     """
 
@@ -80,7 +85,8 @@ class StateReader:
         self._group = group
         self._strict = strict
         self._options = ""
-        self._saved_exact = bool(saved["exact"])
+        self._saved_exact = saved["per_rank"] == "exact"
+        self.has_per_rank = saved["per_rank"] != "none"
         self.is_exact = self._saved_exact and saved["world_size"] == group.size
         self.differences: list[str] = []
         saved_shapes = {name: tuple(shape) for name, shape in saved["parameters"].items()}
@@ -148,16 +154,16 @@ class StateReader:
 
 
 def save(
-    hook: CommHook, bound: BoundHook, steps: int, shapes: Mapping[str, tuple[int, ...]], exact: bool
+    hook: CommHook, bound: BoundHook, steps: int, shapes: Mapping[str, tuple[int, ...]], kind: PerRank
 ) -> dict[str, Any]:
-    """State of a hook as tensors and primitives, equal on all ranks. Collective, on the engine."""
+    """State of a hook as tensors and primitives, equal on all ranks. Collective unless `kind="none"`."""
     with bound.group.counters.paused():
-        state = StateWriter(bound.group, exact).hook(hook, bound)
+        state = StateWriter(bound.group, kind).hook(hook, bound)
     return {
         "format": FORMAT,
         "steps": steps,
         "world_size": bound.group.size,
-        "exact": exact,
+        "per_rank": kind,
         "parameters": {name: list(shape) for name, shape in shapes.items()},
         "num_tensors": sum(isinstance(leaf, Tensor) for leaf in _leaves(state)),
         "hook": state,

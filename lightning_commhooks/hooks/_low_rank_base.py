@@ -122,7 +122,8 @@ class Factor:
     def __init__(self, names: list[str], fresh: Tensor, stored: list[Tensor | None]) -> None:
         self.names = names
         self.fresh = fresh
-        start = [q if q is not None else random for q, random in zip(stored, fresh, strict=True)]
+        # A resumed run may have another precision than the one that was saved.
+        start = [q.to(fresh) if q is not None else random for q, random in zip(stored, fresh, strict=True)]
         self.q = Memory(torch.stack(start))
 
 
@@ -264,9 +265,12 @@ def settled(entry: Mapping[str, Tensor]) -> Tensor:
 
 def _saved(entry: Entry, writer: StateWriter) -> Entry:
     # The mean over ranks of what is sent depends on the mean residual alone: one for all ranks will do.
-    saved = {key: writer.shared(tensor) for key, tensor in entry.items() if key == "factor" or writer.exact}
-    if "residual" in entry:
-        saved["residual"] = writer.per_rank(entry["residual"] if writer.exact else settled(entry))
+    exact = writer.kind == "exact"
+    saved = {
+        key: writer.shared(entry[key]) for key in ("factor", *(("sent_p", "sent_q") if exact else ())) if key in entry
+    }
+    if "residual" in entry and writer.kind != "none":
+        saved["residual"] = writer.per_rank(entry["residual"] if exact else settled(entry))
     return saved
 
 
@@ -278,7 +282,7 @@ def _loaded(key: str, saved: Any, expected: Mapping[str, tuple[int, ...]], reade
         entry["residual"] = reader.per_rank(saved["residual"])
         if "sent_p" in entry and (not reader.is_exact or entry["sent_q"].shape != expected["factor"]):
             entry = {"residual": settled(entry), "factor": entry["factor"]}
-    if "residual" in expected and "residual" not in entry:
+    if "residual" in expected and "residual" not in entry and reader.has_per_rank:
         reader.differs(f"it has no error feedback of {key!r}")
     for part in [part for part in ("factor", "residual") if part in entry]:
         if part not in expected:

@@ -1,0 +1,352 @@
+"""States that do not fit, hand-over in a bad step, models wrapped again."""
+
+import copy
+import gc
+
+import pytest
+import torch
+from driver import (
+    POWERSGD,
+    SHAPES,
+    attached,
+    backward,
+    distance,
+    full_rank_gradients,
+    mean_gradients,
+    mean_residuals,
+    norm,
+    same,
+)
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import lightning_commhooks as lc
+
+BATCHED = lc.BatchedPowerSGD(start_powerSGD_iter=0, matrix_approximation_rank=2)
+SCHEDULE = lc.Schedule({0: POWERSGD, 2: "bf16"})
+
+
+def saved_state(rank, hook, shapes=SHAPES):
+    with attached(hook, shapes) as (ddp, attachment):
+        for step in range(2):
+            backward(ddp, full_rank_gradients(rank, step, shapes))
+        return attachment.state_dict()
+
+
+def change(path, value=None):
+    """A function that sets or deletes one entry of a state."""
+
+    def apply(state):
+        *parents, last = path
+        for key in parents:
+            state = state[key]
+        if value is None:
+            del state[last]
+        else:
+            state[last] = value
+
+    return apply
+
+
+ENTRY = ("hook", "state", "entries")
+RENAMED = {("other" if name == "first" else name): shape for name, shape in SHAPES.items()}
+RESHAPED = {**SHAPES, "first": (40, 24)}
+RANK_1 = lc.PowerSGD(start_powerSGD_iter=0, matrix_approximation_rank=1)
+NO_FEEDBACK = lc.PowerSGD(start_powerSGD_iter=0, matrix_approximation_rank=2, use_error_feedback=False)
+NEVER = lc.PowerSGD(start_powerSGD_iter=0, matrix_approximation_rank=2, min_compression_rate=1e9)
+
+# Saved with, changed how, loaded with, into a model of these shapes; and what the error says.
+MISMATCHES = {
+    "another hook": (POWERSGD, None, lc.BF16(), SHAPES, "it is of hook 'powersgd', not of 'bf16'"),
+    "stateless": (lc.BF16(), None, POWERSGD, SHAPES, "it is of hook 'bf16', not of 'powersgd'"),
+    "another rank": (
+        POWERSGD,
+        None,
+        RANK_1,
+        SHAPES,
+        r"the factor of 'conv' has shape \[2, 72\] in the state and \[1, 72\] now "
+        r"\(matrix_approximation_rank was 2, is 1\)",
+    ),
+    "another rank, batched": (BATCHED, None, lc.BatchedPowerSGD(start_powerSGD_iter=0), SHAPES, "rank was 2, is 1"),
+    "renamed": (POWERSGD, None, POWERSGD, RENAMED, "parameter 'first' of the state is not in the model"),
+    "missing": (
+        POWERSGD,
+        None,
+        POWERSGD,
+        {**SHAPES, "new": (30, 30)},
+        "parameter 'new' of the model is not in the state",
+    ),
+    "reshaped": (
+        POWERSGD,
+        None,
+        POWERSGD,
+        RESHAPED,
+        r"parameter 'first' has shape \[24, 40\] in the state and \[40, 24\] now",
+    ),
+    "no feedback": (POWERSGD, None, NO_FEEDBACK, SHAPES, r"error feedback of 'conv' .*use_error_feedback was True"),
+    "feedback": (NO_FEEDBACK, None, POWERSGD, SHAPES, "it has no error feedback of 'conv'"),
+    "not compressed": (POWERSGD, None, NEVER, SHAPES, "'conv' is compressed in the state and not any more"),
+    "truncated": (POWERSGD, change((*ENTRY, "first", "residual")), POWERSGD, SHAPES, "truncated: 7 tensors of 8"),
+    "no steps": (POWERSGD, change(("steps",)), POWERSGD, SHAPES, "it has no 'steps'"),
+    "format": (POWERSGD, change(("format",), 99), POWERSGD, SHAPES, "its format is 99, not 1"),
+    "no hook": (POWERSGD, change(("hook",), "powersgd"), POWERSGD, SHAPES, "no dictionary"),
+    "no entries": (POWERSGD, change(("hook", "state"), {}), POWERSGD, SHAPES, "truncated: 0 tensors of 8"),
+    "phases": (
+        SCHEDULE,
+        None,
+        lc.Schedule({0: POWERSGD, 3: "bf16"}),
+        SHAPES,
+        "a phase of the schedule begins at step 2 then only",
+    ),
+    "wrapper": (lc.Cast(POWERSGD, "bf16"), None, POWERSGD, SHAPES, "it is of hook 'cast', not of 'powersgd'"),
+    "inside": (lc.Cast(POWERSGD), None, lc.Cast("fp16"), SHAPES, "it is of hook 'powersgd', not of 'fp16'"),
+}
+
+
+def load_wrong(rank, world, case):
+    saved_with, edit, loaded_with, shapes, message = MISMATCHES[case]
+    state = saved_state(rank, saved_with)
+    if edit is not None:
+        state = copy.deepcopy(state)
+        edit(state)
+    with attached(loaded_with, shapes) as (ddp, attachment):
+        with pytest.raises(ValueError, match=message) as error:
+            attachment.load_state_dict(state)
+        assert "strict_state=False" in str(error.value)
+        if rank == 0:
+            with pytest.warns(UserWarning, match="strict_state=False: not taken over .*begins? anew"):
+                attachment.load_state_dict(state, strict_state=False)
+        else:
+            attachment.load_state_dict(state, strict_state=False)
+        loaded = attachment.state_dict()
+        means = [backward(ddp, full_rank_gradients(rank, step, shapes)) for step in range(2)]
+    return state, loaded, means
+
+
+@pytest.mark.parametrize("case", MISMATCHES)
+def test_mismatch_names_the_first_difference_and_the_way_out(run, case):
+    results = run(load_wrong, case)
+    state, loaded, means = results[0]
+    assert all(same(a, b) for a, b in zip(means, results[1][2], strict=True))
+    assert all(mean.isfinite().all() for mean in means[-1].values())
+    if case in ("renamed", "missing", "reshaped"):
+        kept = {"second", "third", "conv"} | ({"first"} if case == "missing" else set())
+        assert loaded["hook"]["state"]["entries"].keys() == kept
+    if case == "another rank":  # what is owed does not depend on it
+        assert distance(mean_residuals(state, SHAPES), mean_residuals(loaded, SHAPES)) <= 1e-6
+    assert loaded["steps"] == (state.get("steps") or 0)
+
+
+def other_dtype(rank, world, saved, loaded):
+    with attached(POWERSGD, dtype=saved) as (ddp, attachment):
+        backward(ddp, full_rank_gradients(rank, 0, SHAPES, saved))
+        state = attachment.state_dict()
+    with attached(POWERSGD, dtype=loaded) as (ddp, attachment):
+        attachment.load_state_dict(state)
+        means = [backward(ddp, full_rank_gradients(rank, step, SHAPES, loaded)) for step in (1, 2)]
+        return state, attachment.state_dict(), means
+
+
+@pytest.mark.parametrize("loaded", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("saved", [torch.float64, torch.float32, torch.float16], ids=str)
+def test_resumes_in_another_precision(run, saved, loaded):
+    before, after, means = run(other_dtype, saved, loaded)[0]
+    assert means[0]["first"].dtype == loaded
+    expected = [mean_gradients(full_rank_gradients, 2, step, SHAPES, loaded) for step in (1, 2)]
+    came, went = mean_residuals(before, SHAPES), mean_residuals(after, SHAPES)
+    for name in SHAPES:
+        came[name] = came[name] + sum(mean[name] for mean in expected)
+        went[name] = went[name] + sum(mean[name].double() for mean in means)
+    assert distance(came, went) <= 4 * torch.finfo(loaded).eps * sum(map(norm, expected))
+
+
+def load_foreign(rank, world):
+    texts = []
+    with attached(POWERSGD) as (ddp, attachment):
+        for foreign in (None, 3, {}, {"state_dict": {}}, {"format": 1}):
+            with pytest.raises(ValueError, match="not the state of a communication hook") as error:
+                attachment.load_state_dict(foreign)
+            texts.append(str(error.value))
+        backward(ddp, full_rank_gradients(rank, 0, SHAPES))
+    return texts
+
+
+def test_foreign_state(run):
+    assert all("strict_state=False" in text for text in run(load_foreign)[0])
+
+
+def load_differently(rank, world):
+    good = saved_state(rank, POWERSGD)
+    bad = copy.deepcopy(good)
+    if rank:
+        bad["steps"] += 1
+    texts = []
+    with attached(POWERSGD) as (_, attachment):
+        for state in (None if rank else good, bad):
+            with pytest.raises(ValueError, match="state") as error:
+                attachment.load_state_dict(state)
+            texts.append(str(error.value))
+    return texts
+
+
+def test_bad_state_on_one_rank_is_an_error_on_all(run):
+    (one, two), (own, _) = run(load_differently)
+    assert "does not fit on rank 1" in one
+    assert "ranks were given different states" in two
+    assert "it is a NoneType" in own
+
+
+def nonfinite_hand_over(rank, world, value):
+    """What came in and out, around a step with a bad gradient in which another hook takes over."""
+    with attached(SCHEDULE, dtype=torch.float64, find_unused_parameters=True) as (ddp, attachment):
+        means = []
+        for step in range(5):
+            gradients = full_rank_gradients(rank, step, SHAPES, torch.float64)
+            if step == 2 and rank == 1:
+                gradients["second"][0, 0] = value
+            means.append(backward(ddp, gradients))
+        return means, attachment.state_dict()
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_hand_over_in_a_bad_step_happens_in_the_next(run, world, value):
+    for means, state in run(nonfinite_hand_over, value, world=world):
+        assert not any(mean.isfinite().all() for mean in means[2].values())
+        good = [0, 1, 3, 4]
+        expected = [mean_gradients(full_rank_gradients, world, step, SHAPES, torch.float64) for step in good]
+        received = {name: sum(means[step][name] for step in good) for name in SHAPES}
+        produced = {name: sum(mean[name] for mean in expected) for name in SHAPES}
+        assert distance(received, produced) <= 2.0**-7 * sum(map(norm, expected))
+        assert norm(mean_residuals(state, SHAPES)) == 0
+
+
+def overflows(rank, world, hook):
+    with attached(hook) as (ddp, attachment):
+        gradients = full_rank_gradients(rank, 0, SHAPES)
+        gradients["first"][0, :3] = 1e6 if rank else 1.0
+        mean = backward(ddp, gradients)
+        return attachment.metrics()["numel_overflowed"], mean
+
+
+@pytest.mark.parametrize(
+    "hook", [lc.FP16(), lc.FP16(accumulate_dtype="float32"), lc.Cast(POWERSGD, "fp16"), lc.BF16()], ids=repr
+)
+def test_overflow_of_the_cast_alone_is_in_the_metrics(run, hook):
+    (none, _), (some, mean) = run(overflows, hook)
+    assert (none, some) == (0, 0 if hook == lc.BF16() else 3)
+    assert bool(mean["first"].isfinite().all()) == (hook == lc.BF16())
+
+
+def unfreeze(rank, world, hook, again):
+    """Gradients and residuals before and after two parameters are unfrozen, on a new wrapper or the old one."""
+    with attached(hook, dtype=torch.float64) as (ddp, attachment):
+        module = ddp.module
+        for name in ("first", "bias"):
+            module.get_parameter(name).requires_grad_(False)
+        ddp = None
+        gc.collect()
+    ddp = DistributedDataParallel(module, bucket_cap_mb=4e-3)
+    attachment = lc.attach(ddp, hook)
+    means = []
+    for step in range(2):
+        gradients = full_rank_gradients(rank, step, SHAPES, torch.float64)
+        means.append(backward(ddp, {name: g for name, g in gradients.items() if name not in ("first", "bias")}))
+    assert attachment.unfrozen() == []
+    module.requires_grad_(True)
+    assert attachment.unfrozen() == ["first", "bias"]
+    if again:
+        before = attachment.state_dict()
+        new = DistributedDataParallel(module, bucket_cap_mb=4e-3)
+        attachment.move_to(new)
+        ddp = new
+        assert attachment.unfrozen() == []
+        after = attachment.state_dict()
+        assert distance(mean_residuals(before, SHAPES), mean_residuals(after, SHAPES)) == 0
+        means += [backward(ddp, full_rank_gradients(rank, step, SHAPES, torch.float64)) for step in (2, 3)]
+    else:
+        with pytest.warns(UserWarning, match="2 parameters are trained now .*'first' first.*move_to"):
+            backward(ddp, full_rank_gradients(rank, 2, SHAPES, torch.float64))
+    steps = attachment.metrics()["steps"]
+    state = attachment.state_dict()
+    attachment.close()
+    return means, steps, state
+
+
+def test_moves_to_a_new_wrapper_of_a_model_with_unfrozen_parameters(run):
+    results = run(unfreeze, POWERSGD, True)
+    means, steps, state = results[0]
+    assert steps == state["steps"] == 4
+    assert all(same(a, b) for a, b in zip(means, results[1][0], strict=True))
+    owed = mean_residuals(state, SHAPES)
+    for name in SHAPES:
+        seen = range(2, 4) if name in ("first", "bias") else range(4)
+        produced = sum(mean_gradients(full_rank_gradients, 2, step, SHAPES, torch.float64)[name] for step in seen)
+        received = sum(means[step][name] for step in seen)
+        torch.testing.assert_close(received + owed[name], produced, rtol=1e-10, atol=1e-10)
+
+
+def test_warns_of_unfrozen_parameters_that_are_not_averaged(run):
+    assert run(unfreeze, POWERSGD, False)[0][1] == 3
+
+
+def train_compiled(rank, world, where):
+    torch._dynamo.reset()
+    # Larger than DDP's first bucket: its optimizer for torch.compile insists on one of a megabyte.
+    model = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(400, 400), nn.Tanh())))
+    if where == "inside":
+        model = torch.compile(model, backend="aot_eager")
+    ddp = DistributedDataParallel(model, bucket_cap_mb=1)
+    attachment = lc.attach(ddp, POWERSGD)
+    run = torch.compile(ddp, backend="aot_eager") if where == "outside" else ddp
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    for step in range(4):
+        x = torch.randn(4, 400, generator=torch.Generator().manual_seed(10 * step + rank))
+        run(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    state = attachment.state_dict()
+    attachment.close()
+    return torch.cat([p.detach().view(-1) for p in ddp.parameters()]), state
+
+
+@pytest.mark.parametrize("where", ["inside", "outside"])
+def test_compiled_model_trains_alike_and_exchanges_state_with_the_plain_one(run, where):
+    (plain, state), _ = run(train_compiled, "nowhere")
+    (compiled, other), (mirror, _) = run(train_compiled, where, timeout=120)
+    torch.testing.assert_close(compiled, plain, rtol=1e-4, atol=1e-5)
+    assert torch.equal(compiled, mirror)
+    assert state["hook"]["state"]["entries"].keys() == other["hook"]["state"]["entries"].keys()
+    assert state["parameters"] == other["parameters"]
+
+
+def bad_scaler(rank, world):
+    with (
+        pytest.raises(ValueError, match=r"grad_scaler must be a torch.amp.GradScaler, is 3"),
+        attached(POWERSGD, grad_scaler=3),
+    ):
+        pass
+    with attached(POWERSGD, grad_scaler=torch.amp.GradScaler("cpu", enabled=False)) as (ddp, _):
+        return backward(ddp, full_rank_gradients(rank, 0, SHAPES))
+
+
+def test_scaler_that_is_none_or_off(run):
+    mean, _ = run(bad_scaler)
+    assert all(g.isfinite().all() for g in mean.values())
+
+
+def shared_state(rank, world):
+    with attached(POWERSGD) as (ddp, attachment):
+        for step in range(2):
+            backward(ddp, full_rank_gradients(rank, step, SHAPES))
+        state = attachment.shared_state_dict() if rank == 0 else None
+        states = [state, None]
+        torch.distributed.broadcast_object_list(states, src=0)
+        attachment.load_state_dict(states[0])
+        backward(ddp, full_rank_gradients(rank, 2, SHAPES))
+        return attachment.state_dict()["steps"], states[0]
+
+
+def test_state_without_the_other_ranks(run):
+    (steps, state), _ = run(shared_state)
+    assert steps == 3
+    assert state["hook"]["state"]["entries"]["first"].keys() == {"factor"}

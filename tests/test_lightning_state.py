@@ -1,0 +1,155 @@
+"""Hook state in Lightning: checkpoints, other world sizes, mismatches, unfrozen layers, loss scale."""
+
+import pytest
+
+pytest.importorskip("lightning")
+
+import torch
+from test_lightning import RUNNER, Results, finish, start
+
+SAVED = 2
+STATE_RUNNER = RUNNER.with_name("lightning_state_runner.py")
+
+
+def launch(out, *scenarios, **environment):
+    process = start(out, "lightning.pytorch", scenarios, runner=STATE_RUNNER, **environment)
+    stderr = finish(process, timeout=200)
+    assert process.returncode == 0, stderr[-3000:]
+    return Results(out, stderr)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    return launch(tmp_path_factory.mktemp("state"), "save")
+
+
+@pytest.fixture(scope="module")
+def resumed(saved):
+    return launch(saved.out, "resume")
+
+
+@pytest.fixture(scope="module")
+def mismatched(saved):
+    return launch(saved.out, "mismatches")
+
+
+def checkpoint(results, name):
+    return torch.load(results.out / f"{name}.ckpt", weights_only=True)
+
+
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("name", ["powersgd", "batched_powersgd", "schedule", "bf16"])
+def test_resumed_in_new_processes_as_if_uninterrupted(saved, resumed, name, exact):
+    label = f"{name}-{exact}"
+    whole, parts = saved.both(label), resumed.both(f"{label}-resumed")
+    assert whole["global_step"] == parts["global_step"] == 28
+    assert parts["metrics"]["steps"] == 20
+    if exact or name != "powersgd":
+        assert whole["params"] == parts["params"]
+    else:
+        assert saved.distance(label, f"{label}-resumed") <= 1e-10
+
+
+def test_state_is_in_the_checkpoint_once(saved):
+    state = checkpoint(saved, f"powersgd-False-epoch={SAVED - 1}")["lightning_commhooks"]
+    assert state["steps"] == 8
+    entries = state["hook"]["state"]["entries"]
+    assert {name: tuple(entry["residual"].shape) for name, entry in entries.items()} == {
+        "net.0.weight": (32, 16),
+        "net.2.weight": (32, 32),
+    }
+    exact = checkpoint(saved, f"powersgd-True-epoch={SAVED - 1}")["lightning_commhooks"]
+    assert exact["hook"]["state"]["entries"]["net.2.weight"]["residual"].shape == (2, 32, 32)
+
+
+def test_state_is_in_a_checkpoint_saved_after_the_fit_but_not_with_weights_only(saved, mismatched):
+    after = checkpoint(saved, "powersgd-False-after")["lightning_commhooks"]
+    assert after["steps"] == 28
+    assert "lightning_commhooks" not in checkpoint(saved, "powersgd-False-weights")
+    assert mismatched("after")["global_step"] == 32
+
+
+@pytest.fixture(scope="module")
+def on_one(saved):
+    return launch(saved.out, "other_world", DEVICES="1")
+
+
+@pytest.fixture(scope="module")
+def on_four(saved):
+    return launch(saved.out, "other_world", DEVICES="4")
+
+
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("devices", [1, 4])
+def test_resumed_on_another_number_of_ranks(saved, on_one, on_four, devices, exact):
+    results = on_one if devices == 1 else on_four
+    label = f"powersgd-{exact}-on-{devices}"
+    ranks = [results(label, rank) for rank in range(devices)]
+    assert all(rank["params"] == ranks[0]["params"] for rank in ranks)
+    assert ranks[0]["world_size"] == devices
+    assert ranks[0]["metrics"]["compression_ratio"] > 2 or devices == 1
+    assert 0 < results.distance(label, f"powersgd-{exact}") < 0.2
+    line = f"INFO:lightning_commhooks.core.checkpoint:state of hook 'powersgd': saved on 2 ranks, loaded on {devices}"
+    assert results.stderr.count(line) == 2, "once for each of the two fits"
+
+
+def test_and_back_again(on_four):
+    results = launch(on_four.out, "back_again")
+    assert "saved on 4 ranks, loaded on 2" in results.stderr
+    for exact in (False, True):
+        # 8 steps on 2 ranks, 2 on 4 ranks, which take half as many in an epoch, and 16 on 2.
+        assert results.both(f"powersgd-{exact}-back")["global_step"] == 26
+
+
+@pytest.mark.parametrize(
+    ("label", "text"),
+    [
+        ("hook", "it is of hook 'powersgd', not of 'bf16'"),
+        ("rank", "(matrix_approximation_rank was 2, is 1)"),
+    ],
+)
+def test_mismatch_is_an_error_on_every_rank(mismatched, label, text):
+    for rank in (0, 1):
+        error = mismatched(f"error-{label}", rank)
+        assert error["type"] == "MisconfigurationException"
+        assert text in error["text"]
+        assert "strict_state=False" in error["text"]
+    assert mismatched.both(f"loose-{label}")["global_step"] == 28
+    assert "strict_state=False: not taken over from the state of hook" in mismatched.stderr
+
+
+def test_checkpoints_of_other_strategies(mismatched):
+    assert mismatched.both("from-dense")["metrics"]["steps"] == 20
+    assert mismatched.stderr.count("the checkpoint has no state of hook 'powersgd'") == 1
+    assert mismatched.both("to-dense")["comm_hook"] == ""
+    assert (mismatched.out / "validated.1.json").exists()
+
+
+@pytest.fixture(scope="module")
+def others(tmp_path_factory):
+    return launch(tmp_path_factory.mktemp("others"), "finetuning", "mixed", "other_model", "tuned")
+
+
+def test_layers_that_a_callback_unfreezes_are_averaged(others):
+    dense = others.both("finetuning-allreduce")
+    assert others.both("finetuning-powersgd")["metrics"]["steps"] == dense["metrics"]["steps"] == 12
+    assert others.stderr.count("wrapped the model again: 4 parameters were unfrozen, 'net.0.weight' first") == 4
+    assert others.distance("finetuning-powersgd", "finetuning-allreduce") < 0.05
+
+
+def test_mixed_precision_supplies_its_scaler(others):
+    dense, powersgd = others.both("mixed-allreduce"), others.both("mixed-powersgd")
+    assert powersgd["metrics"]["nonfinite_steps"] == 1
+    assert powersgd["metrics"]["steps"] == dense["metrics"]["steps"] == 16
+    assert others("scale-mixed-powersgd") == others("scale-mixed-powersgd", 1) == others("scale-mixed-allreduce")
+    assert others("scale-mixed-powersgd")["scale"] != 2.0**16
+    assert others.distance("mixed-powersgd", "mixed-allreduce") < 0.05
+
+
+def test_second_model_in_the_same_trainer(others):
+    assert others.both("first-model")["params"] != others.both("second-model")["params"]
+    assert others("second-model")["params"] == others("second-model-alone")["params"]
+
+
+def test_learning_rate_finder_leaves_no_trace(others):
+    assert others.both("tuned")["params"] == others("untuned")["params"]
