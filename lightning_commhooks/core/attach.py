@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
@@ -203,9 +204,7 @@ def attach(model: DistributedDataParallel, hook: str | CommHook | DDPHook, *, ho
         _register(model, hook_state, _counting(resolved, clock, Group(model.process_group, counters)), resolved)
         return Attachment(resolved, None, counters, clock, None, lambda: None)
 
-    inline = device.type == "cuda" and backend_for(model.process_group, device) == dist.Backend.NCCL
-    owned = None if inline else own_group(model.process_group, device)
-    engine: Engine = ThreadEngine() if owned is not None else StreamEngine(device)
+    owned, engine = _engine(model.process_group, device)
     group = Group(owned or model.process_group, counters, device)
     try:
         bound = resolved.bind(group)
@@ -248,6 +247,14 @@ def _register(model: DistributedDataParallel, state: object, trampoline: Trampol
 def registered_name(model: DistributedDataParallel) -> str:
     """What DDP itself says its communication hook is, empty for none."""
     return str(model._get_ddp_logging_data().get("comm_hook", ""))
+
+
+def _engine(process_group: dist.ProcessGroup, device: torch.device) -> tuple[dist.ProcessGroup | None, Engine]:
+    """What runs the hook, and the group made for it, if any."""
+    if device.type == "cuda" and backend_for(process_group, device) == dist.Backend.NCCL:
+        return None, StreamEngine(device)
+    owned, abort = own_group(process_group, device)
+    return owned, ThreadEngine(abort)
 
 
 def _trampoline(
