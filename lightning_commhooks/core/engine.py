@@ -101,15 +101,16 @@ class ThreadEngine(Engine):
         ready = torch.cuda.current_stream(device).record_event() if devices else None
 
         def run() -> None:
+            result = None
             try:
                 if self._failure is None:
                     if ready is not None:
                         torch.cuda.current_stream(device).wait_event(ready)
-                    raw.set_result(work())
-                    return
+                    result = work()
             except BaseException as failure:
                 self._fail(failure)
-            raw.set_result(None)
+            finally:
+                raw.set_result(result)
 
         def unwrap(done: Future[Tensor | None]) -> Tensor:
             result = done.value()

@@ -110,10 +110,10 @@ def _tcp_sockets() -> Iterator[socket.socket]:
                 continue
             blocking = os.get_blocking(descriptor)
             view = socket.socket(fileno=descriptor)
-            os.set_blocking(descriptor, blocking)  # socket.setdefaulttimeout() may have changed it
         except OSError:  # closed meanwhile
             continue
         try:
+            os.set_blocking(descriptor, blocking)  # socket.setdefaulttimeout() may have changed it
             if view.type == socket.SOCK_STREAM and view.family in (socket.AF_INET, socket.AF_INET6):
                 yield view
         finally:
