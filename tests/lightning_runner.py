@@ -9,6 +9,7 @@ import importlib
 import json
 import os
 import sys
+import time
 import warnings
 from pathlib import Path
 
@@ -50,6 +51,16 @@ class Classifier(pl.LightningModule):
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Late(Classifier):
+    """In batch 2 rank 0 waits, in its backward, for rank 1."""
+
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 2:
+            write("late", self.global_rank, pid=os.getpid())
+            time.sleep(3 * self.global_rank)
+        return self.loss(batch)
 
 
 class Unused(Classifier):
@@ -256,6 +267,10 @@ def crash_rank_0():
 
 def crash_rank_1():
     fit("crash", CompressedDDP(hook=POWERSGD), lambda: Classifier(crash_on=1))
+
+
+def late():
+    fit("trained", CompressedDDP(hook=POWERSGD), Late)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,4 @@
-"""Attaching, failing and closing."""
-
-import subprocess
-import sys
+"""Attaching and closing."""
 
 import pytest
 import torch
@@ -93,80 +90,6 @@ def backward_after_close(rank, world):
 
 def test_close_twice_and_backward_after_close(run):
     assert all(run(backward_after_close))
-
-
-class Broken(lc.CommHook):
-    name = "broken"
-
-    def bind(self, group):
-        return _BoundBroken(group)
-
-
-class _BoundBroken(lc.BoundHook):
-    def reduce(self, flat, bucket):
-        if bucket.step == 2 and "second" in bucket.names and self.group.global_rank == self.group.size - 1:
-            raise ArithmeticError("out of numbers")
-        self.group.all_reduce_mean_(flat)
-
-
-def fail(rank, world):
-    with attached(Broken()) as (ddp, attachment):
-        for step in range(2):
-            backward(ddp, full_rank_gradients(rank, step, SHAPES))
-        with pytest.raises(lc.HookError) as first:
-            backward(ddp, full_rank_gradients(rank, 2, SHAPES))
-        with pytest.raises(lc.HookError) as later:
-            attachment.state_dict()
-    return str(first.value), repr(first.value.__cause__), str(later.value)
-
-
-def test_failure_names_hook_step_and_bucket(run):
-    (message, cause, later), *_ = run(fail, world=1)
-    for part in ("'broken'", "rank 0", "step 2", "bucket", "second", "out of numbers"):
-        assert part in message
-    assert "ArithmeticError('out of numbers')" in cause
-    assert "step 2" in later
-
-
-RANK = """
-import sys, torch, torch.distributed as dist
-sys.path.insert(0, sys.argv[4])
-from driver import Params
-from test_lifecycle import *
-rank, world = int(sys.argv[1]), int(sys.argv[2])
-dist.init_process_group("gloo", init_method="file://" + sys.argv[3], rank=rank, world_size=world)
-ddp = DistributedDataParallel(Params(SHAPES), bucket_cap_mb=4e-3)
-lc.attach(ddp, Broken())
-for step in range(5):
-    backward(ddp, full_rank_gradients(rank, step, SHAPES))
-print("not reached")
-"""
-
-
-def test_failure_on_one_rank_ends_all_ranks(tmp_path, request):
-    arguments = ["2", str(tmp_path / "store"), str(request.path.parent)]
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", RANK, str(rank), *arguments],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        results = [process.communicate(timeout=60) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    assert [process.returncode for process in processes] == [1, 1]
-    for out, err in results:
-        assert "not reached" not in out
-        assert "lightning_commhooks.core.engine.HookError" in err
-        assert "at step 2, bucket" in err
-        assert "terminate called" not in err
-    assert "out of numbers" in results[1][1]
 
 
 def test_pool_reports_tracebacks_and_does_not_hang(run):

@@ -4,9 +4,11 @@ import json
 import math
 import os
 import pickle
+import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -243,8 +245,26 @@ def test_exception_on_one_rank_ends_the_run(tmp_path, rank):
     assert not list(tmp_path.iterdir()), "no rank got to the end"
 
 
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 1)])
+def test_signal_in_the_middle_of_a_step_ends_the_run(tmp_path, number, code):
+    process = start(tmp_path, "lightning.pytorch", ["late"])
+    while process.poll() is None and len(list(tmp_path.glob("late.*.json"))) < 2:
+        time.sleep(0.1)
+    time.sleep(0.5)
+    ranks = [json.loads((tmp_path / f"late.{rank}.json").read_text())["pid"] for rank in (0, 1)]
+    # Lightning passes SIGTERM on, and its handler broadcasts: ranks that get another number of signals hang in it,
+    # with any strategy. Ctrl-C reaches all processes of a terminal.
+    for pid in ranks[:1] if number == signal.SIGTERM else ranks:
+        os.kill(pid, number)
+    stderr = finish(process, timeout=60)
+    assert process.returncode == code, stderr[-3000:]  # Lightning's choice: its SIGTERMException is a SystemExit
+    assert "terminate called" not in stderr
+    assert not list(tmp_path.glob("trained.*")), "no rank got to the end"
+
+
 ORDER = """
 import sys
+import time
 {imports}
 import lightning_commhooks
 for package, name in (("lightning.pytorch", "CompressedDDPStrategy"), ("pytorch_lightning", "CompressedDDPStrategyPL")):

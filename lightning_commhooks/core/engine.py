@@ -8,18 +8,24 @@ from __future__ import annotations
 
 import atexit
 import functools
+import threading
 import time
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future as HostFuture
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.futures import Future
 
 T = TypeVar("T")
+
+# Work that is under way when an engine closes belongs to a backward that was broken off; usually it waits for peers.
+GRACE_SECONDS = 1.0
 
 
 @functools.cache
@@ -53,24 +59,40 @@ class Engine(ABC):
 
     @abstractmethod
     def call(self, function: Callable[[], T]) -> T:
-        """Run `function` after all submitted work and return its result."""
+        """Run `function` after all submitted work and return its result.
+
+        Raises:
+            HookError: earlier work failed; `function` did not run.
+        """
 
     @abstractmethod
     def close(self) -> None:
-        """Wait for submitted work and release threads. Later submissions raise `HookError`."""
+        """Wait for submitted work and release threads. Later submissions raise `HookError`.
+
+        Work that does not end soon is aborted.
+        """
 
 
 class ThreadEngine(Engine):
     """One communication thread, for CPU tensors and for gloo.
 
-    After the first failure no further work runs: this rank's collectives would not match its peers'.
+    After the first failure no further work runs: this rank's collectives would not match its peers'. So that the
+    peers need not wait for the timeout of the process group, a failure aborts it. So does an interruption (Ctrl-C,
+    a signal handler that raises) of the main thread while it waits for work.
+
+    Args:
+        abort: makes collectives under way fail, called from any thread and perhaps more than once.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, abort: Callable[[], None] = lambda: None) -> None:
         _let_gloo_finish_at_exit()
+        _close_before_threads_are_joined()
+        self._abort = abort
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="lightning_commhooks")
         self._failure: BaseException | None = None
+        self._last: HostFuture[Any] | None = None
         self._closed = False
+        _open_engines.add(self)
 
     def submit(self, work: Callable[[], Tensor], device: torch.device) -> Future[Tensor]:
         self._raise_if_unusable()
@@ -79,45 +101,90 @@ class ThreadEngine(Engine):
         ready = torch.cuda.current_stream(device).record_event() if devices else None
 
         def run() -> None:
+            result = None
             try:
                 if self._failure is None:
                     if ready is not None:
                         torch.cuda.current_stream(device).wait_event(ready)
-                    raw.set_result(work())
-                    return
+                    result = work()
             except BaseException as failure:
-                self._failure = failure
-            raw.set_result(None)
+                self._fail(failure)
+            finally:
+                raw.set_result(result)
 
         def unwrap(done: Future[Tensor | None]) -> Tensor:
             result = done.value()
             if result is None:
-                assert self._failure is not None
-                raise HookError(str(self._failure)) from self._failure
+                raise self._error()
             return result
 
         result = raw.then(unwrap)
-        self._executor.submit(run)
+        self._last = self._executor.submit(run)
         return result
 
     def call(self, function: Callable[[], T]) -> T:
         self._raise_if_unusable()
 
         def run() -> T:
-            self._raise_if_unusable()
+            self._raise_if_failed()
             return function()
 
-        return self._executor.submit(run).result()
+        called = self._executor.submit(run)
+        self._last = called
+        self._wait_for(called)
+        self._last = None  # it holds the result
+        return called.result()
 
     def close(self) -> None:
         self._closed = True
+        if self._last is not None and wait([self._last], timeout=GRACE_SECONDS).not_done:
+            self._fail(HookError("the communication hook was closed before its work was done"))
         self._executor.shutdown(wait=True)
 
-    def _raise_if_unusable(self) -> None:
+    def _wait_for(self, work: HostFuture[Any]) -> None:
+        try:
+            work.exception()
+        except BaseException as interruption:
+            self._fail(HookError(f"the communication hook was interrupted by {interruption!r}"))
+            raise
+
+    def _fail(self, failure: BaseException) -> None:
+        if self._failure is None:
+            self._failure = failure
+        self._abort()
+
+    def _error(self) -> HookError:
+        # A new exception: the stored one would collect the frames of the user's code, and keep them alive.
+        failure = self._failure
+        error = HookError(str(failure))
+        error.__cause__ = failure.__cause__ if isinstance(failure, HookError) else failure
+        return error
+
+    def _raise_if_failed(self) -> None:
         if self._failure is not None:
-            # A new exception: the stored one would collect the frames of the user's code, and keep them alive.
-            raise HookError(str(self._failure)) from self._failure.__cause__
+            raise self._error()
+
+    def _raise_if_unusable(self) -> None:
+        self._raise_if_failed()
         _raise_if_closed(self._closed)
+
+
+_open_engines: weakref.WeakSet[ThreadEngine] = weakref.WeakSet()
+
+
+@functools.cache
+def _close_before_threads_are_joined() -> None:
+    """At exit, close the engines before the interpreter waits for their threads.
+
+    Such a thread may be in a collective that a peer never joins. Functions of `atexit` run too late, after the
+    threads; `concurrent.futures` ends its own threads in this way.
+    """
+    threading._register_atexit(_close_engines)  # type: ignore[attr-defined]
+
+
+def _close_engines() -> None:
+    for engine in list(_open_engines):
+        engine.close()
 
 
 class StreamEngine(Engine):

@@ -1,14 +1,16 @@
-"""The process group of the communication thread: made, and destroyed."""
+"""The process group of the communication thread: made and destroyed."""
 
 from __future__ import annotations
 
 import uuid
+from collections.abc import Callable
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
+from lightning_commhooks.core import gloo_abort
 from lightning_commhooks.core.collectives import Group
 
 
@@ -18,13 +20,25 @@ def backend_for(process_group: dist.ProcessGroup, device: torch.device) -> str:
     return dist.BackendConfig(dist.Backend(configured)).get_device_backend_map().get(device.type, configured)
 
 
-def own_group(process_group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
+def own_group(process_group: dist.ProcessGroup, device: torch.device) -> tuple[dist.ProcessGroup, Callable[[], None]]:
     """A group over the same ranks for the communication thread.
 
     DDP and users issue collectives from other threads; on one group they would interleave with the hook's
     differently on each rank.
+
+    Returns:
+        the group, and a function that aborts it from any thread: collectives under way fail at once, here and
+        on the peers that wait for this rank. The function does not keep the group alive.
     """
     timeout = getattr(getattr(process_group._get_backend(device), "options", None), "_timeout", None)
+    before = gloo_abort.listening()
+    own = _new_group(process_group, device, timeout)
+    if backend_for(process_group, device) != dist.Backend.GLOO:
+        return own, lambda: None
+    return own, gloo_abort.make(own, gloo_abort.listening() - before)
+
+
+def _new_group(process_group: dist.ProcessGroup, device: torch.device, timeout: timedelta | None) -> dist.ProcessGroup:
     if process_group.size() < dist.get_world_size():
         return _own_subgroup(process_group, device, timeout or dist.default_pg_timeout)
     own: dist.ProcessGroup = dist.new_group(

@@ -62,8 +62,8 @@ class Runtime:
         if device.type == "cuda" and backend_for(process_group, device) == dist.Backend.NCCL:
             self._engine = StreamEngine(device)
         else:
-            self._owned = own_group(process_group, device)
-            self._engine = ThreadEngine()
+            self._owned, abort = own_group(process_group, device)
+            self._engine = ThreadEngine(abort)
         group = Group(self._owned or process_group, self.counters, device)
         try:
             self.bound = hook.bind(group)

@@ -1,0 +1,81 @@
+"""Ends collectives of a gloo group that are under way, which gloo itself offers no way to do.
+
+`ProcessGroupGloo.abort()` and `shutdown()` do nothing (PyTorch 2.13), and a collective that waits for a peer returns
+for a closed connection only.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import socket
+import stat
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.distributed as dist
+
+ADDRESS_BYTES = 128
+
+
+def make(own: dist.ProcessGroup, opened: set[str]) -> Callable[[], None]:
+    """A function that aborts a group from any thread: its collectives fail at once, here and on waiting peers.
+
+    Collective. The function does not keep the group alive. It does nothing where it cannot tell which connections
+    are the group's; peers then wait for the timeout of the group.
+
+    Args:
+        own: a new gloo group.
+        opened: addresses that this process accepts connections on since the group was made.
+    """
+    mine = opened.pop() if len(opened) == 1 else None
+    return functools.partial(_shut_down, mine, _gather_addresses(own, mine))
+
+
+def _gather_addresses(own: dist.ProcessGroup, mine: str | None) -> set[str]:
+    """Where the ranks of a gloo group listen for each other; every connection of the group has one such end."""
+    text = bytearray((mine or "").encode().ljust(ADDRESS_BYTES))
+    gathered = [torch.empty(ADDRESS_BYTES, dtype=torch.uint8) for _ in range(own.size())]
+    dist.all_gather(gathered, torch.frombuffer(text, dtype=torch.uint8), group=own)
+    return {bytes(part.tolist()).decode().strip() for part in gathered} - {""}
+
+
+def _shut_down(mine: str | None, listeners: set[str]) -> None:
+    # A connection is not ours to close, but may be shut down under gloo's hands.
+    for connection in _tcp_sockets():
+        try:
+            if _address(connection.getpeername()) in listeners or _address(connection.getsockname()) == mine:
+                connection.shutdown(socket.SHUT_RDWR)
+        except OSError:  # listens, and must go on doing so: gloo aborts the process if it cannot
+            continue
+
+
+def listening() -> set[str]:
+    """Addresses on which this process accepts TCP connections."""
+    return {_address(s.getsockname()) for s in _tcp_sockets() if s.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)}
+
+
+def _address(name: tuple[str, int]) -> str:
+    return f"{name[0]} {name[1]}"
+
+
+def _tcp_sockets() -> Iterator[socket.socket]:
+    """All TCP sockets of this process, whoever opened them; none where the system does not list them."""
+    try:
+        descriptors = os.listdir("/dev/fd")
+    except OSError:
+        return
+    for descriptor in map(int, descriptors):
+        try:
+            if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+                continue
+            blocking = os.get_blocking(descriptor)
+            view = socket.socket(fileno=descriptor)
+        except OSError:  # closed meanwhile
+            continue
+        try:
+            os.set_blocking(descriptor, blocking)  # socket.setdefaulttimeout() may have changed it
+            if view.type == socket.SOCK_STREAM and view.family in (socket.AF_INET, socket.AF_INET6):
+                yield view
+        finally:
+            view.detach()

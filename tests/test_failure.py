@@ -1,0 +1,407 @@
+"""Failing, interrupting and ending: on one rank, and what the others see of it. Every rank is a process of its own.
+
+    python test_failure.py SCENARIO RANK WORLD STORE
+
+The process groups have a timeout of half an hour, as PyTorch's: whoever waits for it counts as hanging.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from driver import POWERSGD, SHAPES, Params, attached, backward, full_rank_gradients
+from pool import check_no_leaks
+from torch.nn.parallel import DistributedDataParallel
+
+import lightning_commhooks as lc
+from lightning_commhooks.core.engine import ThreadEngine
+
+SOON = 15  # seconds, far more than it takes, on a machine that has other things to do
+TIMEOUT_SECONDS = {"time_out": 3}
+ROOT = Path(__file__).parent.parent
+CPU = torch.device("cpu")
+
+
+class Broken(lc.CommHook):
+    """Fails on the last rank, in step 2."""
+
+    name = "broken"
+
+    def bind(self, group):
+        return _BoundBroken(group)
+
+
+class _BoundBroken(lc.BoundHook):
+    def reduce(self, flat, bucket):
+        if bucket.step == 2 and "second" in bucket.names and self.group.global_rank == self.group.size - 1:
+            raise ArithmeticError("out of numbers")
+        self.group.all_reduce_mean_(flat)
+
+
+# What the ranks do -------------------------------------------------------------------------------------------
+
+
+def say(text):
+    print(text, flush=True)
+
+
+def train(rank, hook="allreduce", absent=None, **options):
+    """Train for five steps. In step 2 the rank `absent` stays away, until it is told to go on."""
+    ddp = DistributedDataParallel(Params(SHAPES), bucket_cap_mb=4e-3, **options)
+    train.attachment = lc.attach(ddp, hook)
+    for step in range(5):
+        if step == 2:
+            say("step 2")
+            if rank == absent:
+                sys.stdin.readline()
+        backward(ddp, full_rank_gradients(rank, step, SHAPES))
+    say("trained")
+
+
+def fail_and_die(rank, world):
+    train(rank, Broken())
+
+
+def fail_and_stay(rank, failing, num_groups=1, **options):
+    try:
+        train(rank, Broken(), **options)
+    except lc.HookError:
+        if rank != failing:
+            raise
+        say("failed")
+        sys.stdin.readline()
+    train.attachment.close()
+    check_no_leaks(num_groups)
+
+
+def rank_2_fails_and_stays(rank, world):
+    fail_and_stay(rank, failing=2)
+
+
+def rank_1_of_a_subgroup_fails_and_stays(rank, world):
+    subgroup = dist.new_group([0, 1])
+    if rank < 2:
+        fail_and_stay(rank, failing=1, num_groups=2, process_group=subgroup)
+    else:
+        say("step 2")
+        sys.stdin.readline()
+
+
+def wait_for_rank_1(rank, world):
+    train(rank, absent=1)
+
+
+def time_out(rank, world):
+    train(rank, absent=1)
+
+
+def wait_for_rank_1_and_survive(rank, world):
+    try:
+        train(rank, absent=1)
+    except KeyboardInterrupt:
+        say("interrupted")
+    with pytest.raises(lc.HookError, match="interrupted by KeyboardInterrupt"):
+        train.attachment.state_dict()
+    train.attachment.close()
+    check_no_leaks(num_groups=1)
+
+
+def wait_with_handler(rank, world):
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    train(rank, absent=1)
+
+
+def wait_in_state_dict(rank, world):
+    with attached(POWERSGD) as (ddp, attachment):
+        for step in range(2):
+            backward(ddp, full_rank_gradients(rank, step, SHAPES))
+        say("step 2")
+        if rank == 1:
+            sys.stdin.readline()
+        attachment.state_dict()
+
+
+class _Raise(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise ArithmeticError("in the user's backward")
+
+
+def break_off(rank, world, close=False):
+    """Rank 0's backward fails after its first buckets were handed over; rank 1 is away."""
+    ddp = DistributedDataParallel(Params({"first": (2000,), "last": (2000,)}), bucket_cap_mb=4e-3)
+    attachment = lc.attach(ddp, "allreduce")
+    for step in range(3):
+        if step == 2:
+            say("step 2")
+            if rank == 1:
+                sys.stdin.readline()
+        first, last = ddp.module.first, ddp.module.last
+        ddp({})
+        try:
+            ((_Raise.apply(first) if (step, rank) == (2, 0) else first).sum() + last.sum()).backward()
+        except ArithmeticError:
+            if not close:
+                raise
+            attachment.close()
+            check_no_leaks(num_groups=1)
+            say("closed")
+
+
+def break_off_and_close(rank, world):
+    break_off(rank, world, close=True)
+
+
+def main(scenario, rank, world, store):
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # pytest in the background has it ignored
+    rank, world, timeout = int(rank), int(world), timedelta(seconds=TIMEOUT_SECONDS.get(scenario, 1800))
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timeout)
+    globals()[scenario](rank, world)
+
+
+# The tests ---------------------------------------------------------------------------------------------------
+
+
+class Ranks:
+    """The processes of a scenario."""
+
+    def __init__(self, scenario, store, world):
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        pipe = subprocess.PIPE
+        self.processes = [
+            subprocess.Popen(
+                [sys.executable, __file__, scenario, str(rank), str(world), str(store)],
+                **{"stdin": pipe, "stdout": pipe, "stderr": pipe, "env": environment, "text": True},
+            )
+            for rank in range(world)
+        ]
+        for rank in range(world):
+            self.until(rank, "step 2")
+
+    def until(self, rank, line):
+        """Read what the rank prints up to this line."""
+        while (read := self.processes[rank].stdout.readline()) != line + "\n":
+            assert read, self.processes[rank].stderr.read()
+
+    def go_on(self, rank):
+        self.processes[rank].stdin.write("\n")
+        self.processes[rank].stdin.flush()
+
+    def send(self, rank, number):
+        self.processes[rank].send_signal(number)
+
+    def end(self, rank):
+        """Exit code and outputs of a rank that ends soon, cleanly."""
+        try:
+            self.processes[rank].wait(SOON)
+        except subprocess.TimeoutExpired:
+            pytest.fail(f"rank {rank} hangs")
+        out, err = self.processes[rank].stdout.read(), self.processes[rank].stderr.read()
+        assert "terminate called" not in err
+        assert "Exception ignored" not in err
+        return self.processes[rank].returncode, out, err
+
+    def end_by_hook_error(self, rank):
+        """Standard error of a rank that ends soon with an error of its hook in step 2."""
+        code, out, err = self.end(rank)
+        assert code == 1, err
+        assert "trained" not in out
+        last = [line for line in err.splitlines() if "HookError: communication hook" in line][-1]
+        assert f"failed on rank {rank} at step 2, bucket" in last
+        return err
+
+
+@pytest.fixture
+def start(tmp_path):
+    """`start(scenario, world=2)`: its processes, killed at the end of the test."""
+    started = []
+
+    def start(scenario, world=2):
+        started.append(Ranks(scenario.__name__, tmp_path / "store", world))
+        return started[-1]
+
+    yield start
+    for process in (process for ranks in started for process in ranks.processes):
+        process.kill()
+        with process:
+            pass
+
+
+def test_failure_ends_all_ranks_with_the_hook_own_traceback(start):
+    ranks = start(fail_and_die)
+    ranks.end_by_hook_error(0)
+    err = ranks.end_by_hook_error(1)
+    assert 'raise ArithmeticError("out of numbers")' in err
+    assert "in reduce" in err
+    assert "direct cause" in err
+
+
+@pytest.mark.parametrize(
+    ("scenario", "failing"), [(rank_2_fails_and_stays, 2), (rank_1_of_a_subgroup_fails_and_stays, 1)]
+)
+def test_peers_fail_soon_though_the_failing_rank_stays(start, scenario, failing):
+    ranks = start(scenario, world=3)
+    for rank in range(failing):
+        ranks.end_by_hook_error(rank)
+    ranks.until(failing, "failed")
+    assert ranks.processes[failing].poll() is None
+    ranks.go_on(failing)
+    code, _, err = ranks.end(failing)
+    assert code == 0, err
+
+
+def test_timeout_of_the_process_group(start):
+    ranks = start(time_out)
+    ranks.end_by_hook_error(0)
+    assert ranks.processes[1].poll() is None
+
+
+def test_interrupt_of_one_rank(start):
+    ranks = start(wait_for_rank_1)
+    time.sleep(0.5)  # then rank 0 waits in step 2 for rank 1, who is not there
+    ranks.send(0, signal.SIGINT)
+    code, out, err = ranks.end(0)
+    assert code == -signal.SIGINT
+    assert "trained" not in out
+    assert "KeyboardInterrupt" in err
+    ranks.go_on(1)
+    ranks.end_by_hook_error(1)
+
+
+def test_interrupt_of_all_ranks(start):
+    ranks = start(wait_for_rank_1)
+    time.sleep(0.5)  # then rank 0 waits in step 2 for rank 1, who is not there
+    for rank in (0, 1):
+        ranks.send(rank, signal.SIGINT)
+    assert [ranks.end(rank)[0] for rank in (0, 1)] == [-signal.SIGINT] * 2
+
+
+def test_caught_interrupt_leaves_nothing_behind(start):
+    ranks = start(wait_for_rank_1_and_survive)
+    time.sleep(0.5)  # then rank 0 waits in step 2 for rank 1, who is not there
+    ranks.send(0, signal.SIGINT)
+    code, out, err = ranks.end(0)
+    assert code == 0, err
+    assert "interrupted" in out
+
+
+def test_interrupt_of_a_call(start):
+    ranks = start(wait_in_state_dict)
+    time.sleep(0.5)  # then rank 0 waits in step 2 for rank 1, who is not there
+    ranks.send(0, signal.SIGINT)
+    assert ranks.end(0)[0] == -signal.SIGINT
+
+
+@pytest.mark.parametrize("killed", [0, 1])
+def test_sigterm_kills_one_rank(start, killed):
+    ranks = start(wait_for_rank_1)
+    time.sleep(0.5)  # then rank 0 waits in step 2 for rank 1, who is not there
+    ranks.send(killed, signal.SIGTERM)
+    assert ranks.end(killed)[0] == -signal.SIGTERM
+    if killed == 0:
+        ranks.go_on(1)
+    ranks.end_by_hook_error(1 - killed)
+
+
+def test_sigterm_with_a_handler_that_exits(start):
+    ranks = start(wait_with_handler)
+    time.sleep(0.5)  # then rank 0 waits in step 2 for rank 1, who is not there
+    ranks.send(0, signal.SIGTERM)
+    assert ranks.end(0)[0] == 143
+    ranks.go_on(1)
+    ranks.end_by_hook_error(1)
+
+
+def test_exception_in_the_backward_of_one_rank(start):
+    ranks = start(break_off)
+    time.sleep(0.5)  # then rank 0 waits in step 2 for rank 1, who is not there
+    code, _, err = ranks.end(0)
+    assert code == 1
+    assert "ArithmeticError: in the user's backward" in err
+    ranks.go_on(1)
+    ranks.end_by_hook_error(1)
+
+
+def test_close_after_a_backward_that_was_broken_off(start):
+    ranks = start(break_off_and_close)
+    code, out, err = ranks.end(0)
+    assert code == 0, err
+    assert "closed" in out
+    ranks.go_on(1)
+    ranks.end_by_hook_error(1)
+
+
+def fail(rank, world):
+    with attached(Broken()) as (ddp, attachment):
+        for step in range(2):
+            backward(ddp, full_rank_gradients(rank, step, SHAPES))
+        with pytest.raises(lc.HookError) as first:
+            backward(ddp, full_rank_gradients(rank, 2, SHAPES))
+        with pytest.raises(lc.HookError) as later:
+            attachment.state_dict()
+    return str(first.value), repr(first.value.__cause__), str(later.value)
+
+
+def test_failure_names_hook_step_and_bucket(run):
+    (message, cause, later), *_ = run(fail, world=1)
+    for part in ("'broken'", "rank 0", "step 2", "bucket", "second", "out of numbers"):
+        assert part in message
+    assert "ArithmeticError('out of numbers')" in cause
+    assert "step 2" in later
+
+
+# One engine without ranks ------------------------------------------------------------------------------------
+
+
+def test_nothing_runs_after_a_failure():
+    aborted, ran = [], []
+    engine = ThreadEngine(lambda: aborted.append(True))
+    gate = threading.Event()
+
+    def fail():
+        gate.wait()
+        raise ArithmeticError("out of numbers")
+
+    engine.submit(fail, CPU)
+    later = engine.submit(lambda: ran.append(1), CPU)
+    threading.Timer(0.2, gate.set).start()
+    with pytest.raises(lc.HookError, match="out of numbers") as error:
+        engine.call(lambda: ran.append(2))
+    assert isinstance(error.value.__cause__, ArithmeticError)
+    with pytest.raises(RuntimeError, match="out of numbers"):
+        later.wait()
+    engine.close()
+    assert aborted
+    assert not ran
+
+
+def test_close_waits_for_work():
+    engine = ThreadEngine()
+    done = []
+    engine.submit(lambda: time.sleep(0.3) or done.append(True) or torch.zeros(1), CPU)
+    engine.close()
+    assert done
+
+
+def test_close_aborts_work_that_does_not_end():
+    gate = threading.Event()
+    engine = ThreadEngine(gate.set)
+    engine.submit(lambda: gate.wait() and torch.zeros(1), CPU)
+    engine.close()
+    assert gate.is_set()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
