@@ -18,6 +18,27 @@ HOOKS = {
 }
 
 
+def with_scaler() -> list[float]:
+    """Sums of the parameters without and with a scaler, which Accelerate itself makes on GPUs only."""
+    sums = []
+    for scale in (None, 2.0**12):
+        torch.manual_seed(0)
+        handler = CommHookKwargs(hook=PowerSGD(start_powerSGD_iter=1))
+        accelerator = Accelerator(cpu=True, kwargs_handlers=[handler])
+        accelerator.scaler = scale and torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=2)
+        model = torch.nn.Linear(64, 64)
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        torch.manual_seed(accelerator.process_index)
+        for _ in range(8):
+            optimizer.zero_grad()
+            accelerator.backward(model(torch.randn(4, 64)).square().mean())
+            optimizer.step()
+        sums.append(sum(p.double().abs().sum().item() for p in model.parameters()))
+        handler.attachments[0].close()
+        accelerator.free_memory()
+    return sums
+
+
 def main() -> None:
     results = {}
     for key, hook in HOOKS.items():
@@ -40,6 +61,7 @@ def main() -> None:
         }
         handler.attachments[0].close()
         accelerator.free_memory()
+    results["scaled"] = with_scaler()
     if accelerator.is_main_process:
         print(json.dumps(results))
     accelerator.end_training()

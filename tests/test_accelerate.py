@@ -30,6 +30,11 @@ def results():
     return json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
 
 
+def test_scaler_of_the_accelerator_is_used(results):
+    plain, scaled = results["scaled"]
+    assert scaled == pytest.approx(plain, rel=1e-5)
+
+
 @pytest.mark.parametrize(
     ("key", "hook"),
     [("name", "allreduce"), ("alias", "batched_powersgd"), ("enum", "bf16"), ("configured", "powersgd")],
