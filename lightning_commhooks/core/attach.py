@@ -90,7 +90,12 @@ class Attachment:
 
         Not collective, and allowed at any time: after a failure, or in a signal handler in the middle of a step. Of
         the present step it has nothing but the count.
+
+        Raises:
+            HookError: the attachment is closed.
         """
+        if self.is_closed:
+            raise HookError("the communication hook was closed; its state is gone")
         return self._save("none")
 
     def _save(self, kind: checkpoint.PerRank) -> dict[str, Any]:

@@ -230,6 +230,8 @@ def _problem(saved: Any) -> str:
         return f"it has no {sorted(missing)[0]!r}"
     if not isinstance(saved["hook"], Mapping) or not isinstance(saved["parameters"], Mapping):
         return "its hook or parameters are no dictionary"
+    if not isinstance(saved["steps"], int) or not isinstance(saved["world_size"], int):
+        return "its steps or world_size are no integer"
     num_tensors = sum(isinstance(leaf, Tensor) for leaf in _leaves(saved["hook"]))
     if num_tensors != saved["num_tensors"]:
         return f"it is truncated: {num_tensors} tensors of {saved['num_tensors']}"

@@ -49,5 +49,7 @@ class Counters:
     def paused(self) -> Iterator[None]:
         """Do not count the collectives of checkpoints: they are no gradients."""
         before = self.bytes_sent, self.collectives
-        yield
-        self.bytes_sent, self.collectives = before
+        try:
+            yield
+        finally:
+            self.bytes_sent, self.collectives = before

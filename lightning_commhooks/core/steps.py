@@ -23,14 +23,14 @@ class StepClock:
 
     Args:
         counters: where steps are counted too.
-        end_step: called once for each step, after its last bucket was handed over and before DDP gives the
-            gradients to the parameters; later for a step outside of a backward.
+        end_step: called once for each step, after its last bucket was handed over. With `True` if DDP has not given
+            the gradients to the parameters yet; with `False` for a step outside of a backward.
 
     Attributes:
         steps: synchronized backwards that began, since the beginning of training.
     """
 
-    def __init__(self, counters: Counters, end_step: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, counters: Counters, end_step: Callable[[bool], None] = lambda _: None) -> None:
         self._counters = counters
         self._end_step = end_step
         self._previous_index: int | None = None
@@ -44,16 +44,16 @@ class StepClock:
             self.steps += 1
             self._counters.steps += 1
             self._is_open = True
-            call_at_end_of_backward(self.end)
+            call_at_end_of_backward(lambda: self.end(in_time=True))
         self._previous_index = None if is_last else index
         return self.steps - 1
 
-    def end(self) -> None:
+    def end(self, *, in_time: bool = False) -> None:
         """End the present step, if there is one."""
         self._previous_index = None
         if self._is_open:
             self._is_open = False
-            self._end_step()
+            self._end_step(in_time)
 
 
 class FiniteSteps:
@@ -81,18 +81,22 @@ class FiniteSteps:
             self._finite.append(all_finite(reduced) if finite is None else finite)
             self._reduced.append(reduced)
 
-    def end(self) -> None:
-        """Let the hook take over its new memory, or make all gradients of the step NaN."""
-        self._engine.call(self._end)
+    def end(self, in_time: bool) -> None:
+        """Let the hook take over its new memory, or make all gradients of the step NaN.
 
-    def _end(self) -> None:
+        Args:
+            in_time: whether the gradients are still there. Later the buckets may be in use for the next step.
+        """
+        self._engine.call(lambda: self._end(in_time))
+
+    def _end(self, in_time: bool) -> None:
         if not self._finite:
             return
         finite, reduced = torch.stack(self._finite).all(), self._reduced
         self._finite, self._reduced = [], []
         self._bound.end_step(finite)
         self._bound.group.counters.nonfinite_steps += finite.logical_not() if finite.is_cuda else int(not finite)
-        if finite.is_cuda or not finite:
+        if in_time and (finite.is_cuda or not finite):
             penalty = torch.where(finite, 0.0, math.nan)
             for gradients in reduced:
                 gradients.add_(penalty.to(gradients.dtype))
