@@ -7,8 +7,7 @@ import weakref
 import pytest
 import torch
 import torch.distributed as dist
-from driver import SHAPES, TOO_EARLY, Params, attached, backward, full_rank_gradients, same
-from pool import ignoring
+from driver import SHAPES, Params, attached, backward, full_rank_gradients, same
 from test_imports import python
 from torch.nn.parallel import DistributedDataParallel
 
@@ -126,26 +125,12 @@ def test_schedule_hands_over_what_is_owed_to_a_parameter_unused_at_the_switch(ru
     torch.testing.assert_close(sent, produced, rtol=1e-4, atol=1e-4)
 
 
-def other_options(rank, world):
-    with attached(lc.PowerSGD(matrix_approximation_rank=2)) as (ddp, attachment):
-        backward(ddp, full_rank_gradients(rank, 0, SHAPES))
-        state = attachment.state_dict()
-    with (
-        attached(lc.PowerSGD(matrix_approximation_rank=3)) as (_, other),
-        pytest.raises(ValueError, match=r"rank=2.*rank=3"),
-    ):
-        other.load_state_dict(state)
-
-
-def test_state_of_other_options_is_refused(run):
-    with ignoring(TOO_EARLY):
-        run(other_options)
-
-
 def memory_after_close(rank, world):
     with attached(lc.PowerSGD(start_powerSGD_iter=0)) as (ddp, attachment):
         backward(ddp, full_rank_gradients(rank, 0, SHAPES))
-        residual = weakref.ref(attachment.bound._residuals["first"])
+        (plan, *_) = attachment.bound._plans.values()
+        residual = weakref.ref(plan.memories[1].value)
+        del plan
     gc.collect()
     return residual() is None, attachment.compression_stats()[0] > 1
 

@@ -66,6 +66,10 @@ class Engine(ABC):
         """
 
     @abstractmethod
+    def raise_if_unusable(self) -> None:
+        """Raise `HookError` if earlier work failed or the engine is closed."""
+
+    @abstractmethod
     def close(self) -> None:
         """Wait for submitted work and release threads. Later submissions raise `HookError`.
 
@@ -95,7 +99,7 @@ class ThreadEngine(Engine):
         _open_engines.add(self)
 
     def submit(self, work: Callable[[], Tensor], device: torch.device) -> Future[Tensor]:
-        self._raise_if_unusable()
+        self.raise_if_unusable()
         devices: list[int | str | torch.device] | None = [device] if device.type == "cuda" else None
         raw: Future[Tensor | None] = Future(devices=devices)
         ready = torch.cuda.current_stream(device).record_event() if devices else None
@@ -123,7 +127,7 @@ class ThreadEngine(Engine):
         return result
 
     def call(self, function: Callable[[], T]) -> T:
-        self._raise_if_unusable()
+        self.raise_if_unusable()
 
         def run() -> T:
             self._raise_if_failed()
@@ -164,7 +168,7 @@ class ThreadEngine(Engine):
         if self._failure is not None:
             raise self._error()
 
-    def _raise_if_unusable(self) -> None:
+    def raise_if_unusable(self) -> None:
         self._raise_if_failed()
         _raise_if_closed(self._closed)
 
@@ -212,6 +216,9 @@ class StreamEngine(Engine):
             result = function()
         torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
         return result
+
+    def raise_if_unusable(self) -> None:
+        _raise_if_closed(self._closed)
 
     def close(self) -> None:
         self._closed = True

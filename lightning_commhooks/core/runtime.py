@@ -87,6 +87,7 @@ class Runtime:
         assert engine is not None
 
         def trampoline(state: object, bucket: GradBucket) -> Future[Tensor]:
+            engine.raise_if_unusable()
             flat = bucket.buffer()
             slots = self.layout.slots(bucket.parameters(), flat.numel())
             index, is_last = bucket.index(), bucket.is_last()
