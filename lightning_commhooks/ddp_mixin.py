@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_commhooks.core.attach import Attachment, attach, registered_name, resolve_hook
+from lightning_commhooks.core.attach import Attachment, attach, hook_name, registered_name, resolve_hook
 from lightning_commhooks.core.hook import CommHook
 from lightning_commhooks.hooks import HookName
 
@@ -52,8 +52,7 @@ class CompressedDDPMixin:
         self._exact_state = exact_state
         self._strict_state = strict_state
         self._attachment: Attachment | None = None
-        # Lightning reads checkpoints before there is a DDP model, and writes some after it is gone.
-        self._state_to_load: dict[str, Any] | None = None
+        # For checkpoints that Lightning writes when the model is out of DDP again.
         self._last_state: dict[str, Any] | None = None
         super().__init__(**kwargs)
 
@@ -81,9 +80,6 @@ class CompressedDDPMixin:
             exact_state=self._exact_state,
         )
         self._check_registered(model)
-        if self._state_to_load is not None:
-            self._load(self._state_to_load)
-            self._state_to_load = None
 
     def _check_registered(self, model: DistributedDataParallel) -> None:
         assert self._attachment is not None
@@ -103,6 +99,7 @@ class CompressedDDPMixin:
     def _wrap_again(self) -> None:
         assert self._attachment is not None
         unfrozen = self._attachment.unfrozen()
+        self._pl_static_graph_delay_done = False
         model = self._setup_model(self.lightning_module)  # type: ignore[attr-defined]
         self._attachment.move_to(model)
         self.model = model
@@ -116,6 +113,12 @@ class CompressedDDPMixin:
         super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)  # type: ignore[misc]
 
     def _state(self, filepath: str) -> dict[str, Any] | None:
+        if self._attachment is None and getattr(self, "_start_method", None) != "popen":
+            warnings.warn(
+                f"{filepath} has no state of hook {hook_name(self._hook)!r}: training ran in other processes. Save it "
+                "there, with ModelCheckpoint",
+                stacklevel=3,
+            )
         if self._attachment is None or self._attachment.is_closed:
             return self._last_state
         # Where ranks are not at the same place of the program, they cannot average what they owe. Lightning names the
@@ -125,20 +128,12 @@ class CompressedDDPMixin:
             return self._attachment.shared_state_dict()
         return self._attachment.state_dict()
 
-    def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
-        """Read a checkpoint; keep the hook's state in it for the fit that is about to begin."""
-        checkpoint = super().load_checkpoint(*args, **kwargs)  # type: ignore[misc]
-        if self.lightning_module.trainer.state.fn != "fit":  # type: ignore[attr-defined]
-            return checkpoint
-        state = checkpoint.get(CHECKPOINT_KEY, {})
-        if self._attachment is not None and not self._attachment.is_closed:
-            # Lightning's tuner goes back to where it began in the middle of a fit.
-            self._load(state)
-        else:
-            self._state_to_load = state
-        return checkpoint
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Load the state of optimizers and of the hook, when a fit resumes or Lightning's tuner goes back."""
+        super().load_optimizer_state_dict(checkpoint)  # type: ignore[misc]
+        self._load(checkpoint.get(CHECKPOINT_KEY, {}))
 
-    def _load(self, state: dict[str, Any]) -> None:
+    def _load(self, state: Mapping[str, Any]) -> None:
         attachment = self._attachment
         assert attachment is not None
         if state:
@@ -162,7 +157,6 @@ class CompressedDDPMixin:
 
     def teardown(self) -> None:
         """Close the hook, then tear the strategy down."""
-        self._state_to_load = None
         try:
             if self._attachment is not None:
                 self._attachment.close()

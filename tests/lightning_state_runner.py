@@ -141,6 +141,12 @@ def mixed():
         write(f"scale-{label}", strategy.global_rank, scale=scaler.get_scale())
 
 
+def scaled():
+    for label, scaler in {"unscaled": None, "scaled": torch.amp.GradScaler("cpu", growth_interval=2)}.items():
+        plugin = Plugin(scaler) if scaler else pl.plugins.precision.MixedPrecision("bf16-mixed", "cpu")
+        resumable(label, CompressedDDP(hook=POWERSGD), save=False, epochs=4, plugins=[plugin])
+
+
 def other_model():
     class Small(Classifier):
         def __init__(self):

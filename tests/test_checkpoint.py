@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import warnings
 
 import pytest
 import torch
@@ -15,12 +16,15 @@ from driver import (
     mean_gradients,
     mean_residuals,
     norm,
+    residuals_of,
     same,
 )
+from pool import ignoring
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_commhooks as lc
+from lightning_commhooks.hooks._low_rank import add_unscaled
 
 BATCHED = lc.BatchedPowerSGD(start_powerSGD_iter=0, matrix_approximation_rank=2)
 SCHEDULE = lc.Schedule({0: POWERSGD, 2: "bf16"})
@@ -134,7 +138,8 @@ def test_mismatch_names_the_first_difference_and_the_way_out(run, case):
         assert loaded["hook"]["state"]["entries"].keys() == kept
     if case == "another rank":  # what is owed does not depend on it
         assert distance(mean_residuals(state, SHAPES), mean_residuals(loaded, SHAPES)) <= 1e-6
-    assert loaded["steps"] == (state.get("steps") or 0)
+    unreadable = case in ("truncated", "no steps", "format", "no hook", "no entries")
+    assert loaded["steps"] == (0 if unreadable else 2)
 
 
 def other_dtype(rank, world, saved, loaded):
@@ -163,10 +168,16 @@ def test_resumes_in_another_precision(run, saved, loaded):
 def load_foreign(rank, world):
     texts = []
     with attached(POWERSGD) as (ddp, attachment):
-        for foreign in (None, 3, {}, {"state_dict": {}}, {"format": 1}):
+        backward(ddp, full_rank_gradients(rank, 0, SHAPES))
+        good = attachment.state_dict()
+        for foreign in (None, 3, {}, {"state_dict": {}}, {"format": 1}, object(), {**good, "steps": -3}):
             with pytest.raises(ValueError, match="not the state of a communication hook") as error:
                 attachment.load_state_dict(foreign)
             texts.append(str(error.value))
+        assert norm(residuals_of(attachment)) > 0, "after an error the hook is as it was"
+        with ignoring("strict_state=False: not taken over"):
+            attachment.load_state_dict(object(), strict_state=False)
+        assert not residuals_of(attachment)
         backward(ddp, full_rank_gradients(rank, 0, SHAPES))
     return texts
 
@@ -177,12 +188,13 @@ def test_foreign_state(run):
 
 def load_differently(rank, world):
     good = saved_state(rank, POWERSGD)
-    bad = copy.deepcopy(good)
+    later, malformed = copy.deepcopy(good), copy.deepcopy(good)
     if rank:
-        bad["steps"] += 1
+        later["steps"] += 1
+        malformed["hook"]["options"] = 3
     texts = []
     with attached(POWERSGD) as (_, attachment):
-        for state in (None if rank else good, bad):
+        for state in (None if rank else good, later, malformed):
             with pytest.raises(ValueError, match="state") as error:
                 attachment.load_state_dict(state)
             texts.append(str(error.value))
@@ -190,10 +202,12 @@ def load_differently(rank, world):
 
 
 def test_bad_state_on_one_rank_is_an_error_on_all(run):
-    (one, two), (own, _) = run(load_differently)
-    assert "does not fit on rank 1" in one
-    assert "ranks were given different states" in two
+    (none, later, malformed), (own, _, own_malformed) = run(load_differently)
+    assert "does not fit on rank 1" in none
     assert "it is a NoneType" in own
+    assert "ranks were given different states" in later
+    assert "does not fit on rank 1" in malformed
+    assert "the state cannot be read: AttributeError" in own_malformed
 
 
 def nonfinite_hand_over(rank, world, value):
@@ -218,6 +232,8 @@ def test_hand_over_in_a_bad_step_happens_in_the_next(run, world, value):
         produced = {name: sum(mean[name] for mean in expected) for name in SHAPES}
         assert distance(received, produced) <= 2.0**-7 * sum(map(norm, expected))
         assert norm(mean_residuals(state, SHAPES)) == 0
+        phases = state["hook"]["state"]["phases"]
+        assert not phases["0"]["state"]["entries"], "what is paid takes no memory"
 
 
 def overflows(rank, world, hook):
@@ -350,3 +366,103 @@ def test_state_without_the_other_ranks(run):
     (steps, state), _ = run(shared_state)
     assert steps == 3
     assert state["hook"]["state"]["entries"]["first"].keys() == {"factor"}
+
+
+def on_a_subgroup(rank, world):
+    groups = [torch.distributed.new_group([0, 1]), torch.distributed.new_group([2, 3])]
+    with warnings.catch_warnings(record=True) as caught, attached(POWERSGD, process_group=groups[rank // 2]) as (_, a):
+        warnings.simplefilter("always")
+        a.load_state_dict({}, strict_state=False)
+    for group in groups:
+        if group is not torch.distributed.GroupMember.NON_GROUP_MEMBER:
+            torch.distributed.destroy_process_group(group)
+    return sum("strict_state=False" in str(warning.message) for warning in caught)
+
+
+def test_warns_once_in_each_group(run):
+    assert run(on_a_subgroup, world=4) == [1, 0, 1, 0]
+
+
+class Checkpointed(nn.Module):
+    """Recomputes each layer in a backward inside the backward."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(24, 24) for _ in range(5))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.tanh(torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=True))
+        return x
+
+
+def reentrant(rank, world, bad):
+    ddp = DistributedDataParallel(Checkpointed(), bucket_cap_mb=2e-3)
+    attachment = lc.attach(ddp, POWERSGD)
+    steps = []
+    for step in range(4):
+        x = torch.randn(4, 24, generator=torch.Generator().manual_seed(10 * step + rank)).requires_grad_()
+        ddp.zero_grad()
+        loss = ddp(x).square().mean()
+        if bad and step == 2 and rank == 1:
+            ddp.module.layers[3].weight.register_hook(lambda gradient: gradient * float("inf"))
+        loss.backward()
+        steps.append([bool(p.grad.isfinite().all()) for p in ddp.parameters()])
+        if step == 1:
+            before = attachment.state_dict()
+    after = attachment.state_dict()
+    metrics = attachment.metrics()
+    attachment.close()
+    return steps, metrics["steps"], metrics["nonfinite_steps"], before, after
+
+
+def test_reentrant_checkpointing_is_one_step(run):
+    for steps, count, bad, _, _ in run(reentrant, False):
+        assert (count, bad) == (4, 0)
+        assert all(map(all, steps))
+    for steps, count, bad, before, after in run(reentrant, True):
+        assert (count, bad) == (4, 2), "the hook of that parameter stays"
+        assert [any(step) for step in steps] == [True, True, False, False]
+        entries = before["hook"]["state"]["entries"], after["hook"]["state"]["entries"]
+        assert all(torch.equal(entries[0][name]["residual"], entries[1][name]["residual"]) for name in entries[0])
+
+
+class Explodes(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise ArithmeticError("out of numbers")
+
+
+def broken_off(rank, world):
+    ddp = DistributedDataParallel(nn.Sequential(*(nn.Linear(24, 24) for _ in range(4))), bucket_cap_mb=2e-3)
+    attachment = lc.attach(ddp, POWERSGD)
+    for _ in range(2):
+        ddp.zero_grad()
+        ddp(torch.randn(4, 24)).square().mean().backward()
+    before = attachment.state_dict()
+    hook = ddp.module[1].register_forward_hook(lambda module, inputs, output: Explodes.apply(output))
+    with pytest.raises(ArithmeticError):
+        ddp(torch.randn(4, 24)).square().mean().backward()
+    hook.remove()
+    after = attachment.state_dict()
+    attachment.close()
+    return before, after
+
+
+def test_backward_that_breaks_off_leaves_the_memory_alone(run):
+    before, after = run(broken_off)[0]
+    assert after["steps"] == before["steps"] + 1
+    for name, entry in before["hook"]["state"]["entries"].items():
+        assert torch.equal(entry["residual"], after["hook"]["state"]["entries"][name]["residual"])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_scale_on_the_device_divides_in_float32(dtype):
+    memory, gradient = torch.randn(8, 8), (1e-2 * torch.randn(8, 8)).to(dtype)
+    expected = memory + gradient.float() / 2.0**16
+    for scale in (2.0**16, torch.tensor(2.0**16)):
+        torch.testing.assert_close(add_unscaled(memory, gradient, scale, torch.empty(8, 8)), expected, rtol=0, atol=0)

@@ -367,7 +367,7 @@ def test_failure_names_hook_step_and_bucket(run):
 
 def test_nothing_runs_after_a_failure():
     aborted, ran = [], []
-    engine = ThreadEngine(lambda: aborted.append(True))
+    engine = ThreadEngine(torch.device("cpu"), lambda: aborted.append(True))
     gate = threading.Event()
 
     def fail():
@@ -388,7 +388,7 @@ def test_nothing_runs_after_a_failure():
 
 
 def test_close_waits_for_work():
-    engine = ThreadEngine()
+    engine = ThreadEngine(torch.device("cpu"))
     done = []
     engine.submit(lambda: time.sleep(0.3) or done.append(True) or torch.zeros(1), CPU)
     engine.close()
@@ -397,7 +397,7 @@ def test_close_waits_for_work():
 
 def test_close_aborts_work_that_does_not_end():
     gate = threading.Event()
-    engine = ThreadEngine(gate.set)
+    engine = ThreadEngine(torch.device("cpu"), gate.set)
     engine.submit(lambda: gate.wait() and torch.zeros(1), CPU)
     engine.close()
     assert gate.is_set()

@@ -118,7 +118,7 @@ _leaked = []
 def leak_a_thread(rank, world):
     from lightning_commhooks.core.engine import ThreadEngine
 
-    _leaked.append(ThreadEngine())
+    _leaked.append(ThreadEngine(torch.device("cpu")))
     _leaked[0].call(lambda: None)
 
 

@@ -127,7 +127,7 @@ def test_checkpoints_of_other_strategies(mismatched):
 
 @pytest.fixture(scope="module")
 def others(tmp_path_factory):
-    return launch(tmp_path_factory.mktemp("others"), "finetuning", "mixed", "other_model", "tuned")
+    return launch(tmp_path_factory.mktemp("others"), "finetuning", "mixed", "scaled", "other_model", "tuned")
 
 
 def test_layers_that_a_callback_unfreezes_are_averaged(others):
@@ -144,6 +144,11 @@ def test_mixed_precision_supplies_its_scaler(others):
     assert others("scale-mixed-powersgd") == others("scale-mixed-powersgd", 1) == others("scale-mixed-allreduce")
     assert others("scale-mixed-powersgd")["scale"] != 2.0**16
     assert others.distance("mixed-powersgd", "mixed-allreduce") < 0.05
+
+
+def test_loss_scale_makes_no_difference(others):
+    others.both("scaled")
+    assert others.distance("scaled", "unscaled") < 1e-4
 
 
 def test_second_model_in_the_same_trainer(others):

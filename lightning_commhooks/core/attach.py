@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_commhooks.core import checkpoint
 from lightning_commhooks.core.engine import HookError
 from lightning_commhooks.core.groups import backend_for
-from lightning_commhooks.core.hook import CommHook
+from lightning_commhooks.core.hook import BoundHook, CommHook
 from lightning_commhooks.core.layout import Layout
 from lightning_commhooks.core.registry import get_hook
 from lightning_commhooks.core.runtime import Runtime, Trampoline
@@ -29,15 +29,18 @@ class Attachment:
 
     Attributes:
         hook: the configuration: a `CommHook`, or the user's own DDP hook function.
-        bound: the runtime object; `None` for a user's own function.
     """
 
     def __init__(self, hook: CommHook | DDPHook, runtime: Runtime, exact_state: bool) -> None:
         self.hook = hook
-        self.bound = runtime.bound if isinstance(hook, CommHook) else None
         self._runtime = runtime
         self._exact_state = exact_state
         self._finalizer: weakref.finalize[Any, Any] | None = None
+
+    @property
+    def bound(self) -> BoundHook | None:
+        """The runtime object; `None` for a user's own function."""
+        return self._runtime.bound if isinstance(self.hook, CommHook) else None
 
     @property
     def is_closed(self) -> bool:
@@ -113,16 +116,11 @@ class Attachment:
 
         Raises:
             ValueError: it is no such state, truncated, of another hook, of a model with other parameters, or the
-                hook's options give its memory other sizes. Raised on all ranks if it is so on one.
+                hook's options give its memory other sizes. Raised on all ranks if it is so on one; the hook is
+                as it was before, then.
         """
-        run = self._runtime
-        run.clock.end()
-        differences = run.call(
-            lambda: checkpoint.load(state_dict, run.config, run.bound, run.layout.shapes, strict_state)
-        )
-        if isinstance(state_dict, Mapping) and isinstance(state_dict.get("steps"), int):
-            run.clock.steps = state_dict["steps"]
-        if differences and run.bound.group.global_rank == 0:
+        differences = self._runtime.load(state_dict, strict_state)
+        if differences and self._runtime.bound.group.rank == 0:
             more = f" and {len(differences) - 5} more" if len(differences) > 5 else ""
             warnings.warn(
                 f"strict_state=False: not taken over from the state of hook {self.name!r}: "

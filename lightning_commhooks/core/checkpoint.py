@@ -184,10 +184,10 @@ def load(
     error, differences = "", []
     try:
         differences = _load(saved, hook, bound, shapes, strict)
-    except ValueError as problem:
-        error = str(problem)
+    except Exception as problem:
+        error = str(problem) if isinstance(problem, ValueError) else f"the state cannot be read: {problem!r}"
     with bound.group.counters.paused():
-        digest = -1 if error else _digest(saved)
+        digest = -1 if error else 0 if _problem(saved) else _digest(saved)
         digests = bound.group.all_gather(torch.tensor([digest], device=bound.group.device)).view(-1).tolist()
     if error:
         raise ValueError(error)
@@ -210,7 +210,7 @@ def _load(
     if bound.has_memory and saved["hook"].get("name") == hook.name:
         reader.check_parameters()
     reader.hook(saved["hook"], hook, bound)
-    if bound.has_memory and saved["world_size"] != bound.group.size and bound.group.global_rank == 0:
+    if bound.has_memory and saved["world_size"] != bound.group.size and bound.group.rank == 0:
         logger.info(
             "state of hook %r: saved on %d ranks, loaded on %d; each begins with the mean of what the ranks still owed",
             hook.name,
@@ -230,12 +230,18 @@ def _problem(saved: Any) -> str:
         return f"it has no {sorted(missing)[0]!r}"
     if not isinstance(saved["hook"], Mapping) or not isinstance(saved["parameters"], Mapping):
         return "its hook or parameters are no dictionary"
-    if not isinstance(saved["steps"], int) or not isinstance(saved["world_size"], int):
-        return "its steps or world_size are no integer"
+    for key in ("steps", "world_size"):
+        if type(saved[key]) is not int or saved[key] < 0:
+            return f"its {key!r} is {saved[key]!r}"
     num_tensors = sum(isinstance(leaf, Tensor) for leaf in _leaves(saved["hook"]))
     if num_tensors != saved["num_tensors"]:
         return f"it is truncated: {num_tensors} tensors of {saved['num_tensors']}"
     return ""
+
+
+def steps_of(saved: Any) -> int:
+    """The step count in a state, 0 in what is no such state."""
+    return 0 if _problem(saved) else int(saved["steps"])
 
 
 def _leaves(state: Any) -> Iterator[Any]:

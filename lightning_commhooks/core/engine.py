@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import os
 import threading
 import time
 import weakref
@@ -85,13 +86,16 @@ class ThreadEngine(Engine):
     a signal handler that raises) of the main thread while it waits for work.
 
     Args:
+        device: of the tensors.
         abort: makes collectives under way fail, called from any thread and perhaps more than once.
     """
 
-    def __init__(self, abort: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, device: torch.device, abort: Callable[[], None] = lambda: None) -> None:
         _let_gloo_finish_at_exit()
         _close_before_threads_are_joined()
+        self._device = device
         self._abort = abort
+        self._process = os.getpid()
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="lightning_commhooks")
         self._failure: BaseException | None = None
         self._last: HostFuture[Any] | None = None
@@ -102,7 +106,7 @@ class ThreadEngine(Engine):
         self.raise_if_unusable()
         devices: list[int | str | torch.device] | None = [device] if device.type == "cuda" else None
         raw: Future[Tensor | None] = Future(devices=devices)
-        ready = torch.cuda.current_stream(device).record_event() if devices else None
+        ready = self._record()
 
         def run() -> None:
             result = None
@@ -128,19 +132,36 @@ class ThreadEngine(Engine):
 
     def call(self, function: Callable[[], T]) -> T:
         self.raise_if_unusable()
+        ready, done = self._record(), torch.cuda.Event() if self._device.type == "cuda" else None
 
         def run() -> T:
             self._raise_if_failed()
-            return function()
+            if ready is not None:
+                torch.cuda.current_stream(self._device).wait_event(ready)
+            try:
+                return function()
+            except ValueError:
+                raise  # of a state that does not fit, on all ranks alike
+            except BaseException as failure:
+                self._fail(failure)
+                raise
+            finally:
+                if done is not None:
+                    done.record(torch.cuda.current_stream(self._device))
 
         called = self._executor.submit(run)
         self._last = called
         self._wait_for(called)
         self._last = None  # it holds the result
-        return called.result()
+        result = called.result()
+        if done is not None:
+            torch.cuda.current_stream(self._device).wait_event(done)
+        return result
 
     def close(self) -> None:
         self._closed = True
+        if self._process != os.getpid():
+            return  # a forked child has not got the thread
         if self._last is not None and wait([self._last], timeout=GRACE_SECONDS).not_done:
             self._fail(HookError("the communication hook was closed before its work was done"))
         self._executor.shutdown(wait=True)
@@ -155,7 +176,12 @@ class ThreadEngine(Engine):
     def _fail(self, failure: BaseException) -> None:
         if self._failure is None:
             self._failure = failure
-        self._abort()
+        if self._process == os.getpid():  # a forked child shares the connections
+            self._abort()
+
+    def _record(self) -> torch.cuda.Event | None:
+        """What the caller's stream has to do before the work, on CUDA."""
+        return torch.cuda.current_stream(self._device).record_event() if self._device.type == "cuda" else None
 
     def _error(self) -> HookError:
         # A new exception: the stored one would collect the frames of the user's code, and keep them alive.

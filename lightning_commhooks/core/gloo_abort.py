@@ -7,6 +7,7 @@ for a closed connection only.
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import socket
 import stat
@@ -14,6 +15,8 @@ from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
+
+logger = logging.getLogger(__name__)
 
 ADDRESS_BYTES = 128
 
@@ -29,6 +32,8 @@ def make(own: dist.ProcessGroup, opened: set[str]) -> Callable[[], None]:
         opened: addresses that this process accepts connections on since the group was made.
     """
     mine = opened.pop() if len(opened) == 1 else None
+    if mine is None:
+        logger.info("after a failure here, other ranks wait for the timeout of the process group: no unique listener")
     return functools.partial(_shut_down, mine, _gather_addresses(own, mine))
 
 
@@ -52,7 +57,14 @@ def _shut_down(mine: str | None, listeners: set[str]) -> None:
 
 def listening() -> set[str]:
     """Addresses on which this process accepts TCP connections."""
-    return {_address(s.getsockname()) for s in _tcp_sockets() if s.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)}
+    addresses = set()
+    for connection in _tcp_sockets():
+        try:
+            if connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                addresses.add(_address(connection.getsockname()))
+        except OSError:  # closed meanwhile
+            continue
+    return addresses
 
 
 def _address(name: tuple[str, int]) -> str:
@@ -74,7 +86,8 @@ def _tcp_sockets() -> Iterator[socket.socket]:
         except OSError:  # closed meanwhile
             continue
         try:
-            os.set_blocking(descriptor, blocking)  # socket.setdefaulttimeout() may have changed it
+            if socket.getdefaulttimeout() is not None:
+                os.set_blocking(descriptor, blocking)  # the view has changed it
             if view.type == socket.SOCK_STREAM and view.family in (socket.AF_INET, socket.AF_INET6):
                 yield view
         finally:

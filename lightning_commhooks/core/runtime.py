@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 
+from lightning_commhooks.core import checkpoint
 from lightning_commhooks.core.collectives import Group
 from lightning_commhooks.core.engine import Engine, HookError, StreamEngine, ThreadEngine
 from lightning_commhooks.core.groups import backend_for, destroy, own_group
@@ -63,7 +64,7 @@ class Runtime:
             self._engine = StreamEngine(device)
         else:
             self._owned, abort = own_group(process_group, device)
-            self._engine = ThreadEngine(abort)
+            self._engine = ThreadEngine(device, abort)
         group = Group(self._owned or process_group, self.counters, device)
         try:
             self.bound = hook.bind(group)
@@ -78,11 +79,26 @@ class Runtime:
         """Run a function in turn with the hook."""
         return self._engine.call(function) if self._engine is not None else function()
 
+    def load(self, state: object, strict: bool) -> list[str]:
+        """Take over a saved state, on all ranks or none; returns what was left out because it does not fit.
+
+        Raises:
+            ValueError: see `checkpoint.load`. The hook is as it was before.
+        """
+        self.clock.end()
+        fresh = self.config.bind(self.bound.group)
+        differences = self.call(lambda: checkpoint.load(state, self.config, fresh, self.layout.shapes, strict))
+        self.bound = fresh
+        if self._engine is not None:
+            self._steps.bound = fresh
+        self.clock.steps = checkpoint.steps_of(state)
+        return differences
+
     def trampoline(self, hook: CommHook | DDPHook, may_be_unused: bool) -> Trampoline:
         """The function that DDP calls for each bucket."""
         # Nothing here may hold the model: the model holds this function through its C++ reducer.
         if not isinstance(hook, CommHook):
-            return self._counting(hook)
+            return self._counting(hook, may_be_unused)
         engine = self._engine
         assert engine is not None
 
@@ -91,7 +107,7 @@ class Runtime:
             flat = bucket.buffer()
             slots = self.layout.slots(bucket.parameters(), flat.numel())
             index, is_last = bucket.index(), bucket.is_last()
-            step = self._step_of(index, is_last)
+            step = self._step_of(index, is_last, may_be_unused)
             plain = Bucket(index, is_last, step, slots, may_be_unused, _current_scale(self._grad_scaler))
             return engine.submit(lambda: self._reduce(flat, plain), flat.device)
 
@@ -114,16 +130,16 @@ class Runtime:
                 f"bucket {bucket.index} ({names}): {error}"
             ) from error
 
-    def _counting(self, hook: DDPHook) -> Trampoline:
+    def _counting(self, hook: DDPHook, last_may_be_skipped: bool) -> Trampoline:
         def trampoline(state: object, bucket: GradBucket) -> Future[Tensor]:
-            self._step_of(bucket.index(), bucket.is_last())
+            self._step_of(bucket.index(), bucket.is_last(), last_may_be_skipped)
             _count_dense(self.bound.group, bucket.buffer())
             result: Future[Tensor] = hook(state, bucket)
             return result
 
         return trampoline
 
-    def _step_of(self, index: int, is_last: bool) -> int:
+    def _step_of(self, index: int, is_last: bool, last_may_be_skipped: bool) -> int:
         if not self._warned and (names := self.layout.unfrozen()):
             self._warned = True
             warnings.warn(
@@ -132,7 +148,7 @@ class Runtime:
                 "Wrap the module again and give the new wrapper to Attachment.move_to()",
                 stacklevel=2,
             )
-        return self.clock.step_of(index, is_last)
+        return self.clock.step_of(index, is_last, last_may_be_skipped)
 
     def close(self) -> None:
         """Release thread, process group and memory; warn of what the user should know."""
@@ -140,9 +156,10 @@ class Runtime:
         if self._engine is None:
             return
         self._engine.close()
+        self._steps.forget()
         destroy(self._owned, self.bound.group)
         # All ranks have the same to say. Last: where warnings are errors, nothing else may be left to do.
-        texts = self.bound.closing_warnings(self.clock.steps) if self.bound.group.global_rank == 0 else []
+        texts = self.bound.closing_warnings(self.clock.steps) if self.bound.group.rank == 0 else []
         self.bound.release()
         for text in texts:
             warnings.warn(text, stacklevel=4)

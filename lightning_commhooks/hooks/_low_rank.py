@@ -123,4 +123,5 @@ def add_unscaled(memory: Tensor, gradient: Tensor, loss_scale: float | Tensor, o
     """`out = memory + gradient / loss_scale`, without waiting for a scale on a CUDA device."""
     if isinstance(loss_scale, float):
         return torch.add(memory, gradient, alpha=1 / loss_scale, out=out)
-    return torch.div(gradient, loss_scale, out=out).add_(memory)
+    # With a dimension, or the division would be in the gradient's own 16 bit and underflow.
+    return torch.div(gradient, loss_scale.reshape(1), out=out).add_(memory)

@@ -162,7 +162,7 @@ class BoundLowRank(BoundHook, Generic[P]):
         self._config = config
         self._plans: dict[tuple[str, ...], P] = {}
         self._stored: dict[str, Entry] = {}
-        self._drained: list[Tensor] = []
+        self._drained: list[str] = []
         self._stats = LowRankStats(config)
 
     def reduce(self, flat: Tensor, bucket: Bucket) -> Tensor | None:
@@ -191,8 +191,10 @@ class BoundLowRank(BoundHook, Generic[P]):
         for plan in self._plans.values():
             for memory in plan.memories:
                 memory.end_step(finite)
-        for residual in self._drained:
-            residual.mul_(finite.logical_not())
+        # A CUDA device is waited for here: in the first step of another phase of a `Schedule`.
+        if self._drained and finite:
+            for name in self._drained:
+                self._stored.pop(name, None)
         self._drained = []
 
     def _make_factor(self, names: list[str], shape: tuple[int, int], like: Tensor) -> Factor:
@@ -218,10 +220,8 @@ class BoundLowRank(BoundHook, Generic[P]):
         for slot in bucket.slots:
             entry = self._stored.get(slot.name, {})
             if "residual" in entry:
-                residual = settled(entry)
-                self._stored[slot.name] = {"residual": residual}
-                slot.view(flat).add_(residual * bucket.loss_scale)
-                self._drained.append(residual)
+                slot.view(flat).add_(settled(entry) * bucket.loss_scale)
+                self._drained.append(slot.name)
 
     def state_dict(self, writer: StateWriter) -> dict[str, Any]:
         live = [plan.entries() for plan in self._plans.values()]

@@ -39,8 +39,8 @@ class BatchedPowerSGD(LowRankConfig):
     Args:
         matrix_approximation_rank: rank of the approximation. More than 1 rarely helps here.
         start_powerSGD_iter: number of first steps averaged without compression.
-        use_error_feedback: add what compression left out to the next step's gradient. Needs memory of the
-            size of the gradients, at least float32.
+        use_error_feedback: add what compression left out to the next step's gradient. Needs memory of
+            twice the size of the gradients, at least float32: what is owed, and what it was before the step.
         warm_start: begin each step's power iteration where the last one ended.
         orthogonalization_epsilon: a row of Q whose norm is at most this fraction of the longest is drawn
             anew. Relative, unlike PyTorch's; 0 renews rows that are exactly zero, which is enough.

@@ -47,8 +47,8 @@ class PowerSGD(LowRankConfig):
             matter most. About a tenth of training.
         min_compression_rate: a matrix of n rows and m columns is compressed when
             `(n + m) * rank * min_compression_rate < n * m`.
-        use_error_feedback: add what compression left out to the next step's gradient. Needs memory of the
-            size of the compressed gradients, at least float32.
+        use_error_feedback: add what compression left out to the next step's gradient. Needs memory of
+            twice the size of the compressed gradients, at least float32: what is owed, and what it was before the step.
         warm_start: begin each step's power iteration where the last one ended.
         orthogonalization_epsilon: a row of Q whose norm is at most this fraction of the longest is drawn
             anew. Relative, unlike PyTorch's; 0 renews rows that are exactly zero, which is enough.

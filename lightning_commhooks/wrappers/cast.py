@@ -76,8 +76,8 @@ class _BoundCast(BoundHook):
         if not gradient.is_floating_point() or gradient.element_size() <= self._dtype.itemsize:
             return gradient
         half = gradient.to(self._dtype)
-        if not gradient.is_sparse:
-            self.group.counters.numel_overflowed += num_overflowed(gradient, half)
+        values = (gradient._values(), half._values()) if gradient.is_sparse else (gradient, half)
+        self.group.counters.numel_overflowed += num_overflowed(*values)
         return half
 
     def drain_(self, flat: Tensor, bucket: Bucket) -> None:
