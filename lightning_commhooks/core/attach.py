@@ -154,7 +154,7 @@ class Attachment:
     def _connect(self, model: DistributedDataParallel) -> None:
         _check_model(model)
         self._runtime.layout = Layout(model.module)
-        trampoline = self._runtime.trampoline(self.hook, model.find_unused_parameters)
+        trampoline = self._runtime.trampoline(self.hook, model)
         _register(model, self._runtime.hook_state, trampoline, self.hook)
         if self._finalizer is not None:
             self._finalizer.detach()

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
 
 from lightning_commhooks.core import checkpoint
 from lightning_commhooks.core.collectives import Group
@@ -94,11 +95,14 @@ class Runtime:
         self.clock.steps = checkpoint.steps_of(state)
         return differences
 
-    def trampoline(self, hook: CommHook | DDPHook, may_be_unused: bool) -> Trampoline:
-        """The function that DDP calls for each bucket."""
+    def trampoline(self, hook: CommHook | DDPHook, model: DistributedDataParallel) -> Trampoline:
+        """The function that DDP calls for each bucket of `model`."""
         # Nothing here may hold the model: the model holds this function through its C++ reducer.
+        may_be_unused = model.find_unused_parameters
+        # Since PyTorch 2.7.
+        last_may_be_skipped = getattr(model, "skip_all_reduce_unused_params", False)
         if not isinstance(hook, CommHook):
-            return self._counting(hook, may_be_unused)
+            return self._counting(hook, last_may_be_skipped)
         engine = self._engine
         assert engine is not None
 
@@ -107,7 +111,7 @@ class Runtime:
             flat = bucket.buffer()
             slots = self.layout.slots(bucket.parameters(), flat.numel())
             index, is_last = bucket.index(), bucket.is_last()
-            step = self._step_of(index, is_last, may_be_unused)
+            step = self._step_of(index, is_last, last_may_be_skipped)
             plain = Bucket(index, is_last, step, slots, may_be_unused, _current_scale(self._grad_scaler))
             return engine.submit(lambda: self._reduce(flat, plain), flat.device)
 
