@@ -30,6 +30,8 @@ bench: install
 
 stress: install
 	$(BIN)/python benchmarks/stress_launches.py
+	$(BIN)/python benchmarks/resume_launches.py
+	$(BIN)/python benchmarks/soak.py
 
 install: $(VENV)/.installed
 
