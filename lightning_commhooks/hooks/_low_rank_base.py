@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -17,6 +16,7 @@ from lightning_commhooks.core.hook import BoundHook, Bucket, CommHook
 from lightning_commhooks.core.memory import Memory
 from lightning_commhooks.core.metrics import Counters
 from lightning_commhooks.hooks._low_rank import orthonormal_basis, random_factor, revive
+from lightning_commhooks.hooks._low_rank_state import Entry, loaded, saved, settled
 
 logger = logging.getLogger("lightning_commhooks.hooks.powersgd")
 
@@ -127,10 +127,6 @@ class Factor:
         self.q = Memory(torch.stack(start))
 
 
-# Of one matrix: "residual", what is owed, before "sent_p"^T "sent_q" is taken from it if there is such; "factor".
-Entry = dict[str, Tensor]
-
-
 class Plan(ABC):
     """What to do with one bucket, and its memory."""
 
@@ -226,11 +222,11 @@ class BoundLowRank(BoundHook, Generic[P]):
     def state_dict(self, writer: StateWriter) -> dict[str, Any]:
         live = [plan.entries() for plan in self._plans.values()]
         entries = {key: entry for part in (self._stored, *live) for key, entry in part.items()}
-        return {"entries": {key: _saved(entries[key], writer) for key in sorted(entries)}}
+        return {"entries": {key: saved(entries[key], writer) for key in sorted(entries)}}
 
     def load_state_dict(self, state: dict[str, Any], reader: StateReader) -> None:
         stored = {}
-        for key, saved in reader.section(state, "entries").items():
+        for key, part in reader.section(state, "entries").items():
             shapes = [reader.shape_of(name) for name in key.split("\n")]
             expected = self._entry_shapes([shape for shape in shapes if shape is not None])
             if None in shapes:
@@ -238,7 +234,7 @@ class BoundLowRank(BoundHook, Generic[P]):
             elif not expected:
                 reader.differs(f"parameter {key!r} is compressed in the state and not any more")
             else:
-                stored[key] = _loaded(key, saved, expected, reader)
+                stored[key] = loaded(key, part, expected, reader)
         self._plans, self._stored = {}, stored
 
     @abstractmethod
@@ -253,44 +249,3 @@ class BoundLowRank(BoundHook, Generic[P]):
 
     def closing_warnings(self, steps: int) -> list[str]:
         return self._stats.closing_warnings(steps)
-
-
-def settled(entry: Mapping[str, Tensor]) -> Tensor:
-    """What is owed: a copy of the residual after what was sent is taken from it."""
-    residual = entry["residual"].clone(memory_format=torch.contiguous_format)
-    if "sent_p" in entry:
-        residual.view(residual.shape[0], -1).addmm_(entry["sent_p"].t(), entry["sent_q"], alpha=-1)
-    return residual
-
-
-def _saved(entry: Entry, writer: StateWriter) -> Entry:
-    # The mean over ranks of what is sent depends on the mean residual alone: one for all ranks will do.
-    exact = writer.kind == "exact"
-    saved = {
-        key: writer.shared(entry[key]) for key in ("factor", *(("sent_p", "sent_q") if exact else ())) if key in entry
-    }
-    if "residual" in entry and writer.kind != "none":
-        saved["residual"] = writer.per_rank(entry["residual"] if exact else settled(entry))
-    return saved
-
-
-def _loaded(key: str, saved: Any, expected: Mapping[str, tuple[int, ...]], reader: StateReader) -> Entry:
-    """Take over what fits of one saved entry."""
-    saved = reader.section({key: saved}, key)
-    entry = {part: reader.shared(tensor) for part, tensor in saved.items() if part != "residual"}
-    if "residual" in saved:
-        entry["residual"] = reader.per_rank(saved["residual"])
-        if "sent_p" in entry and (not reader.is_exact or entry["sent_q"].shape != expected["factor"]):
-            entry = {"residual": settled(entry), "factor": entry["factor"]}
-    if "residual" in expected and "residual" not in entry and reader.has_per_rank:
-        reader.differs(f"it has no error feedback of {key!r}")
-    for part in [part for part in ("factor", "residual") if part in entry]:
-        if part not in expected:
-            reader.differs(f"it has error feedback of {key!r}")
-        elif entry[part].shape != expected[part]:
-            shapes = f"{list(entry[part].shape)} in the state and {list(expected[part])} now"
-            reader.differs(f"the {part} of {key!r} has shape {shapes}")
-        else:
-            continue
-        del entry[part]
-    return entry

@@ -22,7 +22,8 @@ from lightning_commhooks.hooks._low_rank import (
     to_gradient,
     work_dtype,
 )
-from lightning_commhooks.hooks._low_rank_base import BoundLowRank, Entry, Factor, LowRankConfig, Plan
+from lightning_commhooks.hooks._low_rank_base import BoundLowRank, Factor, LowRankConfig, Plan
+from lightning_commhooks.hooks._low_rank_state import Entry
 
 
 @register

@@ -22,7 +22,8 @@ from lightning_commhooks.hooks._low_rank import (
     to_gradient,
     work_dtype,
 )
-from lightning_commhooks.hooks._low_rank_base import BoundLowRank, Entry, Factor, LowRankConfig, Plan, settled
+from lightning_commhooks.hooks._low_rank_base import BoundLowRank, Factor, LowRankConfig, Plan
+from lightning_commhooks.hooks._low_rank_state import Entry, settled
 
 # 1 MB of float32: half of what a core's second-level cache holds on common servers.
 _BLOCK_NUMEL = 2**18
