@@ -18,6 +18,17 @@ HOOKS = {
 }
 
 
+def train(accelerator: Accelerator, model: torch.nn.Module, steps: int) -> torch.nn.Module:
+    """Prepare the model, train it on other data on each rank, return what Accelerate made of it."""
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    torch.manual_seed(accelerator.process_index)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        accelerator.backward(model(torch.randn(4, 64)).square().mean())
+        optimizer.step()
+    return model
+
+
 def with_scaler() -> list[float]:
     """Sums of the parameters without and with a scaler, which Accelerate itself makes on GPUs only."""
     sums = []
@@ -27,12 +38,7 @@ def with_scaler() -> list[float]:
         accelerator = Accelerator(cpu=True, kwargs_handlers=[handler])
         accelerator.scaler = scale and torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=2)
         model = torch.nn.Linear(64, 64)
-        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-        torch.manual_seed(accelerator.process_index)
-        for _ in range(8):
-            optimizer.zero_grad()
-            accelerator.backward(model(torch.randn(4, 64)).square().mean())
-            optimizer.step()
+        model = train(accelerator, model, steps=8)
         sums.append(sum(p.double().abs().sum().item() for p in model.parameters()))
         handler.attachments[0].close()
         accelerator.free_memory()
@@ -46,12 +52,7 @@ def main() -> None:
         handler = CommHookKwargs(hook=hook, bucket_cap_mb=1, find_unused_parameters=True)
         accelerator = Accelerator(cpu=True, kwargs_handlers=[handler])
         model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 8))
-        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-        torch.manual_seed(accelerator.process_index)
-        for _ in range(5):
-            optimizer.zero_grad()
-            accelerator.backward(model(torch.randn(4, 64)).square().mean())
-            optimizer.step()
+        model = train(accelerator, model, steps=5)
         total = sum(p.double().sum().item() for p in model.parameters())
         results[key] = {
             "comm_hook": model._get_ddp_logging_data()["comm_hook"],

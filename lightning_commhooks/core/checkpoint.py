@@ -172,22 +172,23 @@ def save(
 
 def load(
     saved: Any, hook: CommHook, bound: BoundHook, shapes: Mapping[str, tuple[int, ...]], strict: bool
-) -> list[str]:
+) -> tuple[int, list[str]]:
     """Let a hook take over what [`save`][] returned. Collective, on the engine.
 
     Returns:
-        what was left out because it does not fit; nothing when `strict`.
+        the step count, 0 of what is no state, and what was left out because it does not fit; nothing when `strict`.
 
     Raises:
         ValueError: on all ranks, if on one of them the state does not fit, or ranks have different states.
     """
-    error, differences = "", []
+    error, problem, differences = "", "", []
     try:
-        differences = _load(saved, hook, bound, shapes, strict)
-    except Exception as problem:
-        error = str(problem) if isinstance(problem, ValueError) else f"the state cannot be read: {problem!r}"
+        problem = _problem(saved)
+        differences = _load(saved, problem, hook, bound, shapes, strict)
+    except Exception as reason:
+        error = str(reason) if isinstance(reason, ValueError) else f"the state cannot be read: {reason!r}"
     with bound.group.counters.paused():
-        digest = -1 if error else 0 if _problem(saved) else _digest(saved)
+        digest = -1 if error else 0 if problem else _digest(saved)
         digests = bound.group.all_gather(torch.tensor([digest], device=bound.group.device)).view(-1).tolist()
     if error:
         raise ValueError(error)
@@ -195,13 +196,12 @@ def load(
         raise ValueError(f"the state of the communication hook does not fit on rank {digests.index(-1)} of its group")
     if len(set(digests)) > 1:
         raise ValueError("ranks were given different states of the communication hook; load the same on all of them")
-    return differences
+    return 0 if problem else saved["steps"], differences
 
 
 def _load(
-    saved: Any, hook: CommHook, bound: BoundHook, shapes: Mapping[str, tuple[int, ...]], strict: bool
+    saved: Any, problem: str, hook: CommHook, bound: BoundHook, shapes: Mapping[str, tuple[int, ...]], strict: bool
 ) -> list[str]:
-    problem = _problem(saved)
     if problem:
         if strict:
             raise ValueError(f"not the state of a communication hook: {problem}. With strict_state=False it is ignored")
@@ -237,11 +237,6 @@ def _problem(saved: Any) -> str:
     if num_tensors != saved["num_tensors"]:
         return f"it is truncated: {num_tensors} tensors of {saved['num_tensors']}"
     return ""
-
-
-def steps_of(saved: Any) -> int:
-    """The step count in a state, 0 in what is no such state."""
-    return 0 if _problem(saved) else int(saved["steps"])
 
 
 def _leaves(state: Any) -> Iterator[Any]:

@@ -106,7 +106,7 @@ class ThreadEngine(Engine):
         self.raise_if_unusable()
         devices: list[int | str | torch.device] | None = [device] if device.type == "cuda" else None
         raw: Future[Tensor | None] = Future(devices=devices)
-        ready = self._record()
+        ready = _record(device)
 
         def run() -> None:
             result = None
@@ -132,7 +132,7 @@ class ThreadEngine(Engine):
 
     def call(self, function: Callable[[], T]) -> T:
         self.raise_if_unusable()
-        ready, done = self._record(), torch.cuda.Event() if self._device.type == "cuda" else None
+        ready, done = _record(self._device), torch.cuda.Event() if self._device.type == "cuda" else None
 
         def run() -> T:
             self._raise_if_failed()
@@ -179,10 +179,6 @@ class ThreadEngine(Engine):
         if self._process == os.getpid():  # a forked child shares the connections
             self._abort()
 
-    def _record(self) -> torch.cuda.Event | None:
-        """What the caller's stream has to do before the work, on CUDA."""
-        return torch.cuda.current_stream(self._device).record_event() if self._device.type == "cuda" else None
-
     def _error(self) -> HookError:
         # A new exception: the stored one would collect the frames of the user's code, and keep them alive.
         failure = self._failure
@@ -197,6 +193,11 @@ class ThreadEngine(Engine):
     def raise_if_unusable(self) -> None:
         self._raise_if_failed()
         _raise_if_closed(self._closed)
+
+
+def _record(device: torch.device) -> torch.cuda.Event | None:
+    """What the caller's stream has to do before the work, on CUDA."""
+    return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
 
 
 _open_engines: weakref.WeakSet[ThreadEngine] = weakref.WeakSet()

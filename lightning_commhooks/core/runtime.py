@@ -88,11 +88,11 @@ class Runtime:
         """
         self.clock.end()
         fresh = self.config.bind(self.bound.group)
-        differences = self.call(lambda: checkpoint.load(state, self.config, fresh, self.layout.shapes, strict))
+        steps, differences = self.call(lambda: checkpoint.load(state, self.config, fresh, self.layout.shapes, strict))
         self.bound = fresh
         if self._engine is not None:
             self._steps.bound = fresh
-        self.clock.steps = checkpoint.steps_of(state)
+        self.clock.steps = steps
         return differences
 
     def trampoline(self, hook: CommHook | DDPHook, model: DistributedDataParallel) -> Trampoline:
@@ -144,7 +144,8 @@ class Runtime:
         return trampoline
 
     def _step_of(self, index: int, is_last: bool, last_may_be_skipped: bool) -> int:
-        if not self._warned and (names := self.layout.unfrozen()):
+        # Once in a backward: there may be thousands of frozen parameters.
+        if index == 0 and not self._warned and (names := self.layout.unfrozen()):
             self._warned = True
             warnings.warn(
                 f"{len(names)} parameters are trained now that were frozen when the model was wrapped in "

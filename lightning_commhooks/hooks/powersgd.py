@@ -193,18 +193,18 @@ class _BoundPowerSGD(BoundLowRank[_Plan]):
         for slot in bucket.slots:
             if self._shrinks(slot.shape):
                 by_shape.setdefault(_matrix_shape(slot.shape), []).append(slot)
-        batches = [self._make_batch(slots, shape, flat.dtype, flat) for shape, slots in by_shape.items()]
+        batches = [self._make_batch(slots, shape, flat) for shape, slots in by_shape.items()]
         return _Plan(batches, [slot for slot in bucket.slots if not self._shrinks(slot.shape)])
 
-    def _make_batch(self, slots: list[Slot], shape: tuple[int, int], dtype: torch.dtype, flat: Tensor) -> _Batch:
+    def _make_batch(self, slots: list[Slot], shape: tuple[int, int], flat: Tensor) -> _Batch:
         (n, m), k = shape, len(slots)
         r = self._rank(n, m)
-        like = flat.new_empty(0, dtype=work_dtype(dtype))
+        like = flat.new_empty(0, dtype=work_dtype(flat.dtype))
         factor = self._make_factor([slot.name for slot in slots], (r, m), like)
         if not self._config.use_error_feedback:
             return _Batch(slots, shape, factor, None, None)
         residual, sent = like.new_zeros((k, n, m)), None
-        if like.dtype == dtype:
+        if like.dtype == flat.dtype:
             sent = Memory(like.new_zeros((k, r, n))), Memory(like.new_zeros((k, r, m)))
         for i, slot in enumerate(slots):
             entry = self._stored.pop(slot.name, {})
