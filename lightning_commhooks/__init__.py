@@ -7,8 +7,20 @@ from typing import TYPE_CHECKING, Any
 from lightning_commhooks.core.attach import Attachment, attach
 from lightning_commhooks.core.engine import HookError
 from lightning_commhooks.core.hook import BoundHook, Bucket, CommHook
+from lightning_commhooks.core.optimizers import OptimizerStep
 from lightning_commhooks.core.registry import available_hooks, get_hook, register
-from lightning_commhooks.hooks import BF16, FP16, AllGather, AllReduce, BatchedPowerSGD, Noop, PowerSGD
+from lightning_commhooks.hooks import (
+    BF16,
+    FP16,
+    AllGather,
+    AllReduce,
+    BatchedPowerSGD,
+    DiLoCo,
+    HierarchicalLocalSGD,
+    Noop,
+    PostLocalSGD,
+    PowerSGD,
+)
 from lightning_commhooks.lazy import register_strategy_names
 from lightning_commhooks.wrappers import Cast, Schedule
 
@@ -30,8 +42,12 @@ __all__ = [
     "Bucket",
     "Cast",
     "CommHook",
+    "DiLoCo",
+    "HierarchicalLocalSGD",
     "HookError",
     "Noop",
+    "OptimizerStep",
+    "PostLocalSGD",
     "PowerSGD",
     "Schedule",
     "attach",

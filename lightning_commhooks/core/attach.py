@@ -6,11 +6,13 @@ import logging
 import math
 import warnings
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from lightning_commhooks.core import checkpoint
 from lightning_commhooks.core.engine import HookError
@@ -61,7 +63,8 @@ class Attachment:
             `numel_compressed` and `numel_uncompressed` (gradient elements that a compressing hook did and did
             not compress), `numel_overflowed` (gradient elements of this rank that are finite, but not in the float16
             they were sent in), `nonfinite_steps` (steps that a hook with memory disregarded, because a gradient was
-            inf or NaN on some rank). What a user's own function sends is unknown: NaN.
+            inf or NaN on some rank; also those that ranks taking steps alone skip together), `averagings` (times that
+            the model, or a part of it, was averaged). What a user's own function sends is unknown: NaN.
         """
         metrics = self._runtime.counters.as_dict()
         if self.bound is None:
@@ -103,7 +106,7 @@ class Attachment:
 
     def _save(self, kind: checkpoint.PerRank) -> dict[str, Any]:
         run = self._runtime
-        return checkpoint.save(run.config, run.bound, run.clock.steps, run.layout.shapes, kind)
+        return checkpoint.save(run.config, run.bound, run.clock.steps, run.layout.shapes, kind, run.local.models)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *, strict_state: bool = True) -> None:
         """Take over the state that `state_dict` returned, on this or another number of ranks.
@@ -128,6 +131,57 @@ class Attachment:
                 stacklevel=2,
             )
 
+    @property
+    def averages_models(self) -> bool:
+        """Whether the hook lets ranks step alone and averages their models."""
+        return self._runtime.bound.averages_models
+
+    def add_optimizer(self, optimizer: Optimizer) -> None:
+        """Let the hook know of each step of an optimizer; of use to hooks that average models.
+
+        As `attach(optimizers=)`, for an optimizer that is made later. On all ranks alike. Adding twice does nothing.
+
+        Raises:
+            ValueError: the optimizer keeps its state in shards, averages models itself, or is none of `torch.optim`.
+        """
+        if self.averages_models:
+            self._runtime.local.add(optimizer)
+
+    def after_optimizer_step(self, optimizer: Optimizer) -> None:
+        """Tell the hook that an optimizer, which was not given to it, has stepped. Collective.
+
+        Call it on all ranks, also when a scaler skipped the step.
+
+        Raises:
+            ValueError: the optimizer reports its steps by itself, or is one that `add_optimizer` refuses.
+        """
+        if self.averages_models:
+            self._runtime.local.after_step(optimizer)
+
+    def average_weights(self) -> None:
+        """Average what differs between ranks, parameters and buffers, for good. Collective, outside of a backward.
+
+        Does nothing, and sends nothing, when ranks are equal: with hooks that average gradients, and just after an
+        averaging.
+        """
+        self._runtime.local.average()
+
+    def averaged_weights(self) -> AbstractContextManager[None]:
+        """Have the average in place of each rank's own model within a `with`; then training goes on as if nothing was.
+
+        For validation and checkpoints. Collective, outside of a backward. As cheap as `average_weights`, and needs
+        memory for a copy of the model. No optimizer may step meanwhile.
+        """
+        return self._runtime.local.averaged()
+
+    def average_optimizer_state(self, optimizer: Optimizer) -> None:
+        """Average floating-point state of an optimizer that differs between ranks, for good. Collective."""
+        self._runtime.local.average_state(optimizer)
+
+    def averaged_optimizer_state(self, optimizer: Optimizer) -> AbstractContextManager[None]:
+        """Have the average in place of each rank's own state of an optimizer within a `with`. Collective."""
+        return self._runtime.local.averaged_state(optimizer)
+
     def unfrozen(self) -> list[str]:
         """Names of parameters that are trained now, but were frozen when the model was wrapped: see `move_to`."""
         return self._runtime.layout.unfrozen()
@@ -143,22 +197,39 @@ class Attachment:
             model: the new wrapper, over the same process group and without a hook.
 
         Raises:
-            ValueError: `model` is not DDP or has a hook already.
+            ValueError: `model` is not DDP or has a hook already; or ranks had stepped alone when it was made, and DDP
+                has overwritten their models with rank 0's: `average_weights()` before.
             HookError: the attachment is closed.
         """
         if self.is_closed:
             raise HookError("the communication hook was closed; keep the old DistributedDataParallel until move_to()")
         self._runtime.clock.end()
+        if self._runtime.local.models.drifted:
+            raise ValueError(
+                "the models of the ranks differed when the new DistributedDataParallel was made, which overwrote them "
+                "with that of rank 0; call average_weights() before making it"
+            )
         self._connect(model)
 
     def _connect(self, model: DistributedDataParallel) -> None:
         _check_model(model)
-        self._runtime.layout = Layout(model.module)
+        self._runtime.local.models.layout = Layout(model.module)
         trampoline = self._runtime.trampoline(self.hook, model)
         _register(model, self._runtime.hook_state, trampoline, self.hook)
         if self._finalizer is not None:
             self._finalizer.detach()
         self._finalizer = weakref.finalize(model, self._runtime.close)
+
+    def _set_optimizers(self, optimizers: Iterable[Optimizer] | Callable[[], Iterable[Optimizer]] | None) -> None:
+        local = self._runtime.local
+        local.models.average_buffers = self._runtime.bound.average_buffers
+        if callable(optimizers):
+            local.find_optimizers = optimizers
+        elif optimizers is not None:
+            given = list(optimizers)
+            local.reported_by_user = not given
+            for optimizer in given:
+                self.add_optimizer(optimizer)
 
     def close(self) -> None:
         """Release thread and process group; metrics stay readable, a later backward raises `HookError`.
@@ -201,6 +272,7 @@ def attach(
     hook_state: object = None,
     grad_scaler: torch.amp.GradScaler | None = None,
     exact_state: bool = False,
+    optimizers: Iterable[Optimizer] | Callable[[], Iterable[Optimizer]] | None = None,
 ) -> Attachment:
     """Let a communication hook average the gradients of a DDP model.
 
@@ -215,6 +287,9 @@ def attach(
             scale changes.
         exact_state: whether `state_dict()` keeps what differs between ranks for each of them. A run then resumes
             bit by bit on CPU, and the state is as many times larger as there are ranks.
+        optimizers: those that train the model, for hooks that average models after their steps; or a function that
+            returns them, called when they are needed. Not given: `Attachment.add_optimizer`. Empty: you call
+            `Attachment.after_optimizer_step` yourself.
 
     Returns:
         a handle to metrics, state and the end of the hook.
@@ -222,7 +297,8 @@ def attach(
     Raises:
         ValueError: unknown name; a function that DDP would refuse; `hook_state` with a hook that is no
             function; a model that is not DDP, has a hook already, is on another device than CPU or CUDA, or
-            runs under `torch.compile`'s `python_reducer`; a scaler that is no `GradScaler`.
+            runs under `torch.compile`'s `python_reducer`; a scaler that is no `GradScaler`; an optimizer that
+            cannot step on one rank alone.
     """
     resolved = resolve_hook(hook, hook_state)
     _check_model(model)
@@ -237,6 +313,7 @@ def attach(
     attachment = Attachment(resolved, runtime, exact_state)
     try:
         attachment._connect(model)
+        attachment._set_optimizers(optimizers)
     except BaseException:
         runtime.close()
         raise

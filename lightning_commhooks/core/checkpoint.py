@@ -6,13 +6,16 @@ import dataclasses
 import logging
 import zlib
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 
 from lightning_commhooks.core.collectives import Group
 from lightning_commhooks.core.hook import BoundHook, CommHook
+
+if TYPE_CHECKING:
+    from lightning_commhooks.core.models import Models
 
 logger = logging.getLogger(__name__)
 
@@ -154,24 +157,27 @@ class StateReader:
 
 
 def save(
-    hook: CommHook, bound: BoundHook, steps: int, shapes: Mapping[str, tuple[int, ...]], kind: PerRank
+    hook: CommHook, bound: BoundHook, steps: int, shapes: Mapping[str, tuple[int, ...]], kind: PerRank, models: Models
 ) -> dict[str, Any]:
     """State of a hook as tensors and primitives, equal on all ranks. Collective unless `kind="none"`."""
     with bound.group.counters.paused():
-        state = StateWriter(bound.group, kind).hook(hook, bound)
+        writer = StateWriter(bound.group, kind)
+        state = writer.hook(hook, bound)
+        own_models = models.state_dict(writer)
     return {
         "format": FORMAT,
         "steps": steps,
         "world_size": bound.group.size,
         "per_rank": kind,
         "parameters": {name: list(shape) for name, shape in shapes.items()},
-        "num_tensors": sum(isinstance(leaf, Tensor) for leaf in _leaves(state)),
+        "num_tensors": _num_tensors(state, own_models),
         "hook": state,
+        "models": own_models,
     }
 
 
 def load(
-    saved: Any, hook: CommHook, bound: BoundHook, shapes: Mapping[str, tuple[int, ...]], strict: bool
+    saved: Any, hook: CommHook, bound: BoundHook, shapes: Mapping[str, tuple[int, ...]], strict: bool, models: Models
 ) -> tuple[int, list[str]]:
     """Let a hook take over what [`save`][] returned. Collective, on the engine.
 
@@ -181,10 +187,12 @@ def load(
     Raises:
         ValueError: on all ranks, if on one of them the state does not fit, or ranks have different states.
     """
-    error, problem, differences = "", "", []
+    error, problem = "", ""
+    differences: list[str] = []
+    staged: list[tuple[Tensor, Tensor]] = []
     try:
         problem = _problem(saved)
-        differences = _load(saved, problem, hook, bound, shapes, strict)
+        differences, staged = _load(saved, problem, hook, bound, shapes, strict, models)
     except Exception as reason:
         error = str(reason) if isinstance(reason, ValueError) else f"the state cannot be read: {reason!r}"
     with bound.group.counters.paused():
@@ -196,20 +204,29 @@ def load(
         raise ValueError(f"the state of the communication hook does not fit on rank {digests.index(-1)} of its group")
     if len(set(digests)) > 1:
         raise ValueError("ranks were given different states of the communication hook; load the same on all of them")
+    models.restore(staged, saved["models"] if staged else {})
     return 0 if problem else saved["steps"], differences
 
 
 def _load(
-    saved: Any, problem: str, hook: CommHook, bound: BoundHook, shapes: Mapping[str, tuple[int, ...]], strict: bool
-) -> list[str]:
+    saved: Any,
+    problem: str,
+    hook: CommHook,
+    bound: BoundHook,
+    shapes: Mapping[str, tuple[int, ...]],
+    strict: bool,
+    models: Models,
+) -> tuple[list[str], list[tuple[Tensor, Tensor]]]:
     if problem:
         if strict:
             raise ValueError(f"not the state of a communication hook: {problem}. With strict_state=False it is ignored")
-        return [f"the whole state, {problem}"]
+        return [f"the whole state, {problem}"], []
     reader = StateReader(saved, shapes, bound.group, strict)
     if bound.has_memory and saved["hook"].get("name") == hook.name:
         reader.check_parameters()
     reader.hook(saved["hook"], hook, bound)
+    own_models = saved.get("models") if reader.is_exact else None
+    staged = models.stage(own_models, reader) if own_models else []
     if bound.has_memory and saved["world_size"] != bound.group.size and bound.group.rank == 0:
         logger.info(
             "state of hook %r: saved on %d ranks, loaded on %d; each begins with the mean of what the ranks still owed",
@@ -217,7 +234,7 @@ def _load(
             saved["world_size"],
             bound.group.size,
         )
-    return reader.differences
+    return reader.differences, staged
 
 
 def _problem(saved: Any) -> str:
@@ -233,10 +250,14 @@ def _problem(saved: Any) -> str:
     for key in ("steps", "world_size"):
         if type(saved[key]) is not int or saved[key] < 0:
             return f"its {key!r} is {saved[key]!r}"
-    num_tensors = sum(isinstance(leaf, Tensor) for leaf in _leaves(saved["hook"]))
+    num_tensors = _num_tensors(saved["hook"], saved.get("models"))
     if num_tensors != saved["num_tensors"]:
         return f"it is truncated: {num_tensors} tensors of {saved['num_tensors']}"
     return ""
+
+
+def _num_tensors(*states: Any) -> int:
+    return sum(isinstance(leaf, Tensor) for state in states for leaf in _leaves(state))
 
 
 def _leaves(state: Any) -> Iterator[Any]:

@@ -8,14 +8,22 @@ stream only. Counts are payload bytes sent by this rank under the usual bandwidt
 
 from __future__ import annotations
 
+import hashlib
+import os
+import random
+import socket
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_commhooks.core import groups
 from lightning_commhooks.core.metrics import Counters
+
+# Number of this process's node, as Lightning, torchrun and SLURM tell it.
+_NODE_VARIABLES = ("NODE_RANK", "GROUP_RANK", "SLURM_NODEID")
 
 
 class Group:
@@ -25,6 +33,7 @@ class Group:
         process_group: the ranks that average gradients together; `None` for a single process.
         counters: where bytes are counted.
         device: where the gradients are.
+        aborts: where groups that are split off leave a function that aborts them.
 
     Attributes:
         size: number of ranks.
@@ -37,6 +46,7 @@ class Group:
         process_group: dist.ProcessGroup | None,
         counters: Counters | None = None,
         device: torch.device | str = "cpu",
+        aborts: list[Callable[[], None]] | None = None,
     ) -> None:
         self._process_group = process_group
         self.counters = counters if counters is not None else Counters()
@@ -44,6 +54,9 @@ class Group:
         self.size: int = process_group.size() if process_group is not None else 1
         self.rank: int = process_group.rank() if process_group is not None else 0
         self.global_rank: int = dist.get_rank() if process_group is not None else 0
+        self._aborts = aborts if aborts is not None else []
+        self._parts: dict[tuple[tuple[int, ...], ...], Group] = {}
+        self._nodes: list[list[int]] = []
 
     @property
     def process_group(self) -> dist.ProcessGroup:
@@ -56,9 +69,58 @@ class Group:
             raise RuntimeError("the process group of this communication hook is gone: the hook was closed")
         return self._process_group
 
-    def release(self) -> None:
-        """Let go of the process group, so that its threads end when nobody else has it."""
+    def release(self) -> list[dist.ProcessGroup | None]:
+        """Let go of the process group, so that its threads end when nobody else has it.
+
+        Returns:
+            the process groups of the parts that were split off.
+        """
+        parts = [part._process_group for part in self._parts.values() if part is not self]
+        for part in self._parts.values():
+            part._process_group = None
+        self._parts.clear()
         self._process_group = None
+        return parts
+
+    def nodes(self) -> list[list[int]]:
+        """Ranks by node, in order. Collective at the first call.
+
+        Processes are on one node when they have the same host name and their launcher says so.
+        """
+        if not self._nodes:
+            number = next((os.environ[key] for key in _NODE_VARIABLES if key in os.environ), "0")
+            digest = hashlib.blake2b(f"{socket.gethostname()} {number}".encode(), digest_size=7).digest()
+            own = torch.tensor([int.from_bytes(digest, "big")], device=self.device)
+            with self.counters.paused():
+                ids = self.all_gather(own).view(-1).tolist()
+            self._nodes = [[rank for rank, i in enumerate(ids) if i == node] for node in dict.fromkeys(ids)]
+        return self._nodes
+
+    def split(self, parts: Sequence[Sequence[int]]) -> Group:
+        """The same collectives among the ranks of one part. Collective when these parts are asked for the first time.
+
+        Args:
+            parts: ranks of this group; each rank is in one part.
+
+        Returns:
+            this rank's part, which counts bytes together with this group.
+        """
+        key = tuple(tuple(part) for part in parts)
+        if key not in self._parts:
+            self._parts[key] = self._split(key)
+        return self._parts[key]
+
+    def _split(self, parts: tuple[tuple[int, ...], ...]) -> Group:
+        if len(parts) == 1:
+            return self
+        with self.counters.paused():
+            name = self.all_gather(torch.tensor([random.SystemRandom().getrandbits(62)], device=self.device))[0].item()
+        # All ranks take part in making groups, also those that are alone.
+        own, abort = groups.part_of(self.process_group, parts, str(name), self.device)
+        self._aborts.append(abort)
+        part = Group(own, self.counters, self.device)
+        part.global_rank = self.global_rank
+        return part
 
     def ring_bytes(self, tensor: Tensor) -> float:
         """Payload bytes that each rank sends in a ring all-reduce of `tensor`."""
@@ -74,6 +136,19 @@ class Group:
     def all_reduce_mean_(self, tensor: Tensor) -> Tensor:
         """Replace a contiguous floating-point `tensor` by its mean; divides first, so that 16-bit sums fit."""
         return self.all_reduce_(tensor.div_(self.size))
+
+    def all_reduce_in_float32(self, half: Tensor) -> Tensor:
+        """Sum over ranks of a 16-bit tensor, shape `(n,)`, in its dtype but rounded once only.
+
+        Each rank receives its share from all others, sums it in float32 and sends the sum: an all-to-all and an
+        all-gather, the same bytes as a ring all-reduce.
+        """
+        numel = half.numel()
+        # Every rank has an equal share.
+        padded = half.new_zeros(-(-numel // self.size) * self.size)
+        padded[:numel] = half
+        share = self.all_to_all(padded.view(self.size, -1)).sum(dim=0, dtype=torch.float32)
+        return self.all_gather(share.to(half.dtype)).view(-1)[:numel]
 
     def all_reduce_coalesced_(self, tensors: Sequence[Tensor]) -> None:
         """Replace each tensor by its sum over ranks, with one collective per dtype.

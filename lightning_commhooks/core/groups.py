@@ -1,17 +1,20 @@
-"""The process group of the communication thread: made and destroyed."""
+"""The process groups of the communication thread: made and destroyed."""
 
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
 from lightning_commhooks.core import gloo_abort
-from lightning_commhooks.core.collectives import Group
+
+if TYPE_CHECKING:
+    from lightning_commhooks.core.collectives import Group
 
 
 def backend_for(process_group: dist.ProcessGroup, device: torch.device) -> str:
@@ -52,8 +55,11 @@ def _own_subgroup(process_group: dist.ProcessGroup, device: torch.device, timeou
     # names the group by how many others there are, and ranks that belong to different groups disagree on that.
     name = [uuid.uuid4().hex]
     dist.broadcast_object_list(name, src=dist.get_global_rank(process_group, 0), group=process_group)
-    store = PrefixStore(f"lightning_commhooks/{name[0]}/", dist.distributed_c10d._get_default_store())
-    rank, size = process_group.rank(), process_group.size()
+    return _gloo_group(name[0], process_group.rank(), process_group.size(), device, timeout)
+
+
+def _gloo_group(name: str, rank: int, size: int, device: torch.device, timeout: timedelta) -> dist.ProcessGroup:
+    store = PrefixStore(f"lightning_commhooks/{name}/", dist.distributed_c10d._get_default_store())
     backend = dist.ProcessGroupGloo(store, rank, size, timeout)
     own = dist.ProcessGroup(store, rank, size)
     own._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
@@ -63,8 +69,44 @@ def _own_subgroup(process_group: dist.ProcessGroup, device: torch.device, timeou
     return own
 
 
+def part_of(
+    process_group: dist.ProcessGroup, parts: Sequence[Sequence[int]], name: str, device: torch.device
+) -> tuple[dist.ProcessGroup, Callable[[], None]]:
+    """A group over those ranks of `process_group` that are in the same part as this one.
+
+    Collective.
+
+    Args:
+        process_group: of the communication thread.
+        parts: ranks in `process_group`, each in one part.
+        name: unlike that of any other group, equal on all ranks.
+        device: of the tensors.
+
+    Returns:
+        the group, and a function that aborts it, as [`own_group`][].
+    """
+    rank = process_group.rank()
+    backend = process_group._get_backend(device)
+    timeout = getattr(getattr(backend, "options", None), "_timeout", None) or dist.default_pg_timeout
+    if backend.name() == dist.Backend.GLOO:
+        index, part = next((i, part) for i, part in enumerate(parts) if rank in part)
+        before = gloo_abort.listening()
+        own = _gloo_group(f"{name}/{index}", part.index(rank), len(part), device, timeout)
+        return own, gloo_abort.make(own, gloo_abort.listening() - before)
+    world = dist.get_process_group_ranks(process_group)
+    groups = [
+        # Every process of the world takes part in making every group, unless there are processes without this hook.
+        dist.new_group(
+            [world[i] for i in part], timeout=timeout, use_local_synchronization=len(world) < dist.get_world_size()
+        )
+        for part in parts
+        if len(world) == dist.get_world_size() or rank in part
+    ]
+    return next(group for group in groups if group is not dist.GroupMember.NON_GROUP_MEMBER), lambda: None
+
+
 def destroy(owned: dist.ProcessGroup | None, group: Group) -> None:
-    """Destroy a group made by [`own_group`][], if any, and let the collectives go of it."""
-    if owned is not None and dist.is_initialized() and owned in dist.distributed_c10d._world.pg_map:
-        dist.destroy_process_group(owned)
-    group.release()
+    """Destroy a group made by [`own_group`][], if any, and its parts; let the collectives go of them."""
+    for own in (owned, *group.release()):
+        if own is not None and dist.is_initialized() and own in dist.distributed_c10d._world.pg_map:
+            dist.destroy_process_group(own)

@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from lightning_commhooks.core.checkpoint import StateReader, StateWriter
     from lightning_commhooks.core.collectives import Group
+    from lightning_commhooks.core.optimizers import OptimizerStep
 
 
 @dataclass(frozen=True)
@@ -28,11 +29,13 @@ class Slot:
         shape: sizes of the gradient in *memory* order, outermost dimension first. For a parameter in a
             permuted dense layout (`torch.channels_last`) this is the permutation of its logical shape.
         offset: first element of the gradient in the flat bucket.
+        parameter: the parameter itself, for hooks that average models. Not to be changed in `reduce`.
     """
 
     name: str
     shape: tuple[int, ...]
     offset: int
+    parameter: Tensor | None = field(default=None, compare=False, repr=False)
 
     @property
     def numel(self) -> int:
@@ -112,14 +115,22 @@ class BoundHook(ABC):
     makes all gradients of other steps NaN, on all ranks, so that a `GradScaler` or the user's own check skips
     them everywhere.
 
+    A hook that lets ranks step alone and averages their models instead says so (`averages_models`, `is_local`) and does
+    it in `after_optimizer_step`.
+
     Args:
         group: the collectives the hook may use.
 
     Attributes:
         has_memory: whether results depend on the gradients of earlier steps.
+        averages_models: whether `after_optimizer_step` has anything to do, in this step or a later one.
+        average_buffers: whether floating-point buffers of the model are averaged with its parameters. DDP then does not
+            broadcast them while ranks step alone.
     """
 
     has_memory: bool = False
+    averages_models: bool = False
+    average_buffers: bool = False
 
     def __init__(self, group: Group) -> None:
         self.group = group
@@ -143,6 +154,21 @@ class BoundHook(ABC):
         Args:
             finite: boolean, one element on the gradients' device, equal on all ranks: whether all gradients of the
                 step are finite on all ranks.
+        """
+
+    def is_local(self, step: int) -> bool:
+        """Whether the gradients of a step may differ between ranks after `reduce`. Equal on all ranks.
+
+        Args:
+            step: number of synchronized backwards before it.
+        """
+        return False
+
+    def after_optimizer_step(self, stepped: OptimizerStep) -> None:  # noqa: B027  # optional to override
+        """Average models, if it is time to. Called on all ranks when an optimizer has changed parameters.
+
+        Args:
+            stepped: which ones, and the rest of the model.
         """
 
     def reduce_sparse(self, grad: Tensor, bucket: Bucket) -> Tensor:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -34,7 +35,9 @@ class Layout:
     def __init__(self, module: Module) -> None:
         # torch.compile puts "_orig_mod." into names; the state of a hook must not depend on it.
         self._names: dict[Tensor, str] = {p: n.replace("_orig_mod.", "") for n, p in module.named_parameters()}
-        self._frozen = [p for p in self._names if not p.requires_grad]
+        self._frozen = {p: name for p, name in self._names.items() if not p.requires_grad}
+        # Not the module itself: it may hold the DDP wrapper, which holds this, invisibly to the garbage collector.
+        self._module = weakref.ref(module)
         # With the number of elements in all of them.
         self._slots: dict[tuple[str, ...], tuple[tuple[Slot, ...], int]] = {}
 
@@ -43,9 +46,29 @@ class Layout:
         """Shape in memory order of every parameter, trained or not."""
         return {name: memory_shape(parameter) for parameter, name in self._names.items()}
 
+    def name_of(self, parameter: Tensor) -> str | None:
+        """Name of a parameter; `None` if the model has not got it."""
+        return self._names.get(parameter)
+
+    @property
+    def trained(self) -> dict[str, Tensor]:
+        """Parameters by name, without those that have been frozen all the time."""
+        return {name: p for p, name in self._names.items() if p.requires_grad or p not in self._frozen}
+
+    def trained_among(self, parameters: Iterable[Tensor]) -> dict[str, Tensor]:
+        """Of `parameters` those in `trained`, by name."""
+        named = ((self._names.get(p), p) for p in parameters if p.requires_grad or p not in self._frozen)
+        return {name: p for name, p in named if name is not None}
+
+    def float_buffers(self) -> dict[str, Tensor]:
+        """Floating-point buffers of the module by name, as they are now: modules may replace them."""
+        module = self._module()
+        named = [] if module is None else module.named_buffers()
+        return {name.replace("_orig_mod.", ""): b for name, b in named if b.is_floating_point() or b.is_complex()}
+
     def unfrozen(self) -> list[str]:
         """Names of parameters that are trained now, but were not when this layout was made."""
-        return [self._names[p] for p in self._frozen if p.requires_grad]
+        return [name for p, name in self._frozen.items() if p.requires_grad]
 
     def slots(self, parameters: Sequence[Tensor], numel: int) -> tuple[Slot, ...]:
         """Slots of a bucket that holds the gradients of `parameters` one after another.
@@ -76,7 +99,7 @@ class Layout:
 def _pack(names: tuple[str, ...], parameters: Sequence[Tensor]) -> tuple[Slot, ...]:
     slots, offset = [], 0
     for name, parameter in zip(names, parameters, strict=True):
-        slots.append(Slot(name, memory_shape(parameter), offset))
+        slots.append(Slot(name, memory_shape(parameter), offset, parameter))
         offset += parameter.numel()
     return tuple(slots)
 

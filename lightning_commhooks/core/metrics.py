@@ -22,7 +22,9 @@ class Counters:
         numel_compressed: gradient elements that were sent in a compressed form.
         numel_uncompressed: gradient elements that a hook sent as they were.
         numel_overflowed: gradient elements of this rank that are finite, but not in the 16 bit they were sent in.
-        nonfinite_steps: steps that a hook with memory disregards, because a gradient was inf or NaN on some rank.
+        nonfinite_steps: steps that were made NaN on all ranks, because a gradient was inf or NaN on some rank: with a
+            hook that has memory, and of ranks that step alone under a scaler.
+        averagings: times that (a part of) the model was averaged over ranks.
     """
 
     steps: int = 0
@@ -34,6 +36,7 @@ class Counters:
     # On CUDA a tensor, so that counting waits for nothing.
     numel_overflowed: int | Tensor = 0
     nonfinite_steps: int | Tensor = 0
+    averagings: int = 0
 
     def as_dict(self) -> dict[str, float]:
         """All counters, and `compression_ratio`, `bytes_dense / bytes_sent`.

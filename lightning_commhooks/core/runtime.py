@@ -2,13 +2,15 @@
 
 # No `from __future__ import annotations`: DDP compares the annotations of the hooks that are made here.
 
+import functools
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
@@ -19,6 +21,7 @@ from lightning_commhooks.core.engine import Engine, HookError, StreamEngine, Thr
 from lightning_commhooks.core.groups import backend_for, destroy, own_group
 from lightning_commhooks.core.hook import BoundHook, Bucket, CommHook
 from lightning_commhooks.core.layout import Layout
+from lightning_commhooks.core.local_steps import LocalSteps
 from lightning_commhooks.core.metrics import Counters
 from lightning_commhooks.core.steps import FiniteSteps, StepClock
 from lightning_commhooks.core.user_hook import DDPHook
@@ -50,31 +53,40 @@ class Runtime:
     ) -> None:
         self.counters = Counters()
         self.hook_state = hook_state
-        self.layout = Layout(nn.Module())
         self._grad_scaler = grad_scaler
         self._warned = False
         self._owned: dist.ProcessGroup | None = None
         self._engine: Engine | None = None
         if not isinstance(hook, CommHook):
             self.config: CommHook = _UserFunction(label)
-            self.bound = self.config.bind(Group(process_group, self.counters, device))
+            group = Group(process_group, self.counters, device)
+            self.bound = self.config.bind(group)
             self.clock = StepClock(self.counters)
+            self.local = LocalSteps(self, group)
             return
         self.config = hook
+        aborts: list[Callable[[], None]] = []
         if device.type == "cuda" and backend_for(process_group, device) == dist.Backend.NCCL:
             self._engine = StreamEngine(device)
         else:
             self._owned, abort = own_group(process_group, device)
-            self._engine = ThreadEngine(device, abort)
-        group = Group(self._owned or process_group, self.counters, device)
+            aborts.append(abort)
+            self._engine = ThreadEngine(device, functools.partial(_call_all, aborts))
+        group = Group(self._owned or process_group, self.counters, device, aborts)
         try:
             self.bound = hook.bind(group)
         except BaseException:
             self._engine.close()
             destroy(self._owned, group)
             raise
-        self._steps = FiniteSteps(self.bound, self._engine)
+        self._steps = FiniteSteps(self.bound, self._engine, grad_scaler)
         self.clock = StepClock(self.counters, self._steps.end)
+        self.local = LocalSteps(self, group)
+
+    @property
+    def layout(self) -> Layout:
+        """Names of the model's parameters."""
+        return self.local.models.layout
 
     def call(self, function: Callable[[], T]) -> T:
         """Run a function in turn with the hook."""
@@ -88,7 +100,10 @@ class Runtime:
         """
         self.clock.end()
         fresh = self.config.bind(self.bound.group)
-        steps, differences = self.call(lambda: checkpoint.load(state, self.config, fresh, self.layout.shapes, strict))
+        models = self.local.models
+        steps, differences = self.call(
+            lambda: checkpoint.load(state, self.config, fresh, self.layout.shapes, strict, models)
+        )
         self.bound = fresh
         if self._engine is not None:
             self._steps.bound = fresh
@@ -99,6 +114,7 @@ class Runtime:
         """The function that DDP calls for each bucket of `model`."""
         # Nothing here may hold the model: the model holds this function through its C++ reducer.
         may_be_unused = model.find_unused_parameters
+        watched = _LocalBackwards(model, self.local)
         # Since PyTorch 2.7.
         last_may_be_skipped = getattr(model, "skip_all_reduce_unused_params", False)
         if not isinstance(hook, CommHook):
@@ -112,12 +128,13 @@ class Runtime:
             slots = self.layout.slots(bucket.parameters(), flat.numel())
             index, is_last = bucket.index(), bucket.is_last()
             step = self._step_of(index, is_last, last_may_be_skipped)
+            is_late = watched.begin(self.bound, step)
             plain = Bucket(index, is_last, step, slots, may_be_unused, _current_scale(self._grad_scaler))
-            return engine.submit(lambda: self._reduce(flat, plain), flat.device)
+            return engine.submit(lambda: self._reduce(flat, plain, is_late), flat.device)
 
         return trampoline
 
-    def _reduce(self, flat: Tensor, bucket: Bucket) -> Tensor:
+    def _reduce(self, flat: Tensor, bucket: Bucket, is_late: bool) -> Tensor:
         group, finite = self.bound.group, None
         try:
             _count_dense(group, flat)
@@ -125,7 +142,7 @@ class Runtime:
                 flat = self.bound.reduce_sparse(flat, bucket)
             else:
                 finite = self.bound.reduce(flat, bucket)
-            self._steps.add(flat._values() if flat.is_sparse else flat, finite)
+            self._steps.add(flat._values() if flat.is_sparse else flat, finite, bucket.step, is_late)
             return flat
         except Exception as error:
             names = ", ".join(bucket.names[:3]) + (", ..." if len(bucket.names) > 3 else "")
@@ -157,14 +174,14 @@ class Runtime:
 
     def close(self) -> None:
         """Release thread, process group and memory; warn of what the user should know."""
-        self.layout = Layout(nn.Module())
+        texts = self.local.close()
         if self._engine is None:
             return
         self._engine.close()
         self._steps.forget()
         destroy(self._owned, self.bound.group)
         # All ranks have the same to say. Last: where warnings are errors, nothing else may be left to do.
-        texts = self.bound.closing_warnings(self.clock.steps) if self.bound.group.rank == 0 else []
+        texts = texts + self.bound.closing_warnings(self.clock.steps) if self.bound.group.rank == 0 else []
         self.bound.release()
         for text in texts:
             warnings.warn(text, stacklevel=4)
@@ -183,6 +200,44 @@ class _UserFunction(CommHook):
 class _NoState(BoundHook):
     def reduce(self, flat: Tensor, bucket: Bucket) -> None:
         raise AssertionError("DDP calls the function itself")
+
+
+class _LocalBackwards:
+    """Looks after a DDP wrapper while its ranks step alone."""
+
+    def __init__(self, model: DistributedDataParallel, local: LocalSteps) -> None:
+        self._model = weakref.ref(model)
+        self._local = local
+        self._broadcasts_buffers = model.broadcast_buffers
+        # In the first step of a static graph DDP gives gradients away before anything can be done at its end.
+        self._late_step = -1 if model.static_graph else None
+
+    def begin(self, bound: BoundHook, step: int) -> bool:
+        """Called for each bucket; returns whether the gradients cannot be changed any more when the step ends.
+
+        Raises:
+            HookError: ranks cannot step alone like this.
+        """
+        if self._late_step == -1:
+            self._late_step = step
+        if bound.averages_models:
+            model, is_local = self._model(), bound.is_local(step)
+            assert model is not None
+            if is_local and model._join_config.enable:
+                raise HookError(
+                    "join() does not work while ranks step alone: ranks that have run out of data take no optimizer "
+                    "steps, after which models are averaged. Give all ranks the same number of batches"
+                )
+            if is_local:
+                self._local.check_optimizers()
+            # From the next forward on.
+            model.broadcast_buffers = self._broadcasts_buffers and not (is_local and bound.average_buffers)
+        return step == self._late_step
+
+
+def _call_all(functions: list[Callable[[], None]]) -> None:
+    for function in tuple(functions):
+        function()
 
 
 def _count_dense(group: Group, flat: Tensor) -> None:

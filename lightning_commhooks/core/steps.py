@@ -63,19 +63,22 @@ class StepClock:
 
 
 class FiniteSteps:
-    """Ends the steps of a hook with memory, on all ranks alike.
+    """Ends the steps of a hook with memory, and those that ranks take alone under a scaler, on all ranks alike.
 
     Args:
         bound: the hook.
         engine: where it runs.
+        grad_scaler: which skips steps, if any does.
 
     Attributes:
         bound: the hook; another one once a state was loaded.
     """
 
-    def __init__(self, bound: BoundHook, engine: Engine) -> None:
+    def __init__(self, bound: BoundHook, engine: Engine, grad_scaler: torch.amp.GradScaler | None = None) -> None:
         self.bound = bound
         self._engine = engine
+        self._grad_scaler = grad_scaler
+        self._is_local = False
         self._finite: list[Tensor] = []
         self._reduced: list[Tensor] = []
 
@@ -83,16 +86,31 @@ class FiniteSteps:
         """Let go of the buckets of the present step."""
         self._finite, self._reduced = [], []
 
-    def add(self, reduced: Tensor, finite: Tensor | None) -> None:
+    def add(self, reduced: Tensor, finite: Tensor | None, step: int, is_late: bool) -> None:
         """Note the result of a bucket; called on the engine.
 
         Args:
             reduced: averaged gradients, which DDP has not given to the parameters yet.
             finite: whether they are, if that is known.
+            step: number of the step.
+            is_late: whether it will be too late to change `reduced` when the step ends.
         """
-        if self.bound.has_memory:
-            self._finite.append(all_finite(reduced) if finite is None else finite)
+        self._is_local = self.bound.is_local(step) and (self.bound.has_memory or self._may_skip())
+        if self.bound.has_memory or self._is_local:
+            finite = all_finite(reduced) if finite is None else finite
+            if self._is_local and is_late:
+                finite = self._agreed(finite)
+                _spoil_unless(finite, reduced)
+            self._finite.append(finite)
             self._reduced.append(reduced)
+
+    def _may_skip(self) -> bool:
+        return self._grad_scaler is not None and self._grad_scaler.is_enabled()
+
+    def _agreed(self, finite: Tensor) -> Tensor:
+        """Whether gradients are finite on all ranks; one scalar all-reduce."""
+        num_bad = finite.logical_not().to(torch.float32).view(1)
+        return self.bound.group.all_reduce_(num_bad).eq(0).view(())
 
     def end(self, in_time: bool, complete: bool) -> None:
         """Let the hook take over its new memory, or make all gradients of the step NaN.
@@ -109,10 +127,17 @@ class FiniteSteps:
         finite, reduced = torch.stack(self._finite).all(), self._reduced
         if not complete:
             finite = torch.zeros_like(finite)
+        if self._is_local:
+            finite = self._agreed(finite)
         self.forget()
         self.bound.end_step(finite)
         self.bound.group.counters.nonfinite_steps += finite.logical_not() if finite.is_cuda else int(not finite)
-        if in_time and (finite.is_cuda or not finite):
-            penalty = torch.where(finite, 0.0, math.nan)
+        if in_time:
             for gradients in reduced:
-                gradients.add_(penalty.to(gradients.dtype))
+                _spoil_unless(finite, gradients)
+
+
+def _spoil_unless(finite: Tensor, gradients: Tensor) -> None:
+    """Make gradients NaN; does not wait for a CUDA device to know whether to."""
+    if finite.is_cuda or not finite:
+        gradients.add_(torch.where(finite, 0.0, math.nan).to(gradients.dtype))

@@ -6,8 +6,11 @@ from lightning_commhooks.core.registry import available_hooks
 from lightning_commhooks.hooks.allgather import AllGather
 from lightning_commhooks.hooks.allreduce import AllReduce
 from lightning_commhooks.hooks.batched_powersgd import BatchedPowerSGD
+from lightning_commhooks.hooks.diloco import DiLoCo
 from lightning_commhooks.hooks.half import BF16, FP16
+from lightning_commhooks.hooks.hierarchical_localsgd import HierarchicalLocalSGD
 from lightning_commhooks.hooks.noop import Noop
+from lightning_commhooks.hooks.post_localsgd import PostLocalSGD
 from lightning_commhooks.hooks.powersgd import PowerSGD
 
 if TYPE_CHECKING:
@@ -17,4 +20,16 @@ else:
     # with it in other modules only: jsonargparse would follow the TYPE_CHECKING branch of the same module.
     HookName = Literal[tuple(available_hooks())]
 
-__all__ = ["BF16", "FP16", "AllGather", "AllReduce", "BatchedPowerSGD", "HookName", "Noop", "PowerSGD"]
+__all__ = [
+    "BF16",
+    "FP16",
+    "AllGather",
+    "AllReduce",
+    "BatchedPowerSGD",
+    "DiLoCo",
+    "HierarchicalLocalSGD",
+    "HookName",
+    "Noop",
+    "PostLocalSGD",
+    "PowerSGD",
+]

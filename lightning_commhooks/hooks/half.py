@@ -81,22 +81,7 @@ class _BoundHalf(BoundHook):
             self.group.all_reduce_mean_(flat)
             return
         self.group.counters.numel_compressed += flat.numel()
-        if self._in_float32:
-            flat.copy_(self._mean_in_float32(flat))
-            return
-        half = self._divide(flat, torch.empty_like(flat, dtype=self._dtype))
-        flat.copy_(self.group.all_reduce_(half))
-
-    def _divide(self, flat: Tensor, half: Tensor) -> Tensor:
+        half = torch.empty_like(flat, dtype=self._dtype)
         torch.div(flat, self.group.size, out=half)
         self.group.counters.numel_overflowed += num_overflowed(flat, half)
-        return half
-
-    def _mean_in_float32(self, flat: Tensor) -> Tensor:
-        # A two-shot all-reduce: all-to-all, sum, all-gather. Padded so that every rank has an equal share.
-        w = self.group.size
-        share = -(-flat.numel() // w)
-        half = flat.new_zeros((w, share), dtype=self._dtype)
-        self._divide(flat, half.view(-1)[: flat.numel()])
-        mean = self.group.all_to_all(half).sum(dim=0, dtype=torch.float32)
-        return self.group.all_gather(mean.to(self._dtype)).view(-1)[: flat.numel()]
+        flat.copy_(self.group.all_reduce_in_float32(half) if self._in_float32 else self.group.all_reduce_(half))

@@ -12,6 +12,7 @@ from lightning_commhooks.core.checkpoint import StateReader, StateWriter
 from lightning_commhooks.core.collectives import Group
 from lightning_commhooks.core.hook import BoundHook, Bucket, CommHook
 from lightning_commhooks.core.memory import num_overflowed
+from lightning_commhooks.core.optimizers import OptimizerStep
 from lightning_commhooks.core.registry import get_hook
 from lightning_commhooks.hooks import HookName
 
@@ -23,7 +24,8 @@ class Cast(CommHook):
     """Cast gradients to 16 bit, run another hook on them, cast the result back.
 
     PyTorch's `fp16_compress_wrapper` and `bf16_compress_wrapper`, on any device and around any hook. For
-    example `Cast("powersgd", "bf16")` halves the bytes of PowerSGD's factors. The result is copied into the
+    example `Cast("powersgd", "bf16")` halves the bytes of PowerSGD's factors. Models that a hook averages are not cast,
+    only gradients. The result is copied into the
     gradient's own memory, so a parameter that only some ranks use keeps its dtype (PyTorch's wrapper leaves it
     a float16 `.grad`).
 
@@ -55,6 +57,8 @@ class _BoundCast(BoundHook):
     def __init__(self, hook: CommHook, inner: BoundHook, dtype: torch.dtype) -> None:
         super().__init__(inner.group)
         self.has_memory = inner.has_memory
+        self.averages_models = inner.averages_models
+        self.average_buffers = inner.average_buffers
         self._hook = hook
         self._inner = inner
         self._dtype = dtype
@@ -65,6 +69,12 @@ class _BoundCast(BoundHook):
         if half is not flat:
             flat.copy_(half)
         return finite
+
+    def is_local(self, step: int) -> bool:
+        return self._inner.is_local(step)
+
+    def after_optimizer_step(self, stepped: OptimizerStep) -> None:
+        self._inner.after_optimizer_step(stepped)
 
     def end_step(self, finite: Tensor) -> None:
         self._inner.end_step(finite)

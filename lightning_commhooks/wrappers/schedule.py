@@ -13,6 +13,7 @@ from lightning_commhooks.core.checkpoint import StateReader, StateWriter
 from lightning_commhooks.core.collectives import Group
 from lightning_commhooks.core.hook import BoundHook, Bucket, CommHook
 from lightning_commhooks.core.layout import any_nonzero
+from lightning_commhooks.core.optimizers import OptimizerStep
 from lightning_commhooks.core.registry import get_hook
 from lightning_commhooks.hooks import HookName
 
@@ -24,7 +25,8 @@ class Schedule(CommHook):
     For example `Schedule({0: "bf16", 1000: PowerSGD(matrix_approximation_rank=4)})`. Steps are counted once,
     from the beginning of training, for all hooks: `start_powerSGD_iter=1000` of a PowerSGD that begins at step
     1000 has passed by then. When a hook with error feedback is replaced, what it still owes is added to the
-    gradients of the first step of its successor.
+    gradients of the first step of its successor; when a hook is replaced that lets ranks step alone, models are
+    averaged after that step.
 
     Args:
         hooks: for each phase the step at which it begins, one of them 0, and its hook, a name or a `CommHook`.
@@ -58,6 +60,8 @@ class _BoundSchedule(BoundHook):
         self._hooks = hooks
         self._phases = {start: hook.bind(group) for start, hook in hooks.items()}
         self.has_memory = any(phase.has_memory for phase in self._phases.values())
+        self.averages_models = any(phase.averages_models for phase in self._phases.values())
+        self.average_buffers = any(phase.average_buffers for phase in self._phases.values())
         # For each parameter, when the phase that last averaged it began; and what that will be after this step.
         self._last_phase: dict[str, int] = {}
         self._next_phase: dict[str, int] = {}
@@ -77,6 +81,13 @@ class _BoundSchedule(BoundHook):
         for slot in changing:
             self._phases[self._last_phase[slot.name]].drain_(flat, dataclasses.replace(bucket, slots=(slot,)))
             self._next_phase[slot.name] = phase
+
+    def is_local(self, step: int) -> bool:
+        return self._phases[self._phase(step)].is_local(step)
+
+    def after_optimizer_step(self, stepped: OptimizerStep) -> None:
+        if stepped.step >= 0:
+            self._phases[self._phase(stepped.step)].after_optimizer_step(stepped)
 
     def end_step(self, finite: Tensor) -> None:
         for hook in self._phases.values():

@@ -1,0 +1,220 @@
+"""Models whose ranks step alone: what differs between ranks, and how to make it the same."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Container, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_commhooks.core.averaging import average_
+from lightning_commhooks.core.checkpoint import StateReader, StateWriter
+from lightning_commhooks.core.collectives import Group
+from lightning_commhooks.core.layout import Layout
+from lightning_commhooks.core.optimizers import Optimizers, OptimizerStep, parameters_of
+
+
+class Models:
+    """The ranks' copies of one model. Methods that average are collective and run in turn with the hook.
+
+    Args:
+        group: all ranks.
+        optimizers: those that change the model.
+
+    Attributes:
+        layout: names of the parameters.
+        average_buffers: whether buffers belong to what is averaged.
+        drifted: names of the parameters that ranks changed alone since they were last averaged over all ranks.
+        is_swapped: whether the averages stand in the place of each rank's own model for a while.
+    """
+
+    def __init__(self, group: Group, optimizers: Optimizers) -> None:
+        self._group = group
+        self._optimizers = optimizers
+        self.layout = Layout(nn.Module())
+        self.average_buffers = False
+        self.drifted: set[str] = set()
+        self._buffers_drifted = False
+        # Names of the parameters of which optimizers' state differs, as `drifted`.
+        self._states_drifted: set[str] = set()
+        self._own: list[tuple[Tensor, Tensor]] = []
+        self.is_swapped = False
+
+    def stepped(self, optimizer: Optimizer, step: int) -> OptimizerStep | None:
+        """What an optimizer has to do with this model; `None` if nothing.
+
+        Args:
+            optimizer: the optimizer.
+            step: number of the last synchronized backward.
+        """
+        parameters = parameters_of(optimizer)
+        key = next((name for p in parameters if (name := self.layout.name_of(p)) is not None), None)
+        if key is None:
+            return None
+        self._optimizers.by_key[key] = optimizer
+        return OptimizerStep(key, step, self.layout.trained_among(parameters), optimizer.state, self)
+
+    def drift(self, stepped: OptimizerStep) -> None:
+        """Note that each rank changed its own model."""
+        self.drifted.update(stepped.parameters)
+        self._buffers_drifted = True
+        self._states_drifted.update(stepped.parameters)
+
+    def average_(self, names: Collection[str], group: Group | None = None) -> None:
+        """Average parameters, and buffers where they are to be averaged.
+
+        Args:
+            names: of the parameters; those that the model has not got are left out.
+            group: the ranks; `None` for all.
+        """
+        group = group or self._group
+        average_(self._tensors(names), group)
+        self.averaged(names, group)
+
+    def averaged(self, names: Iterable[str], group: Group | None = None) -> None:
+        """Note that these parameters and the buffers were averaged, or set to the same values on all ranks."""
+        self._group.counters.averagings += 1
+        if group is None or group.size == self._group.size:
+            self.drifted.difference_update(names)
+            self._buffers_drifted = False
+
+    def average_buffers_(self) -> None:
+        """Average buffers, where they are to be averaged, and nothing else."""
+        average_(self._tensors(()), self._group)
+
+    def average_drifted_(self) -> None:
+        """Average what differs between ranks."""
+        if self.drifted or self._buffers_drifted:
+            self.average_(set(self.drifted))
+
+    def average_state_(self, stepped: OptimizerStep, group: Group | None = None) -> None:
+        """Average the floating-point tensors in an optimizer's state, apart from its step count.
+
+        What some rank has not got, because its optimizer has not changed the parameter yet, is left as it is.
+
+        Args:
+            stepped: the optimizer and the parameters.
+            group: the ranks; `None` for all.
+        """
+        group = group or self._group
+        states = _common_states(stepped.parameters, stepped.state, group)
+        average_([tensor for state in states.values() for tensor in state.values()], group)
+        if group.size == self._group.size:
+            self._states_drifted.difference_update(stepped.parameters)
+
+    def reset_state_(self, stepped: OptimizerStep) -> None:
+        """Let an optimizer forget its state of the parameters."""
+        for parameter in stepped.parameters.values():
+            stepped.state.pop(parameter, None)
+        self._states_drifted.difference_update(stepped.parameters)
+
+    def swap_in(self) -> None:
+        """Put the averages in the place of each rank's own model until `swap_out`."""
+        if not self.is_swapped and (self.drifted or self._buffers_drifted):
+            self._own = self._averaged(self._tensors(self.drifted))
+        self.is_swapped = True
+
+    def swap_out(self) -> None:
+        """Put each rank's own model back."""
+        put_back(self._own)
+        self._own = []
+        self.is_swapped = False
+
+    def swap_state_in(self, stepped: OptimizerStep) -> list[tuple[Tensor, Tensor]]:
+        """Put the averages in the place of each rank's own state of an optimizer; returns what to `put_back`."""
+        if not self.state_drifted(stepped):
+            return []
+        states = _common_states(stepped.parameters, stepped.state, self._group)
+        return self._averaged([tensor for state in states.values() for tensor in state.values()])
+
+    def state_drifted(self, stepped: OptimizerStep) -> bool:
+        """Whether an optimizer's state differs between ranks."""
+        return not self._states_drifted.isdisjoint(stepped.parameters)
+
+    def _averaged(self, tensors: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
+        own = [(tensor, tensor.data.clone()) for tensor in tensors]
+        average_(tensors, self._group)
+        return own
+
+    def _tensors(self, names: Container[str]) -> list[Tensor]:
+        # In the order of the model: that of a set differs between ranks.
+        parameters = [p for name, p in self.layout.trained.items() if name in names]
+        return parameters + (list(self.layout.float_buffers().values()) if self.average_buffers else [])
+
+    def state_dict(self, writer: StateWriter) -> dict[str, Any]:
+        """Each rank's own model and state of optimizers, as far as they differ; empty unless the state is exact."""
+        if writer.kind != "exact" or not (self.drifted or self._buffers_drifted or self._states_drifted):
+            return {}
+        parameters = {name: p for name, p in self.layout.trained.items() if name in self.drifted}
+        buffers = self.layout.float_buffers() if self.average_buffers else {}
+        states = {}
+        for key, optimizer in self._optimizers.by_key.items():
+            named = self.layout.trained_among(parameters_of(optimizer))
+            drifted = {name: p for name, p in named.items() if name in self._states_drifted}
+            if drifted:
+                common = _common_states(drifted, optimizer.state, self._group)
+                states[key] = {name: {k: writer.per_rank(t) for k, t in own.items()} for name, own in common.items()}
+        return {
+            "parameters": {name: writer.per_rank(p.data) for name, p in parameters.items()},
+            "buffers": {name: writer.per_rank(b.data) for name, b in buffers.items()},
+            "optimizers": states,
+        }
+
+    def stage(self, saved: Mapping[str, Any], reader: StateReader) -> list[tuple[Tensor, Tensor]]:
+        """Tensors and what to copy to them to `restore` what `state_dict` returned; changes nothing yet."""
+        parameters = self.layout.trained
+        staged = _matching("parameter", saved["parameters"], parameters, reader)
+        staged += _matching("buffer", saved["buffers"], self.layout.float_buffers(), reader)
+        for key, states in saved["optimizers"].items():
+            optimizer = self._optimizers.by_key.get(key)
+            if optimizer is None:
+                reader.differs(f"there is no optimizer whose first parameter is {key!r}; attach it before loading")
+                continue
+            for name, state in states.items():
+                own = optimizer.state.get(parameters[name], {}) if name in parameters else {}
+                staged += _matching(f"optimizer state of {name!r}:", state, own, reader)
+        return staged
+
+    def restore(self, staged: list[tuple[Tensor, Tensor]], saved: Mapping[str, Any]) -> None:
+        """Give each rank its own model back, or note that there is none: the same was loaded on all ranks."""
+        put_back(staged)
+        self.drifted = set(saved.get("parameters", {}))
+        self._buffers_drifted = bool(saved.get("buffers", {}))
+        self._states_drifted = {name for states in saved.get("optimizers", {}).values() for name in states}
+
+
+def put_back(own: list[tuple[Tensor, Tensor]]) -> None:
+    """Copy the second tensor of each pair to the first."""
+    for tensor, value in own:
+        tensor.data.copy_(value)
+
+
+def _matching(
+    what: str, saved: Mapping[str, Tensor], own: Mapping[str, Tensor], reader: StateReader
+) -> list[tuple[Tensor, Tensor]]:
+    pairs = []
+    for name, tensor in saved.items():
+        if name not in own or own[name].shape != tensor.shape[1:]:
+            reader.differs(f"{what} {name!r} is not there or has another shape")
+        else:
+            pairs.append((own[name], reader.per_rank(tensor)))
+    return pairs
+
+
+def _common_states(
+    parameters: Mapping[str, Tensor], state: Mapping[Tensor, Any], group: Group
+) -> dict[str, dict[str, Tensor]]:
+    """Floating-point tensors of an optimizer's state by parameter and key, without what some rank has not got."""
+    own = {name: _floating_point(state.get(p, {})) for name, p in parameters.items()}
+    num_tensors = torch.tensor([len(tensors) for tensors in own.values()], dtype=torch.int32, device=group.device)
+    gathered = group.all_gather(num_tensors)
+    everywhere = (gathered == gathered[0]).all(dim=0).tolist()
+    return {name: tensors for (name, tensors), is_common in zip(own.items(), everywhere, strict=True) if is_common}
+
+
+def _floating_point(state: Mapping[str, Any]) -> dict[str, Tensor]:
+    # Sorted: the order in which an optimizer makes them is its own business.
+    tensors = {k: v for k, v in sorted(state.items()) if isinstance(v, Tensor) and k != "step"}
+    return {k: v for k, v in tensors.items() if v.is_floating_point() or v.is_complex()}

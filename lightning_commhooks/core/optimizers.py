@@ -1,0 +1,110 @@
+"""The optimizers of a model whose ranks step alone: which there are, and when one has stepped."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, MutableMapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+if TYPE_CHECKING:
+    from lightning_commhooks.core.models import Models
+
+_SHARDED = "keeps its state in shards and exchanges parameters itself at every step, so ranks cannot step alone"
+_REFUSED = {
+    "ZeroRedundancyOptimizer": f"{_SHARDED}; use the optimizer that it wraps",
+    "DistributedOptimizer": f"{_SHARDED}; use an optimizer of torch.optim",
+    "PostLocalSGDOptimizer": "averages models itself; use the optimizer that it wraps",
+}
+
+
+@dataclass(frozen=True)
+class OptimizerStep:
+    """What an optimizer has just changed.
+
+    Attributes:
+        optimizer: key of the state that a hook keeps for this optimizer: the name of its first parameter.
+        step: number of the last synchronized backward, from 0 on; -1 before the first.
+        parameters: its parameters by name, without those that have been frozen all the time.
+        state: the optimizer's own state, by parameter.
+        models: to average them with, and the rest of the model.
+    """
+
+    optimizer: str
+    step: int
+    parameters: dict[str, Tensor]
+    state: MutableMapping[Tensor, Any]
+    models: Models
+
+
+def check_optimizer(optimizer: object) -> None:
+    """Refuse an optimizer that cannot step on one rank alone.
+
+    Raises:
+        ValueError: with the reason and what to use instead.
+    """
+    # Whoever has such an optimizer has imported this; importing it here would take a second and give a warning.
+    theirs = sys.modules.get("torch.distributed.optim")
+    for name, reason in _REFUSED.items():
+        if isinstance(optimizer, getattr(theirs, name, ())):
+            raise ValueError(f"hooks that average models do not work with {type(optimizer).__name__}: it {reason}")
+    if not hasattr(optimizer, "param_groups") or not hasattr(optimizer, "state"):
+        raise ValueError(f"not an optimizer: {optimizer!r}")
+
+
+class Optimizers:
+    """Optimizers that report their steps.
+
+    Args:
+        on_step: called after each step of each of them.
+
+    Attributes:
+        by_key: those seen so far.
+        report_themselves: whether the user promised to report the steps.
+    """
+
+    def __init__(self, on_step: Callable[[Optimizer], None]) -> None:
+        self._on_step = on_step
+        self._handles: dict[Optimizer, RemovableHandle] = {}
+        self.by_key: dict[str, Optimizer] = {}
+
+    def add(self, optimizer: Optimizer) -> None:
+        """Call `on_step` after each of the optimizer's steps from now on.
+
+        Raises:
+            ValueError: see [`check_optimizer`][]; or it has no step hooks, because it is not a `torch.optim.Optimizer`.
+        """
+        check_optimizer(optimizer)
+        if optimizer in self._handles:
+            return
+        if not hasattr(optimizer, "register_step_post_hook"):
+            raise ValueError(
+                f"{type(optimizer).__name__} has no register_step_post_hook, because it is no torch.optim.Optimizer; "
+                "call Attachment.after_optimizer_step(optimizer) after each of its steps instead"
+            )
+        self._handles[optimizer] = optimizer.register_step_post_hook(lambda *_: self._on_step(optimizer))
+
+    def is_hooked(self, optimizer: Optimizer) -> bool:
+        """Whether the optimizer reports its steps by itself."""
+        return any(optimizer.param_groups is hooked.param_groups for hooked in self._handles)
+
+    def parameters(self) -> set[Tensor]:
+        """All parameters of all optimizers."""
+        known = {*self._handles, *self.by_key.values()}
+        return {p for optimizer in known for p in parameters_of(optimizer)}
+
+    def close(self) -> None:
+        """Remove the step hooks."""
+        for handle in self._handles.values():
+            handle.remove()
+        self._handles.clear()
+        self.by_key.clear()
+
+
+def parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    """All parameters of an optimizer, in the order of its groups."""
+    return [p for group in optimizer.param_groups for p in group["params"]]

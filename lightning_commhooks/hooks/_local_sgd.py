@@ -1,0 +1,151 @@
+"""What the hooks have in common that let ranks step alone and average their models."""
+
+from __future__ import annotations
+
+import warnings
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import Tensor
+
+from lightning_commhooks.core.checkpoint import StateReader, StateWriter
+from lightning_commhooks.core.collectives import Group
+from lightning_commhooks.core.hook import BoundHook, Bucket, CommHook
+from lightning_commhooks.core.optimizers import OptimizerStep
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalSGDConfig(CommHook):
+    """Options of all of them."""
+
+    start_localSGD_iter: int = 100
+    post_local_gradient_allreduce: bool = True
+    subgroup_size: int | None = None
+    average_buffers: bool = True
+    optimizer_state: Literal["keep", "average", "reset"] = "keep"
+
+    def __post_init__(self) -> None:
+        check_integer("start_localSGD_iter", self.start_localSGD_iter, 0)
+        if self.subgroup_size is not None:
+            check_integer("subgroup_size", self.subgroup_size, 1)
+        for field in ("post_local_gradient_allreduce", "average_buffers"):
+            if not isinstance(getattr(self, field), bool):
+                raise ValueError(f"{field} must be True or False, is {getattr(self, field)!r}")
+        if not self.post_local_gradient_allreduce and self.subgroup_size is not None:
+            raise ValueError(
+                f"subgroup_size={self.subgroup_size} has no effect with post_local_gradient_allreduce=False, which "
+                "averages gradients over no subgroup; leave one of the two out"
+            )
+        if self.optimizer_state not in ("keep", "average", "reset"):
+            raise ValueError(f"optimizer_state must be 'keep', 'average' or 'reset', is {self.optimizer_state!r}")
+
+
+def check_integer(field: str, value: object, lowest: int) -> None:
+    """Refuse what is no integer of at least `lowest`.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < lowest:
+        raise ValueError(f"{field} must be an integer of at least {lowest}, is {value!r}")
+
+
+class BoundLocalSGD(BoundHook):
+    """Averages gradients over all ranks first, over this rank's subgroup later; knows when an optimizer steps alone.
+
+    Args:
+        config: the options.
+        group: all ranks.
+    """
+
+    averages_models = True
+
+    def __init__(self, config: LocalSGDConfig, group: Group) -> None:
+        super().__init__(group)
+        self._config = config
+        self.average_buffers = config.average_buffers
+        # None: gradients stay as they are.
+        self._subgroup = group.split(self._parts()) if config.post_local_gradient_allreduce else None
+        if self._subgroup is not None and 1 < self._subgroup.size == group.size and group.rank == 0:
+            warnings.warn(
+                f"hook={config.name!r}: gradients go on being averaged over all {group.size} ranks at every step, "
+                f"because {'all are on one node' if config.subgroup_size is None else 'they are one subgroup'}. Set "
+                "post_local_gradient_allreduce=False, or a smaller subgroup_size",
+                stacklevel=2,
+            )
+        # Steps that each optimizer has taken since ranks step alone.
+        self._num_steps: dict[str, int] = {}
+
+    def _parts(self) -> list[list[int]]:
+        size = self._config.subgroup_size
+        if size is None:
+            return self.group.nodes()
+        return consecutive(self.group.size, size)
+
+    def is_local(self, step: int) -> bool:
+        size = 1 if self._subgroup is None else self._subgroup.size
+        return step >= self._config.start_localSGD_iter and size < self.group.size
+
+    def _group_at(self, step: int) -> Group | None:
+        return self.group if step < self._config.start_localSGD_iter else self._subgroup
+
+    def reduce(self, flat: Tensor, bucket: Bucket) -> Tensor | None:
+        group = self._group_at(bucket.step)
+        if group is not None:
+            self.group.counters.numel_uncompressed += flat.numel()
+            group.all_reduce_mean_(flat)
+        return None
+
+    def reduce_sparse(self, grad: Tensor, bucket: Bucket) -> Tensor:
+        group = self._group_at(bucket.step)
+        if group is None:
+            return grad.coalesce()
+        self.group.counters.numel_uncompressed += grad._values().numel()
+        return group.all_reduce_sparse_mean(grad)
+
+    def after_optimizer_step(self, stepped: OptimizerStep) -> None:
+        if stepped.step < self._config.start_localSGD_iter:
+            return
+        self._num_steps[stepped.optimizer] = num_steps = self._num_steps.get(stepped.optimizer, 0) + 1
+        if self.is_local(stepped.step):
+            stepped.models.drift(stepped)
+        self._after_local_step(num_steps, stepped)
+
+    @abstractmethod
+    def _after_local_step(self, num_steps: int, stepped: OptimizerStep) -> None:
+        """Average models, if it is time to.
+
+        Args:
+            num_steps: steps that this optimizer has taken since ranks step alone, with this one.
+            stepped: what it changed.
+        """
+
+    def _settle_optimizer(self, stepped: OptimizerStep, group: Group) -> None:
+        """Do to the state of the stepped parameters what `optimizer_state` says, when `group` has averaged them."""
+        if self._config.optimizer_state == "average":
+            stepped.models.average_state_(stepped, group)
+        elif self._config.optimizer_state == "reset":
+            stepped.models.reset_state_(stepped)
+
+    def state_dict(self, writer: StateWriter) -> dict[str, Any]:
+        return {"num_steps": dict(self._num_steps)}
+
+    def load_state_dict(self, state: dict[str, Any], reader: StateReader) -> None:
+        self._num_steps = dict(reader.section(state, "num_steps"))
+
+    def closing_warnings(self, steps: int) -> list[str]:
+        start, name = self._config.start_localSGD_iter, self._config.name
+        if 0 < steps <= start:
+            return [
+                f"training ended after {steps} steps, before hook={name!r} began to do without averaging gradients "
+                f"over all ranks: start_localSGD_iter={start}"
+            ]
+        if self.is_local(steps) and not self.group.counters.averagings:
+            return [f"hook={name!r} never averaged models: training ended before the first period did"]
+        return []
+
+
+def consecutive(num_ranks: int, size: int) -> list[list[int]]:
+    """Ranks in groups of `size`, the last one smaller if they do not divide evenly."""
+    return [list(range(first, min(first + size, num_ranks))) for first in range(0, num_ranks, size)]

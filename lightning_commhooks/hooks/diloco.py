@@ -1,0 +1,177 @@
+"""DiLoCo: ranks step alone; an outer optimizer moves the common model by what they did."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from lightning_commhooks.core.averaging import average_, flat_view
+from lightning_commhooks.core.checkpoint import StateReader, StateWriter
+from lightning_commhooks.core.collectives import Group
+from lightning_commhooks.core.hook import BoundHook, Bucket
+from lightning_commhooks.core.optimizers import OptimizerStep
+from lightning_commhooks.core.registry import register
+from lightning_commhooks.hooks._local_sgd import BoundLocalSGD, LocalSGDConfig, check_integer
+
+
+@register
+@dataclass(frozen=True, kw_only=True)
+class DiLoCo(LocalSGDConfig):
+    """Let ranks step alone, and let an outer Nesterov optimizer use the mean of what they did as its gradient.
+
+    DiLoCo, Douillard et al. 2023, https://arxiv.org/abs/2311.08105, algorithm 1: every `period` steps of the inner
+    optimizer, which is the user's, the pseudo-gradient is how far the ranks have moved on average, and
+    `torch.optim.SGD(lr=outer_lr, momentum=outer_momentum, nesterov=nesterov)` moves the common model, from which all
+    ranks go on. With `fragments` above 1, Streaming DiLoCo, Douillard et al. 2025, https://arxiv.org/abs/2501.18512,
+    section 2.2: the model is averaged in parts, at different steps, so that no step carries all of it; without that
+    paper's overlap and mixing. Inner optimizers keep their state, as in the papers.
+
+    Sends 2(w-1)/w times the parameters every `period` steps, half of it with `"bf16"`. Needs memory for the common
+    model and the outer momentum, at least float32 each.
+
+    Args:
+        period: number of steps of the inner optimizer between outer ones. 50 to 500 is usual.
+        outer_lr: learning rate of the outer optimizer; 1 without momentum averages models.
+        outer_momentum: its momentum.
+        nesterov: whether that is Nesterov momentum.
+        pseudo_gradient: what a rank's move is sent as: `"fp32"`, in the parameters' precision, at least float32; or
+            `"bf16"`, each rank's move rounded once, summed in float32 and rounded once more.
+        fragments: parts, of about the same size, in which the parameters of an optimizer are averaged, each once in a
+            period. At most `period`. A single parameter is not divided.
+        start_localSGD_iter: number of first steps in which gradients are averaged over all ranks.
+        post_local_gradient_allreduce: average gradients over the subgroup at every step, so that a node is what the
+            paper calls a worker; if not, each rank is one.
+        subgroup_size: ranks in a subgroup that averages gradients; `None`: the ranks of one node.
+        average_buffers: see `PostLocalSGD`.
+        optimizer_state: see `PostLocalSGD`.
+
+    Raises:
+        ValueError: a value is out of range.
+    """
+
+    name: ClassVar[str] = "diloco"
+
+    start_localSGD_iter: int = 0
+    period: int = 100
+    outer_lr: float = 0.7
+    outer_momentum: float = 0.9
+    nesterov: bool = True
+    pseudo_gradient: Literal["fp32", "bf16"] = "fp32"
+    fragments: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_integer("period", self.period, 1)
+        check_integer("fragments", self.fragments, 1)
+        if self.fragments > self.period:
+            raise ValueError(f"fragments must be at most period={self.period}, is {self.fragments}")
+        if not isinstance(self.outer_lr, (int, float)) or not self.outer_lr > 0:
+            raise ValueError(f"outer_lr must be above 0, is {self.outer_lr!r}")
+        if not isinstance(self.outer_momentum, (int, float)) or not 0 <= self.outer_momentum < 1:
+            raise ValueError(f"outer_momentum must be in [0, 1), is {self.outer_momentum!r}")
+        if not isinstance(self.nesterov, bool):
+            raise ValueError(f"nesterov must be True or False, is {self.nesterov!r}")
+        if self.pseudo_gradient not in ("fp32", "bf16"):
+            raise ValueError(f"pseudo_gradient must be 'fp32' or 'bf16', is {self.pseudo_gradient!r}")
+
+    def bind(self, group: Group) -> BoundHook:
+        return _BoundDiLoCo(self, group)
+
+
+class _BoundDiLoCo(BoundLocalSGD):
+    _config: DiLoCo
+
+    def __init__(self, config: DiLoCo, group: Group) -> None:
+        super().__init__(config, group)
+        # By name, flat in memory order: where the ranks began to move, equal on all of them, and outer momentum.
+        self._anchors: dict[str, Tensor] = {}
+        self._momenta: dict[str, Tensor] = {}
+
+    def reduce(self, flat: Tensor, bucket: Bucket) -> Tensor | None:
+        if bucket.step >= self._config.start_localSGD_iter:
+            # In the backward before the first step alone, ranks are equal.
+            for slot in bucket.slots:
+                if slot.name not in self._anchors:
+                    assert slot.parameter is not None
+                    self._anchors[slot.name] = _at_least_float32(slot.parameter).clone()
+        return super().reduce(flat, bucket)
+
+    def _after_local_step(self, num_steps: int, stepped: OptimizerStep) -> None:
+        period, fragments = self._config.period, self._config.fragments
+        for k, names in enumerate(_fragments(stepped.parameters, fragments), start=1):
+            # Spread over the period, the last at its end.
+            if names and (num_steps - k * period // fragments) % period == 0:
+                fragment = {name: stepped.parameters[name] for name in names}
+                self._outer_step(dataclasses.replace(stepped, parameters=fragment))
+
+    def _outer_step(self, stepped: OptimizerStep) -> None:
+        parameters = {name: flat_view(p) for name, p in stepped.parameters.items() if name in self._anchors}
+        moves = {name: self._anchors[name] - _at_least_float32(p) for name, p in parameters.items()}
+        self._average_(list(moves.values()))
+        for name, gradient in moves.items():
+            if self._config.outer_momentum:
+                if name not in self._momenta:
+                    self._momenta[name] = torch.zeros_like(gradient)
+                momentum = self._momenta[name].mul_(self._config.outer_momentum).add_(gradient)
+                if self._config.nesterov:
+                    gradient = gradient.add(momentum, alpha=self._config.outer_momentum)
+                else:
+                    gradient = momentum
+            anchor = self._anchors[name].sub_(gradient, alpha=self._config.outer_lr)
+            parameters[name].copy_(anchor.view(parameters[name].shape))
+        # What was in no backward has no anchor.
+        average_([p for name, p in stepped.parameters.items() if name not in self._anchors], self.group)
+        stepped.models.average_buffers_()
+        stepped.models.averaged(stepped.parameters)
+        self._settle_optimizer(stepped, self.group)
+
+    def _average_(self, moves: list[Tensor]) -> None:
+        if self._config.pseudo_gradient == "fp32":
+            average_(moves, self.group)
+            return
+        half = torch.cat([move.div(self.group.size).to(torch.bfloat16) for move in moves])
+        means = self.group.all_reduce_in_float32(half).split([move.numel() for move in moves])
+        for move, mean in zip(moves, means, strict=True):
+            move.copy_(mean)
+
+    def state_dict(self, writer: StateWriter) -> dict[str, Any]:
+        shared = {name: {"anchor": writer.shared(anchor)} for name, anchor in self._anchors.items()}
+        for name, momentum in self._momenta.items():
+            shared[name]["momentum"] = writer.shared(momentum)
+        return {**super().state_dict(writer), "entries": shared}
+
+    def load_state_dict(self, state: dict[str, Any], reader: StateReader) -> None:
+        super().load_state_dict(state, reader)
+        for name, entry in reader.section(state, "entries").items():
+            shape = reader.shape_of(name)
+            # Twice as many numbers for a complex one.
+            if shape is None or entry["anchor"].numel() % max(1, torch.Size(shape).numel()):
+                reader.differs(f"the anchor of {name!r} fits no parameter")
+                continue
+            self._anchors[name] = reader.shared(entry["anchor"])
+            if "momentum" in entry:
+                self._momenta[name] = reader.shared(entry["momentum"])
+
+    def release(self) -> None:
+        self._anchors, self._momenta = {}, {}
+
+
+def _at_least_float32(parameter: Tensor) -> Tensor:
+    flat = flat_view(parameter)
+    return flat.reshape(-1).to(torch.promote_types(flat.dtype, torch.float32))
+
+
+def _fragments(parameters: dict[str, Tensor], num: int) -> list[list[str]]:
+    """Names in order, in `num` lists of about the same number of elements; some may be empty."""
+    total = sum(p.numel() for p in parameters.values())
+    fragments: list[list[str]] = [[] for _ in range(num)]
+    before = 0
+    for name, p in parameters.items():
+        # By where its middle lies.
+        fragments[min(num - 1, int((before + p.numel() / 2) * num / max(total, 1)))].append(name)
+        before += p.numel()
+    return fragments

@@ -1,0 +1,92 @@
+"""Hierarchical local SGD: neighbours average their models often, all ranks seldom."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from lightning_commhooks.core.collectives import Group
+from lightning_commhooks.core.hook import BoundHook
+from lightning_commhooks.core.optimizers import OptimizerStep
+from lightning_commhooks.core.registry import register
+from lightning_commhooks.hooks._local_sgd import BoundLocalSGD, LocalSGDConfig, check_integer, consecutive
+
+
+@register
+@dataclass(frozen=True, kw_only=True)
+class HierarchicalLocalSGD(LocalSGDConfig):
+    """Let ranks step alone after a warm-up, and average models in larger groups the more seldom.
+
+    Lin et al. 2018, https://arxiv.org/abs/1808.07217, section 5; PyTorch's `HierarchicalModelAverager` together with
+    `post_localSGD_hook`. When several periods end at once, only the longest one's group averages. Differs from PyTorch
+    in that each optimizer counts its own steps, from 1 on and only those that ranks take alone; periods may be given in
+    any order; and groups need not divide evenly.
+
+    Args:
+        period_group_size_dict: for each period, in steps of an optimizer, the number of ranks that average then:
+            `{4: 8, 16: 64}` averages 8 neighbours every 4 steps and all 64 every 16. Sizes grow with periods. The
+            largest must be the number of ranks, or `None`, which stands for it. By default all ranks, every 8 steps.
+        start_localSGD_iter: number of first steps in which gradients are averaged over all ranks.
+        post_local_gradient_allreduce: average gradients over the subgroup later on; if not, send none at all.
+        subgroup_size: ranks in a subgroup that averages gradients; `None`: the ranks of one node.
+        average_buffers: see `PostLocalSGD`. In smaller groups than all ranks buffers are averaged as well.
+        optimizer_state: see `PostLocalSGD`.
+
+    Raises:
+        ValueError: a value is out of range; sizes that do not grow with periods; or, when attached, the largest size is
+            not the number of ranks.
+    """
+
+    name: ClassVar[str] = "hierarchical_localsgd"
+    aliases: ClassVar[tuple[str, ...]] = ("hierarchical_local_sgd",)
+
+    period_group_size_dict: Mapping[int, int | None] = field(default_factory=lambda: {8: None})
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.period_group_size_dict:
+            raise ValueError("period_group_size_dict must have an entry, is empty")
+        levels = sorted(self.period_group_size_dict.items())
+        for period, size in levels:
+            check_integer("a period in period_group_size_dict", period, 1)
+            if size is not None:
+                check_integer("a group size in period_group_size_dict", size, 2)
+        sizes = [float("inf") if size is None else size for _, size in levels]
+        if any(later <= earlier for earlier, later in itertools.pairwise(sizes)):
+            raise ValueError(f"group sizes in period_group_size_dict must grow with periods, are {dict(levels)}")
+        object.__setattr__(self, "period_group_size_dict", dict(levels))
+
+    def __hash__(self) -> int:
+        return hash(tuple(self.period_group_size_dict.items()))
+
+    def bind(self, group: Group) -> BoundHook:
+        return _BoundHierarchicalLocalSGD(self, group)
+
+
+class _BoundHierarchicalLocalSGD(BoundLocalSGD):
+    _config: HierarchicalLocalSGD
+
+    def __init__(self, config: HierarchicalLocalSGD, group: Group) -> None:
+        *_, largest = config.period_group_size_dict.values()
+        if largest not in (None, group.size):
+            raise ValueError(
+                f"the largest group in period_group_size_dict={dict(config.period_group_size_dict)} must be all "
+                f"{group.size} ranks; None stands for that"
+            )
+        super().__init__(config, group)
+        # The longest period first.
+        self._levels = {
+            period: group if size is None else group.split(consecutive(group.size, size))
+            for period, size in reversed(list(config.period_group_size_dict.items()))
+        }
+
+    def _after_local_step(self, num_steps: int, stepped: OptimizerStep) -> None:
+        if not self.is_local(stepped.step):
+            return
+        for period, group in self._levels.items():
+            if num_steps % period == 0:
+                stepped.models.average_(stepped.parameters, group)
+                self._settle_optimizer(stepped, group)
+                return

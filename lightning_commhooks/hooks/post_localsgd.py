@@ -1,0 +1,61 @@
+"""Post-local SGD: average gradients first, models later."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from lightning_commhooks.core.collectives import Group
+from lightning_commhooks.core.hook import BoundHook
+from lightning_commhooks.core.optimizers import OptimizerStep
+from lightning_commhooks.core.registry import register
+from lightning_commhooks.hooks._local_sgd import BoundLocalSGD, LocalSGDConfig, check_integer
+
+
+@register
+@dataclass(frozen=True, kw_only=True)
+class PostLocalSGD(LocalSGDConfig):
+    """Let ranks (or nodes) step alone after a warm-up, and average their models after every `period` steps.
+
+    Post-local SGD of Lin et al. 2018, https://arxiv.org/abs/1808.07217. PyTorch's `post_localSGD_hook` and
+    `PeriodicModelAverager` in one. Differs from them in that each optimizer counts its own steps; models are averaged
+    after the first `period` steps that ranks take alone, not after the first one already; parameters stay in their
+    storage; parameters without a gradient on some rank are averaged too; and buffers are averaged.
+
+    Sends 2(w-1)/w times the parameters every `period` steps, and gradients within subgroups only.
+
+    Args:
+        period: number of steps of an optimizer between averagings.
+        start_localSGD_iter: number of first steps in which gradients are averaged over all ranks.
+        post_local_gradient_allreduce: average gradients over the subgroup later on; if not, send none at all.
+        subgroup_size: ranks in a subgroup: the first so many, the next so many; the last one is smaller if they do not
+            divide evenly. `None`: the ranks of one node.
+        average_buffers: average floating-point buffers (statistics of BatchNorm) with the parameters. DDP's broadcast
+            of rank 0's buffers in each forward is off then while ranks step alone. If not, it stays as it is.
+        optimizer_state: what happens to momenta and the like when models are averaged. `"keep"`: each rank keeps its
+            own. `"average"`: averaged too. `"reset"`: forgotten.
+
+    Raises:
+        ValueError: a value is out of range, or `subgroup_size` is given though no subgroup averages gradients.
+    """
+
+    name: ClassVar[str] = "post_localsgd"
+    aliases: ClassVar[tuple[str, ...]] = ("post_local_sgd", "post_localSGD")
+
+    period: int = 8
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_integer("period", self.period, 1)
+
+    def bind(self, group: Group) -> BoundHook:
+        return _BoundPostLocalSGD(self, group)
+
+
+class _BoundPostLocalSGD(BoundLocalSGD):
+    _config: PostLocalSGD
+
+    def _after_local_step(self, num_steps: int, stepped: OptimizerStep) -> None:
+        if num_steps % self._config.period == 0 and self.is_local(stepped.step):
+            stepped.models.average_(stepped.parameters)
+            self._settle_optimizer(stepped, self.group)
