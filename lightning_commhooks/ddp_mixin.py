@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import logging
+import sys
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_commhooks.core.attach import Attachment, attach, hook_name, registered_name, resolve_hook
@@ -21,14 +24,28 @@ _REPLACED = {
     "ddp_comm_hook": "pass it as hook=... (with hook_state=... for a function), or use a hook's name",
     "ddp_comm_state": "pass it as hook_state=..., or set the options of a hook: hook=PowerSGD(...)",
     "ddp_comm_wrapper": "use hook=Cast(hook, 'fp16') or hook=Cast(hook, 'bf16')",
-    "model_averaging_period": "averaging of models is part of a hook here, not of the strategy; leave it out",
+    "model_averaging_period": "use hook=PostLocalSGD(period=...)",
 }
+
+
+class AverageFirst:
+    """Has models averaged before other callbacks see them; put before a `Callback` in a class's bases."""
+
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        """Evaluate the average, until the strategy's `on_validation_end`."""
+        trainer.strategy.begin_evaluation()
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """End with the average."""
+        trainer.strategy.average_for_good()
 
 
 class CompressedDDPMixin:
     """Registers a communication hook on every accelerator; put before a `DDPStrategy` in a class's bases."""
 
     _misconfiguration: ClassVar[type[Exception]]
+    # An `AverageFirst`.
+    _callback_class: ClassVar[type[Any]]
     model: Any
 
     def __init__(
@@ -37,6 +54,7 @@ class CompressedDDPMixin:
         hook_state: object | None = None,
         exact_state: bool = False,
         strict_state: bool = True,
+        resync: bool = False,
         **kwargs: Any,
     ) -> None:
         for argument, replacement in _REPLACED.items():
@@ -51,6 +69,9 @@ class CompressedDDPMixin:
         self._hook_state = hook_state
         self._exact_state = exact_state
         self._strict_state = strict_state
+        self._resync = resync
+        self._callback: Any = None
+        self._evaluation: AbstractContextManager[None] | None = None
         self._attachment: Attachment | None = None
         # For checkpoints that Lightning writes when the model is out of DDP again.
         self._last_state: dict[str, Any] | None = None
@@ -72,14 +93,32 @@ class CompressedDDPMixin:
         self._last_state = None
         model = self.model
         assert isinstance(model, DistributedDataParallel)
-        self._attachment = attach(
-            model,
-            self._hook,
-            hook_state=self._hook_state,
-            grad_scaler=getattr(self.precision_plugin, "scaler", None),  # type: ignore[attr-defined]
-            exact_state=self._exact_state,
-        )
+        try:
+            self._attachment = attach(
+                model,
+                self._hook,
+                hook_state=self._hook_state,
+                grad_scaler=getattr(self.precision_plugin, "scaler", None),  # type: ignore[attr-defined]
+                exact_state=self._exact_state,
+                optimizers=lambda: self.optimizers,  # type: ignore[attr-defined]
+            )
+        except ValueError as error:
+            raise self._misconfiguration(f"{type(self).__name__}: {error}") from error
         self._check_registered(model)
+
+    def setup_optimizers(self, trainer: Any) -> None:
+        """Make the optimizers; let a hook that averages models know of them."""
+        super().setup_optimizers(trainer)  # type: ignore[misc]
+        attachment = self._attachment
+        if attachment is None or attachment.is_closed or not attachment.averages_models:
+            return
+        for optimizer in self.optimizers:  # type: ignore[attr-defined]
+            try:
+                attachment.add_optimizer(optimizer)
+            except ValueError as error:
+                raise self._misconfiguration(f"{type(self).__name__}: {error}") from error
+        self._callback = self._callback_class()
+        trainer.callbacks.insert(0, self._callback)
 
     def _check_registered(self, model: DistributedDataParallel) -> None:
         assert self._attachment is not None
@@ -99,6 +138,8 @@ class CompressedDDPMixin:
     def _wrap_again(self) -> None:
         assert self._attachment is not None
         unfrozen = self._attachment.unfrozen()
+        # DDP gives all ranks the model of rank 0.
+        self._attachment.average_weights()
         self._pl_static_graph_delay_done = False
         model = self._setup_model(self.lightning_module)  # type: ignore[attr-defined]
         self._attachment.move_to(model)
@@ -121,12 +162,76 @@ class CompressedDDPMixin:
             )
         if self._attachment is None or self._attachment.is_closed:
             return self._last_state
-        # Where ranks are not at the same place of the program, they cannot average what they owe. Lightning names the
-        # files so that its handler of SLURM's signal writes.
-        if self.lightning_module.trainer.interrupted or "hpc_ckpt_" in filepath:  # type: ignore[attr-defined]
+        if self._is_alone():
             logger.warning("the checkpoint %s has no error feedback of hook %r", filepath, self._attachment.name)
             return self._attachment.shared_state_dict()
         return self._attachment.state_dict()
+
+    def _is_alone(self) -> bool:
+        """Whether ranks may be at different places of the program, where they cannot average what differs."""
+        frame = sys._getframe()
+        while (caller := frame.f_back) is not None:
+            frame = caller
+            # Lightning's handler of SLURM's signal, which saves a checkpoint wherever it comes.
+            if frame.f_code.co_name == "_slurm_sigusr_handler_fn":
+                return True
+        return bool(self.lightning_module.trainer.interrupted)  # type: ignore[attr-defined]
+
+    def _averaging(self) -> Attachment | None:
+        """The attachment if its hook averages models and can do so now."""
+        attachment = self._attachment
+        if attachment is None or attachment.is_closed or not attachment.averages_models:
+            return None
+        return attachment
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """State of the module for a checkpoint, averaged over ranks where it differs."""
+        attachment = self._averaging()
+        if attachment is None:
+            return super().lightning_module_state_dict()  # type: ignore[misc, no-any-return]
+        if self._is_alone():
+            logger.warning("the checkpoint has the model of rank %d, which was not averaged", self.global_rank)  # type: ignore[attr-defined]
+            return super().lightning_module_state_dict()  # type: ignore[misc, no-any-return]
+        with self._averaged(attachment):
+            return _copied(super().lightning_module_state_dict())  # type: ignore[misc, no-any-return]
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """State of an optimizer for a checkpoint, averaged over ranks where it differs."""
+        attachment = self._averaging()
+        if attachment is None or self._is_alone():
+            return super().optimizer_state(optimizer)  # type: ignore[misc, no-any-return]
+        if self._resync:
+            attachment.average_optimizer_state(optimizer)
+        with attachment.averaged_optimizer_state(optimizer):
+            return _copied(super().optimizer_state(optimizer))  # type: ignore[misc, no-any-return]
+
+    def _averaged(self, attachment: Attachment) -> AbstractContextManager[None]:
+        if not self._resync:
+            return attachment.averaged_weights()
+        attachment.average_weights()
+        return nullcontext()
+
+    def begin_evaluation(self) -> None:
+        """Put averages in the place of each rank's own model, for validation while training."""
+        attachment = self._averaging()
+        if attachment is not None and self._evaluation is None:
+            self._evaluation = self._averaged(attachment)
+            self._evaluation.__enter__()
+
+    def on_validation_end(self) -> None:
+        """Go on from each rank's own model. Checkpoints that callbacks write after validation are done by now."""
+        super().on_validation_end()  # type: ignore[misc]
+        if self._evaluation is not None:
+            evaluation, self._evaluation = self._evaluation, None
+            evaluation.__exit__(None, None, None)
+
+    def average_for_good(self) -> None:
+        """Average models, and the state of optimizers, at the end of training."""
+        attachment = self._averaging()
+        if attachment is not None:
+            attachment.average_weights()
+            for optimizer in self.optimizers:  # type: ignore[attr-defined]
+                attachment.average_optimizer_state(optimizer)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load the state of optimizers and of the hook, when a fit resumes or Lightning's tuner goes back."""
@@ -141,7 +246,7 @@ class CompressedDDPMixin:
                 attachment.load_state_dict(state, strict_state=self._strict_state)
             except ValueError as error:
                 raise self._misconfiguration(f"{type(self).__name__}: {error}") from error
-        elif attachment.bound is not None and attachment.bound.has_memory and self.is_global_zero:  # type: ignore[attr-defined]
+        elif attachment.has_state and self.is_global_zero:  # type: ignore[attr-defined]
             warnings.warn(
                 f"the checkpoint has no state of hook {attachment.name!r}: it was saved with another strategy, or with "
                 "save_weights_only=True. The hook begins anew, at step 0",
@@ -161,4 +266,19 @@ class CompressedDDPMixin:
             if self._attachment is not None:
                 self._attachment.close()
         finally:
+            self._evaluation = None
+            if self._callback is not None:
+                self.lightning_module.trainer.callbacks.remove(self._callback)  # type: ignore[attr-defined]
+                self._callback = None
             super().teardown()  # type: ignore[misc]
+
+
+def _copied(state: Any) -> Any:
+    """The same nested state with copies of its tensors, which otherwise are the live ones."""
+    if isinstance(state, Tensor):
+        return state.detach().clone()
+    if isinstance(state, dict):
+        copied = state.copy()
+        copied.update((key, _copied(value)) for key, value in state.items())
+        return copied
+    return [_copied(value) for value in state] if isinstance(state, list) else state

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 try:
     from lightning.fabric.utilities.exceptions import MisconfigurationException
+    from lightning.pytorch import Callback
     from lightning.pytorch.strategies import DDPStrategy
 except ImportError as error:
     raise ImportError("CompressedDDPStrategy needs Lightning: pip install 'lightning-commhooks[lightning]'") from error
 
-from lightning_commhooks.ddp_mixin import CompressedDDPMixin
+from lightning_commhooks.ddp_mixin import AverageFirst, CompressedDDPMixin
+
+
+class _AverageFirst(AverageFirst, Callback):
+    pass
 
 
 class CompressedDDPStrategy(CompressedDDPMixin, DDPStrategy):
@@ -24,6 +29,9 @@ class CompressedDDPStrategy(CompressedDDPMixin, DDPStrategy):
             checkpoints larger by the size of the gradients times the number of ranks, instead of once.
         strict_state: whether hook state in a checkpoint that does not fit the model or the hook is an error. If not,
             what does not fit begins anew, with a warning.
+        resync: with hooks that let ranks step alone, validation and checkpoints have the average of their models. If
+            true, training goes on from that average too, on all ranks, and a run that resumes from a checkpoint is the
+            same as one that went on. If not, each rank goes on from its own model as if nothing was.
         **kwargs: arguments of `DDPStrategy` and of `torch.nn.parallel.DistributedDataParallel`, without
             `ddp_comm_state`, `ddp_comm_hook`, `ddp_comm_wrapper` and `model_averaging_period`.
 
@@ -33,3 +41,4 @@ class CompressedDDPStrategy(CompressedDDPMixin, DDPStrategy):
     """
 
     _misconfiguration = MisconfigurationException
+    _callback_class = _AverageFirst

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 try:
     from lightning_fabric.utilities.exceptions import MisconfigurationException
+    from pytorch_lightning import Callback
     from pytorch_lightning.strategies import DDPStrategy
 except ImportError as error:
     raise ImportError("CompressedDDPStrategyPL needs the standalone package: pip install pytorch-lightning") from error
 
-from lightning_commhooks.ddp_mixin import CompressedDDPMixin
+from lightning_commhooks.ddp_mixin import AverageFirst, CompressedDDPMixin
+
+
+class _AverageFirst(AverageFirst, Callback):
+    pass
 
 
 class CompressedDDPStrategyPL(CompressedDDPMixin, DDPStrategy):
@@ -24,6 +29,9 @@ class CompressedDDPStrategyPL(CompressedDDPMixin, DDPStrategy):
             checkpoints larger by the size of the gradients times the number of ranks, instead of once.
         strict_state: whether hook state in a checkpoint that does not fit the model or the hook is an error. If not,
             what does not fit begins anew, with a warning.
+        resync: with hooks that let ranks step alone, validation and checkpoints have the average of their models. If
+            true, training goes on from that average too, on all ranks, and a run that resumes from a checkpoint is the
+            same as one that went on. If not, each rank goes on from its own model as if nothing was.
         **kwargs: arguments of `DDPStrategy` and of `torch.nn.parallel.DistributedDataParallel`, without
             `ddp_comm_state`, `ddp_comm_hook`, `ddp_comm_wrapper` and `model_averaging_period`.
 
@@ -33,3 +41,4 @@ class CompressedDDPStrategyPL(CompressedDDPMixin, DDPStrategy):
     """
 
     _misconfiguration = MisconfigurationException
+    _callback_class = _AverageFirst

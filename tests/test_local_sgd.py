@@ -1,5 +1,7 @@
 """Post-local SGD, hierarchical local SGD and DiLoCo against a simulation in one process, and against PyTorch's."""
 
+import contextlib
+
 import pytest
 import torch
 from local_sgd_reference import Simulation
@@ -74,15 +76,8 @@ def train(rank, world, hook, steps, accumulation=1, kind="sgd", report=False):
     for part, k, numbers in schedule(steps, accumulation):
         ddp.zero_grad()
         for number in numbers:
-
-            def micro_batch(number=number):
+            with ddp.no_sync() if number != numbers[-1] else contextlib.nullcontext():
                 (loss(ddp, batch(rank, number, part), part) / accumulation).backward()
-
-            if number == numbers[-1]:
-                micro_batch()
-            else:
-                with ddp.no_sync():
-                    micro_batch()
         optimizers[k].step()
         if report:
             attachment.after_optimizer_step(optimizers[k])

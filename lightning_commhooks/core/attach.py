@@ -136,6 +136,11 @@ class Attachment:
         """Whether the hook lets ranks step alone and averages their models."""
         return self._runtime.bound.averages_models
 
+    @property
+    def has_state(self) -> bool:
+        """Whether `state_dict` has more than the step count."""
+        return self._runtime.bound.has_memory or self._runtime.bound.averages_models
+
     def add_optimizer(self, optimizer: Optimizer) -> None:
         """Let the hook know of each step of an optimizer; of use to hooks that average models.
 
