@@ -34,6 +34,10 @@ def hooks() -> dict[str, lc.CommHook]:
     named = {name: lc.get_hook(name) for name in lc.available_hooks()}
     named["powersgd"] = POWERSGD
     named["batched_powersgd"] = lc.BatchedPowerSGD(start_powerSGD_iter=10)
+    alone = {"start_localSGD_iter": 100, "post_local_gradient_allreduce": False}
+    named["post_localsgd"] = lc.PostLocalSGD(period=8, **alone)
+    named["hierarchical_localsgd"] = lc.HierarchicalLocalSGD(period_group_size_dict={4: 2, 16: None}, **alone)
+    named["diloco"] = lc.DiLoCo(period=20, fragments=4, **alone)
     named["cast"] = lc.Cast(POWERSGD, "bf16")
     named["schedule"] = lc.Schedule({0: "bf16", 100: POWERSGD, 3000: "fp16"})
     return named
@@ -51,8 +55,8 @@ def train(hook: lc.CommHook, steps: int) -> tuple[list[float], torch.Tensor]:
     layers = [layer for _ in range(4) for layer in (torch.nn.Linear(64, 64), torch.nn.Tanh())]
     ddp = DistributedDataParallel(torch.nn.Sequential(*layers), bucket_cap_mb=0.02)
     scaler = torch.amp.GradScaler("cpu", growth_interval=200)
-    attachment = lc.attach(ddp, hook, grad_scaler=scaler)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
+    attachment = lc.attach(ddp, hook, grad_scaler=scaler, optimizers=[optimizer])
     generator = torch.Generator().manual_seed(dist.get_rank())
     samples = []
     for step in range(steps):
@@ -66,6 +70,7 @@ def train(hook: lc.CommHook, steps: int) -> tuple[list[float], torch.Tensor]:
             attachment.state_dict()
         if step % EVERY == 0:
             samples.append(resident_mb())
+    attachment.average_weights()
     attachment.close()
     return samples, parameters_to_vector(ddp.parameters()).detach()
 

@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 import warnings
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,7 +25,14 @@ from torch.nn.utils import parameters_to_vector
 
 import lightning_commhooks as lc
 
-OPTIONS = {"powersgd": {"start_powerSGD_iter": 10}, "batched_powersgd": {"start_powerSGD_iter": 10}}
+LOCAL: dict[str, Any] = {"start_localSGD_iter": 10, "post_local_gradient_allreduce": False}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "powersgd": {"start_powerSGD_iter": 10},
+    "batched_powersgd": {"start_powerSGD_iter": 10},
+    "post_localsgd": {**LOCAL, "period": 8},
+    "hierarchical_localsgd": {**LOCAL, "period_group_size_dict": {4: 2, 12: None}},
+    "diloco": {**LOCAL, "period": 10, "fragments": 3},
+}
 MIN_BUCKETS = 6
 
 
@@ -47,9 +55,9 @@ def train(hook: lc.CommHook, find_unused: bool, steps: int) -> tuple[bool, int]:
     """Return whether all ranks have the same parameters at the end, and the number of buckets."""
     torch.manual_seed(0)
     ddp = DistributedDataParallel(Model(find_unused), bucket_cap_mb=4e-3, find_unused_parameters=find_unused)
-    attachment = lc.attach(ddp, hook)
-    buckets = count_buckets(attachment)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
+    attachment = lc.attach(ddp, hook, optimizers=[optimizer])
+    buckets = count_buckets(attachment)
     torch.manual_seed(dist.get_rank())
     for step in range(steps):
         x = torch.randn(4, 32)
@@ -57,6 +65,7 @@ def train(hook: lc.CommHook, find_unused: bool, steps: int) -> tuple[bool, int]:
         F.mse_loss(ddp(x, step + dist.get_rank() * (step % 3)), x).backward()
         optimizer.step()
         optimizer.zero_grad()
+    attachment.average_weights()
     attachment.close()
     mine = parameters_to_vector(ddp.module.parameters()).detach()
     everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]

@@ -88,8 +88,15 @@ def cases() -> Iterator[tuple[str, lch.CommHook]]:
     """Hooks to measure, with labels."""
     import lightning_commhooks as lch
 
+    # Ranks begin to step alone before the measured steps, which are a multiple of the periods.
+    alone = {"start_localSGD_iter": 1, "post_local_gradient_allreduce": False}
+    local_sgd = {
+        "post_localsgd": {"period": 5},
+        "hierarchical_localsgd": {"period_group_size_dict": {5: None}},
+        "diloco": {"period": 5, "pseudo_gradient": "bf16"},
+    }
     for name in lch.available_hooks():
-        hook = lch.get_hook(name)
+        hook = lch.get_hook(name, **({**alone, **local_sgd[name]} if name in local_sgd else {}))
         if hasattr(hook, "start_powerSGD_iter"):
             hook = dataclasses.replace(hook, start_powerSGD_iter=0)
             yield name, hook
@@ -128,7 +135,7 @@ def measure(label: str, hook: lch.CommHook, steps: int) -> Sent:
     torch.manual_seed(0)
     model = DistributedDataParallel(nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(NUM_LAYERS))))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    attachment = lch.attach(model, hook)
+    attachment = lch.attach(model, hook, optimizers=[optimizer])
     generator = torch.Generator().manual_seed(dist.get_rank())
 
     def train(num: int) -> None:

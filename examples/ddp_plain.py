@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_commhooks import PowerSGD, attach, available_hooks
+from lightning_commhooks import DiLoCo, PostLocalSGD, PowerSGD, attach, available_hooks
 
 
 def load_data() -> tuple[Tensor, Tensor]:
@@ -40,6 +40,14 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=300)
     args = parser.parse_args()
 
+    # Begin early in this short run. Local SGD averages gradients among the GPUs of a node; here each rank is alone.
+    alone = {"start_localSGD_iter": 50, "post_local_gradient_allreduce": False}
+    configured = {
+        "powersgd": PowerSGD(matrix_approximation_rank=2, start_powerSGD_iter=10),
+        "post_localsgd": PostLocalSGD(**alone),
+        "diloco": DiLoCo(period=25, **alone),
+    }
+
     on_gpu = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
     if on_gpu:
@@ -51,13 +59,15 @@ def main() -> None:
     model = nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10))
     model = DistributedDataParallel(model.to(device))
 
-    # This line is all that is new. Any name will do: attach(model, "bf16").
-    hook = PowerSGD(matrix_approximation_rank=2, start_powerSGD_iter=10) if args.hook == "powersgd" else args.hook
-    attachment = attach(model, hook)
-
     x, y = (tensor.to(device) for tensor in load_data())
     x_test, y_test, x, y = x[:360], y[:360], x[360 + rank :: world_size], y[360 + rank :: world_size]
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+
+    # This line is all that is new. Any name will do: attach(model, "bf16"). Local SGD, which averages models after
+    # optimizer steps, needs the optimizers.
+    hook = configured.get(args.hook, args.hook)
+    attachment = attach(model, hook, optimizers=[optimizer])
+
     for step in range(args.steps):
         batch = torch.arange(32 * step, 32 * (step + 1), device=device) % len(x)
         loss = nn.functional.cross_entropy(model(x[batch]), y[batch])
@@ -65,6 +75,7 @@ def main() -> None:
         loss.backward()
         optimizer.step()
 
+    attachment.average_weights()  # does nothing but with local SGD
     if rank == 0:
         with torch.no_grad():
             accuracy = (model.module(x_test).argmax(dim=1) == y_test).float().mean()

@@ -16,7 +16,7 @@ from sklearn.model_selection import train_test_split
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_commhooks import CompressedDDPStrategy, PowerSGD, available_hooks
+from lightning_commhooks import CompressedDDPStrategy, PostLocalSGD, PowerSGD, available_hooks
 
 
 class Digits(L.LightningModule):
@@ -80,7 +80,12 @@ def main() -> None:
 
     L.seed_everything(0)
     # A name is enough, `hook=args.hook`. PowerSGD begins after 1000 steps by default, too late for this short run.
-    hook = PowerSGD(matrix_approximation_rank=2, start_powerSGD_iter=10) if args.hook == "powersgd" else args.hook
+    configured = {
+        "powersgd": PowerSGD(matrix_approximation_rank=2, start_powerSGD_iter=10),
+        # Averages gradients among the GPUs of a node; here each process is to be alone.
+        "post_localsgd": PostLocalSGD(start_localSGD_iter=50, post_local_gradient_allreduce=False),
+    }
+    hook = configured.get(args.hook, args.hook)
     strategy = CompressedDDPStrategy(hook=hook)
     trainer = L.Trainer(
         strategy=strategy,

@@ -10,10 +10,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 import lightning_commhooks as lc
 
+WARM_UP = {"start_localSGD_iter": 1000, "post_local_gradient_allreduce": False}
 # Options with which a hook shows what it does within a few steps. A hook that is not here has its defaults.
 OPTIONS = {
     "powersgd": {"start_powerSGD_iter": 0, "matrix_approximation_rank": 2},
     "batched_powersgd": {"start_powerSGD_iter": 0, "matrix_approximation_rank": 2},
+    # Averages gradients; test_local_sgd*.py are about what comes later.
+    **dict.fromkeys(["post_localsgd", "hierarchical_localsgd", "diloco"], WARM_UP),
 }
 POWERSGD = lc.PowerSGD(**OPTIONS["powersgd"])
 HOOKS = {name: lc.get_hook(name, **OPTIONS.get(name, {})) for name in lc.available_hooks()} | {

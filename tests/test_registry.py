@@ -8,7 +8,18 @@ import pytest
 import lightning_commhooks as lc
 from lightning_commhooks.core import registry
 
-BUILT_IN = {"allgather", "allreduce", "batched_powersgd", "bf16", "fp16", "noop", "powersgd"}
+BUILT_IN = {
+    "allgather",
+    "allreduce",
+    "batched_powersgd",
+    "bf16",
+    "diloco",
+    "fp16",
+    "hierarchical_localsgd",
+    "noop",
+    "post_localsgd",
+    "powersgd",
+}
 
 MODULE = """
 from dataclasses import dataclass
