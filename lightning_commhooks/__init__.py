@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from lightning_commhooks.core.attach import Attachment, attach
+from lightning_commhooks.core.attach import attach
+from lightning_commhooks.core.attachment import Attachment
 from lightning_commhooks.core.engine import HookError
 from lightning_commhooks.core.hook import BoundHook, Bucket, CommHook
 from lightning_commhooks.core.optimizers import OptimizerStep

@@ -12,7 +12,9 @@ from typing import Any, ClassVar
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_commhooks.core.attach import Attachment, attach, hook_name, registered_name, resolve_hook
+from lightning_commhooks.core.attach import attach, resolve_hook
+from lightning_commhooks.core.attachment import Attachment, hook_name
+from lightning_commhooks.core.ddp import registered_name
 from lightning_commhooks.core.hook import CommHook
 from lightning_commhooks.hooks import HookName
 

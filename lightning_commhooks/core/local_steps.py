@@ -31,14 +31,21 @@ class LocalSteps:
         models: what differs between ranks.
         find_optimizers: gives the optimizers when they are needed for the first time.
         reported_by_user: whether optimizers may step that are not known yet.
+        evaluates_average: whether forwards of evaluation use the average.
+        resync: whether the average that is shown stays.
+        awaits_backward: whether a forward has been run whose backward needs the parameters as they are.
     """
 
     def __init__(self, runtime: Runtime, group: Group) -> None:
         self._runtime = runtime
-        self._optimizers = Optimizers(self._after_hooked_step)
+        self._optimizers = Optimizers(self.hide_average, self._after_hooked_step)
         self.models = Models(group, self._optimizers)
         self.find_optimizers: Callable[[], Iterable[Optimizer]] = list
         self.reported_by_user = False
+        self.evaluates_average = False
+        self.resync = False
+        self.awaits_backward = False
+        self._is_shown = False
         self._checked = False
 
     def add(self, optimizer: Optimizer) -> None:
@@ -120,6 +127,26 @@ class LocalSteps:
         self._runtime.clock.end()
         self._runtime.call(self.models.average_drifted_)
 
+    def show_average(self) -> None:
+        """Have the averages in place of each rank's own model until the next forward that trains, or for good.
+
+        Not between a forward and its backward: what looks at the model there is part of training.
+        """
+        if self.awaits_backward:
+            return
+        if self.resync:
+            self.average()
+        elif not self.models.is_swapped:
+            self._runtime.clock.end()
+            self._runtime.call(self.models.swap_in)
+            self._is_shown = True
+
+    def hide_average(self) -> None:
+        """Put each rank's own model back after `show_average`."""
+        if self._is_shown:
+            self._is_shown = False
+            self.models.swap_out()
+
     def average_state(self, optimizer: Optimizer) -> None:
         """Average the state of an optimizer, for good."""
         stepped = self.models.stepped(optimizer, -1)
@@ -153,6 +180,7 @@ class LocalSteps:
         """Let go of model and optimizers; returns what the user should know."""
         drifted = len(self.models.drifted)
         self._optimizers.close()
+        self.evaluates_average = self._is_shown = False
         self.models.layout = Layout(nn.Module())
         if not drifted or self.models.is_swapped:
             return []

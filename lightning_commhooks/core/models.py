@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
 from lightning_commhooks.core.averaging import average_
@@ -39,7 +40,9 @@ class Models:
         self._buffers_drifted = False
         # Names of the parameters of which optimizers' state differs, as `drifted`.
         self._states_drifted: set[str] = set()
+        # While swapped: tensors of the model and what each rank has in them; versions that autograd counts.
         self._own: list[tuple[Tensor, Tensor]] = []
+        self._versions: list[int] = []
         self.is_swapped = False
 
     def stepped(self, optimizer: Optimizer, step: int) -> OptimizerStep | None:
@@ -85,8 +88,11 @@ class Models:
         average_(self._tensors(()), self._group)
 
     def average_drifted_(self) -> None:
-        """Average what differs between ranks."""
-        if self.drifted or self._buffers_drifted:
+        """Average what differs between ranks. Averages that stand in its place stay."""
+        if self.is_swapped:
+            self._keep_averages()
+            self.averaged(set(self.drifted))
+        elif self.drifted or self._buffers_drifted:
             self.average_(set(self.drifted))
 
     def average_state_(self, stepped: OptimizerStep, group: Group | None = None) -> None:
@@ -114,12 +120,20 @@ class Models:
         """Put the averages in the place of each rank's own model until `swap_out`."""
         if not self.is_swapped and (self.drifted or self._buffers_drifted):
             self._own = self._averaged(self._tensors(self.drifted))
+            for tensor, _ in self._own:
+                # So that autograd refuses a backward of what was computed with the parameters before.
+                increment_version(tensor)
+            self._versions = [tensor._version for tensor, _ in self._own]
         self.is_swapped = True
 
     def swap_out(self) -> None:
-        """Put each rank's own model back."""
-        put_back(self._own)
-        self._own = []
+        """Put each rank's own model back, but for what somebody else has changed meanwhile, as by loading weights."""
+        versions = zip(self._own, self._versions, strict=True)
+        put_back([own for own, version in versions if own[0]._version == version])
+        self._keep_averages()
+
+    def _keep_averages(self) -> None:
+        self._own, self._versions = [], []
         self.is_swapped = False
 
     def swap_state_in(self, stepped: OptimizerStep) -> list[tuple[Tensor, Tensor]]:
@@ -147,8 +161,10 @@ class Models:
         """Each rank's own model and state of optimizers, as far as they differ; empty unless the state is exact."""
         if writer.kind != "exact" or not (self.drifted or self._buffers_drifted or self._states_drifted):
             return {}
-        parameters = {name: p for name, p in self.layout.trained.items() if name in self.drifted}
-        buffers = self.layout.float_buffers() if self.average_buffers else {}
+        own = {id(tensor): value for tensor, value in self._own}
+        parameters = {n: own.get(id(p), p.data) for n, p in self.layout.trained.items() if n in self.drifted}
+        float_buffers = self.layout.float_buffers() if self.average_buffers else {}
+        buffers = {name: own.get(id(b), b.data) for name, b in float_buffers.items()}
         states = {}
         for key, optimizer in self._optimizers.by_key.items():
             named = self.layout.trained_among(parameters_of(optimizer))
@@ -157,8 +173,8 @@ class Models:
                 common = _common_states(drifted, optimizer.state, self._group)
                 states[key] = {name: {k: writer.per_rank(t) for k, t in own.items()} for name, own in common.items()}
         return {
-            "parameters": {name: writer.per_rank(p.data) for name, p in parameters.items()},
-            "buffers": {name: writer.per_rank(b.data) for name, b in buffers.items()},
+            "parameters": {name: writer.per_rank(p) for name, p in parameters.items()},
+            "buffers": {name: writer.per_rank(b) for name, b in buffers.items()},
             "optimizers": states,
         }
 
@@ -179,6 +195,7 @@ class Models:
 
     def restore(self, staged: list[tuple[Tensor, Tensor]], saved: Mapping[str, Any]) -> None:
         """Give each rank its own model back, or note that there is none: the same was loaded on all ranks."""
+        self._keep_averages()
         put_back(staged)
         self.drifted = set(saved.get("parameters", {}))
         self._buffers_drifted = bool(saved.get("buffers", {}))

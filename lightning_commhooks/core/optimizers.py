@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
@@ -60,16 +61,17 @@ class Optimizers:
     """Optimizers that report their steps.
 
     Args:
-        on_step: called after each step of each of them.
+        before_step: called before each step of each of them.
+        on_step: called after it.
 
     Attributes:
         by_key: those seen so far.
-        report_themselves: whether the user promised to report the steps.
     """
 
-    def __init__(self, on_step: Callable[[Optimizer], None]) -> None:
+    def __init__(self, before_step: Callable[[], None], on_step: Callable[[Optimizer], None]) -> None:
+        self._before_step = before_step
         self._on_step = on_step
-        self._handles: dict[Optimizer, RemovableHandle] = {}
+        self._handles: dict[Optimizer, list[RemovableHandle]] = {}
         self.by_key: dict[str, Optimizer] = {}
 
     def add(self, optimizer: Optimizer) -> None:
@@ -86,7 +88,10 @@ class Optimizers:
                 f"{type(optimizer).__name__} has no register_step_post_hook, because it is no torch.optim.Optimizer; "
                 "call Attachment.after_optimizer_step(optimizer) after each of its steps instead"
             )
-        self._handles[optimizer] = optimizer.register_step_post_hook(lambda *_: self._on_step(optimizer))
+        self._handles[optimizer] = [
+            optimizer.register_step_pre_hook(lambda *_: self._before_step()),
+            optimizer.register_step_post_hook(lambda *_: self._on_step(optimizer)),
+        ]
 
     def is_hooked(self, optimizer: Optimizer) -> bool:
         """Whether the optimizer reports its steps by itself."""
@@ -99,7 +104,7 @@ class Optimizers:
 
     def close(self) -> None:
         """Remove the step hooks."""
-        for handle in self._handles.values():
+        for handle in itertools.chain(*self._handles.values()):
             handle.remove()
         self._handles.clear()
         self.by_key.clear()

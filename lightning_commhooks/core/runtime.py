@@ -1,10 +1,9 @@
-"""What runs for one attachment. Together with `attach.py` the only file that knows DDP's buckets."""
+"""What runs for one attachment. Together with `ddp.py` the only file that knows DDP's buckets."""
 
 # No `from __future__ import annotations`: DDP compares the annotations of the hooks that are made here.
 
 import functools
 import warnings
-import weakref
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -17,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_commhooks.core import checkpoint
 from lightning_commhooks.core.collectives import Group
+from lightning_commhooks.core.ddp import LocalPhase
 from lightning_commhooks.core.engine import Engine, HookError, StreamEngine, ThreadEngine
 from lightning_commhooks.core.groups import backend_for, destroy, own_group
 from lightning_commhooks.core.hook import BoundHook, Bucket, CommHook
@@ -114,7 +114,7 @@ class Runtime:
         """The function that DDP calls for each bucket of `model`."""
         # Nothing here may hold the model: the model holds this function through its C++ reducer.
         may_be_unused = model.find_unused_parameters
-        watched = _LocalBackwards(model, self.local)
+        watched = LocalPhase(model, self.local, self.bound.averages_models)
         # Since PyTorch 2.7.
         last_may_be_skipped = getattr(model, "skip_all_reduce_unused_params", False)
         if not isinstance(hook, CommHook):
@@ -200,39 +200,6 @@ class _UserFunction(CommHook):
 class _NoState(BoundHook):
     def reduce(self, flat: Tensor, bucket: Bucket) -> None:
         raise AssertionError("DDP calls the function itself")
-
-
-class _LocalBackwards:
-    """Looks after a DDP wrapper while its ranks step alone."""
-
-    def __init__(self, model: DistributedDataParallel, local: LocalSteps) -> None:
-        self._model = weakref.ref(model)
-        self._local = local
-        self._broadcasts_buffers = model.broadcast_buffers
-        # In the first step of a static graph DDP gives gradients away before anything can be done at its end.
-        self._late_step = -1 if model.static_graph else None
-
-    def begin(self, bound: BoundHook, step: int) -> bool:
-        """Called for each bucket; returns whether the gradients cannot be changed any more when the step ends.
-
-        Raises:
-            HookError: ranks cannot step alone like this.
-        """
-        if self._late_step == -1:
-            self._late_step = step
-        if bound.averages_models:
-            model, is_local = self._model(), bound.is_local(step)
-            assert model is not None
-            if is_local and model._join_config.enable:
-                raise HookError(
-                    "join() does not work while ranks step alone: ranks that have run out of data take no optimizer "
-                    "steps, after which models are averaged. Give all ranks the same number of batches"
-                )
-            if is_local:
-                self._local.check_optimizers()
-            # From the next forward on.
-            model.broadcast_buffers = self._broadcasts_buffers and not (is_local and bound.average_buffers)
-        return step == self._late_step
 
 
 def _call_all(functions: list[Callable[[], None]]) -> None:

@@ -1,0 +1,274 @@
+"""`Attachment`: a hook at work on one DDP model, for whoever trains it."""
+
+from __future__ import annotations
+
+import math
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from lightning_commhooks.core import checkpoint
+from lightning_commhooks.core.ddp import check_model, register
+from lightning_commhooks.core.engine import HookError
+from lightning_commhooks.core.hook import BoundHook, CommHook
+from lightning_commhooks.core.layout import Layout
+from lightning_commhooks.core.runtime import Runtime
+from lightning_commhooks.core.user_hook import DDPHook
+
+
+class Attachment:
+    """A hook at work on one DDP model; made by [`attach`][].
+
+    Attributes:
+        hook: the configuration: a `CommHook`, or the user's own DDP hook function.
+    """
+
+    def __init__(self, hook: CommHook | DDPHook, runtime: Runtime, exact_state: bool) -> None:
+        self.hook = hook
+        self._runtime = runtime
+        self._exact_state = exact_state
+        self._finalizer: weakref.finalize[Any, Any] | None = None
+
+    @property
+    def bound(self) -> BoundHook | None:
+        """The runtime object; `None` for a user's own function."""
+        return self._runtime.bound if isinstance(self.hook, CommHook) else None
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether `close` was called or the model has gone."""
+        return self._finalizer is not None and not self._finalizer.alive
+
+    @property
+    def name(self) -> str:
+        """Name of the hook, or `module.function` of a user's own."""
+        return hook_name(self.hook)
+
+    def metrics(self) -> dict[str, float]:
+        """Cumulative counts of this rank.
+
+        Returns:
+            `steps` (synchronized backwards since `attach`), `bytes_sent` and `bytes_dense` (payload bytes this rank
+            sent, and would have sent with a plain all-reduce), `compression_ratio` (dense over sent), `collectives`,
+            `numel_compressed` and `numel_uncompressed` (gradient elements that a compressing hook did and did
+            not compress), `numel_overflowed` (gradient elements of this rank that are finite, but not in the float16
+            they were sent in), `nonfinite_steps` (steps that a hook with memory disregarded, because a gradient was
+            inf or NaN on some rank; also those that ranks taking steps alone skip together), `averagings` (times that
+            the model, or a part of it, was averaged). What a user's own function sends is unknown: NaN.
+        """
+        metrics = self._runtime.counters.as_dict()
+        if self.bound is None:
+            metrics.update(bytes_sent=math.nan, compression_ratio=math.nan)
+        return metrics
+
+    def compression_stats(self) -> tuple[float, int, int]:
+        """`(rate, numel_before, numel_after)` since compression began, as `PowerSGDState.compression_stats`.
+
+        Raises:
+            ValueError: the hook keeps no such statistics.
+        """
+        if self.bound is None:
+            raise ValueError(f"{self.name} is not a hook of this library; ask its own state")
+        return self.bound.compression_stats()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The hook's state as tensors and primitives, equal on all ranks, on CPU.
+
+        Collective: call it on every rank, outside of a backward. Has the step count and what the hook remembers;
+        of what differs between ranks the mean, which continues the run as well, or with `exact_state` all of it.
+        Of a user's own function, the step count only.
+        """
+        self._runtime.clock.end()
+        return self._runtime.call(lambda: self._save("exact" if self._exact_state else "mean"))
+
+    def shared_state_dict(self) -> dict[str, Any]:
+        """What of `state_dict` is equal on all ranks anyway: the step count, but not what is still owed.
+
+        Not collective, and allowed at any time: after a failure, or in a signal handler in the middle of a step. Of
+        the present step it has nothing but the count.
+
+        Raises:
+            HookError: the attachment is closed.
+        """
+        if self.is_closed:
+            raise HookError("the communication hook was closed; its state is gone")
+        return self._save("none")
+
+    def _save(self, kind: checkpoint.PerRank) -> dict[str, Any]:
+        run = self._runtime
+        return checkpoint.save(run.config, run.bound, run.clock.steps, run.layout.shapes, kind, run.local.models)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *, strict_state: bool = True) -> None:
+        """Take over the state that `state_dict` returned, on this or another number of ranks.
+
+        Collective: call it on every rank with the same state, outside of a backward.
+
+        Args:
+            state_dict: the state.
+            strict_state: whether what does not fit is an error. If not, those entries begin anew, with a warning.
+
+        Raises:
+            ValueError: it is no such state, truncated, of another hook, of a model with other parameters, or the
+                hook's options give its memory other sizes. Raised on all ranks if it is so on one; the hook is
+                as it was before, then.
+        """
+        differences = self._runtime.load(state_dict, strict_state)
+        if differences and self._runtime.bound.group.rank == 0:
+            more = f" and {len(differences) - 5} more" if len(differences) > 5 else ""
+            warnings.warn(
+                f"strict_state=False: not taken over from the state of hook {self.name!r}: "
+                f"{'; '.join(differences[:5])}{more}. Its memory of these begins anew",
+                stacklevel=2,
+            )
+
+    @property
+    def averages_models(self) -> bool:
+        """Whether the hook lets ranks step alone and averages their models."""
+        return self._runtime.bound.averages_models
+
+    @property
+    def models_differ(self) -> bool:
+        """Whether each rank has a model of its own in place now; the same on all ranks."""
+        models = self._runtime.local.models
+        return bool(models.drifted) and not models.is_swapped
+
+    @property
+    def has_state(self) -> bool:
+        """Whether `state_dict` has more than the step count."""
+        return self._runtime.bound.has_memory or self._runtime.bound.averages_models
+
+    def add_optimizer(self, optimizer: Optimizer) -> None:
+        """Let the hook know of each step of an optimizer; of use to hooks that average models.
+
+        As `attach(optimizers=)`, for an optimizer that is made later. On all ranks alike. Adding twice does nothing.
+
+        Raises:
+            ValueError: the optimizer keeps its state in shards, averages models itself, or is none of `torch.optim`.
+        """
+        if self.averages_models:
+            self._runtime.local.add(optimizer)
+
+    def after_optimizer_step(self, optimizer: Optimizer) -> None:
+        """Tell the hook that an optimizer, which was not given to it, has stepped. Collective.
+
+        Call it on all ranks, also when a scaler skipped the step.
+
+        Raises:
+            ValueError: the optimizer reports its steps by itself, or is one that `add_optimizer` refuses.
+        """
+        if self.averages_models:
+            self._runtime.local.after_step(optimizer)
+
+    def average_weights(self) -> None:
+        """Average what differs between ranks, parameters and buffers, for good. Collective, outside of a backward.
+
+        Does nothing, and sends nothing, when ranks are equal: with hooks that average gradients, and just after an
+        averaging.
+        """
+        self._runtime.local.average()
+
+    def averaged_weights(self) -> AbstractContextManager[None]:
+        """Have the average in place of each rank's own model within a `with`; then training goes on as if nothing was.
+
+        For validation and checkpoints. Collective, outside of a backward. As cheap as `average_weights`, and needs
+        memory for a copy of the model. No optimizer may step meanwhile.
+        """
+        return self._runtime.local.averaged()
+
+    def show_average(self) -> None:
+        """Have the average in place of each rank's own model until the next forward that trains, or step. Collective.
+
+        For whoever looks at the model where there is no place for a `with`. A forward trains when gradients are
+        enabled in it. When the attachment is closed meanwhile, the average stays.
+        """
+        self._runtime.local.show_average()
+
+    def evaluate_average(self, *, resync: bool = False) -> None:
+        """From now on evaluate the average: every forward of the DDP model in eval mode without gradients sees it.
+
+        The first of them calls `show_average`, so all ranks must evaluate; what calls the module inside, or another
+        wrapper of it, sees what is there at that time.
+
+        Args:
+            resync: let `show_average` average for good, so that ranks go on from the average after evaluation.
+        """
+        self._runtime.local.evaluates_average = True
+        self._runtime.local.resync = resync
+
+    def average_optimizer_state(self, optimizer: Optimizer) -> None:
+        """Average floating-point state of an optimizer that differs between ranks, for good. Collective."""
+        self._runtime.local.average_state(optimizer)
+
+    def averaged_optimizer_state(self, optimizer: Optimizer) -> AbstractContextManager[None]:
+        """Have the average in place of each rank's own state of an optimizer within a `with`. Collective."""
+        return self._runtime.local.averaged_state(optimizer)
+
+    def unfrozen(self) -> list[str]:
+        """Names of parameters that are trained now, but were frozen when the model was wrapped: see `move_to`."""
+        return self._runtime.layout.unfrozen()
+
+    def move_to(self, model: DistributedDataParallel) -> None:
+        """Go on with another DDP wrapper of the same module, with memory, step count and metrics.
+
+        For a model whose parameters were frozen or unfrozen: DDP averages those that were trained when it was
+        made, so the module has to be wrapped again. Keep the old wrapper until then: with it the attachment closes.
+        Collective, outside of a backward.
+
+        Args:
+            model: the new wrapper, over the same process group and without a hook.
+
+        Raises:
+            ValueError: `model` is not DDP or has a hook already; or ranks had stepped alone when it was made, and DDP
+                has overwritten their models with rank 0's: `average_weights()` before.
+            HookError: the attachment is closed.
+        """
+        if self.is_closed:
+            raise HookError("the communication hook was closed; keep the old DistributedDataParallel until move_to()")
+        self._runtime.clock.end()
+        if self._runtime.local.models.drifted:
+            raise ValueError(
+                "the models of the ranks differed when the new DistributedDataParallel was made, which overwrote them "
+                "with that of rank 0; call average_weights() before making it"
+            )
+        self._connect(model)
+
+    def _connect(self, model: DistributedDataParallel) -> None:
+        check_model(model)
+        self._runtime.local.models.layout = Layout(model.module)
+        trampoline = self._runtime.trampoline(self.hook, model)
+        register(model, self._runtime.hook_state, trampoline, self.name)
+        if self._finalizer is not None:
+            self._finalizer.detach()
+        self._finalizer = weakref.finalize(model, self._runtime.close)
+
+    def _set_optimizers(self, optimizers: Iterable[Optimizer] | Callable[[], Iterable[Optimizer]] | None) -> None:
+        local = self._runtime.local
+        local.models.average_buffers = self._runtime.bound.average_buffers
+        if callable(optimizers):
+            local.find_optimizers = optimizers
+        elif optimizers is not None:
+            given = list(optimizers)
+            local.reported_by_user = not given
+            for optimizer in given:
+                self.add_optimizer(optimizer)
+
+    def close(self) -> None:
+        """Release thread and process group; metrics stay readable, a later backward raises `HookError`.
+
+        Warns when training ended before the hook compressed anything. Closing twice does nothing. A model
+        that goes out of use closes its attachment by itself. A user's own function has nothing to release.
+        """
+        if self._finalizer is not None:
+            self._finalizer()
+
+
+def hook_name(hook: CommHook | DDPHook) -> str:
+    """Name of a configuration, or `module.function` of a DDP hook function."""
+    if isinstance(hook, CommHook):
+        return hook.name
+    return f"{getattr(hook, '__module__', '')}.{getattr(hook, '__qualname__', type(hook).__qualname__)}"

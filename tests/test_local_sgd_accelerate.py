@@ -1,0 +1,138 @@
+"""Local SGD under Accelerate in two real processes: trajectories, evaluation, checkpoints, refusals."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from local_sgd_accelerate_runner import PERIOD, batch, loss, make_model
+from local_sgd_reference import Simulation
+from safetensors.torch import load_file
+
+RUNNER = Path(__file__).parent / "local_sgd_accelerate_runner.py"
+OUTER = {"lr": 0.7, "momentum": 0.9, "nesterov": True}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("accelerate")
+
+
+@pytest.fixture(scope="module")
+def results(folder):
+    """What each rank returned."""
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(RUNNER.parents[1])}
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command = [sys.executable, *launch, str(RUNNER), str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=180, env=env)
+    assert done.returncode == 0, done.stderr
+    return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
+
+
+def simulate(steps, accumulation=1, skipped=(), outer=None):
+    """Parameters of both ranks after each step."""
+    simulation = Simulation(
+        make_model(),
+        2,
+        lambda model: [torch.optim.AdamW(model.parameters(), lr=0.02)],
+        lambda model, x, _: loss(model, x),
+        periods={PERIOD: 2},
+        outer=outer,
+    )
+    trajectory = []
+    for step in range(steps):
+        if step not in skipped:
+            numbers = [100 * step + i for i in range(accumulation)]
+            simulation.backward([[batch(rank, number) for number in numbers] for rank in range(2)], None)
+            simulation.step(0)
+        trajectory.append([{n: p.detach().clone() for n, p in m.named_parameters()} for m in simulation.models])
+    return trajectory
+
+
+def distance(a, b):
+    assert a.keys() == b.keys()
+    return max((a[name] - b[name]).abs().max().item() for name in a)
+
+
+def mean(states):
+    return {name: sum(state[name] for state in states) / len(states) for name in states[0]}
+
+
+def of_trajectory(results, expected):
+    return max(distance(mine[step], ranks[r]) for r, mine in enumerate(results) for step, ranks in enumerate(expected))
+
+
+@pytest.mark.parametrize(("hook", "outer"), [("post_localsgd", None), ("diloco", OUTER)])
+def test_accumulated_steps_equal_the_simulation(results, hook, outer):
+    expected = simulate(10, accumulation=3, outer=outer)
+    assert of_trajectory([rank["trajectories"][hook] for rank in results], expected) < 1e-12
+
+
+def test_overflow_on_one_rank_skips_the_step_everywhere_and_keeps_the_phase(results):
+    runs = [rank["overflows"] for rank in results]
+    assert runs[0]["skipped"] == runs[1]["skipped"] == [step in (2, 3, 7, 8) for step in range(12)]
+    assert runs[0]["scales"] == runs[1]["scales"]
+    expected = simulate(12, skipped=(2, 3, 7, 8))
+    assert of_trajectory([run["trajectory"] for run in runs], expected) < 1e-12
+
+
+@pytest.mark.parametrize("resync", [False, True])
+def test_evaluation_sees_the_average(results, resync):
+    runs = [rank["evaluations"][resync] for rank in results]
+    average = mean([run["before"] for run in runs])
+    assert distance(runs[0]["before"], runs[1]["before"]) > 1e-3, "in the middle of a period"
+    model = make_model()
+    model.load_state_dict(average)
+    for run in runs:
+        assert run["value"] == pytest.approx(loss(model, batch(9, 9)).item(), abs=1e-14)
+        assert distance(run["during"], average) < 1e-15
+        assert distance(run["end"], mean([run["after"][-1] for run in runs])) < 1e-15
+
+
+def test_evaluation_does_not_disturb_training_unless_told_to(results):
+    for rank in results:
+        for resync in (False, True):
+            whole = rank["undisturbed"]["trajectory"][6:]
+            after = rank["evaluations"][resync]["after"]
+            apart = [distance(a, b) for a, b in zip(whole, after, strict=True)]
+            assert (max(apart) > 1e-4) == resync
+
+
+def test_weights_of_one_rank_come_with_a_warning(results):
+    for rank in results:
+        assert any("wait_for_everyone()" in text for text in rank["undisturbed"]["warnings"])
+
+
+def test_forward_of_evaluation_between_forward_and_backward_leaves_gradients_right(results):
+    assert max(rank["within_a_step"] for rank in results) < 1e-15
+
+
+@pytest.mark.parametrize("hook", ["post_localsgd", "diloco"])
+@pytest.mark.parametrize("exact", [False, True])
+def test_resumed_from_the_middle_of_a_period(results, exact, hook):
+    for rank in results:
+        state = rank["states"][exact][hook]
+        assert any(file.endswith("/lightning_commhooks.bin") for file in state["files"])
+        apart = [distance(a, b) for a, b in zip(state["whole"], state["resumed"], strict=True)]
+        assert max(apart) < (1e-300 if exact else 1e-12), apart
+
+
+def test_checkpoint_has_averaged_weights(results, folder):
+    saved = load_file(folder / "post_localsgd-True" / "model.safetensors")
+    trajectories = [rank["undisturbed"]["trajectory"] for rank in results]
+    assert distance(saved, mean([trajectory[5] for trajectory in trajectories])) < 1e-15
+
+
+def test_checkpoints_with_and_without_the_handler(results):
+    for rank in results:
+        assert rank["foreign_state"]["same"]
+        assert any("no state of communication hooks" in text for text in rank["foreign_state"]["warnings"])
+
+
+def test_optimizers_that_cannot_step_alone_are_refused_in_either_order(results):
+    for rank in results:
+        first, second = rank["refusals"]
+        assert "PostLocalSGDOptimizer: it averages models itself" in first
+        assert "ZeroRedundancyOptimizer: it keeps its state in shards" in second
