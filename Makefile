@@ -26,6 +26,7 @@ format: install
 
 bench: install
 	$(BIN)/python benchmarks/wire_bytes.py
+	$(BIN)/python benchmarks/local_sgd_digits.py
 	$(BIN)/python benchmarks/powersgd_step.py
 
 stress: install

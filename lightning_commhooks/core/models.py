@@ -75,23 +75,26 @@ class Models:
         group = group or self._group
         average_(self._tensors(names), group)
         self.averaged(names, group)
+        if group.size == self._group.size:
+            self._buffers_drifted = False
 
     def averaged(self, names: Iterable[str], group: Group | None = None) -> None:
-        """Note that these parameters and the buffers were averaged, or set to the same values on all ranks."""
+        """Note that these parameters were averaged, or set to the same values on all ranks."""
         self._group.counters.averagings += 1
         if group is None or group.size == self._group.size:
             self.drifted.difference_update(names)
-            self._buffers_drifted = False
 
     def average_buffers_(self) -> None:
         """Average buffers, where they are to be averaged, and nothing else."""
         average_(self._tensors(()), self._group)
+        self._buffers_drifted = False
 
     def average_drifted_(self) -> None:
         """Average what differs between ranks. Averages that stand in its place stay."""
         if self.is_swapped:
             self._keep_averages()
             self.averaged(set(self.drifted))
+            self._buffers_drifted = False
         elif self.drifted or self._buffers_drifted:
             self.average_(set(self.drifted))
 

@@ -41,12 +41,13 @@ class DiLoCo(LocalSGDConfig):
         pseudo_gradient: what a rank's move is sent as: `"fp32"`, in the parameters' precision, at least float32; or
             `"bf16"`, each rank's move rounded once, summed in float32 and rounded once more.
         fragments: parts, of about the same size, in which the parameters of an optimizer are averaged, each once in a
-            period. At most `period`. A single parameter is not divided.
+            period. At most `period`. A single parameter is not divided, so there are fewer parts when it is larger
+            than they should be.
         start_localSGD_iter: number of first steps in which gradients are averaged over all ranks.
         post_local_gradient_allreduce: average gradients over the subgroup at every step, so that a node is what the
             paper calls a worker; if not, each rank is one.
         subgroup_size: ranks in a subgroup that averages gradients; `None`: the ranks of one node.
-        average_buffers: see `PostLocalSGD`.
+        average_buffers: see `PostLocalSGD`. Buffers are averaged at the end of a period, whatever `fragments` is.
         optimizer_state: see `PostLocalSGD`.
 
     Raises:
@@ -107,6 +108,8 @@ class _BoundDiLoCo(BoundLocalSGD):
             if names and (num_steps - k * period // fragments) % period == 0:
                 fragment = {name: stepped.parameters[name] for name in names}
                 self._outer_step(dataclasses.replace(stepped, parameters=fragment))
+        if num_steps % period == 0:
+            stepped.models.average_buffers_()
 
     def _outer_step(self, stepped: OptimizerStep) -> None:
         parameters = {name: flat_view(p) for name, p in stepped.parameters.items() if name in self._anchors}
@@ -125,7 +128,6 @@ class _BoundDiLoCo(BoundLocalSGD):
             parameters[name].copy_(anchor.view(parameters[name].shape))
         # What was in no backward has no anchor.
         average_([p for name, p in stepped.parameters.items() if name not in self._anchors], self.group)
-        stepped.models.average_buffers_()
         stepped.models.averaged(stepped.parameters)
         self._settle_optimizer(stepped, self.group)
 
