@@ -166,7 +166,7 @@ def test_values_out_of_range_fail_before_training(config, text, message):
 
 
 def test_replaced_argument_fails_before_training(config):
-    with pytest.raises(ValueError, match="averaging of models is part of a hook"):
+    with pytest.raises(ValueError, match="use hook=PostLocalSGD"):
         cli(config("hook: bf16\nmodel_averaging_period: 2"))
 
 

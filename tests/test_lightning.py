@@ -306,7 +306,7 @@ def test_passes_arguments_on_and_pickles():
         ({"hook": "bf16", "ddp_comm_state": object()}, "hook_state="),
         ({"hook": "bf16", "ddp_comm_hook": default_hooks.fp16_compress_hook}, r"hook=\.\.\."),
         ({"hook": "bf16", "ddp_comm_wrapper": default_hooks.fp16_compress_wrapper}, "hook=Cast"),
-        ({"hook": "bf16", "model_averaging_period": 2}, "averaging of models"),
+        ({"hook": "bf16", "model_averaging_period": 2}, "use hook=PostLocalSGD"),
     ],
 )
 def test_constructor_refuses(arguments, message):
