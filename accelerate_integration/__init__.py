@@ -1,8 +1,10 @@
-"""Communication hooks for Hugging Face Accelerate.
+"""Communication hooks for Hugging Face Accelerate and `transformers.Trainer`.
 
 `Accelerator(kwargs_handlers=[CommHookKwargs(hook="powersgd")])`
+`use_comm_hook(trainer, "powersgd")`
 """
 
+from accelerate_integration.hf_trainer import CommHookTrainerMixin, use_comm_hook
 from accelerate_integration.kwargs import CommHookKwargs
 
-__all__ = ["CommHookKwargs"]
+__all__ = ["CommHookKwargs", "CommHookTrainerMixin", "use_comm_hook"]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
 import sys
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import FrameType
@@ -13,19 +16,29 @@ from torch.nn.parallel import DistributedDataParallel
 
 try:
     from accelerate import Accelerator
-    from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs
+    from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs, DistributedType
 except ImportError as error:
     raise ImportError(
         "accelerate_integration needs Accelerate: pip install 'lightning-commhooks[accelerate]'"
     ) from error
 
-from accelerate_integration.checkpoints import Companion
+from accelerate_integration.around import wrap
+from accelerate_integration.companion import Companion
 from lightning_commhooks.core.attach import attach, resolve_hook
-from lightning_commhooks.core.attachment import Attachment
+from lightning_commhooks.core.attachment import Attachment, hook_name
 from lightning_commhooks.core.hook import CommHook
+from lightning_commhooks.core.registry import get_hook
+from lightning_commhooks.wrappers import Cast
 
-_OWN_FIELDS = ("hook", "hook_state", "exact_state", "strict_state", "resync")
+_NO = DDPCommunicationHookType.NO
+_OWN_FIELDS = ("hook", "hook_state", "exact_state", "strict_state", "resync", "attachments", "_companions")
 _REPLACED_FIELDS = ("comm_hook", "comm_wrapper", "comm_state_option")
+_ELSEWHERE = {
+    "FSDP": "FSDP shards the model and has hooks of its own",
+    "DEEPSPEED": "DeepSpeed averages gradients itself",
+    "MEGATRON_LM": "Megatron-LM averages gradients itself",
+    "XLA": "XLA averages gradients itself",
+}
 
 
 @dataclass(kw_only=True)
@@ -34,7 +47,9 @@ class CommHookKwargs(DistributedDataParallelKwargs):
 
     Args:
         hook: name of a hook (`lightning_commhooks.available_hooks()`, or Accelerate's own spellings such as
-            `"power_sgd"` and `DDPCommunicationHookType.POWER_SGD`), a configured hook, or a DDP hook function.
+            `"power_sgd"` and `DDPCommunicationHookType.POWER_SGD`), a configured hook, or a DDP hook function. By
+            default what the environment variable `COMMHOOKS_HOOK` names, with the options in `COMMHOOKS_OPTIONS`, a
+            JSON object.
         hook_state: the state of such a function.
         exact_state: save what differs between ranks for each of them, so that a run resumes bit by bit on CPU.
         strict_state: whether hook state that does not fit is an error in `load_state`. If not, what does not fit begins
@@ -42,14 +57,17 @@ class CommHookKwargs(DistributedDataParallelKwargs):
         resync: of hooks that average models. Evaluation, `save_state` and everything after `wait_for_everyone` see the
             average. If not set, each rank goes on from its own model in the next forward that trains; if set, from the
             average.
-        **kwargs: fields of `DistributedDataParallelKwargs` (`find_unused_parameters`, `bucket_cap_mb`, ...)
-            without `comm_hook`, `comm_wrapper` and `comm_state_option`.
+        comm_hook, comm_wrapper, comm_state_option: Accelerate's own fields, translated: `comm_hook=POWER_SGD,
+            comm_state_option={"matrix_approximation_rank": 2}, comm_wrapper=BF16` is
+            `hook=Cast(PowerSGD(matrix_approximation_rank=2), "bf16")`. Not together with `hook`.
+        **kwargs: the other fields of `DistributedDataParallelKwargs` (`find_unused_parameters`, `bucket_cap_mb`, ...).
 
     Attributes:
         attachments: one for each model prepared so far, in order, for `metrics()`.
 
     Raises:
-        ValueError: no hook, an unknown one, or one of the fields that `hook` replaces.
+        ValueError: no hook, an unknown one, one given twice, or options that it has not got. By `Accelerator.prepare`
+            with FSDP, DeepSpeed or Megatron-LM.
     """
 
     hook: str | CommHook | DDPCommunicationHookType | Callable[..., Any] | None = None
@@ -63,54 +81,110 @@ class CommHookKwargs(DistributedDataParallelKwargs):
     )
 
     def __post_init__(self) -> None:
-        no = DDPCommunicationHookType.NO
-        if self.comm_hook != no or self.comm_state_option:
-            raise ValueError(
-                f"CommHookKwargs does not take comm_hook={self.comm_hook} or comm_state_option="
-                f"{self.comm_state_option}: pass hook=..., for example hook=PowerSGD(**options)"
-            )
-        if self.comm_wrapper != no:
-            raise ValueError(
-                f"CommHookKwargs does not take comm_wrapper={self.comm_wrapper}: pass hook=Cast(hook, 'fp16' or 'bf16')"
-            )
-        if self.hook is None or self.hook == no:
-            raise ValueError("CommHookKwargs needs hook=..., a name such as 'powersgd' or a configured hook")
         name = self.hook.value if isinstance(self.hook, DDPCommunicationHookType) else self.hook
+        if name in (None, _NO.value):
+            self.hook = self._translated() or _from_environment()
+            return
+        if self.comm_hook != _NO or self.comm_wrapper != _NO or self.comm_state_option:
+            raise ValueError(
+                f"CommHookKwargs does not take comm_hook={self.comm_hook}, comm_wrapper={self.comm_wrapper} or "
+                f"comm_state_option={self.comm_state_option} together with hook={self.hook!r}: set the options of the "
+                "hook, hook=PowerSGD(...), or wrap it, hook=Cast(hook, 'fp16' or 'bf16')"
+            )
         self.hook = resolve_hook(name, self.hook_state)
+
+    def _translated(self) -> CommHook | None:
+        """The hook that Accelerate's own fields stand for."""
+        options = dict(self.comm_state_option)
+        if self.comm_hook == _NO:
+            if self.comm_wrapper != _NO or options:
+                raise ValueError(
+                    f"comm_wrapper={self.comm_wrapper} and comm_state_option={options} need a comm_hook, or better: "
+                    "hook=Cast(PowerSGD(...), 'bf16')"
+                )
+            return None
+        hook = get_hook(DDPCommunicationHookType(self.comm_hook).value, **options)
+        wrapper = DDPCommunicationHookType(self.comm_wrapper)
+        return hook if wrapper == _NO else Cast(hook, wrapper.value)
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
-        # Accelerate looks handlers up by exact class; the base class is the key under which DDP's is kept.
+        # Accelerate looks handlers up by exact class; the base class is the key under which DDP's is kept. It gives
+        # handlers no reference to itself, and does not call them when there is no DDP: this is the only chance.
+        caller = sys._getframe(1)
+        if caller.f_code is Accelerator.__init__.__code__ and "prepare" not in vars(caller.f_locals["self"]):
+            self.expect(caller.f_locals["self"])
         return DistributedDataParallelKwargs
+
+    def expect(self, accelerator: Accelerator) -> None:
+        """Have an accelerator, whose setup is not finished yet, say that it cannot use the hook."""
+        name, warned = hook_name(self.hook), []  # type: ignore[arg-type, var-annotated]  # resolved
+
+        def prepare(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            state = accelerator.state
+            if (reason := _ELSEWHERE.get(state.distributed_type.value)) is not None:
+                raise ValueError(
+                    f"CommHookKwargs(hook={name!r}) works with DistributedDataParallel only: {reason}. Leave the "
+                    "handler out"
+                )
+            if state.distributed_type == DistributedType.NO and not warned:
+                warned.append(True)
+                warnings.warn(f"CommHookKwargs(hook={name!r}) does nothing: training runs in one process", stacklevel=3)
+            return original(*args, **kwargs)
+
+        wrap(accelerator, "prepare", prepare)
 
     def to_dict(self, ignore_keys: tuple[str, ...] = _REPLACED_FIELDS) -> dict[str, Any]:
         """The fields that go to `DistributedDataParallel`."""
-        own = {*ignore_keys, *_OWN_FIELDS, "attachments", "_companions"}
-        return {key: value for key, value in vars(self).items() if key not in own}
+        return {key: value for key, value in vars(self).items() if key not in (*ignore_keys, *_OWN_FIELDS)}
+
+    def companion(self, accelerator: Accelerator) -> Companion:
+        """What looks after an accelerator's checkpoints; one for each."""
+        if accelerator not in self._companions:
+            made = Companion(accelerator, resync=self.resync, strict_state=self.strict_state)
+            self._companions[accelerator] = made
+        return self._companions[accelerator]
 
     def register_comm_hook(self, model: DistributedDataParallel) -> None:
         """Called by Accelerate for each model it wraps."""
         accelerator = _accelerator_of(sys._getframe(1))
         attachment = attach(
             model,
-            self.hook,  # type: ignore[arg-type]
+            self.hook,  # type: ignore[arg-type]  # resolved
             hook_state=self.hook_state,
             grad_scaler=None if accelerator is None else accelerator.scaler,
             exact_state=self.exact_state,
         )
         self.attachments.append(attachment)
-        if accelerator is None:
-            return
-        if accelerator not in self._companions:
-            self._companions[accelerator] = Companion(accelerator, resync=self.resync, strict_state=self.strict_state)
-        self._companions[accelerator].add(attachment)
+        if accelerator is not None:
+            self.companion(accelerator).add(attachment)
 
 
 def _accelerator_of(caller: FrameType | None) -> Accelerator | None:
-    """The `Accelerator` that calls a handler, which it gives no reference to itself."""
+    """The `Accelerator` that calls a handler."""
     while caller is not None:
         accelerator = caller.f_locals.get("self")
         if isinstance(accelerator, Accelerator):
             return accelerator
         caller = caller.f_back
     return None
+
+
+def _from_environment() -> CommHook:
+    """The hook that `COMMHOOKS_HOOK` and `COMMHOOKS_OPTIONS` name."""
+    name, options = os.environ.get("COMMHOOKS_HOOK"), os.environ.get("COMMHOOKS_OPTIONS") or "{}"
+    if not name:
+        raise ValueError(
+            "CommHookKwargs needs hook=..., a name such as 'powersgd' or a configured hook, or the environment "
+            "variable COMMHOOKS_HOOK"
+        )
+    try:
+        parsed = json.loads(options)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"COMMHOOKS_OPTIONS={options!r} is not JSON: {error}") from error
+    if not isinstance(parsed, dict):
+        raise ValueError(f'COMMHOOKS_OPTIONS={options!r} must be a JSON object, such as {{"option": 1}}')
+    try:
+        return get_hook(name, **parsed)
+    except ValueError as error:
+        raise ValueError(f"COMMHOOKS_HOOK={name!r}, COMMHOOKS_OPTIONS={options!r}: {error}") from error

@@ -26,6 +26,7 @@ from lightning_commhooks.lazy import register_strategy_names
 from lightning_commhooks.wrappers import Cast, Schedule
 
 if TYPE_CHECKING:
+    from lightning_commhooks.fabric import CompressedDDPFabricStrategy as CompressedDDPFabricStrategy
     from lightning_commhooks.strategy import CompressedDDPStrategy as CompressedDDPStrategy
     from lightning_commhooks.strategy_pl import CompressedDDPStrategyPL as CompressedDDPStrategyPL
 
@@ -58,6 +59,7 @@ __all__ = [
 ]
 
 _LAZY = {
+    "CompressedDDPFabricStrategy": "lightning_commhooks.fabric",
     "CompressedDDPStrategy": "lightning_commhooks.strategy",
     "CompressedDDPStrategyPL": "lightning_commhooks.strategy_pl",
 }

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from lightning_commhooks.core.collectives import Group
 from lightning_commhooks.core.engine import HookError
 from lightning_commhooks.core.layout import Layout
-from lightning_commhooks.core.models import Models, put_back
+from lightning_commhooks.core.models import Models
 from lightning_commhooks.core.optimizers import Optimizers, OptimizerStep, check_optimizer
 
 if TYPE_CHECKING:
@@ -170,11 +170,13 @@ class LocalSteps:
     def averaged_state(self, optimizer: Optimizer) -> Iterator[None]:
         """Have the averages in place of each rank's own state of an optimizer."""
         stepped = self.models.stepped(optimizer, -1)
-        own = self._runtime.call(lambda: self.models.swap_state_in(stepped)) if stepped is not None else []
+        if stepped is None or not self._runtime.call(lambda: self.models.swap_state_in(stepped)):
+            yield
+            return
         try:
             yield
         finally:
-            put_back(own)
+            self.models.swap_state_out(stepped)
 
     def close(self) -> list[str]:
         """Let go of model and optimizers; returns what the user should know."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Container, Iterable, Mapping
 from typing import Any
 
@@ -43,6 +44,8 @@ class Models:
         # While swapped: tensors of the model and what each rank has in them; versions that autograd counts.
         self._own: list[tuple[Tensor, Tensor]] = []
         self._versions: list[int] = []
+        # The same for the state of optimizers, by key.
+        self._own_states: dict[str, list[tuple[Tensor, Tensor]]] = {}
         self.is_swapped = False
 
     def stepped(self, optimizer: Optimizer, step: int) -> OptimizerStep | None:
@@ -139,12 +142,18 @@ class Models:
         self._own, self._versions = [], []
         self.is_swapped = False
 
-    def swap_state_in(self, stepped: OptimizerStep) -> list[tuple[Tensor, Tensor]]:
-        """Put the averages in the place of each rank's own state of an optimizer; returns what to `put_back`."""
-        if not self.state_drifted(stepped):
-            return []
+    def swap_state_in(self, stepped: OptimizerStep) -> bool:
+        """Put the averages in the place of each rank's own state of an optimizer; returns whether to swap out again."""
+        if stepped.optimizer in self._own_states or not self.state_drifted(stepped):
+            return False
         states = _common_states(stepped.parameters, stepped.state, self._group)
-        return self._averaged([tensor for state in states.values() for tensor in state.values()])
+        tensors = [tensor for state in states.values() for tensor in state.values()]
+        self._own_states[stepped.optimizer] = self._averaged(tensors)
+        return True
+
+    def swap_state_out(self, stepped: OptimizerStep) -> None:
+        """Put each rank's own state of an optimizer back."""
+        put_back(self._own_states.pop(stepped.optimizer))
 
     def state_drifted(self, stepped: OptimizerStep) -> bool:
         """Whether an optimizer's state differs between ranks."""
@@ -164,7 +173,8 @@ class Models:
         """Each rank's own model and state of optimizers, as far as they differ; empty unless the state is exact."""
         if writer.kind != "exact" or not (self.drifted or self._buffers_drifted or self._states_drifted):
             return {}
-        own = {id(tensor): value for tensor, value in self._own}
+        # Averages may stand in its place.
+        own = {id(t): value for t, value in itertools.chain(self._own, *self._own_states.values())}
         parameters = {n: own.get(id(p), p.data) for n, p in self.layout.trained.items() if n in self.drifted}
         float_buffers = self.layout.float_buffers() if self.average_buffers else {}
         buffers = {name: own.get(id(b), b.data) for name, b in float_buffers.items()}
@@ -174,7 +184,10 @@ class Models:
             drifted = {name: p for name, p in named.items() if name in self._states_drifted}
             if drifted:
                 common = _common_states(drifted, optimizer.state, self._group)
-                states[key] = {name: {k: writer.per_rank(t) for k, t in own.items()} for name, own in common.items()}
+                states[key] = {
+                    name: {k: writer.per_rank(own.get(id(t), t)) for k, t in state.items()}
+                    for name, state in common.items()
+                }
         return {
             "parameters": {name: writer.per_rank(p) for name, p in parameters.items()},
             "buffers": {name: writer.per_rank(b) for name, b in buffers.items()},

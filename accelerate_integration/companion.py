@@ -1,0 +1,138 @@
+"""What hooks have to do with an `Accelerator` besides `backward`: its optimizers, barriers and checkpoints."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object, save
+from torch.optim import Optimizer
+
+from accelerate_integration.around import wrap
+from lightning_commhooks.core.attachment import Attachment
+from lightning_commhooks.core.optimizers import check_optimizer
+from lightning_commhooks.core.several import Attachments
+
+FILE_NAME = "lightning_commhooks.bin"
+
+
+class Companion:
+    """Goes along with one `Accelerator`, whose methods have averaged models and hook state in view from now on.
+
+    Args:
+        accelerator: the accelerator.
+        resync: whether models are averaged for good when they are looked at.
+        strict_state: whether hook state that does not fit is an error.
+    """
+
+    def __init__(self, accelerator: Accelerator, *, resync: bool, strict_state: bool) -> None:
+        self._accelerator = weakref.ref(accelerator)
+        self._attachments = Attachments(resync=resync, strict_state=strict_state)
+        self._folder = ""
+        # Accelerate has events for the beginning of saving and loading only.
+        wrap(accelerator, "prepare_optimizer", self._prepare_optimizer)
+        wrap(accelerator, "wait_for_everyone", self._wait_for_everyone)
+        wrap(accelerator, "get_state_dict", self._get_state_dict)
+        wrap(accelerator, "save_state", self._save_state)
+        wrap(accelerator, "load_state", self._load_state)
+        wrap(accelerator, "end_training", self._end_training)
+        accelerator.register_save_state_pre_hook(lambda models, weights, folder: self.write(folder))
+        accelerator.register_load_state_pre_hook(self._remember_folder)
+
+    def add(self, attachment: Attachment) -> None:
+        """Look after one more model.
+
+        Raises:
+            ValueError: an optimizer cannot step on one rank alone.
+        """
+        self._attachments.add(attachment, self._optimizers())
+
+    def _optimizers(self) -> list[Optimizer]:
+        accelerator = self._accelerator()
+        return [] if accelerator is None else [wrapped.optimizer for wrapped in accelerator._optimizers]
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """Have averages in the place of models and of optimizers' state. Collective."""
+        return self._attachments.averaged(self._optimizers())
+
+    def average_for_good(self) -> None:
+        """Average models at the end of training. Collective."""
+        self._attachments.average_for_good()
+
+    def write(self, folder: str) -> None:
+        """Write the hooks' state to a checkpoint's folder. Collective."""
+        accelerator = self._accelerator()
+        assert accelerator is not None
+        states = self._attachments.state_dict()
+        everywhere = accelerator.project_configuration.save_on_each_node
+        save({"attachments": states}, Path(folder, FILE_NAME), save_on_each_node=everywhere)
+
+    def read(self, folder: str) -> None:
+        """Take the hooks' state over from a checkpoint's folder. Collective; after models and optimizers were loaded.
+
+        Raises:
+            ValueError: the state does not fit, or only some ranks find it.
+        """
+        self._attachments.load_state_dict(_load_everywhere(Path(folder, FILE_NAME)), str(folder))
+
+    def _prepare_optimizer(self, original: Callable[..., Any], optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._attachments.averaging():
+            check_optimizer(optimizer)
+        prepared = original(optimizer, *args, **kwargs)
+        self._attachments.add_optimizer(prepared.optimizer)
+        return prepared
+
+    def _wait_for_everyone(self, original: Callable[[], None]) -> None:
+        # Afterwards models are looked at: saved, by the main process alone, or evaluated.
+        original()
+        self._attachments.show_average()
+
+    def _get_state_dict(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        # Not averaged here: perhaps only some ranks come by.
+        if any(attachment.models_differ for attachment in self._attachments.averaging()):
+            warnings.warn(
+                "this is the model of one rank; call accelerator.wait_for_everyone() on all ranks before, to get the "
+                "average of all",
+                stacklevel=4,
+            )
+        return original(*args, **kwargs)
+
+    def _end_training(self, original: Callable[[], None]) -> None:
+        self.average_for_good()
+        original()
+
+    def _save_state(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with self.averaged():
+            return original(*args, **kwargs)
+
+    def _load_state(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        self.read(self._folder)
+        return result
+
+    def _remember_folder(self, models: Sequence[torch.nn.Module], folder: str) -> None:
+        self._folder = folder
+
+
+def _load_everywhere(path: Path) -> list[dict[str, Any]] | None:
+    """States in a file, `None` if no rank finds it.
+
+    Raises:
+        ValueError: only some ranks find it.
+    """
+    found = gather_object([path.exists()])
+    if not any(found):
+        return None
+    if not all(found):
+        raise ValueError(
+            f"{path} is there on rank {found.index(True)}, but not on rank {found.index(False)}; put checkpoints on a "
+            "file system that all nodes share, or copy them"
+        )
+    states: list[dict[str, Any]] = torch.load(path, map_location="cpu", weights_only=True)["attachments"]
+    return states

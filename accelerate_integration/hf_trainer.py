@@ -1,0 +1,140 @@
+"""Communication hooks for `transformers.Trainer`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from accelerate.utils import DistributedDataParallelKwargs
+
+from accelerate_integration.around import wrap
+from accelerate_integration.companion import Companion
+from accelerate_integration.kwargs import CommHookKwargs
+from lightning_commhooks.core.hook import CommHook
+
+
+def use_comm_hook(
+    trainer: Any,
+    hook: str | CommHook | Callable[..., Any] | None = None,
+    *,
+    hook_state: object = None,
+    exact_state: bool = False,
+    strict_state: bool = True,
+    resync: bool = False,
+) -> CommHookKwargs:
+    """Let a `transformers.Trainer` average gradients with a communication hook.
+
+    One line between the trainer's construction and `trainer.train()`. Checkpoints of the trainer have the hook's state,
+    and `train(resume_from_checkpoint=...)` takes it over. With hooks that average models, evaluation and checkpoints
+    see the average, and the model is the average after `train()`.
+
+    Args:
+        trainer: the trainer; DDP settings of its `TrainingArguments` hold.
+        hook: see [`CommHookKwargs`][].
+        hook_state: see there.
+        exact_state: see there.
+        strict_state: see there.
+        resync: see there.
+
+    Returns:
+        the handler, whose `attachments[-1].metrics()` tell what was sent.
+
+    Raises:
+        ValueError: see `CommHookKwargs`; or the trainer has a hook already.
+    """
+    if isinstance(getattr(trainer, "comm_hook_handler", None), CommHookKwargs):
+        raise ValueError(f"this trainer has the communication hook {trainer.comm_hook_handler.hook!r} already")
+    handler = CommHookKwargs(
+        hook=hook, hook_state=hook_state, exact_state=exact_state, strict_state=strict_state, resync=resync
+    )
+    trainer.comm_hook_handler = handler
+    _TrainerEvents(trainer, handler)
+    return handler
+
+
+class CommHookTrainerMixin:
+    """For a subclass of `transformers.Trainer`: `class MyTrainer(CommHookTrainerMixin, Trainer): comm_hook = "bf16"`.
+
+    Attributes:
+        comm_hook: name of a hook, or a configured one; by default what `COMMHOOKS_HOOK` names.
+        comm_hook_options: further arguments of [`use_comm_hook`][].
+    """
+
+    comm_hook: str | CommHook | None = None
+    comm_hook_options: dict[str, Any] = {}  # noqa: RUF012  # a constant of the subclass
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        use_comm_hook(self, self.comm_hook, **self.comm_hook_options)
+
+
+class _TrainerEvents:
+    """Where a trainer passes by. Its callbacks come too late for this: after evaluation and after saving."""
+
+    def __init__(self, trainer: Any, handler: CommHookKwargs) -> None:
+        self._trainer = trainer
+        self._handler = handler
+        self._install()
+        # A search of hyperparameters makes a new accelerator for each trial.
+        wrap(trainer, "create_accelerator_and_postprocess", self._recreate)
+        wrap(trainer, "_wrap_model", self._wrap_model)
+        wrap(trainer, "_maybe_log_save_evaluate", self._save_and_evaluate)
+        wrap(trainer, "evaluation_loop", self._evaluate)
+        wrap(trainer, "_save_optimizer_and_scheduler", self._save)
+        wrap(trainer, "_load_optimizer_and_scheduler", self._load)
+        wrap(trainer, "_load_best_model", self._finish)
+        wrap(trainer, "_inner_training_loop", self._train)
+
+    def _install(self) -> None:
+        accelerator, handler = self._trainer.accelerator, self._handler
+        if accelerator.ddp_handler is handler:
+            return
+        theirs = accelerator.ddp_handler
+        if theirs is not None:
+            for field in dataclasses.fields(DistributedDataParallelKwargs):
+                setattr(handler, field.name, getattr(theirs, field.name))
+        accelerator.ddp_handler = handler
+        if "prepare" not in vars(accelerator):
+            handler.expect(accelerator)
+
+    def _companion(self) -> Companion:
+        return self._handler.companion(self._trainer.accelerator)
+
+    def _recreate(self, original: Callable[[], None]) -> None:
+        original()
+        self._install()
+
+    def _wrap_model(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        model = original(*args, **kwargs)
+        # Some versions of transformers set their own handler there.
+        self._install()
+        return model
+
+    def _save_and_evaluate(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not (self._trainer.control.should_save or self._trainer.control.should_evaluate):
+            return original(*args, **kwargs)
+        with self._companion().averaged():
+            return original(*args, **kwargs)
+
+    def _evaluate(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with self._companion().averaged():
+            return original(*args, **kwargs)
+
+    def _save(self, original: Callable[..., Any], output_dir: str) -> None:
+        original(output_dir)
+        self._companion().write(output_dir)
+
+    def _load(self, original: Callable[..., Any], checkpoint: str | None) -> None:
+        original(checkpoint)
+        if checkpoint is not None:
+            self._companion().read(checkpoint)
+
+    def _finish(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._companion().average_for_good()
+        return original(*args, **kwargs)
+
+    def _train(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        self._companion().average_for_good()
+        return result
