@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
 import logging
 import sys
 import warnings
@@ -64,6 +66,12 @@ class CompressedDDPMixin:
                 raise self._misconfiguration(
                     f"{type(self).__name__} does not take {argument}={kwargs[argument]!r}: {replacement}"
                 )
+        # Lightning hands over to DDP what it does not know, and that is not before training.
+        ours, ddp = (inspect.signature(takes).parameters for takes in (super().__init__, DistributedDataParallel))
+        if unknown := sorted(kwargs.keys() - {*ours, *ddp}):
+            raise self._misconfiguration(
+                f"{type(self).__name__} has no option {unknown[0]!r}, and neither has DistributedDataParallel"
+            )
         try:
             self._hook = resolve_hook(hook, hook_state)
         except ValueError as error:
@@ -258,6 +266,9 @@ class CompressedDDPMixin:
     def on_train_end(self) -> None:
         """Keep the hook's state for a `Trainer.save_checkpoint()` after training."""
         super().on_train_end()  # type: ignore[misc]
+        # StochasticWeightAveraging and its like have put there what each rank had by itself.
+        if (averaging := self._averaging()) is not None:
+            averaging.average_weights(everything=True)
         if self._attachment is not None and not self._attachment.is_closed:
             state = self._attachment.state_dict()
             self._last_state = state if self.is_global_zero else None  # type: ignore[attr-defined]
@@ -269,9 +280,11 @@ class CompressedDDPMixin:
                 self._attachment.close()
         finally:
             self._evaluation = None
-            if self._callback is not None:
-                self.lightning_module.trainer.callbacks.remove(self._callback)  # type: ignore[attr-defined]
-                self._callback = None
+            callbacks = [] if self._callback is None else self.lightning_module.trainer.callbacks  # type: ignore[attr-defined]
+            # Lightning's tuner puts others there, which stay when it fails.
+            if self._callback in callbacks:
+                callbacks.remove(self._callback)
+            self._callback = None
             super().teardown()  # type: ignore[misc]
 
 
@@ -280,7 +293,8 @@ def _copied(state: Any) -> Any:
     if isinstance(state, Tensor):
         return state.detach().clone()
     if isinstance(state, dict):
-        copied = state.copy()
+        # Also the `_metadata` of a module's state, which `OrderedDict.copy()` drops.
+        copied = copy.copy(state)
         copied.update((key, _copied(value)) for key, value in state.items())
         return copied
     return [_copied(value) for value in state] if isinstance(state, list) else state

@@ -164,13 +164,16 @@ class Attachment:
         if self.averages_models:
             self._runtime.local.after_step(optimizer)
 
-    def average_weights(self) -> None:
+    def average_weights(self, *, everything: bool = False) -> None:
         """Average what differs between ranks, parameters and buffers, for good. Collective, outside of a backward.
 
         Does nothing, and sends nothing, when ranks are equal: with hooks that average gradients, and just after an
         averaging.
+
+        Args:
+            everything: average all parameters, because others than optimizers have changed them on each rank.
         """
-        self._runtime.local.average()
+        self._runtime.local.average(everything)
 
     def averaged_weights(self) -> AbstractContextManager[None]:
         """Have the average in place of each rank's own model within a `with`; then training goes on as if nothing was.

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
 
 from lightning_commhooks.core.engine import HookError
-from lightning_commhooks.core.hook import BoundHook
+from lightning_commhooks.core.hook import BoundHook, Slot
 from lightning_commhooks.core.local_steps import LocalSteps
 
 
@@ -49,6 +50,39 @@ def register(model: DistributedDataParallel, state: object, trampoline: Callable
 def registered_name(model: DistributedDataParallel) -> str:
     """What DDP itself says its communication hook is, empty for none."""
     return str(model._get_ddp_logging_data().get("comm_hook", ""))
+
+
+class Usage:
+    """Which parameters got gradients on this rank since the last synchronized backward.
+
+    DDP knows, but tells only when hooks have run. Costs a call for each parameter and backward.
+    """
+
+    def __init__(self) -> None:
+        self._used: set[str] | None = None
+        self._handles: list[RemovableHandle] = []
+
+    def watch(self, parameters: Mapping[str, Tensor]) -> None:
+        """Watch these parameters, by name, instead of others."""
+        for handle in self._handles:
+            handle.remove()
+        used: set[str] = set()
+        self._handles = [
+            parameter.register_post_accumulate_grad_hook(lambda _, name=name: used.add(name))
+            for name, parameter in parameters.items()
+        ]
+        self._used = used if self._handles else None
+
+    def begin(self) -> None:
+        """Forget, when a synchronized backward has ended."""
+        if self._used is not None:
+            self._used.clear()
+
+    def unused(self, slots: Sequence[Slot]) -> frozenset[str] | None:
+        """Names of those that were not used, `None` if nothing is watched."""
+        if self._used is None:
+            return None
+        return frozenset(slot.name for slot in slots if slot.name not in self._used)
 
 
 class LocalPhase:

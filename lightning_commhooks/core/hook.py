@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -57,8 +58,10 @@ class Bucket:
             `skip_all_reduce_unused_params=True` a backward may end without one.
         step: number of synchronized backwards before this one, equal on all ranks.
         slots: the parameters in the bucket, in memory order; together they cover it without gaps.
-        may_be_unused: DDP runs with `find_unused_parameters=True`. It then throws away what a hook returns
-            for a parameter that no rank used, so a hook with memory must not spend its memory on one.
+        unused: names of parameters that this rank did not use, or `None` unless DDP runs with
+            `find_unused_parameters=True`. It then throws away what a hook returns for a parameter that no rank
+            used, so a hook with memory must not spend its memory on one: see `used`. In its place there is what an
+            earlier backward left in `.grad`.
         loss_scale: what a `GradScaler` multiplied the loss by, equal on all ranks; a float, or on CUDA a tensor
             of one element, which would have to be waited for. Memory is kept in units of the loss itself: divide
             gradients by this on the way in, multiply on the way out.
@@ -68,13 +71,17 @@ class Bucket:
     is_last: bool
     step: int
     slots: tuple[Slot, ...]
-    may_be_unused: bool = False
+    unused: frozenset[str] | None = None
     loss_scale: float | Tensor = 1.0
 
     @property
     def names(self) -> tuple[str, ...]:
         """Names of the parameters in the bucket, in memory order."""
         return tuple(slot.name for slot in self.slots)
+
+    def used(self, slots: Sequence[Slot], like: Tensor) -> Tensor:
+        """Shape `(len(slots),)`, dtype and device of `like`: 1 for each parameter that this rank used, else 0."""
+        return like.new_tensor([float(self.unused is None or slot.name not in self.unused) for slot in slots])
 
 
 class CommHook(ABC):

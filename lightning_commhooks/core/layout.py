@@ -102,9 +102,3 @@ def _pack(names: tuple[str, ...], parameters: Sequence[Tensor]) -> tuple[Slot, .
         slots.append(Slot(name, memory_shape(parameter), offset, parameter))
         offset += parameter.numel()
     return tuple(slots)
-
-
-def any_nonzero(tensors: list[Tensor]) -> Tensor:
-    """Shape `(len(tensors),)`, dtype of the tensors: 1 for each that has a nonzero element, else 0."""
-    extremes = [torch.stack(torch.aminmax(t)) if t.numel() else t.new_zeros(2) for t in tensors]
-    return (torch.stack(extremes) != 0).any(dim=1).to(tensors[0].dtype)

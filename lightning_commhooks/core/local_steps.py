@@ -122,10 +122,10 @@ class LocalSteps:
                 f"optimizer's step {stepped.step} ({stepped.optimizer}, ...): {error}"
             ) from error
 
-    def average(self) -> None:
-        """Average what differs between ranks, for good."""
+    def average(self, everything: bool = False) -> None:
+        """Average what differs between ranks, or all of the model, for good."""
         self._runtime.clock.end()
-        self._runtime.call(self.models.average_drifted_)
+        self._runtime.call(lambda: self.models.average_drifted_(everything))
 
     def show_average(self) -> None:
         """Have the averages in place of each rank's own model until the next forward that trains, or for good.

@@ -92,9 +92,12 @@ class Models:
         average_(self._tensors(()), self._group)
         self._buffers_drifted = False
 
-    def average_drifted_(self) -> None:
-        """Average what differs between ranks. Averages that stand in its place stay."""
-        if self.is_swapped:
+    def average_drifted_(self, everything: bool = False) -> None:
+        """Average what differs between ranks, or everything. Averages that stand in its place stay."""
+        if everything:
+            self._keep_averages()
+            self.average_(self.layout.trained)
+        elif self.is_swapped:
             self._keep_averages()
             self.averaged(set(self.drifted))
             self._buffers_drifted = False

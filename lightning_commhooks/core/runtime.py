@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_commhooks.core import checkpoint
 from lightning_commhooks.core.collectives import Group
-from lightning_commhooks.core.ddp import LocalPhase
+from lightning_commhooks.core.ddp import LocalPhase, Usage
 from lightning_commhooks.core.engine import Engine, HookError, StreamEngine, ThreadEngine
 from lightning_commhooks.core.groups import backend_for, destroy, own_group
 from lightning_commhooks.core.hook import BoundHook, Bucket, CommHook
@@ -55,6 +55,7 @@ class Runtime:
         self.hook_state = hook_state
         self._grad_scaler = grad_scaler
         self._warned = False
+        self._usage = Usage()
         self._owned: dist.ProcessGroup | None = None
         self._engine: Engine | None = None
         if not isinstance(hook, CommHook):
@@ -80,13 +81,22 @@ class Runtime:
             destroy(self._owned, group)
             raise
         self._steps = FiniteSteps(self.bound, self._engine, grad_scaler)
-        self.clock = StepClock(self.counters, self._steps.end)
+        self.clock = StepClock(self.counters, self._end_step)
         self.local = LocalSteps(self, group)
 
     @property
     def layout(self) -> Layout:
         """Names of the model's parameters."""
         return self.local.models.layout
+
+    def _needs_usage(self, model: DistributedDataParallel) -> bool:
+        return model.find_unused_parameters and (self.bound.has_memory or self.bound.averages_models)
+
+    def _end_step(self, in_time: bool, complete: bool) -> None:
+        # One that broke off ends when the next one has begun.
+        if in_time:
+            self._usage.begin()
+        self._steps.end(in_time, complete)
 
     def call(self, function: Callable[[], T]) -> T:
         """Run a function in turn with the hook."""
@@ -112,16 +122,16 @@ class Runtime:
 
     def trampoline(self, hook: CommHook | DDPHook, model: DistributedDataParallel) -> Trampoline:
         """The function that DDP calls for each bucket of `model`."""
-        # Nothing here may hold the model: the model holds this function through its C++ reducer.
-        may_be_unused = model.find_unused_parameters
+        self._usage.watch(self.layout.trained if self._needs_usage(model) else {})
         watched = LocalPhase(model, self.local, self.bound.averages_models)
         # Since PyTorch 2.7.
         last_may_be_skipped = getattr(model, "skip_all_reduce_unused_params", False)
         if not isinstance(hook, CommHook):
             return self._counting(hook, last_may_be_skipped)
-        engine = self._engine
+        engine, usage = self._engine, self._usage
         assert engine is not None
 
+        # Nothing here may hold the model: the model holds this function through its C++ reducer.
         def trampoline(state: object, bucket: GradBucket) -> Future[Tensor]:
             engine.raise_if_unusable()
             flat = bucket.buffer()
@@ -129,7 +139,7 @@ class Runtime:
             index, is_last = bucket.index(), bucket.is_last()
             step = self._step_of(index, is_last, last_may_be_skipped)
             is_late = watched.begin(self.bound, step)
-            plain = Bucket(index, is_last, step, slots, may_be_unused, _current_scale(self._grad_scaler))
+            plain = Bucket(index, is_last, step, slots, usage.unused(slots), _current_scale(self._grad_scaler))
             return engine.submit(lambda: self._reduce(flat, plain, is_late), flat.device)
 
         return trampoline
@@ -141,6 +151,7 @@ class Runtime:
             if flat.is_sparse:
                 flat = self.bound.reduce_sparse(flat, bucket)
             else:
+                _forget_infinities(flat, bucket)
                 finite = self.bound.reduce(flat, bucket)
             self._steps.add(flat._values() if flat.is_sparse else flat, finite, bucket.step, is_late)
             return flat
@@ -175,6 +186,7 @@ class Runtime:
     def close(self) -> None:
         """Release thread, process group and memory; warn of what the user should know."""
         texts = self.local.close()
+        self._usage.watch({})
         if self._engine is None:
             return
         self._engine.close()
@@ -205,6 +217,13 @@ class _NoState(BoundHook):
 def _call_all(functions: list[Callable[[], None]]) -> None:
     for function in tuple(functions):
         function()
+
+
+def _forget_infinities(flat: Tensor, bucket: Bucket) -> None:
+    # They are from an earlier backward, as in a GAN, whose two networks take turns: no reason to skip this step.
+    for slot in bucket.slots:
+        if bucket.unused and slot.name in bucket.unused:
+            slot.view(flat).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 
 
 def _count_dense(group: Group, flat: Tensor) -> None:

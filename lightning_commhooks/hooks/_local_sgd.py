@@ -141,7 +141,7 @@ class BoundLocalSGD(BoundHook):
                 f"training ended after {steps} steps, before hook={name!r} began to do without averaging gradients "
                 f"over all ranks: start_localSGD_iter={start}"
             ]
-        if self.is_local(steps) and not self.group.counters.averagings:
+        if steps and self.is_local(steps) and not self.group.counters.averagings:
             return [f"hook={name!r} never averaged models: training ended before the first period did"]
         return []
 

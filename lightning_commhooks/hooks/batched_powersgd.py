@@ -11,7 +11,6 @@ from torch import Tensor
 
 from lightning_commhooks.core.collectives import Group
 from lightning_commhooks.core.hook import BoundHook, Bucket, Slot
-from lightning_commhooks.core.layout import any_nonzero
 from lightning_commhooks.core.memory import Memory
 from lightning_commhooks.core.registry import register
 from lightning_commhooks.hooks._low_rank import (
@@ -88,7 +87,7 @@ class _Square(Plan):
 
 class _BoundBatchedPowerSGD(BoundLowRank[_Square]):
     def _reduce_compressed(self, flat: Tensor, bucket: Bucket, plan: _Square) -> tuple[Tensor, int, int]:
-        used = [any_nonzero([slot.view(flat) for slot in bucket.slots])] if bucket.may_be_unused else []
+        used = [] if bucket.unused is None else [bucket.used(bucket.slots, flat)]
         start = self._start(plan.factor, bucket.step)
         numel, scale = flat.numel(), bucket.loss_scale
         side = start.shape[2]

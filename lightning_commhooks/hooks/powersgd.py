@@ -11,7 +11,6 @@ from torch import Tensor
 
 from lightning_commhooks.core.collectives import Group
 from lightning_commhooks.core.hook import BoundHook, Bucket, Slot
-from lightning_commhooks.core.layout import any_nonzero
 from lightning_commhooks.core.memory import Memory, all_finite
 from lightning_commhooks.core.registry import register
 from lightning_commhooks.hooks._low_rank import (
@@ -135,7 +134,7 @@ class _BoundPowerSGD(BoundLowRank[_Plan]):
 
     def _reduce_compressed(self, flat: Tensor, bucket: Bucket, plan: _Plan) -> tuple[Tensor, int, int]:
         dense = torch.cat([flat[:0], *(slot.view(flat).reshape(-1) for slot in plan.dense)]).div_(self.group.size)
-        used = [any_nonzero(batch.views(flat)) for batch in plan.batches] if bucket.may_be_unused else []
+        used = [] if bucket.unused is None else [bucket.used(batch.slots, flat) for batch in plan.batches]
         loaded = [self._load(flat, batch, bucket) for batch in plan.batches]
         ps, qs = power_iteration(loaded, [dense, *used], self.group, factor_dtype(flat.dtype))
         for slot, mean in zip(plan.dense, dense.split([slot.numel for slot in plan.dense]), strict=True):

@@ -12,7 +12,6 @@ from torch import Tensor
 from lightning_commhooks.core.checkpoint import StateReader, StateWriter
 from lightning_commhooks.core.collectives import Group
 from lightning_commhooks.core.hook import BoundHook, Bucket, CommHook
-from lightning_commhooks.core.layout import any_nonzero
 from lightning_commhooks.core.optimizers import OptimizerStep
 from lightning_commhooks.core.registry import get_hook
 from lightning_commhooks.hooks import HookName
@@ -74,9 +73,9 @@ class _BoundSchedule(BoundHook):
 
     def _hand_over(self, flat: Tensor, bucket: Bucket, phase: int) -> None:
         changing = [slot for slot in bucket.slots if self._last_phase.setdefault(slot.name, phase) != phase]
-        if changing and bucket.may_be_unused:
+        if changing and bucket.unused is not None:
             # DDP throws away what a hook returns for a parameter that no rank used: hand over when one does.
-            used = self.group.all_reduce_(any_nonzero([slot.view(flat) for slot in changing])).tolist()
+            used = self.group.all_reduce_(bucket.used(changing, flat)).tolist()
             changing = [slot for slot, is_used in zip(changing, used, strict=True) if is_used]
         for slot in changing:
             self._phases[self._last_phase[slot.name]].drain_(flat, dataclasses.replace(bucket, slots=(slot,)))

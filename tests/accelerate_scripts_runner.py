@@ -1,0 +1,74 @@
+"""Run by `test_accelerate_scripts.py` in each of two processes: Accelerate's own test scripts, with our handler."""
+
+import functools
+import os
+import sys
+
+import torch
+from accelerate import Accelerator, DDPCommunicationHookType, PartialState
+from accelerate.test_utils.scripts import test_ddp_comm_hook, test_sync
+from accelerate.utils import DistributedDataParallelKwargs
+
+from accelerate_integration import CommHookKwargs
+from lightning_commhooks import PowerSGD
+
+ROUNDING = {"fp16": 2**-10, "bf16": 2**-8}
+HOOKS = ("allreduce", "fp16", "bf16", "powersgd", "batched_powersgd", PowerSGD(start_powerSGD_iter=0))
+
+
+class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
+    """On CPU the script's device_ids are an error."""
+
+    def __init__(self, module, device_ids=None, output_device=None):
+        super().__init__(module)
+
+
+def comm_hook():
+    """Every hook of Accelerate, with the fields of its own handler."""
+    prepared = []
+
+    def handler(**fields):
+        if fields["comm_hook"] == DDPCommunicationHookType.NO:
+            return DistributedDataParallelKwargs(**fields)
+        prepared.append(CommHookKwargs(**fields))
+        return prepared[-1]
+
+    test_ddp_comm_hook.DistributedDataParallelKwargs = handler
+    torch.nn.parallel.DistributedDataParallel = DistributedDataParallel
+    test_ddp_comm_hook.main()
+    for each in prepared:
+        print("ran", each.attachments[0].name, each.attachments[0].metrics()["steps"])
+
+
+class RoundedTorch:
+    """`torch` with an `allclose` for 16-bit gradients."""
+
+    def __init__(self, rtol):
+        self.allclose = functools.partial(torch.allclose, rtol=rtol)
+
+    def __getattr__(self, name):
+        return getattr(torch, name)
+
+
+def sync():
+    """`no_sync`, `accumulate` and schedulers, with every hook that has a counterpart in PyTorch."""
+    destroy = PartialState.destroy_process_group
+    PartialState.destroy_process_group = lambda state, group=None: None
+    for hook in HOOKS:
+        handlers = []
+
+        def accelerator(hook=hook, handlers=handlers, **options):
+            handlers.append(CommHookKwargs(hook=hook))
+            return Accelerator(kwargs_handlers=[handlers[-1]], **options)
+
+        test_sync.Accelerator = accelerator
+        test_sync.torch = RoundedTorch(ROUNDING[hook]) if hook in ("fp16", "bf16") else torch
+        test_sync.main()
+        attachments = [attachment for handler in handlers for attachment in handler.attachments]
+        print("ran", attachments[0].name, len(attachments))
+    destroy(PartialState())
+
+
+if __name__ == "__main__":
+    assert os.environ["ACCELERATE_USE_CPU"]
+    {"comm_hook": comm_hook, "sync": sync}[sys.argv[1]]()

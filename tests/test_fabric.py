@@ -1,0 +1,112 @@
+"""`CompressedDDPFabricStrategy` with two models in two real processes."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("lightning")
+from fabric_runner import HOOKS, batch, loss, make_model  # after the check
+
+import lightning_commhooks as lc
+
+RUNNER = Path(__file__).parent / "fabric_runner.py"
+LOCAL = ["post_localsgd", "diloco"]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("fabric")
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(RUNNER.parents[1])}
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command = [sys.executable, *launch, str(RUNNER), str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=180, env=env)
+    assert done.returncode == 0, done.stderr
+    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(2)]
+
+
+def distance(a, b):
+    assert a.keys() == b.keys()
+    return max((a[name] - b[name]).abs().max().item() for name in a)
+
+
+def mean(a, b):
+    return {name: (a[name] + b[name]) / 2 for name in a}
+
+
+def apart(one, other):
+    """Largest distance between two trajectories of two models."""
+    return max(distance(a, b) for x, y in zip(one, other, strict=True) for a, b in zip(x, y, strict=True))
+
+
+@pytest.mark.parametrize("name", HOOKS)
+def test_hook_is_registered_on_each_model(results, name):
+    for rank in results:
+        assert rank[name, False]["registered"] == f"lightning_commhooks:{name}"
+        assert rank[name, False]["steps"] == [14, 7]
+
+
+@pytest.mark.parametrize("name", HOOKS)
+@pytest.mark.parametrize("exact", [False, True])
+def test_resumes_from_the_middle_of_a_period(results, name, exact):
+    for rank in results:
+        result = rank[name, exact]
+        assert apart(result["whole"], result["resumed"]) < (1e-300 if exact else 1e-10)
+        assert result["step"] == 6
+        assert result["rest"] == [], "the hooks' state was taken out"
+
+
+@pytest.mark.parametrize("name", HOOKS)
+def test_evaluation_and_saving_do_not_disturb(results, name):
+    for rank in results:
+        undisturbed = rank["undisturbed"][name]["trajectory"]
+        assert apart(rank[name, True]["before"], undisturbed[:6]) == 0
+        assert apart(rank[name, True]["whole"], undisturbed[6:]) == 0
+        assert (apart(rank[name, False]["whole"], undisturbed[6:]) > 1e-4) == (name in LOCAL), "resync=True"
+
+
+@pytest.mark.parametrize("name", LOCAL)
+@pytest.mark.parametrize("exact", [False, True])
+def test_evaluation_sees_the_average(results, name, exact):
+    for k in range(2):
+        ranks = [rank[name, exact]["before"][-1][k] for rank in results]
+        assert distance(*ranks) > 1e-3
+        model = make_model()
+        model.load_state_dict(mean(*ranks))
+        for rank in results:
+            assert rank[name, exact]["values"][k] == pytest.approx(loss(model, batch(9, 9)).item(), abs=1e-14)
+
+
+def test_average_is_in_place_after_a_barrier(results):
+    for k in range(2):
+        last = [rank["undisturbed"]["post_localsgd"]["trajectory"][-1][k] for rank in results]
+        for rank in results:
+            assert distance(rank["undisturbed"]["post_localsgd"]["end"][k], mean(*last)) < 1e-15
+
+
+def test_checkpoints_of_and_for_others(results):
+    for rank in results:
+        result = rank["checkpoints"]
+        assert "lightning_commhooks" in result["rest"], "a plain Fabric loads the model and leaves the rest"
+        assert any("no state of communication hooks" in text for text in result["warnings"])
+        assert result["same"]
+        assert "hook" in result["refused"]
+        assert "strict_state" in result["refused"]
+
+
+def test_sharded_optimizer_is_refused(results):
+    assert all("ZeroRedundancyOptimizer: it keeps its state in shards" in rank["sharded"] for rank in results)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [({"hook": "powersdg"}, "did you mean 'powersgd'"), ({"hook": "bf16", "hook_state": 1}, "hook_state")],
+)
+def test_constructor_refuses(arguments, message):
+    from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+    with pytest.raises(MisconfigurationException, match=message):
+        lc.CompressedDDPFabricStrategy(**arguments)

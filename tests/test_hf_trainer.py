@@ -1,0 +1,101 @@
+"""`use_comm_hook` on a real `transformers.Trainer` in two real processes; a tiny model from a config."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+from hf_runner import HOOKS, Counting, make  # noqa: E402  # after the check
+
+RUNNER = Path(__file__).parent / "hf_runner.py"
+LOCAL = ["post_localsgd", "diloco"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("hf")
+
+
+@pytest.fixture(scope="module")
+def results(folder):
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(RUNNER.parents[1])}
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command = [sys.executable, *launch, str(RUNNER), str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=env)
+    assert done.returncode == 0, done.stderr
+    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(2)]
+
+
+def distance(a, b):
+    assert a.keys() == b.keys()
+    return max((a[name] - b[name]).abs().max().item() for name in a)
+
+
+@pytest.mark.parametrize("name", HOOKS)
+def test_trains_with_the_hook_and_the_trainers_own_settings(results, name):
+    for rank in results:
+        result = rank[name, False]
+        assert result["registered"] == f"lightning_commhooks:{name}"
+        assert result["settings"] == [False, 2**20]
+        assert result["steps"] == 11, "one for two accumulated batches"
+        assert result["checkpoints"] == ["checkpoint-11"], "save_total_limit=1"
+    assert distance(results[0][name, False]["whole"], results[1][name, False]["whole"]) == 0
+
+
+@pytest.mark.parametrize("name", HOOKS)
+@pytest.mark.parametrize("exact", [False, True])
+def test_resumes_from_the_middle_of_a_period(results, name, exact):
+    for rank in results:
+        apart = distance(rank[name, exact]["whole"], rank[name, exact]["resumed"])
+        assert apart < (1e-300 if exact else 1e-10)
+
+
+@pytest.mark.parametrize("name", HOOKS)
+def test_evaluation_and_saving_do_not_disturb(results, name):
+    for rank in results:
+        assert distance(rank[name, True]["whole"], rank["undisturbed"][name]) == 0
+        disturbed = distance(rank[name, False]["whole"], rank["undisturbed"][name])
+        assert (disturbed > 1e-5) == (name in LOCAL), "resync=True"
+
+
+@pytest.mark.parametrize("name", LOCAL)
+def test_checkpoint_evaluates_to_what_the_trainer_printed(results, folder, tmp_path, name):
+    model = transformers.GPT2LMHeadModel.from_pretrained(
+        folder / f"{name}-True-kept" / "checkpoint-6", dtype=torch.float64
+    )
+    arguments = transformers.TrainingArguments(str(tmp_path), use_cpu=True, report_to=[], disable_tqdm=True)
+    expected = transformers.Trainer(model, arguments, eval_dataset=Counting(300, 332)).evaluate()["eval_loss"]
+    for rank in results:
+        assert rank[name, True]["eval"][0] == pytest.approx(expected, abs=1e-6)
+    assert distance(results[0][name, True]["whole"], results[1][name, True]["whole"]) == 0, "the average at the end"
+    assert results[0][name, True]["final_eval"] == results[1][name, True]["final_eval"]
+
+
+def test_best_model_is_loaded_and_training_goes_on(results):
+    for rank in results:
+        result = rank["best_model"]
+        assert result["again"] == pytest.approx(result["best"], abs=1e-7)
+        assert result["steps"] == [21], "9, and 12 more with the same model"
+    assert distance(results[0]["best_model"]["end"], results[1]["best_model"]["end"]) == 0
+
+
+def test_subclass_new_accelerator_and_second_hook(results):
+    for rank in results:
+        result = rank["subclass_and_search"]
+        assert result["names"] == ["lightning_commhooks:bf16"] * 2
+        assert "has the communication hook BF16" in result["twice"]
+
+
+def test_checkpoint_without_state_gives_a_warning(results):
+    for rank in results:
+        assert any("no state of communication hooks" in text for text in rank["without_state"])
+
+
+def test_one_process_says_that_it_does_nothing(tmp_path):
+    trainer, _ = make(str(tmp_path), "powersgd", max_steps=1)
+    with pytest.warns(UserWarning, match=r"CommHookKwargs\(hook='powersgd'\) does nothing"):
+        trainer.train()

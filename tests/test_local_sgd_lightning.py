@@ -1,0 +1,187 @@
+"""Local SGD with the real `Trainer`: trajectories against the float64 simulation."""
+
+import pytest
+
+pytest.importorskip("lightning")
+
+import local_sgd_tasks as tasks
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from local_sgd_reference import Simulation
+from test_lightning import RUNNER, Results, finish, start
+
+import lightning_commhooks as lc
+
+LOCAL_RUNNER = RUNNER.with_name("local_sgd_lightning_runner.py")
+OUTER = {"lr": 0.7, "momentum": 0.9, "nesterov": True}
+OPTIONS = {
+    "post": {"periods": {4: 2}},
+    "warmup": {"periods": {3: 2}, "warmup": 5},
+    "hierarchical": {"periods": {2: 2, 4: 4}},
+    "diloco": {"periods": {4: 2}, "outer": OUTER},
+    "short": {"periods": {3: 2}},
+}
+
+
+def launch(out, *scenarios, package="lightning.pytorch", **environment):
+    process = start(out, package, scenarios, runner=LOCAL_RUNNER, **environment)
+    stderr = finish(process)
+    assert process.returncode == 0, stderr[-3000:]
+    return Results(out, stderr)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    return launch(tmp_path_factory.mktemp("trained"), "auto", "gan", "overflows")
+
+
+def assert_close(mine, theirs, what, tolerance=1e-12):
+    difference = (torch.tensor(mine, dtype=torch.float64) - torch.tensor(theirs, dtype=torch.float64)).abs().max()
+    assert difference <= tolerance, f"{what}: {difference}"
+
+
+def assert_same_trajectory(results, label, expected, world=2):
+    """Steps of each rank as simulated, and the mean of the last ones on all ranks at the end."""
+    for rank in range(world):
+        states = results(f"{label}-trajectory", rank)["after"]
+        assert len(states) == len(expected)
+        for step, (mine, theirs) in enumerate(zip(states, expected, strict=True)):
+            assert_close(mine, theirs[rank], f"{label}, step {step}, rank {rank}")
+        mean = torch.tensor(expected[-1], dtype=torch.float64).mean(dim=0).tolist()
+        assert_close(results(label, rank)["params"], mean, f"{label}, end, rank {rank}")
+        assert results(label, rank)["params"] == results(label)["params"]
+    assert any(theirs[0] != theirs[1] for theirs in expected), "ranks never stepped alone"
+
+
+def simulate_regression(options, *, batches, epochs=1, window=1, clip=None, world=2):
+    """Parameters of all ranks after each batch."""
+    simulation = Simulation(
+        tasks.Regression(), world, lambda m: [tasks.make_optimizer(m)], tasks.Regression.loss, **options
+    )
+    data = tasks.rows(batches * world)
+    trajectory = []
+    for _ in range(epochs):
+        for first in range(0, batches, window):
+            numbers = range(first, min(first + window, batches))
+            for _ in numbers[:-1]:
+                trajectory.append([tasks.flat(m) for m in simulation.models])
+            micro_batches = [[tasks.batch_of(data, rank, world, k) for k in numbers] for rank in range(world)]
+            # Lightning divides the loss by the length of a whole window, also in a shorter one.
+            simulation.backward(micro_batches, len(numbers) / window)
+            if clip is not None:
+                norms = [torch.nn.utils.clip_grad_norm_(m.parameters(), clip) for m in simulation.models]
+                assert all(norm > clip for norm in norms)
+            simulation.step(0)
+            trajectory.append([tasks.flat(m) for m in simulation.models])
+    return trajectory
+
+
+@pytest.mark.parametrize("name", ["post", "warmup", "diloco"])
+def test_automatic_optimization(trained, name):
+    assert_same_trajectory(trained, f"auto-{name}", simulate_regression(OPTIONS[name], batches=14))
+
+
+def test_accumulation_counts_optimizer_steps(trained):
+    expected = simulate_regression(OPTIONS["post"], batches=8, epochs=4, window=3)
+    assert_same_trajectory(trained, "auto-accumulate", expected)
+    assert trained("auto-accumulate")["metrics"]["averagings"] == 3  # in 12 steps
+
+
+def test_gradient_clipping_is_each_ranks_own(trained):
+    assert_same_trajectory(trained, "auto-clip", simulate_regression(OPTIONS["post"], batches=14, clip=0.1))
+
+
+def simulate_gan(options, batches, world=2, overflows=()):
+    """Parameters of all ranks after each step of an optimizer, those included that a scaler skips."""
+    simulation = Simulation(tasks.Pair(), world, tasks.make_optimizers, tasks.Pair.loss, **options)
+    data = tasks.rows(batches * world)
+    trajectory = []
+    for number, (k, part, i) in enumerate(tasks.schedule(batches)):
+        simulation.backward([[tasks.batch_of(data, rank, world, k)] for rank in range(world)], part)
+        if number not in overflows:
+            simulation.step(i)
+        trajectory.append([tasks.flat(m) for m in simulation.models])
+    return trajectory
+
+
+@pytest.mark.parametrize("name", ["post", "warmup", "diloco"], ids=["post-wrapped", "warmup-raw", "diloco-toggled"])
+def test_each_optimizer_counts_its_own_steps(trained, name):
+    assert_same_trajectory(trained, f"gan-{name}", simulate_gan(OPTIONS[name], 18))
+
+
+def split(states):
+    """`(discriminator, generator)` of each state."""
+    size = sum(p.numel() for p in tasks.Pair().generator.parameters())
+    return [(state[size:], state[:size]) for state in states]
+
+
+def assert_in_phase(results, label, batches, period, warmup=0, overflows=()):
+    """After each period of an optimizer its network is the same on both ranks, bit by bit, and at no other time."""
+    mine, theirs = (split(results(f"{label}-trajectory", rank)["after"]) for rank in (0, 1))
+    num_steps = [0, 0]
+    for number, (_, _, i) in enumerate(tasks.schedule(batches)):
+        num_steps[i] += number >= warmup and number not in overflows
+        for part in (0, 1):
+            is_same = mine[number][part] == theirs[number][part]
+            assert is_same == (num_steps[part] % period == 0), f"step {number}, network {part}"
+    assert min(num_steps) >= 2 * period
+
+
+def test_networks_are_equal_after_each_period_of_their_own_optimizer(trained):
+    assert_in_phase(trained, "gan-post", 18, 4)
+    assert_in_phase(trained, "gan-warmup", 18, 3, warmup=5)
+    assert_in_phase(trained, "gan-diloco", 18, 4)
+
+
+def skipped_steps(style, overflows, batches):
+    """Those that all ranks skip: with "wrapped", also the generator's while the discriminator's gradients are bad.
+
+    The generator's backward adds to the gradients of the discriminator, which clears them before its own step only.
+    """
+    skipped, is_left_over = [], False
+    for number, (_, part, _) in enumerate(tasks.schedule(batches)):
+        is_bad = number in overflows or (part == "generator" and is_left_over)
+        is_left_over = is_bad and style == "wrapped"
+        skipped += [number] if is_bad else []
+    return tuple(skipped)
+
+
+@pytest.mark.parametrize("style", ["wrapped", "toggled", "zeroed"])
+def test_overflow_on_one_rank_keeps_phase_and_scale(trained, style):
+    overflows = skipped_steps(style, (5, 9, 10, 16), 18)
+    assert len(overflows) == (6 if style == "wrapped" else 4)
+    assert_same_trajectory(trained, f"overflows-{style}", simulate_gan(OPTIONS["short"], 18, overflows=overflows))
+    assert_in_phase(trained, f"overflows-{style}", 18, 3, overflows=overflows)
+    scale, growth = 2.0**10, 0
+    for number in range(len(list(tasks.schedule(18)))):
+        growth = 0 if number in overflows else growth + 1
+        scale = scale / 2 if number in overflows else scale
+        if growth == 6:
+            scale, growth = 2 * scale, 0
+    label = f"overflows-{style}-scale"
+    assert trained(label) == trained(label, 1) == {"scale": scale}
+
+
+def test_standalone_package(tmp_path):
+    pytest.importorskip("pytorch_lightning")
+    results = launch(tmp_path, "gan_and_validation", package="pytorch_lightning")
+    assert results.both("gan-post")["strategy"] == "CompressedDDPStrategyPL"
+    assert_same_trajectory(results, "gan-post", simulate_gan(OPTIONS["post"], 18))
+    assert_same_trajectory(results, "validated", simulate_regression(OPTIONS["post"], batches=5))
+    own = [results("validated-trajectory", rank)["after"][2] for rank in (0, 1)]
+    assert_close(results("validating")["model"], torch.tensor(own, dtype=torch.float64).mean(dim=0).tolist(), "average")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"hook": "post_localsdg"}, "did you mean 'post_localsgd'"),
+        ({"hook": lc.DiLoCo}, r"did you mean DiLoCo\(\)"),
+        ({"hook": lc.DiLoCo(), "hook_state": object()}, "set its options instead"),
+        ({"hook": "diloco", "model_averaging_period": 4}, r"hook=PostLocalSGD\(period="),
+        ({"hook": "diloco", "resnyc": True}, "resnyc"),
+    ],
+)
+def test_constructor_refuses(arguments, message):
+    with pytest.raises(MisconfigurationException, match=message):
+        lc.CompressedDDPStrategy(**arguments)
