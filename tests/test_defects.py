@@ -7,8 +7,10 @@ import weakref
 import pytest
 import torch
 import torch.distributed as dist
-from driver import SHAPES, Params, attached, backward, full_rank_gradients, same
+from driver import SHAPES, SMALL_BUCKETS, Params, attached, backward, full_rank_gradients, residuals_of, same
+from pool import ignoring
 from test_imports import python
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_commhooks as lc
@@ -191,3 +193,83 @@ def resumed_statistics(rank, world):
 
 def test_schedule_has_the_statistics_of_its_present_phase_after_a_resume(run):
     assert min(run(resumed_statistics)) > 1
+
+
+class Turns(nn.Module):
+    """Two networks that take turns; the gradients of one stay while the other is trained, as in a GAN."""
+
+    def __init__(self):
+        super().__init__()
+        self.nets = nn.ModuleList(nn.Linear(16, 24) for _ in range(2))
+
+    def forward(self, x, k):
+        return self.nets[k](x)
+
+
+def turns(rank, world, hook, bad_step):
+    """Which optimizer steps changed their network, and the metrics."""
+    torch.manual_seed(0)
+    model = Turns()
+    ddp = DistributedDataParallel(model, find_unused_parameters=True, bucket_cap_mb=SMALL_BUCKETS)
+    optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in model.nets]
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    attachment = lc.attach(ddp, hook, grad_scaler=scaler, optimizers=optimizers)
+    generator = torch.Generator().manual_seed(rank)
+    changed = []
+    for step in range(10):
+        k = step % 2
+        optimizers[k].zero_grad()
+        before = model.nets[k].weight.detach().clone()
+        factor = float("inf") if step == bad_step and rank == 1 else 1.0
+        scaler.scale(ddp(torch.randn(4, 16, generator=generator), k).square().mean() * factor).backward()
+        scaler.step(optimizers[k])
+        scaler.update()
+        changed.append(not torch.equal(before, model.nets[k].weight))
+    metrics = attachment.metrics()
+    attachment.average_weights()
+    with ignoring("hook='.*' ", "training ended after"):
+        attachment.close()
+    return changed, metrics["nonfinite_steps"], scaler.get_scale()
+
+
+TAKE_TURNS = {
+    "powersgd": lc.PowerSGD(start_powerSGD_iter=0, min_compression_rate=1),
+    "batched_powersgd": lc.BatchedPowerSGD(start_powerSGD_iter=0),
+    "post_localsgd": lc.PostLocalSGD(start_localSGD_iter=0, period=3, post_local_gradient_allreduce=False),
+}
+
+
+@pytest.mark.parametrize("name", TAKE_TURNS)
+def test_bad_gradients_left_over_from_another_backward_spoil_no_step(run, name):
+    for changed, num_bad, scale in run(turns, TAKE_TURNS[name], 4):
+        assert changed == [step != 4 for step in range(10)]
+        assert num_bad == 1
+        assert scale == 128.0
+
+
+def left_over(rank, world, hook, clears):
+    """Residuals before and after a step of the second network only."""
+    torch.manual_seed(0)
+    model = Turns()
+    ddp = DistributedDataParallel(model, find_unused_parameters=True)
+    attachment = lc.attach(ddp, hook)
+    generator = torch.Generator().manual_seed(rank)
+    for _ in range(3):
+        ddp.zero_grad()
+        ddp(torch.randn(4, 16, generator=generator), 0).square().mean().backward()
+    before = residuals_of(attachment)
+    if clears:
+        ddp.zero_grad()
+    ddp(torch.randn(4, 16, generator=generator), 1).square().mean().backward()
+    after = residuals_of(attachment)
+    attachment.close()
+    return before, after
+
+
+@pytest.mark.parametrize("clears", [True, False])
+@pytest.mark.parametrize("name", ["powersgd", "batched_powersgd"])
+def test_memory_of_an_unused_network_is_left_alone_whatever_its_gradients_are(run, name, clears):
+    for before, after in run(left_over, TAKE_TURNS[name], clears):
+        assert before["nets.0.weight"].norm() > 0
+        assert torch.equal(before["nets.0.weight"], after["nets.0.weight"])
+        assert after["nets.1.weight"].norm() > 0

@@ -107,6 +107,10 @@ class _BoundBatchedPowerSGD(BoundLowRank[_Square]):
                 slot.view(mean).mul_(factor)
         flat.copy_(mean)
         owed.sub_(mean.to(owed.dtype).div_(scale))
+        for slot, is_used in zip(bucket.slots, used[0] > 0 if used and plan.residual is not None else (), strict=False):
+            if slot.name in (bucket.unused or ()):
+                # Nor owe a gradient that is left from an earlier backward.
+                slot.view(owed).copy_(torch.where(is_used, slot.view(owed), slot.view(old)))
         plan.factor.q.next().copy_(q)
         return sent_is_finite(scaled, flat.dtype), 0, p.numel() + q.numel()
 

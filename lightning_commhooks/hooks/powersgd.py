@@ -144,6 +144,8 @@ class _BoundPowerSGD(BoundLowRank[_Plan]):
             batch.factor.q.next().copy_(q)
             # DDP throws away what a hook returns for a parameter that no rank used: send 0, go on owing it.
             sent = q * (used[i] > 0).to(q).view(-1, 1, 1) if used else q
+            if used:
+                _take_back(batch, used[i], bucket)
             finite.append(self._unload(flat, batch, p, sent, bucket.loss_scale))
         numel_factors = sum(p.numel() + q.numel() for p, q in zip(ps, qs, strict=True))
         return torch.stack(finite).all(), dense.numel(), numel_factors
@@ -229,6 +231,17 @@ class _BoundPowerSGD(BoundLowRank[_Plan]):
             return False
         n, m = _matrix_shape(shape)
         return (n + m) * self._rank(n, m) * self._config.min_compression_rate < n * m
+
+
+def _take_back(batch: _Batch, used: Tensor, bucket: Bucket) -> None:
+    """Leave gradients that no rank has got in this backward, but in an earlier one, out of the memory."""
+    for i, slot in enumerate(batch.slots):
+        if batch.memory is None or slot.name not in (bucket.unused or ()):
+            continue
+        old, new = batch.memory.value[i], batch.memory.next()[i]
+        if batch.sent is not None:
+            old = torch.addmm(old, batch.sent[0].value[i].t(), batch.sent[1].value[i], alpha=-1)
+        new.copy_(torch.where(used[i] > 0, new, old))
 
 
 def _load_by_blocks(
