@@ -5,7 +5,8 @@ import sys
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DDPCommunicationHookType, gather_object
+from accelerate.utils import DataLoaderConfiguration, DDPCommunicationHookType, DistributedType, gather_object
+from torch.utils.data import DataLoader
 
 from accelerate_integration import CommHookKwargs
 from lightning_commhooks import PowerSGD
@@ -45,8 +46,49 @@ def with_scaler() -> list[float]:
     return sums
 
 
+def two_models() -> dict:
+    """Each model has a state of its own; clipping, accumulation and uneven batches on the way."""
+    handler = CommHookKwargs(hook=PowerSGD(start_powerSGD_iter=1, min_compression_rate=1))
+    dataloaders = DataLoaderConfiguration(even_batches=False)
+    accelerator = Accelerator(
+        cpu=True, kwargs_handlers=[handler], gradient_accumulation_steps=2, dataloader_config=dataloaders
+    )
+    torch.manual_seed(0)
+    models = [torch.nn.Linear(16, 24), torch.nn.Linear(24, 16)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    # 5 batches: rank 0 has one more than rank 1.
+    loader = DataLoader(torch.randn(20, 16), batch_size=4)
+    *models, first, second, loader = accelerator.prepare(*models, *optimizers, loader)
+    num_batches = 0
+    # On CPU processes Accelerate warns and does not join.
+    accelerator.state.distributed_type = DistributedType.MULTI_GPU
+    with accelerator.join_uneven_inputs(models[:1], even_batches=False):
+        for x in loader:
+            num_batches += 1
+            with accelerator.accumulate(models[0]):
+                accelerator.backward(models[0](x).square().mean())
+                accelerator.clip_grad_norm_(models[0].parameters(), 0.1)
+                first.step()
+                first.zero_grad()
+    accelerator.state.distributed_type = DistributedType.MULTI_CPU
+    for x in torch.randn(4, 8, 24):
+        accelerator.backward(models[1](x).square().mean())
+        second.step()
+        second.zero_grad()
+    result = {
+        "batches": gather_object([num_batches]),
+        "steps": [attachment.metrics()["steps"] for attachment in handler.attachments],
+        "entries": [list(a.state_dict()["hook"]["state"]["entries"]) for a in handler.attachments],
+        "sums": gather_object([sum(p.double().sum().item() for m in models for p in m.parameters())]),
+    }
+    for attachment in handler.attachments:
+        attachment.close()
+    accelerator.free_memory()
+    return result
+
+
 def main() -> None:
-    results = {}
+    results = {"two_models": two_models()}
     for key, hook in HOOKS.items():
         torch.manual_seed(0)
         handler = CommHookKwargs(hook=hook, bucket_cap_mb=1, find_unused_parameters=True)

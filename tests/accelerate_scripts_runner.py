@@ -6,13 +6,15 @@ import sys
 
 import torch
 from accelerate import Accelerator, DDPCommunicationHookType, PartialState
+from accelerate.test_utils import RegressionDataset
 from accelerate.test_utils.scripts import test_ddp_comm_hook, test_sync
 from accelerate.utils import DistributedDataParallelKwargs
 
 from accelerate_integration import CommHookKwargs
 from lightning_commhooks import PowerSGD
 
-ROUNDING = {"fp16": 2**-10, "bf16": 2**-8}
+SEED = 1
+ROUNDING = {"fp16": 2**-10, "bf16": 2**-7}
 HOOKS = ("allreduce", "fp16", "bf16", "powersgd", "batched_powersgd", PowerSGD(start_powerSGD_iter=0))
 
 
@@ -21,6 +23,11 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
 
     def __init__(self, module, device_ids=None, output_device=None):
         super().__init__(module)
+
+
+def tell(line):
+    """One write: both processes have the same standard output."""
+    os.write(1, f"{line}\n".encode())
 
 
 def comm_hook():
@@ -37,7 +44,7 @@ def comm_hook():
     torch.nn.parallel.DistributedDataParallel = DistributedDataParallel
     test_ddp_comm_hook.main()
     for each in prepared:
-        print("ran", each.attachments[0].name, each.attachments[0].metrics()["steps"])
+        tell(f"ran {each.attachments[0].name} {each.attachments[0].metrics()['steps']}")
 
 
 class RoundedTorch:
@@ -52,6 +59,8 @@ class RoundedTorch:
 
 def sync():
     """`no_sync`, `accumulate` and schedulers, with every hook that has a counterpart in PyTorch."""
+    # Other random numbers in each run: with 16 bits some gradients of "not in sync" ones are too near to others.
+    test_sync.RegressionDataset = functools.partial(RegressionDataset, seed=SEED)
     destroy = PartialState.destroy_process_group
     PartialState.destroy_process_group = lambda state, group=None: None
     for hook in HOOKS:
@@ -65,7 +74,7 @@ def sync():
         test_sync.torch = RoundedTorch(ROUNDING[hook]) if hook in ("fp16", "bf16") else torch
         test_sync.main()
         attachments = [attachment for handler in handlers for attachment in handler.attachments]
-        print("ran", attachments[0].name, len(attachments))
+        tell(f"ran {attachments[0].name} {len(attachments)}")
     destroy(PartialState())
 
 

@@ -4,14 +4,19 @@ import json
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
-from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs, DistributedType
 
+import lightning_commhooks as lc
 from accelerate_integration import CommHookKwargs
 from lightning_commhooks import PowerSGD
 
+PowerSGD2 = PowerSGD(matrix_approximation_rank=2)
 RUNNER = Path(__file__).parent / "accelerate_runner.py"
 
 
@@ -47,6 +52,14 @@ def test_trains_with_the_hook(results, key, hook):
     assert result["sums"][0] == result["sums"][1]
 
 
+def test_each_model_has_its_own_state(results):
+    result = results["two_models"]
+    assert result["batches"] == [3, 2]
+    assert result["steps"] == [2, 4]
+    assert result["entries"] == [["module.weight"], ["module.weight"]] or result["entries"] == [["weight"], ["weight"]]
+    assert result["sums"][0] == result["sums"][1]
+
+
 def test_ddp_fields_reach_ddp_and_no_others():
     handler = CommHookKwargs(hook="bf16", bucket_cap_mb=7)
     assert handler.to_kwargs() == {"bucket_cap_mb": 7}
@@ -57,15 +70,90 @@ def test_accelerate_still_looks_handlers_up_by_exact_class():
     class Subclass(DistributedDataParallelKwargs):
         pass
 
-    from accelerate import Accelerator
-
     with pytest.raises(KeyError):
         Accelerator(cpu=True, kwargs_handlers=[Subclass()])
+
+
+POWER_SGD, BF16, FP16 = (DDPCommunicationHookType[name] for name in ("POWER_SGD", "BF16", "FP16"))
+
+
+@pytest.mark.parametrize(
+    ("fields", "hook"),
+    [
+        ({"comm_hook": FP16}, lc.FP16()),
+        ({"comm_hook": POWER_SGD, "comm_state_option": {"matrix_approximation_rank": 2}}, PowerSGD2),
+        ({"comm_hook": POWER_SGD, "comm_wrapper": BF16}, lc.Cast("powersgd", "bf16")),
+        ({"hook": POWER_SGD}, lc.PowerSGD()),
+    ],
+)
+def test_fields_of_accelerate_are_translated(fields, hook):
+    assert CommHookKwargs(**fields).hook == hook
+
+
+def test_hook_of_the_environment(monkeypatch):
+    monkeypatch.setenv("COMMHOOKS_HOOK", "powersgd")
+    assert CommHookKwargs().hook == lc.PowerSGD()
+    monkeypatch.setenv("COMMHOOKS_OPTIONS", '{"matrix_approximation_rank": 2}')
+    assert CommHookKwargs().hook == PowerSGD2
+    assert CommHookKwargs(hook="bf16").hook == lc.BF16(), "an argument comes first"
+    assert CommHookKwargs(comm_hook=FP16).hook == lc.FP16()
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("powersdg", "", "did you mean 'powersgd'"),
+        ("powersgd", "{'rank': 4}", "COMMHOOKS_OPTIONS=.* is not JSON"),
+        ("powersgd", "[4]", "must be a JSON object"),
+        ("powersgd", '{"rank": 4}', "COMMHOOKS_HOOK='powersgd'.*its options are: matrix_approximation_rank"),
+    ],
+)
+def test_refusals_of_the_environment(monkeypatch, name, options, message):
+    monkeypatch.setenv("COMMHOOKS_HOOK", name)
+    monkeypatch.setenv("COMMHOOKS_OPTIONS", options)
+    with pytest.raises(ValueError, match=message):
+        CommHookKwargs()
+
+
+def in_one_process():
+    handler = CommHookKwargs(hook="powersgd")
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[handler])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            accelerator.prepare(torch.nn.Linear(2, 2))
+    assert handler.attachments == []
+    return [str(w.message) for w in caught]
+
+
+def test_one_process_says_once_that_it_does_nothing():
+    code = "from test_accelerate import in_one_process; print(in_one_process())"
+    env = {**os.environ, "PYTHONPATH": f"{RUNNER.parents[1]}{os.pathsep}{RUNNER.parent}"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=env)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("CommHookKwargs(hook='powersgd') does nothing: training runs in one process") == 1
+
+
+@pytest.mark.parametrize("kind", ["FSDP", "DEEPSPEED", "MEGATRON_LM", "XLA"])
+def test_what_is_not_ddp_is_refused_with_the_reason(monkeypatch, kind):
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[CommHookKwargs(hook="powersgd")])
+    monkeypatch.setattr(accelerator.state, "distributed_type", DistributedType[kind])
+    with pytest.raises(ValueError, match=r"hook='powersgd'.* works with DistributedDataParallel only: \w+"):
+        accelerator.prepare(torch.nn.Linear(2, 2))
+
+
+def test_accelerate_still_asks_a_handler_for_its_class_in_its_constructor():
+    # When this fails, CommHookKwargs cannot know of accelerators that do not use it: see CommHookKwargs.__class__.
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[CommHookKwargs(hook="bf16")])
+    assert "prepare" in vars(accelerator)
 
 
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
+        ({"comm_wrapper": FP16}, "need a comm_hook"),
+        ({"comm_hook": POWER_SGD, "comm_state_option": {"rank": 2}}, "its options are"),
+        ({"comm_hook": POWER_SGD, "comm_wrapper": POWER_SGD}, "fp16"),
         ({}, "needs hook="),
         ({"hook": "powersdg"}, "did you mean 'powersgd'"),
         ({"hook": PowerSGD}, "did you mean PowerSGD\\(\\)"),

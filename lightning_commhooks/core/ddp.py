@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
@@ -103,7 +103,9 @@ class LocalPhase:
         if averages_models:
             model.register_forward_pre_hook(torch.compiler.disable(self._before_forward))
 
-    def _before_forward(self, model: nn.Module, inputs: object) -> None:
+    def _before_forward(self, model: DistributedDataParallel, inputs: object) -> None:
+        if self._local.keeps_own_buffers:  # also in the first forward of a wrapper, when training resumes
+            model.broadcast_buffers = False
         if torch.is_grad_enabled():
             self._local.hide_average()
             self._local.awaits_backward = model.training

@@ -18,11 +18,13 @@ def memory_shape(parameter: Tensor) -> tuple[int, ...]:
     DDP lays a gradient out with the strides of its parameter when that is dense and non-overlapping
     (`reducer.cpp`, `initialize_bucket_views`), and contiguously otherwise.
     """
+    # DDP gives hooks complex gradients as pairs of real numbers.
+    pair = (2,) if parameter.is_complex() else ()
     if not torch.ops.aten.is_non_overlapping_and_dense(parameter):
-        return tuple(parameter.shape)
+        return (*parameter.shape, *pair)
     strides = parameter.stride()
     order = sorted(range(parameter.dim()), key=lambda dim: -strides[dim])
-    return tuple(parameter.shape[dim] for dim in order)
+    return (*(parameter.shape[dim] for dim in order), *pair)
 
 
 class Layout:
@@ -100,5 +102,5 @@ def _pack(names: tuple[str, ...], parameters: Sequence[Tensor]) -> tuple[Slot, .
     slots, offset = [], 0
     for name, parameter in zip(names, parameters, strict=True):
         slots.append(Slot(name, memory_shape(parameter), offset, parameter))
-        offset += parameter.numel()
+        offset += slots[-1].numel
     return tuple(slots)

@@ -38,7 +38,7 @@ class LocalSteps:
 
     def __init__(self, runtime: Runtime, group: Group) -> None:
         self._runtime = runtime
-        self._optimizers = Optimizers(self.hide_average, self._after_hooked_step)
+        self._optimizers = Optimizers(self._before_hooked_step, self._after_hooked_step)
         self.models = Models(group, self._optimizers)
         self.find_optimizers: Callable[[], Iterable[Optimizer]] = list
         self.reported_by_user = False
@@ -83,6 +83,11 @@ class LocalSteps:
             stacklevel=2,
         )
 
+    def _before_hooked_step(self) -> None:
+        self.hide_average()
+        if self.models.is_swapped:
+            raise HookError("an optimizer stepped within averaged_weights(), which is for evaluation and saving")
+
     def _after_hooked_step(self, optimizer: Optimizer) -> None:
         if self._runtime.bound.averages_models:
             self._after_step(optimizer)
@@ -93,12 +98,12 @@ class LocalSteps:
         Raises:
             ValueError: the optimizer is sharded, or reports its steps by itself.
         """
+        check_optimizer(optimizer)
         if self._optimizers.is_hooked(optimizer):
             raise ValueError(
                 f"{type(optimizer).__name__} reports its steps by itself since it was given to the hook; call "
                 "after_optimizer_step() for optimizers that were not"
             )
-        check_optimizer(optimizer)
         self._after_hooked_step(optimizer)
 
     def _after_step(self, optimizer: Optimizer) -> None:
@@ -114,13 +119,23 @@ class LocalSteps:
         try:
             bound.after_optimizer_step(stepped)
             # After a phase of a schedule in which ranks stepped alone.
-            if not bound.is_local(stepped.step) and not self.models.drifted.isdisjoint(stepped.parameters):
+            if stepped.step < 0 or bound.is_local(stepped.step):
+                return
+            if not self.models.drifted.isdisjoint(stepped.parameters):
                 self.models.average_(stepped.parameters)
+            if self.models.state_drifted(stepped):
+                self.models.average_state_(stepped)
         except Exception as error:
             raise HookError(
                 f"communication hook {self._runtime.config.name!r} failed on rank {bound.group.global_rank} after the "
                 f"optimizer's step {stepped.step} ({stepped.optimizer}, ...): {error}"
             ) from error
+
+    @property
+    def keeps_own_buffers(self) -> bool:
+        """Whether each rank had buffers of its own in the last backward."""
+        bound, step = self._runtime.bound, self._runtime.clock.steps - 1
+        return bound.average_buffers and step >= 0 and bound.is_local(step)
 
     def average(self, everything: bool = False) -> None:
         """Average what differs between ranks, or all of the model, for good."""

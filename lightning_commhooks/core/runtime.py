@@ -109,7 +109,9 @@ class Runtime:
             ValueError: see `checkpoint.load`. The hook is as it was before.
         """
         self.clock.end()
-        fresh = self.config.bind(self.bound.group)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # they were given when the hook was attached
+            fresh = self.config.bind(self.bound.group)
         models = self.local.models
         steps, differences = self.call(
             lambda: checkpoint.load(state, self.config, fresh, self.layout.shapes, strict, models)
@@ -192,6 +194,7 @@ class Runtime:
         self._engine.close()
         self._steps.forget()
         destroy(self._owned, self.bound.group)
+        self._owned = None  # with the last reference its connections close, and peers that wait for this rank fail
         # All ranks have the same to say. Last: where warnings are errors, nothing else may be left to do.
         texts = texts + self.bound.closing_warnings(self.clock.steps) if self.bound.group.rank == 0 else []
         self.bound.release()

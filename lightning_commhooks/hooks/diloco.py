@@ -93,13 +93,27 @@ class _BoundDiLoCo(BoundLocalSGD):
         self._momenta: dict[str, Tensor] = {}
 
     def reduce(self, flat: Tensor, bucket: Bucket) -> Tensor | None:
+        self._drop_anchors(bucket)
+        return super().reduce(flat, bucket)
+
+    def reduce_sparse(self, grad: Tensor, bucket: Bucket) -> Tensor:
+        self._drop_anchors(bucket)
+        return super().reduce_sparse(grad, bucket)
+
+    def _drop_anchors(self, bucket: Bucket) -> None:
         if bucket.step >= self._config.start_localSGD_iter:
             # In the backward before the first step alone, ranks are equal.
             for slot in bucket.slots:
                 if slot.name not in self._anchors:
                     assert slot.parameter is not None
                     self._anchors[slot.name] = _at_least_float32(slot.parameter).clone()
-        return super().reduce(flat, bucket)
+
+    def after_optimizer_step(self, stepped: OptimizerStep) -> None:
+        if stepped.step >= self._config.start_localSGD_iter and stepped.optimizer not in self._num_steps:
+            # After a phase of a schedule in which ranks stepped alone they begin at different places.
+            apart = [name for name in stepped.parameters if name in self._anchors and name in stepped.models.drifted]
+            average_([self._anchors[name] for name in apart], self.group)
+        super().after_optimizer_step(stepped)
 
     def _after_local_step(self, num_steps: int, stepped: OptimizerStep) -> None:
         period, fragments = self._config.period, self._config.fragments

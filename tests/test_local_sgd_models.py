@@ -1,0 +1,283 @@
+"""Which tensors of a model are averaged, what stays in its place, and looks at averages while ranks differ."""
+
+import pytest
+import torch
+from local_sgd_driver import (
+    ALONE,
+    METHODS,
+    copied,
+    local,
+    mean,
+    one_step,
+    params,
+    put,
+    same,
+    snapshot,
+    whole_numbers,
+    zero_lr,
+)
+from pool import ignoring
+from test_local_sgd import batch, parameters
+from torch import nn
+
+import lightning_commhooks as lc
+from lightning_commhooks.core import averaging
+
+EVERY_STEP = lc.PostLocalSGD(period=1, **ALONE)
+NEVER = lc.PostLocalSGD(period=1000, **ALONE)
+# Outer step without momentum: the mean of the models, by another way.
+AS_MEAN = {"outer_lr": 1.0, "outer_momentum": 0.0, "nesterov": False, "post_local_gradient_allreduce": False}
+AVERAGES = [
+    EVERY_STEP,
+    lc.HierarchicalLocalSGD(period_group_size_dict={1: None}, **ALONE),
+    lc.DiLoCo(period=1, **AS_MEAN),
+]
+BY_NAME = {"ids": lambda hook: hook.name}
+
+
+# Which tensors -----------------------------------------------------------------------------------------------
+
+
+def of_kind(rank, world, hook, kind, chunk):
+    """Values before and after an averaging of all sorts of tensors, and whether storage was kept."""
+    dtypes = {"bf16": torch.bfloat16, "half": torch.float16, "complex": torch.complex128}
+    dtype = dtypes.get(kind, torch.float64)
+    shapes = {"a": (3, 2), "empty": (0, 4), "conv": (4, 3, 2, 2), "b": (7,), "scalar": ()}
+    model, _ = params(shapes, dtype)
+    if kind == "channels_last":
+        model.to(memory_format=torch.channels_last)
+    model.forward = lambda: sum(p.sum().abs() for p in model.parameters())
+    before_chunk, averaging.CHUNK_BYTES = averaging.CHUNK_BYTES, chunk
+    optimizer = zero_lr(model)
+    with local(model, hook, [optimizer]) as (ddp, _):
+        ddp().backward()
+        before = whole_numbers(rank, shapes, dtype)
+        if dtype.itemsize == 2:  # sums that need more digits than it has
+            generator = torch.Generator().manual_seed(rank)
+            before = {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes.items()}
+        if kind == "complex":
+            before = {name: value * (1 + 0.5j * (rank + 1)) for name, value in before.items()}
+        put(model, before)
+        places = [(p.data_ptr(), p.stride(), p.dtype) for p in model.parameters()]
+        optimizer.step()
+        assert places == [(p.data_ptr(), p.stride(), p.dtype) for p in model.parameters()]
+    averaging.CHUNK_BYTES = before_chunk
+    return before, parameters(model)
+
+
+@pytest.mark.parametrize("hook", AVERAGES, **BY_NAME)
+@pytest.mark.parametrize(
+    ("kind", "chunk"),
+    [
+        ("channels_last", 2**25),
+        ("channels_last", 60),
+        ("bf16", 2**25),
+        ("half", 16),
+        ("complex", 2**25),
+        ("complex", 1),
+    ],
+)
+def test_all_sorts_of_tensors_are_averaged_in_their_place(run, hook, kind, chunk):
+    results = run(of_kind, hook, kind, chunk, world=4)
+    dtype = results[0][0]["a"].dtype
+    exact = mean([{n: v.float() if dtype.itemsize == 2 else v for n, v in before.items()} for before, _ in results])
+    expected = {name: value.to(dtype) for name, value in exact.items()}
+    assert not same(results[0][0], expected)
+    for _, after in results:
+        assert same(after, expected)
+
+
+def unused_on_one(rank, world, hook, kind):
+    """Parameters before and after a step in which the last one has no gradient on rank 1."""
+    shapes = {"used": (3, 2), "sometimes": (4,), "frozen": (5,)}
+    model, gradients = params(shapes)
+    model.frozen.requires_grad_(False)
+    optimizer = zero_lr(model)
+    with local(model, hook, [optimizer], find_unused_parameters=True) as (ddp, attachment):
+        if rank and kind == "unused":
+            del gradients["sometimes"]
+        ddp(gradients).backward()
+        if rank and kind == "no_gradient":
+            model.sometimes.grad = None
+        before = whole_numbers(rank, shapes)
+        put(model, before)
+        optimizer.step()
+        frozen = model.frozen.clone()
+        attachment.average_weights()
+        assert torch.equal(model.frozen, frozen)
+    return before, parameters(model)
+
+
+@pytest.mark.parametrize("hook", AVERAGES, **BY_NAME)
+@pytest.mark.parametrize("kind", ["unused", "no_gradient"])
+def test_parameter_without_gradient_is_averaged_and_a_frozen_one_is_not(run, hook, kind):
+    results = run(unused_on_one, hook, kind)
+    expected = mean([before for before, _ in results])
+    for before, after in results:
+        assert same(after, {**expected, "frozen": before["frozen"]})
+
+
+class Normed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 4)
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, x):
+        return self.norm(self.linear(x))
+
+
+def normed_model():
+    torch.manual_seed(3)
+    return Normed().double()
+
+
+BUFFER_STEPS = 10
+
+
+def statistics(rank, world, hook, options):
+    """Running means after each forward and step of a model that does not change otherwise."""
+    model = normed_model()
+    optimizer = zero_lr(model)
+    means = []
+    with ignoring("`broadcast_buffers` is deprecated"), local(model, hook, [optimizer], **options) as (ddp, _):
+        for step in range(BUFFER_STEPS):
+            ddp(batch(rank, step, "both")).square().sum().backward()
+            if step == 4:
+                model.norm.num_batches_tracked += 10 * rank  # no concern of ours, nor of DDP's if it does not broadcast
+            optimizer.step()
+            means.append(model.norm.running_mean.clone())
+    return means, model.norm.num_batches_tracked.item()
+
+
+def expected_statistics(world, warmup, period, broadcast, average):
+    models = [normed_model() for _ in range(world)]
+    means = []
+    for step in range(BUFFER_STEPS):
+        if broadcast(step):
+            for model in models[1:]:
+                model.norm.running_mean.copy_(models[0].norm.running_mean)
+        for rank, model in enumerate(models):
+            model(batch(rank, step, "both"))
+        if average and (step + 1 - warmup) > 0 and (step + 1 - warmup) % period == 0:
+            mean = sum(model.norm.running_mean for model in models) / world
+            for model in models:
+                model.norm.running_mean.copy_(mean)
+        means.append([model.norm.running_mean.clone() for model in models])
+    return means
+
+
+@pytest.mark.parametrize("average", [True, False], ids=["averaged", "as_ddp_has_them"])
+@pytest.mark.parametrize("broadcasts", [True, False], ids=["broadcast", "no_broadcast"])
+def test_buffers_are_averaged_or_left_to_ddp(run, world, average, broadcasts):
+    warmup = {"start_localSGD_iter": 2, "post_local_gradient_allreduce": False, "average_buffers": average}
+    until = 3 if average else BUFFER_STEPS  # from the forward after the first local backward on
+    expected = expected_statistics(world, 2, 4, lambda step: broadcasts and step < until, average)
+    hooks = [lc.PostLocalSGD(period=4, **warmup), lc.Cast(lc.DiLoCo(period=4, **warmup)), "schedule"]
+    hooks[2] = lc.Schedule({0: "bf16", 2: hooks[0]})
+    for hook in hooks:
+        results = run(statistics, hook, {"broadcast_buffers": broadcasts}, world=world)
+        for rank, (means, num_batches) in enumerate(results):
+            for step, mine in enumerate(means):
+                torch.testing.assert_close(mine, expected[step][rank], rtol=0, atol=1e-12, msg=f"{hook} {step} {rank}")
+            is_own = average or not broadcasts
+            assert num_batches == BUFFER_STEPS + (10 * rank if is_own else 0)
+
+
+# Looking at averages -----------------------------------------------------------------------------------------
+
+
+def look(rank, world, hook, looks):
+    """A run, with or without looks at averages in the middle of it; and what was seen."""
+    model = nn.Sequential(normed_model(), nn.Linear(4, 2).double())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    seen, values = [], lambda: copied(model.state_dict().items())
+    with local(model, hook, [optimizer]) as (ddp, attachment):
+        for step in range(10):
+            ddp.zero_grad()
+            ddp(batch(rank, step, "both")).square().sum().backward()
+            optimizer.step()
+            if looks and step % 3 != 1:
+                own, own_state = values(), snapshot(model, [optimizer])
+                with attachment.averaged_weights(), attachment.averaged_optimizer_state(optimizer):
+                    with attachment.averaged_weights():
+                        seen.append((own | own_state, values() | snapshot(model, [optimizer])))
+                    assert all(torch.equal(seen[-1][1][name], value) for name, value in values().items())
+                assert same(own_state, snapshot(model, [optimizer]))
+                assert same(own, values())
+        return values(), seen
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_look_at_averages_disturbs_nothing(run, method):
+    make, options, _ = METHODS[method]
+    hook = make(**options, **ALONE)
+    results, undisturbed = run(look, hook, True, world=4), run(look, hook, False, world=4)
+    assert all(same(a, b) for (a, _), (b, _) in zip(results, undisturbed, strict=True))
+    for ranks in zip(*(seen for _, seen in results), strict=True):
+        expected = mean([{n: v.double() for n, v in own.items()} for own, _ in ranks])
+        for own, average in ranks:
+            assert any(not torch.equal(own[name], average[name]) for name in own if name.endswith("exp_avg"))
+            for name, value in average.items():
+                torch.testing.assert_close(value.double(), expected[name], rtol=0, atol=1e-12, msg=name)
+        assert all(same(ranks[0][1], average) for _, average in ranks)
+
+
+def average_for_good(rank, world):
+    """What is sent when models are equal or not, and values around it."""
+    shapes = {"a": (6,), "b": (2, 2)}
+    model, gradients = params(shapes)
+    model.register_buffer("statistic", torch.zeros(3, dtype=torch.float64))
+    optimizer = zero_lr(model)
+    before = whole_numbers(rank, shapes)
+    with local(model, NEVER, [optimizer]) as (ddp, attachment):
+
+        def sent(action):
+            count = attachment.metrics()["collectives"]
+            action()
+            return attachment.metrics()["collectives"] - count
+
+        def look():
+            with attachment.averaged_weights():
+                looks.append(parameters(model))
+
+        looks = []
+        costs = [sent(attachment.average_weights), sent(look)]  # nobody stepped
+        one_step(ddp, optimizer, gradients)
+        put(model, before)
+        costs += [sent(look), sent(attachment.average_weights), sent(attachment.average_weights), sent(look)]
+        put(model, before)
+        one_step(ddp, optimizer, gradients)
+        with attachment.averaged_weights():
+            attachment.average_weights()  # the average that is there stays
+        after = parameters(model)
+        costs.append(sent(attachment.average_weights))
+    return before, looks, after, costs
+
+
+def test_nothing_is_sent_when_ranks_are_equal(run, world):
+    results = run(average_for_good, world=world)
+    expected = mean([before for before, *_ in results])
+    for _, (first, *looks), after, costs in results:
+        assert costs == [0, 0, 1, 1, 0, 0, 0]
+        assert not any(value.any() for value in first.values())
+        assert all(same(seen, expected) for seen in (*looks, after))
+
+
+def step_while_looking(rank, world):
+    model, gradients = params({"a": (6,)})
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    with local(model, NEVER, [optimizer]) as (ddp, attachment):
+        one_step(ddp, optimizer, {"a": gradients["a"] * rank})
+        own = parameters(model)
+        stepped = pytest.raises(lc.HookError, match=r"an optimizer stepped within averaged_weights\(\)")
+        with stepped, attachment.averaged_weights():
+            optimizer.step()
+        with pytest.raises(ZeroDivisionError), attachment.averaged_weights():
+            1 / 0  # noqa: B018
+        return own, parameters(model)
+
+
+def test_optimizer_must_not_step_meanwhile(run):
+    for own, after in run(step_while_looking):
+        assert same(own, after)

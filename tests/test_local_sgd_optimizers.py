@@ -1,0 +1,152 @@
+"""Optimizers of ranks that step alone: their state, how the hook gets to know of them, clipping, sparse gradients."""
+
+import itertools
+
+import pytest
+import torch
+from local_sgd_driver import (
+    ALONE,
+    METHODS,
+    SimulationWithState,
+    local,
+    params,
+    snapshot,
+)
+from test_local_sgd import batch, loss, make_model, make_optimizers
+from torch import nn
+
+import lightning_commhooks as lc
+
+
+def train(rank, world, hook, kind="momentum", steps=12, clip=None, optimizers="given"):
+    """Parameters and optimizers' state after each step. `optimizers` is how the hook gets to know of them."""
+    model = make_model()
+    own = make_optimizers(model, kind)
+    given = {"given": own, "callable": lambda: own, "late": None}[optimizers]
+    trajectory = []
+    with local(model, hook, given) as (ddp, attachment):
+        for step in range(steps):
+            if step == 1 and given is None:
+                for optimizer in own:
+                    attachment.add_optimizer(optimizer)
+            ddp.zero_grad()
+            loss(ddp, batch(rank, step, "both"), "both").backward()
+            if clip is not None:
+                nn.utils.clip_grad_norm_(model.parameters(), clip)
+            for optimizer in own:
+                optimizer.step()
+            trajectory.append(snapshot(model, own))
+    return trajectory
+
+
+def simulate(world, steps=12, kind="momentum", optimizer_state="keep", **options):
+    simulation = SimulationWithState(
+        make_model(), world, lambda m: make_optimizers(m, kind), loss, optimizer_state=optimizer_state, **options
+    )
+    trajectory = []
+    for step in range(steps):
+        simulation.backward([[batch(rank, step, "both")] for rank in range(world)], "both")
+        for k in (0, 1):
+            simulation.step(k)
+        trajectory.append([snapshot(*pair) for pair in zip(simulation.models, simulation.optimizers, strict=True)])
+    return trajectory
+
+
+def assert_same_trajectory(results, expected):
+    for rank, trajectory in enumerate(results):
+        for step, (mine, theirs) in enumerate(zip(trajectory, expected, strict=True)):
+            assert mine.keys() == theirs[rank].keys(), f"step {step}, rank {rank}"
+            for name, value in mine.items():
+                torch.testing.assert_close(value, theirs[rank][name], rtol=0, atol=1e-12, msg=f"{name}, {step}, {rank}")
+
+
+@pytest.mark.parametrize("kind", ["momentum", "adamw"])
+@pytest.mark.parametrize("state", ["keep", "average", "reset"])
+@pytest.mark.parametrize("method", METHODS)
+def test_state_of_optimizers(run, method, state, kind):
+    make, options, simulated = METHODS[method]
+    results = run(train, make(optimizer_state=state, **options, **ALONE), kind, world=4)
+    assert_same_trajectory(results, simulate(4, kind=kind, optimizer_state=state, **simulated))
+
+
+def missing_state(rank, world, hook):
+    """State after two steps when rank 1 has no gradient of the first parameter once, and of the second one never."""
+    model, gradients = params({"a": (3,), "b": (4,)})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, betas=(0.5, 0.9))
+    with local(model, hook, [optimizer]) as (ddp, _):
+        for step in range(2):
+            ddp.zero_grad()
+            ddp({name: g * (rank + 1) for name, g in gradients.items()}).backward()
+            if rank:
+                model.b.grad = None
+                model.a.grad = model.a.grad if step else None
+            optimizer.step()
+    return [(s["exp_avg"].tolist(), s["step"].item()) for s in optimizer.state.values()]
+
+
+def test_state_that_one_rank_has_not_got_is_left_alone_and_so_are_step_counts(run):
+    first, second = run(missing_state, lc.PostLocalSGD(period=2, optimizer_state="average", **ALONE))
+    assert first == [([0.875] * 3, 2), ([0.75] * 4, 2)]
+    assert second == [([0.875] * 3, 1)]
+
+
+# Ways to train -----------------------------------------------------------------------------------------------
+
+
+def test_gradients_are_clipped_on_each_rank_alone(run):
+    class Clipped(torch.optim.SGD):
+        def step(self):
+            nn.utils.clip_grad_norm_(itertools.chain(*(g["params"] for g in self.param_groups)), 0.5)
+            super().step()
+
+    simulation = SimulationWithState(
+        make_model(), 2, lambda m: [Clipped(m.parameters(), 0.05, 0.9)], loss, optimizer_state="keep", periods={4: 2}
+    )
+    results = run(train, lc.PostLocalSGD(period=4, **ALONE), "momentum", 8, 0.5)
+    for step in range(8):
+        simulation.backward([[batch(rank, step, "both")] for rank in range(2)], "both")
+        simulation.step(0)
+        for rank, model in enumerate(simulation.models):
+            for name, value in model.named_parameters():
+                torch.testing.assert_close(results[rank][step][name], value.detach(), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("how", ["callable", "late"])
+def test_optimizers_that_the_hook_learns_of_later(run, how):
+    hook = lc.PostLocalSGD(period=3, start_localSGD_iter=2, post_local_gradient_allreduce=False)
+    assert_same_trajectory(run(train, hook, "adamw", 9, None, how), simulate(2, 9, "adamw", periods={3: 2}, warmup=2))
+
+
+def embed(rank, world, hook):
+    torch.manual_seed(1)
+    model = nn.Embedding(9, 3, sparse=True).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+    with local(model, hook, [optimizer]) as (ddp, _):
+        for step in range(8):
+            ddp.zero_grad()
+            ddp(words(rank, step)).sin().sum().backward()
+            optimizer.step()
+    return model.weight.detach().clone()
+
+
+def words(rank, step):
+    return torch.randint(9, (5,), generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_sparse_gradients(run, method):
+    make, options, simulated = METHODS[method]
+    torch.manual_seed(1)
+    simulation = SimulationWithState(
+        nn.Embedding(9, 3).double(),
+        4,
+        lambda m: [torch.optim.SGD(m.parameters(), lr=0.3)],
+        lambda model, x, part: model(x).sin().sum(),
+        optimizer_state="keep",
+        **simulated,
+    )
+    for step in range(8):
+        simulation.backward([[words(rank, step)] for rank in range(4)], None)
+        simulation.step(0)
+    for rank, weight in enumerate(run(embed, make(**options, **ALONE), world=4)):
+        torch.testing.assert_close(weight, simulation.models[rank].weight.detach(), rtol=0, atol=1e-12)

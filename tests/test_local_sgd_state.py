@@ -1,0 +1,274 @@
+"""State of local SGD: resumed in the middle of a period, on other numbers of ranks; handed over by a Schedule."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+from local_sgd_driver import (
+    ALONE,
+    METHODS,
+    SimulationWithState,
+    local,
+    same,
+    snapshot,
+    through_a_file,
+    zero_lr,
+)
+from test_local_sgd import OUTER, batch, loss, make_model, parameters
+from torch import nn
+
+import lightning_commhooks as lc
+
+WARM_UP = {"start_localSGD_iter": 5, "post_local_gradient_allreduce": False}
+STEPS = 16
+FRAGMENTS = lc.DiLoCo(period=4, fragments=2, **WARM_UP)
+HOOKS = {name: make(**options, **WARM_UP) for name, (make, options, _) in METHODS.items()} | {"fragments": FRAGMENTS}
+
+
+def make(kind="mixed", seed=7):
+    model = make_model()
+    model.first.insert(2, nn.BatchNorm1d(8).double())
+    first, second = model.first.parameters(), model.second.parameters()
+    if kind == "sgd":
+        return model, [torch.optim.SGD(first, lr=0.1), torch.optim.SGD(second, lr=0.1)]
+    return model, [torch.optim.AdamW(first, lr=0.02), torch.optim.SGD(second, lr=0.05, momentum=0.9)]
+
+
+def stepping(step, kind):
+    """Which optimizers step; the second one rests every third time, unless they are of one kind."""
+    return (0, 1) if step % 3 or kind == "sgd" else (0,)
+
+
+def train(rank, ddp, optimizers, steps, kind="mixed"):
+    """Parameters, buffers and optimizers' state after each of these steps."""
+    trajectory = []
+    for step in steps:
+        ddp.zero_grad()
+        loss(ddp, batch(rank, step, "both"), "both").backward()
+        for k in stepping(step, kind):
+            optimizers[k].step()
+        trajectory.append(snapshot(ddp.module, optimizers) | dict(copy.deepcopy(ddp.module).named_buffers()))
+    return trajectory
+
+
+def save(model, optimizers, attachment):
+    state = {
+        "hook": attachment.state_dict(),
+        "model": model.state_dict(),
+        "optimizers": [o.state_dict() for o in optimizers],
+    }
+    return through_a_file(state)
+
+
+def load(saved, model, optimizers, attachment):
+    model.load_state_dict(saved["model"])
+    for optimizer, state in zip(optimizers, saved["optimizers"], strict=True):
+        optimizer.load_state_dict(state)
+    attachment.load_state_dict(saved["hook"])
+
+
+def uninterrupted(rank, world, hook, kind="mixed", average_at=None):
+    """A whole run; perhaps one in which everything is averaged for good before a step."""
+    model, optimizers = make(kind)
+    with local(model, hook, optimizers) as (ddp, attachment):
+        trajectory = train(rank, ddp, optimizers, range(average_at or 0), kind)
+        if average_at is not None:
+            attachment.average_weights()
+            for optimizer in optimizers:
+                attachment.average_optimizer_state(optimizer)
+        return trajectory + train(rank, ddp, optimizers, range(average_at or 0, STEPS), kind)
+
+
+def resumed(rank, world, hook, at, exact, kind="mixed"):
+    """The part of a run that comes after a checkpoint, with all objects new and another initial model."""
+    model, optimizers = make(kind)
+    with local(model, hook, optimizers, exact_state=exact) as (ddp, attachment):
+        train(rank, ddp, optimizers, range(at), kind)
+        if exact:
+            saved = save(model, optimizers, attachment)
+        else:
+            first, second = optimizers
+            averaged = attachment.averaged_optimizer_state
+            with attachment.averaged_weights(), averaged(first), averaged(second):
+                saved = save(model, optimizers, attachment)
+    model, optimizers = make(kind)
+    nn.init.ones_(model.first[0].weight)
+    with local(model, hook, optimizers, exact_state=exact) as (ddp, attachment):
+        load(saved, model, optimizers, attachment)
+        return train(rank, ddp, optimizers, range(at, STEPS), kind)
+
+
+@pytest.mark.parametrize("at", [3, 8, 9], ids=["in_warm_up", "in_a_period", "after_averaging"])
+@pytest.mark.parametrize("name", HOOKS)
+def test_exact_state_resumes_bit_by_bit(run, name, at):
+    """In the warm-up not all bits are the same: DDP has other buckets in its first step, and sums in another order."""
+    whole, part = run(uninterrupted, HOOKS[name], world=4), run(resumed, HOOKS[name], at, True, world=4)
+    assert not same(whole[0][7], whole[3][7])
+    for before, after in zip(whole, part, strict=True):
+        for step, (theirs, mine) in enumerate(zip(before[at:], after, strict=True), start=at):
+            for key in theirs:
+                tolerance = 1e-12 if at == 3 else 0
+                torch.testing.assert_close(mine[key], theirs[key], rtol=0, atol=tolerance, msg=f"{key}, step {step}")
+
+
+@pytest.mark.parametrize("name", HOOKS)
+def test_state_with_averages_goes_on_as_if_averaged_for_good(run, name):
+    whole, part = run(uninterrupted, HOOKS[name], "mixed", 8, world=4), run(resumed, HOOKS[name], 8, False, world=4)
+    for before, after in zip(whole, part, strict=True):
+        for step, (mine, theirs) in enumerate(zip(after, before[8:], strict=True)):
+            for key in theirs:
+                torch.testing.assert_close(mine[key], theirs[key], rtol=0, atol=1e-12, msg=f"{key}, {step}")
+
+
+@pytest.mark.parametrize(("name", "at"), [("post", 9), ("hierarchical", 11), ("diloco", 9)])
+def test_state_saved_when_ranks_are_equal_goes_on_as_if_nothing_was(run, name, at):
+    whole = run(uninterrupted, HOOKS[name], "sgd", world=4)
+    part = run(resumed, HOOKS[name], at, False, "sgd", world=4)
+    for before, after in zip(whole, part, strict=True):
+        assert all(same(a, b) for a, b in zip(before[at:], after, strict=True))
+
+
+# On other numbers of ranks -----------------------------------------------------------------------------------
+
+LEGS = [(4, 6), (2, 5), (1, 3), (4, 6)]
+
+
+def leg(rank, world, hook, saved, steps):
+    """Some steps after a checkpoint of averages; the next checkpoint."""
+    model = make_model()
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)]
+    with local(model, hook, optimizers) as (ddp, attachment):
+        if saved is not None:
+            load(saved, model, optimizers, attachment)
+        trajectory = []
+        for step in steps:
+            ddp.zero_grad()
+            loss(ddp, batch(rank, step, "both"), "both").backward()
+            optimizers[0].step()
+            trajectory.append(parameters(model))
+        with attachment.averaged_weights(), attachment.averaged_optimizer_state(optimizers[0]):
+            return trajectory, save(model, optimizers, attachment)
+
+
+def resize(simulation, world):
+    """Go on with the mean of the models and of their optimizers' state."""
+    own = {
+        id(m): [s["momentum_buffer"] for s in o[0].state.values()]
+        for m, o in zip(simulation.models, simulation.optimizers, strict=True)
+    }
+    simulation._average(lambda m: [*m.parameters(), *own[id(m)]], simulation.world)
+    pairs = [copy.deepcopy((simulation.models[0], simulation.optimizers[0])) for _ in range(world)]
+    simulation.models, simulation.optimizers = [list(part) for part in zip(*pairs, strict=True)]
+    simulation.periods = dict.fromkeys(simulation.periods, world)
+    simulation.world = world
+
+
+@pytest.mark.parametrize("name", ["post", "hierarchical", "diloco", "fragments"])
+def test_goes_on_with_another_number_of_ranks(run, name):
+    hook = {
+        "post": lc.PostLocalSGD(period=4, **ALONE),
+        "hierarchical": lc.HierarchicalLocalSGD(period_group_size_dict={4: None}, **ALONE),
+        "diloco": lc.DiLoCo(period=4, **ALONE),
+        "fragments": lc.DiLoCo(period=4, fragments=2, **ALONE),
+    }[name]
+    outer = {"outer": OUTER, "fragments": hook.fragments} if isinstance(hook, lc.DiLoCo) else {}
+    simulation = SimulationWithState(
+        make_model(),
+        4,
+        lambda m: [torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.9)],
+        loss,
+        optimizer_state="keep",
+        periods={4: 4},
+        **outer,
+    )
+    begin, saved = 0, None
+    for world, num_steps in LEGS:
+        if begin:
+            resize(simulation, world)
+        steps = range(begin, begin + num_steps)
+        results = run(leg, hook, saved, steps, world=world)
+        for i, step in enumerate(steps):
+            simulation.backward([[batch(rank, step, "both")] for rank in range(world)], "both")
+            simulation.step(0)
+            for rank, (trajectory, _) in enumerate(results):
+                for key, value in simulation.models[rank].named_parameters():
+                    torch.testing.assert_close(
+                        trajectory[i][key], value.detach(), rtol=0, atol=1e-12, msg=f"{key}, step {step}, {world} ranks"
+                    )
+        begin += num_steps
+        saved = results[0][1]
+        assert saved["hook"]["hook"]["state"]["num_steps"] == {"first.0.weight": begin}
+
+
+# What does not fit ---------------------------------------------------------------------------------------------
+
+
+def refuse(rank, world):
+    """A run that is offered states that do not fit in the middle of a period; and what was said."""
+    hook, texts = HOOKS["diloco"], []
+    others = [lc.DiLoCo(period=4, post_local_gradient_allreduce=False), HOOKS["post"]]
+    states = []
+    for other, wider in [(others[0], True), (others[1], False)]:
+        model, optimizers = make()
+        if wider:
+            model.first[3] = nn.Linear(8, 4).double()
+            optimizers = [torch.optim.SGD(model.parameters(), lr=0.1)]
+        with local(model, other, optimizers, find_unused_parameters=True) as (ddp, attachment):
+            ddp(batch(rank, 0, "both"), "second" if wider else "both").sum().backward()
+            optimizers[0].step()
+            states.append(attachment.state_dict())
+    model, optimizers = make()
+    with local(model, hook, optimizers, exact_state=True) as (ddp, attachment):
+        trajectory = train(rank, ddp, optimizers, range(7))
+        exact = attachment.state_dict()
+        states += [{**exact, "num_tensors": 3}, {**exact, "steps": -1}, None]
+        for state in states:
+            with pytest.raises(ValueError, match=r"strict_state=False") as error:
+                attachment.load_state_dict(state)
+            texts.append(str(error.value))
+        trajectory += train(rank, ddp, optimizers, range(7, STEPS))
+    model, optimizers = make()
+    with local(model, hook, exact_state=True) as (_, attachment):
+        attachment.add_optimizer(optimizers[0])
+        with pytest.raises(ValueError, match=r"optimizer state of 'first.0.weight': 'exp_avg' is not there"):
+            attachment.load_state_dict(exact)
+    model, optimizers = make()
+    refused = pytest.raises(ValueError, match=r"no optimizer whose first parameter is 'first.0.weight'")
+    with local(model, hook, optimizers[1:], exact_state=True) as (_, attachment), refused:
+        attachment.load_state_dict(exact)
+    return trajectory, texts
+
+
+def test_state_that_does_not_fit_changes_nothing(run):
+    results, whole = run(refuse), run(uninterrupted, HOOKS["diloco"])
+    for (trajectory, texts), expected in zip(results, whole, strict=True):
+        assert all(same(a, b) for a, b in zip(trajectory, expected, strict=True))
+        assert "the anchor of 'first.3.weight' fits no parameter" in texts[0]
+        assert "it is of hook 'post_localsgd', not of 'diloco'" in texts[1]
+        assert "truncated" in texts[2]
+
+
+def load_loosely(rank, world):
+    """Anchors after loading what fits only."""
+    model, optimizers = make()
+    with local(model, HOOKS["diloco"], optimizers) as (ddp, attachment):
+        train(rank, ddp, optimizers, range(12))
+        state = attachment.state_dict()
+    wider, _ = make()
+    wider.first[3] = nn.Linear(8, 4).double()
+    with local(wider, HOOKS["diloco"], [zero_lr(wider)]) as (_, attachment):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            attachment.load_state_dict(state, strict_state=False)
+        kept = attachment.state_dict()
+    before, after = (s["hook"]["state"]["entries"] for s in (state, kept))
+    assert all(same(entry, before[name]) for name, entry in after.items())
+    return before.keys() - after.keys(), kept["steps"], [str(warning.message) for warning in caught]
+
+
+def test_what_fits_may_be_taken_over_alone(run):
+    first, second = run(load_loosely)
+    assert first[:2] == second[:2] == ({"first.3.weight", "first.3.bias"}, 12)
+    assert "not taken over from the state of hook 'diloco': the anchor of 'first.3." in first[2][0]
+    assert not second[2]
