@@ -134,6 +134,32 @@ def test_one_process_says_once_that_it_does_nothing():
     assert done.stdout.count("CommHookKwargs(hook='powersgd') does nothing: training runs in one process") == 1
 
 
+def train_a_little():
+    handler = CommHookKwargs(hook="bf16")
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[handler])
+    model = accelerator.prepare(torch.nn.Linear(2, 2))
+    accelerator.backward(model(torch.ones(1, 2)).sum())
+    steps = [attachment.metrics()["steps"] for attachment in handler.attachments]
+    os.write(1, f"{accelerator.num_processes} {steps}\n".encode())
+    for attachment in handler.attachments:
+        attachment.close()
+
+
+@pytest.mark.parametrize(
+    ("launch", "lines"),
+    [
+        ("debug_launcher(train_a_little, num_processes=2)", ["2 [1]"] * 2),
+        ("notebook_launcher(train_a_little)", ["1 []"]),
+    ],
+)
+def test_functions_launched_from_a_notebook(launch, lines):
+    code = f"from accelerate import debug_launcher, notebook_launcher\nfrom test_accelerate import train_a_little\n{launch}"
+    env = {**os.environ, "PYTHONPATH": f"{RUNNER.parents[1]}{os.pathsep}{RUNNER.parent}", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=env)
+    assert done.returncode == 0, done.stderr
+    assert [line for line in done.stdout.splitlines() if line.endswith("]")] == lines
+
+
 @pytest.mark.parametrize("kind", ["FSDP", "DEEPSPEED", "MEGATRON_LM", "XLA"])
 def test_what_is_not_ddp_is_refused_with_the_reason(monkeypatch, kind):
     accelerator = Accelerator(cpu=True, kwargs_handlers=[CommHookKwargs(hook="powersgd")])

@@ -51,6 +51,45 @@ def test_lightning_digits(tmp_path):
     assert float(re.search(r"test_accuracy\D+(0\.\d+)", stdout)[1]) > 0.8
 
 
+@needs("lightning", "sklearn")
+@pytest.mark.parametrize("hook", ["powersgd", "post_localsgd"])
+def test_fabric_digits(tmp_path, hook):
+    stdout, _ = run_example(EXAMPLES / "fabric_digits.py", "--hook", hook, "--epochs", "6", cwd=tmp_path)
+    check_line(stdout, hook, 5 if hook == "powersgd" else 1.5)
+
+
+@needs("accelerate", "sklearn")
+def test_accelerate_digits_with_accelerate_launch_and_the_environment(tmp_path, monkeypatch):
+    monkeypatch.setenv("COMMHOOKS_HOOK", "powersgd")
+    monkeypatch.setenv("COMMHOOKS_OPTIONS", '{"start_powerSGD_iter": 10, "matrix_approximation_rank": 2}')
+    launch = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes=2", "--num_machines=1"]
+    launch += ["--mixed_precision=no", "--dynamo_backend=no", "--main_process_port=0"]
+    stdout, _ = run_example(*launch, EXAMPLES / "accelerate_digits.py", "--cpu", "--epochs", "6", cwd=tmp_path)
+    check_line(stdout, "powersgd", 5)
+
+
+@needs("accelerate", "sklearn")
+def test_accelerate_digits_with_local_sgd(tmp_path):
+    command = [*TORCHRUN, EXAMPLES / "accelerate_digits.py", "--cpu", "--hook", "post_localsgd", "--epochs", "6"]
+    check_line(run_example(*command, cwd=tmp_path)[0], "post_localsgd", 1.5)
+
+
+def check_line(stdout, hook, least_ratio):
+    """Rank 0 alone prints what was sent and how well the model does."""
+    assert len(re.findall(f"^{hook}: ", stdout, re.MULTILINE)) == 1
+    assert float(re.search(r"([\d.]+)x less than dense", stdout)[1]) > least_ratio
+    assert float(re.search(r"accuracy ([\d.]+)%", stdout)[1]) > 80
+
+
+@needs("transformers", "accelerate")
+@pytest.mark.parametrize("hook", ["powersgd", "post_localsgd"])
+def test_hf_trainer_tiny(tmp_path, hook):
+    stdout, _ = run_example(*TORCHRUN, EXAMPLES / "hf_trainer_tiny.py", "--hook", hook, "--steps", "50", cwd=tmp_path)
+    assert len(re.findall(f"^{hook}: ", stdout, re.MULTILINE)) == 1
+    assert float(re.search(r"loss ([\d.]+) after", stdout)[1]) < 3.3, "4.8 at first"
+    assert float(re.search(r"([\d.]+)x less than dense", stdout)[1]) > 1.5
+
+
 @needs("lightning", "sklearn", "jsonargparse")
 @pytest.mark.parametrize("config", sorted((EXAMPLES / "cli").glob("*.yaml")), ids=lambda path: path.stem)
 def test_cli(tmp_path, config):
@@ -67,8 +106,7 @@ def test_cli(tmp_path, config):
 def test_ddp_plain(tmp_path, hook, ratio):
     script = EXAMPLES / "ddp_plain.py"
     stdout, _ = run_example(*TORCHRUN, script, "--hook", hook, "--steps", "100", cwd=tmp_path)
-    assert float(re.search(r"([\d.]+)x less than dense", stdout)[1]) > ratio
-    assert float(re.search(r"accuracy ([\d.]+)%", stdout)[1]) > 80
+    check_line(stdout, hook, ratio)
 
 
 def test_ddp_plain_without_anything_but_torch(tmp_path):

@@ -48,6 +48,17 @@ except ImportError as error:
     assert "pip install 'lightning-commhooks[lightning]'" in message
 
 
+def test_accelerate_integration_imports_neither_lightning_nor_transformers():
+    pytest.importorskip("accelerate")
+    code = """
+import sys
+others = ("lightning", "pytorch_lightning", "lightning_fabric", "transformers")
+import accelerate_integration
+print([m for m in others if m in sys.modules])
+"""
+    assert python(code).strip() == "[]"
+
+
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])
 def test_strategy_names_in_either_import_order(package, order):
