@@ -149,11 +149,12 @@ def train_a_little():
     ("launch", "lines"),
     [
         ("debug_launcher(train_a_little, num_processes=2)", ["2 [1]"] * 2),
-        ("notebook_launcher(train_a_little)", ["1 []"]),
+        ("notebook_launcher(train_a_little, num_processes=1)", ["1 []"]),
     ],
 )
 def test_functions_launched_from_a_notebook(launch, lines):
-    code = f"from accelerate import debug_launcher, notebook_launcher\nfrom test_accelerate import train_a_little\n{launch}"
+    imports = "from accelerate import debug_launcher, notebook_launcher; from test_accelerate import train_a_little"
+    code = f"{imports}; {launch}"
     env = {**os.environ, "PYTHONPATH": f"{RUNNER.parents[1]}{os.pathsep}{RUNNER.parent}", "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=env)
     assert done.returncode == 0, done.stderr
