@@ -5,34 +5,24 @@ import os
 import subprocess
 import sys
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs, DistributedType
+from torchrun import FOLDER, run_twice
 
 import lightning_commhooks as lc
 from accelerate_integration import CommHookKwargs
 from lightning_commhooks import PowerSGD
 
 PowerSGD2 = PowerSGD(matrix_approximation_rank=2)
-RUNNER = Path(__file__).parent / "accelerate_runner.py"
 
 
 @pytest.fixture(scope="module")
 def results():
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(RUNNER.parents[1]), "PYTHONWARNINGS": "ignore"}
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    done = subprocess.run(
-        [sys.executable, *launch, str(RUNNER)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env=env,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
+    stdout = run_twice("accelerate_runner.py", PYTHONWARNINGS="ignore")
+    return json.loads(next(line for line in stdout.splitlines() if line.startswith("{")))
 
 
 def test_scaler_of_the_accelerator_is_used(results):
@@ -128,7 +118,7 @@ def in_one_process():
 
 def test_one_process_says_once_that_it_does_nothing():
     code = "from test_accelerate import in_one_process; print(in_one_process())"
-    env = {**os.environ, "PYTHONPATH": f"{RUNNER.parents[1]}{os.pathsep}{RUNNER.parent}"}
+    env = {**os.environ, "PYTHONPATH": f"{FOLDER.parent}{os.pathsep}{FOLDER}"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=env)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("CommHookKwargs(hook='powersgd') does nothing: training runs in one process") == 1
@@ -155,7 +145,7 @@ def train_a_little():
 def test_functions_launched_from_a_notebook(launch, lines):
     imports = "from accelerate import debug_launcher, notebook_launcher; from test_accelerate import train_a_little"
     code = f"{imports}; {launch}"
-    env = {**os.environ, "PYTHONPATH": f"{RUNNER.parents[1]}{os.pathsep}{RUNNER.parent}", "OMP_NUM_THREADS": "1"}
+    env = {**os.environ, "PYTHONPATH": f"{FOLDER.parent}{os.pathsep}{FOLDER}", "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=env)
     assert done.returncode == 0, done.stderr
     assert [line for line in done.stdout.splitlines() if line.endswith("]")] == lines

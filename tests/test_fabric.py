@@ -1,30 +1,21 @@
 """`CompressedDDPFabricStrategy` with two models in two real processes."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
+from torchrun import run_twice
 
 pytest.importorskip("lightning")
 from fabric_runner import HOOKS, batch, loss, make_model  # after the check
 
 import lightning_commhooks as lc
 
-RUNNER = Path(__file__).parent / "fabric_runner.py"
 LOCAL = ["post_localsgd", "diloco"]
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     folder = tmp_path_factory.mktemp("fabric")
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(RUNNER.parents[1])}
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command = [sys.executable, *launch, str(RUNNER), str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=180, env=env)
-    assert done.returncode == 0, done.stderr
+    run_twice("fabric_runner.py", folder)
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(2)]
 
 

@@ -1,17 +1,12 @@
 """`use_comm_hook` on a real `transformers.Trainer` in two real processes; a tiny model from a config."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
+from torchrun import run_twice
 
 transformers = pytest.importorskip("transformers")
 from hf_runner import HOOKS, Counting, make  # noqa: E402  # after the check
 
-RUNNER = Path(__file__).parent / "hf_runner.py"
 LOCAL = ["post_localsgd", "diloco"]
 
 
@@ -22,11 +17,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def results(folder):
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(RUNNER.parents[1])}
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command = [sys.executable, *launch, str(RUNNER), str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=env)
-    assert done.returncode == 0, done.stderr
+    run_twice("hf_runner.py", folder)
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(2)]
 
 

@@ -1,17 +1,12 @@
 """Local SGD under Accelerate in two real processes: trajectories, evaluation, checkpoints, refusals."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from local_sgd_accelerate_runner import PERIOD, batch, loss, make_model
 from local_sgd_reference import Simulation
 from safetensors.torch import load_file
+from torchrun import run_twice
 
-RUNNER = Path(__file__).parent / "local_sgd_accelerate_runner.py"
 OUTER = {"lr": 0.7, "momentum": 0.9, "nesterov": True}
 
 
@@ -23,11 +18,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def results(folder):
     """What each rank returned."""
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(RUNNER.parents[1])}
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command = [sys.executable, *launch, str(RUNNER), str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=180, env=env)
-    assert done.returncode == 0, done.stderr
+    run_twice("local_sgd_accelerate_runner.py", folder)
     return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
 
 

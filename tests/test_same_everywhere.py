@@ -1,18 +1,13 @@
 """The same model, data, seed and hook end with the same parameters in every framework."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
+from torchrun import run_twice
 
 pytest.importorskip("lightning")
 pytest.importorskip("accelerate")
 from same_everywhere_runner import HOOKS, Model  # after the check
 
-RUNNER = Path(__file__).parent / "same_everywhere_runner.py"
 FRAMEWORKS = ["lightning", "fabric", "accelerate"]
 
 
@@ -20,12 +15,8 @@ FRAMEWORKS = ["lightning", "fabric", "accelerate"]
 def results(tmp_path_factory):
     """Parameters by framework, rank and hook."""
     folder = tmp_path_factory.mktemp("everywhere")
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(RUNNER.parents[1])}
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     for framework in ["plain", *FRAMEWORKS]:
-        command = [sys.executable, *launch, str(RUNNER), framework, str(folder)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=env)
-        assert done.returncode == 0, done.stderr
+        run_twice("same_everywhere_runner.py", framework, folder)
     return {
         framework: [torch.load(folder / f"{framework}-{rank}.pt") for rank in range(2)]
         for framework in ["plain", *FRAMEWORKS]
