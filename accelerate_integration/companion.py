@@ -61,6 +61,15 @@ class Companion:
         """Have averages in the place of models and of optimizers' state. Collective."""
         return self._attachments.averaged(self._optimizers())
 
+    def averaged_models(self) -> AbstractContextManager[None]:
+        """Have averages in the place of models, for evaluation. Collective."""
+        return self._attachments.averaged([])
+
+    def warn_if_models_differ(self, fix: str) -> None:
+        """Warn when the weights in place are those of each rank. Not collective."""
+        if any(attachment.models_differ for attachment in self._attachments.averaging()):
+            warnings.warn(f"this is the model of one rank, not the average of all: {fix}", stacklevel=5)
+
     def average_for_good(self) -> None:
         """Average models at the end of training. Collective."""
         self._attachments.average_for_good()
@@ -95,12 +104,7 @@ class Companion:
 
     def _get_state_dict(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         # Not averaged here: perhaps only some ranks come by.
-        if any(attachment.models_differ for attachment in self._attachments.averaging()):
-            warnings.warn(
-                "this is the model of one rank; call accelerator.wait_for_everyone() on all ranks before, to get the "
-                "average of all",
-                stacklevel=4,
-            )
+        self.warn_if_models_differ("call accelerator.wait_for_everyone() on all ranks before")
         return original(*args, **kwargs)
 
     def _end_training(self, original: Callable[[], None]) -> None:

@@ -83,8 +83,9 @@ class _TrainerEvents:
         wrap(trainer, "evaluation_loop", self._evaluate)
         wrap(trainer, "_save_optimizer_and_scheduler", self._save)
         wrap(trainer, "_load_optimizer_and_scheduler", self._load)
+        wrap(trainer, "save_model", self._save_model)
         wrap(trainer, "_load_best_model", self._finish)
-        wrap(trainer, "_inner_training_loop", self._train)
+        wrap(trainer.callback_handler, "on_train_end", self._finish)
 
     def _install(self) -> None:
         accelerator, handler = self._trainer.accelerator, self._handler
@@ -114,16 +115,22 @@ class _TrainerEvents:
     def _save_and_evaluate(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not (self._trainer.control.should_save or self._trainer.control.should_evaluate):
             return original(*args, **kwargs)
-        with self._companion().averaged():
+        with self._companion().averaged_models():
             return original(*args, **kwargs)
 
     def _evaluate(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with self._companion().averaged():
+        with self._companion().averaged_models():
             return original(*args, **kwargs)
 
+    def _save_model(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        # By a callback of the user's. Not averaged here: perhaps only some ranks come by.
+        self._companion().warn_if_models_differ("let args.save_steps do it, or save after train()")
+        return original(*args, **kwargs)
+
     def _save(self, original: Callable[..., Any], output_dir: str) -> None:
-        original(output_dir)
-        self._companion().write(output_dir)
+        with self._companion().averaged():
+            original(output_dir)
+            self._companion().write(output_dir)
 
     def _load(self, original: Callable[..., Any], checkpoint: str | None) -> None:
         original(checkpoint)
@@ -133,8 +140,3 @@ class _TrainerEvents:
     def _finish(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._companion().average_for_good()
         return original(*args, **kwargs)
-
-    def _train(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        result = original(*args, **kwargs)
-        self._companion().average_for_good()
-        return result

@@ -256,7 +256,9 @@ class CompressedDDPMixin:
                 attachment.load_state_dict(state, strict_state=self._strict_state)
             except ValueError as error:
                 raise self._misconfiguration(f"{type(self).__name__}: {error}") from error
-        elif attachment.has_state and self.is_global_zero:  # type: ignore[attr-defined]
+            return
+        attachment.reset_state()
+        if attachment.has_state and self.is_global_zero:  # type: ignore[attr-defined]
             warnings.warn(
                 f"the checkpoint has no state of hook {attachment.name!r}: it was saved with another strategy, or with "
                 "save_weights_only=True. The hook begins anew, at step 0",

@@ -50,14 +50,15 @@ class Run:
         self.rank = self.fabric.global_rank
 
     def train(self, steps):
-        """Parameters of both models after each step."""
+        """Parameters of both models after each step of both."""
         trajectory = []
         for step in steps:
             for k in (0, 1) if step % 2 else (0,):
                 self.fabric.backward(loss(self.models[k], batch(self.rank, 10 * step + k)))
                 self.optimizers[k].step()
                 self.optimizers[k].zero_grad()
-            trajectory.append([parameters(model) for model in self.plain])
+            if step % 2:
+                trajectory.append([parameters(model) for model in self.plain])
         return trajectory
 
     def evaluate(self):

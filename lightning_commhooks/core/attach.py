@@ -13,6 +13,7 @@ from lightning_commhooks.core.attachment import Attachment, hook_name
 from lightning_commhooks.core.ddp import check_model
 from lightning_commhooks.core.groups import backend_for
 from lightning_commhooks.core.hook import CommHook
+from lightning_commhooks.core.optimizers import check_optimizer
 from lightning_commhooks.core.registry import get_hook
 from lightning_commhooks.core.runtime import Runtime
 from lightning_commhooks.core.user_hook import DDPHook, check_user_hook, warn_if_broken_here
@@ -81,6 +82,10 @@ def attach(
         raise ValueError(f"communication hooks run on CPU and CUDA devices, the model is on {device}")
     if not isinstance(resolved, CommHook):
         warn_if_broken_here(resolved, backend_for(model.process_group, device))
+    if optimizers is not None and not callable(optimizers):
+        optimizers = list(optimizers)
+        for optimizer in optimizers:
+            check_optimizer(optimizer)
     runtime = Runtime(resolved, hook_name(resolved), model.process_group, device, hook_state, grad_scaler)
     attachment = Attachment(resolved, runtime, exact_state)
     try:

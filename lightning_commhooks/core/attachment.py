@@ -126,6 +126,10 @@ class Attachment:
                 stacklevel=2,
             )
 
+    def reset_state(self) -> None:
+        """Let the hook begin anew, at step 0, without memory; for models that are the same on all ranks. Collective."""
+        self._runtime.reset()
+
     @property
     def averages_models(self) -> bool:
         """Whether the hook lets ranks step alone and averages their models."""
@@ -134,8 +138,7 @@ class Attachment:
     @property
     def models_differ(self) -> bool:
         """Whether each rank has a model of its own in place now; the same on all ranks."""
-        models = self._runtime.local.models
-        return bool(models.drifted) and not models.is_swapped
+        return self._runtime.local.models.differ
 
     @property
     def has_state(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_commhooks.core.collectives import Group
+from lightning_commhooks.core.engine import HookError
 
 # What is copied together for one collective; larger tensors go alone, without a copy.
 CHUNK_BYTES = 2**25
@@ -28,12 +30,29 @@ def average_(tensors: Sequence[Tensor], group: Group) -> None:
         return
     for parts in _chunks([flat_view(tensor) for tensor in tensors if tensor.numel()]):
         wire = torch.promote_types(parts[0].dtype, torch.float32)
+        # Divided before the sum: buffers may have the largest number there is, as masks do.
         if len(parts) == 1 and parts[0].dtype == wire and parts[0].is_contiguous():
-            group.all_reduce_(parts[0]).div_(group.size)  # no copy
+            group.all_reduce_(parts[0].div_(group.size))  # no copy
             continue
-        mean = group.all_reduce_(torch.cat([part.reshape(-1).to(wire) for part in parts])).div_(group.size)
+        mean = group.all_reduce_(torch.cat([part.reshape(-1).to(wire) for part in parts]).div_(group.size))
         for part, own in zip(parts, mean.split([part.numel() for part in parts]), strict=True):
             part.copy_(own.view(part.shape))
+
+
+def check_same(what: str, group: Group) -> None:
+    """Fail on all ranks alike when they are not about to average the same.
+
+    Raises:
+        HookError: some rank averages something else, or for another reason.
+    """
+    with group.counters.paused():
+        digest = torch.tensor([zlib.crc32(what.encode())], device=group.device)
+        digests = group.all_gather(digest).view(-1)
+    if (digests != digests[0]).any():
+        raise HookError(
+            f"ranks do not average the same: rank {group.global_rank} is about to {what}. All ranks must take the same "
+            "steps, and evaluate and save together; on one rank alone only after a barrier that shows the average"
+        )
 
 
 def flat_view(tensor: Tensor) -> Tensor:

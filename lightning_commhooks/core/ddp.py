@@ -53,35 +53,40 @@ def registered_name(model: DistributedDataParallel) -> str:
 
 
 class Usage:
-    """Which parameters got gradients on this rank since the last synchronized backward.
+    """Which parameters got gradients on this rank since the last synchronized backward, with `no_sync()` or not.
 
     DDP knows, but tells only when hooks have run. Costs a call for each parameter and backward.
+
+    Args:
+        arrived: called for each gradient.
     """
 
-    def __init__(self) -> None:
-        self._used: set[str] | None = None
+    def __init__(self, arrived: Callable[[], None]) -> None:
+        self._arrived = arrived
+        self._used: set[str] = set()
         self._handles: list[RemovableHandle] = []
 
     def watch(self, parameters: Mapping[str, Tensor]) -> None:
         """Watch these parameters, by name, instead of others."""
         for handle in self._handles:
             handle.remove()
-        used: set[str] = set()
+        arrived, used = self._arrived, self._used
+
+        def note(name: str) -> None:
+            used.add(name)
+            arrived()
+
         self._handles = [
-            parameter.register_post_accumulate_grad_hook(lambda _, name=name: used.add(name))
+            parameter.register_post_accumulate_grad_hook(lambda _, name=name: note(name))
             for name, parameter in parameters.items()
         ]
-        self._used = used if self._handles else None
 
     def begin(self) -> None:
         """Forget, when a synchronized backward has ended."""
-        if self._used is not None:
-            self._used.clear()
+        self._used.clear()
 
-    def unused(self, slots: Sequence[Slot]) -> frozenset[str] | None:
-        """Names of those that were not used, `None` if nothing is watched."""
-        if self._used is None:
-            return None
+    def unused(self, slots: Sequence[Slot]) -> frozenset[str]:
+        """Names of those that were not used."""
         return frozenset(slot.name for slot in slots if slot.name not in self._used)
 
 
@@ -104,13 +109,17 @@ class LocalPhase:
             model.register_forward_pre_hook(torch.compiler.disable(self._before_forward))
 
     def _before_forward(self, model: DistributedDataParallel, inputs: object) -> None:
-        if self._local.keeps_own_buffers:  # also in the first forward of a wrapper, when training resumes
-            model.broadcast_buffers = False
+        if model is not self._model():
+            return  # a copy of it
+        if self._local.keeps_own_buffers:
+            model.broadcast_buffers = False  # also in the first forward of a wrapper, when training resumes
         if torch.is_grad_enabled():
             self._local.hide_average()
             self._local.awaits_backward = model.training
-        elif not model.training and self._local.evaluates_average:
-            self._local.show_average()
+        elif not model.training:
+            self._local.evaluate()
+        if model.training:
+            self._local.buffers_change()
 
     def begin(self, bound: BoundHook, step: int) -> bool:
         """Called for each bucket; returns whether the gradients cannot be changed any more when the step ends.
@@ -118,7 +127,6 @@ class LocalPhase:
         Raises:
             HookError: ranks cannot step alone like this.
         """
-        self._local.awaits_backward = False
         if self._late_step == -1:
             self._late_step = step
         if bound.averages_models:

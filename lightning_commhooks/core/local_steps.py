@@ -19,6 +19,9 @@ from lightning_commhooks.core.optimizers import Optimizers, OptimizerStep, check
 if TYPE_CHECKING:
     from lightning_commhooks.core.runtime import Runtime
 
+# Backwards that may be accumulated for one step, before one is missed.
+MANY_STEPS = 256
+
 
 class LocalSteps:
     """Reports optimizer steps to a hook and averages models when they are looked at.
@@ -33,7 +36,7 @@ class LocalSteps:
         reported_by_user: whether optimizers may step that are not known yet.
         evaluates_average: whether forwards of evaluation use the average.
         resync: whether the average that is shown stays.
-        awaits_backward: whether a forward has been run whose backward needs the parameters as they are.
+        awaits_backward: whether a forward has trained whose backward has not begun.
     """
 
     def __init__(self, runtime: Runtime, group: Group) -> None:
@@ -45,7 +48,8 @@ class LocalSteps:
         self.evaluates_average = False
         self.resync = False
         self.awaits_backward = False
-        self._is_shown = False
+        self._warned: set[str] = set()
+        self._last_reported = -1
         self._checked = False
 
     def add(self, optimizer: Optimizer) -> None:
@@ -67,6 +71,7 @@ class LocalSteps:
         for optimizer in self.find_optimizers():
             if not self._optimizers.is_hooked(optimizer):
                 self.add(optimizer)
+        self._check_steps()
         if self._checked:
             return
         self._checked = True
@@ -83,7 +88,22 @@ class LocalSteps:
             stacklevel=2,
         )
 
-    def _before_hooked_step(self) -> None:
+    def _check_steps(self) -> None:
+        steps = self._runtime.clock.steps
+        if self._last_reported < 0:
+            self._last_reported = steps
+        if steps - self._last_reported > MANY_STEPS:
+            self._warn_once(
+                "steps",
+                f"hook {self._runtime.config.name!r}: no optimizer that it knows has stepped in {MANY_STEPS} "
+                "backwards, so models were not averaged. For one that steps otherwise than by step(): attach(model, "
+                "hook, optimizers=[]), and Attachment.after_optimizer_step(optimizer) after each of its steps",
+            )
+
+    def _before_hooked_step(self, optimizer: Optimizer) -> None:
+        self.awaits_backward = False
+        if not self.models.is_swapped or self.models.stepped(optimizer, -1) is None:
+            return
         self.hide_average()
         if self.models.is_swapped:
             raise HookError("an optimizer stepped within averaged_weights(), which is for evaluation and saving")
@@ -110,6 +130,7 @@ class LocalSteps:
         stepped = self.models.stepped(optimizer, self._runtime.clock.steps - 1)
         if stepped is None:
             return
+        self._last_reported = self._runtime.clock.steps
         if self.models.is_swapped:
             raise HookError("an optimizer stepped within averaged_weights(), which is for evaluation and saving")
         self._runtime.call(lambda: self._tell(stepped))
@@ -143,24 +164,46 @@ class LocalSteps:
         self._runtime.call(lambda: self.models.average_drifted_(everything))
 
     def show_average(self) -> None:
-        """Have the averages in place of each rank's own model until the next forward that trains, or for good.
-
-        Not between a forward and its backward: what looks at the model there is part of training.
-        """
-        if self.awaits_backward:
-            return
+        """Have the averages in place of each rank's own model until the next forward that trains, or for good."""
         if self.resync:
             self.average()
         elif not self.models.is_swapped:
             self._runtime.clock.end()
             self._runtime.call(self.models.swap_in)
-            self._is_shown = True
+            self.models.is_shown = True
 
     def hide_average(self) -> None:
         """Put each rank's own model back after `show_average`."""
-        if self._is_shown:
-            self._is_shown = False
+        if self.models.is_shown:
             self.models.swap_out()
+
+    def evaluate(self) -> None:
+        """Called before each forward in eval mode without gradients."""
+        if not self.evaluates_average:
+            return
+        if self.awaits_backward and self.models.differ:
+            # Part of training: the backward needs the parameters as they are.
+            self._warn_once(
+                "evaluated",
+                f"hook {self._runtime.config.name!r}: the model was evaluated between a forward and its backward, so "
+                "it is this rank's own and not the average. Run forwards that no backward follows under no_grad()",
+            )
+            return
+        self.show_average()
+
+    def backward_begins(self) -> None:
+        """Called for each gradient."""
+        self.awaits_backward = False
+
+    def buffers_change(self) -> None:
+        """Called before each forward in training mode."""
+        if self.keeps_own_buffers:
+            self.models.buffers_drift()
+
+    def _warn_once(self, key: str, text: str) -> None:
+        if key not in self._warned:
+            self._warned.add(key)
+            warnings.warn(text, stacklevel=2)
 
     def average_state(self, optimizer: Optimizer) -> None:
         """Average the state of an optimizer, for good."""
@@ -197,9 +240,10 @@ class LocalSteps:
         """Let go of model and optimizers; returns what the user should know."""
         drifted = len(self.models.drifted)
         self._optimizers.close()
-        self.evaluates_average = self._is_shown = False
+        self.evaluates_average = False
         self.models.layout = Layout(nn.Module())
         if not drifted or self.models.is_swapped:
+            self.models.keep_averages()
             return []
         return [
             f"hook={self._runtime.config.name!r} ended while {drifted} parameters differed between ranks; call "

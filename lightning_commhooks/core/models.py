@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
-from lightning_commhooks.core.averaging import average_
+from lightning_commhooks.core.averaging import average_, check_same
 from lightning_commhooks.core.checkpoint import StateReader, StateWriter
 from lightning_commhooks.core.collectives import Group
 from lightning_commhooks.core.layout import Layout
@@ -30,6 +30,7 @@ class Models:
         average_buffers: whether buffers belong to what is averaged.
         drifted: names of the parameters that ranks changed alone since they were last averaged over all ranks.
         is_swapped: whether the averages stand in the place of each rank's own model for a while.
+        is_shown: whether that is until training goes on, not within a `with`.
     """
 
     def __init__(self, group: Group, optimizers: Optimizers) -> None:
@@ -47,6 +48,7 @@ class Models:
         # The same for the state of optimizers, by key.
         self._own_states: dict[str, list[tuple[Tensor, Tensor]]] = {}
         self.is_swapped = False
+        self.is_shown = False
 
     def stepped(self, optimizer: Optimizer, step: int) -> OptimizerStep | None:
         """What an optimizer has to do with this model; `None` if nothing.
@@ -76,6 +78,7 @@ class Models:
             group: the ranks; `None` for all.
         """
         group = group or self._group
+        check_same(f"average {len(names)} parameters from {next(iter(sorted(names)), None)!r} on", group)
         average_(self._tensors(names), group)
         self.averaged(names, group)
         if group.size == self._group.size:
@@ -95,14 +98,28 @@ class Models:
     def average_drifted_(self, everything: bool = False) -> None:
         """Average what differs between ranks, or everything. Averages that stand in its place stay."""
         if everything:
-            self._keep_averages()
-            self.average_(self.layout.trained)
+            self.keep_averages()
+            self._average_now(self.layout.trained)
         elif self.is_swapped:
-            self._keep_averages()
+            self.keep_averages()
             self.averaged(set(self.drifted))
             self._buffers_drifted = False
         elif self.drifted or self._buffers_drifted:
-            self.average_(set(self.drifted))
+            self._average_now(set(self.drifted))
+
+    def _average_now(self, names: Collection[str]) -> None:
+        self.average_(names)
+        for tensor in self._tensors(names):
+            _count_up(tensor)
+
+    def buffers_drift(self) -> None:
+        """Note that a forward has changed each rank's own buffers."""
+        self._buffers_drifted = True
+
+    @property
+    def differ(self) -> bool:
+        """Whether each rank has a model of its own in place now; the same on all ranks."""
+        return not self.is_swapped and bool(self.drifted or (self._buffers_drifted and self.average_buffers))
 
     def average_state_(self, stepped: OptimizerStep, group: Group | None = None) -> None:
         """Average the floating-point tensors in an optimizer's state, apart from its step count.
@@ -128,22 +145,24 @@ class Models:
     def swap_in(self) -> None:
         """Put the averages in the place of each rank's own model until `swap_out`."""
         if not self.is_swapped and (self.drifted or self._buffers_drifted):
+            check_same(f"evaluate or save the average of {len(self.drifted)} parameters", self._group)
             self._own = self._averaged(self._tensors(self.drifted))
             for tensor, _ in self._own:
                 # So that autograd refuses a backward of what was computed with the parameters before.
-                increment_version(tensor)
-            self._versions = [tensor._version for tensor, _ in self._own]
+                _count_up(tensor)
+            self._versions = [_version(tensor) for tensor, _ in self._own]
         self.is_swapped = True
 
     def swap_out(self) -> None:
         """Put each rank's own model back, but for what somebody else has changed meanwhile, as by loading weights."""
         versions = zip(self._own, self._versions, strict=True)
-        put_back([own for own, version in versions if own[0]._version == version])
-        self._keep_averages()
+        put_back([own for own, version in versions if _version(own[0]) == version])
+        self.keep_averages()
 
-    def _keep_averages(self) -> None:
+    def keep_averages(self) -> None:
+        """Let go of each rank's own model."""
         self._own, self._versions = [], []
-        self.is_swapped = False
+        self.is_swapped = self.is_shown = False
 
     def swap_state_in(self, stepped: OptimizerStep) -> bool:
         """Put the averages in the place of each rank's own state of an optimizer; returns whether to swap out again."""
@@ -214,7 +233,7 @@ class Models:
 
     def restore(self, staged: list[tuple[Tensor, Tensor]], saved: Mapping[str, Any]) -> None:
         """Give each rank its own model back, or note that there is none: the same was loaded on all ranks."""
-        self._keep_averages()
+        self.keep_averages()
         put_back(staged)
         self.drifted = set(saved.get("parameters", {}))
         self._buffers_drifted = bool(saved.get("buffers", {}))
@@ -225,6 +244,17 @@ def put_back(own: list[tuple[Tensor, Tensor]]) -> None:
     """Copy the second tensor of each pair to the first."""
     for tensor, value in own:
         tensor.data.copy_(value)
+        _count_up(tensor)
+
+
+def _count_up(tensor: Tensor) -> None:
+    # A buffer that was made in inference mode has no version.
+    if not tensor.is_inference():
+        increment_version(tensor)
+
+
+def _version(tensor: Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version
 
 
 def _matching(
@@ -251,6 +281,12 @@ def _common_states(
 
 
 def _floating_point(state: Mapping[str, Any]) -> dict[str, Tensor]:
+    if any(isinstance(v, Tensor) and v.numel() > 1 and not _is_continuous(v) for v in state.values()):
+        return {}  # quantized: the mean of scales means nothing without that of the codes
     # Sorted: the order in which an optimizer makes them is its own business.
     tensors = {k: v for k, v in sorted(state.items()) if isinstance(v, Tensor) and k != "step"}
-    return {k: v for k, v in tensors.items() if v.is_floating_point() or v.is_complex()}
+    return {k: v for k, v in tensors.items() if _is_continuous(v)}
+
+
+def _is_continuous(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()

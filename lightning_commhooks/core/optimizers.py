@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+import warnings
 from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -61,14 +62,14 @@ class Optimizers:
     """Optimizers that report their steps.
 
     Args:
-        before_step: called before each step of each of them.
+        before_step: called before each step of each of them, with the optimizer.
         on_step: called after it.
 
     Attributes:
         by_key: those seen so far.
     """
 
-    def __init__(self, before_step: Callable[[], None], on_step: Callable[[Optimizer], None]) -> None:
+    def __init__(self, before_step: Callable[[Optimizer], None], on_step: Callable[[Optimizer], None]) -> None:
         self._before_step = before_step
         self._on_step = on_step
         self._handles: dict[Optimizer, list[RemovableHandle]] = {}
@@ -88,8 +89,14 @@ class Optimizers:
                 f"{type(optimizer).__name__} has no register_step_post_hook, because it is no torch.optim.Optimizer; "
                 "call Attachment.after_optimizer_step(optimizer) after each of its steps instead"
             )
+        if callable(getattr(optimizer, "eval", None)):
+            warnings.warn(
+                f"{type(optimizer).__name__}.eval() puts weights of its own in the model; ranks that step alone do not "
+                "average those. Average before: Attachment.average_weights()",
+                stacklevel=3,
+            )
         self._handles[optimizer] = [
-            optimizer.register_step_pre_hook(lambda *_: self._before_step()),
+            optimizer.register_step_pre_hook(lambda *_: self._before_step(optimizer)),
             optimizer.register_step_post_hook(lambda *_: self._on_step(optimizer)),
         ]
 

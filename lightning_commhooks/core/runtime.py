@@ -55,7 +55,6 @@ class Runtime:
         self.hook_state = hook_state
         self._grad_scaler = grad_scaler
         self._warned = False
-        self._usage = Usage()
         self._owned: dist.ProcessGroup | None = None
         self._engine: Engine | None = None
         if not isinstance(hook, CommHook):
@@ -64,6 +63,7 @@ class Runtime:
             self.bound = self.config.bind(group)
             self.clock = StepClock(self.counters)
             self.local = LocalSteps(self, group)
+            self._usage = Usage(self.local.backward_begins)
             return
         self.config = hook
         aborts: list[Callable[[], None]] = []
@@ -83,14 +83,29 @@ class Runtime:
         self._steps = FiniteSteps(self.bound, self._engine, grad_scaler)
         self.clock = StepClock(self.counters, self._end_step)
         self.local = LocalSteps(self, group)
+        self._usage = Usage(self.local.backward_begins)
+
+    def reset(self) -> None:
+        """Let the hook begin anew, at step 0, with the same model on all ranks. Collective."""
+        self.clock.end()
+        self._take_over(self._bind_again(), 0)
+        self.local.models.restore([], {})
+
+    def _bind_again(self) -> BoundHook:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # they were given when the hook was attached
+            return self.config.bind(self.bound.group)
+
+    def _take_over(self, fresh: BoundHook, steps: int) -> None:
+        self.bound = fresh
+        if self._engine is not None:
+            self._steps.bound = fresh
+        self.clock.steps = steps
 
     @property
     def layout(self) -> Layout:
         """Names of the model's parameters."""
         return self.local.models.layout
-
-    def _needs_usage(self, model: DistributedDataParallel) -> bool:
-        return model.find_unused_parameters and (self.bound.has_memory or self.bound.averages_models)
 
     def _end_step(self, in_time: bool, complete: bool) -> None:
         # One that broke off ends when the next one has begun.
@@ -109,22 +124,19 @@ class Runtime:
             ValueError: see `checkpoint.load`. The hook is as it was before.
         """
         self.clock.end()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # they were given when the hook was attached
-            fresh = self.config.bind(self.bound.group)
+        fresh = self._bind_again()
         models = self.local.models
         steps, differences = self.call(
             lambda: checkpoint.load(state, self.config, fresh, self.layout.shapes, strict, models)
         )
-        self.bound = fresh
-        if self._engine is not None:
-            self._steps.bound = fresh
-        self.clock.steps = steps
+        self._take_over(fresh, steps)
         return differences
 
     def trampoline(self, hook: CommHook | DDPHook, model: DistributedDataParallel) -> Trampoline:
         """The function that DDP calls for each bucket of `model`."""
-        self._usage.watch(self.layout.trained if self._needs_usage(model) else {})
+        may_be_unused = model.find_unused_parameters
+        watches = self.bound.averages_models or (may_be_unused and self.bound.has_memory)
+        self._usage.watch(self.layout.trained if watches else {})
         watched = LocalPhase(model, self.local, self.bound.averages_models)
         # Since PyTorch 2.7.
         last_may_be_skipped = getattr(model, "skip_all_reduce_unused_params", False)
@@ -141,7 +153,8 @@ class Runtime:
             index, is_last = bucket.index(), bucket.is_last()
             step = self._step_of(index, is_last, last_may_be_skipped)
             is_late = watched.begin(self.bound, step)
-            plain = Bucket(index, is_last, step, slots, usage.unused(slots), _current_scale(self._grad_scaler))
+            unused = usage.unused(slots) if may_be_unused and watches else None
+            plain = Bucket(index, is_last, step, slots, unused, _current_scale(self._grad_scaler))
             return engine.submit(lambda: self._reduce(flat, plain, is_late), flat.device)
 
         return trampoline

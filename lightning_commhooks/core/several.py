@@ -95,7 +95,11 @@ class Attachments:
             ValueError: a state does not fit, or there are more or fewer than models.
         """
         attachments = self.open()
+        if not attachments:
+            return  # nothing to communicate, in a single process
         if states is None:
+            for attachment in attachments:
+                attachment.reset_state()
             if any(attachment.has_state for attachment in attachments):
                 warnings.warn(
                     f"{source} has no state of communication hooks: it was saved without them. They begin anew, at "

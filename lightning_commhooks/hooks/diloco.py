@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from lightning_commhooks.core.averaging import average_, flat_view
+from lightning_commhooks.core.averaging import average_, check_same, flat_view
 from lightning_commhooks.core.checkpoint import StateReader, StateWriter
 from lightning_commhooks.core.collectives import Group
 from lightning_commhooks.core.hook import BoundHook, Bucket
@@ -127,6 +127,7 @@ class _BoundDiLoCo(BoundLocalSGD):
 
     def _outer_step(self, stepped: OptimizerStep) -> None:
         parameters = {name: flat_view(p) for name, p in stepped.parameters.items() if name in self._anchors}
+        check_same(f"take an outer step of {len(parameters)} parameters of {stepped.optimizer!r}", self.group)
         moves = {name: self._anchors[name] - _at_least_float32(p) for name, p in parameters.items()}
         self._average_(list(moves.values()))
         for name, gradient in moves.items():

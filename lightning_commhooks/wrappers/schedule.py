@@ -60,7 +60,10 @@ class _BoundSchedule(BoundHook):
         self._phases = {start: hook.bind(group) for start, hook in hooks.items()}
         self.has_memory = any(phase.has_memory for phase in self._phases.values())
         self.averages_models = any(phase.averages_models for phase in self._phases.values())
-        self.average_buffers = any(phase.average_buffers for phase in self._phases.values())
+        choices = {phase.average_buffers for phase in self._phases.values() if phase.averages_models}
+        if len(choices) > 1:
+            raise ValueError("hooks of a Schedule that average models must have the same average_buffers")
+        self.average_buffers = True in choices
         # For each parameter, when the phase that last averaged it began; and what that will be after this step.
         self._last_phase: dict[str, int] = {}
         self._next_phase: dict[str, int] = {}
