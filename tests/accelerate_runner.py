@@ -5,6 +5,7 @@ import sys
 
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from accelerate.utils import DataLoaderConfiguration, DDPCommunicationHookType, DistributedType, gather_object
 from torch.utils.data import DataLoader
 
@@ -87,8 +88,34 @@ def two_models() -> dict:
     return result
 
 
+def mixed_precision() -> dict:
+    """bf16 autocast, with a hook that has memory."""
+    torch.manual_seed(0)
+    handler = CommHookKwargs(hook=PowerSGD(start_powerSGD_iter=1))
+    # Accelerators of one process share what they are made with.
+    AcceleratorState._reset_state()
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16", kwargs_handlers=[handler])
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64))  # Accelerate converts what the model itself returns
+    dtypes = []
+    handle = model[0].register_forward_hook(lambda module, inputs, output: dtypes.append(str(output.dtype)))
+    before = sum(p.double().abs().sum().item() for p in model.parameters())
+    prepared = train(accelerator, model, steps=5)
+    handle.remove()
+    result = {
+        "dtypes": sorted(set(dtypes)),
+        "comm_hook": prepared._get_ddp_logging_data()["comm_hook"],
+        "compressed": handler.attachments[0].metrics()["numel_compressed"],
+        "sums": gather_object([sum(p.double().abs().sum().item() for p in model.parameters())]),
+        "before": before,
+    }
+    handler.attachments[0].close()
+    accelerator.free_memory()
+    AcceleratorState._reset_state()
+    return result
+
+
 def main() -> None:
-    results = {"two_models": two_models()}
+    results = {"two_models": two_models(), "mixed_precision": mixed_precision()}
     for key, hook in HOOKS.items():
         torch.manual_seed(0)
         handler = CommHookKwargs(hook=hook, bucket_cap_mb=1, find_unused_parameters=True)

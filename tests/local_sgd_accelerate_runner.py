@@ -211,6 +211,13 @@ def refusals():
     return texts
 
 
+def in_one_process(path):
+    """What a checkpoint of two processes evaluates to in one, where there is no DDP."""
+    run = Run(HOOKS["post_localsgd"])
+    run.accelerator.load_state(path)
+    return run.evaluate()
+
+
 def main():
     folder = sys.argv[1]
     warnings.filterwarnings("ignore", message="hook='.*' never averaged")

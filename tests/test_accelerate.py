@@ -50,6 +50,14 @@ def test_each_model_has_its_own_state(results):
     assert result["sums"][0] == result["sums"][1]
 
 
+def test_mixed_precision(results):
+    result = results["mixed_precision"]
+    assert result["dtypes"] == ["torch.bfloat16"]
+    assert result["comm_hook"] == "lightning_commhooks:powersgd"
+    assert result["compressed"] == 4 * 64 * 64
+    assert result["sums"][0] == result["sums"][1] != result["before"]
+
+
 def test_ddp_fields_reach_ddp_and_no_others():
     handler = CommHookKwargs(hook="bf16", bucket_cap_mb=7)
     assert handler.to_kwargs() == {"bucket_cap_mb": 7}

@@ -1,11 +1,15 @@
 """Local SGD under Accelerate in two real processes: trajectories, evaluation, checkpoints, refusals."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 from local_sgd_accelerate_runner import PERIOD, batch, loss, make_model
 from local_sgd_reference import Simulation
 from safetensors.torch import load_file
-from torchrun import run_twice
+from torchrun import FOLDER, run_twice
 
 OUTER = {"lr": 0.7, "momentum": 0.9, "nesterov": True}
 
@@ -114,6 +118,17 @@ def test_checkpoint_has_averaged_weights(results, folder):
     saved = load_file(folder / "post_localsgd-True" / "model.safetensors")
     trajectories = [rank["undisturbed"]["trajectory"] for rank in results]
     assert distance(saved, mean([trajectory[5] for trajectory in trajectories])) < 1e-15
+
+
+def test_checkpoint_in_a_single_process_evaluates_to_what_two_saw(results, folder):
+    path = str(folder / "post_localsgd-True")
+    code = f"import local_sgd_accelerate_runner as runner; print('value', runner.in_one_process({path!r}))"
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{FOLDER.parent}{os.pathsep}{FOLDER}"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=env)
+    assert done.returncode == 0, done.stderr
+    value = float(done.stdout.split("value")[1])
+    for rank in results:
+        assert rank["evaluations"][False]["value"] == pytest.approx(value, abs=1e-14)
 
 
 def test_checkpoints_with_and_without_the_handler(results):
