@@ -10,16 +10,17 @@ from torch.nn.parallel import DistributedDataParallel
 
 import lightning_commhooks as lc
 
-WARM_UP = {"start_localSGD_iter": 1000, "post_local_gradient_allreduce": False}
 # Options with which a hook shows what it does within a few steps. A hook that is not here has its defaults.
 OPTIONS = {
     "powersgd": {"start_powerSGD_iter": 0, "matrix_approximation_rank": 2},
     "batched_powersgd": {"start_powerSGD_iter": 0, "matrix_approximation_rank": 2},
     # Averages gradients; test_local_sgd*.py are about what comes later.
-    **dict.fromkeys(["post_localsgd", "hierarchical_localsgd", "diloco"], WARM_UP),
+    "post_localsgd": {"start_localSGD_iter": 1000, "post_local_gradient_allreduce": False},
 }
 POWERSGD = lc.PowerSGD(**OPTIONS["powersgd"])
-HOOKS = {name: lc.get_hook(name, **OPTIONS.get(name, {})) for name in lc.available_hooks()} | {
+# These do with gradients what post_localsgd does, by the same code.
+ALIKE = {"hierarchical_localsgd", "diloco"}
+HOOKS = {name: lc.get_hook(name, **OPTIONS.get(name, {})) for name in lc.available_hooks() if name not in ALIKE} | {
     "fp16+float32": lc.FP16(accumulate_dtype="float32"),
     "bf16+float32": lc.BF16(accumulate_dtype="float32"),
     "powersgd+batch": lc.PowerSGD(**OPTIONS["powersgd"], batch_tensors_with_same_shape=True),

@@ -302,8 +302,8 @@ SIDE = int((NUMEL - 1) ** 0.5) + 1
 DENSE, FACTORS = powersgd_elements(2)
 # Bytes that each of w ranks sends per step with one bucket of float32 gradients.
 BYTES = {
-    # Those of local SGD are in their warm-up.
-    **dict.fromkeys(["allreduce", "post_localsgd", "hierarchical_localsgd", "diloco"], lambda w: ring(w, 4 * NUMEL)),
+    "allreduce": lambda w: ring(w, 4 * NUMEL),
+    "post_localsgd": lambda w: ring(w, 4 * NUMEL),  # in its warm-up
     "allgather": lambda w: (w - 1) * 4 * NUMEL,
     "noop": lambda w: 0,
     "fp16": lambda w: ring(w, 2 * NUMEL),

@@ -17,7 +17,7 @@ STEPS = 5
 DIFFERENCE = {"fp16": 0.02, "fp16+float32": 0.02, "bf16": 0.05, "bf16+float32": 0.05, "post_localsgd": 2e-4}
 # Averaging models after every step of plain SGD is averaging gradients.
 LOCAL = {"post_localsgd": lc.PostLocalSGD(period=1, start_localSGD_iter=0, post_local_gradient_allreduce=False)}
-LABELS = {label: hook for label, hook in HOOKS.items() if label not in ("hierarchical_localsgd", "diloco")} | LOCAL
+LABELS = HOOKS | LOCAL
 LOSSY = {"powersgd", "powersgd+batch", "batched_powersgd", "cast", "schedule", "noop"}
 
 
