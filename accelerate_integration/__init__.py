@@ -4,7 +4,7 @@
 `use_comm_hook(trainer, "powersgd")`
 """
 
-from accelerate_integration.trainer import CommHookTrainerMixin, use_comm_hook
 from accelerate_integration.kwargs import CommHookKwargs
+from accelerate_integration.trainer import CommHookTrainerMixin, use_comm_hook
 
 __all__ = ["CommHookKwargs", "CommHookTrainerMixin", "use_comm_hook"]
