@@ -128,15 +128,22 @@ def _load_everywhere(path: Path) -> list[dict[str, Any]] | None:
     """States in a file, `None` if no rank finds it.
 
     Raises:
-        ValueError: only some ranks find it.
+        ValueError: some rank does not find it, though others do, or cannot read it. On all ranks.
     """
-    found = gather_object([path.exists()])
-    if not any(found):
+    states, problem = None, ""
+    try:
+        states = torch.load(path, map_location="cpu", weights_only=True)["attachments"]
+    except FileNotFoundError:
+        problem = "not there"
+    except Exception as error:
+        problem = f"unreadable: {error!r}"
+    problems = gather_object([problem])
+    if all(each == "not there" for each in problems):
         return None
-    if not all(found):
+    if any(problems):
+        rank = next(rank for rank, each in enumerate(problems) if each)
         raise ValueError(
-            f"{path} is there on rank {found.index(True)}, but not on rank {found.index(False)}; put checkpoints on a "
-            "file system that all nodes share, or copy them"
+            f"{path} is {problems[rank]} on rank {rank}; put checkpoints on a file system that all nodes share, or "
+            "copy them"
         )
-    states: list[dict[str, Any]] = torch.load(path, map_location="cpu", weights_only=True)["attachments"]
     return states

@@ -7,8 +7,8 @@ import inspect
 import logging
 import sys
 import warnings
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -30,6 +30,15 @@ _REPLACED = {
     "ddp_comm_wrapper": "use hook=Cast(hook, 'fp16') or hook=Cast(hook, 'bf16')",
     "model_averaging_period": "use hook=PostLocalSGD(period=...)",
 }
+
+
+@contextmanager
+def refusals_as(misconfiguration: type[Exception], strategy: object) -> Iterator[None]:
+    """Raise a `ValueError` as Lightning's own exception, which names the strategy."""
+    try:
+        yield
+    except ValueError as error:
+        raise misconfiguration(f"{type(strategy).__name__}: {error}") from error
 
 
 class AverageFirst:
@@ -72,10 +81,8 @@ class CompressedDDPMixin:
             raise self._misconfiguration(
                 f"{type(self).__name__} has no option {unknown[0]!r}, and neither has DistributedDataParallel"
             )
-        try:
+        with refusals_as(self._misconfiguration, self):
             self._hook = resolve_hook(hook, hook_state)
-        except ValueError as error:
-            raise self._misconfiguration(f"{type(self).__name__}: {error}") from error
         self._hook_state = hook_state
         self._exact_state = exact_state
         self._strict_state = strict_state
@@ -103,7 +110,7 @@ class CompressedDDPMixin:
         self._last_state = None
         model = self.model
         assert isinstance(model, DistributedDataParallel)
-        try:
+        with refusals_as(self._misconfiguration, self):
             self._attachment = attach(
                 model,
                 self._hook,
@@ -112,21 +119,17 @@ class CompressedDDPMixin:
                 exact_state=self._exact_state,
                 optimizers=lambda: self.optimizers,  # type: ignore[attr-defined]
             )
-        except ValueError as error:
-            raise self._misconfiguration(f"{type(self).__name__}: {error}") from error
         self._check_registered(model)
 
     def setup_optimizers(self, trainer: Any) -> None:
         """Make the optimizers; let a hook that averages models know of them."""
         super().setup_optimizers(trainer)  # type: ignore[misc]
-        attachment = self._attachment
-        if attachment is None or attachment.is_closed or not attachment.averages_models:
+        attachment = self._averaging()
+        if attachment is None:
             return
-        for optimizer in self.optimizers:  # type: ignore[attr-defined]
-            try:
+        with refusals_as(self._misconfiguration, self):
+            for optimizer in self.optimizers:  # type: ignore[attr-defined]
                 attachment.add_optimizer(optimizer)
-            except ValueError as error:
-                raise self._misconfiguration(f"{type(self).__name__}: {error}") from error
         self._callback = self._callback_class()
         trainer.callbacks.insert(0, self._callback)
 
@@ -252,10 +255,8 @@ class CompressedDDPMixin:
         attachment = self._attachment
         assert attachment is not None
         if state:
-            try:
+            with refusals_as(self._misconfiguration, self):
                 attachment.load_state_dict(state, strict_state=self._strict_state)
-            except ValueError as error:
-                raise self._misconfiguration(f"{type(self).__name__}: {error}") from error
             return
         attachment.reset_state()
         if attachment.has_state and self.is_global_zero:  # type: ignore[attr-defined]

@@ -21,7 +21,7 @@ from lightning_commhooks.core.attach import attach, resolve_hook
 from lightning_commhooks.core.attachment import Attachment
 from lightning_commhooks.core.hook import CommHook
 from lightning_commhooks.core.several import Attachments
-from lightning_commhooks.ddp_mixin import CHECKPOINT_KEY
+from lightning_commhooks.ddp_mixin import CHECKPOINT_KEY, refusals_as
 from lightning_commhooks.hooks import HookName
 
 
@@ -60,10 +60,8 @@ class CompressedDDPFabricStrategy(DDPStrategy):
         resync: bool = False,
         **kwargs: Any,
     ) -> None:
-        try:
+        with refusals_as(MisconfigurationException, self):
             self._hook = resolve_hook(hook, hook_state)
-        except ValueError as error:
-            raise MisconfigurationException(f"{type(self).__name__}: {error}") from error
         self._hook_state = hook_state
         self._exact_state = exact_state
         self.attachments: list[Attachment] = []
@@ -74,7 +72,7 @@ class CompressedDDPFabricStrategy(DDPStrategy):
     def setup_module(self, module: Module) -> DistributedDataParallel:
         """Wrap a module in DDP and register the hook."""
         model = super().setup_module(module)
-        try:
+        with refusals_as(MisconfigurationException, self):
             attachment = attach(
                 model,
                 self._hook,
@@ -84,17 +82,13 @@ class CompressedDDPFabricStrategy(DDPStrategy):
             )
             self.attachments.append(attachment)
             self._together.add(attachment, self._optimizers)
-        except ValueError as error:
-            raise MisconfigurationException(f"{type(self).__name__}: {error}") from error
         return model
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Let hooks that average models know of an optimizer."""
         optimizer = super().setup_optimizer(optimizer)
-        try:
+        with refusals_as(MisconfigurationException, self):
             self._together.add_optimizer(optimizer)
-        except ValueError as error:
-            raise MisconfigurationException(f"{type(self).__name__}: {error}") from error
         self._optimizers.append(optimizer)
         return optimizer
 
@@ -115,10 +109,8 @@ class CompressedDDPFabricStrategy(DDPStrategy):
         """Load, and after the models the hooks' state."""
         rest = super().load_checkpoint(path, state, *args, **kwargs)
         if isinstance(state, dict) and _has_model(state):
-            try:
+            with refusals_as(MisconfigurationException, self):
                 self._together.load_state_dict(rest.pop(CHECKPOINT_KEY, None), str(path))
-            except ValueError as error:
-                raise MisconfigurationException(f"{type(self).__name__}: {error}") from error
         return rest
 
 

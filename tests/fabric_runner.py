@@ -7,6 +7,7 @@ import torch
 from lightning.fabric import Fabric
 from lightning.fabric.strategies import DDPStrategy
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from small_task import batch, loss, make_model
 
 import lightning_commhooks as lc
 from lightning_commhooks import CompressedDDPFabricStrategy
@@ -17,20 +18,6 @@ HOOKS = {
     "post_localsgd": lc.PostLocalSGD(period=4, **ALONE),
     "diloco": lc.DiLoCo(period=4, **ALONE),
 }
-
-
-def make_model(seed=3):
-    torch.manual_seed(seed)
-    return torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3)).double()
-
-
-def batch(rank, number):
-    generator = torch.Generator().manual_seed(1000 * number + rank)
-    return torch.randn(4, 6, generator=generator, dtype=torch.float64)
-
-
-def loss(model, x):
-    return (model(x) - x[:, :3].sin() * 2).square().mean()
 
 
 def parameters(model):

@@ -1,5 +1,6 @@
 """Run by `test_local_sgd_accelerate.py` in each of two processes: local SGD under `Accelerator`, results as a file."""
 
+import shutil
 import sys
 import warnings
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs
+from small_task import batch, loss, make_model
 
 import lightning_commhooks as lc
 from accelerate_integration import CommHookKwargs
@@ -14,20 +16,6 @@ from accelerate_integration import CommHookKwargs
 PERIOD = 4
 ALONE = {"start_localSGD_iter": 0, "post_local_gradient_allreduce": False}
 HOOKS = {"post_localsgd": lc.PostLocalSGD(period=PERIOD, **ALONE), "diloco": lc.DiLoCo(period=PERIOD, **ALONE)}
-
-
-def make_model():
-    torch.manual_seed(3)
-    return torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3)).double()
-
-
-def batch(rank, number):
-    generator = torch.Generator().manual_seed(1000 * number + rank)
-    return torch.randn(4, 6, generator=generator, dtype=torch.float64)
-
-
-def loss(model, x):
-    return (model(x) - x[:, :3].sin() * 2).square().mean()
 
 
 class Run:
@@ -211,6 +199,24 @@ def refusals():
     return texts
 
 
+def broken_on_one_rank(folder):
+    """What each rank says of a file that rank 1 cannot read."""
+    run = Run(HOOKS["post_localsgd"])
+    own = Path(folder, f"own-{run.rank}")
+    own.mkdir()
+    if run.rank:
+        (own / "lightning_commhooks.bin").write_bytes(b"nothing that torch could load")
+    else:
+        shutil.copy(f"{folder}/post_localsgd-True/lightning_commhooks.bin", own)
+    text = ""
+    try:
+        run.handler.companion(run.accelerator).read(own)
+    except ValueError as error:
+        text = str(error)
+    run.close()
+    return text
+
+
 def in_one_process(path):
     """What a checkpoint of two processes evaluates to in one, where there is no DDP."""
     run = Run(HOOKS["post_localsgd"])
@@ -229,6 +235,7 @@ def main():
         "within_a_step": within_a_step(),
         "states": {exact: states(folder, exact) for exact in (False, True)},
         "foreign_state": foreign_state(folder),
+        "broken_on_one_rank": broken_on_one_rank(folder),
         "refusals": refusals(),
     }
     accelerator = Accelerator(cpu=True)

@@ -5,7 +5,8 @@ import torch
 from torchrun import run_twice
 
 pytest.importorskip("lightning")
-from fabric_runner import HOOKS, batch, loss, make_model  # after the check
+from fabric_runner import HOOKS  # after the check
+from small_task import batch, loss, make_model
 
 import lightning_commhooks as lc
 

@@ -6,9 +6,10 @@ import sys
 
 import pytest
 import torch
-from local_sgd_accelerate_runner import PERIOD, batch, loss, make_model
+from local_sgd_accelerate_runner import PERIOD
 from local_sgd_reference import Simulation
 from safetensors.torch import load_file
+from small_task import batch, loss, make_model
 from torchrun import FOLDER, run_twice
 
 OUTER = {"lr": 0.7, "momentum": 0.9, "nesterov": True}
@@ -135,6 +136,12 @@ def test_checkpoints_with_and_without_the_handler(results):
     for rank in results:
         assert rank["foreign_state"]["same"]
         assert any("no state of communication hooks" in text for text in rank["foreign_state"]["warnings"])
+
+
+def test_file_that_one_rank_cannot_read_is_an_error_on_all(results):
+    for rank in results:
+        assert "is unreadable: " in rank["broken_on_one_rank"]
+        assert "on rank 1" in rank["broken_on_one_rank"]
 
 
 def test_optimizers_that_cannot_step_alone_are_refused_in_either_order(results):

@@ -263,6 +263,15 @@ def refused_and_attached_again(rank, world):
         attachment.close()
 
 
+def refused_by_others_only(rank, world):
+    ddp = DistributedDataParallel(nn.Linear(2, 2))
+    lc.attach(ddp, "bf16", optimizers=[object()]).close()
+
+
+def test_hooks_that_average_gradients_take_no_offence_at_optimizers(run):
+    run(refused_by_others_only)
+
+
 def test_refused_optimizer_leaves_the_model_as_it_was(run):
     run(refused_and_attached_again)
 

@@ -82,13 +82,15 @@ def attach(
         raise ValueError(f"communication hooks run on CPU and CUDA devices, the model is on {device}")
     if not isinstance(resolved, CommHook):
         warn_if_broken_here(resolved, backend_for(model.process_group, device))
-    if optimizers is not None and not callable(optimizers):
-        optimizers = list(optimizers)
-        for optimizer in optimizers:
-            check_optimizer(optimizer)
     runtime = Runtime(resolved, hook_name(resolved), model.process_group, device, hook_state, grad_scaler)
     attachment = Attachment(resolved, runtime, exact_state)
     try:
+        if optimizers is not None and not callable(optimizers):
+            optimizers = list(optimizers)
+            if attachment.averages_models:
+                # Before the model has a hook, which DDP does not give back.
+                for optimizer in optimizers:
+                    check_optimizer(optimizer)
         attachment._connect(model)
         attachment._set_optimizers(optimizers)
     except BaseException:

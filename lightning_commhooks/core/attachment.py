@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -252,15 +252,14 @@ class Attachment:
             self._finalizer.detach()
         self._finalizer = weakref.finalize(model, self._runtime.close)
 
-    def _set_optimizers(self, optimizers: Iterable[Optimizer] | Callable[[], Iterable[Optimizer]] | None) -> None:
+    def _set_optimizers(self, optimizers: Collection[Optimizer] | Callable[[], Iterable[Optimizer]] | None) -> None:
         local = self._runtime.local
         local.models.average_buffers = self._runtime.bound.average_buffers
         if callable(optimizers):
             local.find_optimizers = optimizers
         elif optimizers is not None:
-            given = list(optimizers)
-            local.reported_by_user = not given
-            for optimizer in given:
+            local.reported_by_user = not optimizers
+            for optimizer in optimizers:
                 self.add_optimizer(optimizer)
 
     def close(self) -> None:

@@ -105,12 +105,11 @@ class LocalSteps:
         if not self.models.is_swapped or self.models.stepped(optimizer, -1) is None:
             return
         self.hide_average()
+        self._refuse_while_swapped()
+
+    def _refuse_while_swapped(self) -> None:
         if self.models.is_swapped:
             raise HookError("an optimizer stepped within averaged_weights(), which is for evaluation and saving")
-
-    def _after_hooked_step(self, optimizer: Optimizer) -> None:
-        if self._runtime.bound.averages_models:
-            self._after_step(optimizer)
 
     def after_step(self, optimizer: Optimizer) -> None:
         """The user reports a step.
@@ -126,13 +125,12 @@ class LocalSteps:
             )
         self._after_hooked_step(optimizer)
 
-    def _after_step(self, optimizer: Optimizer) -> None:
+    def _after_hooked_step(self, optimizer: Optimizer) -> None:
         stepped = self.models.stepped(optimizer, self._runtime.clock.steps - 1)
         if stepped is None:
             return
         self._last_reported = self._runtime.clock.steps
-        if self.models.is_swapped:
-            raise HookError("an optimizer stepped within averaged_weights(), which is for evaluation and saving")
+        self._refuse_while_swapped()
         self._runtime.call(lambda: self._tell(stepped))
 
     def _tell(self, stepped: OptimizerStep) -> None:

@@ -117,11 +117,12 @@ class _BoundDiLoCo(BoundLocalSGD):
 
     def _after_local_step(self, num_steps: int, stepped: OptimizerStep) -> None:
         period, fragments = self._config.period, self._config.fragments
-        for k, names in enumerate(_fragments(stepped.parameters, fragments), start=1):
-            # Spread over the period, the last at its end.
-            if names and (num_steps - k * period // fragments) % period == 0:
-                fragment = {name: stepped.parameters[name] for name in names}
-                self._outer_step(dataclasses.replace(stepped, parameters=fragment))
+        # Spread over the period, the last at its end.
+        due = [k for k in range(fragments) if (num_steps - (k + 1) * period // fragments) % period == 0]
+        parts = _fragments(stepped.parameters, fragments) if due else []
+        for names in [parts[k] for k in due if parts[k]]:
+            fragment = {name: stepped.parameters[name] for name in names}
+            self._outer_step(dataclasses.replace(stepped, parameters=fragment))
         if num_steps % period == 0:
             stepped.models.average_buffers_()
 
