@@ -12,18 +12,23 @@ from lightning_commhooks.core.optimizers import OptimizerStep
 from lightning_commhooks.core.registry import available_hooks, get_hook, register
 from lightning_commhooks.hooks import (
     BF16,
+    FP8,
     FP16,
     AllGather,
     AllReduce,
     BatchedPowerSGD,
     DiLoCo,
     HierarchicalLocalSGD,
+    Int4,
+    Int8,
     Noop,
     PostLocalSGD,
     PowerSGD,
+    QuantizePerChannel,
+    QuantizePerTensor,
 )
 from lightning_commhooks.lazy import register_strategy_names
-from lightning_commhooks.wrappers import Cast, Schedule
+from lightning_commhooks.wrappers import Cast, PerParameter, Schedule
 
 if TYPE_CHECKING:
     from lightning_commhooks.fabric import CompressedDDPFabricStrategy as CompressedDDPFabricStrategy
@@ -35,6 +40,7 @@ __version__ = "0.1.0"
 # Without the strategies: a star import must not need Lightning.
 __all__ = [
     "BF16",
+    "FP8",
     "FP16",
     "AllGather",
     "AllReduce",
@@ -47,10 +53,15 @@ __all__ = [
     "DiLoCo",
     "HierarchicalLocalSGD",
     "HookError",
+    "Int4",
+    "Int8",
     "Noop",
     "OptimizerStep",
+    "PerParameter",
     "PostLocalSGD",
     "PowerSGD",
+    "QuantizePerChannel",
+    "QuantizePerTensor",
     "Schedule",
     "attach",
     "available_hooks",

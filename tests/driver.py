@@ -14,9 +14,13 @@ import lightning_commhooks as lc
 OPTIONS = {
     "powersgd": {"start_powerSGD_iter": 0, "matrix_approximation_rank": 2},
     "batched_powersgd": {"start_powerSGD_iter": 0, "matrix_approximation_rank": 2},
+    "int8": {"min_bytes": 0, "block_size": 128},
+    "int4": {"min_bytes": 0},
+    "fp8": {"min_bytes": 0, "block_size": 128, "compress_1d": True},
     # Averages gradients; test_local_sgd*.py are about what comes later.
     "post_localsgd": {"start_localSGD_iter": 1000, "post_local_gradient_allreduce": False},
 }
+INT8 = OPTIONS["int8"]
 POWERSGD = lc.PowerSGD(**OPTIONS["powersgd"])
 # These do with gradients what post_localsgd does, by the same code.
 ALIKE = {"hierarchical_localsgd", "diloco"}
@@ -26,7 +30,13 @@ HOOKS = {name: lc.get_hook(name, **OPTIONS.get(name, {})) for name in lc.availab
     "powersgd+batch": lc.PowerSGD(**OPTIONS["powersgd"], batch_tensors_with_same_shape=True),
     "cast": lc.Cast(POWERSGD, "bf16"),
     "schedule": lc.Schedule({0: "bf16", 2: POWERSGD, 4: "allreduce"}),
+    "per_parameter": lc.PerParameter({"*ir*": "bf16", "second": POWERSGD, "*": lc.Int8(**INT8)}),
 }
+
+# What these round depends on each rank's own residual, so that the mean of them continues a run in another way.
+ROUNDING = {"cast", "int8", "int4", "fp8", "per_parameter"}
+# Their result depends on where DDP's buckets begin and end.
+BY_BUCKET = {"batched_powersgd", "quantize_per_tensor", "quantize_per_channel"}
 
 SHAPES = {
     "first": (24, 40),
@@ -118,8 +128,7 @@ def outputs(rank, world, hook, make, steps, shapes=SHAPES, dtype=torch.float32, 
 
 def owes(hook):
     """Whether a hook has error feedback: its own field or that of a hook inside says so."""
-    inner = hook.hooks.values() if hasattr(hook, "hooks") else [getattr(hook, "hook", None)]
-    return getattr(hook, "use_error_feedback", False) or any(owes(h) for h in inner if h is not None)
+    return getattr(hook, "use_error_feedback", False) or any(owes(inner) for inner in hook.inner)
 
 
 def mean_residuals(state, shapes):
@@ -136,6 +145,8 @@ def mean_residuals(state, shapes):
                 for name, entry in value.items():
                     if "residual" in entry:
                         total[name] += entry["residual"].view(shapes[name])
+                    if "carried" in entry:  # of all ranks together
+                        total[name] += entry["carried"].view(shapes[name])
             elif isinstance(value, dict):
                 visit(value)
 

@@ -18,6 +18,8 @@ from multiprocessing import connection, get_context
 import torch
 import torch.distributed as dist
 
+from lightning_commhooks.core import codec, collectives
+
 SIZE = 4
 THREAD_NAME = "lightning_commhooks"
 
@@ -107,6 +109,8 @@ def _collect(pipes, timeout):
 def _work(pipe, port):
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"
+    # Compiling takes seconds, and the gradients of most tests are too small to be given to what was compiled.
+    collectives.compiled = lambda hook_codec, *_: codec.Kernels(hook_codec)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     while True:
         try:
@@ -143,7 +147,7 @@ def _call(store, rank, world, function, args):
 
 def read_environment():
     """Environment variables, without those that PyTorch and pytest set by themselves."""
-    theirs = ("TORCHINDUCTOR_", "TRITON_", "PYTEST_")
+    theirs = ("TORCHINDUCTOR_", "_TORCHINDUCTOR_", "TRITON_", "PYTEST_")
     return {key: value for key, value in os.environ.items() if not key.startswith(theirs)}
 
 
@@ -153,6 +157,16 @@ def check_no_leaks(num_groups):
     assert not threads, f"leaked threads: {threads}"
     groups = list(dist.distributed_c10d._world.pg_map)
     assert len(groups) == num_groups, f"leaked process groups: {groups[num_groups:]}"
+
+
+@contextlib.contextmanager
+def compiling():
+    """Let the codecs of hooks that are attached meanwhile be compiled."""
+    eager, collectives.compiled = collectives.compiled, codec.compiled
+    try:
+        yield
+    finally:
+        collectives.compiled = eager
 
 
 @contextlib.contextmanager

@@ -14,12 +14,12 @@ import lightning_commhooks as lc
 
 STEPS = 5
 # Largest difference to plain DDP's update, as a fraction of it. Not stated: rounding only.
-DIFFERENCE = {"fp16": 0.02, "bf16": 0.05, "post_localsgd": 2e-4}
+DIFFERENCE = {"fp16": 0.02, "bf16": 0.05, "post_localsgd": 2e-4, "int8": 0.02, "fp8": 0.1, "quantize_per_channel": 0.05}
 # Averaging models after every step of plain SGD is averaging gradients.
 LOCAL = {"post_localsgd": lc.PostLocalSGD(period=1, start_localSGD_iter=0, post_local_gradient_allreduce=False)}
 # Variants of one hook ("fp16+float32") have the contract tests.
 LABELS = {label: hook for label, hook in HOOKS.items() if "+" not in label} | LOCAL
-LOSSY = {"powersgd", "batched_powersgd", "cast", "schedule", "noop"}
+LOSSY = {"powersgd", "batched_powersgd", "cast", "schedule", "noop", "int4", "quantize_per_tensor", "per_parameter"}
 
 
 def mlp():
@@ -131,7 +131,8 @@ def train(rank, world, hook, mode):
     model = build()
     ddp = DistributedDataParallel(model, bucket_cap_mb=SMALL_BUCKETS, **options)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-    attachment = lc.attach(ddp, hook, optimizers=[optimizer]) if hook is not None else None
+    with ignoring("PerParameter: the pattern .* is not the first"):
+        attachment = lc.attach(ddp, hook, optimizers=[optimizer]) if hook is not None else None
     before = flatten(model)
     with ignoring(NOT_AVERAGING, NOTHING_COMPRESSED, TOO_EARLY), ddp.join() if mode == "join" else _nothing():
         for step in range(num_batches(mode, rank)):
@@ -175,5 +176,6 @@ def test_mode(run, world, label, mode):
     if label in LOSSY:
         assert torch.cosine_similarity(updates[0], plain, dim=0) > 0.4
     else:
-        tolerance = DIFFERENCE.get(label, 0.01 if mode == "mixed_dtypes" else 1e-5)
+        # 16-bit weights are rounded once more.
+        tolerance = DIFFERENCE.get(label, 1e-5) + (0.01 if mode == "mixed_dtypes" else 0)
         assert (updates[0] - plain).norm() <= tolerance * plain.norm()

@@ -15,10 +15,15 @@ BUILT_IN = {
     "bf16",
     "diloco",
     "fp16",
+    "fp8",
     "hierarchical_localsgd",
+    "int4",
+    "int8",
     "noop",
     "post_localsgd",
     "powersgd",
+    "quantize_per_channel",
+    "quantize_per_tensor",
 }
 
 MODULE = """

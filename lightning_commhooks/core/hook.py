@@ -100,6 +100,30 @@ class CommHook(ABC):
     name: ClassVar[str]
     aliases: ClassVar[tuple[str, ...]] = ()
 
+    @property
+    def inner(self) -> tuple[CommHook, ...]:
+        """The hooks that this one is made of; none unless it is a wrapper."""
+        return ()
+
+    @property
+    def sends_factors(self) -> bool:
+        """Whether this hook, or one inside, sends numbers by `Group.all_reduce_factors_`, which may be encoded."""
+        return any(hook.sends_factors for hook in self.inner)
+
+    def check_parameters(self, names: Sequence[str]) -> list[str]:
+        """Called when the hook is attached to a model.
+
+        Args:
+            names: of the parameters that are trained.
+
+        Returns:
+            what the user should know, one text each.
+
+        Raises:
+            ValueError: the hook does not fit them.
+        """
+        return [text for hook in self.inner for text in hook.check_parameters(names)]
+
     @abstractmethod
     def bind(self, group: Group) -> BoundHook:
         """Make the runtime object for one model and one process group.

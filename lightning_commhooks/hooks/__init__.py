@@ -7,11 +7,15 @@ from lightning_commhooks.hooks.allgather import AllGather
 from lightning_commhooks.hooks.allreduce import AllReduce
 from lightning_commhooks.hooks.batched_powersgd import BatchedPowerSGD
 from lightning_commhooks.hooks.diloco import DiLoCo
+from lightning_commhooks.hooks.fp8 import FP8
 from lightning_commhooks.hooks.half import BF16, FP16
 from lightning_commhooks.hooks.hierarchical_localsgd import HierarchicalLocalSGD
+from lightning_commhooks.hooks.int4 import Int4
+from lightning_commhooks.hooks.int8 import Int8
 from lightning_commhooks.hooks.noop import Noop
 from lightning_commhooks.hooks.post_localsgd import PostLocalSGD
 from lightning_commhooks.hooks.powersgd import PowerSGD
+from lightning_commhooks.hooks.quantize import QuantizePerChannel, QuantizePerTensor
 
 if TYPE_CHECKING:
     HookName = str
@@ -22,6 +26,7 @@ else:
 
 __all__ = [
     "BF16",
+    "FP8",
     "FP16",
     "AllGather",
     "AllReduce",
@@ -29,7 +34,11 @@ __all__ = [
     "DiLoCo",
     "HierarchicalLocalSGD",
     "HookName",
+    "Int4",
+    "Int8",
     "Noop",
     "PostLocalSGD",
     "PowerSGD",
+    "QuantizePerChannel",
+    "QuantizePerTensor",
 ]

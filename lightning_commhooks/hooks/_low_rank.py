@@ -67,7 +67,7 @@ def power_iteration(
     """Approximate the mean over ranks of each matrix M by P^T Q.
 
     PowerSGD, algorithm 1 of Vogels et al. 2019, https://arxiv.org/abs/1905.13727, from its second line on. Two
-    collectives per dtype.
+    collectives per dtype; `Cast` may have the factors encoded.
 
     Args:
         loaded: this rank's matrices, batches of shape `(k, n, m)`, float32 or float64, each with its product
@@ -80,16 +80,11 @@ def power_iteration(
         `(ps, qs)`: orthonormal P, batches of shape `(k, r, n)`, and Q, `(k, r, m)`, equal on all ranks.
     """
     ps = [product.to(wire_dtype) for _, product in loaded]
-    group.all_reduce_coalesced_([*extra, *ps])
+    group.all_reduce_factors_(extra, ps)
     ps = [orthonormal_basis(p.to(matrix.dtype)) for p, (matrix, _) in zip(ps, loaded, strict=True)]
     qs = [torch.bmm(p, matrix).div_(group.size).to(wire_dtype) for p, (matrix, _) in zip(ps, loaded, strict=True)]
-    group.all_reduce_coalesced_(qs)
+    group.all_reduce_factors_([], qs)
     return ps, [q.to(matrix.dtype) for q, (matrix, _) in zip(qs, loaded, strict=True)]
-
-
-def work_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Dtype of residuals, products and orthogonalization: at least float32."""
-    return torch.promote_types(dtype, torch.float32)
 
 
 def factor_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -98,13 +93,6 @@ def factor_dtype(dtype: torch.dtype) -> torch.dtype:
     A row's norm may exceed the range of float16 though none of its elements does.
     """
     return torch.bfloat16 if dtype == torch.float16 else dtype
-
-
-def to_gradient(mean: Tensor, dtype: torch.dtype) -> Tensor:
-    """Cast an approximation to the gradient's dtype; what float16 cannot hold is clipped and stays owed."""
-    if dtype == torch.float16:
-        mean = mean.clamp(-torch.finfo(dtype).max, torch.finfo(dtype).max)
-    return mean.to(dtype)
 
 
 def sent_is_finite(sent: Tensor, dtype: torch.dtype) -> Tensor:
@@ -117,11 +105,3 @@ def sent_is_finite(sent: Tensor, dtype: torch.dtype) -> Tensor:
     # No element of P^T Q is larger than r times the largest of Q.
     limit = torch.finfo(sent.dtype if dtype == torch.float16 else dtype).max
     return sent.abs().amax() * sent.shape[1] < limit
-
-
-def add_unscaled(memory: Tensor, gradient: Tensor, loss_scale: float | Tensor, out: Tensor) -> Tensor:
-    """`out = memory + gradient / loss_scale`, without waiting for a scale on a CUDA device."""
-    if isinstance(loss_scale, float):
-        return torch.add(memory, gradient, alpha=1 / loss_scale, out=out)
-    # With a dimension, or the division would be in the gradient's own 16 bit and underflow.
-    return torch.div(gradient, loss_scale.reshape(1), out=out).add_(memory)

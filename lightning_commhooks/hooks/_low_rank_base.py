@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import logging
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_commhooks.core.checkpoint import StateReader, StateWriter
 from lightning_commhooks.core.collectives import Group
-from lightning_commhooks.core.hook import BoundHook, Bucket, CommHook
+from lightning_commhooks.core.hook import Bucket, CommHook
 from lightning_commhooks.core.memory import Memory
 from lightning_commhooks.core.metrics import Counters
+from lightning_commhooks.hooks._by_parameter import BoundByParameter, Entry, P
 from lightning_commhooks.hooks._low_rank import orthonormal_basis, random_factor, revive
-from lightning_commhooks.hooks._low_rank_state import Entry, loaded, saved, settled
+from lightning_commhooks.hooks._low_rank_state import loaded, saved, settled
 
 logger = logging.getLogger("lightning_commhooks.hooks.powersgd")
 
@@ -32,6 +33,10 @@ class LowRankConfig(CommHook):
     orthogonalization_epsilon: float = 0
     random_seed: int = 0
     compression_stats_logging_frequency: int = 10_000
+
+    @property
+    def sends_factors(self) -> bool:
+        return True
 
     def __post_init__(self) -> None:
         for field, lowest in (
@@ -127,38 +132,12 @@ class Factor:
         self.q = Memory(torch.stack(start))
 
 
-class Plan(ABC):
-    """What to do with one bucket, and its memory."""
-
-    @property
-    @abstractmethod
-    def memories(self) -> list[Memory]:
-        """All memory."""
-
-    @abstractmethod
-    def entries(self) -> dict[str, Entry]:
-        """Views of the memory by key."""
-
-
-P = TypeVar("P", bound=Plan)
-
-
-class BoundLowRank(BoundHook, Generic[P]):
-    """Memory by parameter name, the dense first steps and the random starts.
-
-    Residuals have their slot's shape, on this rank; factors are equal on all ranks. The plans of subclasses lay
-    them out in larger tensors for one bucket at a time. What is in no plan is stored by key: the name of a
-    parameter, or the names of several.
-    """
-
-    has_memory = True
+class BoundLowRank(BoundByParameter[P]):
+    """The dense first steps and the random starts. Residuals differ between ranks; factors are equal on all of them."""
 
     def __init__(self, config: LowRankConfig, group: Group) -> None:
         super().__init__(group)
         self._config = config
-        self._plans: dict[tuple[str, ...], P] = {}
-        self._stored: dict[str, Entry] = {}
-        self._drained: list[str] = []
         self._stats = LowRankStats(config)
 
     def reduce(self, flat: Tensor, bucket: Bucket) -> Tensor | None:
@@ -166,32 +145,14 @@ class BoundLowRank(BoundHook, Generic[P]):
             self.group.counters.numel_uncompressed += flat.numel()
             self.group.all_reduce_mean_(flat)
             return None
-        if bucket.names not in self._plans:
-            # The first time, or DDP has rebuilt its buckets: memory moves along by name.
-            self._store([names for names in self._plans if set(names) & set(bucket.names)])
-            self._plans[bucket.names] = self._make_plan(flat, bucket)
-        finite, num_dense, num_factors = self._reduce_compressed(flat, bucket, self._plans[bucket.names])
+        finite, num_dense, num_factors = self._reduce_compressed(flat, bucket, self._plan(flat, bucket))
         self._stats.record(self.group.counters, flat.numel(), num_dense, num_factors)
         self._stats.log(bucket)
         return finite
 
     @abstractmethod
-    def _make_plan(self, flat: Tensor, bucket: Bucket) -> P:
-        """Lay out the memory of one bucket, with what is stored of its parameters."""
-
-    @abstractmethod
     def _reduce_compressed(self, flat: Tensor, bucket: Bucket, plan: P) -> tuple[Tensor, int, int]:
         """`reduce` once compression has begun; returns also the elements sent as they are, and as factors."""
-
-    def end_step(self, finite: Tensor) -> None:
-        for plan in self._plans.values():
-            for memory in plan.memories:
-                memory.end_step(finite)
-        # A CUDA device is waited for here: in the first step of another phase of a `Schedule`.
-        if self._drained and finite:
-            for name in self._drained:
-                self._stored.pop(name, None)
-        self._drained = []
 
     def _make_factor(self, names: list[str], shape: tuple[int, int], like: Tensor) -> Factor:
         stored = [self._stored.get(name, {}).get("factor") for name in names]
@@ -207,42 +168,19 @@ class BoundLowRank(BoundHook, Generic[P]):
     def _random(self, names: list[str], shape: tuple[int, int], step: int, like: Tensor) -> Tensor:
         return torch.stack([random_factor(name, shape, self._config.random_seed, step, like) for name in names])
 
-    def _store(self, plans: list[tuple[str, ...]]) -> None:
-        for names in plans:
-            self._stored |= self._plans.pop(names).entries()
+    def _settled(self, entry: Entry) -> Tensor:
+        return settled(entry)
 
-    def drain_(self, flat: Tensor, bucket: Bucket) -> None:
-        self._store(list(self._plans))
-        for slot in bucket.slots:
-            entry = self._stored.get(slot.name, {})
-            if "residual" in entry:
-                slot.view(flat).add_(settled(entry) * bucket.loss_scale)
-                self._drained.append(slot.name)
+    def _saved(self, entry: Entry, writer: StateWriter) -> Entry:
+        return saved(entry, writer)
 
-    def state_dict(self, writer: StateWriter) -> dict[str, Any]:
-        live = [plan.entries() for plan in self._plans.values()]
-        entries = {key: entry for part in (self._stored, *live) for key, entry in part.items()}
-        return {"entries": {key: saved(entries[key], writer) for key in sorted(entries)}}
-
-    def load_state_dict(self, state: dict[str, Any], reader: StateReader) -> None:
-        stored = {}
-        for key, part in reader.section(state, "entries").items():
-            shapes = [reader.shape_of(name) for name in key.split("\n")]
-            expected = self._entry_shapes([shape for shape in shapes if shape is not None])
-            if None in shapes:
-                reader.differs(f"it has memory of {key!r}, but the model no such parameter")
-            elif not expected:
-                reader.differs(f"parameter {key!r} is compressed in the state and not any more")
-            else:
-                stored[key] = loaded(key, part, expected, reader)
-        self._plans, self._stored = {}, stored
+    def _loaded(self, key: str, part: Any, shapes: list[tuple[int, ...]], reader: StateReader) -> Entry | None:
+        expected = self._entry_shapes(shapes)
+        return loaded(key, part, expected, reader) if expected else None
 
     @abstractmethod
     def _entry_shapes(self, shapes: list[tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
         """Shapes that an entry has, given those of the parameters in its key; none if it is not compressed."""
-
-    def release(self) -> None:
-        self._plans, self._stored, self._drained = {}, {}, []
 
     def compression_stats(self) -> tuple[float, int, int]:
         return self._stats.as_tuple()

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from lightning_commhooks.core.checkpoint import StateReader, StateWriter
+from lightning_commhooks.hooks._by_parameter import Entry
 
-# "residual", what is owed, before "sent_p"^T "sent_q" is taken from it if there is such; "factor", the last Q.
-Entry = dict[str, Tensor]
+# An entry has "residual", what is owed, before "sent_p"^T "sent_q" is taken from it if there is such; "factor", the
+# last Q.
 
 
 def settled(entry: Mapping[str, Tensor]) -> Tensor:

@@ -13,16 +13,14 @@ from lightning_commhooks.core.collectives import Group
 from lightning_commhooks.core.hook import BoundHook, Bucket, Slot
 from lightning_commhooks.core.memory import Memory
 from lightning_commhooks.core.registry import register
+from lightning_commhooks.hooks._by_parameter import Entry, Plan
 from lightning_commhooks.hooks._low_rank import (
-    add_unscaled,
     factor_dtype,
     power_iteration,
     sent_is_finite,
-    to_gradient,
-    work_dtype,
 )
-from lightning_commhooks.hooks._low_rank_base import BoundLowRank, Factor, LowRankConfig, Plan
-from lightning_commhooks.hooks._low_rank_state import Entry
+from lightning_commhooks.hooks._low_rank_base import BoundLowRank, Factor, LowRankConfig
+from lightning_commhooks.hooks._precision import add_unscaled, to_gradient, work_dtype
 
 
 @register

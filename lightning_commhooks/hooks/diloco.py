@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
+from lightning_commhooks.codecs import Int4Codec, Int8Codec
 from lightning_commhooks.core.averaging import average_, check_same, flat_view
 from lightning_commhooks.core.checkpoint import StateReader, StateWriter
 from lightning_commhooks.core.collectives import Group
@@ -16,6 +17,8 @@ from lightning_commhooks.core.hook import BoundHook, Bucket
 from lightning_commhooks.core.optimizers import OptimizerStep
 from lightning_commhooks.core.registry import register
 from lightning_commhooks.hooks._local_sgd import BoundLocalSGD, LocalSGDConfig, check_integer
+
+_CODECS = {"int8": Int8Codec(), "int4": Int4Codec()}
 
 
 @register
@@ -30,7 +33,8 @@ class DiLoCo(LocalSGDConfig):
     section 2.2: the model is averaged in parts, at different steps, so that no step carries all of it; without that
     paper's overlap and mixing. Inner optimizers keep their state, as in the papers.
 
-    Sends 2(w-1)/w times the parameters every `period` steps, half of it with `"bf16"`. Needs memory for the common
+    Sends 2(w-1)/w times the parameters every `period` steps, half of it with `"bf16"`, a quarter with `"int8"`,
+    a seventh with `"int4"`. Needs memory for the common
     model and the outer momentum, at least float32 each.
 
     Args:
@@ -39,7 +43,8 @@ class DiLoCo(LocalSGDConfig):
         outer_momentum: its momentum.
         nesterov: whether that is Nesterov momentum.
         pseudo_gradient: what a rank's move is sent as: `"fp32"`, in the parameters' precision, at least float32; or
-            `"bf16"`, each rank's move rounded once, summed in float32 and rounded once more.
+            `"bf16"`, each rank's move rounded once, summed in float32 and rounded once more; or `"int8"` or `"int4"`,
+            the same with blocks of integers (`Int8Codec`, `Int4Codec`). What is rounded away is not made up for.
         fragments: parts, of about the same size, in which the parameters of an optimizer are averaged, each once in a
             period. At most `period`. A single parameter is not divided, so there are fewer parts when it is larger
             than they should be.
@@ -61,7 +66,7 @@ class DiLoCo(LocalSGDConfig):
     outer_lr: float = 0.7
     outer_momentum: float = 0.9
     nesterov: bool = True
-    pseudo_gradient: Literal["fp32", "bf16"] = "fp32"
+    pseudo_gradient: Literal["fp32", "bf16", "int8", "int4"] = "fp32"
     fragments: int = 1
 
     def __post_init__(self) -> None:
@@ -76,8 +81,10 @@ class DiLoCo(LocalSGDConfig):
             raise ValueError(f"outer_momentum must be in [0, 1), is {self.outer_momentum!r}")
         if not isinstance(self.nesterov, bool):
             raise ValueError(f"nesterov must be True or False, is {self.nesterov!r}")
-        if self.pseudo_gradient not in ("fp32", "bf16"):
-            raise ValueError(f"pseudo_gradient must be 'fp32' or 'bf16', is {self.pseudo_gradient!r}")
+        if self.pseudo_gradient not in ("fp32", "bf16", *_CODECS):
+            raise ValueError(
+                f"pseudo_gradient must be one of {['fp32', 'bf16', *_CODECS]}, is {self.pseudo_gradient!r}"
+            )
 
     def bind(self, group: Group) -> BoundHook:
         return _BoundDiLoCo(self, group)
@@ -91,6 +98,8 @@ class _BoundDiLoCo(BoundLocalSGD):
         # By name, flat in memory order: where the ranks began to move, equal on all of them, and outer momentum.
         self._anchors: dict[str, Tensor] = {}
         self._momenta: dict[str, Tensor] = {}
+        codec = _CODECS.get(config.pseudo_gradient)
+        self._kernels = group.kernels(codec, feedback=False, two_shot=True) if codec is not None else None
 
     def reduce(self, flat: Tensor, bucket: Bucket) -> Tensor | None:
         self._drop_anchors(bucket)
@@ -151,10 +160,14 @@ class _BoundDiLoCo(BoundLocalSGD):
         if self._config.pseudo_gradient == "fp32":
             average_(moves, self.group)
             return
-        half = torch.cat([move.div(self.group.size).to(torch.bfloat16) for move in moves])
-        means = self.group.all_reduce_in_float32(half).split([move.numel() for move in moves])
-        for move, mean in zip(moves, means, strict=True):
-            move.copy_(mean)
+        if self._kernels is not None:
+            mean = self.group.average_flat_encoded(torch.cat(moves), self._kernels)
+        else:
+            mean = self.group.all_reduce_in_float32(
+                torch.cat([move.div(self.group.size).to(torch.bfloat16) for move in moves])
+            )
+        for move, own in zip(moves, mean.split([move.numel() for move in moves]), strict=True):
+            move.copy_(own)
 
     def state_dict(self, writer: StateWriter) -> dict[str, Any]:
         shared = {name: {"anchor": writer.shared(anchor)} for name, anchor in self._anchors.items()}

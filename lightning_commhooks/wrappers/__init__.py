@@ -1,6 +1,7 @@
 """Hooks made of hooks. Each is a `CommHook` itself, so they nest."""
 
 from lightning_commhooks.wrappers.cast import Cast
+from lightning_commhooks.wrappers.per_parameter import PerParameter
 from lightning_commhooks.wrappers.schedule import Schedule
 
-__all__ = ["Cast", "Schedule"]
+__all__ = ["Cast", "PerParameter", "Schedule"]

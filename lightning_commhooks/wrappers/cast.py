@@ -1,4 +1,4 @@
-"""Run a hook on 16-bit gradients."""
+"""Run a hook on 16-bit gradients, or with 8-bit factors."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
+from lightning_commhooks.codecs import Int8Codec
 from lightning_commhooks.core.checkpoint import StateReader, StateWriter
 from lightning_commhooks.core.collectives import Group
 from lightning_commhooks.core.hook import BoundHook, Bucket, CommHook
@@ -17,44 +18,57 @@ from lightning_commhooks.core.registry import get_hook
 from lightning_commhooks.hooks import HookName
 
 _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+_CODECS = {"int8": Int8Codec(block_size=128)}
 
 
 @dataclass(frozen=True)
 class Cast(CommHook):
-    """Cast gradients to 16 bit, run another hook on them, cast the result back.
+    """Cast gradients to 16 bit, run another hook on them, cast the result back; or let it send its factors in 8 bit.
 
     PyTorch's `fp16_compress_wrapper` and `bf16_compress_wrapper`, on any device and around any hook. For
-    example `Cast("powersgd", "bf16")` halves the bytes of PowerSGD's factors. Models that a hook averages are not cast,
-    only gradients. The result is copied into the
-    gradient's own memory, so a parameter that only some ranks use keeps its dtype (PyTorch's wrapper leaves it
-    a float16 `.grad`).
+    example `Cast("powersgd", "bf16")` halves the bytes of PowerSGD's factors, and `Cast("powersgd", "int8")` sends them
+    as blocks of 8-bit integers, a quarter; what that rounds away is owed, as everything is that PowerSGD leaves out.
+    Gradients themselves are not cast to 8 bit: `Int8` compresses those. Models that a hook averages are not cast,
+    only gradients. The result is copied into the gradient's own memory, so a parameter that only some ranks use keeps
+    its dtype (PyTorch's wrapper leaves it a float16 `.grad`).
 
     Args:
         hook: the hook to run, a name or a configured `CommHook`.
         dtype: `"fp16"` or `"bf16"`. Gradients that are in 16 bit already, or no floating-point numbers, are
-            passed on as they are.
+            passed on as they are. Or `"int8"`, for `powersgd` and `batched_powersgd`.
 
     Raises:
-        ValueError: unknown hook or dtype.
+        ValueError: unknown hook or dtype, or `"int8"` for a hook that sends no factors.
     """
 
     name: ClassVar[str] = "cast"
 
     hook: HookName | CommHook
-    dtype: Literal["fp16", "bf16"] = "bf16"
+    dtype: Literal["fp16", "bf16", "int8"] = "bf16"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "hook", get_hook(self.hook))
-        if self.dtype not in _DTYPES:
-            raise ValueError(f"dtype must be one of {sorted(_DTYPES)}, is {self.dtype!r}")
+        if self.dtype not in {**_DTYPES, **_CODECS}:
+            raise ValueError(f"dtype must be one of {sorted({**_DTYPES, **_CODECS})}, is {self.dtype!r}")
+        if self.dtype in _CODECS and not self.sends_factors:
+            raise ValueError(
+                f"dtype={self.dtype!r} is for hooks that send factors, as 'powersgd' does, and hook is "
+                f"{get_hook(self.hook).name!r}. To send gradients in 8 bit use hook='int8' instead of Cast"
+            )
+
+    @property
+    def inner(self) -> tuple[CommHook, ...]:
+        return (get_hook(self.hook),)
 
     def bind(self, group: Group) -> BoundHook:
         hook = get_hook(self.hook)
+        if self.dtype in _CODECS:
+            return _BoundCast(hook, hook.bind(group.encoding(_CODECS[self.dtype])), None)
         return _BoundCast(hook, hook.bind(group), _DTYPES[self.dtype])
 
 
 class _BoundCast(BoundHook):
-    def __init__(self, hook: CommHook, inner: BoundHook, dtype: torch.dtype) -> None:
+    def __init__(self, hook: CommHook, inner: BoundHook, dtype: torch.dtype | None) -> None:
         super().__init__(inner.group)
         self.has_memory = inner.has_memory
         self.averages_models = inner.averages_models
@@ -83,7 +97,9 @@ class _BoundCast(BoundHook):
         return self._inner.reduce_sparse(self._cast(grad), bucket).to(grad.dtype)
 
     def _cast(self, gradient: Tensor) -> Tensor:
-        if not gradient.is_floating_point() or gradient.element_size() <= self._dtype.itemsize:
+        if self._dtype is None or not gradient.is_floating_point():
+            return gradient
+        if gradient.element_size() <= self._dtype.itemsize:
             return gradient
         half = gradient.to(self._dtype)
         values = (gradient._values(), half._values()) if gradient.is_sparse else (gradient, half)

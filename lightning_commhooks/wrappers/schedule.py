@@ -49,6 +49,10 @@ class Schedule(CommHook):
     def __hash__(self) -> int:
         return hash(tuple(self.hooks.items()))
 
+    @property
+    def inner(self) -> tuple[CommHook, ...]:
+        return tuple(get_hook(hook) for hook in self.hooks.values())
+
     def bind(self, group: Group) -> BoundHook:
         return _BoundSchedule({step: get_hook(hook) for step, hook in self.hooks.items()}, group)
 

@@ -1,0 +1,226 @@
+"""Codecs: numbers as bytes, block by block. What a codec is, and what runs it in one group of ranks.
+
+Legend: b blocks of s elements each; k payloads of the same elements, from as many ranks.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+# Smaller ones are not worth the call of a compiled function, and PyTorch would compile anew for a single block.
+_FEW_ELEMENTS = 2**12
+
+
+class Codec(ABC):
+    """Turns blocks of floating-point numbers into bytes and back: a frozen dataclass, validated when it is made.
+
+    A block with inf or NaN, or with a magnitude above 2^126, is NaN after decoding, all of it, so that every rank sees
+    that the step is bad. Decoding multiplies integers by a scale: the same bytes give the same numbers everywhere,
+    whether compiled or not.
+
+    Attributes:
+        block_size: elements with common scales; `None`: each row of the input is a block.
+        num_scales: float32 numbers that a block carries beside its codes.
+        code_dtype: dtype of one byte in which codes are computed.
+    """
+
+    num_scales: ClassVar[int] = 1
+    code_dtype: ClassVar[torch.dtype] = torch.uint8
+    block_size: int | None
+
+    @abstractmethod
+    def quantize(self, blocks: Tensor, seed: Tensor) -> tuple[Tensor, Tensor]:
+        """Return codes and scales. Plain torch functions that `torch.compile` can fuse; no state.
+
+        Args:
+            blocks: shape `(b, s)`, float32 or float64.
+            seed: int32, one element, for random rounding.
+
+        Returns:
+            codes, shape `(b, code_bytes(s))`, of `code_dtype`, and scales, shape `(b, num_scales)`, float32.
+        """
+
+    @abstractmethod
+    def dequantize(self, codes: Tensor, scales: Tensor) -> Tensor:
+        """Numbers from codes, shape `(..., code_bytes(s))`, and scales, `(..., num_scales)`: shape `(..., s)`.
+
+        In the dtype of `scales`.
+        """
+
+    @abstractmethod
+    def error_bound(self, blocks: Tensor) -> Tensor:
+        """Largest magnitude of an error after decoding, shape `(b, 1)`, for finite blocks of shape `(b, s)`."""
+
+    def code_bytes(self, block_size: int) -> int:
+        """Bytes of the codes of one block."""
+        return block_size
+
+    def encoded_bytes(self, numel: int) -> int:
+        """Bytes of an encoded flat tensor, whose last block is filled up with zeros."""
+        size = self.block_size or max(numel, 1)
+        return -(-numel // size) * (4 * self.num_scales + self.code_bytes(size))
+
+    def encode(self, flat: Tensor, seed: int = 0) -> Tensor:
+        """Bytes of a flat tensor, shape `(n,)`, float32 or float64: shape `(encoded_bytes(n),)`, uint8."""
+        size = self.block_size or max(flat.numel(), 1)
+        padded = flat.new_zeros(-(-flat.numel() // size) * size)
+        padded[: flat.numel()] = flat
+        codes, scales = self.quantize(padded.view(-1, size), seed_tensor(seed, flat.device))
+        return pack(codes, scales).view(-1)
+
+    def decode(self, payload: Tensor, numel: int) -> Tensor:
+        """The numbers that `encode` turned into `payload`, shape `(numel,)`, float32."""
+        size = self.block_size or max(numel, 1)
+        codes, scales = unpack(self, payload.view(-1, 4 * self.num_scales + self.code_bytes(size)))
+        return self.dequantize(codes, scales).reshape(-1)[:numel]
+
+
+def pack(codes: Tensor, scales: Tensor) -> Tensor:
+    """Scales and codes of each block behind one another: shape `(b, 4 * num_scales + code_bytes)`, uint8."""
+    head = 4 * scales.shape[1]
+    payload = codes.new_empty((codes.shape[0], head + codes.shape[1]), dtype=torch.uint8)
+    payload[:, :head] = scales.contiguous().view(torch.uint8)
+    payload[:, head:] = codes.view(torch.uint8)
+    return payload
+
+
+def unpack(codec: Codec, payload: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes, a view of a payload, shape `(..., bytes)`, and a copy of its scales."""
+    head = 4 * codec.num_scales
+    scales = payload[..., :head].clone(memory_format=torch.contiguous_format)
+    return payload[..., head:].view(codec.code_dtype), scales.view(torch.float32)
+
+
+def seed_tensor(seed: int, device: torch.device) -> Tensor:
+    """A seed as a tensor, so that another one is no other constant to compile for."""
+    tensor = torch.tensor(seed % 2**31, dtype=torch.int32)
+    # Pinned, a copy does not wait for the device.
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+
+def _encode(codec: Codec, blocks: Tensor, seed: Tensor) -> tuple[Tensor, Tensor]:
+    return codec.quantize(blocks, seed)
+
+
+def _encode_owed(
+    codec: Codec, old: Tensor, gradient: Tensor, factor: Tensor, new: Tensor, seed: Tensor
+) -> tuple[Tensor, Tensor]:
+    owed = old + gradient * factor
+    codes, scales = codec.quantize(owed, seed)
+    new.copy_(owed - codec.dequantize(codes, scales.to(owed.dtype)))
+    return codes, scales
+
+
+def _decode_mean(codec: Codec, codes: Tensor, scales: Tensor, factor: Tensor, out: Tensor) -> None:
+    # Divided before the sum, which could overflow.
+    out.copy_((codec.dequantize(codes, scales.to(out.dtype)) * factor).sum(dim=0))
+
+
+class Kernels:
+    """The functions of one codec: in one pass over memory each where they could be compiled.
+
+    Args:
+        codec: the codec.
+        compiled: whether to compile them; they are, when they are called for the first time.
+    """
+
+    def __init__(self, codec: Codec, compiled: bool = False) -> None:
+        self.codec = codec
+        self._functions: dict[Callable[..., Any], Callable[..., Any]] = {}
+        if compiled:
+            for function in (_encode, _encode_owed, _decode_mean):
+                # A code object of its own: PyTorch compiles each for a few kinds of arguments only.
+                own = types.FunctionType(function.__code__.replace(), function.__globals__)
+                self._functions[function] = torch.compile(own, fullgraph=True)
+
+    def _run(self, function: Callable[..., Any], size: Tensor, *args: Tensor) -> Any:
+        if size.dtype == torch.float32 and size.numel() >= _FEW_ELEMENTS and function in self._functions:
+            function = self._functions[function]
+        return function(self.codec, *args)
+
+    def encode(self, numbers: Tensor, owed: tuple[Tensor, Tensor] | None, factor: Tensor, seed: Tensor) -> Tensor:
+        """Payload of blocks, shape `(b, bytes of a block)`, uint8.
+
+        Args:
+            numbers: shape `(b, s)`, float32 or float64.
+            owed: with error feedback, what was owed, which is added to `numbers * factor`, and where to write what
+                the payload leaves out; both of shape `(b, s)`.
+            factor: one element.
+            seed: see `Codec.quantize`.
+        """
+        if owed is None:
+            return pack(*self._run(_encode, numbers, numbers, seed))
+        return pack(*self._run(_encode_owed, numbers, owed[0], numbers, factor, owed[1], seed))
+
+    def decode_mean(self, payloads: Tensor, factor: Tensor, out: Tensor) -> Tensor:
+        """Write the sum of k payloads, shape `(k, b, bytes)`, times `factor / k` to `out`, shape `(b, s)`.
+
+        Returns:
+            whether it is finite, boolean, one element, from the scales alone.
+        """
+        codes, scales = unpack(self.codec, payloads)
+        self._run(_decode_mean, out, codes, scales, factor / payloads.shape[0], out)
+        return scales.isfinite().all()
+
+    def compile(self, device: torch.device, num_payloads: set[int], feedback: bool) -> None:
+        """Call the functions once, on a few numbers, as they will be called later.
+
+        Args:
+            device: of the tensors.
+            num_payloads: how many payloads are decoded together.
+            feedback: whether what is left out is asked for.
+        """
+        codec, size = self.codec, self.codec.block_size
+        blocks = torch.ones((-(-_FEW_ELEMENTS // size) + 2, size) if size else (1, _FEW_ELEMENTS), device=device)
+        old, new = torch.zeros_like(blocks), torch.empty_like(blocks)
+        one, seed = torch.ones((), device=device), seed_tensor(0, device)
+        payload = pack(*codec.quantize(blocks, seed))
+        calls: list[tuple[Callable[..., Any], tuple[Tensor, ...]]] = [
+            (_encode_owed, (old, blocks, one, new, seed)) if feedback else (_encode, (blocks, seed))
+        ]
+        for k in num_payloads:
+            codes, scales = unpack(codec, payload.expand(k, *payload.shape))
+            calls.append((_decode_mean, (codes.contiguous() if size is None else codes, scales, one, new)))
+        for function, args in calls:
+            for tensor in args:
+                # Blocks vary in number, or, where each row is one, in size.
+                if tensor.dim() > 1 and (size or tensor.shape[-1] >= _FEW_ELEMENTS):
+                    torch._dynamo.mark_dynamic(tensor, -2 % tensor.dim() if size else tensor.dim() - 1)
+            self._functions[function](codec, *args)
+
+
+@functools.cache
+def _kernels(codec: Codec) -> Kernels:
+    return Kernels(codec, compiled=True)
+
+
+def compiled(codec: Codec, device: torch.device, num_payloads: set[int], feedback: bool) -> Kernels | None:
+    """The compiled functions of a codec, once compiled; `None`, with a warning, where that fails."""
+    kernels = _kernels(codec)
+    try:
+        # The comm thread has no gradients and no autocast either; PyTorch would compile anew for another mode.
+        with torch.no_grad(), torch.autocast(device.type, enabled=False), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # PyTorch uses deprecated parts of itself
+            kernels.compile(device, num_payloads, feedback)
+    except Exception as error:
+        _warn(f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}")
+        return None
+    return kernels
+
+
+@functools.cache
+def _warn(reason: str) -> None:
+    warnings.warn(
+        f"torch.compile cannot build the codecs of the communication hook here, so they run uncompiled and take about "
+        f"ten times as long: {reason}. They need a C++ compiler on CPU, Triton on CUDA; TORCH_COMPILE_DISABLE=1 "
+        "silences this",
+        stacklevel=2,
+    )

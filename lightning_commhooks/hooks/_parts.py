@@ -1,0 +1,159 @@
+"""How the compressed gradients of a bucket are cut into parts that are encoded and sent together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from lightning_commhooks.core.hook import Slot
+
+# Long enough that calls and latencies do not count, short enough that encoding one hides sending another.
+PART_NUMEL = 2**20
+# A gradient of fewer elements is copied together with others.
+_ALONE_NUMEL = 2**17
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A stretch of one gradient.
+
+    Attributes:
+        slot: the gradient.
+        first: first element of the stretch in the gradient.
+        start: its first element in the parts, one part behind the other.
+        numel: its length.
+    """
+
+    slot: Slot
+    first: int
+    start: int
+    numel: int
+
+    @property
+    def key(self) -> str:
+        """Tells it from all others of the model."""
+        return f"{self.slot.name}:{self.first}"
+
+    def of(self, flat: Tensor) -> Tensor:
+        """The stretch as a view of a flat bucket."""
+        return flat[self.slot.offset + self.first :][: self.numel]
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """What is encoded and sent together: segments, each filled up with zeros to whole blocks.
+
+    Attributes:
+        segments: the segments, in order.
+        start: first element, as `Segment.start`.
+        shape: `(b, s)`, b a multiple of the number of owners.
+    """
+
+    segments: tuple[Segment, ...]
+    start: int
+    shape: tuple[int, int]
+
+    @property
+    def numel(self) -> int:
+        """Elements, zeros included."""
+        return self.shape[0] * self.shape[1]
+
+    def of(self, memory: Tensor) -> Tensor:
+        """The stretch of a tensor laid out as the parts, shape `(b, s)`."""
+        return memory[self.start : self.start + self.numel].view(self.shape)
+
+    def gather(self, flat: Tensor, dtype: torch.dtype) -> Tensor:
+        """Gradients in `flat`, shape `(b, s)`: a view where they lie so and have that dtype, or else a copy."""
+        if len(self.segments) == 1 and self.segments[0].numel == self.numel and flat.dtype == dtype:
+            return self.segments[0].of(flat).view(self.shape)
+        numbers = flat.new_zeros(self.numel, dtype=dtype)
+        for segment in self.segments:
+            numbers[segment.start - self.start :][: segment.numel] = segment.of(flat)
+        return numbers.view(self.shape)
+
+    def scatter(self, numbers: Tensor, flat: Tensor) -> None:
+        """Write `numbers`, shape `(b, s)`, to `flat`, if they are not there already."""
+        if numbers.data_ptr() != self.segments[0].of(flat).data_ptr():
+            for segment in self.segments:
+                segment.of(flat).copy_(numbers.view(-1)[segment.start - self.start :][: segment.numel])
+
+
+@dataclass
+class Parts:
+    """The parts of a bucket, and where its gradients are in tensors that are laid out as the parts.
+
+    Each gradient begins a block, so that what a block has does not depend on the bucket.
+
+    Args:
+        slots: the gradients.
+        block_size: elements of a block; `None`: all gradients together are one block for each owner.
+        num_owners: ranks that each own as many blocks of each part.
+
+    Attributes:
+        parts: the parts.
+        numel: elements of all of them.
+    """
+
+    slots: Sequence[Slot]
+    block_size: int | None
+    num_owners: int
+    parts: list[Stretch] = field(default_factory=list)
+    numel: int = 0
+
+    def __post_init__(self) -> None:
+        total = sum(slot.numel for slot in self.slots)
+        self._size = self.block_size or -(-total // self.num_owners)
+        unit = self._size * self.num_owners
+        at_once = max(unit, PART_NUMEL // unit * unit)
+        together: list[tuple[Slot, int, int]] = []
+        for slot in self.slots:
+            alone = slot.numel // unit * unit if slot.numel >= _ALONE_NUMEL else 0
+            for first in range(0, alone, at_once):
+                self._add([(slot, first, min(at_once, alone - first))])
+            if slot.numel > alone:
+                together.append((slot, alone, slot.numel - alone))
+            if sum(self._filled(numel) for _, _, numel in together) >= at_once:
+                self._add(together)
+                together = []
+        if together:
+            self._add(together)
+
+    def _filled(self, numel: int) -> int:
+        return numel if self.block_size is None else -(-numel // self._size) * self._size
+
+    def _add(self, pieces: Iterable[tuple[Slot, int, int]]) -> None:
+        segments, end = [], self.numel
+        for slot, first, numel in pieces:
+            segments.append(Segment(slot, first, end, numel))
+            end += self._filled(numel)
+        unit = self._size * self.num_owners
+        rows = -(-(end - self.numel) // unit) * self.num_owners
+        self.parts.append(Stretch(tuple(segments), self.numel, (rows, self._size)))
+        self.numel += rows * self._size
+
+    def segments(self, name: str) -> list[Segment]:
+        """The segments of one gradient, in order."""
+        return [segment for part in self.parts for segment in part.segments if segment.slot.name == name]
+
+    def gradient(self, slot: Slot, memory: Tensor) -> Tensor:
+        """What a tensor that is laid out as the parts has of one gradient: a copy, in the gradient's shape."""
+        stretches = [memory[segment.start :][: segment.numel] for segment in self.segments(slot.name)]
+        return torch.cat([memory[:0], *stretches]).view(slot.shape)
+
+    def write(self, slot: Slot, gradient: Tensor, memory: Tensor) -> None:
+        """Put one gradient, in its shape, into a tensor that is laid out as the parts."""
+        for segment in self.segments(slot.name):
+            memory[segment.start :][: segment.numel] = gradient.reshape(-1)[segment.first :][: segment.numel]
+
+    def shares(self, rank: int) -> list[tuple[slice, slice]]:
+        """Where the blocks are that one rank owns: in the parts, and in a tensor of these blocks alone."""
+        shares, start = [], 0
+        for part in self.parts:
+            numel = part.numel // self.num_owners
+            first = part.start + rank * numel
+            shares.append((slice(first, first + numel), slice(start, start + numel)))
+            start += numel
+        return shares

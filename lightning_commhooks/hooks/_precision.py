@@ -1,0 +1,26 @@
+"""Which precision hooks with memory compute in, and how they go there and back."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def work_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Dtype of residuals and what is computed with them: at least float32."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def to_gradient(mean: Tensor, dtype: torch.dtype) -> Tensor:
+    """Cast an approximation to the gradient's dtype; what float16 cannot hold is clipped and stays owed."""
+    if dtype == torch.float16:
+        mean = mean.clamp(-torch.finfo(dtype).max, torch.finfo(dtype).max)
+    return mean.to(dtype)
+
+
+def add_unscaled(memory: Tensor, gradient: Tensor, loss_scale: float | Tensor, out: Tensor) -> Tensor:
+    """`out = memory + gradient / loss_scale`, without waiting for a scale on a CUDA device."""
+    if isinstance(loss_scale, float):
+        return torch.add(memory, gradient, alpha=1 / loss_scale, out=out)
+    # With a dimension, or the division would be in the gradient's own 16 bit and underflow.
+    return torch.div(gradient, loss_scale.reshape(1), out=out).add_(memory)

@@ -1,0 +1,254 @@
+"""Gradients encoded by a codec, with error feedback: what `int8`, `int4` and `fp8` share."""
+
+from __future__ import annotations
+
+import zlib
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_commhooks.core.checkpoint import StateReader, StateWriter
+from lightning_commhooks.core.codec import Codec
+from lightning_commhooks.core.collectives import Group, Part
+from lightning_commhooks.core.hook import BoundHook, Bucket, CommHook, Slot
+from lightning_commhooks.core.memory import Memory, all_finite
+from lightning_commhooks.hooks._by_parameter import BoundByParameter, Entry, Plan
+from lightning_commhooks.hooks._parts import Parts
+from lightning_commhooks.hooks._precision import to_gradient, work_dtype
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantizedConfig(CommHook):
+    """Options of hooks that encode gradients and have error feedback."""
+
+    use_error_feedback: bool = True
+    compress_1d: bool = False
+    min_bytes: int = 2**16
+    random_seed: int = 0
+
+    def __post_init__(self) -> None:
+        for field in ("use_error_feedback", "compress_1d"):
+            if not isinstance(getattr(self, field), bool):
+                raise ValueError(f"{field} must be True or False, is {getattr(self, field)!r}")
+        for field, lowest in (("min_bytes", 0), ("random_seed", None)):
+            value = getattr(self, field)
+            if isinstance(value, bool) or not isinstance(value, int) or (lowest is not None and value < lowest):
+                raise ValueError(f"{field} must be an integer{' of at least 0' if lowest == 0 else ''}, is {value!r}")
+        self.codec  # noqa: B018  # refuses its own options
+
+    @property
+    @abstractmethod
+    def codec(self) -> Codec:
+        """What gradients are encoded by."""
+
+    def compresses(self, shape: Sequence[int]) -> bool:
+        """Whether a gradient of that shape is encoded."""
+        return 0 not in shape and (self.compress_1d or len(shape) > 1)
+
+    def bind(self, group: Group) -> BoundHook:
+        return _BoundQuantized(self, group)
+
+
+@dataclass(frozen=True)
+class _Plan(Plan):
+    """The gradients of a bucket, and its memory.
+
+    Attributes:
+        dense: gradients that are sent as they are.
+        slots: the others.
+        parts: where they are in the memory.
+        residual: what this rank owes, shape `(parts.numel,)`.
+        carried: what is owed of this rank's share of the mean, shape `(parts.numel / w,)`; `None` unless there are
+            two shots.
+        group: the ranks.
+    """
+
+    dense: list[Slot]
+    slots: list[Slot]
+    parts: Parts
+    residual: Memory | None
+    carried: Memory | None
+    group: Group
+
+    @property
+    def memories(self) -> list[Memory]:
+        return [memory for memory in (self.residual, self.carried) if memory is not None]
+
+    def entries(self) -> dict[str, Entry]:
+        if self.residual is None:
+            return {}
+        entries = {slot.name: {"residual": self.parts.gradient(slot, self.residual.value)} for slot in self.slots}
+        if self.carried is not None:
+            # Each rank has its share; who has which depends on the bucket.
+            whole = torch.zeros_like(self.residual.value)
+            for place, own in self.parts.shares(self.group.rank):
+                whole[place] = self.carried.value[own]
+            with self.group.counters.paused():
+                self.group.all_reduce_(whole)
+            for slot in self.slots:
+                entries[slot.name]["carried"] = self.parts.gradient(slot, whole)
+        return entries
+
+
+class _BoundQuantized(BoundByParameter[_Plan]):
+    """Error feedback at both ends of a two-shot average.
+
+    A rank owes what its own payload left out, and adds it to its next gradient. What the payload of the mean left out
+    is kept by the rank that sent it, and added to the next mean, as the server of DoubleSqueeze does (Tang et al. 2019,
+    https://arxiv.org/abs/1905.05957, algorithm 1).
+    """
+
+    def __init__(self, config: QuantizedConfig, group: Group) -> None:
+        super().__init__(group)
+        self._config = config
+        self._num_owners = group.size if group.size > 2 else 1
+        self._kernels = group.kernels(config.codec, feedback=config.use_error_feedback, two_shot=True)
+        self.has_memory = config.use_error_feedback
+        self._numel_compressed = 0
+
+    def reduce(self, flat: Tensor, bucket: Bucket) -> Tensor | None:
+        if not flat.is_floating_point() or not self._is_worth_it(flat, bucket):
+            self.group.counters.numel_uncompressed += flat.numel()
+            self.group.all_reduce_mean_(flat)
+            return None
+        plan = self._plan(flat, bucket)
+        finite, used = self._average_dense(flat, bucket, plan)
+        finite = finite & self._average_encoded(flat, bucket, plan)
+        for slot, is_used in zip(plan.slots, used, strict=False):
+            if slot.name in (bucket.unused or ()):
+                _restore(plan, slot, is_used)
+        # The product with the scale may be infinite where the mean is not.
+        return finite if isinstance(bucket.loss_scale, float) and bucket.loss_scale == 1 else None
+
+    def _is_worth_it(self, flat: Tensor, bucket: Bucket) -> bool:
+        slots = [slot for slot in bucket.slots if self._config.compresses(slot.shape)]
+        num_bytes = sum(slot.numel for slot in slots) * flat.element_size()
+        # Once something is owed it goes on, though DDP may have made smaller buckets.
+        is_owed = bucket.names in self._plans or any(slot.name in self._stored for slot in slots)
+        return bool(slots) and (num_bytes >= self._config.min_bytes or is_owed)
+
+    def _average_dense(self, flat: Tensor, bucket: Bucket, plan: _Plan) -> tuple[Tensor, Tensor]:
+        """Average the gradients that are not encoded.
+
+        Returns:
+            whether they are finite, and for each other gradient, if DDP looks for unused ones, whether a rank used it.
+        """
+        dense = torch.cat([flat[:0], *(slot.view(flat).reshape(-1) for slot in plan.dense)]).div_(self.group.size)
+        used = bucket.used(plan.slots if bucket.unused is not None and self.has_memory else (), flat)
+        self.group.all_reduce_coalesced_([dense, used])
+        for slot, mean in zip(plan.dense, dense.split([slot.numel for slot in plan.dense]), strict=True):
+            slot.view(flat).copy_(mean.view(slot.shape))
+        self.group.counters.numel_uncompressed += dense.numel()
+        return all_finite(dense), used > 0
+
+    def _average_encoded(self, flat: Tensor, bucket: Bucket, plan: _Plan) -> Tensor:
+        dtype = work_dtype(flat.dtype)
+        shares = plan.parts.shares(self.group.rank)
+        parts = []
+        for part, (_, own) in zip(plan.parts.parts, shares, strict=True):
+            owed = carried = None
+            if plan.residual is not None:
+                owed = part.of(plan.residual.value), part.of(plan.residual.next())
+            if plan.carried is not None:
+                size = part.shape[1]
+                carried = plan.carried.value[own].view(-1, size), plan.carried.next()[own].view(-1, size)
+            seed = f"{self._config.random_seed}:{bucket.step}:{self.group.rank}:{part.segments[0].key}"
+            parts.append(Part(part.gather(flat, dtype), owed, carried, zlib.crc32(seed.encode()) % 2**30))
+        finite = self.group.average_encoded_(parts, self._kernels, loss_scale=bucket.loss_scale)
+        for part, mean in zip(plan.parts.parts, parts, strict=True):
+            if dtype != flat.dtype:
+                rounded = to_gradient(mean.numbers, flat.dtype)
+                if mean.owed is not None:
+                    # Equal on all ranks, so it is owed to the mean.
+                    mean.owed[1].add_((mean.numbers - rounded.to(dtype)) / bucket.loss_scale)
+                mean.numbers = rounded
+            part.scatter(mean.numbers, flat)
+        numel = sum(slot.numel for slot in plan.slots)
+        self.group.counters.numel_compressed += numel
+        self._numel_compressed += numel
+        return finite
+
+    def _make_plan(self, flat: Tensor, bucket: Bucket) -> _Plan:
+        slots = [slot for slot in bucket.slots if self._config.compresses(slot.shape)]
+        dense = [slot for slot in bucket.slots if not self._config.compresses(slot.shape)]
+        parts = Parts(slots, self._config.codec.block_size, self._num_owners)
+        if not self._config.use_error_feedback:
+            return _Plan(dense, slots, parts, None, None, self.group)
+        residual = flat.new_zeros(parts.numel, dtype=work_dtype(flat.dtype))
+        carried = torch.zeros_like(residual)
+        for slot in slots:
+            entry = self._stored.pop(slot.name, {})
+            if "residual" in entry:
+                parts.write(slot, entry["residual"], residual)
+            if "carried" in entry:
+                parts.write(slot, entry["carried"], carried)
+        if self._num_owners == 1:
+            return _Plan(dense, slots, parts, Memory(residual.add_(carried)), None, self.group)
+        own = torch.cat([carried[place] for place, _ in parts.shares(self.group.rank)])
+        return _Plan(dense, slots, parts, Memory(residual), Memory(own), self.group)
+
+    def _settled(self, entry: Entry) -> Tensor:
+        return entry["residual"] + entry["carried"] if "carried" in entry else entry["residual"]
+
+    def _saved(self, entry: Entry, writer: StateWriter) -> Entry:
+        if writer.kind != "exact":
+            return {"residual": writer.per_rank(self._settled(entry))}
+        saved = {"residual": writer.per_rank(entry["residual"])}
+        return {**saved, "carried": writer.shared(entry["carried"])} if "carried" in entry else saved
+
+    def state_dict(self, writer: StateWriter) -> dict[str, Any]:
+        # Making the entries is collective.
+        return {"entries": {}} if writer.kind == "none" else super().state_dict(writer)
+
+    def _loaded(self, key: str, part: Any, shapes: list[tuple[int, ...]], reader: StateReader) -> Entry | None:
+        if not self._config.use_error_feedback or not self._config.compresses(shapes[0]):
+            return None
+        saved = reader.section({key: part}, key)
+        entry = {name: reader.shared(saved[name]) for name in ("carried",) if name in saved}
+        entry |= {name: reader.per_rank(saved[name]) for name in ("residual",) if name in saved}
+        for name, tensor in entry.items():
+            if tensor.shape != shapes[0]:
+                reader.differs(
+                    f"the {name} of {key!r} has shape {list(tensor.shape)} in the state and {list(shapes[0])} now"
+                )
+                return {}
+        return entry
+
+    def closing_warnings(self, steps: int) -> list[str]:
+        if self._numel_compressed or not steps:
+            return []
+        config = self._config
+        return [
+            f"hook={config.name!r} compressed nothing: no bucket has {config.min_bytes} bytes of gradients "
+            f"{'' if config.compress_1d else 'with two or more dimensions '}(min_bytes={config.min_bytes}, "
+            f"compress_1d={config.compress_1d}). Lower min_bytes, or use hook='bf16'"
+        ]
+
+
+def _restore(plan: _Plan, slot: Slot, is_used: Tensor) -> None:
+    """Leave the memory of a gradient as it was unless a rank used it: DDP throws away what a hook returns for it."""
+    if plan.residual is None:
+        return
+    ranges = [slice(segment.start, segment.start + segment.numel) for segment in plan.parts.segments(slot.name)]
+    changed = [(plan.residual, ranges)]
+    if plan.carried is not None:
+        changed.append((plan.carried, _within(ranges, plan.parts.shares(plan.group.rank))))
+    for memory, stretches in changed:
+        for stretch in stretches:
+            new = memory.next()[stretch]
+            new.copy_(torch.where(is_used, new, memory.value[stretch]))
+
+
+def _within(ranges: list[slice], shares: list[tuple[slice, slice]]) -> list[slice]:
+    """Where `ranges` of the parts are in a rank's share."""
+    found = []
+    for stretch in ranges:
+        for place, own in shares:
+            first, last = max(stretch.start, place.start), min(stretch.stop, place.stop)
+            if first < last:
+                found.append(slice(own.start + first - place.start, own.start + last - place.start))
+    return found

@@ -1,0 +1,45 @@
+"""Gradients in 4-bit integers: a seventh of the bytes of float32."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from lightning_commhooks.codecs import Int4Codec
+from lightning_commhooks.codecs._rounding import Rounding
+from lightning_commhooks.core.registry import register
+from lightning_commhooks.hooks._quantized import QuantizedConfig
+
+
+@register
+@dataclass(frozen=True, kw_only=True)
+class Int4(QuantizedConfig):
+    """Average gradients as blocks of 4-bit integers with a scale each, with error feedback.
+
+    A two-shot all-reduce (`Group.average_encoded_`): sends a seventh of what float32 does, at every number of ranks.
+    Gradients are encoded once and their mean once more, unless there are two ranks. Levels and errors: see
+    `Int4Codec`.
+
+    Args:
+        block_size: elements with a common scale, a multiple of 8. Sends `1/2 + 4 / block_size` bytes for a number.
+        rounding: `"nearest"`, or `"stochastic"`, whose error is 0 on average; of use without error feedback.
+        rotation: `"hadamard"`: rotate blocks first, which spreads outliers; then `block_size` is a power of 2.
+        use_error_feedback: add what encoding left out to the next step's gradient, and mean. Needs memory of twice the
+            size of the compressed gradients, at least float32: what is owed, and what it was before the step.
+        compress_1d: also encode biases and the like. They are few, and what norms have in them is sensitive.
+        min_bytes: buckets with fewer bytes of gradients to encode are averaged as they are, which is faster.
+        random_seed: of stochastic rounding. The global random state is not touched.
+
+    Raises:
+        ValueError: a value is out of range.
+    """
+
+    name: ClassVar[str] = "int4"
+
+    block_size: int = 64
+    rounding: Rounding = "nearest"
+    rotation: Literal["hadamard"] | None = None
+
+    @property
+    def codec(self) -> Int4Codec:
+        return Int4Codec(block_size=self.block_size, rounding=self.rounding, rotation=self.rotation)

@@ -1,0 +1,118 @@
+"""PyTorch's two quantization hooks: 8-bit levels from the smallest to the largest gradient."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from torch import Tensor
+
+from lightning_commhooks.codecs import AffineCodec
+from lightning_commhooks.core.collectives import Group, Part
+from lightning_commhooks.core.hook import BoundHook, Bucket, CommHook, Slot
+from lightning_commhooks.core.registry import register
+from lightning_commhooks.hooks._parts import Parts
+from lightning_commhooks.hooks._precision import to_gradient, work_dtype
+
+Protocol = Literal["two_shot", "all_gather"]
+PROTOCOLS = ("two_shot", "all_gather")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Quantize(CommHook):
+    protocol: Protocol = "two_shot"
+
+    def __post_init__(self) -> None:
+        if self.protocol not in PROTOCOLS:
+            raise ValueError(f"protocol must be one of {PROTOCOLS}, is {self.protocol!r}")
+        self.codec  # noqa: B018  # refuses its own options
+
+    @property
+    @abstractmethod
+    def codec(self) -> AffineCodec:
+        """What gradients are encoded by."""
+
+    def bind(self, group: Group) -> BoundHook:
+        return _BoundQuantize(group, self.codec, two_shot=self.protocol == "two_shot")
+
+
+@register
+@dataclass(frozen=True, kw_only=True)
+class QuantizePerTensor(_Quantize):
+    """Average gradients as 8-bit numbers that divide the range of a bucket evenly.
+
+    PyTorch's `quantization_pertensor_hook` with its numerics, on CPU too. Differs from it in that it sends a quarter of
+    float32's bytes at any number of ranks, not w/8 times them, unless asked to; in that range and levels travel
+    together; and in that small gradients do not become zero because the scale has a lower limit (see `AffineCodec`).
+    No error feedback: `Int8` has it, and blocks, so that one large gradient does not take the levels of all others.
+
+    Args:
+        protocol: `"two_shot"`: each rank receives its share of all gradients, sums it and sends it on; with more than
+            two ranks, a range is that of a share, and the mean is rounded once more. `"all_gather"`: each rank sends
+            all to all, as PyTorch's.
+
+    Raises:
+        ValueError: `protocol` is something else.
+    """
+
+    name: ClassVar[str] = "quantize_per_tensor"
+
+    @property
+    def codec(self) -> AffineCodec:
+        return AffineCodec(block_size=None)
+
+
+@register
+@dataclass(frozen=True, kw_only=True)
+class QuantizePerChannel(_Quantize):
+    """Average gradients as 8-bit numbers that divide the range of each `bucket_size` of them evenly.
+
+    PyTorch's `quantization_perchannel_hook`; as `QuantizePerTensor` otherwise.
+
+    Args:
+        bucket_size: elements with a common range, a multiple of 4. Sends `1 + 8 / bucket_size` bytes for a number.
+        protocol: see `QuantizePerTensor`.
+
+    Raises:
+        ValueError: a value is out of range.
+    """
+
+    name: ClassVar[str] = "quantize_per_channel"
+
+    bucket_size: int = 512
+
+    @property
+    def codec(self) -> AffineCodec:
+        if self.bucket_size is None:
+            raise ValueError("bucket_size must be a positive multiple of 4, is None")
+        return AffineCodec(block_size=self.bucket_size)
+
+
+class _BoundQuantize(BoundHook):
+    def __init__(self, group: Group, codec: AffineCodec, two_shot: bool) -> None:
+        super().__init__(group)
+        self._two_shot = two_shot
+        self._kernels = group.kernels(codec, feedback=False, two_shot=two_shot)
+        self._parts: dict[int, Parts] = {}
+
+    def reduce(self, flat: Tensor, bucket: Bucket) -> None:
+        if not flat.is_floating_point() or not flat.numel():
+            self.group.counters.numel_uncompressed += flat.numel()
+            self.group.all_reduce_mean_(flat)
+            return
+        self.group.counters.numel_compressed += flat.numel()
+        layout = self._layout(flat.numel())
+        dtype = work_dtype(flat.dtype)
+        parts = [Part(part.gather(flat, dtype), None, None, seed=0) for part in layout.parts]
+        self.group.average_encoded_(parts, self._kernels, two_shot=self._two_shot)
+        for part, mean in zip(layout.parts, parts, strict=True):
+            part.scatter(mean.numbers if dtype == flat.dtype else to_gradient(mean.numbers, flat.dtype), flat)
+
+    def _layout(self, numel: int) -> Parts:
+        if numel not in self._parts:
+            # PyTorch's hooks take no notice of parameters.
+            whole = [Slot("", (numel,), 0)]
+            num_owners = self.group.size if self._two_shot and self.group.size > 2 else 1
+            self._parts[numel] = Parts(whole, self._kernels.codec.block_size, num_owners)
+        return self._parts[numel]

@@ -1,0 +1,185 @@
+"""A hook for each parameter, chosen by its name."""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from lightning_commhooks.core.checkpoint import StateReader, StateWriter
+from lightning_commhooks.core.collectives import Group
+from lightning_commhooks.core.hook import BoundHook, Bucket, CommHook, Slot
+from lightning_commhooks.core.optimizers import OptimizerStep
+from lightning_commhooks.core.registry import get_hook
+from lightning_commhooks.hooks import HookName
+
+
+@dataclass(frozen=True)
+class PerParameter(CommHook):
+    """Use different hooks for different parameters, by patterns of their names.
+
+    For example `PerParameter({"*embed*": "bf16", "*norm*": "allreduce", "*": "int8"})`. Patterns are those of the shell
+    (`fnmatch`: `*`, `?`, `[...]`), upper and lower case differ, and `*` matches dots too. The first one that matches
+    counts. Names are those of `model.named_parameters()`, without what DDP and `torch.compile` put in front. Parameters
+    with the same hook are averaged together, in one pass for each bucket.
+
+    Args:
+        hooks: for each pattern its hook, a name or a `CommHook`, in order.
+
+    Raises:
+        ValueError: no pattern, or an unknown hook. When it is attached: a parameter that no pattern matches.
+    """
+
+    name: ClassVar[str] = "per_parameter"
+
+    hooks: Mapping[str, HookName | CommHook]
+
+    def __post_init__(self) -> None:
+        if not self.hooks or not all(isinstance(pattern, str) for pattern in self.hooks):
+            raise ValueError(f"hooks must give a hook for at least one pattern of names, is {dict(self.hooks)!r}")
+        object.__setattr__(self, "hooks", {pattern: get_hook(hook) for pattern, hook in self.hooks.items()})
+
+    def __hash__(self) -> int:
+        return hash(tuple(self.hooks.items()))
+
+    def __eq__(self, other: object) -> bool:
+        # The order counts.
+        return isinstance(other, PerParameter) and list(self.hooks.items()) == list(other.hooks.items())
+
+    @property
+    def inner(self) -> tuple[CommHook, ...]:
+        return tuple(dict.fromkeys(get_hook(hook) for hook in self.hooks.values()))
+
+    def pattern_of(self, name: str) -> str:
+        """The pattern that counts for a parameter.
+
+        Raises:
+            ValueError: none matches.
+        """
+        for pattern in self.hooks:
+            if fnmatch.fnmatchcase(name, pattern):
+                return pattern
+        raise ValueError(
+            f"PerParameter has no hook for parameter {name!r}, only for {', '.join(map(repr, self.hooks))}; add a "
+            "pattern for it, or '*': 'allreduce' at the end for all others"
+        )
+
+    def check_parameters(self, names: Sequence[str]) -> list[str]:
+        patterns = {name: self.pattern_of(name) for name in names}
+        texts = [
+            f"PerParameter: the pattern {pattern!r} is not the first to match any parameter, so its hook does nothing. "
+            f"There are {names[0]!r} and {len(names) - 1} others; the first pattern that matches counts"
+            for pattern in self.hooks
+            if pattern not in patterns.values() and names
+        ]
+        for hook in self.inner:
+            texts += hook.check_parameters([name for name in names if self.hooks[patterns[name]] == hook])
+        return texts
+
+    def bind(self, group: Group) -> BoundHook:
+        return _BoundPerParameter(self, group)
+
+
+class _BoundPerParameter(BoundHook):
+    def __init__(self, config: PerParameter, group: Group) -> None:
+        super().__init__(group)
+        self._config = config
+        self._hooks = {hook: hook.bind(group) for hook in config.inner}
+        inner = self._hooks.values()
+        self.has_memory = any(hook.has_memory for hook in inner)
+        self.averages_models = any(hook.averages_models for hook in inner)
+        choices = {hook.average_buffers for hook in inner if hook.averages_models}
+        if len(choices) > 1:
+            raise ValueError("hooks of a PerParameter that average models must have the same average_buffers")
+        self.average_buffers = True in choices
+        self._hook_of: dict[str, CommHook] = {}
+
+    def _find(self, name: str) -> CommHook:
+        if name not in self._hook_of:
+            self._hook_of[name] = get_hook(self._config.hooks[self._config.pattern_of(name)])
+        return self._hook_of[name]
+
+    def _by_hook(self, slots: Sequence[Slot]) -> dict[BoundHook, list[Slot]]:
+        found = [(slot, self._find(slot.name)) for slot in slots]
+        # In the order of the configuration, so on all ranks alike.
+        groups = {bound: [slot for slot, own in found if own == hook] for hook, bound in self._hooks.items()}
+        return {bound: slots for bound, slots in groups.items() if slots}
+
+    def reduce(self, flat: Tensor, bucket: Bucket) -> Tensor | None:
+        finite = []
+        for hook, slots in self._by_hook(bucket.slots).items():
+            numel = sum(slot.numel for slot in slots)
+            first, last = slots[0].offset, slots[-1].offset + slots[-1].numel
+            is_apart = last - first != numel
+            own = torch.cat([slot.view(flat).reshape(-1) for slot in slots]) if is_apart else flat[first:last]
+            finite.append(hook.reduce(own, dataclasses.replace(bucket, slots=_moved_together(slots))))
+            for slot, mean in zip(slots, own.split([slot.numel for slot in slots]), strict=True):
+                if is_apart:
+                    slot.view(flat).copy_(mean.view(slot.shape))
+        known = [part for part in finite if part is not None]
+        return torch.stack(known).all() if len(known) == len(finite) else None
+
+    def reduce_sparse(self, grad: Tensor, bucket: Bucket) -> Tensor:
+        (hook,) = self._by_hook(bucket.slots)
+        return hook.reduce_sparse(grad, bucket)
+
+    def is_local(self, step: int) -> bool:
+        return any(hook.is_local(step) for hook in self._hooks.values())
+
+    def after_optimizer_step(self, stepped: OptimizerStep) -> None:
+        for hook, bound in self._hooks.items():
+            own = {name: p for name, p in stepped.parameters.items() if self._find(name) == hook}
+            if not own:
+                continue
+            bound.after_optimizer_step(dataclasses.replace(stepped, parameters=own))
+            # After a phase of a schedule in which ranks stepped alone.
+            if stepped.step >= 0 and not bound.is_local(stepped.step) and stepped.models.drifted & own.keys():
+                stepped.models.average_(own)
+
+    def end_step(self, finite: Tensor) -> None:
+        for hook in self._hooks.values():
+            hook.end_step(finite)
+
+    def drain_(self, flat: Tensor, bucket: Bucket) -> None:
+        for hook, slots in self._by_hook(bucket.slots).items():
+            hook.drain_(flat, dataclasses.replace(bucket, slots=tuple(slots)))
+
+    def state_dict(self, writer: StateWriter) -> dict[str, Any]:
+        return {"hooks": {str(i): writer.hook(hook, bound) for i, (hook, bound) in enumerate(self._hooks.items())}}
+
+    def load_state_dict(self, state: dict[str, Any], reader: StateReader) -> None:
+        saved = reader.section(state, "hooks")
+        if len(saved) != len(self._hooks):
+            reader.differs(f"it has {len(saved)} hooks for different parameters, and there are {len(self._hooks)} now")
+        for i, (hook, bound) in enumerate(self._hooks.items()):
+            if str(i) in saved:
+                reader.hook(saved[str(i)], hook, bound)
+
+    def compression_stats(self) -> tuple[float, int, int]:
+        for hook in self._hooks.values():
+            try:
+                return hook.compression_stats()
+            except ValueError:
+                continue
+        return super().compression_stats()
+
+    def closing_warnings(self, steps: int) -> list[str]:
+        return [text for hook in self._hooks.values() for text in hook.closing_warnings(steps)]
+
+    def release(self) -> None:
+        for hook in self._hooks.values():
+            hook.release()
+
+
+def _moved_together(slots: Sequence[Slot]) -> tuple[Slot, ...]:
+    """The slots of a flat tensor that has nothing else."""
+    moved, offset = [], 0
+    for slot in slots:
+        moved.append(dataclasses.replace(slot, offset=offset))
+        offset += slot.numel
+    return tuple(moved)
