@@ -37,12 +37,11 @@ class AffineCodec(Codec):
         if self.block_size is not None:
             check_block_size(self.block_size, 4)
 
-    def quantize(self, blocks: Tensor, seed: Tensor) -> tuple[Tensor, Tensor]:
+    def quantize(self, blocks: Tensor, seed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         low, scale, divisor = _range(blocks)
         zero_point = (-(low / divisor).round()).clamp(0, 255)
         levels = ((blocks / divisor).round() + zero_point).clamp(0, 255)
-        # What NaN becomes as an integer depends on the machine.
-        return levels.nan_to_num(0.0).to(torch.uint8), torch.cat([scale, zero_point.nan_to_num(0.0)], dim=1)
+        return levels.to(torch.uint8), torch.cat([scale, zero_point], dim=1), scale * (levels - zero_point)
 
     def dequantize(self, codes: Tensor, scales: Tensor) -> Tensor:
         scale, zero_point = scales[..., :1], scales[..., 1:]

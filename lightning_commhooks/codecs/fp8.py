@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -33,8 +33,6 @@ class FP8Codec(Codec):
         ValueError: a value is out of range.
     """
 
-    num_scales: ClassVar[int] = 1
-
     format: Literal["e4m3", "e5m2"] = "e4m3"
     block_size: int = 512
     rounding: Rounding = "nearest"
@@ -49,7 +47,7 @@ class FP8Codec(Codec):
     def _limit(self) -> float:
         return torch.finfo(_FORMATS[self.format][0]).max
 
-    def quantize(self, blocks: Tensor, seed: Tensor) -> tuple[Tensor, Tensor]:
+    def quantize(self, blocks: Tensor, seed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         dtype, mantissa, smallest = _FORMATS[self.format]
         scale, divisor = scale_of(largest(blocks), self._limit)
         scaled = (blocks * (1 / divisor)).clamp(-self._limit, self._limit).to(torch.float32)
@@ -58,7 +56,8 @@ class FP8Codec(Codec):
             exponent = ((scaled.abs().view(torch.int32) >> 23) - 127).clamp_min(smallest)
             distance = ((exponent - mantissa + 127) << 23).view(torch.float32)
             scaled = round_(scaled / distance, "stochastic", seed) * distance
-        return scaled.clamp(-self._limit, self._limit).to(dtype).view(torch.uint8), scale
+        codes = scaled.clamp(-self._limit, self._limit).to(dtype)
+        return codes.view(torch.uint8), scale, codes.to(blocks.dtype) * scale
 
     def dequantize(self, codes: Tensor, scales: Tensor) -> Tensor:
         return codes.view(_FORMATS[self.format][0]).to(scales.dtype) * scales

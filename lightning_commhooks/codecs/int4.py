@@ -49,21 +49,20 @@ class Int4Codec(Codec):
     def code_bytes(self, block_size: int) -> int:
         return block_size // 2
 
-    def quantize(self, blocks: Tensor, seed: Tensor) -> tuple[Tensor, Tensor]:
+    def quantize(self, blocks: Tensor, seed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         blocks = self._rotated(blocks)
         scale, divisor = scale_of(largest(blocks), 7)
-        levels = round_(blocks * (1 / divisor), self.rounding, seed).clamp(-7, 7) + 8
-        # What NaN becomes as an integer depends on the machine.
-        codes = levels.nan_to_num(8.0).to(torch.uint8)
-        half = self.block_size // 2
-        return codes[:, :half] | (codes[:, half:] << 4), scale
+        levels = round_(blocks * (1 / divisor), self.rounding, seed).clamp(-7, 7)
+        low, high = (levels + 8).split(self.block_size // 2, dim=1)
+        return (low + 16 * high).to(torch.uint8), scale, self._rotated_back(levels) * scale
 
     def dequantize(self, codes: Tensor, scales: Tensor) -> Tensor:
-        levels = torch.cat([codes & 15, codes >> 4], dim=-1).to(scales.dtype) - 8
+        # Both halves as one expression of position; joined, they are compiled to code ten times as slow.
+        shifts = torch.arange(0, 8, 4, dtype=torch.int32, device=codes.device).view(2, 1)
+        levels = ((codes.to(torch.int32).unsqueeze(-2) >> shifts) & 15).to(scales.dtype) - 8
         if self.rotation:
-            # Sums of small integers: exact in any order, so equal on all machines.
-            levels = levels @ hadamard(self.block_size, levels).t()
-        return levels * scales
+            levels = self._rotated_back(levels.flatten(-2)).view(levels.shape)
+        return levels * scales.unsqueeze(-1)
 
     def error_bound(self, blocks: Tensor) -> Tensor:
         extent = largest(self._rotated(blocks))
@@ -76,3 +75,7 @@ class Int4Codec(Codec):
             return blocks
         # Divided by the block size, so that turning back needs no more than integers.
         return blocks @ (hadamard(self.block_size, blocks) / self.block_size)
+
+    def _rotated_back(self, levels: Tensor) -> Tensor:
+        # Sums of small integers: exact in any order, so equal on all machines.
+        return levels @ hadamard(self.block_size, levels).t() if self.rotation else levels

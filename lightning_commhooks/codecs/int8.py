@@ -37,11 +37,10 @@ class Int8Codec(Codec):
         check_block_size(self.block_size, 8)
         check_rounding(self.rounding)
 
-    def quantize(self, blocks: Tensor, seed: Tensor) -> tuple[Tensor, Tensor]:
+    def quantize(self, blocks: Tensor, seed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         scale, divisor = scale_of(largest(blocks), 127)
         levels = round_(blocks * (1 / divisor), self.rounding, seed).clamp(-127, 127)
-        # What NaN becomes as an integer depends on the machine.
-        return levels.nan_to_num(0.0).to(torch.int8), scale
+        return levels.to(torch.int8), scale, levels * scale
 
     def dequantize(self, codes: Tensor, scales: Tensor) -> Tensor:
         return codes.to(scales.dtype) * scales

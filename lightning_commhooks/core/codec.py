@@ -37,22 +37,24 @@ class Codec(ABC):
     block_size: int | None
 
     @abstractmethod
-    def quantize(self, blocks: Tensor, seed: Tensor) -> tuple[Tensor, Tensor]:
-        """Return codes and scales. Plain torch functions that `torch.compile` can fuse; no state.
+    def quantize(self, blocks: Tensor, seed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Encode blocks. Plain torch functions that `torch.compile` can fuse; no state.
 
         Args:
             blocks: shape `(b, s)`, float32 or float64.
             seed: int32, one element, for random rounding.
 
         Returns:
-            codes, shape `(b, code_bytes(s))`, of `code_dtype`, and scales, shape `(b, num_scales)`, float32.
+            codes, shape `(b, code_bytes(s))`, of `code_dtype`; scales, shape `(b, num_scales)`, float32; and what
+            `dequantize` makes of them, shape and dtype of `blocks`. Where a scale is NaN, codes are arbitrary.
         """
 
     @abstractmethod
     def dequantize(self, codes: Tensor, scales: Tensor) -> Tensor:
-        """Numbers from codes, shape `(..., code_bytes(s))`, and scales, `(..., num_scales)`: shape `(..., s)`.
+        """Numbers from codes, shape `(..., code_bytes(s))`, and scales, `(..., num_scales)`.
 
-        In the dtype of `scales`.
+        Returns:
+            shape `(..., s)`, or more dimensions instead of the last; dtype of `scales`.
         """
 
     @abstractmethod
@@ -73,7 +75,7 @@ class Codec(ABC):
         size = self.block_size or max(flat.numel(), 1)
         padded = flat.new_zeros(-(-flat.numel() // size) * size)
         padded[: flat.numel()] = flat
-        codes, scales = self.quantize(padded.view(-1, size), seed_tensor(seed, flat.device))
+        codes, scales, _ = self.quantize(padded.view(-1, size), seed_tensor(seed, flat.device))
         return pack(codes, scales).view(-1)
 
     def decode(self, payload: Tensor, numel: int) -> Tensor:
@@ -107,21 +109,23 @@ def seed_tensor(seed: int, device: torch.device) -> Tensor:
 
 
 def _encode(codec: Codec, blocks: Tensor, seed: Tensor) -> tuple[Tensor, Tensor]:
-    return codec.quantize(blocks, seed)
+    codes, scales, _ = codec.quantize(blocks, seed)
+    return codes, scales
 
 
 def _encode_owed(
     codec: Codec, old: Tensor, gradient: Tensor, factor: Tensor, new: Tensor, seed: Tensor
 ) -> tuple[Tensor, Tensor]:
     owed = old + gradient * factor
-    codes, scales = codec.quantize(owed, seed)
-    new.copy_(owed - codec.dequantize(codes, scales.to(owed.dtype)))
+    codes, scales, sent = codec.quantize(owed, seed)
+    new.copy_(owed - sent)
     return codes, scales
 
 
 def _decode_mean(codec: Codec, codes: Tensor, scales: Tensor, factor: Tensor, out: Tensor) -> None:
     # Divided before the sum, which could overflow.
-    out.copy_((codec.dequantize(codes, scales.to(out.dtype)) * factor).sum(dim=0))
+    mean = (codec.dequantize(codes, scales.to(out.dtype)) * factor).sum(dim=0)
+    out.view(mean.shape).copy_(mean)
 
 
 class Kernels:
@@ -137,14 +141,18 @@ class Kernels:
         self._functions: dict[Callable[..., Any], Callable[..., Any]] = {}
         if compiled:
             for function in (_encode, _encode_owed, _decode_mean):
-                # A code object of its own: PyTorch compiles each for a few kinds of arguments only.
-                own = types.FunctionType(function.__code__.replace(), function.__globals__)
+                # A code object of its own: PyTorch compiles each for a few kinds of arguments only, and takes for
+                # variable what has varied among those of the same name.
+                own = types.FunctionType(
+                    function.__code__.replace(co_name=f"{function.__name__}_{codec}"), function.__globals__
+                )
                 self._functions[function] = torch.compile(own, fullgraph=True)
 
     def _run(self, function: Callable[..., Any], size: Tensor, *args: Tensor) -> Any:
         if size.dtype == torch.float32 and size.numel() >= _FEW_ELEMENTS and function in self._functions:
             function = self._functions[function]
-        return function(self.codec, *args)
+        with torch.no_grad():  # or PyTorch would compile anew for where it is called with gradients
+            return function(self.codec, *args)
 
     def encode(self, numbers: Tensor, owed: tuple[Tensor, Tensor] | None, factor: Tensor, seed: Tensor) -> Tensor:
         """Payload of blocks, shape `(b, bytes of a block)`, uint8.
@@ -182,18 +190,20 @@ class Kernels:
         blocks = torch.ones((-(-_FEW_ELEMENTS // size) + 2, size) if size else (1, _FEW_ELEMENTS), device=device)
         old, new = torch.zeros_like(blocks), torch.empty_like(blocks)
         one, seed = torch.ones((), device=device), seed_tensor(0, device)
-        payload = pack(*codec.quantize(blocks, seed))
+        payload = pack(*_encode(codec, blocks, seed))
         calls: list[tuple[Callable[..., Any], tuple[Tensor, ...]]] = [
             (_encode_owed, (old, blocks, one, new, seed)) if feedback else (_encode, (blocks, seed))
         ]
         for k in num_payloads:
-            codes, scales = unpack(codec, payload.expand(k, *payload.shape))
-            calls.append((_decode_mean, (codes.contiguous() if size is None else codes, scales, one, new)))
+            codes, scales = unpack(codec, payload.repeat(k, 1, 1))
+            calls.append((_decode_mean, (codes, scales, one, new)))
         for function, args in calls:
             for tensor in args:
                 # Blocks vary in number, or, where each row is one, in size.
                 if tensor.dim() > 1 and (size or tensor.shape[-1] >= _FEW_ELEMENTS):
-                    torch._dynamo.mark_dynamic(tensor, -2 % tensor.dim() if size else tensor.dim() - 1)
+                    dim = -2 % tensor.dim() if size else tensor.dim() - 1
+                    torch._dynamo.mark_static(tensor, [other for other in range(tensor.dim()) if other != dim])
+                    torch._dynamo.mark_dynamic(tensor, dim)
             self._functions[function](codec, *args)
 
 
@@ -203,7 +213,12 @@ def _kernels(codec: Codec) -> Kernels:
 
 
 def compiled(codec: Codec, device: torch.device, num_payloads: set[int], feedback: bool) -> Kernels | None:
-    """The compiled functions of a codec, once compiled; `None`, with a warning, where that fails."""
+    """The compiled functions of a codec, once compiled; `None`, with a warning, where that fails.
+
+    Also `None` where compiling is disabled, as by TORCH_COMPILE_DISABLE=1.
+    """
+    if torch._dynamo.config.disable:
+        return None
     kernels = _kernels(codec)
     try:
         # The comm thread has no gradients and no autocast either; PyTorch would compile anew for another mode.

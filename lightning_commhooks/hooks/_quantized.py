@@ -27,7 +27,7 @@ class QuantizedConfig(CommHook):
 
     use_error_feedback: bool = True
     compress_1d: bool = False
-    min_bytes: int = 2**16
+    min_bytes: int = 2**17
     random_seed: int = 0
 
     def __post_init__(self) -> None:

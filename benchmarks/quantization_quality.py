@@ -1,0 +1,199 @@
+"""Does a model get as good with quantized gradients? Against dense DDP, on digits and a tiny language model.
+
+    python benchmarks/quantization_quality.py
+
+Digits: the network of `local_sgd_digits.py` without BatchNorm, AdamW, accuracy on that half of scikit-learn's digits
+that is not for training. Text: the model and text of `examples/hf_trainer_tiny.py` (Python's own documentation,
+character by character), AdamW, loss in nats on a tenth of the text. 4 ranks over gloo; for a seed, all hooks get the
+same data, initial weights and number of steps. Printed for each hook:
+
+- mean, and of the seeds lowest and highest.
+- vs dense: mean over seeds of the difference to dense with the same seed; for the loss as a fraction of dense's.
+- noise: standard deviation of dense over seeds, in the same unit.
+- fewer: how many times as many bytes dense sent.
+
+Exits with 1 when int8 is worse than dense by more than the noise, or int4 by more than 1% of the loss.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import shlex
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+import lightning_commhooks as lc
+
+WORLD = 4
+# Small buckets too: there are no others in models of this size.
+SMALL: dict[str, Any] = {"min_bytes": 0}
+HOOKS: dict[str, lc.CommHook] = {
+    "dense": lc.AllReduce(),
+    "fp16": lc.FP16(),
+    "int8": lc.Int8(**SMALL),
+    "int8 without feedback": lc.Int8(**SMALL, use_error_feedback=False),
+    "fp8": lc.FP8(**SMALL),
+    "int4": lc.Int4(**SMALL),
+    "int4 hadamard": lc.Int4(**SMALL, rotation="hadamard"),
+    "int4 without feedback": lc.Int4(**SMALL, use_error_feedback=False),
+    "int4 stochastic without": lc.Int4(**SMALL, use_error_feedback=False, rounding="stochastic"),
+    "quantize_per_tensor": lc.QuantizePerTensor(),
+    "quantize_per_channel": lc.QuantizePerChannel(),
+    "powersgd, int8 factors": lc.Cast(lc.PowerSGD(start_powerSGD_iter=20, matrix_approximation_rank=4), "int8"),
+}
+
+
+class Run:
+    """A model under training; `loss(step)` is that of this rank's batch, `score()` the quality of the model."""
+
+    def __init__(self, model: nn.Module, learning_rate: float, steps: int) -> None:
+        self.model, self.steps = model, steps
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate)
+        self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, steps)
+        self.ddp: nn.Module = model
+
+    def loss(self, generator: torch.Generator) -> Tensor:
+        """Of a batch that the generator draws."""
+        raise NotImplementedError
+
+    def score(self) -> float:
+        """Accuracy in percent, or loss."""
+        raise NotImplementedError
+
+    def train(self, hook: lc.CommHook, seed: int) -> tuple[float, float]:
+        """Score and bytes sent."""
+        self.ddp = DistributedDataParallel(self.model)
+        attachment = lc.attach(self.ddp, hook)
+        generator = torch.Generator().manual_seed(1000 * seed + dist.get_rank())
+        for _ in range(self.steps):
+            self.optimizer.zero_grad()
+            self.loss(generator).backward()
+            self.optimizer.step()
+            self.scheduler.step()
+        sent = attachment.metrics()["bytes_sent"]
+        attachment.close()
+        self.model.eval()
+        with torch.no_grad():
+            return self.score(), sent
+
+
+class Digits(Run):
+    """Images of 64 pixels to 10 classes."""
+
+    def __init__(self, seed: int) -> None:
+        images, labels = load_digits(return_X_y=True)
+        order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))
+        self.x, self.y = torch.as_tensor(images).float().div(16)[order], torch.as_tensor(labels)[order]
+        sizes = (64, 176, 176, 176, 176)
+        layers = [layer for a, b in itertools.pairwise(sizes) for layer in (nn.Linear(a, b), nn.ReLU())]
+        super().__init__(nn.Sequential(*layers, nn.Linear(176, 10)), 1e-3, 1000)
+
+    def loss(self, generator: torch.Generator) -> Tensor:
+        batch = torch.randint(len(self.y) // 2, (8,), generator=generator)
+        return F.cross_entropy(self.ddp(self.x[batch]), self.y[batch])
+
+    def score(self) -> float:
+        rest = slice(len(self.y) // 2, None)
+        return 100 * (self.model(self.x[rest]).argmax(1) == self.y[rest]).float().mean().item()
+
+
+class Text(Run):
+    """Characters to the next one."""
+
+    def __init__(self, seed: int) -> None:
+        sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
+        import hf_trainer_tiny as example
+        from transformers import GPT2Config, GPT2LMHeadModel
+
+        pieces = example.Text(0, 5000).pieces
+        self.pieces = pieces[torch.randperm(len(pieces), generator=torch.Generator().manual_seed(0))]
+        config = GPT2Config(
+            vocab_size=128, n_positions=example.LENGTH, n_embd=128, n_layer=2, n_head=4, bos_token_id=0, eos_token_id=0
+        )
+        config._attn_implementation = "eager"
+        super().__init__(GPT2LMHeadModel(config), 2e-3, 300)
+
+    def loss(self, generator: torch.Generator) -> Tensor:
+        batch = self.pieces[torch.randint(len(self.pieces) * 9 // 10, (8,), generator=generator)]
+        loss: Tensor = self.ddp(input_ids=batch, labels=batch).loss
+        return loss
+
+    def score(self) -> float:
+        batches = self.pieces[len(self.pieces) * 9 // 10 :].split(100)
+        return statistics.mean(self.model(input_ids=batch, labels=batch).loss.item() for batch in batches)
+
+
+TASKS: dict[str, Callable[[int], Run]] = {"digits, accuracy %": Digits, "text, loss": Text}
+
+
+def worker(rank: int, folder: str, seeds: int) -> None:
+    """Train all; rank 0 writes what it has measured."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD)
+    results: dict[str, dict[str, list[tuple[float, float]]]] = {}
+    for task, make in TASKS.items():
+        results[task] = {}
+        for label, hook in HOOKS.items():
+            for seed in range(seeds):
+                torch.manual_seed(seed)
+                results[task].setdefault(label, []).append(make(seed).train(hook, seed))
+    if rank == 0:
+        Path(folder, "results.json").write_text(json.dumps(results))
+    dist.destroy_process_group()
+
+
+def report(task: str, runs: dict[str, list[tuple[float, float]]]) -> bool:
+    """Print the table of a task; whether its limits hold."""
+    is_loss = task.endswith("loss")
+    dense = [score for score, _ in runs["dense"]]
+    noise = statistics.stdev(dense) / (statistics.mean(dense) if is_loss else 1)
+    print(f"\n{task:<26}{'mean':>9}{'lowest':>9}{'highest':>9}{'vs dense':>10}{'fewer':>8}")
+    worse = {}
+    for label, values in runs.items():
+        scores = [score for score, _ in values]
+        differences = [(a - b) / (b if is_loss else 1) for a, b in zip(scores, dense, strict=True)]
+        worse[label] = statistics.mean(differences) * (1 if is_loss else -1)
+        difference = f"{statistics.mean(differences):+.2%}" if is_loss else f"{statistics.mean(differences):+.2f}"
+        fewer = runs["dense"][0][1] / values[0][1]
+        print(
+            f"{label:<26}{statistics.mean(scores):>9.3f}{min(scores):>9.3f}{max(scores):>9.3f}{difference:>10}"
+            f"{fewer:>7.1f}x"
+        )
+    print(f"noise of dense over seeds: {f'{noise:.2%}' if is_loss else f'{noise:.2f}'}")
+    ok = worse["int8"] <= noise and (not is_loss or worse["int4"] <= 0.01)
+    print(f"int8 within noise{', int4 within 1%' if is_loss else ''}: {'ok' if ok else 'MISSED'}")
+    return ok
+
+
+def main() -> None:
+    """Train with all hooks, print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=3)
+    args = parser.parse_args()
+    os.environ["TORCH_COMPILE_DISABLE"] = "1"  # the same bits, and the models are small
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(worker, (folder, args.seeds), nprocs=WORLD)
+        results = json.loads(Path(folder, "results.json").read_text())
+    print(f"$ python {shlex.join(sys.argv)}")
+    print(f"# torch {torch.__version__}, {WORLD} ranks, {args.seeds} seeds")
+    ok = [report(task, runs) for task, runs in results.items()]
+    sys.exit(not all(ok))
+
+
+if __name__ == "__main__":
+    main()
