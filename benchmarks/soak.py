@@ -34,6 +34,8 @@ def hooks() -> dict[str, lc.CommHook]:
     named = {name: lc.get_hook(name) for name in lc.available_hooks()}
     named["powersgd"] = POWERSGD
     named["batched_powersgd"] = lc.BatchedPowerSGD(start_powerSGD_iter=10)
+    named |= {name: lc.get_hook(name, min_bytes=0) for name in ("int8", "int4", "fp8")}
+    named["per_parameter"] = lc.PerParameter({"0.*": "bf16", "2.*": POWERSGD, "*": lc.Int8(min_bytes=0)})
     alone = {"start_localSGD_iter": 100, "post_local_gradient_allreduce": False}
     named["post_localsgd"] = lc.PostLocalSGD(period=8, **alone)
     named["hierarchical_localsgd"] = lc.HierarchicalLocalSGD(period_group_size_dict={4: 2, 16: None}, **alone)

@@ -29,6 +29,9 @@ LOCAL: dict[str, Any] = {"start_localSGD_iter": 10, "post_local_gradient_allredu
 OPTIONS: dict[str, dict[str, Any]] = {
     "powersgd": {"start_powerSGD_iter": 10},
     "batched_powersgd": {"start_powerSGD_iter": 10},
+    "int8": {"min_bytes": 0},
+    "int4": {"min_bytes": 0},
+    "fp8": {"min_bytes": 0},
     "post_localsgd": {**LOCAL, "period": 8},
     "hierarchical_localsgd": {**LOCAL, "period_group_size_dict": {4: 2, 12: None}},
     "diloco": {**LOCAL, "period": 10, "fragments": 3},

@@ -23,6 +23,7 @@ EPOCHS = 20
 METHODS = {
     "dense": "float32",
     "bf16": "bfloat16",
+    "int8": "8-bit integers",
     "powersgd": "low-rank factors",
 }
 
@@ -55,6 +56,7 @@ def train(method: str, epochs: int) -> None:
     hooks = {
         "dense": "allreduce",
         "bf16": "bf16",
+        "int8": "int8",
         "powersgd": PowerSGD(matrix_approximation_rank=2, start_powerSGD_iter=10),
     }
     L.seed_everything(0, verbose=False)
@@ -117,7 +119,7 @@ def compare(epochs: int) -> None:
 
     console = Console()
     console.print(
-        "A network of 300,000 parameters learns to read handwritten digits, three times. Each time it trains in two "
+        "A network of 300,000 parameters learns to read handwritten digits, four times. Each time it trains in two "
         "processes that average their gradients at every step. Only the communication hook differs.\n",
         highlight=False,
     )

@@ -101,14 +101,14 @@ class CommHook(ABC):
     aliases: ClassVar[tuple[str, ...]] = ()
 
     @property
-    def inner(self) -> tuple[CommHook, ...]:
+    def inner_hooks(self) -> tuple[CommHook, ...]:
         """The hooks that this one is made of; none unless it is a wrapper."""
         return ()
 
     @property
     def sends_factors(self) -> bool:
         """Whether this hook, or one inside, sends numbers by `Group.all_reduce_factors_`, which may be encoded."""
-        return any(hook.sends_factors for hook in self.inner)
+        return any(hook.sends_factors for hook in self.inner_hooks)
 
     def check_parameters(self, names: Sequence[str]) -> list[str]:
         """Called when the hook is attached to a model.
@@ -122,7 +122,7 @@ class CommHook(ABC):
         Raises:
             ValueError: the hook does not fit them.
         """
-        return [text for hook in self.inner for text in hook.check_parameters(names)]
+        return [text for hook in self.inner_hooks for text in hook.check_parameters(names)]
 
     @abstractmethod
     def bind(self, group: Group) -> BoundHook:

@@ -57,7 +57,7 @@ class Cast(CommHook):
             )
 
     @property
-    def inner(self) -> tuple[CommHook, ...]:
+    def inner_hooks(self) -> tuple[CommHook, ...]:
         return (get_hook(self.hook),)
 
     def bind(self, group: Group) -> BoundHook:

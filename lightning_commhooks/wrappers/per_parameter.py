@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -52,8 +52,9 @@ class PerParameter(CommHook):
         return isinstance(other, PerParameter) and list(self.hooks.items()) == list(other.hooks.items())
 
     @property
-    def inner(self) -> tuple[CommHook, ...]:
-        return tuple(dict.fromkeys(get_hook(hook) for hook in self.hooks.values()))
+    def inner_hooks(self) -> tuple[CommHook, ...]:
+        hooks = [get_hook(hook) for hook in self.hooks.values()]
+        return tuple(hook for i, hook in enumerate(hooks) if hook not in hooks[:i])
 
     def pattern_of(self, name: str) -> str:
         """The pattern that counts for a parameter.
@@ -77,7 +78,7 @@ class PerParameter(CommHook):
             for pattern in self.hooks
             if pattern not in patterns.values() and names
         ]
-        for hook in self.inner:
+        for hook in self.inner_hooks:
             texts += hook.check_parameters([name for name in names if self.hooks[patterns[name]] == hook])
         return texts
 
@@ -89,26 +90,26 @@ class _BoundPerParameter(BoundHook):
     def __init__(self, config: PerParameter, group: Group) -> None:
         super().__init__(group)
         self._config = config
-        self._hooks = {hook: hook.bind(group) for hook in config.inner}
-        inner = self._hooks.values()
-        self.has_memory = any(hook.has_memory for hook in inner)
-        self.averages_models = any(hook.averages_models for hook in inner)
-        choices = {hook.average_buffers for hook in inner if hook.averages_models}
+        self._configs = config.inner_hooks
+        self._hooks = [hook.bind(group) for hook in self._configs]
+        self.has_memory = any(hook.has_memory for hook in self._hooks)
+        self.averages_models = any(hook.averages_models for hook in self._hooks)
+        choices = {hook.average_buffers for hook in self._hooks if hook.averages_models}
         if len(choices) > 1:
             raise ValueError("hooks of a PerParameter that average models must have the same average_buffers")
         self.average_buffers = True in choices
-        self._hook_of: dict[str, CommHook] = {}
+        self._found: dict[str, BoundHook] = {}
 
-    def _find(self, name: str) -> CommHook:
-        if name not in self._hook_of:
-            self._hook_of[name] = get_hook(self._config.hooks[self._config.pattern_of(name)])
-        return self._hook_of[name]
+    def _find(self, name: str) -> BoundHook:
+        if name not in self._found:
+            hook = get_hook(self._config.hooks[self._config.pattern_of(name)])
+            self._found[name] = self._hooks[self._configs.index(hook)]
+        return self._found[name]
 
     def _by_hook(self, slots: Sequence[Slot]) -> dict[BoundHook, list[Slot]]:
-        found = [(slot, self._find(slot.name)) for slot in slots]
         # In the order of the configuration, so on all ranks alike.
-        groups = {bound: [slot for slot, own in found if own == hook] for hook, bound in self._hooks.items()}
-        return {bound: slots for bound, slots in groups.items() if slots}
+        groups = {hook: [slot for slot in slots if self._find(slot.name) is hook] for hook in self._hooks}
+        return {hook: slots for hook, slots in groups.items() if slots}
 
     def reduce(self, flat: Tensor, bucket: Bucket) -> Tensor | None:
         finite = []
@@ -129,20 +130,20 @@ class _BoundPerParameter(BoundHook):
         return hook.reduce_sparse(grad, bucket)
 
     def is_local(self, step: int) -> bool:
-        return any(hook.is_local(step) for hook in self._hooks.values())
+        return any(hook.is_local(step) for hook in self._hooks)
 
     def after_optimizer_step(self, stepped: OptimizerStep) -> None:
-        for hook, bound in self._hooks.items():
-            own = {name: p for name, p in stepped.parameters.items() if self._find(name) == hook}
+        for hook in self._hooks:
+            own = {name: p for name, p in stepped.parameters.items() if self._find(name) is hook}
             if not own:
                 continue
-            bound.after_optimizer_step(dataclasses.replace(stepped, parameters=own))
+            hook.after_optimizer_step(dataclasses.replace(stepped, parameters=own))
             # After a phase of a schedule in which ranks stepped alone.
-            if stepped.step >= 0 and not bound.is_local(stepped.step) and stepped.models.drifted & own.keys():
+            if stepped.step >= 0 and not hook.is_local(stepped.step) and stepped.models.drifted & own.keys():
                 stepped.models.average_(own)
 
     def end_step(self, finite: Tensor) -> None:
-        for hook in self._hooks.values():
+        for hook in self._hooks:
             hook.end_step(finite)
 
     def drain_(self, flat: Tensor, bucket: Bucket) -> None:
@@ -150,18 +151,21 @@ class _BoundPerParameter(BoundHook):
             hook.drain_(flat, dataclasses.replace(bucket, slots=tuple(slots)))
 
     def state_dict(self, writer: StateWriter) -> dict[str, Any]:
-        return {"hooks": {str(i): writer.hook(hook, bound) for i, (hook, bound) in enumerate(self._hooks.items())}}
+        return {"hooks": {str(i): writer.hook(hook, bound) for i, (hook, bound) in self._numbered()}}
+
+    def _numbered(self) -> Iterator[tuple[int, tuple[CommHook, BoundHook]]]:
+        return enumerate(zip(self._configs, self._hooks, strict=True))
 
     def load_state_dict(self, state: dict[str, Any], reader: StateReader) -> None:
         saved = reader.section(state, "hooks")
         if len(saved) != len(self._hooks):
             reader.differs(f"it has {len(saved)} hooks for different parameters, and there are {len(self._hooks)} now")
-        for i, (hook, bound) in enumerate(self._hooks.items()):
+        for i, (hook, bound) in self._numbered():
             if str(i) in saved:
                 reader.hook(saved[str(i)], hook, bound)
 
     def compression_stats(self) -> tuple[float, int, int]:
-        for hook in self._hooks.values():
+        for hook in self._hooks:
             try:
                 return hook.compression_stats()
             except ValueError:
@@ -169,10 +173,10 @@ class _BoundPerParameter(BoundHook):
         return super().compression_stats()
 
     def closing_warnings(self, steps: int) -> list[str]:
-        return [text for hook in self._hooks.values() for text in hook.closing_warnings(steps)]
+        return [text for hook in self._hooks for text in hook.closing_warnings(steps)]
 
     def release(self) -> None:
-        for hook in self._hooks.values():
+        for hook in self._hooks:
             hook.release()
 
 

@@ -50,7 +50,7 @@ class Schedule(CommHook):
         return hash(tuple(self.hooks.items()))
 
     @property
-    def inner(self) -> tuple[CommHook, ...]:
+    def inner_hooks(self) -> tuple[CommHook, ...]:
         return tuple(get_hook(hook) for hook in self.hooks.values())
 
     def bind(self, group: Group) -> BoundHook:
