@@ -15,15 +15,14 @@ OPTIONS = {
     "powersgd": {"start_powerSGD_iter": 0, "matrix_approximation_rank": 2},
     "batched_powersgd": {"start_powerSGD_iter": 0, "matrix_approximation_rank": 2},
     "int8": {"min_bytes": 0, "block_size": 128},
-    "int4": {"min_bytes": 0},
-    "fp8": {"min_bytes": 0, "block_size": 128, "compress_1d": True},
+    "int4": {"min_bytes": 0, "compress_1d": True},
     # Averages gradients; test_local_sgd*.py are about what comes later.
     "post_localsgd": {"start_localSGD_iter": 1000, "post_local_gradient_allreduce": False},
 }
 INT8 = OPTIONS["int8"]
 POWERSGD = lc.PowerSGD(**OPTIONS["powersgd"])
-# These do with gradients what post_localsgd does, by the same code.
-ALIKE = {"hierarchical_localsgd", "diloco"}
+# These do with gradients what post_localsgd does, or int8 with another codec, by the same code.
+ALIKE = {"hierarchical_localsgd", "diloco", "fp8"}
 HOOKS = {name: lc.get_hook(name, **OPTIONS.get(name, {})) for name in lc.available_hooks() if name not in ALIKE} | {
     "fp16+float32": lc.FP16(accumulate_dtype="float32"),
     "bf16+float32": lc.BF16(accumulate_dtype="float32"),
@@ -34,7 +33,7 @@ HOOKS = {name: lc.get_hook(name, **OPTIONS.get(name, {})) for name in lc.availab
 }
 
 # What these round depends on each rank's own residual, so that the mean of them continues a run in another way.
-ROUNDING = {"cast", "int8", "int4", "fp8", "per_parameter"}
+ROUNDING = {"cast", "int8", "int4", "per_parameter"}
 # Their result depends on where DDP's buckets begin and end.
 BY_BUCKET = {"batched_powersgd", "quantize_per_tensor", "quantize_per_channel"}
 
@@ -128,7 +127,7 @@ def outputs(rank, world, hook, make, steps, shapes=SHAPES, dtype=torch.float32, 
 
 def owes(hook):
     """Whether a hook has error feedback: its own field or that of a hook inside says so."""
-    return getattr(hook, "use_error_feedback", False) or any(owes(inner) for inner in hook.inner)
+    return getattr(hook, "use_error_feedback", False) or any(owes(inner) for inner in hook.inner_hooks)
 
 
 def mean_residuals(state, shapes):

@@ -182,6 +182,7 @@ def configured():
         "batched_powersgd": lc.BatchedPowerSGD(start_powerSGD_iter=1),
         "cast": lc.Cast(POWERSGD, "bf16"),
         "schedule": lc.Schedule({0: "bf16", 3: POWERSGD}),
+        "per_parameter": lc.PerParameter({"*.bias": "allreduce", "*": lc.Int8(min_bytes=0, block_size=64)}),
     }
     for label, hook in hooks.items():
         trainer = fit(f"configured-{label}", CompressedDDP(hook=hook))

@@ -20,6 +20,7 @@ HOOKS = {
     "powersgd": POWERSGD,
     "batched_powersgd": lc.BatchedPowerSGD(start_powerSGD_iter=10),
     "cast": lc.Cast(POWERSGD, "bf16"),
+    "int4": lc.Int4(min_bytes=0),
     "schedule": lc.Schedule({0: "bf16", 20: POWERSGD}),
     "post_localsgd": lc.PostLocalSGD(period=8, **ALONE),
     "hierarchical_localsgd": lc.HierarchicalLocalSGD(period_group_size_dict={8: None}, **ALONE),

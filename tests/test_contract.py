@@ -40,7 +40,6 @@ ERROR = {
     "schedule": BF16,
     "int8": 2 / 127,
     "int4": 2 / 7,
-    "fp8": 2 / 14,
     "quantize_per_tensor": 0.1,
     "quantize_per_channel": 0.05,
     "per_parameter": 2 / 127,
@@ -338,8 +337,7 @@ BYTES = {
     "cast": lambda w: ring(w, 2 * (DENSE + FACTORS)),
     "schedule": lambda w: ring(w, 2 * NUMEL),
     "int8": lambda w: encoded(w, ONE_D, 128, 128 + 4),
-    "int4": lambda w: encoded(w, ONE_D, 64, 32 + 4),
-    "fp8": lambda w: encoded(w, {}, 128, 128 + 4),
+    "int4": lambda w: encoded(w, {}, 64, 32 + 4),
     "quantize_per_tensor": lambda w: 2 * (w - 1) * (8 + (-(-NUMEL // w) if w > 2 else NUMEL / 2 - 4)),
     "quantize_per_channel": lambda w: (
         2 * (w - 1) * (512 + 8) * (math.ceil(math.ceil(NUMEL / 512) / w) if w > 2 else math.ceil(NUMEL / 512) / 2)

@@ -129,8 +129,8 @@ def test_demo(tmp_path):
         cells = [cell.strip() for cell in line.split("│")]
         if len(cells) == 8:
             rows[cells[1]] = [float(cell.rstrip("%x").replace(",", "")) for cell in cells[3:7]]
-    assert list(rows) == ["dense", "bf16", "powersgd"]
-    assert {method: row[2] for method, row in rows.items() if method != "powersgd"} == {"dense": 1, "bf16": 2}
+    assert list(rows) == ["dense", "bf16", "int8", "powersgd"]
+    assert {method: rows[method][2] for method in ("dense", "bf16", "int8")} == {"dense": 1, "bf16": 2, "int8": 3.9}
     assert rows["powersgd"][2] > 7
     assert rows["dense"][1] == pytest.approx(1204.3)
     for accuracy, *_ in rows.values():

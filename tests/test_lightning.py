@@ -115,7 +115,8 @@ def test_allreduce_equals_plain_ddp(hooks):
 
 
 @pytest.mark.parametrize(
-    ("label", "least_ratio"), [("powersgd", 2.5), ("batched_powersgd", 2.5), ("cast", 5), ("schedule", 2)]
+    ("label", "least_ratio"),
+    [("powersgd", 2.5), ("batched_powersgd", 2.5), ("cast", 5), ("schedule", 2), ("per_parameter", 3)],
 )
 def test_configured_hook(hooks, label, least_ratio):
     result = hooks.both(f"configured-{label}")
