@@ -22,10 +22,10 @@ def check_rounding(rounding: str) -> None:
         raise ValueError(f"rounding must be one of {ROUNDINGS}, is {rounding!r}")
 
 
-def check_block_size(block_size: int, multiple: int) -> None:
-    """Raise `ValueError` unless it is a positive multiple."""
+def check_block_size(block_size: int | None, multiple: int, field: str = "block_size") -> None:
+    """Raise `ValueError`, naming the field, unless it is a positive multiple."""
     if isinstance(block_size, bool) or not isinstance(block_size, int) or block_size < 1 or block_size % multiple:
-        raise ValueError(f"block_size must be a positive multiple of {multiple}, is {block_size!r}")
+        raise ValueError(f"{field} must be a positive multiple of {multiple}, is {block_size!r}")
 
 
 def largest(blocks: Tensor) -> Tensor:

@@ -9,7 +9,15 @@ import torch
 from torch import Tensor
 
 from lightning_commhooks.codecs._hadamard import hadamard
-from lightning_commhooks.codecs._rounding import Rounding, check_block_size, check_rounding, largest, round_, scale_of
+from lightning_commhooks.codecs._rounding import (
+    LARGEST,
+    Rounding,
+    check_block_size,
+    check_rounding,
+    largest,
+    round_,
+    scale_of,
+)
 from lightning_commhooks.core.codec import Codec
 
 ROTATIONS = (None, "hadamard")
@@ -28,7 +36,9 @@ class Int4Codec(Codec):
         rotation: `"hadamard"`: multiply each block by a Hadamard matrix with random signs first, which spreads
             an outlier over the block, so that it does not take the levels of the others; the error is then bounded by
             s levels of the rotated block in a single number, by s/2 in the norm of a block of s. As in QuIP#, Tseng et
-            al. 2024, https://arxiv.org/abs/2402.04396, section 3. Costs two matrix products. `None`: no rotation.
+            al. 2024, https://arxiv.org/abs/2402.04396, section 3. Costs two matrix products, whose rounding depends on
+            the number of blocks, so that results depend a little on DDP's buckets; and a block with a magnitude above
+            2^126 / s is NaN. `None`: no rotation.
 
     Raises:
         ValueError: a value is out of range.
@@ -50,8 +60,8 @@ class Int4Codec(Codec):
         return block_size // 2
 
     def quantize(self, blocks: Tensor, seed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        blocks = self._rotated(blocks)
-        scale, divisor = scale_of(largest(blocks), 7)
+        blocks, extent = self._rotated(blocks)
+        scale, divisor = scale_of(extent, 7)
         levels = round_(blocks * (1 / divisor), self.rounding, seed).clamp(-7, 7)
         low, high = (levels + 8).split(self.block_size // 2, dim=1)
         return (low + 16 * high).to(torch.uint8), scale, self._rotated_back(levels) * scale
@@ -65,16 +75,19 @@ class Int4Codec(Codec):
         return levels * scales.unsqueeze(-1)
 
     def error_bound(self, blocks: Tensor) -> Tensor:
-        extent = largest(self._rotated(blocks))
+        _, extent = self._rotated(blocks)
         scale, _ = scale_of(extent, 7)
         level = torch.where(scale == 0, extent, scale * (1 if self.rounding == "stochastic" else 0.5) * (1 + 1e-4))
         return level * self.block_size if self.rotation else level
 
-    def _rotated(self, blocks: Tensor) -> Tensor:
+    def _rotated(self, blocks: Tensor) -> tuple[Tensor, Tensor]:
+        """What is rounded, and its largest magnitudes."""
+        extent = largest(blocks)
         if not self.rotation:
-            return blocks
-        # Divided by the block size, so that turning back needs no more than integers.
-        return blocks @ (hadamard(self.block_size, blocks) / self.block_size)
+            return blocks, extent
+        # Divided by the block size, so that turning back needs no more than integers; it may add up that many numbers.
+        rotated = blocks @ (hadamard(self.block_size, blocks) / self.block_size)
+        return rotated, torch.where(extent <= LARGEST / self.block_size, largest(rotated), torch.nan)
 
     def _rotated_back(self, levels: Tensor) -> Tensor:
         # Sums of small integers: exact in any order, so equal on all machines.

@@ -89,8 +89,9 @@ def pack(codes: Tensor, scales: Tensor) -> Tensor:
     """Scales and codes of each block behind one another: shape `(b, 4 * num_scales + code_bytes)`, uint8."""
     head = 4 * scales.shape[1]
     payload = codes.new_empty((codes.shape[0], head + codes.shape[1]), dtype=torch.uint8)
-    payload[:, :head] = scales.contiguous().view(torch.uint8)
-    payload[:, head:] = codes.view(torch.uint8)
+    if payload.numel():
+        payload[:, :head] = scales.contiguous().view(torch.uint8)
+        payload[:, head:] = codes.view(torch.uint8)
     return payload
 
 
@@ -219,8 +220,8 @@ def compiled(codec: Codec, device: torch.device, num_payloads: set[int], feedbac
     """
     if torch._dynamo.config.disable:
         return None
-    kernels = _kernels(codec)
     try:
+        kernels = _kernels(codec)
         # The comm thread has no gradients and no autocast either; PyTorch would compile anew for another mode.
         with torch.no_grad(), torch.autocast(device.type, enabled=False), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # PyTorch uses deprecated parts of itself

@@ -282,9 +282,9 @@ class Group:
 
         Two-shot, as CGX (Markov et al. 2022, https://arxiv.org/abs/2111.08617) and ZeRO++ (Wang et al. 2023,
         https://arxiv.org/abs/2306.10209, section 3.3) do it: each rank receives its share of all parts from the others,
-        sums it in float32, encodes the mean and sends it to all; 2(w-1)/w of the encoded size. Two ranks send all to
-        each other instead, the same bytes and one rounding less. Encoding and decoding of one part go on while others
-        are under way.
+        sums it in at least float32, encodes the mean and sends it to all; 2(w-1)/w of the encoded size. Two ranks send
+        all to each other instead, the same bytes and one rounding less. Encoding and decoding of one part go on while
+        others are under way.
 
         Args:
             parts: the same on every rank.
@@ -295,12 +295,14 @@ class Group:
         Returns:
             whether all means are finite before they are multiplied, boolean, one element.
         """
-        one = torch.ones((), device=self.device)
+        if not parts:
+            return torch.ones((), dtype=torch.bool, device=self.device)
+        one = parts[0].numbers.new_ones(())
         scale = one * loss_scale
         sent = [self._send(part, kernels, one / scale, two_shot and self.size > 2) for part in parts]
         if two_shot and self.size > 2:
             sent = [self._send_mean(part, kernels, one, arrived()) for part, arrived in zip(parts, sent, strict=True)]
-        finite = [torch.ones((), dtype=torch.bool, device=self.device)]
+        finite = []
         for part, arrived in zip(parts, sent, strict=True):
             num_senders = 1 if two_shot and self.size > 2 else self.size
             payloads = arrived().view(num_senders, part.numbers.shape[0], -1)
@@ -316,11 +318,8 @@ class Group:
         padded = flat.new_zeros(-(-flat.numel() // unit) * unit)
         padded[: flat.numel()] = flat
         chunks = padded.split(max(unit, _CHUNK_NUMEL // unit * unit))
-        parts = [
-            Part(chunk.view(-1, kernels.codec.block_size or chunk.numel()), None, None, seed=0) for chunk in chunks
-        ]
-        if flat.numel():
-            self.average_encoded_(parts, kernels)
+        parts = [Part(chunk.view(-1, size), None, None, seed=0) for chunk in chunks]
+        self.average_encoded_(parts if flat.numel() else (), kernels)
         return padded[: flat.numel()]
 
     def _send(self, part: Part, kernels: Kernels, factor: Tensor, to_owners: bool) -> Callable[[], Tensor]:

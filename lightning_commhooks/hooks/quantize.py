@@ -9,6 +9,7 @@ from typing import ClassVar, Literal
 from torch import Tensor
 
 from lightning_commhooks.codecs import AffineCodec
+from lightning_commhooks.codecs._rounding import check_block_size
 from lightning_commhooks.core.collectives import Group, Part
 from lightning_commhooks.core.hook import BoundHook, Bucket, CommHook, Slot
 from lightning_commhooks.core.registry import register
@@ -84,8 +85,7 @@ class QuantizePerChannel(_Quantize):
 
     @property
     def codec(self) -> AffineCodec:
-        if self.bucket_size is None:
-            raise ValueError("bucket_size must be a positive multiple of 4, is None")
+        check_block_size(self.bucket_size, 4, "bucket_size")
         return AffineCodec(block_size=self.bucket_size)
 
 

@@ -1,0 +1,69 @@
+"""On a CUDA device, where there is one: codecs, and every hook on one rank of NCCL."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from driver import HOOKS, NOT_AVERAGING, NOTHING_COMPRESSED, SHAPES, TOO_EARLY, Params, distance, full_rank_gradients
+from pool import ignoring
+from torch.nn.parallel import DistributedDataParallel
+
+import lightning_commhooks as lc
+from lightning_commhooks.codecs import AffineCodec, FP8Codec, Int4Codec, Int8Codec
+from lightning_commhooks.core.codec import Kernels, compiled, seed_tensor
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+CODECS = [
+    Int8Codec(),
+    Int8Codec(rounding="stochastic"),
+    Int4Codec(),
+    Int4Codec(rotation="hadamard"),
+    FP8Codec(),
+    FP8Codec(format="e5m2", rounding="stochastic"),
+    AffineCodec(),
+    AffineCodec(block_size=None),
+]
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=repr)
+def test_codec(codec):
+    device = torch.device("cuda")
+    size = codec.block_size or 2**16
+    x = torch.randn(2**16, device=device).pow(3).view(-1, size)
+    out, one, seed = torch.empty_like(x), torch.ones((), device=device), seed_tensor(7, device)
+    kernels = compiled(codec, device, {1}, feedback=False)
+    assert kernels is not None
+    for run in (kernels, Kernels(codec)):
+        finite = run.decode_mean(run.encode(x, None, one, seed)[None], one, out)
+        assert finite
+        # Products may be rounded in fewer bits there.
+        assert ((out - x).abs() <= codec.error_bound(x) * (1.05 if codec.block_size == 64 else 1) + 1e-6).all()
+
+
+@pytest.fixture
+def _nccl(tmp_path):
+    dist.init_process_group("nccl", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("_nccl")
+@pytest.mark.parametrize("label", HOOKS)
+def test_hook(label):
+    """One rank's gradients come back as they were, but for what the hook leaves out."""
+    device = torch.device("cuda", 0)
+    ddp = DistributedDataParallel(Params(SHAPES).to(device), device_ids=[0], bucket_cap_mb=4e-3)
+    with ignoring(NOT_AVERAGING, NOTHING_COMPRESSED, TOO_EARLY):
+        attachment = lc.attach(ddp, HOOKS[label])
+        for step in range(3):
+            gradients = full_rank_gradients(0, step, SHAPES)
+            ddp.zero_grad()
+            ddp({name: g.to(device) for name, g in gradients.items()}).backward()
+            means = {name: p.grad.cpu() for name, p in ddp.module.named_parameters()}
+            assert all(mean.isfinite().all() for mean in means.values())
+            if "powersgd" not in label and label not in ("cast", "schedule", "per_parameter"):
+                zero = {name: torch.zeros_like(g) for name, g in gradients.items()}
+                assert distance(means, gradients) <= 0.3 * distance(gradients, zero)
+        attachment.close()

@@ -1,0 +1,232 @@
+"""`PerParameter`: which hook a parameter gets, and that each does what it does alone."""
+
+import io
+import pickle
+import warnings
+
+import pytest
+import torch
+from driver import (
+    SHAPES,
+    attached,
+    backward,
+    distance,
+    full_rank_gradients,
+    mean_gradients,
+    mean_residuals,
+    norm,
+    outputs,
+    same,
+)
+from local_sgd_driver import ALONE, local, one_step, params, whole_numbers
+from pool import ignoring
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import lightning_commhooks as lc
+
+INT8 = lc.Int8(min_bytes=0, block_size=128)
+POWERSGD = lc.PowerSGD(start_powerSGD_iter=1, matrix_approximation_rank=2)
+MIXED = {"*ir*": POWERSGD, "second": INT8, "b*": "bf16", "*": "allreduce"}
+ONE_BUCKET = {"bucket_cap_mb": 25}
+
+
+def test_first_pattern_counts():
+    hook = lc.PerParameter({"net.*.weight": "bf16", "net.[01].*": INT8, "*bia?": "fp16", "*": "allreduce"})
+    for name, pattern in {
+        "net.0.weight": "net.*.weight",
+        "net.0.inner.weight": "net.*.weight",
+        "net.1.bias": "net.[01].*",
+        "net.2.bias": "*bia?",
+        "Net.0.weight": "*",
+    }.items():
+        assert hook.pattern_of(name) == pattern
+    assert hook.inner_hooks == (lc.BF16(), INT8, lc.FP16(), lc.AllReduce())
+    assert lc.PerParameter({"a": "bf16", "b": lc.BF16(), "*": "allreduce"}).inner_hooks == (lc.BF16(), lc.AllReduce())
+    reordered = lc.PerParameter(dict(reversed(hook.hooks.items())))
+    assert hook != reordered
+    assert pickle.loads(pickle.dumps(hook)) == hook
+    assert len({hook, pickle.loads(pickle.dumps(hook)), reordered}) == 2
+    for hooks, message in (({}, "at least one pattern"), ({1: "bf16"}, "at least one pattern"), ({"*": "x"}, "'x'")):
+        with pytest.raises(ValueError, match=message):
+            lc.PerParameter(hooks)
+
+
+def attach_badly(rank, world):
+    """The error of a parameter without a hook; warnings of a pattern too many."""
+    texts = []
+    unmatched = lc.PerParameter({"*ir*": "bf16", "b*": "fp16"})
+    for hook in (unmatched, lc.Schedule({0: "bf16", 2: lc.Cast(unmatched)})):
+        with pytest.raises(ValueError, match="no hook") as error, attached(hook):
+            pass
+        texts.append(str(error.value))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with attached(lc.PerParameter({"frist": "bf16", "*": lc.PerParameter({"fir*": "fp16", "*": "fp16"})})) as (
+            ddp,
+            _,
+        ):
+            mean = backward(ddp, full_rank_gradients(rank, 0, SHAPES))
+    return texts, [str(warning.message) for warning in caught], mean
+
+
+def test_patterns_are_checked_when_attached(run, world):
+    for rank, (errors, caught, mean) in enumerate(run(attach_badly, world=world)):
+        for text in errors:
+            assert "PerParameter has no hook for parameter 'scalar', only for '*ir*', 'b*'" in text
+            assert "'*': 'allreduce'" in text
+        assert len(caught) == (rank == 0)
+        assert all("'frist' is not the first to match any parameter" in text for text in caught)
+        expected = mean_gradients(full_rank_gradients, world, 0, SHAPES)
+        assert 0 < distance(mean, expected) <= 1e-2 * norm(expected)
+
+
+def alone_and_together(rank, world):
+    """Means by all hooks together, also nested and with other buckets, and of each hook alone on its parameters."""
+    together = lc.PerParameter(MIXED)
+    inside = lc.PerParameter({"s*": lc.Schedule({0: together, 9: "noop"}), "*": together})
+    results = {}
+    with ignoring("PerParameter: the pattern .* is not the first"):
+        for label, hook, options in [
+            ("one", together, ONE_BUCKET),
+            ("many", together, {}),
+            ("nested", inside, ONE_BUCKET),
+        ]:
+            means, _, metrics = outputs(rank, world, hook, full_rank_gradients, 4, options=options)
+            results[label] = means, metrics["collectives"]
+    alone, counts = [{} for _ in range(4)], 0
+    for pattern, hook in MIXED.items():
+        shapes = {name: shape for name, shape in SHAPES.items() if together.pattern_of(name) == pattern}
+        with attached(hook, shapes, **ONE_BUCKET) as (ddp, attachment):
+            for step, means in enumerate(alone):
+                own = full_rank_gradients(rank, step, SHAPES)
+                means.update(backward(ddp, {name: own[name] for name in shapes}))
+            counts += attachment.metrics()["collectives"]
+    return results, alone, counts
+
+
+def test_each_hook_does_what_it_does_alone(run, world):
+    results, alone, counts = run(alone_and_together, world=world)[-1]
+    for label, (means, _) in results.items():
+        for step, mean in enumerate(means):
+            for name, gradient in mean.items():
+                # Elsewhere in a bucket, more than two numbers are added in another order.
+                bound = 0 if world == 2 else 1e-5 * alone[step][name].norm()
+                assert (gradient - alone[step][name]).norm() <= bound, (label, step, name)
+    # One pass for each hook.
+    assert results["one"][1] == counts
+
+
+def collectives(rank, world):
+    hooks = {
+        "bf16": "bf16",
+        "equal": lc.PerParameter({"first": "bf16", "s*": lc.BF16(), "*": "bf16"}),
+        "two": lc.PerParameter({"second": "fp16", "*": "bf16"}),
+        "cast": lc.Cast("allreduce", "fp16"),
+        "cast inside": lc.Cast(lc.PerParameter({"first": "allreduce", "*": lc.AllReduce()}), "fp16"),
+    }
+    counts = {}
+    for label, hook in hooks.items():
+        means, _, metrics = outputs(rank, world, hook, full_rank_gradients, 3, options=ONE_BUCKET)
+        counts[label] = means, metrics["collectives"]
+    return counts
+
+
+def test_equal_hooks_share_a_pass(run):
+    for counts in run(collectives):
+        assert all(same(a, b) for a, b in zip(counts["bf16"][0], counts["equal"][0], strict=True))
+        assert all(same(a, b) for a, b in zip(counts["cast"][0], counts["cast inside"][0], strict=True))
+        assert [counts[label][1] for label in ("bf16", "equal", "two")] == [3, 3, 6]
+
+
+def saved_and_loaded(rank, world, exact):
+    """Whether a run that is saved, and loaded with other buckets, goes on as it would have; what came and went."""
+    hook, options = lc.PerParameter(MIXED), {"dtype": torch.float64, "exact_state": exact}
+    means, state, received = [], None, dict.fromkeys(SHAPES, 0)
+    with attached(hook, **options) as (ddp, attachment):
+        for step in range(6):
+            if step == 3:
+                file = io.BytesIO()
+                torch.save(attachment.state_dict(), file)
+            means.append(backward(ddp, full_rank_gradients(rank, step, SHAPES, torch.float64)))
+            received = {name: received[name] + means[-1][name] for name in SHAPES}
+        state = attachment.state_dict()
+    file.seek(0)
+    with attached(hook, **options, **ONE_BUCKET) as (ddp, attachment):
+        attachment.load_state_dict(torch.load(file, weights_only=True))
+        again = [backward(ddp, full_rank_gradients(rank, step, SHAPES, torch.float64)) for step in range(3, 6)]
+    owed = mean_residuals(state, SHAPES)
+    differences = [distance(a, b) / norm(a) for a, b in zip(means[3:], again, strict=True)]
+    return differences, {name: received[name] + owed[name] for name in SHAPES}
+
+
+def test_state_of_powersgd_and_int8(run, world):
+    expected = [mean_gradients(full_rank_gradients, world, t, SHAPES, torch.float64) for t in range(6)]
+    expected = {name: sum(mean[name] for mean in expected) for name in SHAPES}
+    for exact in (True, False):
+        for differences, received in run(saved_and_loaded, exact, world=world):
+            assert max(differences) <= (1e-10 if exact else 0.05)
+            exact_names = [name for name in SHAPES if name != "bias"]  # that one is sent in 16 bit
+            pair = [{name: total[name] for name in exact_names} for total in (received, expected)]
+            assert distance(*pair) <= 1e-10 * norm(expected)
+
+
+class Embedding(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(50, 24, sparse=True)
+        self.head = nn.Linear(24, 24)
+
+    def forward(self, x):
+        return self.head(self.embedding(x).mean(1)).square().sum()
+
+
+def sparse(rank, world, hook):
+    torch.manual_seed(0)
+    model = Embedding()
+    ddp = DistributedDataParallel(model)
+    attachment = lc.attach(ddp, hook)
+    ddp(torch.arange(6).view(2, 3) + 4 * rank).backward()
+    attachment.close()
+    return {name: p.grad.to_dense() for name, p in model.named_parameters()}
+
+
+def test_sparse_gradients(run, world):
+    hook = lc.PerParameter({"embed*": "bf16", "head.weight": INT8, "*": "allreduce"})
+    mine, plain = (run(sparse, h, world=world) for h in (hook, "allreduce"))
+    assert all(same(mine[0], other) for other in mine)
+    for name, gradient in plain[0].items():
+        bound = {"embedding.weight": 2**-7, "head.weight": 1 / 60}.get(name, 1e-6)
+        assert (mine[0][name] - gradient).abs().max() <= bound * gradient.abs().max()
+
+
+def average_some(rank, world):
+    """Parameters after each step, with those whose name begins with "l" averaged every third step only."""
+    shapes = {"linear": (6, 5), "other": (7,), "last": (4,)}
+    hook = lc.PerParameter({"l*": lc.PostLocalSGD(period=3, **ALONE), "*": "allreduce"})
+    model, _ = params(shapes)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    trajectory = []
+    with local(model, hook, optimizers=[optimizer]) as (ddp, _):
+        for step in range(7):
+            one_step(ddp, optimizer, whole_numbers(rank, shapes, seed=step))
+            trajectory.append({name: p.detach().clone() for name, p in model.named_parameters()})
+    return trajectory
+
+
+def test_local_sgd_for_some_parameters(run, world):
+    results = run(average_some, world=world)
+    shapes = {"linear": (6, 5), "other": (7,), "last": (4,)}
+    own = [{name: torch.zeros(shape, dtype=torch.float64) for name, shape in shapes.items()} for _ in range(world)]
+    for step in range(7):
+        for rank in range(world):
+            gradient = whole_numbers(rank, shapes, seed=step)
+            own[rank] = {name: own[rank][name] - gradient[name] for name in shapes}
+        for name in shapes:
+            if name == "other" or step % 3 == 2:
+                mean = sum(values[name] for values in own) / world
+                for values in own:
+                    values[name] = mean
+        for rank, trajectory in enumerate(results):
+            for name, value in trajectory[step].items():
+                torch.testing.assert_close(value, own[rank][name], rtol=0, atol=1e-12, msg=f"{name} {step} {rank}")

@@ -1,0 +1,145 @@
+"""Large gradients, which are cut into parts, against plain quantization of one gradient after another in float64."""
+
+import pytest
+import torch
+from driver import attached, backward
+
+import lightning_commhooks as lc
+from lightning_commhooks.core.hook import Slot
+from lightning_commhooks.hooks._parts import PART_NUMEL, Parts
+
+STEPS = 3
+SHAPES = {
+    "small": (30, 20),
+    "rest": (1100, 1000),  # more than a part, and not whole blocks
+    "bias": (700,),
+    "whole": (512, 512),  # whole blocks for each rank
+    "medium": (401, 401),
+    # More than a part together.
+    **{f"layer{i}": (330, 391) for i in range(9)},
+    "tiny": (3, 2),
+}
+
+
+def gradients(rank, step):
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    # Differ in size from row to row.
+    rows = (torch.rand(shape[:1] + (1,) * (len(shape) - 1), generator=generator) for shape in SHAPES.values())
+    return {
+        name: (torch.randn(shape, generator=generator) * row * 4 + 0.5).double()
+        for (name, shape), row in zip(SHAPES.items(), rows, strict=True)
+    }
+
+
+def quantized(flat, block_size, num_levels):
+    """Rounded to one of `num_levels` multiples of a 32-bit scale on each side of 0, in each block."""
+    padded = torch.nn.functional.pad(flat, (0, -flat.numel() % block_size)).view(-1, block_size)
+    scale = (padded.abs().amax(1, keepdim=True).float() / num_levels).double()
+    return (torch.round(padded / scale.where(scale > 0, 1)) * scale).view(-1)[: flat.numel()]
+
+
+def reference(world, block_size, num_levels):
+    """Means of every step, one gradient after another; what is owed to the mean is kept in one place."""
+    residuals = [dict.fromkeys(SHAPES, 0) for _ in range(world)]
+    carried = dict.fromkeys(SHAPES, 0)
+    means = []
+    for step in range(STEPS):
+        ranks = [gradients(rank, step) for rank in range(world)]
+        means.append({})
+        for name, shape in SHAPES.items():
+            if len(shape) == 1:
+                means[-1][name] = sum(own[name] for own in ranks) / world
+                continue
+            mean = 0
+            for own, residual in zip(ranks, residuals, strict=True):
+                owed = own[name].view(-1) + residual[name]
+                sent = quantized(owed, block_size, num_levels)
+                residual[name] = owed - sent
+                mean = mean + sent / world
+            if world > 2:
+                owed = mean + carried[name]
+                mean = quantized(owed, block_size, num_levels)
+                carried[name] = owed - mean
+            means[-1][name] = mean.view(shape)
+    return means
+
+
+def run_steps(rank, world, hook, bucket_cap_mb):
+    """Means of every step, of rank 0; of the others their sums."""
+    with attached(hook, SHAPES, torch.float64, bucket_cap_mb=bucket_cap_mb) as (ddp, attachment):
+        means = [backward(ddp, gradients(rank, step)) for step in range(STEPS)]
+        sums = [{name: (mean.sum(), mean.norm()) for name, mean in step.items()} for step in means]
+        return means if rank == 0 else None, sums, attachment.metrics()
+
+
+@pytest.mark.parametrize(
+    ("world", "hook", "num_levels", "bucket_cap_mb"),
+    [(2, lc.Int8(), 127, 100), (4, lc.Int8(block_size=256), 127, 100), (4, lc.Int4(), 7, 5)],
+    ids=lambda value: getattr(value, "name", str(value)),
+)
+def test_equal_to_the_reference(run, world, hook, num_levels, bucket_cap_mb):
+    results = run(run_steps, hook, bucket_cap_mb, world=world)
+    expected = reference(world, hook.block_size, num_levels)
+    for step, (means, theirs) in enumerate(zip(results[0][0], expected, strict=True)):
+        for name, mean in means.items():
+            errors = (mean - theirs[name]).abs()
+            # One of 100000 numbers is so close to the middle between two levels that it is rounded to the other one. In
+            # the next step that may change the scale of its block.
+            blocks = 2 * step * hook.block_size if mean.numel() > 1e5 else 0
+            assert (errors > 1e-6).sum() <= 1e-5 * mean.numel() + blocks, (name, step)
+            assert errors.max() <= 2 * theirs[name].abs().max() / num_levels, (name, step)
+    assert all(sums == results[0][1] for _, sums, _ in results)
+    num_matrices = sum(torch.Size(shape).numel() for shape in SHAPES.values() if len(shape) > 1)
+    for _, _, metrics in results:
+        assert (metrics["numel_compressed"], metrics["numel_uncompressed"]) == (3 * num_matrices, 3 * 700)
+        ratio = (
+            8
+            * (num_matrices + 700)
+            / (8 * 700 + num_matrices * (hook.codec.code_bytes(1000) / 1000 + 4 / hook.block_size))
+        )
+        assert metrics["compression_ratio"] == pytest.approx(ratio, rel=0.01)
+
+
+def slots_of(shapes):
+    slots, offset = [], 0
+    for name, shape in shapes.items():
+        slots.append(Slot(name, shape, offset))
+        offset += slots[-1].numel
+    return slots
+
+
+@pytest.mark.parametrize("block_size", [64, 512, 4096, None])
+@pytest.mark.parametrize("num_owners", [1, 3, 4])
+def test_parts_cover_each_gradient_once(block_size, num_owners):
+    slots = slots_of(SHAPES)
+    flat = torch.arange(1, 1 + sum(slot.numel for slot in slots), dtype=torch.float32)
+    parts = Parts(slots, block_size, num_owners)
+    numbers = [part.gather(flat, torch.float32) for part in parts.parts]
+    everything = torch.cat([own.reshape(-1) for own in numbers])
+    assert everything.numel() == parts.numel
+    assert torch.equal(everything[everything > 0].sort().values, flat)
+    shares = [parts.shares(rank) for rank in range(num_owners)]
+    memory = torch.zeros(parts.numel)
+    for own in shares:
+        for place, _ in own:
+            memory[place] += 1
+    assert (memory == 1).all()
+    assert len({sum(place.stop - place.start for place, _ in own) for own in shares}) == 1
+    for slot in slots:
+        assert torch.equal(parts.gradient(slot, everything), slot.view(flat))
+        parts.write(slot, slot.view(flat), memory)
+        assert torch.equal(parts.gradient(slot, memory), slot.view(flat))
+    for part, own in zip(parts.parts, numbers, strict=True):
+        assert own.shape[0] % num_owners == 0
+        is_view = own.data_ptr() == part.segments[0].of(flat).data_ptr()
+        assert is_view == (len(part.segments) == 1 and part.segments[0].numel == own.numel())
+        if block_size:
+            assert own.numel() <= 2 * PART_NUMEL
+            # A block begins with each gradient and goes on where another part of it ends.
+            assert all(segment.start % block_size == segment.first % block_size == 0 for segment in part.segments)
+            part.scatter(own, flat)
+            assert torch.equal(flat, torch.arange(1, 1 + flat.numel(), dtype=torch.float32))
+            part.scatter(-own.clone(), flat)
+            for segment in part.segments:
+                assert (segment.of(flat) < 0).all()
+            flat.abs_()
