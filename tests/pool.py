@@ -18,7 +18,7 @@ from multiprocessing import connection, get_context
 import torch
 import torch.distributed as dist
 
-from lightning_commhooks.core import codec, collectives
+from lightning_commhooks.core import codec, encoded
 
 SIZE = 4
 THREAD_NAME = "lightning_commhooks"
@@ -110,7 +110,7 @@ def _work(pipe, port):
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"
     # Compiling takes seconds, and the gradients of most tests are too small to be given to what was compiled.
-    collectives.compiled = lambda hook_codec, *_: codec.Kernels(hook_codec)
+    encoded.compiled = lambda hook_codec, *_: codec.Kernels(hook_codec)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     while True:
         try:
@@ -162,11 +162,11 @@ def check_no_leaks(num_groups):
 @contextlib.contextmanager
 def compiling():
     """Let the codecs of hooks that are attached meanwhile be compiled."""
-    eager, collectives.compiled = collectives.compiled, codec.compiled
+    eager, encoded.compiled = encoded.compiled, codec.compiled
     try:
         yield
     finally:
-        collectives.compiled = eager
+        encoded.compiled = eager
 
 
 @contextlib.contextmanager

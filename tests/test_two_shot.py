@@ -8,7 +8,8 @@ import torch.distributed as dist
 
 from lightning_commhooks.codecs import AffineCodec, FP8Codec, Int4Codec, Int8Codec
 from lightning_commhooks.core.codec import Kernels
-from lightning_commhooks.core.collectives import Group, Part
+from lightning_commhooks.core.collectives import Group
+from lightning_commhooks.core.encoded import Part
 
 CODECS = {
     "int8": Int8Codec(block_size=64),

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from lightning_commhooks.core.checkpoint import StateReader, StateWriter
 from lightning_commhooks.core.codec import Codec
-from lightning_commhooks.core.collectives import Group, Part
+from lightning_commhooks.core.collectives import Group
+from lightning_commhooks.core.encoded import Part
 from lightning_commhooks.core.hook import BoundHook, Bucket, CommHook, Slot
 from lightning_commhooks.core.memory import Memory, all_finite
 from lightning_commhooks.hooks._by_parameter import BoundByParameter, Entry, Plan

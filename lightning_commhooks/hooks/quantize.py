@@ -10,7 +10,8 @@ from torch import Tensor
 
 from lightning_commhooks.codecs import AffineCodec
 from lightning_commhooks.codecs._rounding import check_block_size
-from lightning_commhooks.core.collectives import Group, Part
+from lightning_commhooks.core.collectives import Group
+from lightning_commhooks.core.encoded import Part
 from lightning_commhooks.core.hook import BoundHook, Bucket, CommHook, Slot
 from lightning_commhooks.core.registry import register
 from lightning_commhooks.hooks._parts import Parts
