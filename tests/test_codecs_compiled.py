@@ -8,6 +8,7 @@ from driver import attached, backward, full_rank_gradients, same
 from pool import compiling
 from torch._dynamo.utils import counters
 
+import lightning_commhooks as lc
 from lightning_commhooks.codecs import AffineCodec, FP8Codec, Int4Codec, Int8Codec
 from lightning_commhooks.core import codec as core
 
@@ -88,6 +89,8 @@ def test_one_warning_when_compiling_fails(monkeypatch, at_once):
     core._warn.cache_clear()
 
 
+# Or DDP's buckets would be too small from the second step on.
+INT8 = lc.Int8(min_bytes=0)
 SHAPES = {"weight": (500, 600), "bias": (600,), "small": (30, 20)}
 
 
@@ -108,8 +111,8 @@ def run_steps(rank, hook, steps=4):
 def compiled_and_not(rank, world):
     # The comm thread must not meet another mode than the one it was compiled for.
     with torch.autocast("cpu"), compiling():
-        mine = run_steps(rank, "int8")
-    means, entries, *numbers = run_steps(rank, "int8")
+        mine = run_steps(rank, INT8)
+    means, entries, *numbers = run_steps(rank, INT8)
     assert all(same(a, b) for a, b in zip(mine[0], means, strict=True))
     assert all(same(mine[1][name], entry) for name, entry in entries.items())
     return set(entries), mine[2:], numbers, means

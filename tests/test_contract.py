@@ -309,7 +309,9 @@ def powersgd_elements(world):
 
 
 def encoded(world, dense_names, block_size, block_bytes):
-    """Bytes of a two-shot average in blocks, each parameter beginning one, the rest in float32."""
+    """Bytes of a two-shot average in blocks, each parameter beginning one; of small ones and the rest in float32."""
+    small = {name for name, shape in SHAPES.items() if torch.Size(shape).numel() < block_size}
+    dense_names = small.union(dense_names)
     rest = sum(torch.Size(shape).numel() for name, shape in SHAPES.items() if name in dense_names)
     blocks = sum(-(-torch.Size(s).numel() // block_size) for name, s in SHAPES.items() if name not in dense_names)
     owned = -(-blocks // world) if world > 2 else blocks / world

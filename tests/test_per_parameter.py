@@ -6,8 +6,10 @@ import warnings
 
 import pytest
 import torch
+import torch.distributed as dist
 from driver import (
     SHAPES,
+    Params,
     attached,
     backward,
     distance,
@@ -18,8 +20,8 @@ from driver import (
     outputs,
     same,
 )
-from local_sgd_driver import ALONE, local, one_step, params, whole_numbers
-from pool import ignoring
+from local_sgd_driver import ALONE, copied, local, one_step, params, whole_numbers
+from pool import WorkerError, ignoring
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -47,7 +49,11 @@ def test_first_pattern_counts():
     assert hook != reordered
     assert pickle.loads(pickle.dumps(hook)) == hook
     assert len({hook, pickle.loads(pickle.dumps(hook)), reordered}) == 2
-    for hooks, message in (({}, "at least one pattern"), ({1: "bf16"}, "at least one pattern"), ({"*": "x"}, "'x'")):
+    for hooks, message in (
+        ({}, "a hook for each pattern"),
+        ({1: "bf16"}, "a hook for each pattern"),
+        ({"*": "x"}, "'x'"),
+    ):
         with pytest.raises(ValueError, match=message):
             lc.PerParameter(hooks)
 
@@ -230,3 +236,61 @@ def test_local_sgd_for_some_parameters(run, world):
         for rank, trajectory in enumerate(results):
             for name, value in trajectory[step].items():
                 torch.testing.assert_close(value, own[rank][name], rtol=0, atol=1e-12, msg=f"{name} {step} {rank}")
+
+
+def leave_local(rank, world):
+    """Largest difference between ranks after each step, of parameters that leave local SGD at step 3, and of others."""
+    shapes = {"first": (6, 5), "other": (7,)}
+    alone = lc.PostLocalSGD(period=50, **ALONE)
+    hook = lc.PerParameter({"first": lc.Schedule({0: alone, 3: "allreduce"}), "*": alone})
+    model, _ = params(shapes)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    apart = []
+    with local(model, hook, optimizers=[optimizer]) as (ddp, _), ignoring("hook='post_localsgd' never averaged"):
+        for step in range(7):
+            ddp.zero_grad()
+            ddp(full_rank_gradients(rank, step, shapes)).backward()
+            optimizer.step()
+            everywhere = [None] * world
+            dist.all_gather_object(everywhere, copied(model.named_parameters()))
+            apart.append([max((one[n] - everywhere[0][n]).abs().max().item() for one in everywhere) for n in shapes])
+    return apart
+
+
+def test_what_leaves_local_sgd_is_equal_from_then_on(run):
+    """Optimizer state too: or Adam would move ranks apart again."""
+    apart = run(leave_local)[0]
+    assert all(first > 1e-3 for first, _ in apart[:3])
+    assert all(first == 0 for first, _ in apart[3:])
+    assert all(other > 1e-3 for _, other in apart)
+
+
+def other_patterns(rank, world, options):
+    def mixed(pattern):
+        return lc.PerParameter({pattern: INT8, "*": lc.Int4(min_bytes=0, block_size=8)})
+
+    with attached(mixed("first"), **ONE_BUCKET) as (ddp, attachment):
+        backward(ddp, full_rank_gradients(rank, 0, SHAPES))
+        state = attachment.state_dict()
+    with attached(mixed("second"), **ONE_BUCKET) as (ddp, attachment):
+        attachment.load_state_dict(state, **options)
+
+
+def test_state_of_other_patterns_is_refused(run):
+    with pytest.raises(WorkerError, match=r"has memory of 'first', but the model no such .* or another hook has it"):
+        run(other_patterns, {})
+
+
+def unfreeze(rank, world):
+    model = Params({"a": (6, 5), "b": (6, 5)})
+    model.b.requires_grad_(False)
+    ddp = DistributedDataParallel(model)
+    attachment = lc.attach(ddp, lc.PerParameter({"a": "bf16"}))
+    model.b.requires_grad_(True)
+    with pytest.raises(ValueError, match="no hook for parameter 'b'"):
+        attachment.move_to(DistributedDataParallel(model))
+    attachment.close()
+
+
+def test_patterns_are_checked_when_parameters_are_unfrozen(run):
+    run(unfreeze)

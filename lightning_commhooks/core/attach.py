@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import warnings
 from collections.abc import Callable, Iterable
 
 import torch
@@ -14,7 +13,6 @@ from lightning_commhooks.core.attachment import Attachment, hook_name
 from lightning_commhooks.core.ddp import check_model
 from lightning_commhooks.core.groups import backend_for
 from lightning_commhooks.core.hook import CommHook
-from lightning_commhooks.core.layout import Layout
 from lightning_commhooks.core.optimizers import check_optimizer
 from lightning_commhooks.core.registry import get_hook
 from lightning_commhooks.core.runtime import Runtime
@@ -84,11 +82,6 @@ def attach(
         raise ValueError(f"communication hooks run on CPU and CUDA devices, the model is on {device}")
     if not isinstance(resolved, CommHook):
         warn_if_broken_here(resolved, backend_for(model.process_group, device))
-    names = list(Layout(model.module).trained)
-    texts = resolved.check_parameters(names) if isinstance(resolved, CommHook) else []
-    if model.process_group.rank() == 0:
-        for text in texts:
-            warnings.warn(text, stacklevel=2)
     runtime = Runtime(resolved, hook_name(resolved), model.process_group, device, hook_state, grad_scaler)
     attachment = Attachment(resolved, runtime, exact_state)
     try:

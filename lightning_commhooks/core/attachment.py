@@ -245,12 +245,18 @@ class Attachment:
 
     def _connect(self, model: DistributedDataParallel) -> None:
         check_model(model)
-        self._runtime.local.models.layout = Layout(model.module)
+        layout = Layout(model.module)
+        names = list(layout.trained)
+        texts = self.hook.check_parameters(names) if isinstance(self.hook, CommHook) else []
+        self._runtime.local.models.layout = layout
         trampoline = self._runtime.trampoline(self.hook, model)
         register(model, self._runtime.hook_state, trampoline, self.name)
         if self._finalizer is not None:
             self._finalizer.detach()
         self._finalizer = weakref.finalize(model, self._runtime.close)
+        if self._runtime.bound.group.rank == 0:
+            for text in texts:
+                warnings.warn(text, stacklevel=3)
 
     def _set_optimizers(self, optimizers: Collection[Optimizer] | Callable[[], Iterable[Optimizer]] | None) -> None:
         local = self._runtime.local

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -142,8 +142,17 @@ class StateReader:
             tensor = tensor[self._group.rank] if self.is_exact else tensor.mean(dim=0)
         return tensor.to(self._group.device, copy=True)
 
-    def hook(self, saved: Any, hook: CommHook, bound: BoundHook) -> None:
-        """Let a hook load what `StateWriter.hook` saved of it."""
+    def hook(
+        self, saved: Any, hook: CommHook, bound: BoundHook, has: Callable[[str], bool] = lambda name: True
+    ) -> None:
+        """Let a hook load what `StateWriter.hook` saved of it.
+
+        Args:
+            saved: what was saved.
+            hook: its configuration.
+            bound: the hook.
+            has: whether a parameter of the model, by name, is one of this hook's.
+        """
         if not isinstance(saved, Mapping) or not {"name", "options", "state"} <= saved.keys():
             self.differs(f"there is nothing of hook {hook.name!r}")
         elif saved["name"] != hook.name:
@@ -152,8 +161,9 @@ class StateReader:
             now = describe(hook)["options"]
             changed = [f"{k} was {v!r}, is {now.get(k)!r}" for k, v in saved["options"].items() if v != now.get(k)]
             around, self._options = self._options, f" ({'; '.join(changed)})" if changed else ""
+            others, self._shapes = self._shapes, {name: shape for name, shape in self._shapes.items() if has(name)}
             bound.load_state_dict(saved["state"], self)
-            self._options = around
+            self._options, self._shapes = around, others
 
 
 def save(

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-# Smaller ones are not worth the call of a compiled function, and PyTorch would compile anew for a single block.
+# Smaller ones are not worth the call of a compiled function.
 _FEW_ELEMENTS = 2**12
 
 
@@ -149,8 +149,14 @@ class Kernels:
                 )
                 self._functions[function] = torch.compile(own, fullgraph=True)
 
+    def fills_block(self, tensor: Tensor) -> bool:
+        """Whether a tensor has the elements of a block, which is sent as a whole."""
+        return tensor.numel() >= (self.codec.block_size or 1)
+
     def _run(self, function: Callable[..., Any], size: Tensor, *args: Tensor) -> Any:
-        if size.dtype == torch.float32 and size.numel() >= _FEW_ELEMENTS and function in self._functions:
+        is_compiled = size.dtype == torch.float32 and size.numel() >= _FEW_ELEMENTS and function in self._functions
+        # PyTorch would compile anew for a single block.
+        if is_compiled and (size.shape[0] > 1 or self.codec.block_size is None):
             function = self._functions[function]
         with torch.no_grad():  # or PyTorch would compile anew for where it is called with gradients
             return function(self.codec, *args)
@@ -176,21 +182,28 @@ class Kernels:
             whether it is finite, boolean, one element, from the scales alone.
         """
         codes, scales = unpack(self.codec, payloads)
-        self._run(_decode_mean, out, codes, scales, factor / payloads.shape[0], out)
+        # PyTorch before 2.8 writes to a copy of a misaligned CUDA tensor.
+        is_aligned = not out.is_cuda or out.data_ptr() % 16 == 0
+        target = out if is_aligned else torch.empty_like(out)
+        self._run(_decode_mean, target, codes, scales, factor / payloads.shape[0], target)
+        if not is_aligned:
+            out.copy_(target)
         return scales.isfinite().all()
 
-    def compile(self, device: torch.device, num_payloads: set[int], feedback: bool) -> None:
+    def compile(self, device: torch.device, num_payloads: set[int], feedback: bool, num_rows: int) -> None:
         """Call the functions once, on a few numbers, as they will be called later.
 
         Args:
             device: of the tensors.
             num_payloads: how many payloads are decoded together.
             feedback: whether what is left out is asked for.
+            num_rows: blocks at a time, where each row is one.
         """
         codec, size = self.codec, self.codec.block_size
-        blocks = torch.ones((-(-_FEW_ELEMENTS // size) + 2, size) if size else (1, _FEW_ELEMENTS), device=device)
+        shape = (-(-_FEW_ELEMENTS // size) + 2, size) if size else (num_rows, _FEW_ELEMENTS)
+        blocks = torch.ones(shape, dtype=torch.float32, device=device)
         old, new = torch.zeros_like(blocks), torch.empty_like(blocks)
-        one, seed = torch.ones((), device=device), seed_tensor(0, device)
+        one, seed = blocks.new_ones(()), seed_tensor(0, device)
         payload = pack(*_encode(codec, blocks, seed))
         calls: list[tuple[Callable[..., Any], tuple[Tensor, ...]]] = [
             (_encode_owed, (old, blocks, one, new, seed)) if feedback else (_encode, (blocks, seed))
@@ -213,10 +226,12 @@ def _kernels(codec: Codec) -> Kernels:
     return Kernels(codec, compiled=True)
 
 
-def compiled(codec: Codec, device: torch.device, num_payloads: set[int], feedback: bool) -> Kernels | None:
+def compiled(
+    codec: Codec, device: torch.device, num_payloads: set[int], feedback: bool, num_rows: int = 1
+) -> Kernels | None:
     """The compiled functions of a codec, once compiled; `None`, with a warning, where that fails.
 
-    Also `None` where compiling is disabled, as by TORCH_COMPILE_DISABLE=1.
+    Also `None` where compiling is disabled, as by TORCH_COMPILE_DISABLE=1. Arguments: see `Kernels.compile`.
     """
     if torch._dynamo.config.disable:
         return None
@@ -225,7 +240,7 @@ def compiled(codec: Codec, device: torch.device, num_payloads: set[int], feedbac
         # The comm thread has no gradients and no autocast either; PyTorch would compile anew for another mode.
         with torch.no_grad(), torch.autocast(device.type, enabled=False), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # PyTorch uses deprecated parts of itself
-            kernels.compile(device, num_payloads, feedback)
+            kernels.compile(device, num_payloads, feedback, num_rows)
     except Exception as error:
         _warn(f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}")
         return None

@@ -12,8 +12,9 @@ from torch import Tensor
 from lightning_commhooks.core.codec import Codec, Kernels, compiled, seed_tensor
 from lightning_commhooks.core.metrics import Counters
 
-# Of a flat tensor that is encoded: encoding one hides sending another.
-_CHUNK_NUMEL = 2**20
+# Elements that are encoded and sent together: so many that calls and latencies do not count, and few enough that on CPU
+# encoding some hides sending others.
+PART_NUMEL = 2**20
 
 
 @dataclass
@@ -77,7 +78,8 @@ class EncodedCollectives(ABC):
         """
         key = codec, feedback, two_shot
         if key not in self._kernels:
-            own = compiled(codec, self.device, {self.size, 1} if two_shot and self.size > 2 else {self.size}, feedback)
+            shares = self.size if two_shot and self.size > 2 else 1
+            own = compiled(codec, self.device, {self.size, 1} if shares > 1 else {self.size}, feedback, shares)
             with self.counters.paused():
                 # Sums of a compiled function may be rounded in another way.
                 everywhere = self.all_gather(torch.tensor([own is not None], device=self.device)).all()
@@ -119,17 +121,28 @@ class EncodedCollectives(ABC):
             finite.append(kernels.decode_mean(payloads, factor, part.numbers))
         return torch.stack(finite).all()
 
-    def average_flat_encoded(self, flat: Tensor, kernels: Kernels) -> Tensor:
-        """Mean over ranks of a flat tensor, float32 or float64, without error feedback: see `average_encoded_`."""
+    def average_tensors_encoded_(self, tensors: Sequence[Tensor], kernels: Kernels) -> None:
+        """Replace tensors by their means over ranks, without error feedback: see `average_encoded_`.
+
+        Args:
+            tensors: of one floating-point dtype; each begins a block. Same shapes on every rank.
+            kernels: of this group, of a codec with a block size.
+        """
         size = kernels.codec.block_size
         assert size is not None
+        if not any(tensor.numel() for tensor in tensors):
+            return
+        filled = [-(-tensor.numel() // size) * size for tensor in tensors]
         unit = size * (self.size if self.size > 2 else 1)
-        padded = flat.new_zeros(-(-flat.numel() // unit) * unit)
-        padded[: flat.numel()] = flat
-        chunks = padded.split(max(unit, _CHUNK_NUMEL // unit * unit))
-        parts = [Part(chunk.view(-1, size), None, None, seed=0) for chunk in chunks]
-        self.average_encoded_(parts if flat.numel() else (), kernels)
-        return padded[: flat.numel()]
+        dtype = torch.promote_types(tensors[0].dtype, torch.float32)
+        flat = tensors[0].new_zeros(-(-sum(filled) // unit) * unit, dtype=dtype)
+        places = flat[: sum(filled)].split(filled)
+        for tensor, place in zip(tensors, places, strict=True):
+            place[: tensor.numel()] = tensor.reshape(-1)
+        chunks = flat.split(max(unit, PART_NUMEL // unit * unit))
+        self.average_encoded_([Part(chunk.view(-1, size), None, None, seed=0) for chunk in chunks], kernels)
+        for tensor, place in zip(tensors, places, strict=True):
+            tensor.copy_(place[: tensor.numel()].view(tensor.shape))
 
     def _send(self, part: Part, kernels: Kernels, factor: Tensor, to_owners: bool) -> Callable[[], Tensor]:
         payload = kernels.encode(part.numbers, part.owed, factor, seed_tensor(part.seed, self.device))
@@ -149,17 +162,15 @@ class EncodedCollectives(ABC):
 
         Args:
             exact: as in `all_reduce_coalesced_`.
-            factors: floating-point tensors whose errors the algorithm makes up for, as error feedback does.
+            factors: floating-point tensors whose errors the algorithm makes up for, as error feedback does. Those that
+                do not fill a block are not encoded.
         """
         if self._codec is None or self.size == 1:
             self.all_reduce_coalesced_([*exact, *factors])
             return
-        self.all_reduce_coalesced_(exact)
-        if not factors:
-            return
-        flat = torch.cat([factor.reshape(-1) for factor in factors])
-        wide = flat.to(torch.promote_types(flat.dtype, torch.float32))
         kernels = self.kernels(self._codec, feedback=False, two_shot=True)
-        total = self.average_flat_encoded(wide, kernels).mul_(self.size)
-        for factor, part in zip(factors, total.split([factor.numel() for factor in factors]), strict=True):
-            factor.copy_(part.view(factor.shape))
+        large = [factor for factor in factors if kernels.fills_block(factor)]
+        self.all_reduce_coalesced_([*exact, *(factor for factor in factors if not kernels.fills_block(factor))])
+        self.average_tensors_encoded_(large, kernels)
+        for factor in large:
+            factor.mul_(self.size)

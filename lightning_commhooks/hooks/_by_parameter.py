@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 
 from lightning_commhooks.core.checkpoint import StateReader, StateWriter
 from lightning_commhooks.core.collectives import Group
-from lightning_commhooks.core.hook import BoundHook, Bucket
+from lightning_commhooks.core.hook import BoundHook, Bucket, Slot
 from lightning_commhooks.core.memory import Memory
 
 # What is remembered of one parameter; "residual" among it: what this rank owes, shape of its slot.
@@ -84,12 +85,25 @@ class BoundByParameter(BoundHook, Generic[P]):
         for names in plans:
             self._stored |= self._plans.pop(names).entries()
 
+    def _pay_off_(self, flat: Tensor, bucket: Bucket) -> None:
+        """Add what is owed to gradients that are not compressed any more, since DDP has rebuilt its buckets."""
+        self._store([names for names in self._plans if set(names) & set(bucket.names)])
+        owed = [slot for slot in bucket.slots if "residual" in self._stored.get(slot.name, {})]
+        if owed and bucket.unused is not None:
+            # DDP throws away what a hook returns for a parameter that no rank used.
+            used = self.group.all_reduce_(bucket.used(owed, flat)).tolist()
+            owed = [slot for slot, is_used in zip(owed, used, strict=True) if is_used]
+        self._drain_(flat, owed, bucket.loss_scale)
+
     def drain_(self, flat: Tensor, bucket: Bucket) -> None:
         self._store(list(self._plans))
-        for slot in bucket.slots:
+        self._drain_(flat, bucket.slots, bucket.loss_scale)
+
+    def _drain_(self, flat: Tensor, slots: Sequence[Slot], loss_scale: float | Tensor) -> None:
+        for slot in slots:
             entry = self._stored.get(slot.name, {})
             if "residual" in entry:
-                slot.view(flat).add_(self._settled(entry) * bucket.loss_scale)
+                slot.view(flat).add_(self._settled(entry) * loss_scale)
                 self._drained.append(slot.name)
 
     def state_dict(self, writer: StateWriter) -> dict[str, Any]:
@@ -102,9 +116,11 @@ class BoundByParameter(BoundHook, Generic[P]):
         for key, part in reader.section(state, "entries").items():
             shapes = [shape for name in key.split("\n") if (shape := reader.shape_of(name)) is not None]
             if len(shapes) <= key.count("\n"):
-                reader.differs(f"it has memory of {key!r}, but the model no such parameter")
+                reader.differs(f"it has memory of {key!r}, but the model no such parameter, or another hook has it")
             elif (entry := self._loaded(key, part, shapes, reader)) is None:
-                reader.differs(f"parameter {key!r} is compressed in the state and not any more")
+                reader.differs(
+                    f"parameter {key!r} is compressed in the state and not any more, or without error feedback"
+                )
             else:
                 stored[key] = entry
         self._plans, self._stored = {}, stored

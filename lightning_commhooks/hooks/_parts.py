@@ -8,10 +8,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from lightning_commhooks.core.encoded import PART_NUMEL
 from lightning_commhooks.core.hook import Slot
 
-# Long enough that calls and latencies do not count, short enough that encoding one hides sending another.
-PART_NUMEL = 2**20
 # A gradient of fewer elements is copied together with others.
 _ALONE_NUMEL = 2**17
 
@@ -102,6 +101,7 @@ class Parts:
     num_owners: int
     parts: list[Stretch] = field(default_factory=list)
     numel: int = 0
+    _segments: dict[str, list[Segment]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         total = sum(slot.numel for slot in self.slots)
@@ -128,6 +128,7 @@ class Parts:
         segments, end = [], self.numel
         for slot, first, numel in pieces:
             segments.append(Segment(slot, first, end, numel))
+            self._segments.setdefault(slot.name, []).append(segments[-1])
             end += self._filled(numel)
         unit = self._size * self.num_owners
         rows = -(-(end - self.numel) // unit) * self.num_owners
@@ -136,7 +137,7 @@ class Parts:
 
     def segments(self, name: str) -> list[Segment]:
         """The segments of one gradient, in order."""
-        return [segment for part in self.parts for segment in part.segments if segment.slot.name == name]
+        return self._segments.get(name, [])
 
     def gradient(self, slot: Slot, memory: Tensor) -> Tensor:
         """What a tensor that is laid out as the parts has of one gradient: a copy, in the gradient's shape."""

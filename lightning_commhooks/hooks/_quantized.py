@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import zlib
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -48,7 +49,9 @@ class QuantizedConfig(CommHook):
 
     def compresses(self, shape: Sequence[int]) -> bool:
         """Whether a gradient of that shape is encoded."""
-        return 0 not in shape and (self.compress_1d or len(shape) > 1)
+        # A block is sent as a whole, however little of it a gradient fills.
+        fills_block = math.prod(shape) >= (self.codec.block_size or 1)
+        return fills_block and (self.compress_1d or len(shape) > 1)
 
     def bind(self, group: Group) -> BoundHook:
         return _BoundQuantized(self, group)
@@ -113,6 +116,7 @@ class _BoundQuantized(BoundByParameter[_Plan]):
 
     def reduce(self, flat: Tensor, bucket: Bucket) -> Tensor | None:
         if not flat.is_floating_point() or not self._is_worth_it(flat, bucket):
+            self._pay_off_(flat, bucket)
             self.group.counters.numel_uncompressed += flat.numel()
             self.group.all_reduce_mean_(flat)
             return None
@@ -127,10 +131,7 @@ class _BoundQuantized(BoundByParameter[_Plan]):
 
     def _is_worth_it(self, flat: Tensor, bucket: Bucket) -> bool:
         slots = [slot for slot in bucket.slots if self._config.compresses(slot.shape)]
-        num_bytes = sum(slot.numel for slot in slots) * flat.element_size()
-        # Once something is owed it goes on, though DDP may have made smaller buckets.
-        is_owed = bucket.names in self._plans or any(slot.name in self._stored for slot in slots)
-        return bool(slots) and (num_bytes >= self._config.min_bytes or is_owed)
+        return bool(slots) and sum(slot.numel for slot in slots) * flat.element_size() >= self._config.min_bytes
 
     def _average_dense(self, flat: Tensor, bucket: Bucket, plan: _Plan) -> tuple[Tensor, Tensor]:
         """Average the gradients that are not encoded.
@@ -148,14 +149,14 @@ class _BoundQuantized(BoundByParameter[_Plan]):
 
     def _average_encoded(self, flat: Tensor, bucket: Bucket, plan: _Plan) -> Tensor:
         dtype = work_dtype(flat.dtype)
-        shares = plan.parts.shares(self.group.rank)
+        shares = plan.parts.shares(self.group.rank) if plan.carried is not None else []
         parts = []
-        for part, (_, own) in zip(plan.parts.parts, shares, strict=True):
+        for i, part in enumerate(plan.parts.parts):
             owed = carried = None
             if plan.residual is not None:
                 owed = part.of(plan.residual.value), part.of(plan.residual.next())
             if plan.carried is not None:
-                size = part.shape[1]
+                size, (_, own) = part.shape[1], shares[i]
                 carried = plan.carried.value[own].view(-1, size), plan.carried.next()[own].view(-1, size)
             seed = f"{self._config.random_seed}:{bucket.step}:{self.group.rank}:{part.segments[0].key}"
             parts.append(Part(part.gather(flat, dtype), owed, carried, zlib.crc32(seed.encode()) % 2**30))
@@ -224,9 +225,10 @@ class _BoundQuantized(BoundByParameter[_Plan]):
             return []
         config = self._config
         return [
-            f"hook={config.name!r} compressed nothing: no bucket has {config.min_bytes} bytes of gradients "
-            f"{'' if config.compress_1d else 'with two or more dimensions '}(min_bytes={config.min_bytes}, "
-            f"compress_1d={config.compress_1d}). Lower min_bytes, or use hook='bf16'"
+            f"hook={config.name!r} compressed nothing: no bucket has min_bytes={config.min_bytes} bytes of gradients "
+            f"with block_size={config.codec.block_size} elements or more"
+            f"{'' if config.compress_1d else ' in two dimensions'} (compress_1d={config.compress_1d}). Lower min_bytes "
+            "or block_size, or use hook='bf16'"
         ]
 
 

@@ -44,7 +44,8 @@ class DiLoCo(LocalSGDConfig):
         nesterov: whether that is Nesterov momentum.
         pseudo_gradient: what a rank's move is sent as: `"fp32"`, in the parameters' precision, at least float32; or
             `"bf16"`, each rank's move rounded once, summed in float32 and rounded once more; or `"int8"` or `"int4"`,
-            the same with blocks of integers (`Int8Codec`, `Int4Codec`). What is rounded away is not made up for.
+            the same with blocks of integers (`Int8Codec`, `Int4Codec`), but for parameters that do not fill a block.
+            What is rounded away is not made up for.
         fragments: parts, of about the same size, in which the parameters of an optimizer are averaged, each once in a
             period. At most `period`. A single parameter is not divided, so there are fewer parts when it is larger
             than they should be.
@@ -161,11 +162,12 @@ class _BoundDiLoCo(BoundLocalSGD):
             average_(moves, self.group)
             return
         if self._kernels is not None:
-            mean = self.group.average_flat_encoded(torch.cat(moves), self._kernels)
-        else:
-            mean = self.group.all_reduce_in_float32(
-                torch.cat([move.div(self.group.size).to(torch.bfloat16) for move in moves])
-            )
+            fills_block = self._kernels.fills_block
+            self.group.average_tensors_encoded_([move for move in moves if fills_block(move)], self._kernels)
+            average_([move for move in moves if not fills_block(move)], self.group)
+            return
+        half = torch.cat([move.div(self.group.size).to(torch.bfloat16) for move in moves])
+        mean = self.group.all_reduce_in_float32(half)
         for move, own in zip(moves, mean.split([move.numel() for move in moves]), strict=True):
             move.copy_(own)
 

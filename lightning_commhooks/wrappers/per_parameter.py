@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -40,9 +41,16 @@ class PerParameter(CommHook):
     hooks: Mapping[str, HookName | CommHook]
 
     def __post_init__(self) -> None:
-        if not self.hooks or not all(isinstance(pattern, str) for pattern in self.hooks):
-            raise ValueError(f"hooks must give a hook for at least one pattern of names, is {dict(self.hooks)!r}")
-        object.__setattr__(self, "hooks", {pattern: get_hook(hook) for pattern, hook in self.hooks.items()})
+        is_mapping = isinstance(self.hooks, Mapping) and all(isinstance(pattern, str) for pattern in self.hooks)
+        if not is_mapping or not self.hooks:
+            raise ValueError(f"hooks must give a hook for each pattern, as {{'*': 'int8'}}, is {self.hooks!r}")
+        hooks = {}
+        for pattern, hook in self.hooks.items():
+            try:
+                hooks[pattern] = get_hook(hook)
+            except ValueError as error:
+                raise ValueError(f"hooks: for pattern {pattern!r}: {error}") from error
+        object.__setattr__(self, "hooks", hooks)
 
     def __hash__(self) -> int:
         return hash(tuple(self.hooks.items()))
@@ -119,8 +127,8 @@ class _BoundPerParameter(BoundHook):
             is_apart = last - first != numel
             own = torch.cat([slot.view(flat).reshape(-1) for slot in slots]) if is_apart else flat[first:last]
             finite.append(hook.reduce(own, dataclasses.replace(bucket, slots=_moved_together(slots))))
-            for slot, mean in zip(slots, own.split([slot.numel for slot in slots]), strict=True):
-                if is_apart:
+            if is_apart:
+                for slot, mean in zip(slots, own.split([slot.numel for slot in slots]), strict=True):
                     slot.view(flat).copy_(mean.view(slot.shape))
         known = [part for part in finite if part is not None]
         return torch.stack(known).all() if len(known) == len(finite) else None
@@ -137,10 +145,14 @@ class _BoundPerParameter(BoundHook):
             own = {name: p for name, p in stepped.parameters.items() if self._find(name) is hook}
             if not own:
                 continue
-            hook.after_optimizer_step(dataclasses.replace(stepped, parameters=own))
+            own_step = dataclasses.replace(stepped, parameters=own)
+            hook.after_optimizer_step(own_step)
             # After a phase of a schedule in which ranks stepped alone.
-            if stepped.step >= 0 and not hook.is_local(stepped.step) and stepped.models.drifted & own.keys():
-                stepped.models.average_(own)
+            if stepped.step >= 0 and not hook.is_local(stepped.step):
+                if stepped.models.drifted & own.keys():
+                    stepped.models.average_(own)
+                if stepped.models.state_drifted(own_step):
+                    stepped.models.average_state_(own_step)
 
     def end_step(self, finite: Tensor) -> None:
         for hook in self._hooks:
@@ -153,6 +165,12 @@ class _BoundPerParameter(BoundHook):
     def state_dict(self, writer: StateWriter) -> dict[str, Any]:
         return {"hooks": {str(i): writer.hook(hook, bound) for i, (hook, bound) in self._numbered()}}
 
+    def _has(self, hook: BoundHook, name: str) -> bool:
+        try:
+            return self._find(name) is hook
+        except ValueError:
+            return False  # frozen, and matched by no pattern
+
     def _numbered(self) -> Iterator[tuple[int, tuple[CommHook, BoundHook]]]:
         return enumerate(zip(self._configs, self._hooks, strict=True))
 
@@ -162,7 +180,8 @@ class _BoundPerParameter(BoundHook):
             reader.differs(f"it has {len(saved)} hooks for different parameters, and there are {len(self._hooks)} now")
         for i, (hook, bound) in self._numbered():
             if str(i) in saved:
-                reader.hook(saved[str(i)], hook, bound)
+                # What has another hook now is no parameter of this one.
+                reader.hook(saved[str(i)], hook, bound, functools.partial(self._has, bound))
 
     def compression_stats(self) -> tuple[float, int, int]:
         for hook in self._hooks:
