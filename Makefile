@@ -26,6 +26,11 @@ format: install
 
 bench: install
 	$(BIN)/python benchmarks/wire_bytes.py
+	$(BIN)/python benchmarks/bytes_per_rank.py
+	$(BIN)/python benchmarks/quantized_step.py
+	$(BIN)/python benchmarks/codecs.py
+	$(BIN)/python benchmarks/min_bytes.py
+	$(BIN)/python benchmarks/quantization_quality.py
 	$(BIN)/python benchmarks/local_sgd_digits.py
 	$(BIN)/python benchmarks/powersgd_step.py
 

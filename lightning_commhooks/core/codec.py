@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import types
 import warnings
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -144,9 +145,8 @@ class Kernels:
             for function in (_encode, _encode_owed, _decode_mean):
                 # A code object of its own: PyTorch compiles each for a few kinds of arguments only, and takes for
                 # variable what has varied among those of the same name.
-                own = types.FunctionType(
-                    function.__code__.replace(co_name=f"{function.__name__}_{codec}"), function.__globals__
-                )
+                name = f"{function.__name__}_{zlib.crc32(repr(codec).encode())}"
+                own = types.FunctionType(function.__code__.replace(co_name=name), function.__globals__)
                 self._functions[function] = torch.compile(own, fullgraph=True)
 
     def fills_block(self, tensor: Tensor) -> bool:
