@@ -139,7 +139,10 @@ NAMES = re.escape(", ".join(repr(name) for name in lc.available_hooks()))
         (POWERSGD_4.replace("matrix_approximation_rank", "rank"), r"Option 'rank' is not accepted"),
         (POWERSGD_4.replace("4", "four"), r'"matrix_approximation_rank":\s+Expected a <class \'int\'>'),
         (POWERSGD_4.replace("PowerSGD", "PowerSDG"), r"PowerSDG"),
-        (CAST.replace("dtype: fp16", "dtype: fp61"), r'"dtype":\s+Expected a typing\.Literal\[\'fp16\', \'bf16\'\]'),
+        (
+            CAST.replace("dtype: fp16", "dtype: fp61"),
+            r'"dtype":\s+Expected a typing\.Literal\[\'fp16\', \'bf16\', \'int8\'\]',
+        ),
         (SCHEDULE.replace("bf16", "bf61"), rf"Expected a typing\.Literal\[{NAMES}\]"),
         (SCHEDULE.replace("matrix_approximation_rank", "rank"), r"Option 'rank' is not accepted"),
         ("hook: bf16\nfind_unused: true", r"Option 'find_unused' is not accepted"),
