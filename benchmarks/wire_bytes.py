@@ -113,12 +113,14 @@ def cases() -> Iterator[tuple[str, lch.CommHook]]:
     yield "per_tensor, all_gather", lch.QuantizePerTensor(protocol="all_gather")
 
 
-def work(steps: int, low_rank_steps: int) -> None:
+def work(steps: int, low_rank_steps: int, only: list[str]) -> None:
     """Measure all cases on this host; rank 0 prints a line of JSON for each, a list over ranks."""
     import torch.distributed as dist
 
     dist.init_process_group("gloo")
     for label, hook in cases():
+        if only and not any(part in label for part in only):
+            continue
         sent = measure(label, hook, low_rank_steps if "powersgd" in label else steps)
         of_ranks: list[dict[str, float]] = [{}] * dist.get_world_size()
         dist.all_gather_object(of_ranks, dataclasses.asdict(sent))
@@ -195,10 +197,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10, help="measured steps of hooks that send a lot")
     parser.add_argument("--low-rank-steps", type=int, default=50, help="measured steps of the powersgd hooks")
     parser.add_argument("--rate", default="1gbit", help="of each host's link, as tc writes it")
+    parser.add_argument("--only", nargs="*", default=[], help="hooks whose label contains one of these")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
-        work(args.steps, args.low_rank_steps)
+        work(args.steps, args.low_rank_steps, args.only)
         return
 
     print(f"$ python {shlex.join(sys.argv)}")
@@ -209,7 +212,7 @@ def main() -> None:
         f"{'vs dense':>9}  verdict",
         flush=True,
     )
-    steps = ["--steps", str(args.steps), "--low-rank-steps", str(args.low_rank_steps)]
+    steps = ["--steps", str(args.steps), "--low-rank-steps", str(args.low_rank_steps), "--only", *args.only]
     verdicts = []
     for num in (2, 4):
         with hosts(num, rate=args.rate) as network:

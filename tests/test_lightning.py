@@ -98,8 +98,9 @@ def test_every_name(hooks, name):
     assert result["comm_hook"] == f"lightning_commhooks:{name}"
     assert result["metrics"]["steps"] == 8
     assert result["metrics"]["bytes_dense"] == 8 * len(result["params"]) * 4
-    ratio = {"noop": math.inf, "fp16": 2, "bf16": 2}.get(name, 1)
-    assert result["metrics"]["compression_ratio"] == ratio
+    # Those that are 1 begin later, or leave so few gradients as they are.
+    ratio = {"noop": math.inf, "fp16": 2, "bf16": 2, "quantize_per_channel": 3.33, "quantize_per_tensor": 3.98}
+    assert result["metrics"]["compression_ratio"] == pytest.approx(ratio.get(name, 1), rel=0.01)
 
 
 def test_noop_leaves_ranks_alone(hooks):
