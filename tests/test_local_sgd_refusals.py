@@ -48,7 +48,7 @@ BAD = [(make, *case) for case in BAD_IN_ALL for make in LOCAL_SGD] + [
     (lc.DiLoCo, {"outer_momentum": -0.1}, r"outer_momentum must be in \[0, 1\), is -0.1"),
     (lc.DiLoCo, {"outer_momentum": None}, r"outer_momentum must be in \[0, 1\), is None"),
     (lc.DiLoCo, {"nesterov": 1}, "nesterov must be True or False, is 1"),
-    (lc.DiLoCo, {"pseudo_gradient": "int8"}, "pseudo_gradient must be 'fp32' or 'bf16', is 'int8'"),
+    (lc.DiLoCo, {"pseudo_gradient": "int2"}, "pseudo_gradient must be one of .*, is 'int2'"),
 ]
 
 
