@@ -66,6 +66,10 @@ class EncodedCollectives(ABC):
     def _start_all_to_all(self, chunks: Tensor) -> Callable[[], Tensor]:
         """See `Group`."""
 
+    def num_owners(self, two_shot: bool = True) -> int:
+        """Ranks that each own a share of what `average_encoded_` averages; 1 if all ranks send all to each other."""
+        return self.size if two_shot and self.size > 2 else 1
+
     def kernels(self, codec: Codec, *, feedback: bool, two_shot: bool) -> Kernels:
         """What runs a codec in this group, compiled if that works on all ranks.
 
@@ -78,8 +82,8 @@ class EncodedCollectives(ABC):
         """
         key = codec, feedback, two_shot
         if key not in self._kernels:
-            shares = self.size if two_shot and self.size > 2 else 1
-            own = compiled(codec, self.device, {self.size, 1} if shares > 1 else {self.size}, feedback, shares)
+            owners = self.num_owners(two_shot)
+            own = compiled(codec, self.device, {self.size, 1} if owners > 1 else {self.size}, feedback, owners)
             with self.counters.paused():
                 # Sums of a compiled function may be rounded in another way.
                 everywhere = self.all_gather(torch.tensor([own is not None], device=self.device)).all()
@@ -110,12 +114,13 @@ class EncodedCollectives(ABC):
             return torch.ones((), dtype=torch.bool, device=self.device)
         one = parts[0].numbers.new_ones(())
         scale = one * loss_scale
-        sent = [self._send(part, kernels, one / scale, two_shot and self.size > 2) for part in parts]
-        if two_shot and self.size > 2:
+        has_owners = self.num_owners(two_shot) > 1
+        sent = [self._send(part, kernels, one / scale, has_owners) for part in parts]
+        if has_owners:
             sent = [self._send_mean(part, kernels, one, arrived()) for part, arrived in zip(parts, sent, strict=True)]
         finite = []
         for part, arrived in zip(parts, sent, strict=True):
-            num_senders = 1 if two_shot and self.size > 2 else self.size
+            num_senders = 1 if has_owners else self.size
             payloads = arrived().view(num_senders, part.numbers.shape[0], -1)
             factor = scale if part.owed is not None else one
             finite.append(kernels.decode_mean(payloads, factor, part.numbers))
@@ -133,7 +138,7 @@ class EncodedCollectives(ABC):
         if not any(tensor.numel() for tensor in tensors):
             return
         filled = [-(-tensor.numel() // size) * size for tensor in tensors]
-        unit = size * (self.size if self.size > 2 else 1)
+        unit = size * self.num_owners()
         dtype = torch.promote_types(tensors[0].dtype, torch.float32)
         flat = tensors[0].new_zeros(-(-sum(filled) // unit) * unit, dtype=dtype)
         places = flat[: sum(filled)].split(filled)

@@ -51,7 +51,7 @@ class BoundByParameter(BoundHook, Generic[P]):
     def _plan(self, flat: Tensor, bucket: Bucket) -> P:
         if bucket.names not in self._plans:
             # The first time, or DDP has rebuilt its buckets: memory moves along by name.
-            self._store([names for names in self._plans if set(names) & set(bucket.names)])
+            self._store_plans_of(bucket)
             self._plans[bucket.names] = self._make_plan(flat, bucket)
         return self._plans[bucket.names]
 
@@ -81,13 +81,16 @@ class BoundByParameter(BoundHook, Generic[P]):
                 self._stored.pop(name, None)
         self._drained = []
 
+    def _store_plans_of(self, bucket: Bucket) -> None:
+        self._store([names for names in self._plans if set(names) & set(bucket.names)])
+
     def _store(self, plans: list[tuple[str, ...]]) -> None:
         for names in plans:
             self._stored |= self._plans.pop(names).entries()
 
     def _pay_off_(self, flat: Tensor, bucket: Bucket) -> None:
         """Add what is owed to gradients that are not compressed any more, since DDP has rebuilt its buckets."""
-        self._store([names for names in self._plans if set(names) & set(bucket.names)])
+        self._store_plans_of(bucket)
         owed = [slot for slot in bucket.slots if "residual" in self._stored.get(slot.name, {})]
         if owed and bucket.unused is not None:
             # DDP throws away what a hook returns for a parameter that no rank used.

@@ -109,7 +109,6 @@ class _BoundQuantized(BoundByParameter[_Plan]):
     def __init__(self, config: QuantizedConfig, group: Group) -> None:
         super().__init__(group)
         self._config = config
-        self._num_owners = group.size if group.size > 2 else 1
         self._kernels = group.kernels(config.codec, feedback=config.use_error_feedback, two_shot=True)
         self.has_memory = config.use_error_feedback
         self._numel_compressed = 0
@@ -177,7 +176,7 @@ class _BoundQuantized(BoundByParameter[_Plan]):
     def _make_plan(self, flat: Tensor, bucket: Bucket) -> _Plan:
         slots = [slot for slot in bucket.slots if self._config.compresses(slot.shape)]
         dense = [slot for slot in bucket.slots if not self._config.compresses(slot.shape)]
-        parts = Parts(slots, self._config.codec.block_size, self._num_owners)
+        parts = Parts(slots, self._config.codec.block_size, self.group.num_owners())
         if not self._config.use_error_feedback:
             return _Plan(dense, slots, parts, None, None, self.group)
         residual = flat.new_zeros(parts.numel, dtype=work_dtype(flat.dtype))
@@ -188,7 +187,7 @@ class _BoundQuantized(BoundByParameter[_Plan]):
                 parts.write(slot, entry["residual"], residual)
             if "carried" in entry:
                 parts.write(slot, entry["carried"], carried)
-        if self._num_owners == 1:
+        if self.group.num_owners() == 1:
             return _Plan(dense, slots, parts, Memory(residual.add_(carried)), None, self.group)
         own = torch.cat([carried[place] for place, _ in parts.shares(self.group.rank)])
         return _Plan(dense, slots, parts, Memory(residual), Memory(own), self.group)

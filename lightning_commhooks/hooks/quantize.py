@@ -114,6 +114,6 @@ class _BoundQuantize(BoundHook):
         if numel not in self._parts:
             # PyTorch's hooks take no notice of parameters.
             whole = [Slot("", (numel,), 0)]
-            num_owners = self.group.size if self._two_shot and self.group.size > 2 else 1
+            num_owners = self.group.num_owners(self._two_shot)
             self._parts[numel] = Parts(whole, self._kernels.codec.block_size, num_owners)
         return self._parts[numel]
