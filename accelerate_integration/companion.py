@@ -29,13 +29,19 @@ class Companion:
         accelerator: the accelerator.
         resync: whether models are averaged for good when they are looked at.
         strict_state: whether hook state that does not fit is an error.
+
+    Attributes:
+        divided_before: what a trainer divides the loss by before it calls `backward`.
     """
 
     def __init__(self, accelerator: Accelerator, *, resync: bool, strict_state: bool) -> None:
         self._accelerator = weakref.ref(accelerator)
         self._attachments = Attachments(resync=resync, strict_state=strict_state)
         self._folder = ""
+        self._divides_by = 1.0
+        self.divided_before = 1.0
         # Accelerate has events for the beginning of saving and loading only.
+        wrap(accelerator, "backward", self._backward)
         wrap(accelerator, "prepare_optimizer", self._prepare_optimizer)
         wrap(accelerator, "wait_for_everyone", self._wait_for_everyone)
         wrap(accelerator, "get_state_dict", self._get_state_dict)
@@ -89,6 +95,19 @@ class Companion:
             ValueError: the state does not fit, or only some ranks find it.
         """
         self._attachments.load_state_dict(_load_everywhere(Path(folder, FILE_NAME)), str(folder))
+
+    def loss_divided_by(self) -> float:
+        """What the loss is divided by in the present backward; by nothing, unless it is `accelerator.backward`."""
+        return self.divided_before * self._divides_by
+
+    def _backward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        accelerator = self._accelerator()
+        assert accelerator is not None
+        self._divides_by = float(accelerator.gradient_accumulation_steps)
+        try:
+            return original(*args, **kwargs)
+        finally:
+            self._divides_by = 1.0
 
     def _prepare_optimizer(self, original: Callable[..., Any], optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         if self._attachments.averaging():

@@ -12,6 +12,7 @@ from types import FrameType
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 try:
@@ -28,10 +29,21 @@ from lightning_commhooks.core.attach import attach, resolve_hook
 from lightning_commhooks.core.attachment import Attachment, hook_name
 from lightning_commhooks.core.hook import CommHook
 from lightning_commhooks.core.registry import get_hook
+from lightning_commhooks.core.several import attachment_of
 from lightning_commhooks.wrappers import Cast
+from lightning_commhooks.wrappers.scale import Accumulation
 
 _NO = DDPCommunicationHookType.NO
-_OWN_FIELDS = ("hook", "hook_state", "exact_state", "strict_state", "resync", "attachments", "_companions")
+_OWN_FIELDS = (
+    "hook",
+    "hook_state",
+    "exact_state",
+    "strict_state",
+    "resync",
+    "accumulation",
+    "attachments",
+    "_companions",
+)
 _REPLACED_FIELDS = ("comm_hook", "comm_wrapper", "comm_state_option")
 _ELSEWHERE = {
     "FSDP": "FSDP shards the model and has hooks of its own",
@@ -57,6 +69,9 @@ class CommHookKwargs(DistributedDataParallelKwargs):
         resync: of hooks that average models. Evaluation, `save_state` and everything after `wait_for_everyone` see the
             average. If not set, each rank goes on from its own model in the next forward that trains; if set, from the
             average.
+        accumulation: what gradients are divided by that are accumulated over micro-batches: `"framework"`: by
+            `gradient_accumulation_steps`, as `accelerator.backward` does, also in a shorter last window. `"mean"`: by
+            the micro-batches that there were. `"sum"`, an integer or `"weighted"`: see [`ScaleByGradAccumulation`][].
         comm_hook, comm_wrapper, comm_state_option: Accelerate's own fields, translated: `comm_hook=POWER_SGD,
             comm_state_option={"matrix_approximation_rank": 2}, comm_wrapper=BF16` is
             `hook=Cast(PowerSGD(matrix_approximation_rank=2), "bf16")`. Not together with `hook`.
@@ -75,6 +90,7 @@ class CommHookKwargs(DistributedDataParallelKwargs):
     exact_state: bool = False
     strict_state: bool = True
     resync: bool = False
+    accumulation: Accumulation = "framework"
     attachments: list[Attachment] = field(default_factory=list, init=False, repr=False)
     _companions: WeakKeyDictionary[Accelerator, Companion] = field(
         default_factory=WeakKeyDictionary, init=False, repr=False, compare=False
@@ -83,7 +99,8 @@ class CommHookKwargs(DistributedDataParallelKwargs):
     def __post_init__(self) -> None:
         name = self.hook.value if isinstance(self.hook, DDPCommunicationHookType) else self.hook
         if name in (None, _NO.value):
-            self.hook = self._translated() or _from_environment()
+            found = self._translated() or _from_environment()
+            self.hook = resolve_hook(found, accumulation=self.accumulation)
             return
         if self.comm_hook != _NO or self.comm_wrapper != _NO or self.comm_state_option:
             raise ValueError(
@@ -91,7 +108,7 @@ class CommHookKwargs(DistributedDataParallelKwargs):
                 f"comm_state_option={self.comm_state_option} together with hook={self.hook!r}: set the options of the "
                 "hook, hook=PowerSGD(...), or wrap it, hook=Cast(hook, 'fp16' or 'bf16')"
             )
-        self.hook = resolve_hook(name, self.hook_state)
+        self.hook = resolve_hook(name, self.hook_state, self.accumulation)
 
     def _translated(self) -> CommHook | None:
         """The hook that Accelerate's own fields stand for."""
@@ -145,6 +162,22 @@ class CommHookKwargs(DistributedDataParallelKwargs):
             self._companions[accelerator] = made
         return self._companions[accelerator]
 
+    def add_weight(self, weight: float | Tensor, model: DistributedDataParallel | None = None) -> None:
+        """With `accumulation="weighted"`, say how much the present micro-batch counts, as by its number of tokens.
+
+        Before its `accelerator.backward`; give that the loss as a sum over tokens. In one process there is nothing to
+        weigh, but the loss is not divided by the weights either. See `Attachment.add_weight`.
+
+        Args:
+            weight: a number of at least 0.
+            model: what `prepare` returned; not needed for one model.
+
+        Raises:
+            ValueError: see `Attachment.add_weight`; or several models, and none given; or there is no hook, since
+                `prepare` was not called or training runs in one process.
+        """
+        attachment_of(model, [own for own in self.attachments if not own.is_closed]).add_weight(weight)
+
     def register_comm_hook(self, model: DistributedDataParallel) -> None:
         """Called by Accelerate for each model it wraps."""
         accelerator = _accelerator_of(sys._getframe(1))
@@ -154,6 +187,7 @@ class CommHookKwargs(DistributedDataParallelKwargs):
             hook_state=self.hook_state,
             grad_scaler=None if accelerator is None else accelerator.scaler,
             exact_state=self.exact_state,
+            loss_divided_by=1 if accelerator is None else self.companion(accelerator).loss_divided_by,
         )
         self.attachments.append(attachment)
         if accelerator is not None:

@@ -12,6 +12,7 @@ from accelerate_integration.around import wrap
 from accelerate_integration.companion import Companion
 from accelerate_integration.kwargs import CommHookKwargs
 from lightning_commhooks.core.hook import CommHook
+from lightning_commhooks.wrappers.scale import Accumulation
 
 
 def use_comm_hook(
@@ -22,6 +23,7 @@ def use_comm_hook(
     exact_state: bool = False,
     strict_state: bool = True,
     resync: bool = False,
+    accumulation: Accumulation = "framework",
 ) -> CommHookKwargs:
     """Let a `transformers.Trainer` average gradients with a communication hook.
 
@@ -36,6 +38,9 @@ def use_comm_hook(
         exact_state: see there.
         strict_state: see there.
         resync: see there.
+        accumulation: see there. The trainer divides by the micro-batches that there are, also in a shorter last window,
+            and where it can by their tokens instead (`num_items_in_batch`), so that `"mean"` has nothing to change.
+            `"sum"` and `"weighted"` need a loss that it does not divide by tokens.
 
     Returns:
         the handler, whose `attachments[-1].metrics()` tell what was sent.
@@ -46,7 +51,12 @@ def use_comm_hook(
     if isinstance(getattr(trainer, "comm_hook_handler", None), CommHookKwargs):
         raise ValueError(f"this trainer has the communication hook {trainer.comm_hook_handler.hook!r} already")
     handler = CommHookKwargs(
-        hook=hook, hook_state=hook_state, exact_state=exact_state, strict_state=strict_state, resync=resync
+        hook=hook,
+        hook_state=hook_state,
+        exact_state=exact_state,
+        strict_state=strict_state,
+        resync=resync,
+        accumulation=accumulation,
     )
     trainer.comm_hook_handler = handler
     _TrainerEvents(trainer, handler)
@@ -79,6 +89,8 @@ class _TrainerEvents:
         # A search of hyperparameters makes a new accelerator for each trial.
         wrap(trainer, "create_accelerator_and_postprocess", self._recreate)
         wrap(trainer, "_wrap_model", self._wrap_model)
+        if handler.accumulation != "framework":
+            wrap(trainer, "training_step", self._training_step)
         wrap(trainer, "_maybe_log_save_evaluate", self._save_and_evaluate)
         wrap(trainer, "evaluation_loop", self._evaluate)
         wrap(trainer, "_save_optimizer_and_scheduler", self._save)
@@ -112,6 +124,22 @@ class _TrainerEvents:
         self._install()
         return model
 
+    def _training_step(
+        self, original: Callable[..., Any], model: Any, inputs: Any, num_items_in_batch: Any = None
+    ) -> Any:
+        trainer, accumulation = self._trainer, self._handler.accumulation
+        if accumulation in ("sum", "weighted") and _divides_by_tokens(trainer, num_items_in_batch):
+            raise ValueError(
+                f"accumulation={accumulation!r} cannot undo what the trainer divides the loss by, the tokens of all "
+                "micro-batches (num_items_in_batch): use accumulation='framework', which is the mean over tokens"
+            )
+        # By tokens, or by the micro-batches: in both cases the sum over micro-batches is a mean.
+        self._companion().divided_before = float(
+            # Older versions divide by this, also in a shorter window.
+            getattr(trainer, "current_gradient_accumulation_steps", trainer.args.gradient_accumulation_steps)
+        )
+        return original(model, inputs, num_items_in_batch)
+
     def _save_and_evaluate(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not (self._trainer.control.should_save or self._trainer.control.should_evaluate):
             return original(*args, **kwargs)
@@ -140,3 +168,12 @@ class _TrainerEvents:
     def _finish(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._companion().average_for_good()
         return original(*args, **kwargs)
+
+
+def _divides_by_tokens(trainer: Any, num_items_in_batch: Any) -> bool:
+    """Whether a trainer's loss is divided by the number of tokens of all micro-batches, as in its `training_step`."""
+    chosen = getattr(trainer, "loss_is_scaled_for_ga", None)
+    if chosen is not None:
+        return bool(chosen)
+    by_model = trainer.model_accepts_loss_kwargs and num_items_in_batch is not None
+    return bool(by_model or trainer.compute_loss_func is not None)

@@ -28,10 +28,17 @@ from lightning_commhooks.hooks import (
     QuantizePerTensor,
 )
 from lightning_commhooks.lazy import register_strategy_names
-from lightning_commhooks.wrappers import Cast, PerParameter, Schedule
+from lightning_commhooks.sharded import DenseReduction as _DenseReduction  # noqa: F401  # registers what FSDP can use
+from lightning_commhooks.wrappers import Cast, PerParameter, ScaleByGradAccumulation, Schedule
 
 if TYPE_CHECKING:
+    from lightning_commhooks.core.fsdp import FSDPAttachment as FSDPAttachment
+    from lightning_commhooks.core.fsdp import attach_fsdp as attach_fsdp
     from lightning_commhooks.fabric import CompressedDDPFabricStrategy as CompressedDDPFabricStrategy
+    from lightning_commhooks.fsdp import CompressedFSDPStrategy as CompressedFSDPStrategy
+    from lightning_commhooks.fsdp import CompressedModelParallelStrategy as CompressedModelParallelStrategy
+    from lightning_commhooks.fsdp_pl import CompressedFSDPStrategyPL as CompressedFSDPStrategyPL
+    from lightning_commhooks.fsdp_pl import CompressedModelParallelStrategyPL as CompressedModelParallelStrategyPL
     from lightning_commhooks.strategy import CompressedDDPStrategy as CompressedDDPStrategy
     from lightning_commhooks.strategy_pl import CompressedDDPStrategyPL as CompressedDDPStrategyPL
 
@@ -62,6 +69,7 @@ __all__ = [
     "PowerSGD",
     "QuantizePerChannel",
     "QuantizePerTensor",
+    "ScaleByGradAccumulation",
     "Schedule",
     "attach",
     "available_hooks",
@@ -73,6 +81,13 @@ _LAZY = {
     "CompressedDDPFabricStrategy": "lightning_commhooks.fabric",
     "CompressedDDPStrategy": "lightning_commhooks.strategy",
     "CompressedDDPStrategyPL": "lightning_commhooks.strategy_pl",
+    "CompressedFSDPStrategy": "lightning_commhooks.fsdp",
+    "CompressedFSDPStrategyPL": "lightning_commhooks.fsdp_pl",
+    "CompressedModelParallelStrategy": "lightning_commhooks.fsdp",
+    "CompressedModelParallelStrategyPL": "lightning_commhooks.fsdp_pl",
+    # Importing PyTorch's FSDP takes half a second.
+    "FSDPAttachment": "lightning_commhooks.core.fsdp",
+    "attach_fsdp": "lightning_commhooks.core.fsdp",
 }
 
 

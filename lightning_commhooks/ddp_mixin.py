@@ -19,6 +19,7 @@ from lightning_commhooks.core.attachment import Attachment, hook_name
 from lightning_commhooks.core.ddp import registered_name
 from lightning_commhooks.core.hook import CommHook
 from lightning_commhooks.hooks import HookName
+from lightning_commhooks.wrappers.scale import Accumulation
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +69,7 @@ class CompressedDDPMixin:
         exact_state: bool = False,
         strict_state: bool = True,
         resync: bool = False,
+        accumulation: Accumulation = "framework",
         **kwargs: Any,
     ) -> None:
         for argument, replacement in _REPLACED.items():
@@ -82,7 +84,7 @@ class CompressedDDPMixin:
                 f"{type(self).__name__} has no option {unknown[0]!r}, and neither has DistributedDataParallel"
             )
         with refusals_as(self._misconfiguration, self):
-            self._hook = resolve_hook(hook, hook_state)
+            self._hook = resolve_hook(hook, hook_state, accumulation)
         self._hook_state = hook_state
         self._exact_state = exact_state
         self._strict_state = strict_state
@@ -103,6 +105,25 @@ class CompressedDDPMixin:
         """
         return self._attachment
 
+    def add_weight(self, weight: float | Tensor) -> None:
+        """With `accumulation="weighted"`, say how much the present batch counts, as by its number of tokens.
+
+        In `training_step`: `self.trainer.strategy.add_weight(num_tokens)`, before `manual_backward` if there is one;
+        the loss is to be a sum over tokens. See `Attachment.add_weight`.
+
+        Raises:
+            MisconfigurationException: no number of at least 0, the strategy has another `accumulation`, or training has
+                not begun.
+        """
+        if self._attachment is None:
+            raise self._misconfiguration(f"{type(self).__name__}.add_weight() is for a training_step; no fit has begun")
+        with refusals_as(self._misconfiguration, self):
+            self._attachment.add_weight(weight)
+
+    def _loss_divided_by(self) -> float:
+        module = self.lightning_module  # type: ignore[attr-defined]
+        return float(module.trainer.accumulate_grad_batches) if module.automatic_optimization else 1.0
+
     def _register_ddp_hooks(self) -> None:
         # Lightning forgets to reset this: a second fit with static_graph and manual optimization would not
         # synchronize at all.
@@ -118,6 +139,7 @@ class CompressedDDPMixin:
                 grad_scaler=getattr(self.precision_plugin, "scaler", None),  # type: ignore[attr-defined]
                 exact_state=self._exact_state,
                 optimizers=lambda: self.optimizers,  # type: ignore[attr-defined]
+                loss_divided_by=self._loss_divided_by,
             )
         self._check_registered(model)
 

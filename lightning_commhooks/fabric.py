@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from torch import Tensor
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -12,6 +13,7 @@ from torch.optim import Optimizer
 try:
     from lightning.fabric.strategies.ddp import DDPStrategy
     from lightning.fabric.utilities.exceptions import MisconfigurationException
+    from lightning.fabric.wrappers import _FabricModule
 except ImportError as error:
     raise ImportError(
         "CompressedDDPFabricStrategy needs Lightning: pip install 'lightning-commhooks[lightning]'"
@@ -23,6 +25,7 @@ from lightning_commhooks.core.hook import CommHook
 from lightning_commhooks.core.several import Attachments
 from lightning_commhooks.ddp_mixin import CHECKPOINT_KEY, refusals_as
 from lightning_commhooks.hooks import HookName
+from lightning_commhooks.wrappers.scale import Accumulation
 
 
 class CompressedDDPFabricStrategy(DDPStrategy):
@@ -41,6 +44,10 @@ class CompressedDDPFabricStrategy(DDPStrategy):
         strict_state: whether hook state that does not fit is an error. If not, what does not fit begins anew, with a
             warning.
         resync: whether ranks go on from the average after they saw it, instead of from their own models.
+        accumulation: what gradients are divided by that are accumulated with `fabric.no_backward_sync`: see
+            [`ScaleByGradAccumulation`][].
+        loss_divided_by: what you divide the loss of each micro-batch by before `fabric.backward`, which divides by
+            nothing; or a function that returns it.
         **kwargs: arguments of Fabric's `DDPStrategy` and of `DistributedDataParallel`.
 
     Attributes:
@@ -58,10 +65,13 @@ class CompressedDDPFabricStrategy(DDPStrategy):
         exact_state: bool = False,
         strict_state: bool = True,
         resync: bool = False,
+        accumulation: Accumulation = "framework",
+        loss_divided_by: float | Callable[[], float] = 1,
         **kwargs: Any,
     ) -> None:
         with refusals_as(MisconfigurationException, self):
-            self._hook = resolve_hook(hook, hook_state)
+            self._hook = resolve_hook(hook, hook_state, accumulation)
+        self._loss_divided_by = loss_divided_by
         self._hook_state = hook_state
         self._exact_state = exact_state
         self.attachments: list[Attachment] = []
@@ -79,10 +89,27 @@ class CompressedDDPFabricStrategy(DDPStrategy):
                 hook_state=self._hook_state,
                 grad_scaler=getattr(self.precision, "scaler", None),
                 exact_state=self._exact_state,
+                loss_divided_by=self._loss_divided_by,
             )
             self.attachments.append(attachment)
             self._together.add(attachment, self._optimizers)
         return model
+
+    def add_weight(self, weight: float | Tensor, model: Module | None = None) -> None:
+        """With `accumulation="weighted"`, say how much the present micro-batch counts, as by its number of tokens.
+
+        Before its `fabric.backward`: `fabric.strategy.add_weight(num_tokens)`. See `Attachment.add_weight`.
+
+        Args:
+            weight: a number of at least 0.
+            model: what `fabric.setup` returned; not needed for one model.
+
+        Raises:
+            MisconfigurationException: see `Attachment.add_weight`; or several models, and none given.
+        """
+        wrapped = model._forward_module if isinstance(model, _FabricModule) else model
+        with refusals_as(MisconfigurationException, self):
+            self._together.add_weight(weight, wrapped)  # type: ignore[arg-type]
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Let hooks that average models know of an optimizer."""

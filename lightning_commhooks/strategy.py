@@ -32,6 +32,10 @@ class CompressedDDPStrategy(CompressedDDPMixin, DDPStrategy):
         resync: with hooks that let ranks step alone, validation and checkpoints have the average of their models. If
             true, training goes on from that average too, on all ranks, and a run that resumes from a checkpoint is the
             same as one that went on. If not, each rank goes on from its own model as if nothing was.
+        accumulation: what gradients are divided by that are accumulated over batches: `"framework"`: by
+            `accumulate_grad_batches`, also in the last window of an epoch, which may be shorter, and by nothing in
+            manual optimization. `"mean"`: by the batches that there were. `"sum"`, an integer or `"weighted"`: see
+            [`ScaleByGradAccumulation`][].
         **kwargs: arguments of `DDPStrategy` and of `torch.nn.parallel.DistributedDataParallel`, without
             `ddp_comm_state`, `ddp_comm_hook`, `ddp_comm_wrapper` and `model_averaging_period`.
 

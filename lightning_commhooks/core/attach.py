@@ -4,38 +4,48 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lightning_commhooks.core.attachment import Attachment, hook_name
+from lightning_commhooks.core.attachment import Attachment
 from lightning_commhooks.core.ddp import check_model
 from lightning_commhooks.core.groups import backend_for
 from lightning_commhooks.core.hook import CommHook
 from lightning_commhooks.core.optimizers import check_optimizer
 from lightning_commhooks.core.registry import get_hook
 from lightning_commhooks.core.runtime import Runtime
-from lightning_commhooks.core.user_hook import DDPHook, check_user_hook, warn_if_broken_here
+from lightning_commhooks.core.user_hook import DDPHook, UserFunction, check_user_hook, warn_if_broken_here
+from lightning_commhooks.wrappers.scale import Accumulation, ScaleByGradAccumulation
 
 logger = logging.getLogger(__name__)
 
 
-def resolve_hook(hook: object, hook_state: object = None) -> CommHook | DDPHook:
-    """Check what a user passed as `hook=` and `hook_state=`, without a model.
+def resolve_hook(
+    hook: object, hook_state: object = None, accumulation: Accumulation = "framework"
+) -> CommHook | DDPHook:
+    """Check what a user passed as `hook=`, `hook_state=` and `accumulation=`, without a model.
 
     Raises:
         ValueError: see [`attach`][].
     """
+    resolved: Any = hook
     if isinstance(hook, (str, CommHook)) or (isinstance(hook, type) and issubclass(hook, CommHook)):
-        if hook_state is not None:
+        resolved = get_hook(hook)  # type: ignore[arg-type]  # refuses a class, naming the call to make
+        if hook_state is not None and not isinstance(resolved.method, UserFunction):
             raise ValueError(
                 f"hook_state={hook_state!r} belongs to a hook function (state, bucket); "
                 f"{hook!r} keeps its own state: set its options instead"
             )
-        return get_hook(hook)  # type: ignore[arg-type]  # refuses a class, naming the call to make
-    check_user_hook(hook)
-    return hook  # type: ignore[return-value]  # checked to be callable
+    else:
+        check_user_hook(hook)
+    if accumulation == "framework":
+        return resolved  # type: ignore[no-any-return]
+    if isinstance(resolved, ScaleByGradAccumulation):
+        raise ValueError(f"accumulation={accumulation!r}: the hook has an accumulation already, {resolved!r}")
+    return ScaleByGradAccumulation(resolved, accumulation)
 
 
 def attach(
@@ -46,6 +56,8 @@ def attach(
     grad_scaler: torch.amp.GradScaler | None = None,
     exact_state: bool = False,
     optimizers: Iterable[Optimizer] | Callable[[], Iterable[Optimizer]] | None = None,
+    accumulation: Accumulation = "framework",
+    loss_divided_by: float | Callable[[], float] = 1,
 ) -> Attachment:
     """Let a communication hook average the gradients of a DDP model.
 
@@ -63,6 +75,10 @@ def attach(
         optimizers: those that train the model, for hooks that average models after their steps; or a function that
             returns them, called when they are needed. Not given: `Attachment.add_optimizer`. Empty: you call
             `Attachment.after_optimizer_step` yourself.
+        accumulation: how gradients are scaled that are accumulated over micro-batches: see
+            [`ScaleByGradAccumulation`][].
+        loss_divided_by: what you, or a framework, divide the loss of each micro-batch by; or a function that returns
+            it, called in each synchronized backward. What `accumulation` takes into account.
 
     Returns:
         a handle to metrics, state and the end of the hook.
@@ -71,18 +87,22 @@ def attach(
         ValueError: unknown name; a function that DDP would refuse; `hook_state` with a hook that is no
             function; a model that is not DDP, has a hook already, is on another device than CPU or CUDA, or
             runs under `torch.compile`'s `python_reducer`; a scaler that is no `GradScaler`; an optimizer that
-            cannot step on one rank alone.
+            cannot step on one rank alone; `accumulation` is none, or given twice; `loss_divided_by` is not positive.
     """
-    resolved = resolve_hook(hook, hook_state)
+    resolved = resolve_hook(hook, hook_state, accumulation)
+    config = resolved if isinstance(resolved, CommHook) else UserFunction(resolved)
+    if not callable(loss_divided_by) and not loss_divided_by > 0:
+        raise ValueError(f"loss_divided_by must be positive, is {loss_divided_by!r}")
+    divided_by = loss_divided_by if callable(loss_divided_by) else lambda: loss_divided_by
     check_model(model)
     if grad_scaler is not None and not isinstance(grad_scaler, torch.amp.GradScaler):
         raise ValueError(f"grad_scaler must be a torch.amp.GradScaler, is {grad_scaler!r}")
     device = next(p.device for p in model.module.parameters() if p.requires_grad)
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"communication hooks run on CPU and CUDA devices, the model is on {device}")
-    if not isinstance(resolved, CommHook):
-        warn_if_broken_here(resolved, backend_for(model.process_group, device))
-    runtime = Runtime(resolved, hook_name(resolved), model.process_group, device, hook_state, grad_scaler)
+    if isinstance(config.method, UserFunction):
+        warn_if_broken_here(config.method.function, backend_for(model.process_group, device))
+    runtime = Runtime(config, model.process_group, device, hook_state, grad_scaler, divided_by)
     attachment = Attachment(resolved, runtime, exact_state)
     try:
         if optimizers is not None and not callable(optimizers):

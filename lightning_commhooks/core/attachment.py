@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -18,7 +19,7 @@ from lightning_commhooks.core.engine import HookError
 from lightning_commhooks.core.hook import BoundHook, CommHook
 from lightning_commhooks.core.layout import Layout
 from lightning_commhooks.core.runtime import Runtime
-from lightning_commhooks.core.user_hook import DDPHook
+from lightning_commhooks.core.user_hook import DDPHook, UserFunction
 
 
 class Attachment:
@@ -33,11 +34,12 @@ class Attachment:
         self._runtime = runtime
         self._exact_state = exact_state
         self._finalizer: weakref.finalize[Any, Any] | None = None
+        self._model: Callable[[], DistributedDataParallel | None] = lambda: None
 
     @property
     def bound(self) -> BoundHook | None:
         """The runtime object; `None` for a user's own function."""
-        return self._runtime.bound if isinstance(self.hook, CommHook) else None
+        return None if isinstance(self._runtime.config.method, UserFunction) else self._runtime.bound
 
     @property
     def is_closed(self) -> bool:
@@ -47,7 +49,11 @@ class Attachment:
     @property
     def name(self) -> str:
         """Name of the hook, or `module.function` of a user's own."""
-        return hook_name(self.hook)
+        return self._runtime.name
+
+    def is_attached_to(self, model: DistributedDataParallel) -> bool:
+        """Whether this is the hook of that model."""
+        return self._model() is model
 
     def metrics(self) -> dict[str, float]:
         """Cumulative counts of this rank.
@@ -144,6 +150,25 @@ class Attachment:
     def has_state(self) -> bool:
         """Whether `state_dict` has more than the step count."""
         return self._runtime.bound.has_memory or self._runtime.bound.averages_models
+
+    def add_weight(self, weight: float | Tensor) -> None:
+        """With `accumulation="weighted"`, say how much the present micro-batch counts, as by its number of tokens.
+
+        Call it for each micro-batch, before its backward; weights of several calls add up. The loss is to be a sum
+        over what the weight counts, not a mean.
+
+        Args:
+            weight: a number of at least 0, or a tensor of one element; one on CUDA is not waited for.
+
+        Raises:
+            ValueError: no such number, or the hook does not use weights.
+        """
+        if not self._runtime.config.takes_weights or self._runtime.micro_batches is None:
+            raise ValueError(
+                f"add_weight() is for accumulation='weighted'; hook {self.name!r} was attached without: "
+                f"ScaleByGradAccumulation(..., accumulation='weighted')"
+            )
+        self._runtime.micro_batches.add_weight(weight)
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
         """Let the hook know of each step of an optimizer; of use to hooks that average models.
@@ -247,13 +272,14 @@ class Attachment:
         check_model(model)
         layout = Layout(model.module)
         names = list(layout.trained)
-        texts = self.hook.check_parameters(names) if isinstance(self.hook, CommHook) else []
+        texts = self._runtime.config.check_parameters(names)
         self._runtime.local.models.layout = layout
-        trampoline = self._runtime.trampoline(self.hook, model)
+        trampoline = self._runtime.trampoline(model)
         register(model, self._runtime.hook_state, trampoline, self.name)
         if self._finalizer is not None:
             self._finalizer.detach()
         self._finalizer = weakref.finalize(model, self._runtime.close)
+        self._model = weakref.ref(model)
         if self._runtime.bound.group.rank == 0:
             for text in texts:
                 warnings.warn(text, stacklevel=3)
@@ -280,6 +306,4 @@ class Attachment:
 
 def hook_name(hook: CommHook | DDPHook) -> str:
     """Name of a configuration, or `module.function` of a DDP hook function."""
-    if isinstance(hook, CommHook):
-        return hook.name
-    return f"{getattr(hook, '__module__', '')}.{getattr(hook, '__qualname__', type(hook).__qualname__)}"
+    return (hook if isinstance(hook, CommHook) else UserFunction(hook)).method.name

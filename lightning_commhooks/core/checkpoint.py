@@ -28,6 +28,7 @@ PerRank = Literal["mean", "exact", "none"]
 
 def describe(hook: CommHook) -> dict[str, Any]:
     """A hook's name and options as primitives."""
+    hook = hook.method
     names: list[str] = [field.name for field in dataclasses.fields(hook)] if dataclasses.is_dataclass(hook) else []
     return {"name": hook.name, "options": {name: _primitive(getattr(hook, name)) for name in names}}
 
@@ -154,9 +155,9 @@ class StateReader:
             has: whether a parameter of the model, by name, is one of this hook's.
         """
         if not isinstance(saved, Mapping) or not {"name", "options", "state"} <= saved.keys():
-            self.differs(f"there is nothing of hook {hook.name!r}")
-        elif saved["name"] != hook.name:
-            self.differs(f"it is of hook {saved['name']!r}, not of {hook.name!r}")
+            self.differs(f"there is nothing of hook {hook.method.name!r}")
+        elif saved["name"] != hook.method.name:
+            self.differs(f"it is of hook {saved['name']!r}, not of {hook.method.name!r}")
         else:
             now = describe(hook)["options"]
             changed = [f"{k} was {v!r}, is {now.get(k)!r}" for k, v in saved["options"].items() if v != now.get(k)]
@@ -232,7 +233,7 @@ def _load(
             raise ValueError(f"not the state of a communication hook: {problem}. With strict_state=False it is ignored")
         return [f"the whole state, {problem}"], []
     reader = StateReader(saved, shapes, bound.group, strict)
-    if bound.has_memory and saved["hook"].get("name") == hook.name:
+    if bound.has_memory and saved["hook"].get("name") == hook.method.name:
         reader.check_parameters()
     reader.hook(saved["hook"], hook, bound)
     own_models = saved.get("models") if reader.is_exact else None
@@ -240,7 +241,7 @@ def _load(
     if bound.has_memory and saved["world_size"] != bound.group.size and bound.group.rank == 0:
         logger.info(
             "state of hook %r: saved on %d ranks, loaded on %d; each begins with the mean of what the ranks still owed",
-            hook.name,
+            hook.method.name,
             saved["world_size"],
             bound.group.size,
         )

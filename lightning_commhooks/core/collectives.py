@@ -141,9 +141,12 @@ class Group(EncodedCollectives):
             dist.all_reduce(tensor, group=self.process_group)
         return tensor
 
-    def all_reduce_mean_(self, tensor: Tensor) -> Tensor:
-        """Replace a contiguous floating-point `tensor` by its mean; divides first, so that 16-bit sums fit."""
-        return self.all_reduce_(tensor.div_(self.size))
+    def all_reduce_mean_(self, tensor: Tensor, scale: float | Tensor = 1.0) -> Tensor:
+        """Replace a contiguous floating-point `tensor` by `scale` times its mean.
+
+        Divides first, so that 16-bit sums fit.
+        """
+        return self.all_reduce_(tensor.div_(self.size / scale))
 
     def all_reduce_in_float32(self, half: Tensor) -> Tensor:
         """Sum over ranks of a 16-bit tensor, shape `(n,)`, in its dtype but rounded once only.

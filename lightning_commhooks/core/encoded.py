@@ -91,7 +91,13 @@ class EncodedCollectives(ABC):
         return self._kernels[key]
 
     def average_encoded_(
-        self, parts: Sequence[Part], kernels: Kernels, *, loss_scale: float | Tensor = 1.0, two_shot: bool = True
+        self,
+        parts: Sequence[Part],
+        kernels: Kernels,
+        *,
+        loss_scale: float | Tensor = 1.0,
+        scale: float | Tensor = 1.0,
+        two_shot: bool = True,
     ) -> Tensor:
         """Replace the numbers of each part by their mean over ranks, encoded on the way, equal on all ranks.
 
@@ -105,6 +111,7 @@ class EncodedCollectives(ABC):
             parts: the same on every rank.
             kernels: of this group.
             loss_scale: what numbers are divided by before they are added to what is owed, and the mean multiplied by.
+            scale: what numbers are multiplied by.
             two_shot: whether there are two; if not, each rank sends all to all others, (w-1) times the encoded size.
 
         Returns:
@@ -113,16 +120,16 @@ class EncodedCollectives(ABC):
         if not parts:
             return torch.ones((), dtype=torch.bool, device=self.device)
         one = parts[0].numbers.new_ones(())
-        scale = one * loss_scale
+        way_in, with_feedback, without = one * (scale / loss_scale), one * loss_scale, one * scale
         has_owners = self.num_owners(two_shot) > 1
-        sent = [self._send(part, kernels, one / scale, has_owners) for part in parts]
+        sent = [self._send(part, kernels, way_in, has_owners) for part in parts]
         if has_owners:
             sent = [self._send_mean(part, kernels, one, arrived()) for part, arrived in zip(parts, sent, strict=True)]
         finite = []
         for part, arrived in zip(parts, sent, strict=True):
             num_senders = 1 if has_owners else self.size
             payloads = arrived().view(num_senders, part.numbers.shape[0], -1)
-            factor = scale if part.owed is not None else one
+            factor = with_feedback if part.owed is not None else without
             finite.append(kernels.decode_mean(payloads, factor, part.numbers))
         return torch.stack(finite).all()
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from lightning_commhooks.core.accumulation import Accumulated
     from lightning_commhooks.core.checkpoint import StateReader, StateWriter
     from lightning_commhooks.core.collectives import Group
     from lightning_commhooks.core.optimizers import OptimizerStep
@@ -65,6 +66,10 @@ class Bucket:
         loss_scale: what a `GradScaler` multiplied the loss by, equal on all ranks; a float, or on CUDA a tensor
             of one element, which would have to be waited for. Memory is kept in units of the loss itself: divide
             gradients by this on the way in, multiply on the way out.
+        scale: what gradients are to be multiplied by before they are averaged; not 0, and 1 unless the hook says that
+            it does so (`scales_gradients`). A float, or a tensor of one element.
+        accumulated: the micro-batches that the gradients are the sum of; `None` unless the hook asks for them
+            (`counts_micro_batches`).
     """
 
     index: int
@@ -73,6 +78,13 @@ class Bucket:
     slots: tuple[Slot, ...]
     unused: frozenset[str] | None = None
     loss_scale: float | Tensor = 1.0
+    scale: float | Tensor = 1.0
+    accumulated: Accumulated | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def divisor(self) -> float | Tensor:
+        """What to divide gradients by on the way in: they are then scaled, and in units of the loss."""
+        return self.loss_scale / self.scale
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -95,10 +107,12 @@ class CommHook(ABC):
     Attributes:
         name: the string by which users choose the hook.
         aliases: other accepted spellings, such as Accelerate's.
+        is_outermost: whether this is a wrapper that others do not go around.
     """
 
     name: ClassVar[str]
     aliases: ClassVar[tuple[str, ...]] = ()
+    is_outermost: ClassVar[bool] = False
 
     @property
     def inner_hooks(self) -> tuple[CommHook, ...]:
@@ -109,6 +123,21 @@ class CommHook(ABC):
     def sends_factors(self) -> bool:
         """Whether this hook, or one inside, sends numbers by `Group.all_reduce_factors_`, which may be encoded."""
         return any(hook.sends_factors for hook in self.inner_hooks)
+
+    @property
+    def counts_micro_batches(self) -> bool:
+        """Whether this hook has to know what gradients are the sum of: `Bucket.accumulated`."""
+        return False
+
+    @property
+    def takes_weights(self) -> bool:
+        """Whether this hook uses the weights that users give their micro-batches."""
+        return False
+
+    @property
+    def method(self) -> CommHook:
+        """The hook that users and checkpoints know this one by: itself, unless it adds nothing to the one inside."""
+        return self
 
     def check_parameters(self, names: Sequence[str]) -> list[str]:
         """Called when the hook is attached to a model.
@@ -159,11 +188,14 @@ class BoundHook(ABC):
         averages_models: whether `after_optimizer_step` has anything to do, in this step or a later one.
         average_buffers: whether floating-point buffers of the model are averaged with its parameters. DDP then does not
             broadcast them while ranks step alone.
+        scales_gradients: whether `reduce` multiplies gradients by `Bucket.scale`, in a pass over them that it makes
+            anyway. If not, they are multiplied before.
     """
 
     has_memory: bool = False
     averages_models: bool = False
     average_buffers: bool = False
+    scales_gradients: bool = False
 
     def __init__(self, group: Group) -> None:
         self.group = group

@@ -75,7 +75,7 @@ class LocalSteps:
         if self._checked:
             return
         self._checked = True
-        name, known = self._runtime.config.name, self._optimizers.parameters()
+        name, known = self._runtime.name, self._optimizers.parameters()
         unknown = [name for name, p in self.models.layout.trained.items() if p not in known]
         if self.reported_by_user or not unknown:
             return
@@ -95,7 +95,7 @@ class LocalSteps:
         if steps - self._last_reported > MANY_STEPS:
             self._warn_once(
                 "steps",
-                f"hook {self._runtime.config.name!r}: no optimizer that it knows has stepped in {MANY_STEPS} "
+                f"hook {self._runtime.name!r}: no optimizer that it knows has stepped in {MANY_STEPS} "
                 "backwards, so models were not averaged. For one that steps otherwise than by step(): attach(model, "
                 "hook, optimizers=[]), and Attachment.after_optimizer_step(optimizer) after each of its steps",
             )
@@ -146,7 +146,7 @@ class LocalSteps:
                 self.models.average_state_(stepped)
         except Exception as error:
             raise HookError(
-                f"communication hook {self._runtime.config.name!r} failed on rank {bound.group.global_rank} after the "
+                f"communication hook {self._runtime.name!r} failed on rank {bound.group.global_rank} after the "
                 f"optimizer's step {stepped.step} ({stepped.optimizer}, ...): {error}"
             ) from error
 
@@ -183,7 +183,7 @@ class LocalSteps:
             # Part of training: the backward needs the parameters as they are.
             self._warn_once(
                 "evaluated",
-                f"hook {self._runtime.config.name!r}: the model was evaluated between a forward and its backward, so "
+                f"hook {self._runtime.name!r}: the model was evaluated between a forward and its backward, so "
                 "it is this rank's own and not the average. Run forwards that no backward follows under no_grad()",
             )
             return
@@ -244,6 +244,6 @@ class LocalSteps:
             self.models.keep_averages()
             return []
         return [
-            f"hook={self._runtime.config.name!r} ended while {drifted} parameters differed between ranks; call "
+            f"hook={self._runtime.name!r} ended while {drifted} parameters differed between ranks; call "
             "Attachment.average_weights() at the end of training"
         ]

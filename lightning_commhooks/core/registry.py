@@ -98,3 +98,16 @@ def get_hook(hook: str | CommHook, **options: Any) -> CommHook:
         raise ValueError(
             f"{hook_class.__name__}: {str(error).split(') ', 1)[-1]}; its options are: {', '.join(fields) or 'none'}"
         ) from error
+
+
+def get_inner_hook(hook: str | CommHook) -> CommHook:
+    """Return a hook for another one to go around.
+
+    Raises:
+        ValueError: see [`get_hook`][]; or it is a wrapper that goes around all others.
+    """
+    inner = get_hook(hook)
+    if inner.is_outermost:
+        name = type(inner).__name__
+        raise ValueError(f"{name} goes around all other wrappers, as in {name}(Cast(...)); it was put inside of one")
+    return inner

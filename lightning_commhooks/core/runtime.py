@@ -2,6 +2,7 @@
 
 # No `from __future__ import annotations`: DDP compares the annotations of the hooks that are made here.
 
+import dataclasses
 import functools
 import warnings
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_commhooks.core import checkpoint
+from lightning_commhooks.core.accumulation import MicroBatches
 from lightning_commhooks.core.collectives import Group
 from lightning_commhooks.core.ddp import LocalPhase, Usage
 from lightning_commhooks.core.engine import Engine, HookError, StreamEngine, ThreadEngine
@@ -24,7 +26,7 @@ from lightning_commhooks.core.layout import Layout
 from lightning_commhooks.core.local_steps import LocalSteps
 from lightning_commhooks.core.metrics import Counters
 from lightning_commhooks.core.steps import FiniteSteps, StepClock
-from lightning_commhooks.core.user_hook import DDPHook
+from lightning_commhooks.core.user_hook import DDPHook, UserFunction
 
 T = TypeVar("T")
 Trampoline = Callable[[object, GradBucket], Future[Tensor]]
@@ -34,38 +36,38 @@ class Runtime:
     """A bound hook, its engine and its counts, on whatever DDP model they are attached to at present.
 
     Args:
-        hook: configuration, or a user's own function.
-        label: name of the hook.
+        hook: configuration; of a user's own function, `UserFunction`.
         process_group: of the model.
         device: of its gradients.
         hook_state: of a user's own function.
         grad_scaler: which scales the loss, if any does.
+        loss_divided_by: what the loss of each micro-batch is divided by.
     """
 
     def __init__(
         self,
-        hook: CommHook | DDPHook,
-        label: str,
+        hook: CommHook,
         process_group: dist.ProcessGroup,
         device: torch.device,
         hook_state: object,
         grad_scaler: torch.amp.GradScaler | None,
+        loss_divided_by: Callable[[], float],
     ) -> None:
+        self.config = hook
         self.counters = Counters()
         self.hook_state = hook_state
+        self.micro_batches = MicroBatches(loss_divided_by) if hook.counts_micro_batches else None
         self._grad_scaler = grad_scaler
         self._warned = False
         self._owned: dist.ProcessGroup | None = None
         self._engine: Engine | None = None
-        if not isinstance(hook, CommHook):
-            self.config: CommHook = _UserFunction(label)
+        if isinstance(hook.method, UserFunction):
             group = Group(process_group, self.counters, device)
-            self.bound = self.config.bind(group)
+            self.bound = hook.bind(group)
             self.clock = StepClock(self.counters)
             self.local = LocalSteps(self, group)
             self._usage = Usage(self.local.backward_begins)
             return
-        self.config = hook
         aborts: list[Callable[[], None]] = []
         if device.type == "cuda" and backend_for(process_group, device) == dist.Backend.NCCL:
             self._engine = StreamEngine(device)
@@ -101,6 +103,13 @@ class Runtime:
         if self._engine is not None:
             self._steps.bound = fresh
         self.clock.steps = steps
+        if self.micro_batches is not None:
+            self.micro_batches.restart()
+
+    @property
+    def name(self) -> str:
+        """Name of the hook, or `module.function` of a user's own."""
+        return self.config.method.name
 
     @property
     def layout(self) -> Layout:
@@ -132,16 +141,18 @@ class Runtime:
         self._take_over(fresh, steps)
         return differences
 
-    def trampoline(self, hook: CommHook | DDPHook, model: DistributedDataParallel) -> Trampoline:
+    def trampoline(self, model: DistributedDataParallel) -> Trampoline:
         """The function that DDP calls for each bucket of `model`."""
+        if self.micro_batches is not None:
+            self.micro_batches.watch(model, self.layout.trained)
         may_be_unused = model.find_unused_parameters
         watches = self.bound.averages_models or (may_be_unused and self.bound.has_memory)
         self._usage.watch(self.layout.trained if watches else {})
         watched = LocalPhase(model, self.local, self.bound.averages_models)
         # Since PyTorch 2.7.
         last_may_be_skipped = getattr(model, "skip_all_reduce_unused_params", False)
-        if not isinstance(hook, CommHook):
-            return self._counting(hook, last_may_be_skipped)
+        if isinstance(self.config.method, UserFunction):
+            return self._counting(self.config.method.function, last_may_be_skipped)
         engine, usage = self._engine, self._usage
         assert engine is not None
 
@@ -149,15 +160,21 @@ class Runtime:
         def trampoline(state: object, bucket: GradBucket) -> Future[Tensor]:
             engine.raise_if_unusable()
             flat = bucket.buffer()
-            slots = self.layout.slots(bucket.parameters(), flat.numel())
-            index, is_last = bucket.index(), bucket.is_last()
-            step = self._step_of(index, is_last, last_may_be_skipped)
-            is_late = watched.begin(self.bound, step)
-            unused = usage.unused(slots) if may_be_unused and watches else None
-            plain = Bucket(index, is_last, step, slots, unused, _current_scale(self._grad_scaler))
+            plain = self._plain(bucket, flat, last_may_be_skipped)
+            is_late = watched.begin(self.bound, plain.step)
+            if may_be_unused and watches:
+                plain = dataclasses.replace(plain, unused=usage.unused(plain.slots))
             return engine.submit(lambda: self._reduce(flat, plain, is_late), flat.device)
 
         return trampoline
+
+    def _plain(self, bucket: GradBucket, flat: Tensor, last_may_be_skipped: bool) -> Bucket:
+        slots = self.layout.slots(bucket.parameters(), flat.numel())
+        index, is_last = bucket.index(), bucket.is_last()
+        step = self._step_of(index, is_last, last_may_be_skipped)
+        accumulated = None if self.micro_batches is None else self.micro_batches.of_step(step)
+        scale = _current_scale(self._grad_scaler)
+        return Bucket(index, is_last, step, slots, loss_scale=scale, accumulated=accumulated)
 
     def _reduce(self, flat: Tensor, bucket: Bucket, is_late: bool) -> Tensor:
         group, finite = self.bound.group, None
@@ -173,14 +190,19 @@ class Runtime:
         except Exception as error:
             names = ", ".join(bucket.names[:3]) + (", ..." if len(bucket.names) > 3 else "")
             raise HookError(
-                f"communication hook {self.config.name!r} failed on rank {group.global_rank} at step {bucket.step}, "
+                f"communication hook {self.name!r} failed on rank {group.global_rank} at step {bucket.step}, "
                 f"bucket {bucket.index} ({names}): {error}"
             ) from error
 
     def _counting(self, hook: DDPHook, last_may_be_skipped: bool) -> Trampoline:
         def trampoline(state: object, bucket: GradBucket) -> Future[Tensor]:
-            self._step_of(bucket.index(), bucket.is_last(), last_may_be_skipped)
-            _count_dense(self.bound.group, bucket.buffer())
+            flat = bucket.buffer()
+            plain = self._plain(bucket, flat, last_may_be_skipped)
+            _count_dense(self.bound.group, flat)
+            if flat.is_sparse:
+                bucket.set_buffer(self.bound.reduce_sparse(flat, plain))
+            else:
+                self.bound.reduce(flat, plain)
             result: Future[Tensor] = hook(state, bucket)
             return result
 
@@ -202,6 +224,8 @@ class Runtime:
         """Release thread, process group and memory; warn of what the user should know."""
         texts = self.local.close()
         self._usage.watch({})
+        if self.micro_batches is not None:
+            self.micro_batches.close()
         if self._engine is None:
             return
         self._engine.close()
@@ -213,21 +237,6 @@ class Runtime:
         self.bound.release()
         for text in texts:
             warnings.warn(text, stacklevel=4)
-
-
-class _UserFunction(CommHook):
-    """Stands for a DDP hook function where a configuration is expected: it has no state that we know of."""
-
-    def __init__(self, label: str) -> None:
-        self.name = label  # type: ignore[misc]  # of the instance here
-
-    def bind(self, group: Group) -> BoundHook:
-        return _NoState(group)
-
-
-class _NoState(BoundHook):
-    def reduce(self, flat: Tensor, bucket: Bucket) -> None:
-        raise AssertionError("DDP calls the function itself")
 
 
 def _call_all(functions: list[Callable[[], None]]) -> None:

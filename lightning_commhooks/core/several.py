@@ -7,9 +7,25 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_commhooks.core.attachment import Attachment
+
+
+def attachment_of(model: DistributedDataParallel | None, attachments: Sequence[Attachment]) -> Attachment:
+    """The attachment of a model, or the only one.
+
+    Raises:
+        ValueError: there is none, or several and no model is given.
+    """
+    found = [attachment for attachment in attachments if model is None or attachment.is_attached_to(model)]
+    if not attachments:
+        raise ValueError("no model has a communication hook: wrap one first. In a single process there is none")
+    if len(found) != 1:
+        raise ValueError(f"{len(found)} of {len(attachments)} models with a hook may be meant: give the wrapped model")
+    return found[0]
 
 
 class Attachments:
@@ -44,6 +60,18 @@ class Attachments:
     def averaging(self) -> list[Attachment]:
         """Those whose hooks average models."""
         return [attachment for attachment in self.open() if attachment.averages_models]
+
+    def add_weight(self, weight: float | Tensor, model: DistributedDataParallel | None = None) -> None:
+        """Say how much the present micro-batch of a model counts: see `Attachment.add_weight`.
+
+        Args:
+            weight: a number of at least 0.
+            model: the model, as it was wrapped; not needed if there is one only.
+
+        Raises:
+            ValueError: no such number or model, several models and none given, or the hook does not use weights.
+        """
+        attachment_of(model, self.open()).add_weight(weight)
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
         """Let them know of one more optimizer.

@@ -8,7 +8,11 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
+
+from lightning_commhooks.core.collectives import Group
+from lightning_commhooks.core.hook import BoundHook, Bucket, CommHook
 
 DDPHook = Callable[[object, GradBucket], torch.futures.Future[torch.Tensor]]
 
@@ -20,6 +24,39 @@ _REPLACED_ON_GLOO = {
     f"{_STOCK}.quantization_hooks.quantization_pertensor_hook": ("runs on CUDA only", "bf16"),
     f"{_STOCK}.quantization_hooks.quantization_perchannel_hook": ("runs on CUDA only", "bf16"),
 }
+
+
+class UserFunction(CommHook):
+    """Stands for a DDP hook function where a `CommHook` is expected: it has no state that we know of.
+
+    Args:
+        function: called by DDP, with gradients that `reduce` has left as they are.
+    """
+
+    def __init__(self, function: DDPHook) -> None:
+        module, name = getattr(function, "__module__", ""), getattr(function, "__qualname__", None)
+        self.name = f"{module}.{name or type(function).__qualname__}"  # type: ignore[misc]  # of the instance here
+        self.function = function
+
+    def __repr__(self) -> str:
+        return self.name
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, UserFunction) and self.function == other.function
+
+    def __hash__(self) -> int:
+        return hash(self.function)
+
+    def bind(self, group: Group) -> BoundHook:
+        return _NoState(group)
+
+
+class _NoState(BoundHook):
+    def reduce(self, flat: Tensor, bucket: Bucket) -> None:
+        return None
+
+    def reduce_sparse(self, grad: Tensor, bucket: Bucket) -> Tensor:
+        return grad
 
 
 def check_user_hook(hook: object) -> None:

@@ -135,6 +135,8 @@ class Factor:
 class BoundLowRank(BoundByParameter[P]):
     """The dense first steps and the random starts. Residuals differ between ranks; factors are equal on all of them."""
 
+    scales_gradients = True
+
     def __init__(self, config: LowRankConfig, group: Group) -> None:
         super().__init__(group)
         self._config = config
@@ -143,7 +145,7 @@ class BoundLowRank(BoundByParameter[P]):
     def reduce(self, flat: Tensor, bucket: Bucket) -> Tensor | None:
         if bucket.step < self._config.start_powerSGD_iter or not flat.is_floating_point() or not flat.numel():
             self.group.counters.numel_uncompressed += flat.numel()
-            self.group.all_reduce_mean_(flat)
+            self.group.all_reduce_mean_(flat, bucket.scale)
             return None
         finite, num_dense, num_factors = self._reduce_compressed(flat, bucket, self._plan(flat, bucket))
         self._stats.record(self.group.counters, flat.numel(), num_dense, num_factors)

@@ -18,9 +18,9 @@ def to_gradient(mean: Tensor, dtype: torch.dtype) -> Tensor:
     return mean.to(dtype)
 
 
-def add_unscaled(memory: Tensor, gradient: Tensor, loss_scale: float | Tensor, out: Tensor) -> Tensor:
-    """`out = memory + gradient / loss_scale`, without waiting for a scale on a CUDA device."""
-    if isinstance(loss_scale, float):
-        return torch.add(memory, gradient, alpha=1 / loss_scale, out=out)
+def add_unscaled(memory: Tensor, gradient: Tensor, divisor: float | Tensor, out: Tensor) -> Tensor:
+    """`out = memory + gradient / divisor`, without waiting for a scale on a CUDA device."""
+    if isinstance(divisor, float):
+        return torch.add(memory, gradient, alpha=1 / divisor, out=out)
     # With a dimension, or the division would be in the gradient's own 16 bit and underflow.
-    return torch.div(gradient, loss_scale.reshape(1), out=out).add_(memory)
+    return torch.div(gradient, divisor.reshape(1), out=out).add_(memory)

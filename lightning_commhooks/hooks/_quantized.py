@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_commhooks.core.accumulation import scale_
 from lightning_commhooks.core.checkpoint import StateReader, StateWriter
 from lightning_commhooks.core.codec import Codec
 from lightning_commhooks.core.collectives import Group
@@ -106,6 +107,8 @@ class _BoundQuantized(BoundByParameter[_Plan]):
     https://arxiv.org/abs/1905.05957, algorithm 1).
     """
 
+    scales_gradients = True
+
     def __init__(self, config: QuantizedConfig, group: Group) -> None:
         super().__init__(group)
         self._config = config
@@ -115,6 +118,7 @@ class _BoundQuantized(BoundByParameter[_Plan]):
 
     def reduce(self, flat: Tensor, bucket: Bucket) -> Tensor | None:
         if not flat.is_floating_point() or not self._is_worth_it(flat, bucket):
+            scale_(flat, bucket.scale)
             self._pay_off_(flat, bucket)
             self.group.counters.numel_uncompressed += flat.numel()
             self.group.all_reduce_mean_(flat)
@@ -138,7 +142,8 @@ class _BoundQuantized(BoundByParameter[_Plan]):
         Returns:
             whether they are finite, and for each other gradient, if DDP looks for unused ones, whether a rank used it.
         """
-        dense = torch.cat([flat[:0], *(slot.view(flat).reshape(-1) for slot in plan.dense)]).div_(self.group.size)
+        dense = torch.cat([flat[:0], *(slot.view(flat).reshape(-1) for slot in plan.dense)])
+        dense.div_(self.group.size / bucket.scale)
         used = bucket.used(plan.slots if bucket.unused is not None and self.has_memory else (), flat)
         self.group.all_reduce_coalesced_([dense, used])
         for slot, mean in zip(plan.dense, dense.split([slot.numel for slot in plan.dense]), strict=True):
@@ -159,7 +164,7 @@ class _BoundQuantized(BoundByParameter[_Plan]):
                 carried = plan.carried.value[own].view(-1, size), plan.carried.next()[own].view(-1, size)
             seed = f"{self._config.random_seed}:{bucket.step}:{self.group.rank}:{part.segments[0].key}"
             parts.append(Part(part.gather(flat, dtype), owed, carried, zlib.crc32(seed.encode()) % 2**30))
-        finite = self.group.average_encoded_(parts, self._kernels, loss_scale=bucket.loss_scale)
+        finite = self.group.average_encoded_(parts, self._kernels, loss_scale=bucket.loss_scale, scale=bucket.scale)
         for part, mean in zip(plan.parts.parts, parts, strict=True):
             if dtype != flat.dtype:
                 rounded = to_gradient(mean.numbers, flat.dtype)

@@ -29,6 +29,8 @@ class AllReduce(CommHook):
 
 
 class _BoundAllReduce(BoundHook):
+    scales_gradients = True
+
     def reduce(self, flat: Tensor, bucket: Bucket) -> None:
         self.group.counters.numel_uncompressed += flat.numel()
-        self.group.all_reduce_mean_(flat)
+        self.group.all_reduce_mean_(flat, bucket.scale)

@@ -94,7 +94,7 @@ class _BoundBatchedPowerSGD(BoundLowRank[_Square]):
         owed, padding = matrix.view(-1).split([numel, side * side - numel])
         padding.zero_()
         old = owed.new_zeros(()) if plan.residual is None else plan.residual.value.view(-1)[:numel]
-        add_unscaled(old, flat, scale, out=owed)
+        add_unscaled(old, flat, bucket.divisor, out=owed)
         loaded = [(matrix, torch.bmm(start, matrix.mT))]
         (p,), (q,) = power_iteration(loaded, used, self.group, factor_dtype(flat.dtype))
         scaled = q * scale

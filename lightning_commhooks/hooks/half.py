@@ -70,6 +70,8 @@ class BF16(_Half):
 
 
 class _BoundHalf(BoundHook):
+    scales_gradients = True
+
     def __init__(self, group: Group, dtype: torch.dtype, in_float32: bool) -> None:
         super().__init__(group)
         self._dtype = dtype
@@ -78,10 +80,10 @@ class _BoundHalf(BoundHook):
     def reduce(self, flat: Tensor, bucket: Bucket) -> None:
         if not flat.is_floating_point():
             self.group.counters.numel_uncompressed += flat.numel()
-            self.group.all_reduce_mean_(flat)
+            self.group.all_reduce_mean_(flat, bucket.scale)
             return
         self.group.counters.numel_compressed += flat.numel()
         half = torch.empty_like(flat, dtype=self._dtype)
-        torch.div(flat, self.group.size, out=half)
+        torch.div(flat, self.group.size / bucket.scale, out=half)
         self.group.counters.numel_overflowed += num_overflowed(flat, half)
         flat.copy_(self.group.all_reduce_in_float32(half) if self._in_float32 else self.group.all_reduce_(half))

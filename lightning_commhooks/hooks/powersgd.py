@@ -132,7 +132,8 @@ class _BoundPowerSGD(BoundLowRank[_Plan]):
     _config: PowerSGD
 
     def _reduce_compressed(self, flat: Tensor, bucket: Bucket, plan: _Plan) -> tuple[Tensor, int, int]:
-        dense = torch.cat([flat[:0], *(slot.view(flat).reshape(-1) for slot in plan.dense)]).div_(self.group.size)
+        dense = torch.cat([flat[:0], *(slot.view(flat).reshape(-1) for slot in plan.dense)])
+        dense.div_(self.group.size / bucket.scale)
         used = [] if bucket.unused is None else [bucket.used(batch.slots, flat) for batch in plan.batches]
         loaded = [self._load(flat, batch, bucket) for batch in plan.batches]
         ps, qs = power_iteration(loaded, [dense, *used], self.group, factor_dtype(flat.dtype))
@@ -155,22 +156,22 @@ class _BoundPowerSGD(BoundLowRank[_Plan]):
         Returns:
             what is to be sent, shape `(k, n, m)`, and its product with the start, shape `(k, r, n)`.
         """
-        start, scale = self._start(batch.factor, bucket.step), bucket.loss_scale
+        start, divisor = self._start(batch.factor, bucket.step), bucket.divisor
         gradients = batch.views(flat)
         if batch.memory is None:
-            matrices = torch.stack(gradients).to(start.dtype).div_(scale)
+            matrices = torch.stack(gradients).to(start.dtype).div_(divisor)
             return matrices, torch.bmm(start, matrices.mT)
         memory, matrices = batch.memory.value, batch.memory.next()
         if self._config.batch_tensors_with_same_shape or flat.is_cuda:
             for old, gradient, matrix in zip(memory, gradients, matrices, strict=True):
-                add_unscaled(old, gradient, scale, out=matrix)
+                add_unscaled(old, gradient, divisor, out=matrix)
             if batch.sent is not None:
                 matrices.baddbmm_(batch.sent[0].value.mT, batch.sent[1].value, alpha=-1)
             return matrices, torch.bmm(start, matrices.mT)
         product = start.new_empty((*start.shape[:2], batch.shape[0]))
         for i, gradient in enumerate(gradients):
             sent = None if batch.sent is None else (batch.sent[0].value[i], batch.sent[1].value[i])
-            _load_by_blocks(memory[i], gradient, scale, sent, start[i], out=(matrices[i], product[i]))
+            _load_by_blocks(memory[i], gradient, divisor, sent, start[i], out=(matrices[i], product[i]))
         return matrices, product
 
     def _unload(self, flat: Tensor, batch: _Batch, p: Tensor, q: Tensor, scale: float | Tensor) -> Tensor:
@@ -246,7 +247,7 @@ def _take_back(batch: _Batch, used: Tensor, bucket: Bucket) -> None:
 def _load_by_blocks(
     memory: Tensor,
     gradient: Tensor,
-    loss_scale: float | Tensor,
+    divisor: float | Tensor,
     sent: tuple[Tensor, Tensor] | None,
     start: Tensor,
     out: tuple[Tensor, Tensor],
@@ -256,7 +257,7 @@ def _load_by_blocks(
     Args:
         memory: shape `(n, m)`.
         gradient: shape `(n, m)`.
-        loss_scale: to divide the gradient by.
+        divisor: to divide the gradient by.
         sent: P, shape `(r, n)`, and Q, `(r, m)`, or `None` for zero.
         start: shape `(r, m)`.
         out: the matrix, shape `(n, m)`, and the product, shape `(r, n)`.
@@ -265,7 +266,7 @@ def _load_by_blocks(
     rows = max(1, _BLOCK_NUMEL // matrix.shape[1])
     for first in range(0, matrix.shape[0], rows):
         block = slice(first, first + rows)
-        add_unscaled(memory[block], gradient[block], loss_scale, out=matrix[block])
+        add_unscaled(memory[block], gradient[block], divisor, out=matrix[block])
         if sent is not None:
             matrix[block].addmm_(sent[0][:, block].t(), sent[1], alpha=-1)
         torch.mm(start, matrix[block].t(), out=product[:, block])

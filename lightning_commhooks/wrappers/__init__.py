@@ -2,6 +2,7 @@
 
 from lightning_commhooks.wrappers.cast import Cast
 from lightning_commhooks.wrappers.per_parameter import PerParameter
+from lightning_commhooks.wrappers.scale import ScaleByGradAccumulation
 from lightning_commhooks.wrappers.schedule import Schedule
 
-__all__ = ["Cast", "PerParameter", "Schedule"]
+__all__ = ["Cast", "PerParameter", "ScaleByGradAccumulation", "Schedule"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -9,13 +10,14 @@ import torch
 from torch import Tensor
 
 from lightning_commhooks.codecs import Int8Codec
+from lightning_commhooks.core.accumulation import scale_
 from lightning_commhooks.core.checkpoint import StateReader, StateWriter
 from lightning_commhooks.core.collectives import Group
 from lightning_commhooks.core.hook import BoundHook, Bucket, CommHook
 from lightning_commhooks.core.memory import num_overflowed
-from lightning_commhooks.core.optimizers import OptimizerStep
-from lightning_commhooks.core.registry import get_hook
+from lightning_commhooks.core.registry import get_hook, get_inner_hook
 from lightning_commhooks.hooks import HookName
+from lightning_commhooks.wrappers._around import BoundAround
 
 _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 _CODECS = {"int8": Int8Codec(block_size=128)}
@@ -47,7 +49,7 @@ class Cast(CommHook):
     dtype: Literal["fp16", "bf16", "int8"] = "bf16"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "hook", get_hook(self.hook))
+        object.__setattr__(self, "hook", get_inner_hook(self.hook))
         if self.dtype not in {**_DTYPES, **_CODECS}:
             raise ValueError(f"dtype must be one of {sorted({**_DTYPES, **_CODECS})}, is {self.dtype!r}")
         if self.dtype in _CODECS and not self.sends_factors:
@@ -67,59 +69,42 @@ class Cast(CommHook):
         return _BoundCast(hook, hook.bind(group), _DTYPES[self.dtype])
 
 
-class _BoundCast(BoundHook):
+class _BoundCast(BoundAround):
     def __init__(self, hook: CommHook, inner: BoundHook, dtype: torch.dtype | None) -> None:
-        super().__init__(inner.group)
-        self.has_memory = inner.has_memory
-        self.averages_models = inner.averages_models
-        self.average_buffers = inner.average_buffers
+        super().__init__(inner)
+        self.scales_gradients = dtype is not None or inner.scales_gradients
         self._hook = hook
-        self._inner = inner
         self._dtype = dtype
 
     def reduce(self, flat: Tensor, bucket: Bucket) -> Tensor | None:
-        half = self._cast(flat)
-        finite = self._inner.reduce(half, bucket)
-        if half is not flat:
-            flat.copy_(half)
+        if not self._casts(flat):
+            return self._reduce_as_is(flat, bucket)
+        half = torch.empty_like(flat, dtype=self._dtype)
+        torch.mul(flat, bucket.scale, out=half)
+        self.group.counters.numel_overflowed += num_overflowed(flat, half)
+        finite = self._inner.reduce(half, dataclasses.replace(bucket, scale=1.0))
+        flat.copy_(half)
         return finite
 
-    def is_local(self, step: int) -> bool:
-        return self._inner.is_local(step)
-
-    def after_optimizer_step(self, stepped: OptimizerStep) -> None:
-        self._inner.after_optimizer_step(stepped)
-
-    def end_step(self, finite: Tensor) -> None:
-        self._inner.end_step(finite)
+    def _reduce_as_is(self, flat: Tensor, bucket: Bucket) -> Tensor | None:
+        if self._inner.scales_gradients:
+            return self._inner.reduce(flat, bucket)
+        return self._inner.reduce(scale_(flat, bucket.scale), dataclasses.replace(bucket, scale=1.0))
 
     def reduce_sparse(self, grad: Tensor, bucket: Bucket) -> Tensor:
-        return self._inner.reduce_sparse(self._cast(grad), bucket).to(grad.dtype)
+        if not self._casts(grad):
+            return self._inner.reduce_sparse(grad, bucket)
+        half = grad.to(self._dtype)
+        self.group.counters.numel_overflowed += num_overflowed(grad._values(), half._values())
+        return self._inner.reduce_sparse(half, bucket).to(grad.dtype)
 
-    def _cast(self, gradient: Tensor) -> Tensor:
+    def _casts(self, gradient: Tensor) -> bool:
         if self._dtype is None or not gradient.is_floating_point():
-            return gradient
-        if gradient.element_size() <= self._dtype.itemsize:
-            return gradient
-        half = gradient.to(self._dtype)
-        values = (gradient._values(), half._values()) if gradient.is_sparse else (gradient, half)
-        self.group.counters.numel_overflowed += num_overflowed(*values)
-        return half
-
-    def drain_(self, flat: Tensor, bucket: Bucket) -> None:
-        self._inner.drain_(flat, bucket)
+            return False
+        return gradient.element_size() > self._dtype.itemsize
 
     def state_dict(self, writer: StateWriter) -> dict[str, Any]:
         return {"inner": writer.hook(self._hook, self._inner)}
 
     def load_state_dict(self, state: dict[str, Any], reader: StateReader) -> None:
         reader.hook(reader.section(state, "inner"), self._hook, self._inner)
-
-    def compression_stats(self) -> tuple[float, int, int]:
-        return self._inner.compression_stats()
-
-    def closing_warnings(self, steps: int) -> list[str]:
-        return self._inner.closing_warnings(steps)
-
-    def release(self) -> None:
-        self._inner.release()

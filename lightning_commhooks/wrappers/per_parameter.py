@@ -16,7 +16,7 @@ from lightning_commhooks.core.checkpoint import StateReader, StateWriter
 from lightning_commhooks.core.collectives import Group
 from lightning_commhooks.core.hook import BoundHook, Bucket, CommHook, Slot
 from lightning_commhooks.core.optimizers import OptimizerStep
-from lightning_commhooks.core.registry import get_hook
+from lightning_commhooks.core.registry import get_hook, get_inner_hook
 from lightning_commhooks.hooks import HookName
 
 
@@ -47,7 +47,7 @@ class PerParameter(CommHook):
         hooks = {}
         for pattern, hook in self.hooks.items():
             try:
-                hooks[pattern] = get_hook(hook)
+                hooks[pattern] = get_inner_hook(hook)
             except ValueError as error:
                 raise ValueError(f"hooks: for pattern {pattern!r}: {error}") from error
         object.__setattr__(self, "hooks", hooks)

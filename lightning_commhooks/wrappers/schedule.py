@@ -13,7 +13,7 @@ from lightning_commhooks.core.checkpoint import StateReader, StateWriter
 from lightning_commhooks.core.collectives import Group
 from lightning_commhooks.core.hook import BoundHook, Bucket, CommHook
 from lightning_commhooks.core.optimizers import OptimizerStep
-from lightning_commhooks.core.registry import get_hook
+from lightning_commhooks.core.registry import get_hook, get_inner_hook
 from lightning_commhooks.hooks import HookName
 
 
@@ -44,7 +44,7 @@ class Schedule(CommHook):
                 raise ValueError(f"hooks: steps must be integers of at least 0, one is {step!r}")
         if 0 not in self.hooks:
             raise ValueError(f"hooks: no hook for step 0, only for {sorted(self.hooks)}; add 0: 'allreduce'")
-        object.__setattr__(self, "hooks", {step: get_hook(self.hooks[step]) for step in sorted(self.hooks)})
+        object.__setattr__(self, "hooks", {step: get_inner_hook(self.hooks[step]) for step in sorted(self.hooks)})
 
     def __hash__(self) -> int:
         return hash(tuple(self.hooks.items()))

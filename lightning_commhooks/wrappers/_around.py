@@ -1,0 +1,60 @@
+"""What wrappers of one hook have in common."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from lightning_commhooks.core.checkpoint import StateReader, StateWriter
+from lightning_commhooks.core.hook import BoundHook, Bucket
+from lightning_commhooks.core.optimizers import OptimizerStep
+
+
+class BoundAround(BoundHook):
+    """Does what the hook inside does; subclasses change what it gets to see.
+
+    Args:
+        inner: the hook inside.
+    """
+
+    def __init__(self, inner: BoundHook) -> None:
+        super().__init__(inner.group)
+        self.has_memory = inner.has_memory
+        self.averages_models = inner.averages_models
+        self.average_buffers = inner.average_buffers
+        self.scales_gradients = inner.scales_gradients
+        self._inner = inner
+
+    def reduce(self, flat: Tensor, bucket: Bucket) -> Tensor | None:
+        return self._inner.reduce(flat, bucket)
+
+    def reduce_sparse(self, grad: Tensor, bucket: Bucket) -> Tensor:
+        return self._inner.reduce_sparse(grad, bucket)
+
+    def is_local(self, step: int) -> bool:
+        return self._inner.is_local(step)
+
+    def after_optimizer_step(self, stepped: OptimizerStep) -> None:
+        self._inner.after_optimizer_step(stepped)
+
+    def end_step(self, finite: Tensor) -> None:
+        self._inner.end_step(finite)
+
+    def drain_(self, flat: Tensor, bucket: Bucket) -> None:
+        self._inner.drain_(flat, bucket)
+
+    def state_dict(self, writer: StateWriter) -> dict[str, Any]:
+        return self._inner.state_dict(writer)
+
+    def load_state_dict(self, state: dict[str, Any], reader: StateReader) -> None:
+        self._inner.load_state_dict(state, reader)
+
+    def compression_stats(self) -> tuple[float, int, int]:
+        return self._inner.compression_stats()
+
+    def closing_warnings(self, steps: int) -> list[str]:
+        return self._inner.closing_warnings(steps)
+
+    def release(self) -> None:
+        self._inner.release()

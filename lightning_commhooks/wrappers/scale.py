@@ -1,0 +1,172 @@
+"""Divide gradients by the micro-batches that they are the sum of, or by the weights of these."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from lightning_commhooks.core.accumulation import Accumulated, Held, Number, is_one, scale_
+from lightning_commhooks.core.collectives import Group
+from lightning_commhooks.core.hook import BoundHook, Bucket, CommHook
+from lightning_commhooks.core.registry import get_inner_hook
+from lightning_commhooks.core.user_hook import UserFunction, check_user_hook
+from lightning_commhooks.hooks import HookName
+from lightning_commhooks.wrappers._around import BoundAround
+
+Accumulation = Literal["framework", "mean", "sum", "weighted"] | int
+
+_MODES = ("framework", "mean", "sum", "weighted")
+
+
+@dataclass(frozen=True)
+class ScaleByGradAccumulation(CommHook):
+    """Scale gradients that are accumulated over micro-batches, whatever the framework divides the loss by.
+
+    With g_i the gradient of the loss of micro-batch i, which the framework divides by d, gradients arrive as
+    `sum(g_i) / d`. They are scaled before they are compressed. A window is the micro-batches since gradients were
+    cleared, n of them on this rank. What is communicated is the mean over ranks of
+
+    * `"framework"`: `sum(g_i) / d`, as without this.
+    * `"mean"`: `sum(g_i) / n`. A last window of an epoch that is shorter counts as much as others.
+    * `"sum"`: `sum(g_i)`.
+    * an integer k: `sum(g_i) / d / k`. The `scale_by_grad_accum_steps` wrapper that is often copied: `bucket.div_(k)`,
+      for code that divides the loss by nothing.
+    * `"weighted"`: w `sum(g_i)` over the sum of the weights of all micro-batches of all w ranks, which
+      `Attachment.add_weight` is told; so the mean over all tokens, if the loss is a sum over tokens and the weight
+      their number. Sends one number in each step. While ranks step alone, each uses its own sum, and sends nothing.
+
+    Args:
+        hook: the hook that averages the scaled gradients: a name, a configured `CommHook`, or a DDP hook function
+            `(state, bucket)`.
+        accumulation: see above.
+
+    Raises:
+        ValueError: unknown hook; `accumulation` is none of these; this is put inside of another wrapper. In the
+            backward, as a `HookError`: `"weighted"`, and `add_weight` was not called for a micro-batch.
+    """
+
+    name: ClassVar[str] = "scale_by_grad_accumulation"
+    is_outermost: ClassVar[bool] = True
+
+    hook: HookName | CommHook | Callable[..., Any]
+    accumulation: Accumulation = "mean"
+
+    def __post_init__(self) -> None:
+        hook = self.hook
+        if callable(hook) and not isinstance(hook, (CommHook, type)):
+            check_user_hook(hook)
+            hook = UserFunction(hook)
+        # A function in here already, when a dataclass is copied.
+        inner = hook if isinstance(hook, UserFunction) else get_inner_hook(hook)  # type: ignore[arg-type]
+        object.__setattr__(self, "hook", inner)
+        accumulation = self.accumulation
+        is_count = isinstance(accumulation, int) and not isinstance(accumulation, bool) and accumulation >= 1
+        if not is_count and accumulation not in _MODES:
+            raise ValueError(
+                f"accumulation must be one of {', '.join(map(repr, _MODES))} or an integer of at least 1, is "
+                f"{accumulation!r}"
+            )
+
+    @property
+    def inner_hooks(self) -> tuple[CommHook, ...]:
+        assert isinstance(self.hook, CommHook)
+        return (self.hook,)
+
+    @property
+    def counts_micro_batches(self) -> bool:
+        return self.accumulation != "framework"
+
+    @property
+    def takes_weights(self) -> bool:
+        return self.accumulation == "weighted"
+
+    @property
+    def method(self) -> CommHook:
+        return self.inner_hooks[0].method
+
+    def bind(self, group: Group) -> BoundHook:
+        return _BoundScale(self.accumulation, self.inner_hooks[0].bind(group))
+
+
+class _BoundScale(BoundAround):
+    def __init__(self, accumulation: Accumulation, inner: BoundHook) -> None:
+        super().__init__(inner)
+        self.scales_gradients = False
+        self._accumulation = accumulation
+        self._warned = False
+
+    def reduce(self, flat: Tensor, bucket: Bucket) -> Tensor | None:
+        factors = self._factors(bucket)
+        first = next(iter(factors.values()), 1.0)
+        if any(factor is not first and factor != first for factor in factors.values()):
+            for slot in bucket.slots:
+                scale_(slot.view(flat), factors[slot.name])
+        elif self._inner.scales_gradients:
+            bucket = dataclasses.replace(bucket, scale=first)
+        else:
+            scale_(flat, first)
+        return self._inner.reduce(flat, bucket)
+
+    def reduce_sparse(self, grad: Tensor, bucket: Bucket) -> Tensor:
+        (factor,) = self._factors(bucket).values()
+        return self._inner.reduce_sparse(grad if is_one(factor) else grad * factor, bucket)
+
+    def _factors(self, bucket: Bucket) -> dict[str, Number]:
+        """What to multiply the gradients of each parameter by."""
+        accumulated = bucket.accumulated
+        if accumulated is None:
+            return {}
+        if self._accumulation == "weighted" and accumulated.total_weight is None:
+            accumulated.total_weight = self._total_weight(accumulated, bucket)
+        usual = self._factor(accumulated, Held(), bucket)
+        factors = dict.fromkeys(bucket.names, usual)
+        for name in factors.keys() & accumulated.held.keys():
+            factors[name] = self._factor(accumulated, accumulated.held[name], bucket)
+        accumulated.factors |= factors
+        # Where no gradient arrived, there is what an earlier backward left, scaled as it was then.
+        for name in factors.keys() & accumulated.stale:
+            factors[name] = factors[name] / accumulated.held[name].factor
+        return factors
+
+    def _factor(self, accumulated: Accumulated, held: Held, bucket: Bucket) -> Number:
+        if isinstance(self._accumulation, int):
+            self._warn_if_divided_twice(self._accumulation, accumulated.divided_by)
+            return 1 / self._accumulation
+        if self._accumulation == "sum":
+            return accumulated.divided_by
+        if self._accumulation == "mean":
+            return accumulated.divided_by / (held.num_micro_batches + accumulated.num_micro_batches)
+        assert accumulated.total_weight is not None
+        total = held.weight + accumulated.total_weight
+        num_ranks = 1 if self._inner.is_local(bucket.step) else self.group.size
+        if isinstance(total, Tensor):
+            return torch.where(total > 0, num_ranks * accumulated.divided_by / total, 1.0).to(torch.float32).view(())
+        # Without tokens there are no gradients either.
+        return num_ranks * accumulated.divided_by / total if total > 0 else 1.0
+
+    def _warn_if_divided_twice(self, count: int, divided_by: float) -> None:
+        if divided_by == 1 or self._warned or self.group.global_rank != 0:
+            return
+        self._warned = True
+        warnings.warn(
+            f"accumulation={count} divides gradients by {count}, though the framework has divided the loss by "
+            f"{divided_by:g} already. accumulation='mean' divides by the micro-batches that ran, once",
+            stacklevel=2,
+        )
+
+    def _total_weight(self, accumulated: Accumulated, bucket: Bucket) -> Number:
+        if accumulated.num_weightless:
+            raise ValueError(
+                f"accumulation='weighted': {accumulated.num_weightless} micro-batches of this step have no weight. "
+                "Call add_weight(num_tokens) between the forward and the backward of each"
+            )
+        total = torch.as_tensor(accumulated.weight, dtype=torch.float64, device=self.group.device).reshape(1)
+        if not self._inner.is_local(bucket.step):
+            self.group.all_reduce_(total)
+        return total if total.is_cuda else total.item()

@@ -1,0 +1,423 @@
+"""Where a window of micro-batches begins and ends, and what is refused."""
+
+import contextlib
+import pickle
+
+import pytest
+import torch
+from driver import Params
+from local_sgd_driver import ENDED
+from pool import ignoring
+from test_accumulation import SMALL, attached, backward, error, exact_mean, grads, micro
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
+
+import lightning_commhooks as lc
+from lightning_commhooks.core.accumulation import MicroBatches
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_what_was_cleared_does_not_count(run, set_to_none):
+    for errors in run(_cleared, set_to_none):
+        assert max(errors) <= 1e-6
+
+
+def _cleared(rank, world, set_to_none):
+    errors = []
+    for accumulation, divisor in (("mean", 2.0), ("weighted", 6.0)):
+        with attached("allreduce", accumulation=accumulation) as (ddp, attachment):
+            for i in range(5):
+                if i == 3:  # an epoch has ended in the middle of a window, and its gradients are thrown away
+                    ddp.zero_grad(set_to_none=set_to_none)
+                if accumulation == "weighted":
+                    attachment.add_weight(3)
+                backward(ddp, i, rank, sync=i == 4)
+            errors.append(error(grads(ddp), exact_mean(world, (3, 4), lambda _, divisor=divisor: divisor)))
+    return errors
+
+
+def test_what_was_kept_over_the_end_of_an_epoch_counts(run):
+    for found in run(_kept):
+        assert found <= 1e-6
+
+
+def _kept(rank, world):
+    with attached("allreduce", accumulation="mean") as (ddp, _):
+        for i in range(3):
+            backward(ddp, i, rank, sync=False)
+            with torch.no_grad():
+                ddp(micro(rank, 9))  # validation
+        torch.nn.utils.clip_grad_norm_(ddp.parameters(), 1e9)  # touches gradients, and leaves them
+        backward(ddp, 3, rank)
+        return error(grads(ddp), exact_mean(world, range(4), lambda _: 4.0))
+
+
+class Experts(nn.Module):
+    """Every other micro-batch uses the second expert, on rank 0 only when asked so."""
+
+    def __init__(self):
+        super().__init__()
+        self.shared = Params({"weight": (5, 3)})
+        self.experts = nn.ModuleList([Params({"weight": (4, 4)}) for _ in range(2)])
+
+    def forward(self, gradients, expert):
+        shared = self.shared({"weight": gradients["first"][:5, :3]})
+        return shared + self.experts[expert]({"weight": gradients["first"][:4, :4]})
+
+
+@pytest.mark.parametrize("sync", ["last", "all"])
+@pytest.mark.parametrize("view", [False, True])
+@pytest.mark.parametrize("alike", [True, False])
+@pytest.mark.parametrize("hook", ["allreduce", "schedule"])
+def test_parameters_that_some_micro_batches_do_not_use(run, hook, alike, view, sync):
+    """The mean is over all micro-batches of the window, not over those that used a parameter."""
+    for errors in run(_experts, hook, alike, view, sync):
+        assert max(errors) <= 1e-6
+
+
+def _experts(rank, world, name, alike, view, sync):
+    errors = []
+    hook = name if name == "allreduce" else lc.Schedule({0: "allreduce"})
+    options = {"find_unused_parameters": True, "gradient_as_bucket_view": view}
+
+    def expert(r, i):
+        return int(i % 4 in (1, 2)) if alike else (i + r) % 2
+
+    with attached(hook, Experts(), options, accumulation="mean") as (ddp, _):
+        for window in (range(4), range(4, 8), range(8, 10)):
+            for i in window:
+                with contextlib.nullcontext() if sync == "all" or i == window[-1] else ddp.no_sync():
+                    ddp(micro(rank, i), expert(rank, i)).backward()
+            expected = {name: torch.zeros(p.shape, dtype=torch.float64) for name, p in ddp.module.named_parameters()}
+            for r in range(world):
+                for i in window:
+                    g = micro(r, i)["first"].double() / len(window) / world
+                    expected["shared.weight"] += g[:5, :3]
+                    expected[f"experts.{expert(r, i)}.weight"] += g[:4, :4]
+            found = {name: torch.zeros_like(expected[name]) for name in expected}
+            found |= {n: p.grad.double() for n, p in ddp.module.named_parameters() if p.grad is not None}
+            errors.append(error(found, expected))
+            ddp.zero_grad()
+    return errors
+
+
+class TwoNetworks(nn.Module):
+    """As in a GAN: both losses reach both networks, whose gradients are cleared by turns."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = Params(SMALL), Params(SMALL)
+
+    def forward(self, gradients):
+        return self.one(gradients) + self.two(gradients)
+
+
+def test_networks_that_are_cleared_by_turns(run):
+    for errors in run(_by_turns):
+        assert max(errors) <= 1e-6
+
+
+def _by_turns(rank, world):
+    errors = []
+    with attached("allreduce", TwoNetworks(), accumulation="mean") as (ddp, _):
+        for i in range(4):
+            turn = ddp.module.one if i % 2 == 0 else ddp.module.two
+            turn.zero_grad()
+            backward(ddp, i, rank)
+            found = {name: p.grad.double() for name, p in turn.named_parameters()}
+            errors.append(error(found, exact_mean(world, [i], lambda _: 1.0)))
+    return errors
+
+
+def test_two_losses_of_one_forward_are_one_micro_batch(run):
+    for found in run(_two_losses):
+        assert found <= 1e-6
+
+
+def _two_losses(rank, world):
+    with attached("allreduce", accumulation="mean") as (ddp, _):
+        backward(ddp, 0, rank, sync=False)
+        loss = ddp(micro(rank, 1))
+        with ddp.no_sync():
+            (loss * 0.25).backward(retain_graph=True)
+        ddp.require_backward_grad_sync = True
+        (ddp(micro(rank, 2)) + loss * 0.75).backward()
+        return error(grads(ddp), exact_mean(world, range(3), lambda _: 3.0))
+
+
+def scaling_hook(state, bucket):
+    """A user's own, which does what the averaging of DDP does."""
+    return default_hooks.allreduce_hook(state, bucket)
+
+
+@pytest.mark.parametrize("as_option", [True, False])
+@pytest.mark.parametrize("accumulation", ["mean", 4, "weighted"])
+def test_users_functions(run, accumulation, as_option):
+    for found, name, stock in run(_user_function, accumulation, as_option):
+        assert found <= 1e-6
+        assert name.endswith("scaling_hook")
+        assert stock <= 1e-6
+
+
+def _user_function(rank, world, accumulation, as_option):
+    hook = scaling_hook if as_option else lc.ScaleByGradAccumulation(scaling_hook, accumulation)
+    options = {"accumulation": accumulation} if as_option else {}
+    with attached(hook, hook_state=None, **options) as (ddp, attachment):
+        for i in range(4):
+            if accumulation == "weighted":
+                attachment.add_weight(1)
+            backward(ddp, i, rank, sync=i == 3)
+        found = grads(ddp)
+        result = error(found, exact_mean(world, range(4), lambda _: 4.0)), attachment.name
+    ddp = DistributedDataParallel(Params(SMALL), bucket_cap_mb=4e-3)
+    ddp.register_comm_hook(None, scale_by_grad_accum_steps)
+    for i in range(4):
+        backward(ddp, i, rank, sync=i == 3)
+    return *result, error(found, grads(ddp))
+
+
+def scale_by_grad_accum_steps(state, bucket):
+    bucket.buffer().div_(4)
+    return default_hooks.allreduce_hook(state, bucket)
+
+
+def test_a_rank_that_gave_no_weight_fails_on_all(run):
+    at_fault, other = run(_no_weight)[::-1]
+    assert "failed on rank 1 at step 0" in at_fault
+    assert "1 micro-batches of this step have no weight. Call add_weight(num_tokens)" in at_fault
+    assert "failed on rank 0 at step 0" in other
+
+
+def _no_weight(rank, world):
+    with attached("allreduce", accumulation="weighted") as (ddp, attachment):
+        for i in range(2):
+            if rank == 0 or i == 0:
+                attachment.add_weight(3)
+            if i == 0:
+                backward(ddp, i, rank, sync=False)
+        with pytest.raises(lc.HookError) as failure:
+            backward(ddp, 1, rank)
+        return str(failure.value)
+
+
+def test_steps_without_tokens(run):
+    """On one rank, and on all."""
+    for errors in run(_no_tokens):
+        assert max(errors) <= 1e-6
+
+
+def _no_tokens(rank, world):
+    errors = []
+    with attached("fp16", accumulation="weighted") as (ddp, attachment):
+        attachment.add_weight(4 * rank)
+        (ddp(micro(rank, 0)) * rank).backward()
+        only = {name: gradient.double() / 4 for name, gradient in micro(1, 0).items()}
+        errors.append(error(grads(ddp), only) / 1e3)  # of fp16
+        ddp.zero_grad()
+        attachment.add_weight(0)
+        (ddp(micro(rank, 1)) * 0).backward()
+        errors.append(float(sum(g.abs().sum() for g in grads(ddp).values())))
+    return errors
+
+
+def test_ranks_that_step_alone_use_their_own_weights(run):
+    for found, sent in run(_alone):
+        assert found <= 1e-6
+        assert sent == 0
+
+
+def _alone(rank, world):
+    hook = lc.PostLocalSGD(start_localSGD_iter=0, period=100, post_local_gradient_allreduce=False)
+    model = Params(SMALL)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with ignoring(ENDED), attached(hook, model, accumulation="weighted", optimizers=[optimizer]) as (ddp, attachment):
+        for i in range(2):
+            attachment.add_weight(rank + 1)
+            backward(ddp, i, rank, sync=i == 1)
+        own = {n: (micro(rank, 0)[n].double() + micro(rank, 1)[n].double()) / (2 * (rank + 1)) for n in SMALL}
+        return error(grads(ddp), own), attachment.metrics()["bytes_sent"]
+
+
+def test_ranks_out_of_data(run):
+    for found in run(_uneven):
+        assert found <= 1e-6
+
+
+def _uneven(rank, world):
+    found = 0.0
+    with attached("allreduce", accumulation="weighted") as (ddp, attachment), ddp.join():
+        for i in range(2 + rank):
+            attachment.add_weight(3)
+            backward(ddp, i, rank)
+            ranks = range(world) if i < 2 else (1,)
+            expected = {n: sum(micro(r, i)[n].double() for r in ranks) / (3 * len(ranks)) for n in SMALL}
+            # join() divides by the number of ranks that there were.
+            found = max(found, error(grads(ddp), expected))
+            ddp.zero_grad()
+    return found
+
+
+def test_sparse_gradients(run):
+    for found in run(_sparse):
+        assert found <= 1e-6
+
+
+def _sparse(rank, world):
+    model = nn.Embedding(8, 3, sparse=True)
+    with attached("allreduce", model, accumulation="mean") as (ddp, _):
+        for i in range(3):
+            with contextlib.nullcontext() if i == 2 else ddp.no_sync():
+                ddp(torch.tensor([i, rank])).sum().backward()
+        expected = torch.zeros(8, 3, dtype=torch.float64)
+        for r in range(world):
+            for i in range(3):
+                expected[i] += 1 / 3 / world
+                expected[r] += 1 / 3 / world
+        return error({"weight": model.weight.grad.to_dense().double()}, {"weight": expected})
+
+
+def test_state_is_that_of_the_hook_inside(run):
+    for first, second, name in run(_state):
+        assert first == second
+        assert name == "powersgd"
+
+
+def _state(rank, world):
+    powersgd = lc.PowerSGD(start_powerSGD_iter=0)
+    with attached(powersgd, accumulation="mean") as (ddp, attachment):
+        backward(ddp, 0, rank)
+        state = attachment.state_dict()
+    with attached(powersgd) as (_, plain):
+        plain.load_state_dict(state)
+        again = plain.state_dict()
+    with attached(lc.ScaleByGradAccumulation(powersgd, "sum")) as (_, scaled):
+        scaled.load_state_dict(again)
+        third = scaled.state_dict()
+        return state["hook"]["options"], third["hook"]["options"], scaled.name
+
+
+def test_error_feedback_is_in_units_of_what_is_communicated(run):
+    """The factor changes from window to window; what is sent and what is owed is the sum of all means."""
+    for found in run(_telescoping):
+        assert found <= 1e-5
+
+
+def _telescoping(rank, world):
+    windows = (range(4), range(4, 5), range(5, 8))
+    sums = {name: [0.0, 0.0] for name in SMALL}
+    with attached(lc.PowerSGD(start_powerSGD_iter=0), accumulation="mean") as (ddp, attachment):
+        for window in windows:
+            for i in window:
+                backward(ddp, i, rank, sync=i == window[-1])
+            num_micro_batches = len(window)
+            exact = exact_mean(world, window, lambda _, n=num_micro_batches: n)
+            for name, found in grads(ddp).items():
+                sums[name] = [sums[name][0] + found, sums[name][1] + exact[name]]
+            ddp.zero_grad()
+        entries = attachment.state_dict()["hook"]["state"]["entries"]
+    for name, entry in entries.items():
+        sums[name][0] = sums[name][0] + entry["residual"].double()
+    assert entries
+    return max(float((found - exact).norm() / exact.norm()) for found, exact in sums.values())
+
+
+def test_new_units_do_not_disturb_a_scaler(run):
+    for found in run(_with_scaler):
+        assert found <= 1e-5
+
+
+def _with_scaler(rank, world):
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    with attached("powersgd", accumulation="mean", grad_scaler=scaler) as (ddp, _):
+        for i in range(3):
+            with contextlib.nullcontext() if i == 2 else ddp.no_sync():
+                scaler.scale(ddp(micro(rank, i))).backward()
+        found = {name: gradient / scaler.get_scale() for name, gradient in grads(ddp).items()}
+        return error(found, exact_mean(world, range(3), lambda _: 3.0))
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: lc.ScaleByGradAccumulation("bf16", "avg"), "accumulation must be one of 'framework', 'mean'"),
+        (lambda: lc.ScaleByGradAccumulation("bf16", 0), "an integer of at least 1, is 0"),
+        (lambda: lc.ScaleByGradAccumulation("bf16", True), "is True"),
+        (lambda: lc.ScaleByGradAccumulation("bf17"), "unknown hook 'bf17'"),
+        (lambda: lc.ScaleByGradAccumulation(lambda bucket: None), "must take"),
+        (lambda: lc.Cast(lc.ScaleByGradAccumulation("powersgd")), "goes around all other wrappers"),
+        (lambda: lc.Schedule({0: lc.ScaleByGradAccumulation("bf16")}), "goes around all other wrappers"),
+        (lambda: lc.PerParameter({"*": lc.ScaleByGradAccumulation("bf16")}), "goes around all other wrappers"),
+        (lambda: lc.ScaleByGradAccumulation(lc.ScaleByGradAccumulation("bf16")), "goes around all other wrappers"),
+    ],
+)
+def test_refusals(make, text):
+    with pytest.raises(ValueError, match=text):
+        make()
+
+
+def test_refusals_when_attached(run):
+    for texts in run(_refusals):
+        assert "has an accumulation already" in texts[0]
+        assert "loss_divided_by must be positive, is 0" in texts[1]
+        assert "add_weight() is for accumulation='weighted'" in texts[2]
+        assert "of shape [2]" in texts[3]
+        assert "is -1" in texts[4]
+
+
+def _refusals(rank, world):
+    ddp = DistributedDataParallel(Params(SMALL))
+    scaled = lc.ScaleByGradAccumulation("bf16")
+    texts = [
+        _text(lambda: lc.attach(ddp, scaled, accumulation="sum")),
+        _text(lambda: lc.attach(ddp, "bf16", accumulation="sum", loss_divided_by=0)),
+    ]
+    with attached(scaled) as (_, attachment):
+        texts.append(_text(lambda: attachment.add_weight(1)))
+    with attached("bf16", accumulation="weighted") as (_, attachment):
+        texts += [_text(lambda: attachment.add_weight(torch.ones(2))), _text(lambda: attachment.add_weight(-1))]
+    return texts
+
+
+def _text(function):
+    with pytest.raises(ValueError) as failure:  # noqa: PT011  # the text is looked at by the caller
+        function()
+    return str(failure.value)
+
+
+def test_an_integer_beside_the_division_of_a_framework_warns(run):
+    assert run(_divided_twice) == [["accumulation=4 divides gradients by 4, though"], []]
+
+
+def _divided_twice(rank, world):
+    warns = pytest.warns() if rank == 0 else contextlib.nullcontext([])
+    with warns as caught, attached("allreduce", accumulation=4, loss_divided_by=2) as (ddp, _):
+        for i in range(2):
+            backward(ddp, i, rank)
+    return [str(warning.message)[:45] for warning in caught]
+
+
+def test_config_is_picklable_and_hashable():
+    hook = lc.ScaleByGradAccumulation(scaling_hook, "sum")
+    assert pickle.loads(pickle.dumps(hook)) == hook
+    assert len({hook, lc.ScaleByGradAccumulation("bf16", 3), lc.ScaleByGradAccumulation(lc.BF16(), 3)}) == 2
+
+
+def test_framework_counts_nothing(run):
+    assert run(_framework) == [True, True]
+
+
+def _framework(rank, world):
+    with attached(lc.ScaleByGradAccumulation("allreduce", "framework")) as (ddp, attachment):
+        backward(ddp, 0, rank)
+        return attachment._runtime.micro_batches is None
+
+
+def test_weights_before_and_after_the_forward_are_of_one_micro_batch():
+    counter = MicroBatches(lambda: 1.0)
+    counter.add_weight(2)
+    counter._has_begun = True
+    counter.add_weight(3)
+    counter._begin()
+    assert counter.of_step(0).weight == 5
+    assert counter.of_step(0).num_weightless == 0
