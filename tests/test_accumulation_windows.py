@@ -421,3 +421,26 @@ def test_weights_before_and_after_the_forward_are_of_one_micro_batch():
     counter._begin()
     assert counter.of_step(0).weight == 5
     assert counter.of_step(0).num_weightless == 0
+
+
+@pytest.mark.parametrize("outside", [False, True])
+def test_compiled_models(run, outside):
+    for found in run(_compiled, outside):
+        assert found <= 1e-5
+
+
+def _compiled(rank, world, outside):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    data = torch.randn(world, 3, 5, 4, generator=torch.Generator().manual_seed(1))
+    for x in data.flatten(0, 1):
+        (model(x).square().sum() / 3 / world).backward()
+    expected = {f"{n}": p.grad.double() for n, p in model.named_parameters()}
+    model.zero_grad()
+    inner = model if outside else torch.compile(model, backend="aot_eager")
+    with attached("allreduce", inner, {"bucket_cap_mb": 25}, accumulation="mean") as (ddp, _):
+        forward = torch.compile(ddp, backend="aot_eager") if outside else ddp
+        for i in range(3):
+            with contextlib.nullcontext() if i == 2 else ddp.no_sync():
+                forward(data[rank, i]).square().sum().backward()
+        return error({n: p.grad.double() for n, p in model.named_parameters()}, expected)

@@ -67,3 +67,21 @@ def test_hook(label):
                 zero = {name: torch.zeros_like(g) for name, g in gradients.items()}
                 assert distance(means, gradients) <= 0.3 * distance(gradients, zero)
         attachment.close()
+
+
+@pytest.mark.usefixtures("_nccl")
+@pytest.mark.parametrize(
+    "hook", ["allreduce", "fp16", lc.Int8(min_bytes=0), lc.PowerSGD(start_powerSGD_iter=0), "noop"]
+)
+def test_weights_on_the_device(hook):
+    device = torch.device("cuda", 0)
+    ddp = DistributedDataParallel(Params(SHAPES).to(device), device_ids=[0], bucket_cap_mb=4e-3)
+    with ignoring(NOT_AVERAGING, NOTHING_COMPRESSED, TOO_EARLY):
+        attachment = lc.attach(ddp, hook, accumulation="weighted")
+        for weight in (2, 6):
+            gradients = full_rank_gradients(0, 0, SHAPES)
+            attachment.add_weight(torch.tensor(weight, device=device))
+            ddp({name: g.to(device) for name, g in gradients.items()}).backward()
+        found, expected = ddp.module.bias.grad.cpu(), gradients["bias"] / 4
+        assert (found - expected).norm() <= 1e-2 * expected.norm()
+        attachment.close()

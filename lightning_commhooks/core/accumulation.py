@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -84,7 +84,6 @@ class MicroBatches:
         self._divided_by = divided_by
         self._handles: list[RemovableHandle] = []
         self._parameters: dict[str, Tensor] = {}
-        self._model: Callable[[], DistributedDataParallel | None] = lambda: None
         self.restart()
 
     def restart(self) -> None:
@@ -251,9 +250,7 @@ def _nonzero(parameters: Mapping[str, Tensor]) -> list[str]:
     grads = {name: p.grad for name, p in parameters.items() if p.grad is not None}
     values = {name: grad._values() if grad.is_sparse else grad for name, grad in grads.items()}
     names = [name for name, value in values.items() if value.numel()]
-    largest = torch._foreach_norm([values[name].detach() for name in names], ord=math.inf) if names else []
-    return [name for name, norm in zip(names, _tolist(largest), strict=True) if norm != 0]
-
-
-def _tolist(numbers: Iterable[Tensor]) -> list[float]:
-    return [float(norm) for norm in torch.stack([n.float() for n in numbers]).tolist()] if numbers else []
+    if not names:
+        return []
+    norms = torch._foreach_norm([values[name].detach() for name in names], ord=math.inf)
+    return [name for name, norm in zip(names, torch.stack([n.double() for n in norms]).tolist(), strict=True) if norm]
