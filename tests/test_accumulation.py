@@ -85,14 +85,15 @@ def train(rank, world, hook, windows, sync="last", clear="none", divided_by=1.0,
 SHORT_LAST = (range(4), range(4, 8), range(8, 10), range(10, 14))
 
 
-@pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("name", HOOKS)
+@pytest.mark.parametrize(("name", "world"), [*((name, 2) for name in HOOKS), ("powersgd", 4), ("int8", 4)])
 def test_mean_over_the_micro_batches_that_there_were(run, name, world):
     hook, bound = HOOKS[name]
-    errors = run(train, hook, SHORT_LAST, "last", "none", 4.0, None, world=world)
-    assert errors[0][2][0] > 0.2  # as the framework leaves it
     for rank in run(_train_mean, hook, SHORT_LAST, "last", "none", 4.0, None, world=world):
         assert max(mean for mean, _ in rank) <= bound
+
+
+def test_what_a_framework_leaves_is_something_else(run):
+    assert run(train, "allreduce", SHORT_LAST, "last", "none", 4.0)[0][2][0] > 0.4
 
 
 def _train_mean(rank, world, *args):
