@@ -1,18 +1,38 @@
-"""Communication hooks for `transformers.Trainer`."""
+"""Communication hooks for `transformers.Trainer`, and for an `Accelerator` with FSDP."""
 
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, overload
 
-from accelerate.utils import DistributedDataParallelKwargs
+from accelerate import Accelerator
+from accelerate.utils import DistributedDataParallelKwargs, DistributedType
 
 from accelerate_integration.around import wrap
 from accelerate_integration.companion import Companion
+from accelerate_integration.fsdp import FSDPCommHook, attach_to_prepared
 from accelerate_integration.kwargs import CommHookKwargs
 from lightning_commhooks.core.hook import CommHook
 from lightning_commhooks.wrappers.scale import Accumulation
+
+
+@overload
+def use_comm_hook(trainer: Accelerator, hook: str | CommHook | None = None) -> FSDPCommHook: ...
+
+
+@overload
+def use_comm_hook(
+    trainer: Any,
+    hook: str | CommHook | Callable[..., Any] | None = None,
+    *,
+    hook_state: object = None,
+    exact_state: bool = False,
+    strict_state: bool = True,
+    resync: bool = False,
+    accumulation: Accumulation = "framework",
+) -> CommHookKwargs: ...
 
 
 def use_comm_hook(
@@ -24,16 +44,18 @@ def use_comm_hook(
     strict_state: bool = True,
     resync: bool = False,
     accumulation: Accumulation = "framework",
-) -> CommHookKwargs:
+) -> CommHookKwargs | FSDPCommHook:
     """Let a `transformers.Trainer` average gradients with a communication hook.
 
     One line between the trainer's construction and `trainer.train()`. Checkpoints of the trainer have the hook's state,
     and `train(resume_from_checkpoint=...)` takes it over. With hooks that average models, evaluation and checkpoints
     see the average, and the model is the average after `train()`.
 
+    Or let an `Accelerator` with an FSDP plugin, version 1 or 2, do so: one line after `accelerator.prepare(...)`.
+
     Args:
-        trainer: the trainer; DDP settings of its `TrainingArguments` hold.
-        hook: see [`CommHookKwargs`][].
+        trainer: the trainer; DDP settings of its `TrainingArguments` hold. Or the accelerator, without further options.
+        hook: see [`CommHookKwargs`][], and with FSDP [`attach_fsdp`][].
         hook_state: see there.
         exact_state: see there.
         strict_state: see there.
@@ -46,18 +68,27 @@ def use_comm_hook(
         the handler, whose `attachments[-1].metrics()` tell what was sent.
 
     Raises:
-        ValueError: see `CommHookKwargs`; or the trainer has a hook already.
+        ValueError: see `CommHookKwargs` and `attach_fsdp`; the trainer has a hook already, or shards its model by FSDP;
+            the accelerator does not, or has no model yet.
     """
+    options: dict[str, Any] = {
+        "hook_state": hook_state,
+        "exact_state": exact_state,
+        "strict_state": strict_state,
+        "resync": resync,
+        "accumulation": accumulation,
+    }
+    if isinstance(trainer, Accelerator):
+        parameters = inspect.signature(use_comm_hook).parameters
+        return attach_to_prepared(trainer, hook, [k for k, v in options.items() if v != parameters[k].default])
+    if trainer.accelerator.distributed_type == DistributedType.FSDP:
+        raise ValueError(
+            "this trainer shards its model by FSDP, in the course of train(): call use_comm_hook(trainer.accelerator, "
+            f"{hook!r}) in on_train_begin of a TrainerCallback"
+        )
     if isinstance(getattr(trainer, "comm_hook_handler", None), CommHookKwargs):
         raise ValueError(f"this trainer has the communication hook {trainer.comm_hook_handler.hook!r} already")
-    handler = CommHookKwargs(
-        hook=hook,
-        hook_state=hook_state,
-        exact_state=exact_state,
-        strict_state=strict_state,
-        resync=resync,
-        accumulation=accumulation,
-    )
+    handler = CommHookKwargs(hook=hook, **options)
     trainer.comm_hook_handler = handler
     _TrainerEvents(trainer, handler)
     return handler

@@ -1,0 +1,69 @@
+"""Communication hooks for models that an `Accelerator` has sharded, by FSDP version 1 or 2."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from accelerate import Accelerator
+from accelerate.utils import DDPCommunicationHookType, DistributedType
+
+from accelerate_integration.kwargs import _from_environment
+from lightning_commhooks.core.fsdp import FSDPAttachment, attach_fsdp
+from lightning_commhooks.core.hook import CommHook
+from lightning_commhooks.core.sharded import resolve_sharded_hook
+
+_INSTEAD = {
+    "NO": "training runs in one process, and there is nothing to reduce",
+    "DEEPSPEED": "DeepSpeed averages gradients itself",
+    "MEGATRON_LM": "Megatron-LM averages gradients itself",
+    "XLA": "XLA averages gradients itself",
+}
+_IN_DDP = (
+    "models are in DistributedDataParallel, for which there is Accelerator(kwargs_handlers=[CommHookKwargs("
+    "hook={hook!r})])"
+)
+
+
+@dataclass(frozen=True)
+class FSDPCommHook:
+    """A hook at work on the models of an `Accelerator`; made by [`use_comm_hook`][].
+
+    Attributes:
+        hook: the configuration.
+        attachments: one for each model prepared so far, in order, for `metrics()`.
+    """
+
+    hook: CommHook
+    attachments: list[FSDPAttachment] = field(default_factory=list)
+
+
+def attach_to_prepared(
+    accelerator: Accelerator, hook: str | CommHook | Callable[..., Any] | None, options: Sequence[str]
+) -> FSDPCommHook:
+    """Attach a hook to all models of an accelerator. Collective.
+
+    Args:
+        accelerator: after `prepare`.
+        hook: name or configuration; by default what `COMMHOOKS_HOOK` names.
+        options: names of further arguments of `use_comm_hook` that do not have their default.
+
+    Raises:
+        ValueError: see `use_comm_hook`.
+    """
+    kind = accelerator.distributed_type
+    if kind != DistributedType.FSDP:
+        reason = _INSTEAD.get(kind.value, _IN_DDP.format(hook=hook))
+        note = "; on CPU, Accelerate does so whatever FSDP plugin it is given" if kind.value == "MULTI_CPU" else ""
+        raise ValueError(f"use_comm_hook(accelerator, {hook!r}) is for FSDP; here {reason}{note}")
+    if options:
+        raise ValueError(
+            f"{', '.join(options)}: hooks keep no state of sharded gradients and do not know what they are the sum of; "
+            "leave that out with FSDP"
+        )
+    name = hook.value if isinstance(hook, DDPCommunicationHookType) else hook
+    resolved = resolve_sharded_hook(_from_environment() if name is None else name)
+    if not accelerator._models:
+        raise ValueError("the accelerator has no model yet: call use_comm_hook(accelerator, ...) after prepare()")
+    return FSDPCommHook(resolved, [attach_fsdp(model, resolved) for model in accelerator._models])

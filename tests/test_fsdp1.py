@@ -1,0 +1,288 @@
+"""Hooks for `FullyShardedDataParallel` on CPU: bounds, bytes, PyTorch's own hooks, refusals."""
+
+import gc
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from fsdp_driver import (
+    HOOKS,
+    INT8,
+    NAMES,
+    NO_SHARD_IS_DEPRECATED,
+    SHARDED1,
+    UNITS,
+    WAYS1,
+    errors,
+    leaving_no_groups,
+    measured,
+    mixed,
+    reduced,
+    shard1,
+    shard2,
+    whole_gradients,
+)
+from pool import ignoring
+from torch import nn
+from torch.distributed.algorithms._comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
+
+import lightning_commhooks as lc
+from lightning_commhooks.core.sharded import predivide_factor, resolve_sharded_hook, sharded_hooks
+
+_measured = {}
+
+
+@pytest.fixture
+def results(run, world):
+    if world not in _measured:
+        _measured[world] = run(measured, WAYS1, world=world)
+    return _measured[world]
+
+
+def bound(label, way, world):
+    """Of the error of an element, in units of the mean magnitude over ranks; see `DenseReduction`."""
+    name = label.split("+")[0]
+    if name not in UNITS:
+        return 1e-6
+    # gloo sums in 16 bit; float32 is rounded for the way there and, unless ranks keep what they summed, the way back.
+    num_roundings = 1 if way != "NO_SHARD" else 2 if "+" in label else world
+    return UNITS[name] * num_roundings * 1.01
+
+
+@pytest.mark.parametrize("way", WAYS1)
+@pytest.mark.parametrize("label", ["none", "allreduce", "bf16", "fp16", "bf16+float32", "fp16+float32"])
+def test_error_is_within_the_bound(results, world, way, label):
+    for result in results:
+        relative, _ = result[way, label]["errors"]
+        limit = bound(label, way, world)
+        assert relative <= limit
+        # A bound that leaves room for another mistake is none.
+        assert label in ("none", "allreduce") or relative > limit / world / 4
+
+
+@pytest.mark.parametrize("way", WAYS1)
+@pytest.mark.parametrize(("label", "levels"), [("int8", 254), ("int8+stochastic", 127)])
+def test_error_of_int8(results, way, label, levels):
+    for result in results:
+        _, absolute = result[way, label]["errors"]
+        # Twice where gradients are not sharded, and each time of the largest of a block on each rank.
+        assert 0.1 / levels < absolute <= (1 if way in SHARDED1 else 2) * 1.5 / levels
+
+
+@pytest.mark.parametrize("way", WAYS1)
+def test_bytes(results, world, way):
+    # Each unit is filled up so that all ranks have as much.
+    numel = 2 * -(-sum(torch.Size(shape).numel() for shape in NAMES.values()) // 2 // world) * world
+    dense = 4 * numel * (world - 1) / world * (1 if way in SHARDED1 else 2)
+    for label, ratio in {"allreduce": 1, "bf16": 2, "fp16+float32": 2, "int8": 4 * 128 / 132}.items():
+        metrics = results[0][way, label]["metrics"]
+        assert metrics["steps"] == 1
+        assert metrics["bytes_dense"] == pytest.approx(dense, rel=0.01)
+        assert metrics["compression_ratio"] == pytest.approx(ratio, rel=0.03)
+        compressed, plain = metrics["numel_compressed"], metrics["numel_uncompressed"]
+        assert (compressed, plain) == ((0, numel) if label == "allreduce" else (numel, 0)) or way == "NO_SHARD"
+
+
+def stock(rank, world):
+    found = {}
+    for way, function in [
+        ("FULL_SHARD", default_hooks.reduce_scatter_hook),
+        ("NO_SHARD", default_hooks.allreduce_hook),
+    ]:
+        theirs, ours = shard1(way), shard1(way)
+        theirs.register_comm_hook(default_hooks.DefaultState(dist.group.WORLD), function)
+        lc.attach_fsdp(ours, "reduce_scatter")
+        a, b = reduced(theirs, rank), reduced(ours, rank)
+        found[way] = max(((a[name] - b[name]).abs() / a[name].abs().clamp_min(1e-3)).max().item() for name in NAMES)
+    crashing = shard1("FULL_SHARD")
+    crashing.register_comm_hook(default_hooks.LowPrecisionState(dist.group.WORLD), default_hooks.bf16_compress_hook)
+    try:
+        reduced(crashing, rank)
+    except Exception as error:
+        found["bf16_compress_hook"] = str(error)
+    return found
+
+
+def test_equals_the_hooks_of_pytorch_that_run_on_cpu(run, world):
+    found = run(stock, world=world)[0]
+    assert max(found["FULL_SHARD"], found["NO_SHARD"]) < 1e-4
+    # When this fails, PyTorch's run on CPU: compare with them.
+    assert found["bf16_compress_hook"] == "unknown parameter type", "of the stream in record_stream()"
+
+
+def test_divides_as_pytorch():
+    for size in range(1, 130):
+        assert predivide_factor(size) == default_hooks.DefaultState._get_gradient_predivide_factor(size)
+
+
+def large_and_small(rank, step, shapes, dtype=torch.float32):
+    return {name: torch.full(shape, 6e4 if "matrix" in name else 1e-6, dtype=dtype) for name, shape in shapes.items()}
+
+
+def extreme(rank, world):
+    model = shard1("FULL_SHARD")
+    attachment = lc.attach_fsdp(model, "fp16")
+    found = reduced(model, rank, make=large_and_small)
+    assert attachment.metrics()["numel_overflowed"] == 0
+    return found
+
+
+def test_fp16_neither_overflows_nor_underflows(run):
+    for found in run(extreme, world=4):
+        for name, g in found.items():
+            assert (g / (6e4 if "matrix" in name else 1e-6) - 1).abs().max() < 0.07
+
+
+def accumulated(rank, world):
+    model = shard1("FULL_SHARD")
+    attachment = lc.attach_fsdp(model, "bf16")
+    gradients = [{name: (i + 1.0) * (rank + 1) * torch.ones(shape) for name, shape in NAMES.items()} for i in range(3)]
+    with model.no_sync():
+        model(gradients[0]).backward()
+    assert attachment.metrics()["steps"] == 0
+    model(gradients[1]).backward()  # reduces the sum of both
+    model(gradients[2]).backward()  # and adds to it
+    totals = {g.unique().item() for g in whole_gradients(model).values()}
+    return totals, attachment.metrics()["steps"]
+
+
+def test_accumulation(run):
+    assert run(accumulated) == [({6 * 1.5}, 2)] * 2
+
+
+def hybrid(rank, world):
+    with leaving_no_groups():
+        results = {}
+        for way in ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"):
+            with pytest.raises(ValueError, match=r"no communication hook with HYBRID_SHARD.*MixedPrecision\(reduce_d"):
+                lc.attach_fsdp(shard1(way), "bf16")
+            for dtype in (torch.bfloat16, torch.float16):
+                results[way, dtype] = errors(reduced(shard1(way, mixed_precision=mixed(dtype)), rank), world)[0]
+        return results
+
+
+def test_hybrid_strategies_reduce_in_16_bit_by_themselves(run):
+    for result in run(hybrid, world=4):
+        for (_, dtype), relative in result.items():
+            unit = UNITS["bf16" if dtype == torch.bfloat16 else "fp16"]
+            # Cast, summed over 2 ranks, over 2 others, divided: FSDP does all of it in 16 bit.
+            assert unit / 4 < relative <= 4 * unit
+
+
+def mixed_precision(rank, world):
+    """Gradients that come in bfloat16 already: nothing to cast, but float32 in the end."""
+    model = shard1("FULL_SHARD", mixed_precision=mixed(torch.bfloat16))
+    attachment = lc.attach_fsdp(model, "bf16")
+    found = errors(reduced(model, rank), world)[0]
+    return found, {p.grad.dtype for p in model.parameters() if p.grad is not None}, attachment.metrics()
+
+
+def test_gradients_in_16_bit(run):
+    relative, dtypes, metrics = run(mixed_precision)[0]
+    assert relative <= 2.02 * UNITS["bf16"]
+    assert dtypes == {torch.float32}
+    assert metrics["compression_ratio"] == pytest.approx(2)
+    assert metrics["numel_compressed"] == 0
+
+
+def lifecycle(rank, world):
+    model = shard1("FULL_SHARD")
+    attachment = lc.attach_fsdp(model, "bf16")
+    with pytest.raises(ValueError, match="has a communication hook already"):
+        lc.attach_fsdp(model, "fp16")
+    reduced(model, rank)
+    attachment.close()
+    attachment.close()
+    assert attachment.is_closed
+    assert attachment.metrics()["steps"] == 1
+    with pytest.raises(lc.HookError, match="was closed; attach another one"):
+        reduced(model, rank)
+
+
+def replaced(rank, world):
+    model = shard1("FULL_SHARD")
+    lc.attach_fsdp(model, "int8").close()
+    attachment = lc.attach_fsdp(model, "fp16")
+    relative = errors(reduced(model, rank), world)[0]
+    assert attachment.metrics()["steps"] == 1
+    quiet = shard1("FULL_SHARD")
+    small = lc.attach_fsdp(quiet, "int8")
+    reduced(quiet, rank)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        small.close()
+    del model
+    gc.collect()
+    assert attachment.is_closed
+    return relative, [str(warning.message) for warning in caught]
+
+
+def test_closing(run):
+    run(lifecycle)
+
+
+def test_replacing_and_warning(run):
+    results = run(replaced)
+    assert all(relative <= UNITS["fp16"] * 1.01 for relative, _ in results)
+    assert "hook='int8' compressed nothing" in results[0][1][0]
+    assert results[1][1] == []
+
+
+def refusals(rank, world):
+    with leaving_no_groups():
+        with pytest.raises(ValueError, match="no module of Linear is sharded by FSDP: wrap it"):
+            lc.attach_fsdp(nn.Linear(2, 2), "bf16")
+        with pytest.raises(ValueError, match=r"use attach\(model, hook\)"):
+            lc.attach_fsdp(DistributedDataParallel(nn.Linear(2, 2)), "bf16")
+        with pytest.raises(ValueError, match="shard it with one of them"):
+            lc.attach_fsdp(nn.ModuleList([shard1("FULL_SHARD"), shard2("full")]), "bf16")
+        taken = shard1("FULL_SHARD")
+        taken.register_comm_hook(None, lambda state, grad, output: None)
+        with pytest.raises(ValueError, match="has a communication hook already, and FSDP takes one"):
+            lc.attach_fsdp(taken, "bf16")
+        alone = [dist.new_group([r]) for r in range(world)][rank]
+        with ignoring(NO_SHARD_IS_DEPRECATED, "FSDP is switching to use `NO_SHARD`"):
+            model = shard1("FULL_SHARD", process_group=alone)
+        with pytest.raises(ValueError, match="process group of one rank out of 2"):
+            lc.attach_fsdp(model, "bf16")
+
+
+def test_models_that_are_refused(run):
+    run(refusals)
+
+
+@pytest.mark.parametrize(
+    ("hook", "message"),
+    [
+        (
+            "powersgd",
+            "hook='powersgd' does not work with FSDP; these do: allreduce, bf16, fp16, fp8, int4, int8, reduc",
+        ),
+        (lc.PowerSGD(), "hook='powersgd' does not work"),
+        (lc.PostLocalSGD(), "hook='post_localsgd' does not work"),
+        (lc.Cast("int8", "bf16"), "hook='cast' does not work"),
+        ("bf61", "did you mean 'bf16'"),
+        (lc.BF16, r"<class .*BF16'> does not work with FSDP"),
+        (3, "hook=3 does not work with FSDP"),
+        (default_hooks.bf16_compress_hook, "<function bf16_compress_hook.* does not work with FSDP"),
+        (lc.Int8(), "Set use_error_feedback=False, compress_1d=True"),
+        (
+            lc.Int8(use_error_feedback=False),
+            r"Int8\(compress_1d=False\) does not work with FSDP.*Set compress_1d=True$",
+        ),
+    ],
+)
+def test_hooks_that_are_refused(hook, message):
+    with pytest.raises(ValueError, match=message):
+        lc.attach_fsdp(nn.Linear(2, 2), hook)
+
+
+def test_hooks_by_name():
+    for name in sharded_hooks():
+        hook = resolve_sharded_hook(name)
+        assert hook.name == name or (name, hook.name) == ("reduce_scatter", "allreduce")
+        assert resolve_sharded_hook(hook) is hook
+    assert resolve_sharded_hook(INT8) is INT8
+    assert len(HOOKS) == 7

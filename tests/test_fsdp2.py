@@ -1,0 +1,271 @@
+"""Hooks for `fully_shard` on CPU: bounds, bytes, what FSDP2 asks of a reduce-scatter, int8."""
+
+import gc
+
+import pytest
+import torch
+import torch.distributed as dist
+from fsdp_driver import (
+    HOOKS,
+    INT8,
+    NAMES,
+    REPLICAS,
+    UNITS,
+    WAYS2,
+    errors,
+    leaving_no_groups,
+    measured,
+    reduced,
+    shard2,
+    whole_gradients,
+)
+from pool import compiling, ignoring
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+
+import lightning_commhooks as lc
+from lightning_commhooks.codecs import FP8Codec, Int4Codec, Int8Codec
+from lightning_commhooks.core import shard_group
+from lightning_commhooks.core.fsdp2 import _ReduceScatter
+from lightning_commhooks.core.shard_group import ShardGroup
+from lightning_commhooks.core.sharded_runtime import ShardedRuntime
+
+_measured = {}
+LABELS = ["none", "allreduce", "bf16", "fp16", "bf16+float32", "fp16+float32"]
+
+
+@pytest.fixture
+def results(run, world):
+    if world not in _measured:
+        _measured[world] = run(measured, WAYS2 if world == 2 else (*WAYS2, "hybrid"), world=world, timeout=100)
+    return _measured[world]
+
+
+def check_bound(results, way, label):
+    unit = UNITS.get(label.split("+")[0], 1e-6)
+    for result in results:
+        relative, _ = result[way, label]["errors"]
+        # Cast once; the sum is in float32, and so is what each rank keeps.
+        assert relative <= unit * 1.01
+        assert label in ("none", "allreduce") or relative > unit / 8
+
+
+@pytest.mark.parametrize("way", WAYS2)
+@pytest.mark.parametrize("label", LABELS)
+def test_error_is_within_the_bound(results, way, label):
+    check_bound(results, way, label)
+
+
+@pytest.mark.parametrize("world", [4], indirect=True)
+@pytest.mark.parametrize("label", LABELS)
+def test_error_on_a_mesh_of_two_dimensions(results, label):
+    check_bound(results, "hybrid", label)
+
+
+@pytest.mark.parametrize("way", WAYS2)
+@pytest.mark.parametrize(("label", "levels"), [("int8", 254), ("int8+stochastic", 127)])
+def test_error_of_int8(results, way, label, levels):
+    for result in results:
+        _, absolute = result[way, label]["errors"]
+        assert 0.1 / levels < absolute <= 1.5 / levels
+
+
+@pytest.mark.parametrize("way", WAYS2)
+def test_bytes(results, world, way):
+    # Each parameter is filled up by rows so that all ranks have as much.
+    rows = sum(-(-shape[0] // world) * world * torch.Size(shape[1:]).numel() for shape in NAMES.values())
+    for label, ratio in {"allreduce": 1, "bf16": 2, "fp16+float32": 2, "int8": 4 * 128 / 132}.items():
+        metrics = results[0][way, label]["metrics"]
+        assert metrics["steps"] == 1
+        assert metrics["bytes_dense"] == 4 * rows * (world - 1) / world
+        assert metrics["compression_ratio"] == pytest.approx(ratio, rel=0.03)
+        assert metrics["numel_uncompressed" if label == "allreduce" else "numel_compressed"] == rows
+
+
+def test_bf16_with_float32_sums_is_more_exact_than_reduce_dtype(run):
+    ours, theirs = run(against_reduce_dtype, world=4)[0]
+    assert ours < UNITS["bf16"] * 1.01 < theirs
+
+
+def against_reduce_dtype(rank, world):
+    model, plain = shard2("full"), shard2("full", mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.bfloat16))
+    lc.attach_fsdp(model, "bf16")
+    return errors(reduced(model, rank), world)[0], errors(reduced(plain, rank), world)[0]
+
+
+def operations(rank, world):
+    """What the reduce-scatter that FSDP2 calls makes of each operation, for each hook."""
+    found = {}
+    group, n = dist.group.WORLD, 640
+    ranks = [torch.randn(world * n, generator=torch.Generator().manual_seed(r)) for r in range(world)]
+    total = sum(ranks).view(world, n)[rank]
+    ops = {1.0: dist.ReduceOp.SUM, 1 / world: dist.ReduceOp.AVG, 0.3: dist._make_nccl_premul_sum(0.3)}
+    for label, hook in HOOKS.items():
+        comm = _ReduceScatter(ShardedRuntime(lc.get_hook(hook), torch.device("cpu")), False)
+        for factor, op in ops.items():
+            out = comm.allocate((n,), dtype=torch.float32, device=torch.device("cpu"))
+            for asynchronous in (False, True):
+                out.fill_(torch.nan)
+                work = comm(out, ranks[rank].clone(), group, op, async_op=asynchronous)
+                assert (work is not None) == asynchronous
+                assert work is None or (work.wait() and work.is_completed())
+                found[label, factor, asynchronous] = ((out - factor * total).norm() / (factor * total).norm()).item()
+    with pytest.raises(ValueError, match="communication hooks know AVG, SUM and PREMUL_SUM"):
+        comm(out, ranks[rank], group, dist.ReduceOp.MAX)
+    return found
+
+
+def test_honours_the_operation(run):
+    limits = {"allreduce": 1e-6, "fp16": 2**-11, "bf16": 2**-8, "int8": 0.02}
+    for found in run(operations):
+        assert len(found) == 6 * len(HOOKS)
+        for (label, _, _), relative in found.items():
+            assert relative < limits[label.split("+")[0]]
+
+
+def policies(rank, world):
+    """Options of FSDP2 that change what the hook gets."""
+    found = {}
+    for dtype, unit in ((torch.bfloat16, UNITS["bf16"]), (torch.float16, UNITS["fp16"])):
+        for hook in ("allreduce", "bf16" if dtype == torch.bfloat16 else "fp16"):
+            model = shard2("full", mp_policy=MixedPrecisionPolicy(reduce_dtype=dtype))
+            lc.attach_fsdp(model, hook)
+            found[f"{hook} of {dtype}"] = errors(reduced(model, rank), world)[0] / unit
+            assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
+    for force in (False, True):
+        model = shard2("full")
+        for module in (model, model.first, model.second):
+            module.set_gradient_divide_factor(5.0)
+            module.set_force_sum_reduction_for_comms(force)
+        lc.attach_fsdp(model, "fp16")
+        five = {name: g * 5 / world for name, g in reduced(model, rank).items()}
+        found[f"divided by 5, {force}"] = errors(five, world)[0] / UNITS["fp16"]
+    return found
+
+
+def test_options_of_fsdp2(run, world):
+    for found in run(policies, world=world):
+        for label, units in found.items():
+            # Gradients that FSDP2 casts are divided and summed in 16 bit before they are cast back.
+            assert 0.2 < units <= (3 if " of " in label else 1.01), label
+
+
+def accumulated(rank, world):
+    model = shard2("full")
+    attachment = lc.attach_fsdp(model, "bf16")
+    for i, sync in enumerate((False, True, True)):
+        model.set_requires_gradient_sync(sync)
+        model({name: (i + 1.0) * (rank + 1) * torch.ones(shape) for name, shape in NAMES.items()}).backward()
+    return {g.unique().item() for g in whole_gradients(model).values()}, attachment.metrics()["steps"]
+
+
+def test_accumulation(run):
+    assert run(accumulated) == [({6 * 1.5}, 2)] * 2
+
+
+def replicas(rank, world):
+    with leaving_no_groups():
+        with pytest.warns(UserWarning, match=REPLICAS) if rank == 0 else ignoring():
+            model = shard2("hybrid")
+            lc.attach_fsdp(model, "bf16")
+            reduced(model, rank)
+        quiet = shard2("hybrid", mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.bfloat16))
+        lc.attach_fsdp(quiet, "bf16")
+        return errors(reduced(quiet, rank), world)[0]
+
+
+def test_replicas_are_spoken_of_unless_they_are_averaged_in_16_bit(run):
+    for relative in run(replicas, world=4):
+        assert relative <= 5 * UNITS["bf16"]
+
+
+def lifecycle(rank, world):
+    model = shard2("full")
+    attachment = lc.attach_fsdp(model, INT8)
+    with pytest.raises(ValueError, match="has the communication hook 'int8' already; close it first"):
+        lc.attach_fsdp(model, "fp16")
+    attachment.close()
+    with pytest.raises(lc.HookError, match="was closed; attach another one"):
+        reduced(model, rank)
+    fresh = shard2("full")
+    lc.attach_fsdp(fresh, "int8").close()
+    other = lc.attach_fsdp(fresh, "bf16")
+    assert errors(reduced(fresh, rank), world)[0] <= UNITS["bf16"] * 1.01
+    del fresh
+    gc.collect()
+    assert other.is_closed
+    seam = FSDPModule.set_custom_reduce_scatter
+    try:
+        del FSDPModule.set_custom_reduce_scatter
+        with pytest.raises(ValueError, match=r"has no FSDPModule.set_custom_reduce_scatter.*MixedPrecisionPolicy"):
+            lc.attach_fsdp(shard2("full"), "bf16")
+    finally:
+        FSDPModule.set_custom_reduce_scatter = seam
+
+
+def test_attaching_and_closing(run):
+    run(lifecycle)
+
+
+CODECS = [Int8Codec(block_size=16), Int8Codec(block_size=16, rounding="stochastic"), Int4Codec(), FP8Codec()]
+
+
+def encoded(rank, world, numel, part_numel):
+    """Whether each element of a share is within the codec's bound, how close the worst is, and bytes."""
+    found = []
+    before, shard_group.PART_NUMEL = shard_group.PART_NUMEL, part_numel
+    try:
+        for codec in CODECS:
+            group = ShardGroup(dist.group.WORLD)
+            kernels = group.kernels(codec, feedback=False, two_shot=True)
+            group.counters.bytes_sent = 0.0
+            ranks = [torch.randn(world, numel, generator=torch.Generator().manual_seed(r)).pow(3) for r in range(world)]
+            result = group.reduce_scatter_encoded(ranks[rank], kernels, seed=rank)
+            own = [chunks[rank] for chunks in ranks]
+            size = codec.block_size
+            blocks = [torch.nn.functional.pad(row, (0, -numel % size)).view(-1, size) for row in own]
+            bounds = sum(codec.error_bound(b).expand_as(b) for b in blocks).reshape(-1)[:numel]
+            worst = ((result - sum(own)).abs() / (bounds + 1e-5)).max().item()
+            found.append((worst, group.counters.bytes_sent, (world - 1) * codec.encoded_bytes(numel)))
+    finally:
+        shard_group.PART_NUMEL = before
+    return found
+
+
+@pytest.mark.parametrize("numel", [1, 130, 2048])
+@pytest.mark.parametrize("part_numel", [2**8, 2**20])
+def test_encoded_shares_are_within_the_bound(run, world, numel, part_numel):
+    for result in run(encoded, numel, part_numel, world=world):
+        for worst, sent, expected in result:
+            assert worst <= 1
+            assert sent == expected
+
+
+def compiled_share(rank, world):
+    """The same numbers, encoded by compiled functions and not."""
+    chunks = torch.randn(world, 2**13, generator=torch.Generator().manual_seed(rank))
+    results = []
+    for context in (compiling(), ignoring()):
+        with context:
+            group = ShardGroup(dist.group.WORLD)
+            kernels = group.kernels(Int8Codec(), feedback=False, two_shot=True)
+        results.append(group.reduce_scatter_encoded(chunks, kernels, seed=0))
+    return (results[0] - results[1]).abs().max().item()
+
+
+def test_compiled_codec(run):
+    assert max(run(compiled_share)) < 1e-6
+
+
+def repeated(rank, world, rounding):
+    """Distance of the mean of many reductions of the same gradients from their mean, and of one."""
+    model = shard2("full")
+    hook = lc.Int8(min_bytes=0, block_size=512, rounding=rounding, use_error_feedback=False, compress_1d=True)
+    lc.attach_fsdp(model, hook)
+    runs = [reduced(model, rank) for _ in range(40)]
+    mean = {name: sum(g[name] for g in runs) / len(runs) for name in NAMES}
+    return errors(mean, world)[1] / errors(runs[0], world)[1]
+
+
+def test_stochastic_rounding_is_right_on_average(run):
+    assert run(repeated, "stochastic")[0] < 0.5
+    assert run(repeated, "nearest")[0] == pytest.approx(1)

@@ -1,0 +1,83 @@
+"""`use_comm_hook(accelerator, ...)` for Accelerate's FSDP plugin, in two real processes; and its refusals."""
+
+import json
+import types
+
+import pytest
+
+pytest.importorskip("accelerate")
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DDPCommunicationHookType, DistributedType
+from torchrun import run_twice
+
+import lightning_commhooks as lc
+from accelerate_integration import use_comm_hook
+
+
+@pytest.fixture(scope="module")
+def results():
+    stdout = run_twice("fsdp_accelerate_runner.py", PYTHONWARNINGS="ignore")
+    return json.loads(next(line for line in stdout.splitlines() if line.startswith("{")))
+
+
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize(("name", "ratio", "largest"), [("bf16", 2, 5e-3), ("int8", 3.2, 2e-2)])
+def test_trains_with_the_hook(results, version, name, ratio, largest):
+    metrics = results[f"version{version}"][name]
+    assert metrics["steps"] == 3
+    assert metrics["compression_ratio"] == pytest.approx(ratio, rel=0.01 if name == "bf16" else 0.2)
+    assert 1e-7 < metrics["distance"] < largest
+    assert "already" in results[f"version{version}"]["twice"]
+
+
+def test_on_cpu_accelerate_uses_ddp_with_any_plugin(results):
+    # When this fails, Accelerate has FSDP on CPU: fsdp_accelerate_runner.py need not pretend.
+    assert results["on_cpu"] == ["MULTI_CPU", "DistributedDataParallel"]
+    assert "CommHookKwargs(hook='bf16')" in results["in_ddp"]
+    assert "on CPU, Accelerate does so whatever FSDP plugin" in results["in_ddp"]
+
+
+def test_refuses_too_early_and_options_without_effect(results):
+    early, option = results["refusals"]
+    assert "call use_comm_hook(accelerator, ...) after prepare()" in early
+    assert option.startswith("exact_state: hooks keep no state of sharded gradients and do not know")
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("NO", "is for FSDP; here training runs in one process"),
+        ("DEEPSPEED", "DeepSpeed averages gradients itself"),
+        ("MULTI_GPU", r"kwargs_handlers=\[CommHookKwargs\(hook='bf16'\)\]"),
+    ],
+)
+def test_refuses_what_is_not_fsdp(monkeypatch, kind, message):
+    accelerator = Accelerator(cpu=True)
+    monkeypatch.setattr(accelerator.state, "distributed_type", DistributedType[kind])
+    with pytest.raises(ValueError, match=message):
+        use_comm_hook(accelerator, "bf16")
+
+
+@pytest.mark.parametrize(
+    ("hook", "message"),
+    [
+        ("powersgd", "hook='powersgd' does not work with FSDP; these do"),
+        (DDPCommunicationHookType.POWER_SGD, "hook='power_sgd' does not work with FSDP"),
+        (lc.Int8(), "Set use_error_feedback=False"),
+        (None, "COMMHOOKS_HOOK"),
+    ],
+)
+def test_refuses_hooks(monkeypatch, hook, message):
+    accelerator = Accelerator(cpu=True)
+    monkeypatch.setattr(accelerator.state, "distributed_type", DistributedType.FSDP)
+    monkeypatch.setattr(accelerator, "_models", [torch.nn.Linear(2, 2)])
+    with pytest.raises(ValueError, match=message):
+        use_comm_hook(accelerator, hook)
+
+
+def test_a_trainer_with_fsdp_says_where_to_call_it():
+    accelerator = types.SimpleNamespace(distributed_type=DistributedType.FSDP)
+    with pytest.raises(ValueError, match="'bf16'\\) in on_train_begin of a TrainerCallback"):
+        use_comm_hook(types.SimpleNamespace(accelerator=accelerator), "bf16")

@@ -1,0 +1,159 @@
+"""FSDP strategies with the real `Trainer` on CPU, where Lightning runs them; scenarios in fsdp_lightning_runner.py."""
+
+import math
+import pickle
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("lightning")
+
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.demos.boring_classes import BoringModel
+from test_lightning import Results, finish, start
+from torch.distributed.fsdp import MixedPrecision
+
+import lightning_commhooks as lc
+
+torch = pytest.importorskip("torch")
+RUNNER = Path(__file__).with_name("fsdp_lightning_runner.py")
+WAYS = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "FSDP2")
+
+
+def launch(out, package, num_devices, *ways):
+    process = start(out, package, [str(num_devices), *ways], runner=RUNNER)
+    stderr = finish(process)
+    assert process.returncode == 0, stderr[-3000:]
+    return Results(out, stderr)
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    return launch(tmp_path_factory.mktemp("two"), "lightning.pytorch", 2, *WAYS)
+
+
+def check(results, way, label, num_devices=2):
+    ranks = [results(f"{way}-{label}", rank) for rank in range(num_devices)]
+    assert all(rank["params"] == ranks[0]["params"] for rank in ranks)
+    assert all(map(math.isfinite, ranks[0]["params"]))
+    distance = results.distance(f"{way}-{label}", "dense")
+    if label == "allreduce":
+        assert distance < 1e-5
+    else:
+        assert 1e-6 < distance < (2e-2 if label == "int8" else 5e-3)
+    return ranks[0]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("label", "ratio"), [("allreduce", 1), ("bf16", 2), ("int8", 3)])
+def test_trains_as_ddp_does(two, way, label, ratio):
+    result = check(two, way, label)
+    assert result["strategy"] == ("CompressedModelParallelStrategy" if way == "FSDP2" else "CompressedFSDPStrategy")
+    assert result["metrics"]["steps"] == 4
+    # Shares of small units do not fill their blocks of 64.
+    assert result["metrics"]["compression_ratio"] == pytest.approx(ratio, rel=0.01 if label != "int8" else 0.3)
+
+
+@pytest.mark.parametrize("way", ["SHARD_GRAD_OP", "FSDP2"])
+def test_second_fit_and_checkpoint(two, way):
+    second = two(f"{way}-second")
+    assert second["same"]
+    assert second["saved"]
+    assert second["step"] == 8
+    assert second["metrics"] == two(f"{way}-first")["metrics"]
+    assert two.distance(f"{way}-second", "dense-2") < 5e-3 < two.distance(f"{way}-second", f"{way}-first")
+
+
+def test_full_checkpoint_on_cpu_is_refused(two):
+    for rank in (0, 1):
+        message = two("refused", rank)["message"]
+        assert message.startswith("MisconfigurationException: CompressedFSDPStrategy: on CPU")
+        assert "state_dict_type='sharded'" in message
+
+
+def test_strategy_string(two):
+    assert two("string")["strategy"] == "CompressedFSDPStrategy"
+    assert two("string")["metrics"]["compression_ratio"] == pytest.approx(2)
+    assert two.distance("string", "FULL_SHARD-bf16") < 1e-6
+
+
+def test_hybrid_on_four_ranks_of_the_standalone_package(tmp_path):
+    pytest.importorskip("pytorch_lightning")
+    results = launch(tmp_path, "pytorch_lightning", 4, "HYBRID_SHARD", "FSDP2")
+    for label in ("allreduce", "bf16"):
+        result = check(results, "HYBRID_SHARD", label, 4)
+        assert result["metrics"] is None, "FSDP reduces by itself"
+        assert result["strategy"] == "CompressedFSDPStrategyPL"
+    for label in ("allreduce", "bf16", "int8"):
+        assert check(results, "FSDP2", label, 4)["strategy"] == "CompressedModelParallelStrategyPL"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            {"hook": "powersgd"},
+            "CompressedFSDPStrategy: hook='powersgd' does not work with FSDP; these do: allreduce, b",
+        ),
+        ({"hook": "bf61"}, "did you mean 'bf16'"),
+        ({"hook": lc.Int8()}, "Set use_error_feedback=False, compress_1d=True"),
+        ({"hook": "bf16", "sharding": "FULL_SHARD"}, "has no option 'sharding', and neither has FullyShardedDataPar"),
+        ({"hook": "int8", "sharding_strategy": "HYBRID_SHARD"}, r"'bf16', 'fp16' and 'allreduce' do, by MixedPrec"),
+        (
+            {"hook": lc.BF16(accumulate_dtype="float32"), "sharding_strategy": "HYBRID_SHARD"},
+            "takes no communication hook with ShardingStrategy.HYBRID_SHARD",
+        ),
+        (
+            {
+                "hook": "bf16",
+                "sharding_strategy": "HYBRID_SHARD",
+                "mixed_precision": MixedPrecision(reduce_dtype=torch.float16),
+            },
+            "reduce_dtype=torch.float16 contradict",
+        ),
+    ],
+)
+def test_refusals_name_the_fix(arguments, message):
+    with pytest.raises(MisconfigurationException, match=message):
+        lc.CompressedFSDPStrategy(**{"auto_wrap_policy": {torch.nn.Linear}, **arguments})
+
+
+def test_hybrid_strategies_reduce_in_the_dtype_of_the_hook():
+    given = MixedPrecision(param_dtype=torch.bfloat16)
+    strategy = lc.CompressedFSDPStrategy(
+        hook="fp16", sharding_strategy="HYBRID_SHARD", mixed_precision=given, auto_wrap_policy={torch.nn.Linear}
+    )
+    assert strategy.mixed_precision_config == MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float16)
+    assert lc.CompressedFSDPStrategy(hook="fp16", mixed_precision=given).mixed_precision_config is given
+
+
+def test_pickles_and_keeps_arguments():
+    strategy = pickle.loads(pickle.dumps(lc.CompressedFSDPStrategy(hook=lc.BF16(), limit_all_gathers=False)))
+    assert strategy._hook == lc.BF16()
+    assert strategy.kwargs["limit_all_gathers"] is False
+    assert strategy.attachment is None
+    with pytest.raises(MisconfigurationException, match="CompressedModelParallelStrategy: hook='noop' does not work"):
+        lc.CompressedModelParallelStrategy(hook="noop")
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize(
+    ("name", "arguments", "hook"),
+    [
+        ("CompressedFSDPStrategy", ["hook=bf16", "sharding_strategy=SHARD_GRAD_OP"], lc.BF16()),
+        (
+            "CompressedModelParallelStrategy",
+            ["hook=lightning_commhooks.FP16", "hook.accumulate_dtype=float32"],
+            lc.FP16(accumulate_dtype="float32"),
+        ),
+    ],
+)
+def test_cli(monkeypatch, name, arguments, hook):
+    monkeypatch.setattr(sys, "argv", ["main.py"])
+    args = ["--trainer.logger=false", f"--trainer.strategy=lightning_commhooks.{name}", "--trainer.accelerator=cpu"]
+    args += [f"--trainer.strategy.{argument}" for argument in arguments]
+    made = LightningCLI(BoringModel, run=False, save_config_callback=None, seed_everything_default=False, args=args)
+    assert type(made.trainer.strategy) is getattr(lc, name)
+    assert made.trainer.strategy._hook == hook
