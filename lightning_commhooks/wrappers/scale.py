@@ -166,7 +166,9 @@ class _BoundScale(BoundAround):
                 f"accumulation='weighted': {accumulated.num_weightless} micro-batches of this step have no weight. "
                 "Call add_weight(num_tokens) between the forward and the backward of each"
             )
-        total = torch.as_tensor(accumulated.weight, dtype=torch.float64, device=self.group.device).reshape(1)
+        own = accumulated.weight
+        # A copy of a number would wait for the device.
+        total = torch.full((1,), 0.0, dtype=torch.float64, device=self.group.device).add_(own)
         if not self._inner.is_local(bucket.step):
             self.group.all_reduce_(total)
         return total if total.is_cuda else total.item()
