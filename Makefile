@@ -26,6 +26,7 @@ format: install
 
 bench: install
 	$(BIN)/python benchmarks/wire_bytes.py
+	$(BIN)/python benchmarks/fsdp_bytes.py
 	$(BIN)/python benchmarks/bytes_per_rank.py
 	$(BIN)/python benchmarks/quantized_step.py
 	$(BIN)/python benchmarks/codecs.py
