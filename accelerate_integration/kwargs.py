@@ -46,7 +46,7 @@ _OWN_FIELDS = (
 )
 _REPLACED_FIELDS = ("comm_hook", "comm_wrapper", "comm_state_option")
 _ELSEWHERE = {
-    "FSDP": "FSDP shards the model and has hooks of its own",
+    "FSDP": "FSDP shards the model, so call use_comm_hook(accelerator, hook) after prepare() instead",
     "DEEPSPEED": "DeepSpeed averages gradients itself",
     "MEGATRON_LM": "Megatron-LM averages gradients itself",
     "XLA": "XLA averages gradients itself",

@@ -77,13 +77,12 @@ def shard1(way, device="cpu", **options):
         )
 
 
-def shard2(way, device="cpu", **options):
+def shard2(way, device="cpu", mesh=None, **options):
     """A model in FSDP version 2."""
     world = dist.get_world_size()
     if way == "hybrid":
         mesh = init_device_mesh(device, (2, world // 2), mesh_dim_names=("replicas", "shards"))
-    else:
-        mesh = init_device_mesh(device, (world,))
+    mesh = mesh or init_device_mesh(device, (world,))
     model = Blocks().to(device)
     for module in (model.first, model.second, model):
         fully_shard(module, mesh=mesh, reshard_after_forward=way != "grad_op", **options)

@@ -17,10 +17,12 @@ from fsdp_driver import (
     leaving_no_groups,
     measured,
     reduced,
+    shard1,
     shard2,
     whole_gradients,
 )
 from pool import compiling, ignoring
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 import lightning_commhooks as lc
@@ -182,6 +184,35 @@ def replicas(rank, world):
 def test_replicas_are_spoken_of_unless_they_are_averaged_in_16_bit(run):
     for relative in run(replicas, world=4):
         assert relative <= 5 * UNITS["bf16"]
+
+
+def replicas_by_hook(rank, world):
+    with leaving_no_groups():
+        mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicas", "shards"))
+        group, found = mesh["replicas"].get_group(), {}
+        for label, hook in HOOKS.items():
+            model = shard2("full", mesh=mesh["shards"])
+            attachment = lc.attach_fsdp(model, hook, replicate_group=group)
+            found[label] = *errors(reduced(model, rank), world), attachment.metrics()
+            attachment.close()
+        lc.attach_fsdp(model, "allreduce")
+        alone = errors(reduced(model, rank), world)[0]  # averaged within a replica only
+        with pytest.raises(ValueError, match="replicate_group is for fully_shard on a mesh of one dimension"):
+            lc.attach_fsdp(shard2("hybrid"), "bf16", replicate_group=group)
+        with pytest.raises(ValueError, match="FullyShardedDataParallel has HYBRID_SHARD"):
+            lc.attach_fsdp(shard1("FULL_SHARD"), "bf16", replicate_group=group)
+        return found, alone
+
+
+def test_replicas_are_averaged_by_the_hook(run):
+    for found, alone in run(replicas_by_hook, world=4):
+        dense = found["allreduce"][2]["bytes_sent"]
+        for label, (relative, absolute, metrics) in found.items():
+            name = label.split("+")[0]
+            # Once for the shares' sum, and up to twice for that over replicas.
+            assert relative <= 4 * UNITS.get(name, 1e-6) or (name == "int8" and absolute <= 3 / 127)
+            assert dense / metrics["bytes_sent"] == pytest.approx({"allreduce": 1, "int8": 3.9}.get(name, 2), rel=0.05)
+        assert alone > 0.01
 
 
 def lifecycle(rank, world):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 import weakref
 
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -50,7 +51,7 @@ class FSDPAttachment:
             gradients, and would have sent in float32), `compression_ratio` (dense over sent), `collectives`,
             `numel_compressed` and `numel_uncompressed` (gradient elements that were and were not sent in another form
             than FSDP handed them over), `numel_overflowed` (gradient elements of this rank that are finite, but not in
-            the float16 they were sent in). What FSDP2 sends between replicas of the shards is not among them.
+            the float16 they were sent in). What FSDP2 sends between replicas by itself is not among them.
         """
         metrics = self._runtime.counters.as_dict()
         return {key: value for key, value in metrics.items() if key not in _NOT_OF_SHARDS}
@@ -69,7 +70,9 @@ class FSDPAttachment:
             warnings.warn(text, stacklevel=2)
 
 
-def attach_fsdp(model: nn.Module, hook: str | CommHook) -> FSDPAttachment:
+def attach_fsdp(
+    model: nn.Module, hook: str | CommHook, *, replicate_group: dist.ProcessGroup | None = None
+) -> FSDPAttachment:
     """Let a communication hook reduce the gradients of a model that FSDP shards.
 
     Collective: every rank calls it, after the model was sharded and before the first forward.
@@ -79,13 +82,16 @@ def attach_fsdp(model: nn.Module, hook: str | CommHook) -> FSDPAttachment:
             inside, all of one kind.
         hook: `"fp16"`, `"bf16"`, `"allreduce"` or `"reduce_scatter"` (the same: which of the two is sent is up to the
             sharding strategy), `"int8"`, `"int4"`, `"fp8"`, or one of them configured.
+        replicate_group: of FSDP2, ranks that hold the same shares of replicas of the model, each of which
+            `fully_shard` was applied to on a mesh of its own, with equal weights. The hook averages shares over them
+            too, in low precision; what FSDP2 does by itself on a mesh of two dimensions it does in `reduce_dtype`.
 
     Returns:
         a handle to metrics and the end of the hook.
 
     Raises:
         ValueError: unknown name; a hook or options that do not work with FSDP; a model that is not sharded, that FSDP
-            takes no hook for, or that has one.
+            takes no hook for, or that has one; `replicate_group` with FSDP 1, or where FSDP2 averages over replicas.
     """
     resolved = resolve_sharded_hook(hook)
     version1, version2 = fsdp1.units(model), fsdp2.units(model)
@@ -98,5 +104,7 @@ def attach_fsdp(model: nn.Module, hook: str | CommHook) -> FSDPAttachment:
             f"no module of {type(model).__name__} is sharded by FSDP: wrap it with FullyShardedDataParallel, or apply "
             "fully_shard to it, before attach_fsdp(model, hook)"
         )
-    runtime = fsdp1.attach(model, resolved) if version1 else fsdp2.attach(model, resolved)
+    if version1 and replicate_group is not None:
+        raise ValueError("replicate_group is for fully_shard; FullyShardedDataParallel has HYBRID_SHARD, without hooks")
+    runtime = fsdp1.attach(model, resolved) if version1 else fsdp2.attach(model, resolved, replicate_group)
     return FSDPAttachment(runtime, model)

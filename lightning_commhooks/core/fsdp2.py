@@ -1,11 +1,11 @@
-"""The only file that knows `fully_shard`, and its `set_custom_reduce_scatter`."""
+"""The only file that knows `fully_shard`, its `set_custom_reduce_scatter` and `set_all_reduce_hook`."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,8 @@ from lightning_commhooks.core.hook import CommHook
 from lightning_commhooks.core.sharded_runtime import ShardedRuntime
 
 _runtimes: WeakKeyDictionary[FSDPModule, ShardedRuntime] = WeakKeyDictionary()
+# Those whose shares we average over replicas.
+_averaging: WeakSet[FSDPModule] = WeakSet()
 
 
 class _ReduceScatter:
@@ -98,11 +100,12 @@ def units(model: nn.Module) -> list[FSDPModule]:
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
-def attach(model: nn.Module, hook: CommHook) -> ShardedRuntime:
+def attach(model: nn.Module, hook: CommHook, replicate_group: dist.ProcessGroup | None) -> ShardedRuntime:
     """Have all units of a model reduced by a hook. Collective.
 
     Raises:
-        ValueError: PyTorch is too old, FSDP2 does not take a hook here, or one is at work.
+        ValueError: PyTorch is too old, FSDP2 does not take a hook here, one is at work, or FSDP2 averages over replicas
+            by itself.
     """
     if not hasattr(FSDPModule, "set_custom_reduce_scatter"):
         raise ValueError(
@@ -117,6 +120,11 @@ def attach(model: nn.Module, hook: CommHook) -> ShardedRuntime:
             raise ValueError(
                 f"the FSDP2 model has the communication hook {previous.hook.name!r} already; close it first"
             )
+        if replicate_group is not None and _has_replicas(unit):
+            raise ValueError(
+                "replicate_group is for fully_shard on a mesh of one dimension, the ranks of one replica; on two "
+                "dimensions FSDP2 averages over replicas by itself, before a hook sees anything"
+            )
     meshes = {p.device_mesh for p in model.parameters() if isinstance(p, DTensor)}
     runtime = ShardedRuntime(hook, torch.device(next(iter(meshes)).device_type) if meshes else torch.device("cpu"))
     # Those of other shapes are made in the first backward: which of their dimensions FSDP2 has, it does not say.
@@ -124,8 +132,24 @@ def attach(model: nn.Module, hook: CommHook) -> ShardedRuntime:
         runtime.reduction(mesh.get_group())
     for unit in sharded:
         unit.set_custom_reduce_scatter(_ReduceScatter(runtime, _has_replicas(unit)))  # type: ignore[arg-type]
+        if replicate_group is not None:
+            unit.set_all_reduce_hook(_average_over(replicate_group, runtime))
+            _averaging.add(unit)
+        elif unit in _averaging:
+            unit.set_all_reduce_hook(None)  # type: ignore[arg-type]  # of a closed hook of ours
+            _averaging.remove(unit)
         _runtimes[unit] = runtime
     return runtime
+
+
+def _average_over(replicate_group: dist.ProcessGroup, runtime: ShardedRuntime) -> Callable[[Tensor], None]:
+    """What FSDP2 calls with each reduced share, on its stream for all-reduces."""
+    runtime.reduction(replicate_group)
+
+    def average(share: Tensor) -> None:
+        runtime.all_reduce_(share, replicate_group, 1 / replicate_group.size())
+
+    return average
 
 
 def _has_replicas(unit: FSDPModule) -> bool:
