@@ -210,7 +210,7 @@ TWO_BACKWARDS = "parameters that a second backward of the same forward reaches a
 
 
 @pytest.mark.parametrize("tokens", [False, True])
-@pytest.mark.parametrize("second", [False, pytest.param(True, marks=pytest.mark.xfail(reason=TWO_BACKWARDS))])
+@pytest.mark.parametrize("second", [False, True])
 def test_networks_with_a_backward_each(results, second, tokens):
     label = "two optimizers, weighted" if tokens else "two optimizers"
     expectation = expected(tokens=tokens, seed=4 if second else 3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import weakref
 from collections.abc import Callable, Mapping
@@ -27,12 +28,14 @@ class Held:
         weight: of them, on all ranks.
         factor: that the sum, averaged over ranks, was multiplied by.
         version: of that `.grad`; another one when it has changed.
+        has_present: whether the present micro-batch is among these, in which this is not the first backward.
     """
 
     num_micro_batches: int = 0
     weight: Number = 0.0
     factor: Number = 1.0
     version: int = -1
+    has_present: bool = False
 
 
 @dataclass
@@ -61,10 +64,15 @@ class Accumulated:
 
     def after(self, name: str, version: int) -> Held:
         """What a parameter holds after this backward, if its `.grad` is of that version then."""
-        before = self.held.get(name, Held())
-        weight = before.weight + (0.0 if self.total_weight is None else self.total_weight)
-        num_micro_batches = before.num_micro_batches + self.num_micro_batches
+        num_micro_batches, weight = self.with_held(self.held.get(name, Held()))
         return Held(num_micro_batches, weight, self.factors.get(name, 1.0), version)
+
+    def with_held(self, held: Held) -> tuple[int, Number]:
+        """Micro-batches of a parameter, with those that it had before, and their weight."""
+        num_micro_batches = held.num_micro_batches + self.num_micro_batches - held.has_present
+        if self.total_weight is None or num_micro_batches == held.num_micro_batches:
+            return num_micro_batches, held.weight
+        return num_micro_batches, held.weight + self.total_weight
 
 
 class MicroBatches:
@@ -74,7 +82,8 @@ class MicroBatches:
     not matter whether gradients are synchronized, how many times a loss is differentiated, and whether activations are
     computed again for that. The count begins anew after each synchronized backward, and when gradients were cleared. It
     goes on for parameters whose `.grad` was not cleared after a synchronized backward; their `.grad` gets back what it
-    was before it was scaled, so that all micro-batches count the same.
+    was before it was scaled, so that all micro-batches count the same. In one more backward after the same forward, as
+    of a second network, the micro-batch counts for the parameters that do not have it yet.
 
     Args:
         divided_by: what the loss is divided by, asked for in each synchronized backward.
@@ -91,11 +100,15 @@ class MicroBatches:
         self._has_begun = False
         self._step = -1
         self._last: Accumulated | None = None
+        # Weights of the next micro-batch and of the present one.
         self._pending: Number | None = None
+        self._present: Number | None = None
         self._clear()
 
     def _clear(self) -> None:
         self._count, self._num_weightless = 0, 0
+        # Whether a synchronized backward has ended.
+        self._is_over = False
         self._weight: Number = 0.0
         self._held: dict[str, Held] = {}
         self._stale: set[str] = set()
@@ -162,6 +175,10 @@ class MicroBatches:
                 call_at_end_of_backward(lambda: call_at_end_of_backward(lambda: self._scale_unused(last)))
         return self._last
 
+    def end_step(self) -> None:
+        """Called when a synchronized backward has ended."""
+        self._is_over = self._last is not None
+
     def _scale_unused(self, last: Accumulated) -> None:
         """Scale what DDP has left alone, because no rank used it, like the rest."""
         for name in last.held.keys() & last.factors.keys() & self._parameters.keys():
@@ -175,6 +192,8 @@ class MicroBatches:
             if self._has_begun:
                 self._has_begun = False
                 self._begin()
+            elif self._is_over:
+                self._go_on_within()
             self._used.add(name)
             if name in self._stale:
                 self._stale.remove(name)
@@ -193,11 +212,15 @@ class MicroBatches:
             self._go_on_after(self._last)
         elif self._was_cleared():
             self._clear()
+        self._present, self._pending = self._pending, None
+        self._count_present()
+
+    def _count_present(self) -> None:
         self._count += 1
-        if self._pending is None:
+        if self._present is None:
             self._num_weightless += 1
         else:
-            self._weight, self._pending = self._weight + self._pending, None
+            self._weight = self._weight + self._present
 
     def _was_cleared(self) -> bool:
         if self._witness is None:
@@ -207,6 +230,13 @@ class MicroBatches:
             return True
         # Scaled or clipped, or set to zero.
         return parameter.grad._version != version and not _nonzero(self._parameters)
+
+    def _go_on_within(self) -> None:
+        """Begin one more backward of the present micro-batch, after a synchronized one."""
+        assert self._last is not None
+        self._go_on_after(self._last)
+        self._held = {name: dataclasses.replace(held, has_present=True) for name, held in self._held.items()}
+        self._count_present()
 
     def _go_on_after(self, last: Accumulated) -> None:
         """Begin anew after a synchronized backward, but for gradients that were not cleared."""

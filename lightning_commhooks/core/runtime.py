@@ -64,7 +64,7 @@ class Runtime:
         if isinstance(hook.method, UserFunction):
             group = Group(process_group, self.counters, device)
             self.bound = hook.bind(group)
-            self.clock = StepClock(self.counters)
+            self.clock = StepClock(self.counters, self._end_step)
             self.local = LocalSteps(self, group)
             self._usage = Usage(self.local.backward_begins)
             return
@@ -118,9 +118,12 @@ class Runtime:
 
     def _end_step(self, in_time: bool, complete: bool) -> None:
         # One that broke off ends when the next one has begun.
+        if self.micro_batches is not None:
+            self.micro_batches.end_step()
         if in_time:
             self._usage.begin()
-        self._steps.end(in_time, complete)
+        if self._engine is not None:
+            self._steps.end(in_time, complete)
 
     def call(self, function: Callable[[], T]) -> T:
         """Run a function in turn with the hook."""

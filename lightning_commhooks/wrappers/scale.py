@@ -140,10 +140,9 @@ class _BoundScale(BoundAround):
             return 1 / self._accumulation
         if self._accumulation == "sum":
             return accumulated.divided_by
+        num_micro_batches, total = accumulated.with_held(held)
         if self._accumulation == "mean":
-            return accumulated.divided_by / (held.num_micro_batches + accumulated.num_micro_batches)
-        assert accumulated.total_weight is not None
-        total = held.weight + accumulated.total_weight
+            return accumulated.divided_by / num_micro_batches
         num_ranks = 1 if self._inner.is_local(bucket.step) else self.group.size
         if isinstance(total, Tensor):
             return torch.where(total > 0, num_ranks * accumulated.divided_by / total, 1.0).to(torch.float32).view(())
