@@ -297,16 +297,17 @@ def _state(rank, world):
         return state["hook"]["options"], third["hook"]["options"], scaled.name
 
 
-def test_error_feedback_is_in_units_of_what_is_communicated(run):
+@pytest.mark.parametrize("hook", [lc.PowerSGD(start_powerSGD_iter=0), lc.Int8(min_bytes=0, block_size=32)])
+def test_error_feedback_is_in_units_of_what_is_communicated(run, hook):
     """The factor changes from window to window; what is sent and what is owed is the sum of all means."""
-    for found in run(_telescoping):
+    for found in run(_telescoping, hook):
         assert found <= 1e-5
 
 
-def _telescoping(rank, world):
+def _telescoping(rank, world, hook):
     windows = (range(4), range(4, 5), range(5, 8))
     sums = {name: [0.0, 0.0] for name in SMALL}
-    with attached(lc.PowerSGD(start_powerSGD_iter=0), accumulation="mean") as (ddp, attachment):
+    with attached(hook, accumulation="mean") as (ddp, attachment):
         for window in windows:
             for i in window:
                 backward(ddp, i, rank, sync=i == window[-1])

@@ -128,8 +128,8 @@ class MicroBatches:
         own = weakref.ref(model)
 
         def before_forward(module: object, inputs: object) -> None:
-            # Not in a copy of the model, and not when activations are computed again.
-            if module is own() and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
+            # Not in a copy of the model.
+            if module is own() and torch.is_grad_enabled():
                 self._has_begun = True
 
         self._handles.append(model.register_forward_pre_hook(torch.compiler.disable(before_forward)))
