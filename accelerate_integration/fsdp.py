@@ -9,7 +9,7 @@ from typing import Any
 from accelerate import Accelerator
 from accelerate.utils import DDPCommunicationHookType, DistributedType
 
-from accelerate_integration.kwargs import _from_environment
+from accelerate_integration.kwargs import from_environment
 from lightning_commhooks.core.fsdp import FSDPAttachment, attach_fsdp
 from lightning_commhooks.core.hook import CommHook
 from lightning_commhooks.core.sharded import resolve_sharded_hook
@@ -63,7 +63,8 @@ def attach_to_prepared(
             "leave that out with FSDP"
         )
     name = hook.value if isinstance(hook, DDPCommunicationHookType) else hook
-    resolved = resolve_sharded_hook(_from_environment() if name is None else name)
+    needed = "use_comm_hook(accelerator, hook) needs a hook, a name such as 'bf16'"
+    resolved = resolve_sharded_hook(from_environment(needed) if name is None else name)
     if not accelerator._models:
         raise ValueError("the accelerator has no model yet: call use_comm_hook(accelerator, ...) after prepare()")
     return FSDPCommHook(resolved, [attach_fsdp(model, resolved) for model in accelerator._models])

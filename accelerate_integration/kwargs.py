@@ -99,7 +99,7 @@ class CommHookKwargs(DistributedDataParallelKwargs):
     def __post_init__(self) -> None:
         name = self.hook.value if isinstance(self.hook, DDPCommunicationHookType) else self.hook
         if name in (None, _NO.value):
-            found = self._translated() or _from_environment()
+            found = self._translated() or from_environment("CommHookKwargs needs hook=..., a name such as 'powersgd'")
             self.hook = resolve_hook(found, accumulation=self.accumulation)
             return
         if self.comm_hook != _NO or self.comm_wrapper != _NO or self.comm_state_option:
@@ -204,14 +204,15 @@ def _accelerator_of(caller: FrameType | None) -> Accelerator | None:
     return None
 
 
-def _from_environment() -> CommHook:
-    """The hook that `COMMHOOKS_HOOK` and `COMMHOOKS_OPTIONS` name."""
+def from_environment(otherwise: str) -> CommHook:
+    """The hook that `COMMHOOKS_HOOK` and `COMMHOOKS_OPTIONS` name.
+
+    Raises:
+        ValueError: they name none, which begins with `otherwise`.
+    """
     name, options = os.environ.get("COMMHOOKS_HOOK"), os.environ.get("COMMHOOKS_OPTIONS") or "{}"
     if not name:
-        raise ValueError(
-            "CommHookKwargs needs hook=..., a name such as 'powersgd' or a configured hook, or the environment "
-            "variable COMMHOOKS_HOOK"
-        )
+        raise ValueError(f"{otherwise} or a configured hook, or the environment variable COMMHOOKS_HOOK")
     try:
         parsed = json.loads(options)
     except json.JSONDecodeError as error:

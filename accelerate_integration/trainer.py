@@ -165,10 +165,12 @@ class _TrainerEvents:
                 "micro-batches (num_items_in_batch): use accumulation='framework', which is the mean over tokens"
             )
         # By tokens, or by the micro-batches: in both cases the sum over micro-batches is a mean.
-        self._companion().divided_before = float(
-            # Older versions divide by this, also in a shorter window.
-            getattr(trainer, "current_gradient_accumulation_steps", trainer.args.gradient_accumulation_steps)
-        )
+        if not hasattr(trainer, "current_gradient_accumulation_steps"):
+            raise ValueError(
+                f"accumulation={accumulation!r} needs a transformers.Trainer that divides by the micro-batches of the "
+                "window (current_gradient_accumulation_steps); this version does not: update transformers"
+            )
+        self._companion().divided_before = float(trainer.current_gradient_accumulation_steps)
         return original(model, inputs, num_items_in_batch)
 
     def _save_and_evaluate(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -24,9 +24,14 @@ class ShardedHookMixin:
     """Attaches a communication hook when the model of a strategy is set up for training."""
 
     _misconfiguration: ClassVar[type[Exception]]
+    # What Lightning hands over, and not before training.
+    _options_of_fsdp: ClassVar[frozenset[str]] = frozenset()
     model: Any
 
     def __init__(self, hook: ShardedHookName | CommHook, **kwargs: Any) -> None:
+        known = {*inspect.signature(super().__init__).parameters, *self._options_of_fsdp}
+        if unknown := sorted(kwargs.keys() - known):
+            raise self._misconfiguration(f"{type(self).__name__} has no option {unknown[0]!r}, and neither has FSDP")
         with refusals_as(self._misconfiguration, self):
             self._hook = resolve_sharded_hook(hook)
         self._attachment: FSDPAttachment | None = None
@@ -59,28 +64,19 @@ class ShardedHookMixin:
 class CompressedFSDPMixin(ShardedHookMixin):
     """For an `FSDPStrategy`; put before it in a class's bases."""
 
+    _options_of_fsdp = frozenset(inspect.signature(FullyShardedDataParallel).parameters)
     kwargs: dict[str, Any]
     mixed_precision: MixedPrecision | None
     root_device: torch.device
     sharding_strategy: ShardingStrategy
 
     def __init__(self, hook: ShardedHookName | CommHook, **kwargs: Any) -> None:
-        # Lightning hands over to FSDP what it does not know, and that is not before training.
-        ours, fsdp = (inspect.signature(f).parameters for f in (self._strategy_init(), FullyShardedDataParallel))
-        if unknown := sorted(kwargs.keys() - {*ours, *fsdp}):
-            raise self._misconfiguration(
-                f"{type(self).__name__} has no option {unknown[0]!r}, and neither has FullyShardedDataParallel"
-            )
         super().__init__(hook, **kwargs)
         self._root: FullyShardedDataParallel | None = None
         self._is_hybrid = self.sharding_strategy in fsdp1.HYBRID
         if self._is_hybrid:
             with refusals_as(self._misconfiguration, self):
                 self._check_hybrid()
-
-    def _strategy_init(self) -> Any:
-        classes = type(self).__mro__
-        return classes[classes.index(ShardedHookMixin) + 1].__init__  # type: ignore[misc]
 
     def _check_hybrid(self) -> None:
         accumulates = getattr(self._hook, "accumulate_dtype", None) is not None

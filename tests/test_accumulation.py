@@ -71,7 +71,7 @@ def error(found, expected):
 
 def train(rank, world, hook, windows, sync="last", clear="none", divided_by=1.0, ddp_options=None, **options):
     """Errors of each window's gradient against the exact mean over its micro-batches, and against their sum."""
-    with attached(hook, ddp_options=ddp_options, loss_divided_by=divided_by, **options) as (ddp, _):
+    with attached(hook, ddp_options=ddp_options, loss_divided_by=lambda: divided_by, **options) as (ddp, _):
         errors = []
         for window in windows:
             for i in window:

@@ -206,9 +206,6 @@ def test_models_that_take_part_in_different_micro_batches(results, host, tokens)
     check(results(host), label, expected(windows=ODD, tokens=tokens, seed=4), key="other")
 
 
-TWO_BACKWARDS = "parameters that a second backward of the same forward reaches are scaled by what came since the first"
-
-
 @pytest.mark.parametrize("tokens", [False, True])
 @pytest.mark.parametrize("second", [False, True])
 def test_networks_with_a_backward_each(results, second, tokens):

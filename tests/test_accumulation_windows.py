@@ -3,9 +3,10 @@
 import contextlib
 import pickle
 
+import numpy as np
 import pytest
 import torch
-from driver import Params
+from driver import HOOKS, Params
 from local_sgd_driver import ENDED
 from pool import ignoring
 from test_accumulation import SMALL, attached, backward, error, exact_mean, grads, micro
@@ -14,7 +15,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_commhooks as lc
-from lightning_commhooks.core.accumulation import MicroBatches
+from lightning_commhooks.core.micro_batches import MicroBatches
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
@@ -182,21 +183,22 @@ def scale_by_grad_accum_steps(state, bucket):
     return default_hooks.allreduce_hook(state, bucket)
 
 
-def test_a_rank_that_gave_no_weight_fails_on_all(run):
-    at_fault, other = run(_no_weight)[::-1]
-    assert "failed on rank 1 at step 0" in at_fault
-    assert "1 micro-batches of this step have no weight. Call add_weight(num_tokens)" in at_fault
-    assert "failed on rank 0 at step 0" in other
+@pytest.mark.parametrize("hook", ["allreduce", scaling_hook])
+def test_a_rank_that_gave_no_weight_fails_on_all(run, hook):
+    at_fault, other = run(_no_weight, hook)[::-1]
+    assert "failed on rank 1 at step 0" in at_fault or hook is scaling_hook
+    assert "some micro-batches of this step have no weight on this rank. Call add_weight(num_tokens)" in at_fault
+    assert "have no weight on another rank" in other
 
 
-def _no_weight(rank, world):
-    with attached("allreduce", accumulation="weighted") as (ddp, attachment):
+def _no_weight(rank, world, hook):
+    with attached(hook, accumulation="weighted") as (ddp, attachment):
         for i in range(2):
             if rank == 0 or i == 0:
                 attachment.add_weight(3)
             if i == 0:
                 backward(ddp, i, rank, sync=False)
-        with pytest.raises(lc.HookError) as failure:
+        with pytest.raises(ValueError if hook is scaling_hook else lc.HookError) as failure:
             backward(ddp, 1, rank)
         return str(failure.value)
 
@@ -258,22 +260,23 @@ def _uneven(rank, world):
     return found
 
 
-def test_sparse_gradients(run):
-    for found in run(_sparse):
+@pytest.mark.parametrize("accumulation", ["mean", "framework"])
+def test_sparse_gradients(run, accumulation):
+    for found in run(_sparse, accumulation):
         assert found <= 1e-6
 
 
-def _sparse(rank, world):
+def _sparse(rank, world, accumulation):
     model = nn.Embedding(8, 3, sparse=True)
-    with attached("allreduce", model, accumulation="mean") as (ddp, _):
+    with attached(lc.ScaleByGradAccumulation("allreduce", accumulation), model) as (ddp, _):
         for i in range(3):
             with contextlib.nullcontext() if i == 2 else ddp.no_sync():
                 ddp(torch.tensor([i, rank])).sum().backward()
         expected = torch.zeros(8, 3, dtype=torch.float64)
         for r in range(world):
             for i in range(3):
-                expected[i] += 1 / 3 / world
-                expected[r] += 1 / 3 / world
+                expected[i] += 1 / (3 if accumulation == "mean" else 1) / world
+                expected[r] += 1 / (3 if accumulation == "mean" else 1) / world
         return error({"weight": model.weight.grad.to_dense().double()}, {"weight": expected})
 
 
@@ -360,10 +363,11 @@ def test_refusals(make, text):
 def test_refusals_when_attached(run):
     for texts in run(_refusals):
         assert "has an accumulation already" in texts[0]
-        assert "loss_divided_by must be positive, is 0" in texts[1]
+        assert "loss_divided_by must be a positive number or a function, is 0" in texts[1]
         assert "add_weight() is for accumulation='weighted'" in texts[2]
         assert "of shape [2]" in texts[3]
         assert "is -1" in texts[4]
+        assert "of which some hooks average models and others gradients" in texts[5]
 
 
 def _refusals(rank, world):
@@ -373,11 +377,13 @@ def _refusals(rank, world):
         _text(lambda: lc.attach(ddp, scaled, accumulation="sum")),
         _text(lambda: lc.attach(ddp, "bf16", accumulation="sum", loss_divided_by=0)),
     ]
+    local_sgd = lc.PostLocalSGD(post_local_gradient_allreduce=False)
+    mixed = lc.PerParameter({"first": local_sgd, "*": "bf16"})
     with attached(scaled) as (_, attachment):
         texts.append(_text(lambda: attachment.add_weight(1)))
     with attached("bf16", accumulation="weighted") as (_, attachment):
         texts += [_text(lambda: attachment.add_weight(torch.ones(2))), _text(lambda: attachment.add_weight(-1))]
-    return texts
+    return [*texts, _text(lambda: lc.attach(ddp, mixed, accumulation="weighted"))]
 
 
 def _text(function):
@@ -445,3 +451,131 @@ def _compiled(rank, world, outside):
             with contextlib.nullcontext() if i == 2 else ddp.no_sync():
                 forward(data[rank, i]).square().sum().backward()
         return error({n: p.grad.double() for n, p in model.named_parameters()}, expected)
+
+
+def penalty(ddp, loss):
+    (sum(p.sum() for p in ddp.parameters()) * 0.5).backward()
+
+
+def gradients_of_parameters(ddp, loss):
+    torch.autograd.grad(sum(p.square().sum() for p in ddp.parameters()), list(ddp.parameters()))
+
+
+def gradients_of_the_loss(ddp, loss):
+    torch.autograd.grad(loss, list(ddp.parameters()))
+
+
+def gradients_of_a_forward(ddp, loss):
+    torch.autograd.grad(ddp(micro(0, 0)), list(ddp.parameters()))
+
+
+@pytest.mark.parametrize("accumulation", ["mean", "weighted"])
+@pytest.mark.parametrize("between", [penalty, gradients_of_parameters, gradients_of_the_loss, gradients_of_a_forward])
+def test_what_comes_between_a_synchronized_backward_and_the_step(run, between, accumulation):
+    """It changes what it changes without scaling; and a window that goes on is the mean all the same."""
+    for errors in run(_between, between, accumulation):
+        assert max(errors) <= 1e-5
+
+
+def _between(rank, world, between, accumulation):
+    errors = []
+    with attached("allreduce", accumulation=accumulation) as (ddp, attachment):
+        for window in (range(3), range(3, 5)):
+            for i in window:
+                if accumulation == "weighted":
+                    attachment.add_weight(1)
+                with contextlib.nullcontext() if i == window[-1] else ddp.no_sync():
+                    loss = ddp(micro(rank, i))
+                    loss.backward(retain_graph=True)
+            expected = exact_mean(world, window, lambda _, n=window: len(n))
+            errors.append(error(grads(ddp), expected))
+            between(ddp, loss)
+            if between is penalty:
+                expected = {name: gradient + 0.5 for name, gradient in expected.items()}
+            errors.append(error(grads(ddp), expected))
+            ddp.zero_grad()
+    return errors
+
+
+LOSSY = {
+    "quantize_per_tensor",
+    "quantize_per_channel",
+    "int4",
+    "batched_powersgd",
+    "powersgd",
+    "powersgd+batch",
+    "cast",
+}
+
+
+@pytest.mark.parametrize("label", [label for label in HOOKS if label not in ("noop", "per_parameter")])
+def test_ranks_agree_when_they_have_not_as_many_micro_batches(run, label):
+    """The mean of the ranks' means."""
+    (first, errors), (second, _) = run(_uneven_windows, label)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert errors <= (1 if label in LOSSY else 2e-2)
+
+
+def _uneven_windows(rank, world, label):
+    with attached(HOOKS[label], accumulation="mean") as (ddp, _):
+        for i in range(2 + 2 * rank):
+            backward(ddp, i, rank, sync=i == 1 + 2 * rank)
+        expected = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in SMALL.items()}
+        for r in range(world):
+            for i in range(2 + 2 * r):
+                for name in SMALL:
+                    expected[name] += micro(r, i)[name].double() / (2 + 2 * r) / world
+        return {name: p.grad for name, p in ddp.module.named_parameters()}, error(grads(ddp), expected)
+
+
+def test_another_wrapper_in_the_middle_of_a_window(run):
+    for found in run(_moved):
+        assert found <= 1e-6
+
+
+def _moved(rank, world):
+    with attached("allreduce", accumulation="mean") as (ddp, attachment):
+        for i in range(2):
+            backward(ddp, i, rank, sync=False)
+        other = DistributedDataParallel(ddp.module)
+        attachment.move_to(other)
+        backward(other, 2, rank)
+        return error(grads(other), exact_mean(world, range(3), lambda _: 3.0))
+
+
+def test_weights_of_evaluation_and_of_numpy(run):
+    for found in run(_evaluated):
+        assert found <= 1e-6
+
+
+def _evaluated(rank, world):
+    with attached("allreduce", accumulation="weighted") as (ddp, attachment):
+        with torch.no_grad():
+            attachment.add_weight(1000)
+            ddp(micro(rank, 0))
+        attachment.add_weight(np.int64(3))
+        attachment.add_weight(np.float32(1))
+        backward(ddp, 0, rank)
+        return error(grads(ddp), exact_mean(world, [0], lambda _: 4.0))
+
+
+@pytest.mark.parametrize("hook", ["bf16", scaling_hook])
+def test_a_divisor_that_is_none(run, hook):
+    assert all("loss_divided_by must return a positive number, returned 0" in text for text in run(_no_divisor, hook))
+
+
+def _no_divisor(rank, world, hook):
+    with attached(hook, accumulation="mean", loss_divided_by=lambda: 0) as (ddp, _):
+        with pytest.raises(ValueError) as failure:  # noqa: PT011  # the text is looked at by the caller
+            backward(ddp, 0, rank)
+        return str(failure.value)
+
+
+def test_a_divisor_without_effect_warns(run):
+    assert run(_without_effect) == ["loss_divided_by=4 does nothing with accumulation='framework'"] * 2
+
+
+def _without_effect(rank, world):
+    with pytest.warns() as caught, attached("allreduce", loss_divided_by=4):
+        pass
+    return str(caught[0].message).split(",")[0]

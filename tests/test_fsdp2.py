@@ -1,5 +1,6 @@
 """Hooks for `fully_shard` on CPU: bounds, bytes, what FSDP2 asks of a reduce-scatter, int8."""
 
+import contextlib
 import gc
 import itertools
 
@@ -172,10 +173,14 @@ def test_accumulation(run):
 
 def replicas(rank, world):
     with leaving_no_groups():
-        with pytest.warns(UserWarning, match=REPLICAS) if rank == 0 else ignoring():
-            model = shard2("hybrid")
-            lc.attach_fsdp(model, "bf16")
-            reduced(model, rank)
+        for hook in ("bf16", INT8):
+            with pytest.warns(UserWarning, match=REPLICAS) if rank == 0 else contextlib.nullcontext([]) as caught:
+                model = shard2("hybrid")
+                attachment = lc.attach_fsdp(model, hook)
+                reduced(model, rank)
+                reduced(model, rank)
+                attachment.close()
+            assert len(caught) == (rank == 0)
         quiet = shard2("hybrid", mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.bfloat16))
         lc.attach_fsdp(quiet, "bf16")
         return errors(reduced(quiet, rank), world)[0]
@@ -213,6 +218,18 @@ def test_replicas_are_averaged_by_the_hook(run):
             assert relative <= 4 * UNITS.get(name, 1e-6) or (name == "int8" and absolute <= 3 / 127)
             assert dense / metrics["bytes_sent"] == pytest.approx({"allreduce": 1, "int8": 3.9}.get(name, 2), rel=0.05)
         assert alone > 0.01
+
+
+def unsharded(rank, world):
+    with leaving_no_groups():
+        alone = init_device_mesh("cpu", (world, 1), mesh_dim_names=("replicas", "shards"))
+        for mesh in (alone, alone["shards"]):
+            with pytest.raises(ValueError, match="no parameter of the model is sharded over more than one rank"):
+                lc.attach_fsdp(shard2("full", mesh=mesh), "bf16")
+
+
+def test_a_hook_that_would_never_run_is_refused(run):
+    run(unsharded)
 
 
 def lifecycle(rank, world):

@@ -99,7 +99,7 @@ def test_hybrid_on_four_ranks_of_the_standalone_package(tmp_path):
         ),
         ({"hook": "bf61"}, "did you mean 'bf16'"),
         ({"hook": lc.Int8()}, "Set use_error_feedback=False, compress_1d=True"),
-        ({"hook": "bf16", "sharding": "FULL_SHARD"}, "has no option 'sharding', and neither has FullyShardedDataPar"),
+        ({"hook": "bf16", "sharding": "FULL_SHARD"}, "has no option 'sharding', and neither has FSDP"),
         ({"hook": "int8", "sharding_strategy": "HYBRID_SHARD"}, r"'bf16', 'fp16' and 'allreduce' do, by MixedPrec"),
         (
             {"hook": lc.BF16(accumulate_dtype="float32"), "sharding_strategy": "HYBRID_SHARD"},

@@ -85,3 +85,19 @@ def test_weights_on_the_device(hook):
         found, expected = ddp.module.bias.grad.cpu(), gradients["bias"] / 4
         assert (found - expected).norm() <= 1e-2 * expected.norm()
         attachment.close()
+
+
+@pytest.mark.usefixtures("_nccl")
+@pytest.mark.parametrize("hook", ["allreduce", "fp16", "noop"])
+def test_many_tokens_and_gradients_in_16_bit(hook):
+    """Their number is beyond float16."""
+    device = torch.device("cuda", 0)
+    ddp = DistributedDataParallel(Params(SHAPES, torch.float16).to(device), device_ids=[0], bucket_cap_mb=4e-3)
+    with ignoring(NOT_AVERAGING, NOTHING_COMPRESSED, TOO_EARLY):
+        attachment = lc.attach(ddp, hook, accumulation="weighted")
+        gradients = {name: 1e3 * g for name, g in full_rank_gradients(0, 0, SHAPES).items()}
+        attachment.add_weight(torch.tensor(100_000, device=device))
+        ddp({name: g.to(device, torch.float16) for name, g in gradients.items()}).backward()
+        found, expected = ddp.module.bias.grad.cpu().float(), gradients["bias"] / 1e5
+        assert (found - expected).norm() <= 1e-2 * expected.norm()
+        attachment.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from lightning_commhooks.core.accumulation import is_positive
 from lightning_commhooks.core.attachment import Attachment
 from lightning_commhooks.core.ddp import check_model
 from lightning_commhooks.core.groups import backend_for
@@ -91,12 +93,18 @@ def attach(
     """
     resolved = resolve_hook(hook, hook_state, accumulation)
     config = resolved if isinstance(resolved, CommHook) else UserFunction(resolved)
-    if not callable(loss_divided_by) and not loss_divided_by > 0:
-        raise ValueError(f"loss_divided_by must be positive, is {loss_divided_by!r}")
+    if not callable(loss_divided_by) and not is_positive(loss_divided_by):
+        raise ValueError(f"loss_divided_by must be a positive number or a function, is {loss_divided_by!r}")
     divided_by = loss_divided_by if callable(loss_divided_by) else lambda: loss_divided_by
     check_model(model)
     if grad_scaler is not None and not isinstance(grad_scaler, torch.amp.GradScaler):
         raise ValueError(f"grad_scaler must be a torch.amp.GradScaler, is {grad_scaler!r}")
+    if not (callable(loss_divided_by) or loss_divided_by == 1 or config.counts_micro_batches):
+        warnings.warn(
+            f"loss_divided_by={loss_divided_by} does nothing with accumulation='framework', which leaves gradients as "
+            "they are: use accumulation='mean'",
+            stacklevel=2,
+        )
     device = next(p.device for p in model.module.parameters() if p.requires_grad)
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"communication hooks run on CPU and CUDA devices, the model is on {device}")

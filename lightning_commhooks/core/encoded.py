@@ -111,7 +111,7 @@ class EncodedCollectives(ABC):
             parts: the same on every rank.
             kernels: of this group.
             loss_scale: what numbers are divided by before they are added to what is owed, and the mean multiplied by.
-            scale: what numbers are multiplied by.
+            scale: what numbers are multiplied by, those with error feedback only.
             two_shot: whether there are two; if not, each rank sends all to all others, (w-1) times the encoded size.
 
         Returns:
@@ -120,7 +120,7 @@ class EncodedCollectives(ABC):
         if not parts:
             return torch.ones((), dtype=torch.bool, device=self.device)
         one = parts[0].numbers.new_ones(())
-        way_in, with_feedback, without = one * (scale / loss_scale), one * loss_scale, one * scale
+        way_in, way_out = (one * (scale / loss_scale)).view(()), (one * loss_scale).view(())
         has_owners = self.num_owners(two_shot) > 1
         sent = [self._send(part, kernels, way_in, has_owners) for part in parts]
         if has_owners:
@@ -129,7 +129,7 @@ class EncodedCollectives(ABC):
         for part, arrived in zip(parts, sent, strict=True):
             num_senders = 1 if has_owners else self.size
             payloads = arrived().view(num_senders, part.numbers.shape[0], -1)
-            factor = with_feedback if part.owed is not None else without
+            factor = way_out if part.owed is not None else one
             finite.append(kernels.decode_mean(payloads, factor, part.numbers))
         return torch.stack(finite).all()
 

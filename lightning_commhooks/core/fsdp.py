@@ -47,7 +47,8 @@ class FSDPAttachment:
         """Cumulative counts of this rank, of gradients alone: parameters are gathered by FSDP itself.
 
         Returns:
-            `steps` (backwards that reduced gradients), `bytes_sent` and `bytes_dense` (payload bytes this rank sent for
+            `steps` (backwards that reduced gradients; with FSDP 1 and reentrant activation checkpointing, each of those
+            inside of another counts too), `bytes_sent` and `bytes_dense` (payload bytes this rank sent for
             gradients, and would have sent in float32), `compression_ratio` (dense over sent), `collectives`,
             `numel_compressed` and `numel_uncompressed` (gradient elements that were and were not sent in another form
             than FSDP handed them over), `numel_overflowed` (gradient elements of this rank that are finite, but not in

@@ -26,12 +26,12 @@ class _ReduceScatter:
 
     Args:
         runtime: what reduces.
-        may_warn: whether ranks hold replicas of the shards, which FSDP2 averages by itself.
+        has_replicas: whether ranks hold replicas of the shards, which FSDP2 averages by itself.
     """
 
-    def __init__(self, runtime: ShardedRuntime, may_warn: bool) -> None:
+    def __init__(self, runtime: ShardedRuntime, has_replicas: bool) -> None:
         self._runtime = runtime
-        self._may_warn = may_warn
+        self._has_replicas = has_replicas
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A new tensor for gradients or a share of them."""
@@ -47,9 +47,9 @@ class _ReduceScatter:
     ) -> dist.Work | None:
         """Reduce; on CUDA on the current stream, which is FSDP2's stream for this."""
         self._runtime.reduce_scatter(input_tensor, output_tensor, group, _factor(op, group.size()))
-        if self._may_warn and hasattr(self._runtime.hook, "dtype") and output_tensor.element_size() > 2:
-            self._may_warn = False
-            _warn_of_replicas(self._runtime.hook, output_tensor.dtype)
+        compresses = self._runtime.counters.numel_compressed > 0
+        if self._has_replicas and compresses and output_tensor.element_size() > 2:
+            _warn_of_replicas(self._runtime, output_tensor.dtype)
         return _Finished(output_tensor.device) if async_op else None
 
 
@@ -85,12 +85,13 @@ def _factor(op: Any, size: int) -> float:
     raise ValueError(f"FSDP2 asks for the reduction {op}; communication hooks know AVG, SUM and PREMUL_SUM")
 
 
-def _warn_of_replicas(hook: CommHook, dtype: torch.dtype) -> None:
-    if dist.get_rank() == 0:
+def _warn_of_replicas(runtime: ShardedRuntime, dtype: torch.dtype) -> None:
+    if dist.get_rank() == 0 and not runtime.has_warned:
+        runtime.has_warned = True
         warnings.warn(
-            f"hook={hook.name!r} has shares of gradients reduced in 16 bit; between replicas FSDP2 averages them by "
-            f"itself, in {dtype}. To have both in 16 bit: fully_shard(..., mp_policy=MixedPrecisionPolicy("
-            f"reduce_dtype={hook.dtype}))",  # type: ignore[attr-defined]
+            f"hook={runtime.hook.name!r} has shares of gradients reduced in low precision; between replicas FSDP2 "
+            f"averages them by itself, in {dtype}. To have both in low precision: attach_fsdp(replicate_group=...), or "
+            "in 16 bit fully_shard(..., mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.bfloat16))",
             stacklevel=2,
         )
 
@@ -104,8 +105,8 @@ def attach(model: nn.Module, hook: CommHook, replicate_group: dist.ProcessGroup 
     """Have all units of a model reduced by a hook. Collective.
 
     Raises:
-        ValueError: PyTorch is too old, FSDP2 does not take a hook here, one is at work, or FSDP2 averages over replicas
-            by itself.
+        ValueError: PyTorch is too old, FSDP2 does not take a hook here, one is at work, nothing is sharded, or FSDP2
+            averages over replicas by itself.
     """
     if not hasattr(FSDPModule, "set_custom_reduce_scatter"):
         raise ValueError(
@@ -125,6 +126,11 @@ def attach(model: nn.Module, hook: CommHook, replicate_group: dist.ProcessGroup 
                 "replicate_group is for fully_shard on a mesh of one dimension, the ranks of one replica; on two "
                 "dimensions FSDP2 averages over replicas by itself, before a hook sees anything"
             )
+    if dist.get_world_size() > 1 and replicate_group is None and not any(map(_is_sharded, model.parameters())):
+        raise ValueError(
+            "no parameter of the model is sharded over more than one rank, so FSDP2 reduces no shares by a hook: use "
+            "DistributedDataParallel with attach(model, hook), or apply fully_shard on a mesh of more ranks"
+        )
     meshes = {p.device_mesh for p in model.parameters() if isinstance(p, DTensor)}
     runtime = ShardedRuntime(hook, torch.device(next(iter(meshes)).device_type) if meshes else torch.device("cpu"))
     # Those of other shapes are made in the first backward: which of their dimensions FSDP2 has, it does not say.
@@ -152,9 +158,19 @@ def _average_over(replicate_group: dist.ProcessGroup, runtime: ShardedRuntime) -
     return average
 
 
+def _is_sharded(parameter: Tensor) -> bool:
+    if not isinstance(parameter, DTensor):
+        return False
+    sizes = enumerate(parameter.placements)
+    return any(placement.is_shard() and parameter.device_mesh.size(dim) > 1 for dim, placement in sizes)
+
+
 def _has_replicas(unit: FSDPModule) -> bool:
     """Whether gradients are averaged over a first dimension of the mesh after they were reduced over another."""
     return any(
-        isinstance(p, DTensor) and p.device_mesh.ndim > 1 and p.placements[0].is_replicate()
+        isinstance(p, DTensor)
+        and p.device_mesh.ndim > 1
+        and p.placements[0].is_replicate()
+        and p.device_mesh.size(0) > 1
         for p in unit.parameters()  # type: ignore[attr-defined]
     )

@@ -188,6 +188,7 @@ class BoundHook(ABC):
         averages_models: whether `after_optimizer_step` has anything to do, in this step or a later one.
         average_buffers: whether floating-point buffers of the model are averaged with its parameters. DDP then does not
             broadcast them while ranks step alone.
+        averages_parts: whether it averages the models of some parameters, and gradients of others.
         scales_gradients: whether `reduce` multiplies gradients by `Bucket.scale`, in a pass over them that it makes
             anyway. If not, they are multiplied before.
     """
@@ -195,6 +196,7 @@ class BoundHook(ABC):
     has_memory: bool = False
     averages_models: bool = False
     average_buffers: bool = False
+    averages_parts: bool = False
     scales_gradients: bool = False
 
     def __init__(self, group: Group) -> None:

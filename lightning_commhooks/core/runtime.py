@@ -16,7 +16,6 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_commhooks.core import checkpoint
-from lightning_commhooks.core.accumulation import MicroBatches
 from lightning_commhooks.core.collectives import Group
 from lightning_commhooks.core.ddp import LocalPhase, Usage
 from lightning_commhooks.core.engine import Engine, HookError, StreamEngine, ThreadEngine
@@ -25,6 +24,7 @@ from lightning_commhooks.core.hook import BoundHook, Bucket, CommHook
 from lightning_commhooks.core.layout import Layout
 from lightning_commhooks.core.local_steps import LocalSteps
 from lightning_commhooks.core.metrics import Counters
+from lightning_commhooks.core.micro_batches import MicroBatches
 from lightning_commhooks.core.steps import FiniteSteps, StepClock
 from lightning_commhooks.core.user_hook import DDPHook, UserFunction
 
@@ -175,7 +175,10 @@ class Runtime:
         slots = self.layout.slots(bucket.parameters(), flat.numel())
         index, is_last = bucket.index(), bucket.is_last()
         step = self._step_of(index, is_last, last_may_be_skipped)
-        accumulated = None if self.micro_batches is None else self.micro_batches.of_step(step)
+        accumulated = None
+        if self.micro_batches is not None:
+            accumulated = self.micro_batches.of_step(step)
+            self.micro_batches.unscale_(slots, flat)
         scale = _current_scale(self._grad_scaler)
         return Bucket(index, is_last, step, slots, loss_scale=scale, accumulated=accumulated)
 

@@ -28,12 +28,14 @@ class ShardedRuntime:
 
     Attributes:
         reductions: those in use, by group.
+        has_warned: whether the user was told of replicas that the hook does not average.
     """
 
     def __init__(self, hook: CommHook, device: torch.device) -> None:
         self.hook = hook
         self.counters = Counters()
         self.is_closed = False
+        self.has_warned = False
         self._device = device
         self.reductions: dict[dist.ProcessGroup, ShardedReduction] = {}
         self._backward = -1

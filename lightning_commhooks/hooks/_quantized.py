@@ -107,13 +107,13 @@ class _BoundQuantized(BoundByParameter[_Plan]):
     https://arxiv.org/abs/1905.05957, algorithm 1).
     """
 
-    scales_gradients = True
-
     def __init__(self, config: QuantizedConfig, group: Group) -> None:
         super().__init__(group)
         self._config = config
         self._kernels = group.kernels(config.codec, feedback=config.use_error_feedback, two_shot=True)
         self.has_memory = config.use_error_feedback
+        # Without, nothing is added to gradients before they are encoded.
+        self.scales_gradients = config.use_error_feedback
         self._numel_compressed = 0
 
     def reduce(self, flat: Tensor, bucket: Bucket) -> Tensor | None:

@@ -23,6 +23,7 @@ class BoundAround(BoundHook):
         self.has_memory = inner.has_memory
         self.averages_models = inner.averages_models
         self.average_buffers = inner.average_buffers
+        self.averages_parts = inner.averages_parts
         self.scales_gradients = inner.scales_gradients
         self._inner = inner
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -47,8 +48,9 @@ class ScaleByGradAccumulation(CommHook):
         accumulation: see above.
 
     Raises:
-        ValueError: unknown hook; `accumulation` is none of these; this is put inside of another wrapper. In the
-            backward, as a `HookError`: `"weighted"`, and `add_weight` was not called for a micro-batch.
+        ValueError: unknown hook; `accumulation` is none of these; this is put inside of another wrapper; `"weighted"`
+            with a `PerParameter` that averages models and gradients. In the backward, as a `HookError` on all ranks:
+            `"weighted"`, and `add_weight` was not called for a micro-batch of some rank.
     """
 
     name: ClassVar[str] = "scale_by_grad_accumulation"
@@ -91,7 +93,13 @@ class ScaleByGradAccumulation(CommHook):
         return self.inner_hooks[0].method
 
     def bind(self, group: Group) -> BoundHook:
-        return _BoundScale(self.accumulation, self.inner_hooks[0].bind(group))
+        inner = self.inner_hooks[0].bind(group)
+        if self.takes_weights and inner.averages_parts:
+            raise ValueError(
+                "accumulation='weighted' does not work with a PerParameter of which some hooks average models and "
+                "others gradients: ranks would divide by their own weights and by those of all. Use accumulation='mean'"
+            )
+        return _BoundScale(self.accumulation, inner)
 
 
 class _BoundScale(BoundAround):
@@ -104,7 +112,7 @@ class _BoundScale(BoundAround):
     def reduce(self, flat: Tensor, bucket: Bucket) -> Tensor | None:
         factors = self._factors(bucket)
         first = next(iter(factors.values()), 1.0)
-        if any(factor is not first and factor != first for factor in factors.values()):
+        if any(factor is not first for factor in factors.values()):
             for slot in bucket.slots:
                 scale_(slot.view(flat), factors[slot.name])
         elif self._inner.scales_gradients:
@@ -114,8 +122,11 @@ class _BoundScale(BoundAround):
         return self._inner.reduce(flat, bucket)
 
     def reduce_sparse(self, grad: Tensor, bucket: Bucket) -> Tensor:
-        (factor,) = self._factors(bucket).values()
-        return self._inner.reduce_sparse(grad if is_one(factor) else grad * factor, bucket)
+        factor = next(iter(self._factors(bucket).values()), 1.0)
+        if not is_one(factor):
+            grad = grad.clone()
+            grad._values().mul_(factor)
+        return self._inner.reduce_sparse(grad, bucket)
 
     def _factors(self, bucket: Bucket) -> dict[str, Number]:
         """What to multiply the gradients of each parameter by."""
@@ -124,10 +135,15 @@ class _BoundScale(BoundAround):
             return {}
         if self._accumulation == "weighted" and accumulated.total_weight is None:
             accumulated.total_weight = self._total_weight(accumulated, bucket)
-        usual = self._factor(accumulated, Held(), bucket)
-        factors = dict.fromkeys(bucket.names, usual)
-        for name in factors.keys() & accumulated.held.keys():
-            factors[name] = self._factor(accumulated, accumulated.held[name], bucket)
+        none, known = Held(), {}
+        factors: dict[str, Number] = {}
+        for name in bucket.names:
+            held = accumulated.held.get(name, none)
+            # The same object for parameters that have the same, so that nobody has to look at numbers on a device.
+            key = held.num_micro_batches, id(held.weight), held.has_present
+            if key not in known:
+                known[key] = self._factor(accumulated, held, bucket)
+            factors[name] = known[key]
         accumulated.factors |= factors
         # Where no gradient arrived, there is what an earlier backward left, scaled as it was then.
         for name in factors.keys() & accumulated.stale:
@@ -145,7 +161,8 @@ class _BoundScale(BoundAround):
             return accumulated.divided_by / num_micro_batches
         num_ranks = 1 if self._inner.is_local(bucket.step) else self.group.size
         if isinstance(total, Tensor):
-            return torch.where(total > 0, num_ranks * accumulated.divided_by / total, 1.0).to(torch.float32).view(())
+            # Of one dimension, or 16-bit gradients would be multiplied by it in 16 bit.
+            return torch.where(total == 0, 1.0, num_ranks * accumulated.divided_by / total).to(torch.float32).view(1)
         # Without tokens there are no gradients either.
         return num_ranks * accumulated.divided_by / total if total > 0 else 1.0
 
@@ -160,14 +177,17 @@ class _BoundScale(BoundAround):
         )
 
     def _total_weight(self, accumulated: Accumulated, bucket: Bucket) -> Number:
-        if accumulated.num_weightless:
-            raise ValueError(
-                f"accumulation='weighted': {accumulated.num_weightless} micro-batches of this step have no weight. "
-                "Call add_weight(num_tokens) between the forward and the backward of each"
-            )
-        own = accumulated.weight
         # A copy of a number would wait for the device.
-        total = torch.full((1,), 0.0, dtype=torch.float64, device=self.group.device).add_(own)
+        total = torch.zeros(2, dtype=torch.float64, device=self.group.device)
+        total[0] += accumulated.weight
+        total[1] += accumulated.num_weightless
         if not self._inner.is_local(bucket.step):
             self.group.all_reduce_(total)
-        return total if total.is_cuda else total.item()
+        if accumulated.num_weightless or (not total.is_cuda and total[1] > 0):
+            where = "on this rank" if accumulated.num_weightless else "on another rank"
+            raise ValueError(
+                f"accumulation='weighted': some micro-batches of this step have no weight {where}. Call "
+                "add_weight(num_tokens) between the forward and the backward of each"
+            )
+        # Other ranks' devices are not waited for: their gradients become NaN.
+        return torch.where(total[1] == 0, total[:1], math.nan) if total.is_cuda else total[0].item()
