@@ -127,6 +127,7 @@ def _work(pipe, port):
 
 
 def _call(store, rank, world, function, args):
+    gc.freeze()
     environment = read_environment()
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=45))
     with warnings.catch_warnings():

@@ -180,8 +180,8 @@ class MicroBatches:
                 slot.view(flat).view(-1).add_(in_order * (1 / self._held[slot.name].factor - 1))
 
     def _has_arrived(self, parameter: Tensor) -> None:
-        assert parameter.grad is not None
-        self._witness = parameter, parameter.grad._version
+        if parameter.grad is not None:
+            self._witness = parameter, parameter.grad._version
 
     def _begin(self) -> None:
         if self._last is not None:
@@ -214,6 +214,8 @@ class MicroBatches:
         self._go_on_after(self._last)
         self._held = {name: dataclasses.replace(held, has_present=True) for name, held in self._held.items()}
         self._is_within = True
+        # After DDP is done; see above.
+        call_at_end_of_backward(lambda: call_at_end_of_backward(lambda: self._before.clear()))
         self._count_present()
 
     def _go_on_after(self, last: Accumulated) -> None:

@@ -184,9 +184,9 @@ class _BoundScale(BoundAround):
         if not self._inner.is_local(bucket.step):
             self.group.all_reduce_(total)
         if accumulated.num_weightless or (not total.is_cuda and total[1] > 0):
-            where = "on this rank" if accumulated.num_weightless else "on another rank"
+            count = accumulated.num_weightless or f"on another rank {total[1]:g}"
             raise ValueError(
-                f"accumulation='weighted': some micro-batches of this step have no weight {where}. Call "
+                f"accumulation='weighted': {count} micro-batches of this step have no weight. Call "
                 "add_weight(num_tokens) between the forward and the backward of each"
             )
         # Other ranks' devices are not waited for: their gradients become NaN.
