@@ -13,9 +13,11 @@ from torch.optim import Optimizer
 
 from lightning_commhooks.core.accumulation import is_positive
 from lightning_commhooks.core.attachment import Attachment
+from lightning_commhooks.core.collectives import Group
 from lightning_commhooks.core.ddp import check_model
 from lightning_commhooks.core.groups import backend_for
 from lightning_commhooks.core.hook import CommHook
+from lightning_commhooks.core.metrics import Counters
 from lightning_commhooks.core.optimizers import check_optimizer
 from lightning_commhooks.core.registry import get_hook
 from lightning_commhooks.core.runtime import Runtime
@@ -111,7 +113,37 @@ def attach(
     if isinstance(config.method, UserFunction):
         warn_if_broken_here(config.method.function, backend_for(model.process_group, device))
     runtime = Runtime(config, model.process_group, device, hook_state, grad_scaler, divided_by)
-    attachment = Attachment(resolved, runtime, exact_state)
+    return _connected(Attachment(resolved, runtime, exact_state), model, optimizers)
+
+
+def attach_emulated(
+    model: DistributedDataParallel,
+    hook: CommHook,
+    make_group: Callable[[Counters], Group],
+    optimizers: Iterable[Optimizer] = (),
+) -> Attachment:
+    """Attach a hook to a model whose process group is this rank alone, with other collectives than that group's.
+
+    Args:
+        model: the wrapped model.
+        hook: the hook.
+        make_group: makes the collectives, to count by the counters it gets.
+        optimizers: those that train the model.
+
+    Raises:
+        ValueError: see [`attach`][].
+    """
+    check_model(model)
+    device = next(p.device for p in model.module.parameters() if p.requires_grad)
+    runtime = Runtime(hook, model.process_group, device, None, None, lambda: 1, make_group)
+    return _connected(Attachment(hook, runtime, exact_state=False), model, optimizers)
+
+
+def _connected(
+    attachment: Attachment,
+    model: DistributedDataParallel,
+    optimizers: Iterable[Optimizer] | Callable[[], Iterable[Optimizer]] | None,
+) -> Attachment:
     try:
         if optimizers is not None and not callable(optimizers):
             optimizers = list(optimizers)
@@ -122,7 +154,7 @@ def attach(
         attachment._connect(model)
         attachment._set_optimizers(optimizers)
     except BaseException:
-        runtime.close()
+        attachment._runtime.close()
         raise
-    logger.info("attached %r to %s", resolved, type(model.module).__name__)
+    logger.info("attached %r to %s", attachment.hook, type(model.module).__name__)
     return attachment

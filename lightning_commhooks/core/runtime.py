@@ -42,6 +42,7 @@ class Runtime:
         hook_state: of a user's own function.
         grad_scaler: which scales the loss, if any does.
         loss_divided_by: what the loss of each micro-batch is divided by.
+        make_group: makes the collectives of the hook in place of those of `process_group`, to count by these counters.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class Runtime:
         hook_state: object,
         grad_scaler: torch.amp.GradScaler | None,
         loss_divided_by: Callable[[], float],
+        make_group: Callable[[Counters], Group] | None = None,
     ) -> None:
         self.config = hook
         self.counters = Counters()
@@ -75,7 +77,10 @@ class Runtime:
             self._owned, abort = own_group(process_group, device)
             aborts.append(abort)
             self._engine = ThreadEngine(device, functools.partial(_call_all, aborts))
-        group = Group(self._owned or process_group, self.counters, device, aborts)
+        if make_group is not None:
+            group = make_group(self.counters)
+        else:
+            group = Group(self._owned or process_group, self.counters, device, aborts)
         try:
             self.bound = hook.bind(group)
         except BaseException:
