@@ -113,7 +113,21 @@ def attach(
     if isinstance(config.method, UserFunction):
         warn_if_broken_here(config.method.function, backend_for(model.process_group, device))
     runtime = Runtime(config, model.process_group, device, hook_state, grad_scaler, divided_by)
-    return _connected(Attachment(resolved, runtime, exact_state), model, optimizers)
+    attachment = Attachment(resolved, runtime, exact_state)
+    try:
+        if optimizers is not None and not callable(optimizers):
+            optimizers = list(optimizers)
+            if attachment.averages_models:
+                # Before the model has a hook, which DDP does not give back.
+                for optimizer in optimizers:
+                    check_optimizer(optimizer)
+        attachment._connect(model)
+        attachment._set_optimizers(optimizers)
+    except BaseException:
+        runtime.close()
+        raise
+    logger.info("attached %r to %s", resolved, type(model.module).__name__)
+    return attachment
 
 
 def attach_emulated(
@@ -136,25 +150,11 @@ def attach_emulated(
     check_model(model)
     device = next(p.device for p in model.module.parameters() if p.requires_grad)
     runtime = Runtime(hook, model.process_group, device, None, None, lambda: 1, make_group)
-    return _connected(Attachment(hook, runtime, exact_state=False), model, optimizers)
-
-
-def _connected(
-    attachment: Attachment,
-    model: DistributedDataParallel,
-    optimizers: Iterable[Optimizer] | Callable[[], Iterable[Optimizer]] | None,
-) -> Attachment:
+    attachment = Attachment(hook, runtime, exact_state=False)
     try:
-        if optimizers is not None and not callable(optimizers):
-            optimizers = list(optimizers)
-            if attachment.averages_models:
-                # Before the model has a hook, which DDP does not give back.
-                for optimizer in optimizers:
-                    check_optimizer(optimizer)
         attachment._connect(model)
-        attachment._set_optimizers(optimizers)
+        attachment._set_optimizers(list(optimizers))
     except BaseException:
-        attachment._runtime.close()
+        runtime.close()
         raise
-    logger.info("attached %r to %s", attachment.hook, type(model.module).__name__)
     return attachment
