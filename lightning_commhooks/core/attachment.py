@@ -16,10 +16,13 @@ from torch.optim import Optimizer
 from lightning_commhooks.core import checkpoint
 from lightning_commhooks.core.ddp import check_model, register
 from lightning_commhooks.core.engine import HookError
+from lightning_commhooks.core.error_sample import DEFAULT_NUMEL, ErrorSampler
 from lightning_commhooks.core.hook import BoundHook, CommHook
 from lightning_commhooks.core.layout import Layout
 from lightning_commhooks.core.runtime import Runtime
 from lightning_commhooks.core.user_hook import DDPHook, UserFunction
+
+_UNKNOWN_OF_FUNCTIONS = ("bytes_sent", "compression_ratio", "exposed_ms", "codec_ms", "comm_ms", "overlap_ms")
 
 
 class Attachment:
@@ -65,12 +68,67 @@ class Attachment:
             not compress), `numel_overflowed` (gradient elements of this rank that are finite, but not in the float16
             they were sent in), `nonfinite_steps` (steps that a hook with memory disregarded, because a gradient was
             inf or NaN on some rank; also those that ranks taking steps alone skip together), `averagings` (times that
-            the model, or a part of it, was averaged). What a user's own function sends is unknown: NaN.
+            the model, or a part of it, was averaged).
+
+            Milliseconds, summed over the `timed_steps` (all steps; on NCCL one in ten): `exposed_ms` (time that the
+            training thread, or on NCCL its stream, had nothing to do but wait for the hook), `comm_ms` (time within
+            collectives, most of which the backward may hide), `codec_ms` (time of the hook's work outside of
+            collectives), `overlap_ms` (time from the first bucket to the end of the backward, which is there to hide
+            communication in). Waiting for ranks that are slower is in `comm_ms`, and `exposed_ms`, too.
+
+            `relative_error` of the last step that was sampled: NaN without `sample_error`.
+
+            What a user's own function sends, and how long it takes, is unknown: NaN.
         """
-        metrics = self._runtime.counters.as_dict()
+        metrics = {**self._runtime.counters.as_dict(), **self._runtime.counters.timing.totals()}
+        metrics["relative_error"] = self._runtime.watch.relative_error
         if self.bound is None:
-            metrics.update(bytes_sent=math.nan, compression_ratio=math.nan)
+            metrics.update(dict.fromkeys(_UNKNOWN_OF_FUNCTIONS, math.nan))
         return metrics
+
+    def sample_error(self, every: int = 100, numel: int | None = DEFAULT_NUMEL) -> None:
+        """Estimate the error of averaged gradients now and then: `metrics()["relative_error"]`.
+
+        That is `|averaged - mean| / |mean|` over all gradients of a step, with the mean of the same gradients in full
+        precision. With error feedback, what is missing now is sent later, so a model may learn as well with an error
+        near 1. Of steps in which ranks step alone there is none. Costs an all-reduce of `numel` numbers in each sampled
+        step, which is not counted in `bytes_sent`. Collective: call it on all ranks with the same arguments, outside of
+        a backward.
+
+        Args:
+            every: sample steps whose number is a multiple of this; 0: none.
+            numel: number of elements to estimate it from, drawn anew in each sampled step; `None`: all.
+
+        Raises:
+            ValueError: a value is negative, or not the same on all ranks; the hook is a user's own function.
+        """
+        for name, value in (("every", every), ("numel", numel)):
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
+                raise ValueError(f"{name} must be an integer of at least 0, is {value!r}")
+        if self.bound is None:
+            raise ValueError(f"{self.name} is not a hook of this library: its error cannot be sampled")
+        group, own = self.bound.group, [every, -1 if numel is None else numel]
+        self._runtime.clock.end()
+        asked = self._runtime.call(lambda: group.all_gather_quietly(own))
+        if any(one != own for one in asked):
+            raise ValueError(f"sample_error(every, numel) must be the same on all ranks, is {asked}")
+        total = sum(parameter.numel() for parameter in self._runtime.layout.trained.values())
+        self._runtime.watch.sampler = ErrorSampler(every, numel, total) if every else None
+
+    def residual_norm(self) -> float:
+        """Euclidean norm of what this rank has not sent yet, for error feedback, in units of the loss's gradients.
+
+        0 for hooks without. Makes a pass over the memory, and on CUDA waits for it; call it outside of a backward.
+        """
+        bound = self.bound
+        if bound is None:
+            return math.nan
+        self._runtime.clock.end()
+        return self._runtime.call(lambda: math.hypot(*(owed.norm().item() for owed in bound.owed())))
+
+    def steps_not_compressed(self) -> dict[str, int]:
+        """Number of steps that sent no fewer bytes than plain DDP, by reason; call it outside of a backward."""
+        return self._runtime.watch.not_compressed()
 
     def compression_stats(self) -> tuple[float, int, int]:
         """`(rate, numel_before, numel_after)` since compression began, as `PowerSGDState.compression_stats`.

@@ -138,7 +138,8 @@ class Group(EncodedCollectives):
         """Replace a contiguous `tensor` by its sum over ranks, bit-identical on all of them."""
         if self.size > 1 and tensor.numel():
             self._count(self.ring_bytes(tensor))
-            dist.all_reduce(tensor, group=self.process_group)
+            with self.counters.timing.comm():
+                dist.all_reduce(tensor, group=self.process_group)
         return tensor
 
     def all_reduce_mean_(self, tensor: Tensor, scale: float | Tensor = 1.0) -> Tensor:
@@ -191,6 +192,12 @@ class Group(EncodedCollectives):
         """Gather `tensor`, shape `(n,)`, equal on all ranks, into a new tensor of shape `(w, n)`."""
         return self._start_all_gather(tensor)()
 
+    def all_gather_quietly(self, numbers: list[int]) -> list[list[int]]:
+        """The numbers of each rank; not counted. Waits for the device."""
+        with self.counters.paused():
+            gathered: list[list[int]] = self.all_gather(torch.tensor(numbers, device=self.device)).tolist()
+        return gathered
+
     def _start_all_gather(self, tensor: Tensor) -> Callable[[], Tensor]:
         """Begin an `all_gather`; on CPU it goes on by itself. Returns what waits for the result."""
         gathered = tensor.new_empty((self.size, tensor.numel()))
@@ -199,11 +206,12 @@ class Group(EncodedCollectives):
             return lambda: gathered
         self._count((self.size - 1) * tensor.numel() * tensor.element_size())
         if tensor.is_cuda:
-            dist.all_gather_into_tensor(gathered, tensor.contiguous(), group=self.process_group)
+            with self.counters.timing.comm():
+                dist.all_gather_into_tensor(gathered, tensor.contiguous(), group=self.process_group)
             return lambda: gathered
         own = tensor.contiguous()
         work = dist.all_gather(list(gathered.unbind()), own, group=self.process_group, async_op=True)
-        return lambda: _finished(work, gathered)
+        return lambda: self._finished(work, gathered)
 
     def all_to_all(self, chunks: Tensor) -> Tensor:
         """Send row i of `chunks`, shape `(w, n)`, to rank i; row i of the result came from rank i."""
@@ -214,9 +222,12 @@ class Group(EncodedCollectives):
             return lambda: chunks
         self._count((self.size - 1) / self.size * chunks.numel() * chunks.element_size())
         received = torch.empty_like(chunks)
-        asynchronous = not chunks.is_cuda
-        work = dist.all_to_all_single(received, chunks, group=self.process_group, async_op=asynchronous)
-        return lambda: _finished(work, received)
+        if chunks.is_cuda:
+            with self.counters.timing.comm():
+                dist.all_to_all_single(received, chunks, group=self.process_group)
+            return lambda: received
+        work = dist.all_to_all_single(received, chunks, group=self.process_group, async_op=True)
+        return lambda: self._finished(work, received)
 
     def all_reduce_sparse_mean(self, grad: Tensor) -> Tensor:
         """Mean over ranks of a sparse COO tensor: an all-gather of padded indices and values.
@@ -245,8 +256,7 @@ class Group(EncodedCollectives):
         self.counters.bytes_sent += num_bytes
         self.counters.collectives += 1
 
-
-def _finished(work: dist.Work | None, result: Tensor) -> Tensor:
-    if work is not None:
-        work.wait()
-    return result
+    def _finished(self, work: dist.Work, result: Tensor) -> Tensor:
+        with self.counters.timing.comm():
+            work.wait()
+        return result

@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -257,6 +257,21 @@ class BoundHook(ABC):
         Called once for each parameter when another hook takes over (`Schedule`), again if the step was not
         finite. The default does nothing, right for hooks without error feedback.
         """
+
+    def owed(self) -> Iterator[Tensor]:
+        """What this rank has not sent yet, for error feedback: one tensor after another, in units of the loss.
+
+        Not collective. The default has nothing, right for hooks without error feedback.
+        """
+        yield from ()
+
+    def why_not_compressed(self, step: int) -> str | None:
+        """Why nothing is compressed in a step; `None` if there is no reason but that gradients are too small.
+
+        Args:
+            step: number of synchronized backwards before it.
+        """
+        return None
 
     def state_dict(self, writer: StateWriter) -> dict[str, Any]:
         """State as tensors and primitives. Collective: every rank calls it, every rank gets the same.

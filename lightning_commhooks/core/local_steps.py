@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from lightning_commhooks.core.collectives import Group
 from lightning_commhooks.core.engine import HookError
+from lightning_commhooks.core.hook import BoundHook
 from lightning_commhooks.core.layout import Layout
 from lightning_commhooks.core.models import Models
 from lightning_commhooks.core.optimizers import Optimizers, OptimizerStep, check_optimizer
@@ -131,24 +132,29 @@ class LocalSteps:
             return
         self._last_reported = self._runtime.clock.steps
         self._refuse_while_swapped()
-        self._runtime.call(lambda: self._tell(stepped))
+        with self._runtime.counters.timing.wait():
+            self._runtime.call(lambda: self._tell(stepped))
 
     def _tell(self, stepped: OptimizerStep) -> None:
         bound = self._runtime.bound
         try:
-            bound.after_optimizer_step(stepped)
-            # After a phase of a schedule in which ranks stepped alone.
-            if stepped.step < 0 or bound.is_local(stepped.step):
-                return
-            if not self.models.drifted.isdisjoint(stepped.parameters):
-                self.models.average_(stepped.parameters)
-            if self.models.state_drifted(stepped):
-                self.models.average_state_(stepped)
+            with self._runtime.counters.timing.work():
+                self._average_after(stepped, bound)
         except Exception as error:
             raise HookError(
                 f"communication hook {self._runtime.name!r} failed on rank {bound.group.global_rank} after the "
                 f"optimizer's step {stepped.step} ({stepped.optimizer}, ...): {error}"
             ) from error
+
+    def _average_after(self, stepped: OptimizerStep, bound: BoundHook) -> None:
+        bound.after_optimizer_step(stepped)
+        # After a phase of a schedule in which ranks stepped alone.
+        if stepped.step < 0 or bound.is_local(stepped.step):
+            return
+        if not self.models.drifted.isdisjoint(stepped.parameters):
+            self.models.average_(stepped.parameters)
+        if self.models.state_drifted(stepped):
+            self.models.average_state_(stepped)
 
     @property
     def keeps_own_buffers(self) -> bool:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 from torch import Tensor
+
+from lightning_commhooks.core.timing import HostTiming, Timing
 
 
 @dataclass
@@ -25,6 +28,7 @@ class Counters:
         nonfinite_steps: steps that were made NaN on all ranks, because a gradient was inf or NaN on some rank: with a
             hook that has memory, and of ranks that step alone under a scaler.
         averagings: times that (a part of) the model was averaged over ranks.
+        timing: where the time of steps went.
     """
 
     steps: int = 0
@@ -37,6 +41,7 @@ class Counters:
     numel_overflowed: int | Tensor = 0
     nonfinite_steps: int | Tensor = 0
     averagings: int = 0
+    timing: Timing[Any] = field(default_factory=HostTiming, compare=False, repr=False)
 
     def as_dict(self) -> dict[str, float]:
         """All counters, and `compression_ratio`, `bytes_dense / bytes_sent`.
@@ -44,15 +49,16 @@ class Counters:
         The ratio is 1 when there was nothing to send (one process) and inf when a hook sent nothing.
         """
         ratio = self.bytes_dense / self.bytes_sent if self.bytes_sent else math.inf if self.bytes_dense else 1.0
-        counts = {field.name: getattr(self, field.name) for field in fields(self)}
+        counts = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "timing"}
         plain = {name: value.item() if isinstance(value, Tensor) else value for name, value in counts.items()}
         return {**plain, "compression_ratio": ratio}
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Do not count the collectives of checkpoints: they are no gradients."""
+        """Do not count the collectives of checkpoints and measurements: they are no gradients."""
         before = self.bytes_sent, self.collectives
         try:
-            yield
+            with self.timing.paused():
+                yield
         finally:
             self.bytes_sent, self.collectives = before

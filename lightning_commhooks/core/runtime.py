@@ -26,7 +26,9 @@ from lightning_commhooks.core.local_steps import LocalSteps
 from lightning_commhooks.core.metrics import Counters
 from lightning_commhooks.core.micro_batches import MicroBatches
 from lightning_commhooks.core.steps import FiniteSteps, StepClock
+from lightning_commhooks.core.timing import DeviceTiming
 from lightning_commhooks.core.user_hook import DDPHook, UserFunction
+from lightning_commhooks.core.watch import Watch
 
 T = TypeVar("T")
 Trampoline = Callable[[object, GradBucket], Future[Tensor]]
@@ -57,6 +59,7 @@ class Runtime:
     ) -> None:
         self.config = hook
         self.counters = Counters()
+        self.watch = Watch()
         self.hook_state = hook_state
         self.micro_batches = MicroBatches(loss_divided_by) if hook.counts_micro_batches else None
         self._grad_scaler = grad_scaler
@@ -73,6 +76,7 @@ class Runtime:
         aborts: list[Callable[[], None]] = []
         if device.type == "cuda" and backend_for(process_group, device) == dist.Backend.NCCL:
             self._engine = StreamEngine(device)
+            self.counters.timing = DeviceTiming(device)
         else:
             self._owned, abort = own_group(process_group, device)
             aborts.append(abort)
@@ -127,6 +131,7 @@ class Runtime:
             self.micro_batches.end_step()
         if in_time:
             self._usage.begin()
+            self.counters.timing.backward_done()
         if self._engine is not None:
             self._steps.end(in_time, complete)
 
@@ -190,12 +195,13 @@ class Runtime:
     def _reduce(self, flat: Tensor, bucket: Bucket, is_late: bool) -> Tensor:
         group, finite = self.bound.group, None
         try:
-            _count_dense(group, flat)
-            if flat.is_sparse:
-                flat = self.bound.reduce_sparse(flat, bucket)
-            else:
-                _forget_infinities(flat, bucket)
-                finite = self.bound.reduce(flat, bucket)
+            with self.watch.reduction(self.bound, flat, bucket):
+                _count_dense(group, flat)
+                if flat.is_sparse:
+                    flat = self.bound.reduce_sparse(flat, bucket)
+                else:
+                    _forget_infinities(flat, bucket)
+                    finite = self.bound.reduce(flat, bucket)
             self._steps.add(flat._values() if flat.is_sparse else flat, finite, bucket.step, is_late)
             return flat
         except Exception as error:

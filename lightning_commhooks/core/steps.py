@@ -47,6 +47,7 @@ class StepClock:
             self.end()
             self.steps += 1
             self._counters.steps += 1
+            self._counters.timing.begin_step(self.steps - 1)
             self._is_open = True
         self._is_complete = is_last or last_may_be_skipped
         if begins if last_may_be_skipped else is_last:
@@ -122,8 +123,11 @@ class FiniteSteps:
         self._engine.call(lambda: self._end(in_time, complete))
 
     def _end(self, in_time: bool, complete: bool) -> None:
-        if not self._finite:
-            return
+        if self._finite:
+            with self.bound.group.counters.timing.work():
+                self._settle(in_time, complete)
+
+    def _settle(self, in_time: bool, complete: bool) -> None:
         finite, reduced = torch.stack(self._finite).all(), self._reduced
         if not complete:
             finite = torch.zeros_like(finite)

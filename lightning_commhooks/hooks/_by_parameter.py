@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
 from torch import Tensor
@@ -28,6 +28,10 @@ class Plan(ABC):
     @abstractmethod
     def entries(self) -> dict[str, Entry]:
         """The memory by key, views or copies. May be collective."""
+
+    @abstractmethod
+    def owed(self) -> Iterator[Tensor]:
+        """What this rank owes."""
 
 
 P = TypeVar("P", bound=Plan)
@@ -108,6 +112,13 @@ class BoundByParameter(BoundHook, Generic[P]):
             if "residual" in entry:
                 slot.view(flat).add_(self._settled(entry) * loss_scale)
                 self._drained.append(slot.name)
+
+    def owed(self) -> Iterator[Tensor]:
+        for plan in self._plans.values():
+            yield from plan.owed()
+        for entry in self._stored.values():
+            if "residual" in entry:
+                yield self._settled(entry)
 
     def state_dict(self, writer: StateWriter) -> dict[str, Any]:
         live = [plan.entries() for plan in self._plans.values()]

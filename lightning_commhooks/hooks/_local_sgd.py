@@ -134,6 +134,10 @@ class BoundLocalSGD(BoundHook):
     def load_state_dict(self, state: dict[str, Any], reader: StateReader) -> None:
         self._num_steps = dict(reader.section(state, "num_steps"))
 
+    def why_not_compressed(self, step: int) -> str | None:
+        start = self._config.start_localSGD_iter
+        return f"start_localSGD_iter={start}" if step < start else None
+
     def closing_warnings(self, steps: int) -> list[str]:
         start, name = self._config.start_localSGD_iter, self._config.name
         if 0 < steps <= start:

@@ -184,6 +184,10 @@ class BoundLowRank(BoundByParameter[P]):
     def _entry_shapes(self, shapes: list[tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
         """Shapes that an entry has, given those of the parameters in its key; none if it is not compressed."""
 
+    def why_not_compressed(self, step: int) -> str | None:
+        start = self._config.start_powerSGD_iter
+        return f"start_powerSGD_iter={start}" if step < start else None
+
     def compression_stats(self) -> tuple[float, int, int]:
         return self._stats.as_tuple()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import zlib
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,6 +97,10 @@ class _Plan(Plan):
             for slot in self.slots:
                 entries[slot.name]["carried"] = self.parts.gradient(slot, whole)
         return entries
+
+    def owed(self) -> Iterator[Tensor]:
+        if self.residual is not None:
+            yield self.residual.value
 
 
 class _BoundQuantized(BoundByParameter[_Plan]):

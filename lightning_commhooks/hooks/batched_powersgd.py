@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -81,6 +82,10 @@ class _Square(Plan):
             entries = {slot.name: {"residual": slot.view(self.residual.value.view(-1))} for slot in self.slots}
         entries.setdefault(self.factor.names[0], {})["factor"] = self.factor.q.value[0]
         return entries
+
+    def owed(self) -> Iterator[Tensor]:
+        if self.residual is not None:
+            yield self.residual.value
 
 
 class _BoundBatchedPowerSGD(BoundLowRank[_Square]):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -126,6 +127,11 @@ class _Plan(Plan):
                 if batch.sent is not None:
                     entry["sent_p"], entry["sent_q"] = (memory.value[i] for memory in batch.sent)
         return entries
+
+    def owed(self) -> Iterator[Tensor]:
+        for entry in self.entries().values():
+            if "residual" in entry:
+                yield settled(entry)
 
 
 class _BoundPowerSGD(BoundLowRank[_Plan]):

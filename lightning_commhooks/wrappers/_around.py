@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor
@@ -44,6 +45,12 @@ class BoundAround(BoundHook):
 
     def drain_(self, flat: Tensor, bucket: Bucket) -> None:
         self._inner.drain_(flat, bucket)
+
+    def owed(self) -> Iterator[Tensor]:
+        return self._inner.owed()
+
+    def why_not_compressed(self, step: int) -> str | None:
+        return self._inner.why_not_compressed(step)
 
     def state_dict(self, writer: StateWriter) -> dict[str, Any]:
         return self._inner.state_dict(writer)

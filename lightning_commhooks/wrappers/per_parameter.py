@@ -163,6 +163,14 @@ class _BoundPerParameter(BoundHook):
         for hook, slots in self._by_hook(bucket.slots).items():
             hook.drain_(flat, dataclasses.replace(bucket, slots=tuple(slots)))
 
+    def owed(self) -> Iterator[Tensor]:
+        for hook in self._hooks:
+            yield from hook.owed()
+
+    def why_not_compressed(self, step: int) -> str | None:
+        reasons = (hook.why_not_compressed(step) for hook in self._hooks)
+        return next((reason for reason in reasons if reason is not None), None)
+
     def state_dict(self, writer: StateWriter) -> dict[str, Any]:
         return {"hooks": {str(i): writer.hook(hook, bound) for i, (hook, bound) in self._numbered()}}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -109,6 +109,13 @@ class _BoundSchedule(BoundHook):
     def drain_(self, flat: Tensor, bucket: Bucket) -> None:
         for hook in self._phases.values():
             hook.drain_(flat, bucket)
+
+    def owed(self) -> Iterator[Tensor]:
+        for hook in self._phases.values():
+            yield from hook.owed()
+
+    def why_not_compressed(self, step: int) -> str | None:
+        return self._phases[self._phase(step)].why_not_compressed(step)
 
     def _phase(self, step: int) -> int:
         return max(start for start in self._phases if start <= step)

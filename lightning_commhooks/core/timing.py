@@ -1,0 +1,171 @@
+"""Where the time of a step goes: collectives, the hook's own work, and what the training thread waits for."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+import torch
+
+M = TypeVar("M")  # a moment
+
+# On CUDA, of so many steps one is timed: recording an event costs about a microsecond, and a step may have hundreds.
+DEVICE_EVERY = 10
+# Steps whose events the device may still have to reach. Older ones are forgotten, not waited for.
+_MAX_PENDING = 64
+
+
+@dataclass
+class _Step(Generic[M]):
+    """Moments of one step: begin and end each."""
+
+    comm: list[tuple[M, M]] = field(default_factory=list)
+    work: list[tuple[M, M]] = field(default_factory=list)
+    waits: list[tuple[M, M]] = field(default_factory=list)
+    handed_over: M | None = None
+    backward_done: M | None = None
+    # How much of the work belongs to the backward, once an optimizer has stepped.
+    num_in_backward: int | None = None
+
+
+class Timing(ABC, Generic[M]):
+    """Adds up times of steps. `comm` and `work` are used where the hook runs, the rest on the training thread.
+
+    Attributes:
+        steps: synchronized backwards that were timed.
+    """
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self._totals = dict.fromkeys(("exposed_ms", "codec_ms", "comm_ms", "overlap_ms"), 0.0)
+        self._step: _Step[M] | None = None
+        self._is_paused = False
+
+    @abstractmethod
+    def _now(self) -> M:
+        """The present moment, of the device's stream or of the host."""
+
+    @abstractmethod
+    def _ms(self, begin: M, end: M) -> float:
+        """Milliseconds between two moments."""
+
+    def _is_timed(self, step: int) -> bool:
+        return True
+
+    def begin_step(self, step: int) -> None:
+        """A synchronized backward hands over its first bucket."""
+        self._settle()
+        if self._is_timed(step):
+            self._step = _Step(handed_over=self._now())
+
+    def backward_done(self) -> None:
+        """Nothing is left to compute in this backward: from here on the training thread waits."""
+        if self._step is not None:
+            self._step.backward_done = self._now()
+
+    def comm(self) -> AbstractContextManager[None]:
+        """Time a collective, or the wait for one."""
+        return self._timed(self._step.comm if self._step is not None and not self._is_paused else None)
+
+    def work(self) -> AbstractContextManager[None]:
+        """Time work of the hook, collectives included."""
+        return self._timed(self._step.work if self._step is not None else None)
+
+    def wait(self) -> AbstractContextManager[None]:
+        """Time the training thread, which waits for the hook after an optimizer's step."""
+        if self._step is not None and self._step.num_in_backward is None:
+            self._step.num_in_backward = len(self._step.work)
+        return self._timed(self._step.waits if self._step is not None else None)
+
+    @contextmanager
+    def _timed(self, pairs: list[tuple[M, M]] | None) -> Iterator[None]:
+        if pairs is None:
+            yield
+            return
+        begin = self._now()
+        yield
+        pairs.append((begin, self._now()))
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Do not time collectives."""
+        before, self._is_paused = self._is_paused, True
+        try:
+            yield
+        finally:
+            self._is_paused = before
+
+    def totals(self) -> dict[str, float]:
+        """Milliseconds of all timed steps, outside of a backward: see `Attachment.metrics`."""
+        self._settle()
+        return {"timed_steps": self.steps, **self._totals}
+
+    def _settle(self) -> None:
+        step, self._step = self._step, None
+        if step is not None and step.backward_done is not None and step.handed_over is not None:
+            self._add(step)
+
+    def _add(self, step: _Step[M]) -> None:
+        assert step.handed_over is not None
+        assert step.backward_done is not None
+        done = step.backward_done
+        comm = sum(self._ms(*pair) for pair in step.comm)
+        work = sum(self._ms(*pair) for pair in step.work)
+        waits = sum(self._ms(*pair) for pair in step.waits)
+        in_backward = step.work[: step.num_in_backward]
+        tail = max(0.0, self._ms(done, in_backward[-1][1])) if in_backward else 0.0
+        self.steps += 1
+        self._totals["exposed_ms"] += tail + waits
+        self._totals["codec_ms"] += max(0.0, work - comm)
+        self._totals["comm_ms"] += comm
+        self._totals["overlap_ms"] += max(0.0, self._ms(step.handed_over, done))
+
+
+class HostTiming(Timing[float]):
+    """For work on a communication thread: every step, by the host's clock."""
+
+    def _now(self) -> float:
+        return time.perf_counter()
+
+    def _ms(self, begin: float, end: float) -> float:
+        return (end - begin) * 1e3
+
+
+class DeviceTiming(Timing[torch.cuda.Event]):
+    """For work on a CUDA stream: one step in ten, by events that nothing waits for.
+
+    Args:
+        device: of the stream.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device = device
+        self._pending: list[_Step[torch.cuda.Event]] = []
+
+    def _is_timed(self, step: int) -> bool:
+        return step % DEVICE_EVERY == 0
+
+    def _now(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def _ms(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
+        elapsed: float = begin.elapsed_time(end)
+        return elapsed
+
+    def _add(self, step: _Step[torch.cuda.Event]) -> None:
+        self._pending = [*self._pending, step][-_MAX_PENDING:]
+        while self._pending and _is_over(self._pending[0]):
+            super()._add(self._pending.pop(0))
+
+
+def _is_over(step: _Step[torch.cuda.Event]) -> bool:
+    pairs = [*step.comm, *step.work, *step.waits]
+    moments = [moment for pair in pairs for moment in pair]
+    return all(moment is not None and moment.query() for moment in (step.handed_over, step.backward_done, *moments))
