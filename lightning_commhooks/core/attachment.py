@@ -19,6 +19,7 @@ from lightning_commhooks.core.engine import HookError
 from lightning_commhooks.core.error_sample import DEFAULT_NUMEL, ErrorSampler
 from lightning_commhooks.core.hook import BoundHook, CommHook
 from lightning_commhooks.core.layout import Layout
+from lightning_commhooks.core.link import Link, measure_link
 from lightning_commhooks.core.runtime import Runtime
 from lightning_commhooks.core.user_hook import DDPHook, UserFunction
 
@@ -114,6 +115,21 @@ class Attachment:
             raise ValueError(f"sample_error(every, numel) must be the same on all ranks, is {asked}")
         total = sum(parameter.numel() for parameter in self._runtime.layout.trained.values())
         self._runtime.watch.sampler = ErrorSampler(every, numel, total) if every else None
+
+    def measure_link(self, budget: float = 1.5) -> Link:
+        """Measure what collectives cost between these ranks. Collective, outside of a backward.
+
+        Args:
+            budget: seconds, about.
+
+        Raises:
+            ValueError: there is one rank only, or the hook is a user's own function.
+        """
+        bound = self.bound
+        if bound is None:
+            raise ValueError(f"{self.name} is not a hook of this library: it has no process group to measure")
+        self._runtime.clock.end()
+        return self._runtime.call(lambda: measure_link(bound.group, budget))
 
     def residual_norm(self) -> float:
         """Euclidean norm of what this rank has not sent yet, for error feedback, in units of the loss's gradients.
