@@ -1,0 +1,239 @@
+"""The hooks to compare: from the command line, as they are measured, and as the user writes them."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import importlib
+import math
+import os
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_commhooks.core.hook import CommHook
+from lightning_commhooks.core.registry import get_hook, get_hook_class
+from lightning_commhooks.hooks import AllReduce, Noop
+from lightning_commhooks.wrappers.schedule import Schedule
+
+DENSE = "dense"
+NOOP = "noop"
+# What is compared unless the user chooses.
+DEFAULT = (
+    "bf16",
+    "int8",
+    "int4",
+    "powersgd:matrix_approximation_rank=4",
+    "post_localsgd:post_local_gradient_allreduce=False",
+    "diloco:post_local_gradient_allreduce=False",
+)
+
+# A period of local steps is measured at no more steps than this.
+_LONGEST_PERIOD = 8
+_SHORT_PERIOD = 4
+_STARTS = ("start_powerSGD_iter", "start_localSGD_iter")
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to average gradients.
+
+    Attributes:
+        label: as the user gave it.
+        hook: the configuration; `None` for DDP without any hook.
+        measured: what is measured in its place: without warm-up, and with a shorter period.
+        period_factor: how many times shorter its period is.
+    """
+
+    label: str
+    hook: CommHook | None
+    measured: CommHook | None
+    period_factor: int = 1
+
+    @property
+    def emulated(self) -> CommHook:
+        """What stands for it where there is no network."""
+        return self.measured if self.measured is not None else AllReduce()
+
+    @property
+    def period(self) -> int:
+        """Steps after which `measured` has averaged all that it averages."""
+        return _period(self.measured) or 1
+
+    @property
+    def code(self) -> str:
+        """As the user writes it: `"bf16"`, or `PowerSGD(matrix_approximation_rank=4)`."""
+        return "None" if self.hook is None else code(self.hook)
+
+    @property
+    def notes(self) -> list[str]:
+        """How what was measured differs."""
+        if self.hook is None or self.hook == self.measured:
+            return []
+        starts = {start: value for hook in _all(self.hook) for start in _STARTS if (value := getattr(hook, start, 0))}
+        notes = [f"measured from the first compressed step on ({k}={v} steps come before)" for k, v in starts.items()]
+        if self.period_factor > 1:
+            period = self.period * self.period_factor
+            notes.append(f"measured with a period of {self.period} and calculated for one of {period} steps")
+        return notes
+
+
+def candidates(specs: Iterable[str]) -> list[Candidate]:
+    """Dense, noop and the hooks of some command-line options, each once.
+
+    Args:
+        specs: each one or several hooks with commas between them: see [`parse`][].
+
+    Raises:
+        ValueError: see [`parse`][].
+    """
+    found = {DENSE: Candidate(DENSE, None, None), NOOP: Candidate(NOOP, Noop(), Noop())}
+    for spec in specs:
+        for label, hook in parse(spec):
+            if label not in found:
+                measured, factor = shortened(at_once(hook))
+                found[label] = Candidate(label, hook, measured, factor)
+    return list(found.values())
+
+
+def parse(spec: str) -> list[tuple[str, CommHook]]:
+    """Hooks of a command-line option.
+
+    Each is a name, `bf16`; a name with options, `powersgd:matrix_approximation_rank=4,start_powerSGD_iter=0`; or an
+    object in a module, `my_module:MY_HOOK`, for hooks with wrappers. `dense` and `noop` are measured anyway.
+
+    Raises:
+        ValueError: an unknown hook or option, or a value that does not fit.
+    """
+    texts: list[str] = []
+    for token in filter(None, (token.strip() for token in spec.split(","))):
+        key = token.partition("=")[0]
+        if "=" in token and ":" not in key:
+            if not texts:
+                raise ValueError(f"--hooks {spec}: {token!r} is an option of no hook; write hook:{token}")
+            texts[-1] += ("," if ":" in texts[-1] else ":") + token
+        else:
+            texts.append(token)
+    return [(text, _hook(text)) for text in texts if text not in (DENSE, NOOP)]
+
+
+def _hook(text: str) -> CommHook:
+    name, colon, rest = text.partition(":")
+    if colon and "=" not in rest:
+        return _imported(name, rest)
+    options = {}
+    for option in filter(None, rest.split(",")):
+        key, equals, value = option.partition("=")
+        if not equals:
+            raise ValueError(f"--hooks {text}: write options as {name}:name=value, not {option!r}")
+        options[key.strip()] = _value(value.strip())
+    try:
+        return get_hook(name, **options)
+    except ValueError as error:
+        raise ValueError(f"--hooks {text}: {error}") from error
+
+
+def _value(text: str) -> Any:
+    words = {"true": True, "false": False, "none": None, "null": None}
+    if text.lower() in words:
+        return words[text.lower()]
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+
+
+def _imported(module: str, attribute: str) -> CommHook:
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        found = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        try:
+            get_hook_class(module)
+        except ValueError:
+            raise ValueError(f"--hooks {module}:{attribute}: {error}") from error
+        raise ValueError(f"--hooks {module}:{attribute}: write options as {module}:name=value") from error
+    if not isinstance(found, CommHook):
+        raise ValueError(f"--hooks {module}:{attribute} must be a configured CommHook, is {found!r}")
+    return found
+
+
+def code(hook: CommHook) -> str:
+    """A hook as Python code, as short as it can be."""
+    options = _options(hook)
+    if not options and _is_registered(hook):
+        return f'"{hook.name}"'
+    return f"{type(hook).__name__}({', '.join(f'{key}={_code(value)}' for key, value in options.items())})"
+
+
+def _options(hook: CommHook) -> dict[str, Any]:
+    """Fields that are not at their defaults."""
+    options = {}
+    for field in dataclasses.fields(hook):  # type: ignore[arg-type]  # all of them are dataclasses
+        value, default = getattr(hook, field.name), field.default
+        if field.default_factory is not dataclasses.MISSING:
+            default = field.default_factory()
+        if field.init and value != default:
+            options[field.name] = value
+    return options
+
+
+def _code(value: object) -> str:
+    if isinstance(value, CommHook):
+        return code(value)
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{_code(k)}: {_code(v)}" for k, v in value.items()) + "}"
+    return f'"{value}"' if isinstance(value, str) else repr(value)
+
+
+def _is_registered(hook: CommHook) -> bool:
+    try:
+        return get_hook_class(getattr(hook, "name", "")) is type(hook)
+    except ValueError:
+        return False
+
+
+def at_once(hook: CommHook) -> CommHook:
+    """The same hook beginning with what it does in the long run, and the last phase of a schedule."""
+    if isinstance(hook, Schedule):
+        *_, last = hook.inner_hooks
+        return at_once(last)
+    changes: dict[str, Any] = {start: 0 for start in _STARTS if getattr(hook, start, 0)}
+    for field in dataclasses.fields(hook):  # type: ignore[arg-type]
+        value = getattr(hook, field.name)
+        if isinstance(value, CommHook):
+            changes[field.name] = at_once(value)
+        elif isinstance(value, Mapping) and any(isinstance(inner, CommHook) for inner in value.values()):
+            changes[field.name] = {key: at_once(inner) for key, inner in value.items()}
+    return dataclasses.replace(hook, **changes) if changes else hook  # type: ignore[type-var]
+
+
+def shortened(hook: CommHook) -> tuple[CommHook, int]:
+    """The same hook with a period of few steps, and by what that is shorter."""
+    period = getattr(hook, "period", None)
+    if isinstance(period, int) and period > _LONGEST_PERIOD:
+        short = max(_SHORT_PERIOD, getattr(hook, "fragments", 1))
+        factor = period // short
+        return (dataclasses.replace(hook, period=short), factor) if factor > 1 else (hook, 1)  # type: ignore[type-var]
+    levels = getattr(hook, "period_group_size_dict", None)
+    if levels and max(levels) > _LONGEST_PERIOD:
+        common = math.gcd(*levels)
+        wanted = max(levels) // _LONGEST_PERIOD
+        factor = max(d for d in range(1, common + 1) if common % d == 0 and d <= max(1, wanted))
+        short_levels = {period // factor: size for period, size in levels.items()}
+        return dataclasses.replace(hook, period_group_size_dict=short_levels), factor  # type: ignore[type-var]
+    return hook, 1
+
+
+def _period(hook: CommHook | None) -> int | None:
+    if hook is None:
+        return None
+    own = getattr(hook, "period", None) or max(getattr(hook, "period_group_size_dict", ()), default=None)
+    inner: Sequence[int] = [p for inner in hook.inner_hooks if (p := _period(inner)) is not None]
+    return own if own is not None else max(inner, default=None)
+
+
+def _all(hook: CommHook) -> list[CommHook]:
+    return [hook, *(found for inner in hook.inner_hooks for found in _all(inner))]

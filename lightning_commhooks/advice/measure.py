@@ -1,0 +1,320 @@
+"""Step times, measured for real or over an emulated link, of hooks that take turns."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import itertools
+import math
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_commhooks.advice.candidates import Candidate
+from lightning_commhooks.advice.task import Task
+from lightning_commhooks.core.attach import attach, attach_emulated
+from lightning_commhooks.core.attachment import Attachment
+from lightning_commhooks.core.collectives import Group
+from lightning_commhooks.core.emulated import EmulatedGroup
+from lightning_commhooks.core.groups import backend_for
+from lightning_commhooks.core.link import Link
+from lightning_commhooks.core.metrics import Counters
+
+# DDP makes its final buckets after the first backward, and hooks their memory in the first step with those.
+_WARM_UP_STEPS = 2
+# Seconds of one hook's turn, and the fewest and the most steps in it.
+_TURN_SECONDS = 0.4
+_MIN_STEPS = 2
+_MAX_STEPS = 12
+_ERROR_STEPS = 2
+_TIMES = ("exposed_ms", "codec_ms")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """The link that hooks are emulated over.
+
+    Attributes:
+        link: what collectives cost.
+        nodes: ranks by node.
+        node_link: what they cost within a node, if that is known.
+    """
+
+    link: Link
+    nodes: list[list[int]]
+    node_link: Link | None = None
+
+
+@dataclass
+class Turn:
+    """The steps of one hook in one round, on one rank.
+
+    Attributes:
+        seconds: of each step.
+        sent: bytes in each step.
+        dense: bytes that dense averaging would have sent in each step.
+        times: milliseconds per step by the hook's own clock: `exposed_ms` and `codec_ms`, where there are any.
+        errors: relative errors of the averaged gradient in some steps.
+    """
+
+    seconds: list[float]
+    sent: list[float]
+    dense: float
+    times: dict[str, float] = field(default_factory=dict)
+    errors: list[float] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Timing:
+    """A hook's step, agreed on by all ranks.
+
+    Attributes:
+        step_ms: milliseconds of a step, on the slowest rank.
+        spread_ms: half of what rounds differ by.
+        bytes_sent: per step and rank.
+        bytes_dense: the same with dense averaging.
+        exposed_ms: of a step, in which the training thread waited for the hook; NaN: unknown.
+        codec_ms: of a step, in which the hook worked and did not wait for others; NaN: unknown.
+        error: of the averaged gradient, relative to its norm; NaN: ranks step alone.
+        setup_ms: milliseconds that attaching took, most of them for compiling.
+    """
+
+    step_ms: float
+    spread_ms: float
+    bytes_sent: float
+    bytes_dense: float
+    exposed_ms: float
+    codec_ms: float
+    error: float
+    setup_ms: float
+
+
+class Bench:
+    """Runs the steps of one task with one hook after another. All methods are collective.
+
+    Args:
+        task: the model, the same on all ranks.
+        seed: of random numbers in the model.
+    """
+
+    def __init__(self, task: Task, seed: int = 0) -> None:
+        self.task = task
+        self.group = Group(dist.group.WORLD, device=task.device)
+        self._seed = seed
+        self._alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+        self._on_stream = backend_for(dist.group.WORLD, task.device) == dist.Backend.NCCL
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for tensor in (*task.module.parameters(), *task.module.buffers()):
+                dist.broadcast(tensor.detach(), 0)
+        task.save()
+
+    def times(
+        self,
+        chosen: list[Candidate],
+        rounds: int,
+        setting: Setting | None = None,
+        expected: dict[str, float] | None = None,
+        tell: Callable[[str], None] = lambda _: None,
+    ) -> dict[str, Timing]:
+        """Time steps, hook by hook in each of some rounds.
+
+        Args:
+            chosen: the hooks.
+            rounds: how many.
+            setting: the link to emulate; the real one, if it is not given.
+            expected: milliseconds that a step is expected to take, by label.
+            tell: called before each turn, with the label of the hook.
+        """
+        turns: dict[str, list[Turn]] = {candidate.label: [] for candidate in chosen}
+        setups = dict.fromkeys(turns, 0.0)
+        guesses = dict(expected or {})
+        for _ in range(rounds):
+            for candidate in chosen:
+                label = candidate.label
+                tell(label)
+                turn, setup_ms = self._turn(candidate, setting, guesses.get(label))
+                turns[label].append(turn)
+                setups[label] = max(setups[label], setup_ms)
+                guesses[label] = self._slowest(statistics.median(turn.seconds)) * 1e3
+        self.task.restore()
+        return {c.label: self._timing(c, turns[c.label], setups[c.label]) for c in chosen}
+
+    def _slowest(self, seconds: float) -> float:
+        own = torch.tensor([seconds], dtype=torch.float64, device=self.task.device)
+        dist.all_reduce(own, dist.ReduceOp.MAX)
+        return own.item()
+
+    def _turn(self, candidate: Candidate, setting: Setting | None, expected_ms: float | None) -> tuple[Turn, float]:
+        self.task.restore()
+        torch.manual_seed(self._seed)
+        gc.collect()
+        dist.barrier()
+        begin = time.perf_counter()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that noop does not train, and the like
+            with self._attached(candidate, setting) as (model, attachment):
+                setup_ms = (time.perf_counter() - begin) * 1e3
+                if expected_ms is None:
+                    expected_ms = self._warm_up(model, 1)
+                self._warm_up(model, _WARM_UP_STEPS)
+                steps = _num_steps(expected_ms, candidate.period)
+                turn = self._steps(model, attachment, steps)
+                if setting is None:
+                    turn.errors = self._errors(model, attachment)
+                return turn, setup_ms
+
+    def _warm_up(self, model: DistributedDataParallel, steps: int) -> float:
+        begin = time.perf_counter()
+        for _ in range(steps):
+            self.task.step(model)
+        self._wait()
+        return self._slowest(time.perf_counter() - begin) / steps * 1e3
+
+    def _steps(self, model: DistributedDataParallel, attachment: Attachment | None, steps: int) -> Turn:
+        before = attachment.metrics() if attachment is not None else {}
+        sent, moments = [_sent(attachment)], [self._moment()]
+        for _ in range(steps):
+            self.task.step(model)
+            moments.append(self._moment())
+            sent.append(_sent(attachment))
+        self._wait()
+        seconds = [_seconds(begin, end) for begin, end in itertools.pairwise(moments)]
+        if attachment is None:
+            dense = self._dense_bytes()
+            return Turn(seconds, [dense] * steps, dense)
+        after = attachment.metrics()
+        timed = after["timed_steps"] - before["timed_steps"]
+        times = {key: (after[key] - before[key]) / timed if timed else math.nan for key in _TIMES}
+        per_step = [end - begin for begin, end in itertools.pairwise(sent)]
+        return Turn(seconds, per_step, (after["bytes_dense"] - before["bytes_dense"]) / steps, times)
+
+    def _errors(self, model: DistributedDataParallel, attachment: Attachment | None) -> list[float]:
+        """Relative errors of the averaged gradient in some more steps; NaN where ranks step alone."""
+        if attachment is None:
+            return [0.0]
+        attachment.sample_error(every=1)
+        errors = []
+        for _ in range(_ERROR_STEPS):
+            self.task.step(model)
+            errors.append(attachment.metrics()["relative_error"])
+        return errors
+
+    def _dense_bytes(self) -> float:
+        return 2 * (self.group.size - 1) / self.group.size * self.task.gradient_bytes
+
+    def _moment(self) -> Any:
+        if self.task.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _wait(self) -> None:
+        if self.task.device.type == "cuda":
+            torch.cuda.synchronize(self.task.device)
+
+    @contextlib.contextmanager
+    def _attached(
+        self, candidate: Candidate, setting: Setting | None
+    ) -> Iterator[tuple[DistributedDataParallel, Attachment | None]]:
+        if setting is not None:
+            model = self.task.wrap(self._alone)
+            attachment = self._emulated(model, candidate, setting)
+        else:
+            model = self.task.wrap()
+            attachment = None
+            if candidate.measured is not None:
+                attachment = attach(model, candidate.measured, optimizers=self.task.optimizers)
+        try:
+            yield model, attachment
+        finally:
+            if attachment is not None:
+                attachment.close()
+
+    def _emulated(self, model: DistributedDataParallel, candidate: Candidate, setting: Setting) -> Attachment:
+        link = setting.link
+        made: list[EmulatedGroup] = []
+
+        def make_group(counters: Counters) -> Group:
+            rank = dist.get_rank() % link.world_size
+            group = EmulatedGroup(
+                link,
+                rank,
+                counters,
+                self.task.device,
+                nodes=setting.nodes,
+                node_link=setting.node_link,
+                on_stream=self._on_stream,
+            )
+            made.append(group)
+            return group
+
+        attachment = attach_emulated(model, candidate.emulated, make_group, self.task.optimizers)
+        buffers = sum(b.numel() * b.element_size() for b in self.task.module.buffers())
+
+        def broadcast_buffers(model: DistributedDataParallel, inputs: object) -> None:
+            if model.will_sync_module_buffers():
+                made[0].spend("all_gather", buffers)
+
+        model.register_forward_pre_hook(broadcast_buffers)
+        return attachment
+
+    def _timing(self, candidate: Candidate, turns: list[Turn], setup_ms: float) -> Timing:
+        factor = candidate.period_factor
+        rounds = [_amortized(turn.seconds, turn.sent, factor) * 1e3 for turn in turns]
+        own = Timing(
+            step_ms=statistics.median(rounds),
+            spread_ms=(max(rounds) - min(rounds)) / 2,
+            bytes_sent=statistics.mean(_amortized(turn.sent, turn.sent, factor) for turn in turns),
+            bytes_dense=turns[0].dense,
+            exposed_ms=_median([turn.times.get("exposed_ms", math.nan) for turn in turns]),
+            codec_ms=_median([turn.times.get("codec_ms", math.nan) for turn in turns]),
+            error=_median([error for turn in turns for error in turn.errors]),
+            setup_ms=setup_ms,
+        )
+        every: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(every, own)
+        # All wait for the slowest; with noop, and over an emulated link, they would if they were trained in parallel.
+        slowest: Timing = max(every, key=lambda timing: timing.step_ms)
+        return slowest
+
+
+def _sent(attachment: Attachment | None) -> float:
+    return attachment.bound.group.counters.bytes_sent if attachment is not None and attachment.bound else 0.0
+
+
+def _seconds(begin: Any, end: Any) -> float:
+    return end - begin if isinstance(begin, float) else begin.elapsed_time(end) / 1e3
+
+
+def _median(values: list[float]) -> float:
+    known = [value for value in values if not math.isnan(value)]
+    return statistics.median(known) if known else math.nan
+
+
+def _amortized(values: list[float], sent: list[float], period_factor: int) -> float:
+    """What a step costs on average: the usual one, and in a longer period what is more in some of them.
+
+    Args:
+        values: of each step, over whole periods.
+        sent: bytes in each step; those that send the least are the usual ones.
+        period_factor: how many times longer the period is.
+    """
+    least = min(sent)
+    usual = [value for value, num_bytes in zip(values, sent, strict=True) if num_bytes <= least]
+    rest = [value for value, num_bytes in zip(values, sent, strict=True) if num_bytes > least]
+    common = statistics.median(usual)
+    return common + sum(value - common for value in rest) / len(values) / period_factor
+
+
+def _num_steps(expected_ms: float, period: int) -> int:
+    steps = max(_MIN_STEPS, min(_MAX_STEPS, round(_TURN_SECONDS * 1e3 / max(expected_ms, 1e-3))))
+    return -(-steps // period) * period
