@@ -3,10 +3,12 @@
 `Accelerator(kwargs_handlers=[CommHookKwargs(hook="powersgd")])`
 `use_comm_hook(trainer, "powersgd")`
 `use_comm_hook(accelerator, "bf16")` with FSDP, after `prepare`
+`CommHookTracker(accelerator, handler)` logs what a hook does
 """
 
 from accelerate_integration.fsdp import FSDPCommHook
 from accelerate_integration.kwargs import CommHookKwargs
+from accelerate_integration.monitor import CommHookTracker
 from accelerate_integration.trainer import CommHookTrainerMixin, use_comm_hook
 
-__all__ = ["CommHookKwargs", "CommHookTrainerMixin", "FSDPCommHook", "use_comm_hook"]
+__all__ = ["CommHookKwargs", "CommHookTracker", "CommHookTrainerMixin", "FSDPCommHook", "use_comm_hook"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, overload
 
 from accelerate import Accelerator
@@ -14,6 +14,7 @@ from accelerate_integration.around import wrap
 from accelerate_integration.companion import Companion
 from accelerate_integration.fsdp import FSDPCommHook, attach_to_prepared
 from accelerate_integration.kwargs import CommHookKwargs
+from accelerate_integration.monitor import TrainerMonitor, trainer_options
 from lightning_commhooks.core.hook import CommHook
 from lightning_commhooks.wrappers.scale import Accumulation
 
@@ -32,6 +33,7 @@ def use_comm_hook(
     strict_state: bool = True,
     resync: bool = False,
     accumulation: Accumulation = "framework",
+    monitor: bool | Mapping[str, Any] = False,
 ) -> CommHookKwargs: ...
 
 
@@ -44,6 +46,7 @@ def use_comm_hook(
     strict_state: bool = True,
     resync: bool = False,
     accumulation: Accumulation = "framework",
+    monitor: bool | Mapping[str, Any] = False,
 ) -> CommHookKwargs | FSDPCommHook:
     """Let a `transformers.Trainer` average gradients with a communication hook.
 
@@ -63,13 +66,16 @@ def use_comm_hook(
         accumulation: see there. The trainer divides by the micro-batches that there are, also in a shorter last window,
             and where it can by their tokens instead (`num_items_in_batch`), so that `"mean"` has nothing to change.
             `"sum"` and `"weighted"` need a loss that it does not divide by tokens.
+        monitor: whether to add what the hook does to the trainer's log, at `logging_steps` and when training ends, and
+            to print a closing line. Or a dict with some of the options `error_every_n_steps`, `error_numel`,
+            `closing_line` and `measure_link`: see [`CommHookTracker`][], which is also for an accelerator.
 
     Returns:
         the handler, whose `attachments[-1].metrics()` tell what was sent.
 
     Raises:
-        ValueError: see `CommHookKwargs` and `attach_fsdp`; the trainer has a hook already, or shards its model by FSDP;
-            the accelerator does not, or has no model yet.
+        ValueError: see `CommHookKwargs` and `attach_fsdp`; `monitor` has other options; the trainer has a hook already,
+            or shards its model by FSDP; the accelerator does not, or has no model yet.
     """
     options: dict[str, Any] = {
         "hook_state": hook_state,
@@ -78,7 +84,11 @@ def use_comm_hook(
         "resync": resync,
         "accumulation": accumulation,
     }
+    if monitor:
+        trainer_options(monitor)
     if isinstance(trainer, Accelerator):
+        if monitor:
+            raise ValueError("monitor is for a transformers.Trainer: CommHookTracker(accelerator, use_comm_hook(...))")
         parameters = inspect.signature(use_comm_hook).parameters
         return attach_to_prepared(trainer, hook, [k for k, v in options.items() if v != parameters[k].default])
     if trainer.accelerator.distributed_type == DistributedType.FSDP:
@@ -91,6 +101,8 @@ def use_comm_hook(
     handler = CommHookKwargs(hook=hook, **options)
     trainer.comm_hook_handler = handler
     _TrainerEvents(trainer, handler)
+    if monitor:
+        TrainerMonitor(trainer, handler, monitor)
     return handler
 
 

@@ -8,6 +8,7 @@ from lightning_commhooks.core.attach import attach
 from lightning_commhooks.core.attachment import Attachment
 from lightning_commhooks.core.engine import HookError
 from lightning_commhooks.core.hook import BoundHook, Bucket, CommHook
+from lightning_commhooks.core.monitor import Monitor
 from lightning_commhooks.core.optimizers import OptimizerStep
 from lightning_commhooks.core.registry import available_hooks, get_hook, register
 from lightning_commhooks.hooks import (
@@ -32,6 +33,8 @@ from lightning_commhooks.sharded import DenseReduction as _DenseReduction  # noq
 from lightning_commhooks.wrappers import Cast, PerParameter, ScaleByGradAccumulation, Schedule
 
 if TYPE_CHECKING:
+    from lightning_commhooks.callbacks import CommHookMonitor as CommHookMonitor
+    from lightning_commhooks.callbacks_pl import CommHookMonitorPL as CommHookMonitorPL
     from lightning_commhooks.core.fsdp import FSDPAttachment as FSDPAttachment
     from lightning_commhooks.core.fsdp import attach_fsdp as attach_fsdp
     from lightning_commhooks.fabric import CompressedDDPFabricStrategy as CompressedDDPFabricStrategy
@@ -62,6 +65,7 @@ __all__ = [
     "HookError",
     "Int4",
     "Int8",
+    "Monitor",
     "Noop",
     "OptimizerStep",
     "PerParameter",
@@ -78,6 +82,8 @@ __all__ = [
 ]
 
 _LAZY = {
+    "CommHookMonitor": "lightning_commhooks.callbacks",
+    "CommHookMonitorPL": "lightning_commhooks.callbacks_pl",
     "CompressedDDPFabricStrategy": "lightning_commhooks.fabric",
     "CompressedDDPStrategy": "lightning_commhooks.strategy",
     "CompressedDDPStrategyPL": "lightning_commhooks.strategy_pl",

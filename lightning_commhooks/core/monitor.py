@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, get_args
 
 from lightning_commhooks.core.attachment import Attachment
 from lightning_commhooks.core.error_sample import DEFAULT_NUMEL
-from lightning_commhooks.core.fsdp import FSDPAttachment
 from lightning_commhooks.core.link import Link
 
+if TYPE_CHECKING:
+    # Importing PyTorch's FSDP takes half a second.
+    from lightning_commhooks.core.fsdp import FSDPAttachment
+
 PREFIX = "comm/"
-# In the order in which they are shown.
-NAMES = (
+MetricName = Literal[
     "bytes_sent",
     "compression_ratio",
     "relative_error",
@@ -21,18 +25,65 @@ NAMES = (
     "codec_ms",
     "averagings",
     "nonfinite_steps",
-)
+]
+# In the order in which they are shown.
+NAMES: tuple[MetricName, ...] = get_args(MetricName)
 _LINK_BUDGET = 0.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class MonitorOptions:
+    """What adapters of frameworks let their users choose, checked before there is a model.
+
+    Attributes:
+        every_n_steps: see `CommHookMonitor`, as all of them.
+        error_every_n_steps: see there.
+        error_numel: see there.
+        closing_line: see there.
+        measure_link: see there.
+
+    Raises:
+        ValueError: a value is out of range or of another type.
+    """
+
+    every_n_steps: int = 50
+    error_every_n_steps: int = 100
+    error_numel: int | None = DEFAULT_NUMEL
+    closing_line: bool = True
+    measure_link: bool = True
+
+    def __post_init__(self) -> None:
+        for name, least in (("every_n_steps", 1), ("error_every_n_steps", 0), ("error_numel", 1)):
+            value, more = getattr(self, name), ""
+            if name == "error_numel":
+                more = ", or None for all elements"
+                if value is None:
+                    continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ValueError(f"{name} must be an integer of at least {least}{more}, is {value!r}")
+        for name in ("closing_line", "measure_link"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be True or False, is {getattr(self, name)!r}")
+
+    def monitor(self, attachment: Attachment | FSDPAttachment) -> Monitor:
+        """Monitor an attachment. Collective."""
+        return Monitor(
+            attachment,
+            error_every_n_steps=self.error_every_n_steps,
+            error_numel=self.error_numel,
+            # It is for the closing line alone.
+            measure_link=self.measure_link and self.closing_line,
+        )
 
 
 class Monitor:
     """Asks one attachment now and then what it did.
 
-    Collective: make it on all ranks with the same arguments, outside of a backward.
+    Collective: make it on all ranks with the same arguments, outside of a backward. Then every rank may ask for itself.
 
     Args:
         attachment: of `attach` or `attach_fsdp`.
-        error_every: see `Attachment.sample_error`; 0: no errors.
+        error_every_n_steps: `every` of `Attachment.sample_error`; 0: no errors.
         error_numel: see there.
         measure_link: whether to measure, once and for about half a second, what the network can do, for the seconds
             saved in `summary`.
@@ -45,29 +96,42 @@ class Monitor:
         self,
         attachment: Attachment | FSDPAttachment,
         *,
-        error_every: int = 100,
+        error_every_n_steps: int = 100,
         error_numel: int | None = DEFAULT_NUMEL,
         measure_link: bool = True,
     ) -> None:
         self.attachment = attachment
         self._link: Link | None = None
         if isinstance(attachment, Attachment) and attachment.bound is not None:
-            attachment.sample_error(error_every, error_numel)
+            attachment.sample_error(error_every_n_steps, error_numel)
             if measure_link and attachment.bound.group.size > 1:
                 self._link = attachment.measure_link(_LINK_BUDGET)
-        self._first = self._last = attachment.metrics()
+        self._first = self._last = self._last_sent = attachment.metrics()
+        self._first_reasons = self._reasons()
+
+    @property
+    def num_new_steps(self) -> int:
+        """Synchronized backwards since the last call of `values`. Waits for nothing."""
+        # Not of metrics(), which on CUDA wait for the device.
+        return self.attachment._runtime.counters.steps - int(self._last["steps"])
 
     def values(self) -> dict[str, float]:
         """What to log, on any rank alone, outside of a backward; what is not known yet, or never, is left out.
 
-        `comm/bytes_sent`, `comm/averagings` and `comm/nonfinite_steps` so far. `comm/compression_ratio`, and
+        `comm/bytes_sent`, `comm/averagings` and `comm/nonfinite_steps` since `attach`. `comm/compression_ratio`, and
         `comm/exposed_ms` and `comm/codec_ms` per step, since the last call. `comm/relative_error` of the last sampled
-        step. `comm/residual_norm` now. Those of hooks that have no such thing are 0. See `Attachment.metrics`.
+        step. `comm/residual_norm` now. Those of hooks that have no such thing are 0. Of a user's own function there is
+        nothing, of sharded gradients bytes and ratio only. See `Attachment.metrics`.
         """
         now, last = self.attachment.metrics(), self._last
         self._last = now
+        if isinstance(self.attachment, Attachment) and self.attachment.bound is None:
+            return {}
         values = {name: now.get(name, math.nan) for name in NAMES}
-        values["compression_ratio"] = _ratio(now, last)
+        values["compression_ratio"] = _ratio(now, self._last_sent)
+        if now["bytes_sent"] > self._last_sent["bytes_sent"]:
+            # Ranks that step alone may send nothing in between, which then belongs to the next averaging.
+            self._last_sent = now
         for name in ("exposed_ms", "codec_ms"):
             values[name] = _per_timed_step(name, now, last)
         if isinstance(self.attachment, Attachment) and not self.attachment.is_closed:
@@ -79,21 +143,28 @@ class Monitor:
         now, first = self.attachment.metrics(), self._first
         steps = int(now["steps"] - first["steps"])
         sent, dense = now["bytes_sent"] - first["bytes_sent"], now["bytes_dense"] - first["bytes_dense"]
-        name = self.attachment.name
-        if not steps or math.isnan(sent):
-            return f"hook {name!r}: {steps:,} steps, {'bytes unknown' if steps else 'nothing sent'}"
-        text = f"hook {name!r}: {_size(sent)} sent in {steps:,} steps instead of {_size(dense)}"
-        text += f" ({dense / sent:.3g} times fewer)" if sent else ""
+        text = f"Communication hook {self.attachment.name!r}: "
+        if math.isnan(sent):
+            return f"{text}{steps:,} steps; what a hook function sends is not known"
+        if not dense:
+            return f"{text}nothing to send in {steps:,} steps"
+        text += f"{_size(sent)} sent in {steps:,} steps instead of {_size(dense)}"
+        if sent and abs(dense / sent - 1) > 0.005:
+            text += f" ({dense / sent:.3g} times fewer)" if sent < dense else f" ({sent / dense:.3g} times as many)"
         saved = self._seconds_saved(steps, dense, now, first)
         if saved is not None:
             text += f"; about {abs(saved):,.1f} s {'saved' if saved >= 0 else 'lost'} against plain DDP"
-        if isinstance(self.attachment, Attachment):
-            reasons = self.attachment.steps_not_compressed()
-            if reasons:
-                text += f"; {sum(reasons.values()):,} steps not compressed ({', '.join(reasons)})"
-        if now.get("nonfinite_steps", 0) - first.get("nonfinite_steps", 0):
-            text += f"; {int(now['nonfinite_steps'] - first['nonfinite_steps']):,} steps with inf or NaN"
+        reasons = {reason: num - self._first_reasons.get(reason, 0) for reason, num in self._reasons().items()}
+        reasons = {reason: num for reason, num in reasons.items() if num}
+        if reasons:
+            why = [reason if len(reasons) == 1 else f"{num:,}: {reason}" for reason, num in reasons.items()]
+            text += f"; {sum(reasons.values()):,} steps not compressed ({'; '.join(why)})"
+        if nonfinite := now.get("nonfinite_steps", 0) - first.get("nonfinite_steps", 0):
+            text += f"; {int(nonfinite):,} steps with inf or NaN"
         return text
+
+    def _reasons(self) -> dict[str, int]:
+        return self.attachment.steps_not_compressed() if isinstance(self.attachment, Attachment) else {}
 
     def _seconds_saved(
         self, steps: int, dense: float, now: Mapping[str, float], first: Mapping[str, float]
@@ -121,8 +192,8 @@ def _per_timed_step(name: str, now: Mapping[str, float], last: Mapping[str, floa
 
 
 def _size(num_bytes: float) -> str:
-    for unit in ("B", "kB", "MB", "GB", "TB"):
-        if num_bytes < 1000 or unit == "TB":
-            return f"{num_bytes:.3g} {unit}" if num_bytes < 1000 else f"{num_bytes:,.0f} {unit}"
+    for unit in ("B", "kB", "MB", "GB"):
+        if num_bytes < 999.5:
+            return f"{num_bytes:.3g} {unit}"
         num_bytes /= 1000
-    raise AssertionError
+    return f"{num_bytes:,.3g} TB" if num_bytes < 999.5 else f"{num_bytes:,.0f} TB"

@@ -1,0 +1,202 @@
+"""What communication hooks do, in the trackers of an `Accelerator` and the log of a `transformers.Trainer`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
+
+from accelerate_integration.around import wrap
+from accelerate_integration.fsdp import FSDPCommHook
+from accelerate_integration.kwargs import CommHookKwargs
+from lightning_commhooks.core.attachment import Attachment
+from lightning_commhooks.core.error_sample import DEFAULT_NUMEL
+from lightning_commhooks.core.fsdp import FSDPAttachment
+from lightning_commhooks.core.monitor import PREFIX, Monitor, MonitorOptions
+
+_OF_TRAINER = [field.name for field in dataclasses.fields(MonitorOptions) if field.name != "every_n_steps"]
+
+
+class CommHookTracker:
+    """Logs what communication hooks do by `accelerator.log`, to all trackers.
+
+        accelerator = Accelerator(log_with="tensorboard", kwargs_handlers=[handler := CommHookKwargs(hook="int8")])
+        accelerator.init_trackers("run")
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        tracker = CommHookTracker(accelerator, handler)
+        for step, batch in enumerate(loader):
+            ...
+            tracker.log(step)
+        accelerator.end_training()
+
+    Collective: make it on all ranks, after `prepare`. The values are those of `lightning_commhooks.Monitor.values`, of
+    the main process. With several models each has a number, `comm/0/bytes_sent`. In a single process there is nothing
+    to log. `accelerator.end_training` logs what is left and prints the closing line.
+
+    Args:
+        accelerator: after `prepare`.
+        handler: the `CommHookKwargs` it was made with, or what `use_comm_hook` returned.
+        every_n_steps: log once in so many synchronized backwards; with several models, of the first.
+        error_every_n_steps: sample the error of averaged gradients so often, at the cost of an all-reduce of
+            `error_numel` numbers; 0: never.
+        error_numel: number of gradient elements to estimate the error from; `None`: all.
+        closing_line: whether `end_training` prints one line: bytes sent and saved, seconds saved against plain DDP (an
+            estimate), and steps that were not compressed, with the reason.
+        measure_link: whether to measure the network for that estimate now, for half a second.
+
+    Raises:
+        ValueError: a value is out of range, or no model was prepared.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        handler: CommHookKwargs | FSDPCommHook,
+        *,
+        every_n_steps: int = 50,
+        error_every_n_steps: int = 100,
+        error_numel: int | None = DEFAULT_NUMEL,
+        closing_line: bool = True,
+        measure_link: bool = True,
+    ) -> None:
+        self._options = MonitorOptions(
+            every_n_steps=every_n_steps,
+            error_every_n_steps=error_every_n_steps,
+            error_numel=error_numel,
+            closing_line=closing_line,
+            measure_link=measure_link,
+        )
+        attachments = open_attachments(handler)
+        if not attachments and accelerator.distributed_type != DistributedType.NO:
+            raise ValueError(
+                "CommHookTracker: no model has a communication hook yet. Make it after accelerator.prepare(...), with "
+                "the handler that the accelerator was made with"
+            )
+        self._accelerator = accelerator
+        self._monitors = Monitors(attachments, self._options)
+        self._step: int | None = None
+        wrap(accelerator, "end_training", self._end_training)
+
+    def log(self, step: int | None = None) -> None:
+        """Log, if it is time to; call it on all ranks, after each step.
+
+        Args:
+            step: as in `accelerator.log`.
+        """
+        self._step = step
+        if self._monitors.num_new_steps >= self._options.every_n_steps:
+            self._log()
+
+    def summary(self) -> list[str]:
+        """The closing line of each model so far. Not collective."""
+        return self._monitors.summary()
+
+    def _log(self) -> None:
+        if self._accelerator.is_main_process and (values := self._monitors.values()):
+            self._accelerator.log(values, step=self._step)
+
+    def _end_training(self, original: Callable[[], None]) -> None:
+        if self._monitors.num_new_steps:
+            self._log()
+        original()
+        if self._options.closing_line:
+            _print(self._accelerator, self.summary())
+
+
+class TrainerMonitor:
+    """Adds what communication hooks do to the training log of a `transformers.Trainer`.
+
+    Args:
+        trainer: the trainer.
+        handler: its hook.
+        options: `True`, or some of `MonitorOptions` by name.
+
+    Raises:
+        ValueError: they are none.
+    """
+
+    def __init__(self, trainer: Any, handler: CommHookKwargs, options: bool | Mapping[str, Any]) -> None:
+        self._trainer = trainer
+        self._handler = handler
+        self._options = trainer_options(options)
+        self._monitors: Monitors | None = None
+        wrap(trainer.callback_handler, "on_train_begin", self._begin)
+        wrap(trainer.callback_handler, "on_train_end", self._end)
+        wrap(trainer, "log", self._log)
+
+    def _begin(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._monitors = Monitors(open_attachments(self._handler), self._options)
+        return original(*args, **kwargs)
+
+    def _log(self, original: Callable[..., None], logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        # Of training, and at its end; not of evaluation.
+        if self._monitors is not None and ("loss" in logs or "train_runtime" in logs) and self._monitors.num_new_steps:
+            logs = {**logs, **self._monitors.values()}
+        original(logs, *args, **kwargs)
+
+    def _end(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        monitors, self._monitors = self._monitors, None
+        if monitors is not None and self._options.closing_line:
+            _print(self._trainer.accelerator, monitors.summary())
+        return result
+
+
+class Monitors:
+    """Of several models. Collective: make it on all ranks.
+
+    Args:
+        attachments: of the models.
+        options: for all of them.
+    """
+
+    def __init__(self, attachments: Sequence[Attachment | FSDPAttachment], options: MonitorOptions) -> None:
+        self._monitors: list[Monitor] = [options.monitor(attachment) for attachment in attachments]
+
+    @property
+    def num_new_steps(self) -> int:
+        """Steps of the first model since the last call of `values`."""
+        return self._monitors[0].num_new_steps if self._monitors else 0
+
+    def values(self) -> dict[str, float]:
+        """See `Monitor.values`."""
+        if len(self._monitors) == 1:
+            return self._monitors[0].values()
+        return {
+            f"{PREFIX}{index}/{name.removeprefix(PREFIX)}": value
+            for index, monitor in enumerate(self._monitors)
+            for name, value in monitor.values().items()
+        }
+
+    def summary(self) -> list[str]:
+        """See `Monitor.summary`; one line for each model."""
+        return [monitor.summary() for monitor in self._monitors]
+
+
+def trainer_options(options: object) -> MonitorOptions:
+    """What `use_comm_hook(trainer, hook, monitor=...)` stands for.
+
+    Raises:
+        ValueError: `options` are no such options.
+    """
+    if options is True:
+        return MonitorOptions()
+    if not isinstance(options, Mapping) or (unknown := sorted(options.keys() - set(_OF_TRAINER), key=str)):
+        what = f"has {unknown[0]!r}" if isinstance(options, Mapping) else f"is {options!r}"
+        more = ", and how often values are logged is up to TrainingArguments(logging_steps=...)"
+        raise ValueError(f"monitor {what}; it must be True or a dict with some of {', '.join(_OF_TRAINER)}{more}")
+    return MonitorOptions(**options)
+
+
+def open_attachments(handler: CommHookKwargs | FSDPCommHook) -> list[Attachment | FSDPAttachment]:
+    """Those of models in use."""
+    return [attachment for attachment in handler.attachments if not attachment.is_closed]
+
+
+def _print(accelerator: Accelerator, lines: Sequence[str]) -> None:
+    # Neither Accelerate nor transformers show what is logged at the level of information.
+    if accelerator.is_main_process:
+        print(*lines, sep="\n", end="\n" if lines else "")

@@ -1,0 +1,116 @@
+"""What the `CommHookMonitor` callbacks of `lightning` and `pytorch_lightning` share."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+from lightning_commhooks.core.error_sample import DEFAULT_NUMEL
+from lightning_commhooks.core.monitor import NAMES, PREFIX, MetricName, Monitor, MonitorOptions
+from lightning_commhooks.ddp_mixin import refusals_as
+
+
+class CommHookMonitorMixin:
+    """Logs what a communication hook does; put before a `Callback` in a class's bases."""
+
+    _misconfiguration: ClassVar[type[Exception]]
+    _rank_zero_info: ClassVar[Callable[..., None]]
+    _strategy: ClassVar[str]
+
+    def __init__(
+        self,
+        every_n_steps: int = 50,
+        error_every_n_steps: int = 100,
+        error_numel: int | None = DEFAULT_NUMEL,
+        progress_bar: Sequence[MetricName] = ("compression_ratio", "exposed_ms"),
+        closing_line: bool = True,
+        measure_link: bool = True,
+    ) -> None:
+        with refusals_as(self._misconfiguration, self):
+            self._options = MonitorOptions(
+                every_n_steps=every_n_steps,
+                error_every_n_steps=error_every_n_steps,
+                error_numel=error_numel,
+                closing_line=closing_line,
+                measure_link=measure_link,
+            )
+            self._progress_bar = _checked_names(progress_bar)
+        self._monitor: Monitor | None = None
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Refuse strategies without a communication hook."""
+        if stage == "fit" and not hasattr(trainer.strategy, "attachment"):
+            raise self._misconfiguration(
+                f"{type(self).__name__} shows what a communication hook does, and {type(trainer.strategy).__name__} "
+                f"has none: use Trainer(strategy={self._strategy}(hook='powersgd')) or strategy='ddp_powersgd', or "
+                "leave the callback out"
+            )
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Begin to count. Collective."""
+        attachment = trainer.strategy.attachment
+        if attachment is None:
+            raise self._misconfiguration(
+                f"{type(self).__name__} has nothing to show with {type(trainer.strategy).__name__} and "
+                f"sharding_strategy={trainer.strategy.sharding_strategy}: FSDP takes no communication hook there and "
+                "reduces by itself. Leave the callback out, or use sharding_strategy='FULL_SHARD'"
+            )
+        self._monitor = self._options.monitor(attachment)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Log every so many steps, on rank 0."""
+        if (
+            not trainer.is_global_zero
+            or self._monitor is None
+            or self._monitor.num_new_steps < self._options.every_n_steps
+        ):
+            return
+        values = self._log(trainer, self._monitor)
+        # Not by LightningModule.log, which would add to `callback_metrics`, too.
+        shown = {name: values[PREFIX + name] for name in self._progress_bar if PREFIX + name in values}
+        trainer.progress_bar_metrics.update(shown)
+
+    def _log(self, trainer: Any, monitor: Monitor) -> dict[str, float]:
+        values = monitor.values()
+        # As LightningModule.log and Lightning's own callbacks: `global_step` counts the steps of each optimizer.
+        step = trainer.fit_loop.epoch_loop._batches_that_stepped
+        for logger in trainer.loggers if values else ():
+            logger.log_metrics(dict(values), step=step)
+        return values
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Log what is left, and the closing line."""
+        if trainer.is_global_zero and self._monitor is not None and self._monitor.num_new_steps:
+            self._log(trainer, self._monitor)
+        self._close()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Say the closing line; on CUDA this would wait for collectives that other ranks may have left."""
+        if trainer.strategy.root_device.type == "cpu":
+            # What went wrong is to be reported, whatever comes of this.
+            with contextlib.suppress(Exception):
+                self._close()
+
+    def _close(self) -> None:
+        monitor, self._monitor = self._monitor, None
+        if monitor is not None and self._options.closing_line:
+            self._rank_zero_info(monitor.summary())
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Let go of the hook."""
+        self._monitor = None
+
+
+def _checked_names(names: object) -> tuple[MetricName, ...]:
+    """Names of values for the progress bar.
+
+    Raises:
+        ValueError: there is no such value.
+    """
+    if isinstance(names, str) or not isinstance(names, Sequence):
+        raise ValueError(f"progress_bar must be a list of names, is {names!r}; () shows nothing")
+    for name in names:
+        if name not in NAMES:
+            raise ValueError(f"progress_bar has {name!r}; there are {', '.join(NAMES)}")
+    return tuple(names)
