@@ -21,8 +21,8 @@ OPTIONS = {
 }
 INT8 = OPTIONS["int8"]
 POWERSGD = lc.PowerSGD(**OPTIONS["powersgd"])
-# These do with gradients what post_localsgd does, or int8 with another codec, by the same code.
-ALIKE = {"hierarchical_localsgd", "diloco", "fp8"}
+# These do with gradients what post_localsgd does, or int8 with another codec, by the same code; or what others do.
+ALIKE = {"hierarchical_localsgd", "diloco", "fp8", "auto"}
 HOOKS = {name: lc.get_hook(name, **OPTIONS.get(name, {})) for name in lc.available_hooks() if name not in ALIKE} | {
     "fp16+float32": lc.FP16(accumulate_dtype="float32"),
     "bf16+float32": lc.BF16(accumulate_dtype="float32"),

@@ -349,10 +349,10 @@ def _with_scaler(rank, world):
         (lambda: lc.ScaleByGradAccumulation("bf16", True), "is True"),
         (lambda: lc.ScaleByGradAccumulation("bf17"), "unknown hook 'bf17'"),
         (lambda: lc.ScaleByGradAccumulation(lambda bucket: None), "must take"),
-        (lambda: lc.Cast(lc.ScaleByGradAccumulation("powersgd")), "goes around all other wrappers"),
-        (lambda: lc.Schedule({0: lc.ScaleByGradAccumulation("bf16")}), "goes around all other wrappers"),
-        (lambda: lc.PerParameter({"*": lc.ScaleByGradAccumulation("bf16")}), "goes around all other wrappers"),
-        (lambda: lc.ScaleByGradAccumulation(lc.ScaleByGradAccumulation("bf16")), "goes around all other wrappers"),
+        (lambda: lc.Cast(lc.ScaleByGradAccumulation("powersgd")), "goes around all other hooks"),
+        (lambda: lc.Schedule({0: lc.ScaleByGradAccumulation("bf16")}), "goes around all other hooks"),
+        (lambda: lc.PerParameter({"*": lc.ScaleByGradAccumulation("bf16")}), "goes around all other hooks"),
+        (lambda: lc.ScaleByGradAccumulation(lc.ScaleByGradAccumulation("bf16")), "goes around all other hooks"),
     ],
 )
 def test_refusals(make, text):

@@ -188,21 +188,21 @@ def test_steps_not_compressed_and_why(run, hook, expected):
 class Clock(HostTiming):
     """Moments that the test sets."""
 
-    now = 0.0
+    moment = 0.0
 
-    def _now(self):
-        return self.now
+    def now(self):
+        return self.moment
 
     def at(self, seconds, what):
-        self.now = seconds
+        self.moment = seconds
         return what()
 
     @contextlib.contextmanager
     def during(self, timed, begin, end):
-        self.now = begin
+        self.moment = begin
         with timed():
             yield
-            self.now = end
+            self.moment = end
 
 
 def test_times_of_a_step():

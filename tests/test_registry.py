@@ -11,6 +11,7 @@ from lightning_commhooks.core import registry
 BUILT_IN = {
     "allgather",
     "allreduce",
+    "auto",
     "batched_powersgd",
     "bf16",
     "diloco",

@@ -258,6 +258,11 @@ class BoundHook(ABC):
         finite. The default does nothing, right for hooks without error feedback.
         """
 
+    @property
+    def chosen(self) -> CommHook | None:
+        """The hook that this one has chosen to be, of those that choose."""
+        return None
+
     def owed(self) -> Iterator[Tensor]:
         """What this rank has not sent yet, for error feedback: one tensor after another, in units of the loss.
 

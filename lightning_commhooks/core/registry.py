@@ -109,5 +109,5 @@ def get_inner_hook(hook: str | CommHook) -> CommHook:
     inner = get_hook(hook)
     if inner.is_outermost:
         name = type(inner).__name__
-        raise ValueError(f"{name} goes around all other wrappers, as in {name}(Cast(...)); it was put inside of one")
+        raise ValueError(f"{name} goes around all other hooks; it was put inside of one")
     return inner

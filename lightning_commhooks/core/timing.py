@@ -46,11 +46,11 @@ class Timing(ABC, Generic[M]):
         self._is_paused = False
 
     @abstractmethod
-    def _now(self) -> M:
+    def now(self) -> M:
         """The present moment, of the device's stream or of the host."""
 
     @abstractmethod
-    def _ms(self, begin: M, end: M) -> float:
+    def ms(self, begin: M, end: M) -> float:
         """Milliseconds between two moments."""
 
     def _is_timed(self, step: int) -> bool:
@@ -60,12 +60,12 @@ class Timing(ABC, Generic[M]):
         """A synchronized backward hands over its first bucket."""
         self._settle()
         if self._is_timed(step):
-            self._step = _Step(handed_over=self._now())
+            self._step = _Step(handed_over=self.now())
 
     def backward_done(self) -> None:
         """Nothing is left to compute in this backward: from here on the training thread waits."""
         if self._step is not None:
-            self._step.backward_done = self._now()
+            self._step.backward_done = self.now()
 
     def comm(self) -> AbstractContextManager[None]:
         """Time a collective, or the wait for one."""
@@ -86,9 +86,9 @@ class Timing(ABC, Generic[M]):
         if pairs is None:
             yield
             return
-        begin = self._now()
+        begin = self.now()
         yield
-        pairs.append((begin, self._now()))
+        pairs.append((begin, self.now()))
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -113,25 +113,25 @@ class Timing(ABC, Generic[M]):
         assert step.handed_over is not None
         assert step.backward_done is not None
         done = step.backward_done
-        comm = sum(self._ms(*pair) for pair in step.comm)
-        work = sum(self._ms(*pair) for pair in step.work)
-        waits = sum(self._ms(*pair) for pair in step.waits)
+        comm = sum(self.ms(*pair) for pair in step.comm)
+        work = sum(self.ms(*pair) for pair in step.work)
+        waits = sum(self.ms(*pair) for pair in step.waits)
         in_backward = step.work[: step.num_in_backward]
-        tail = max(0.0, self._ms(done, in_backward[-1][1])) if in_backward else 0.0
+        tail = max(0.0, self.ms(done, in_backward[-1][1])) if in_backward else 0.0
         self.steps += 1
         self._totals["exposed_ms"] += tail + waits
         self._totals["codec_ms"] += max(0.0, work - comm)
         self._totals["comm_ms"] += comm
-        self._totals["overlap_ms"] += max(0.0, self._ms(step.handed_over, done))
+        self._totals["overlap_ms"] += max(0.0, self.ms(step.handed_over, done))
 
 
 class HostTiming(Timing[float]):
     """For work on a communication thread: every step, by the host's clock."""
 
-    def _now(self) -> float:
+    def now(self) -> float:
         return time.perf_counter()
 
-    def _ms(self, begin: float, end: float) -> float:
+    def ms(self, begin: float, end: float) -> float:
         return (end - begin) * 1e3
 
 
@@ -150,12 +150,13 @@ class DeviceTiming(Timing[torch.cuda.Event]):
     def _is_timed(self, step: int) -> bool:
         return step % DEVICE_EVERY == 0
 
-    def _now(self) -> torch.cuda.Event:
+    def now(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._device))
         return event
 
-    def _ms(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
+    def ms(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
+        end.synchronize()  # nothing to wait for, unless `Auto` asks
         elapsed: float = begin.elapsed_time(end)
         return elapsed
 

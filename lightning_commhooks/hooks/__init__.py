@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Literal
 from lightning_commhooks.core.registry import available_hooks
 from lightning_commhooks.hooks.allgather import AllGather
 from lightning_commhooks.hooks.allreduce import AllReduce
+from lightning_commhooks.hooks.auto import Auto
 from lightning_commhooks.hooks.batched_powersgd import BatchedPowerSGD
 from lightning_commhooks.hooks.diloco import DiLoCo
 from lightning_commhooks.hooks.fp8 import FP8
@@ -30,6 +31,7 @@ __all__ = [
     "FP16",
     "AllGather",
     "AllReduce",
+    "Auto",
     "BatchedPowerSGD",
     "DiLoCo",
     "HierarchicalLocalSGD",

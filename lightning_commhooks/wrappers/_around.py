@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_commhooks.core.checkpoint import StateReader, StateWriter
-from lightning_commhooks.core.hook import BoundHook, Bucket
+from lightning_commhooks.core.hook import BoundHook, Bucket, CommHook
 from lightning_commhooks.core.optimizers import OptimizerStep
 
 
@@ -45,6 +45,10 @@ class BoundAround(BoundHook):
 
     def drain_(self, flat: Tensor, bucket: Bucket) -> None:
         self._inner.drain_(flat, bucket)
+
+    @property
+    def chosen(self) -> CommHook | None:
+        return self._inner.chosen
 
     def owed(self) -> Iterator[Tensor]:
         return self._inner.owed()

@@ -15,7 +15,7 @@ from torch import Tensor
 from lightning_commhooks.core.accumulation import Accumulated, Held, Number, is_one, scale_
 from lightning_commhooks.core.collectives import Group
 from lightning_commhooks.core.hook import BoundHook, Bucket, CommHook
-from lightning_commhooks.core.registry import get_inner_hook
+from lightning_commhooks.core.registry import get_hook, get_inner_hook
 from lightning_commhooks.core.user_hook import UserFunction, check_user_hook
 from lightning_commhooks.hooks import HookName
 from lightning_commhooks.wrappers._around import BoundAround
@@ -65,7 +65,9 @@ class ScaleByGradAccumulation(CommHook):
             check_user_hook(hook)
             hook = UserFunction(hook)
         # A function in here already, when a dataclass is copied.
-        inner = hook if isinstance(hook, UserFunction) else get_inner_hook(hook)  # type: ignore[arg-type]
+        inner = hook if isinstance(hook, UserFunction) else get_hook(hook)  # type: ignore[arg-type]
+        if isinstance(inner, ScaleByGradAccumulation):
+            get_inner_hook(inner)  # refuses
         object.__setattr__(self, "hook", inner)
         accumulation = self.accumulation
         is_count = isinstance(accumulation, int) and not isinstance(accumulation, bool) and accumulation >= 1
