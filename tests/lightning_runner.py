@@ -183,10 +183,15 @@ def configured():
         "cast": lc.Cast(POWERSGD, "bf16"),
         "schedule": lc.Schedule({0: "bf16", 3: POWERSGD}),
         "per_parameter": lc.PerParameter({"*.bias": "allreduce", "*": lc.Int8(min_bytes=0, block_size=64)}),
+        "auto": lc.Auto(candidates=["bf16"], warmup_steps=1, timed_steps=1),
     }
     for label, hook in hooks.items():
         trainer = fit(f"configured-{label}", CompressedDDP(hook=hook))
-        write(f"after-{label}", trainer.global_rank, metrics=trainer.strategy.attachment.metrics())
+        attachment = trainer.strategy.attachment
+        chosen = attachment.bound.chosen
+        write(
+            f"after-{label}", trainer.global_rank, metrics=attachment.metrics(), chosen=chosen.name if chosen else None
+        )
 
 
 def functions():

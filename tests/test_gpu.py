@@ -101,3 +101,42 @@ def test_many_tokens_and_gradients_in_16_bit(hook):
         found, expected = ddp.module.bias.grad.cpu().float(), gradients["bias"] / 1e5
         assert (found - expected).norm() <= 1e-2 * expected.norm()
         attachment.close()
+
+
+@pytest.mark.usefixtures("_nccl")
+@pytest.mark.parametrize("hook", ["allreduce", lc.Int8(min_bytes=0), lc.PowerSGD(start_powerSGD_iter=0)])
+def test_times_and_errors(hook):
+    """One step in ten is timed, by events that nothing waits for."""
+    device = torch.device("cuda", 0)
+    ddp = DistributedDataParallel(Params(SHAPES).to(device), device_ids=[0], bucket_cap_mb=4e-3)
+    with ignoring(NOT_AVERAGING, NOTHING_COMPRESSED, TOO_EARLY):
+        attachment = lc.attach(ddp, hook)
+        attachment.sample_error(1, None)
+        for step in range(21):
+            gradients = full_rank_gradients(0, step, SHAPES)
+            ddp.zero_grad()
+            ddp({name: g.to(device) for name, g in gradients.items()}).backward()
+        torch.cuda.synchronize()
+        metrics = attachment.metrics()
+        assert metrics["timed_steps"] == 3
+        assert metrics["codec_ms"] > 0
+        assert metrics["exposed_ms"] >= 0
+        zero = {name: torch.zeros_like(g) for name, g in gradients.items()}
+        means = {name: p.grad.cpu() for name, p in ddp.module.named_parameters()}
+        exact = distance(means, gradients) / distance(gradients, zero)
+        assert metrics["relative_error"] == pytest.approx(exact, rel=1e-3, abs=1e-6)
+        attachment.close()
+
+
+@pytest.mark.usefixtures("_nccl")
+def test_auto_chooses():
+    device = torch.device("cuda", 0)
+    ddp = DistributedDataParallel(Params(SHAPES).to(device), device_ids=[0], bucket_cap_mb=4e-3)
+    with ignoring(NOT_AVERAGING, NOTHING_COMPRESSED, TOO_EARLY):
+        attachment = lc.attach(ddp, lc.Auto(candidates=["bf16", "int8"], warmup_steps=2, timed_steps=3))
+        for step in range(20):
+            gradients = full_rank_gradients(0, step, SHAPES)
+            ddp.zero_grad()
+            ddp({name: g.to(device) for name, g in gradients.items()}).backward()
+        assert attachment.bound.chosen is not None
+        attachment.close()

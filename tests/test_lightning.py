@@ -126,6 +126,14 @@ def test_configured_hook(hooks, label, least_ratio):
     assert hooks(f"after-{label}")["metrics"] == result["metrics"], "metrics() stays readable after fit"
 
 
+def test_auto(hooks):
+    assert hooks.both("configured-auto")["comm_hook"] == "lightning_commhooks:auto"
+    chosen = hooks("after-auto")["chosen"]
+    assert chosen in ("allreduce", "bf16")
+    assert chosen == hooks("after-auto", 1)["chosen"]
+    assert f"hook='auto' chose {chosen}" in hooks.stderr
+
+
 def test_own_function(hooks):
     result = hooks.both("function-own")
     assert result["comm_hook"].startswith("lightning_commhooks:")

@@ -77,12 +77,13 @@ class Attachment:
             collectives), `overlap_ms` (time from the first bucket to the end of the backward, which is there to hide
             communication in). Waiting for ranks that are slower is in `comm_ms`, and `exposed_ms`, too.
 
-            `relative_error` of the last step that was sampled: NaN without `sample_error`.
+            `relative_error` of the last step that was sampled, after `sample_error`: NaN before the first one.
 
             What a user's own function sends, and how long it takes, is unknown: NaN.
         """
         metrics = {**self._runtime.counters.as_dict(), **self._runtime.counters.timing.totals()}
-        metrics["relative_error"] = self._runtime.watch.relative_error
+        if self._runtime.watch.sampler is not None:
+            metrics["relative_error"] = self._runtime.watch.sampler.relative_error
         if self.bound is None:
             metrics.update(dict.fromkeys(_UNKNOWN_OF_FUNCTIONS, math.nan))
         return metrics

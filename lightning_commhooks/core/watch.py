@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -59,8 +58,3 @@ class Watch:
         """Number of steps that sent no fewer bytes than an all-reduce of the gradients, by reason."""
         self._end_step()
         return dict(self._not_compressed)
-
-    @property
-    def relative_error(self) -> float:
-        """Of the last sampled step; NaN if there is none."""
-        return self.sampler.relative_error if self.sampler is not None else math.nan
