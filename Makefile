@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test lint format bench stress install clean
+.PHONY: demo test lint format bench stress docs linkcheck install clean
 
 demo: install
 	$(BIN)/python examples/demo.py
@@ -40,6 +40,15 @@ stress: install
 	$(BIN)/python benchmarks/resume_launches.py
 	$(BIN)/python benchmarks/soak.py
 
+# The pages in docs/ as HTML: docs/_build/html/index.html. Links within the repository are checked.
+docs: install
+	$(BIN)/python docs/options.py
+	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html
+
+# Links to other sites; needs the internet.
+linkcheck: install
+	$(BIN)/python -m sphinx -W --keep-going -q -b linkcheck docs docs/_build/linkcheck
+
 install: $(VENV)/.installed
 
 # PyTorch first, so that no other requirement pulls in another build of it.
@@ -51,4 +60,4 @@ $(VENV)/.installed: pyproject.toml
 	@touch $@
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) build dist docs/_build *.egg-info .mypy_cache .pytest_cache .ruff_cache

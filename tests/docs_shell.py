@@ -1,0 +1,113 @@
+"""Shell commands in the pages: are there such files, targets, options?"""
+
+import re
+import shlex
+import subprocess
+import tomllib
+
+from docs_pages import ROOT
+
+# Not on every machine; their options are not ours.
+FOREIGN = {"cd", "export", "iperf3", "ip", "module", "scontrol", "sbatch", "tail", "git"}
+
+
+def check(text):
+    """Raise an `AssertionError`, or what a parser of options raises, for a command that cannot work."""
+    subprocess.run(["bash", "-n"], input=text, text=True, check=True)
+    for line in re.sub(r"\\\n\s*", "", text).splitlines():
+        words = [] if re.match(r"\w+=\$\(.*\)$", line) else shlex.split(line, comments=True)
+        while words and re.fullmatch(r"\w+=.*", words[0]):
+            words.pop(0)
+        if words:
+            check_command(words)
+
+
+def check_command(words):
+    program, *arguments = words
+    if program == "srun":
+        while arguments and arguments[0].startswith("-"):
+            arguments.pop(0)
+        check_command(arguments)
+    elif program in CHECKS:
+        CHECKS[program](arguments)
+    else:
+        assert program in FOREIGN, f"nobody knows how to check {program!r}"
+
+
+def _make(arguments):
+    targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    for target in (argument for argument in arguments if "=" not in argument):
+        assert target in targets, f"the Makefile has no target {target!r}"
+
+
+def _pip(arguments):
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    for extra in (name for argument in arguments for name in re.findall(r"\[(.+)\]", argument)):
+        assert set(extra.split(",")) <= extras.keys(), f"there are no extras {extra!r}"
+
+
+def _torchrun(arguments):
+    from torch.distributed.run import get_args_parser
+
+    # Variables stand for numbers.
+    parsed = get_args_parser().parse_args([re.sub(r"\$\w+|\$\(.+\)", "2", argument) for argument in arguments])
+    if parsed.module:
+        _module([parsed.training_script, *parsed.training_script_args])
+    else:
+        _script([parsed.training_script, *parsed.training_script_args])
+
+
+def _accelerate(arguments):
+    from accelerate.commands.launch import launch_command_parser
+
+    command, *arguments = arguments
+    assert command == "launch"
+    launch_command_parser().parse_args([re.sub(r"\$\w+", "2", argument) for argument in arguments])
+
+
+def _python(arguments):
+    if arguments[0] == "-m":
+        _module(arguments[1:])
+    else:
+        _script(arguments)
+
+
+def _module(words):
+    module, *arguments = words
+    if module == "lightning_commhooks":
+        from typer.main import get_command
+
+        from lightning_commhooks.cli import app
+
+        # Parses the arguments, without running anything.
+        command = get_command(app)
+        context = command.make_context("lightning_commhooks", arguments)
+        name, subcommand, rest = command.resolve_command(context, arguments)
+        subcommand.make_context(name, rest, parent=context)
+        for argument in arguments[1:]:
+            path, _, factory = argument.partition(":")
+            if "/" in path and factory:
+                assert f"def {factory}(" in (ROOT / path).read_text(), f"{path} has no {factory}"
+    else:
+        raise AssertionError(f"nobody knows how to check python -m {module}")
+
+
+def _script(words):
+    """A script of the user's, or one of ours, whose text must have the options."""
+    script, *arguments = words
+    path = ROOT / script
+    if "/" not in script:
+        assert script in ("train.py", "example.py", "main.py"), f"what is {script}?"
+        return
+    assert path.is_file(), f"there is no {script}"
+    for option in (argument.split("=")[0] for argument in arguments if argument.startswith("--")):
+        assert f'"{option}"' in path.read_text(), f"{script} has no option {option}"
+
+
+CHECKS = {
+    "make": _make,
+    "pip": _pip,
+    "torchrun": _torchrun,
+    "accelerate": _accelerate,
+    "python": _python,
+}

@@ -1,0 +1,148 @@
+"""The pages in docs/ and the README: links, tables of options, blocks of code, the site that is made of them."""
+
+import importlib.util
+import inspect
+import json
+import subprocess
+import sys
+from collections import Counter
+
+import pytest
+
+pytest.importorskip("markdown_it")
+
+from docs_pages import DOCS, PAGES, ROOT, anchors, blocks, links
+from torchrun import run_twice
+
+import lightning_commhooks as lc
+from lightning_commhooks.core.registry import get_hook_class
+
+ALL = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "benchmarks" / "README.md", *PAGES]
+RUN = [ROOT / "README.md", *PAGES]
+WRAPPERS = (lc.Cast, lc.PerParameter, lc.Schedule, lc.ScaleByGradAccumulation)
+needs_frameworks = pytest.mark.skipif(
+    any(importlib.util.find_spec(name) is None for name in ("lightning", "accelerate", "transformers", "jsonargparse")),
+    reason="pages show all frameworks",
+)
+
+
+def name_of(path):
+    return str(path.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("path", ALL, ids=name_of)
+def test_links_lead_somewhere(path):
+    for link in links(path):
+        if link.startswith(("http://", "https://", "mailto:")):
+            continue
+        target, _, anchor = link.partition("#")
+        found = (path.parent / target).resolve() if target else path
+        assert found.exists(), f"{link}: there is no {found}"
+        assert found.is_relative_to(ROOT), f"{link} is outside of the repository"
+        if anchor:
+            assert anchor in anchors(found), f"{link}: {found.name} has {anchors(found)}"
+
+
+def test_two_anchors_of_one_name(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("# A `b_c`: d, e-f!\n\n[x](#a-b_c-d-e-f)\n\n## Same\n\n## Same\n")
+    assert anchors(page) == ["a-b_c-d-e-f", "same", "same-1"]
+    assert links(page) == ["#a-b_c-d-e-f"]
+
+
+@pytest.fixture(scope="module")
+def options():
+    spec = importlib.util.spec_from_file_location("options", DOCS / "options.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def documented_classes():
+    by_name = {name: get_hook_class(name) for name in lc.available_hooks()}
+    return by_name | {wrapper.name: wrapper for wrapper in WRAPPERS}
+
+
+@pytest.mark.parametrize("name", documented_classes())
+def test_options_of_each_hook_are_on_its_page(options, name):
+    text = (DOCS / "hooks" / f"{name}.md").read_text()
+    hook_class = documented_classes()[name]
+    assert f"<!-- options: {hook_class.__name__} -->" in text
+    assert options.updated(text) == text, "run: python docs/options.py"
+    # Tables are made from docstrings; this does without.
+    for parameter in inspect.signature(hook_class).parameters.values():
+        (row,) = (line for line in text.splitlines() if line.startswith(f"| `{parameter.name}` |"))
+        default = row.split("|")[2].strip().strip("`").replace('"', "'")
+        assert default == ("must be given" if parameter.default is parameter.empty else shown(parameter.default))
+
+
+def shown(default):
+    # What a dataclass shows for a factory.
+    return "{8: None}" if repr(default) == "<factory>" else repr(default)
+
+
+def test_an_option_without_a_line_in_the_docstring(options):
+    class Broken(lc.Int8):
+        """An Int8.
+
+        Args:
+            block_size: numbers in a block.
+        """
+
+    with pytest.raises(ValueError, match="docstring and fields differ in .*rounding"):
+        options.table(Broken)
+
+
+def test_pages_are_short():
+    long = {name_of(path): lines for path in PAGES if (lines := path.read_text().count("\n")) > 140}
+    assert not long
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """What went wrong on each page: all are run at once, since importing the frameworks takes long."""
+    file = tmp_path_factory.mktemp("docs") / "results.json"
+    run_twice("docs_runner.py", file, timeout=150)
+    return json.loads(file.read_text())
+
+
+@needs_frameworks
+@pytest.mark.parametrize("path", RUN, ids=name_of)
+def test_code_runs(results, path):
+    assert not results[name_of(path)], results[name_of(path)]
+
+
+def test_blocks_that_are_not_run_have_a_reason():
+    not_run = Counter(name_of(path) for path in RUN for block in blocks(path) if block.not_run is not None)
+    assert not_run == {"docs/fsdp.md": 1}
+    assert all(len(block.not_run) > 20 for path in RUN for block in blocks(path) if block.not_run is not None)
+
+
+def test_no_block_is_overlooked():
+    for path in RUN:
+        fences = [line for line in path.read_text().splitlines() if line.strip().startswith("```")]
+        assert len(fences) == 2 * len(blocks(path)), path
+
+
+@pytest.mark.skipif(importlib.util.find_spec("furo") is None, reason="needs sphinx, myst-parser and furo")
+def test_site(tmp_path):
+    build = [sys.executable, "-m", "sphinx", "-q", "-n", "-W", "--keep-going", "-b", "html", DOCS, tmp_path / "html"]
+    done = subprocess.run([*map(str, build)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    for path in PAGES:
+        html = (tmp_path / "html" / path.relative_to(DOCS).with_suffix(".html")).read_text()
+        text = path.read_text()
+        assert html.count("<table") == sum(
+            line.startswith("|--") or line.startswith("| --") for line in text.splitlines()
+        )
+        assert html.count('class="math notranslate') == count_formulas(path), "formulas"
+
+
+def count_formulas(path):
+    from markdown_it import MarkdownIt
+    from mdit_py_plugins.dollarmath import dollarmath_plugin
+
+    parser = MarkdownIt("commonmark").enable("table").use(dollarmath_plugin)
+    tokens = parser.parse(path.read_text())
+    found = [*tokens, *(child for token in tokens for child in token.children or ())]
+    return sum(token.type.startswith("math") for token in found)
