@@ -88,7 +88,9 @@ class Network:
 
 
 @contextlib.contextmanager
-def hosts(num: int, rate: str | None = "1gbit", delay: str | None = None, mtu: int = 1500) -> Iterator[Network]:
+def hosts(
+    num: int, rate: str | None = "1gbit", delay: str | None = None, mtu: int = 1500, burst: str = "128kb"
+) -> Iterator[Network]:
     """Make `num` hosts that reach each other at 10.0.0.1 and up; remove them at the end, whatever happens.
 
     Removes what earlier runs left that were killed, too.
@@ -99,6 +101,9 @@ def hosts(num: int, rate: str | None = "1gbit", delay: str | None = None, mtu: i
         delay: of each packet that a host sends, as `tc` writes it, so half of what a round trip takes longer.
         mtu: of the interfaces, in bytes. Whatever it is, the kernel hands over packets of up to 64 KB, as to a
             network card that segments them (TSO), and the counters see those; the rate is kept as if segmented.
+        burst: what an idle host may send at once before `rate` holds, as `tc` writes it. The default is two packets of
+            64 KB. Take less where that is much of what a step sends: it costs the processor time to segment, 1500 bytes
+            at a time, so only on slow links.
 
     Raises:
         ValueError: `num` is out of range.
@@ -118,7 +123,7 @@ def hosts(num: int, rate: str | None = "1gbit", delay: str | None = None, mtu: i
         for host, name in enumerate(names):
             _add_namespace(name)
             _add_link(hub, name, host, mtu)
-            _shape(name, rate, delay)
+            _shape(name, rate, delay, burst)
         yield Network(names)
     finally:
         for name in [*names, hub]:
@@ -153,12 +158,11 @@ def _add_link(hub: str, name: str, host: int, mtu: int) -> None:
     _ip(name, "link", "set", INTERFACE, "up")
 
 
-def _shape(name: str, rate: str | None, delay: str | None) -> None:
+def _shape(name: str, rate: str | None, delay: str | None, burst: str) -> None:
     add = ["tc", "-n", name, "qdisc", "add", "dev", INTERFACE]
     place = ["root", "handle", "1:"]
     if rate is not None:
-        # The burst holds two unsegmented packets of 64 KB.
-        _run(*add, *place, "tbf", "rate", rate, "burst", "128kb", "latency", "100ms")
+        _run(*add, *place, "tbf", "rate", rate, "burst", burst, "latency", "100ms")
         place = ["parent", "1:1", "handle", "2:"]
     if delay is not None:
         _run(*add, *place, "netem", "delay", delay, "limit", "100000")

@@ -20,10 +20,10 @@ import warnings
 from dataclasses import dataclass
 from typing import ClassVar
 
+import stock
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_commhooks import Bucket, CommHook, PowerSGD, attach
@@ -33,13 +33,6 @@ from lightning_commhooks.core.hook import BoundHook
 # Ours over stock, of the cost above noop: what the project promises, by matrix rank.
 LIMITS = {1: 0.5, 4: 0.35}
 KINDS = ("stock", "ours", "floor", "floor_in_place")
-
-
-def waiting_powersgd(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """PyTorch's hook, finished before the next bucket."""
-    future = powerSGD_hook(state, bucket)
-    future.wait()
-    return future
 
 
 @dataclass(frozen=True)
@@ -83,11 +76,10 @@ def make(variant: str) -> DistributedDataParallel:
     model = torch.nn.Sequential(*[torch.nn.Linear(1024, 1024) for _ in range(8)])
     ddp = DistributedDataParallel(model)
     kind, _, rank = variant.partition("-")
-    options = {"start_powerSGD_iter": 2}
     if kind == "stock":
-        ddp.register_comm_hook(PowerSGDState(None, int(rank), **options), waiting_powersgd)
+        stock.register(ddp, f"powersgd-{rank}")
     elif kind == "ours":
-        attach(ddp, PowerSGD(matrix_approximation_rank=int(rank), **options))
+        attach(ddp, PowerSGD(matrix_approximation_rank=int(rank), start_powerSGD_iter=2))
     else:
         attach(ddp, Floor(int(rank), in_place=kind == "floor_in_place") if kind.startswith("floor") else kind)
     return ddp

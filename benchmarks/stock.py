@@ -1,0 +1,30 @@
+"""PyTorch's own communication hooks, made to run on CPU where they do not: what ours are measured against."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+
+def bf16_hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """PyTorch's `bf16_compress_hook`; DDP refuses a function of that name on CPU, though gloo sums bfloat16."""
+    return default_hooks.bf16_compress_hook(state, bucket)
+
+
+def waiting_powersgd(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """PyTorch's hook, finished before the next bucket: it aborts on gloo otherwise as soon as there are two."""
+    future = powerSGD_hook(state, bucket)
+    future.wait()
+    return future
+
+
+def register(ddp: DistributedDataParallel, name: str) -> None:
+    """Give a model the stock hook of that name: `fp16`, `bf16`, or `powersgd-<rank>`, from step 2 on."""
+    kind, _, rank = name.partition("-")
+    if kind == "powersgd":
+        ddp.register_comm_hook(PowerSGDState(None, int(rank), start_powerSGD_iter=2), waiting_powersgd)
+    else:
+        ddp.register_comm_hook(None, {"fp16": default_hooks.fp16_compress_hook, "bf16": bf16_hook}[kind])

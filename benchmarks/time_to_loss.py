@@ -1,0 +1,219 @@
+"""Seconds until a language model reaches a fixed loss over a slow link: dense DDP, PyTorch's hooks, and ours.
+
+    python benchmarks/time_to_loss.py --tune
+    python benchmarks/time_to_loss.py > benchmarks/results/time_to_loss.txt
+
+Two hosts (network namespaces) joined by a link of 100 Mbit/s, one process and one core each. A transformer of 0.84 M
+parameters (`language_model.py`) learns Python's documentation character by character with AdamW, whose learning rate
+is constant after a warm-up. For a seed all methods get the same data in the same order, initial weights, batch and
+number of steps.
+
+`--tune` trains with every method and the same three learning rates for all, over a fast link and with a seed that is
+not reported. A method's is the one with the lowest mean loss over that run.
+
+The clock runs while training and stops for evaluations, which are at the same steps for all methods: multiples of all
+periods, so that all ranks have the same model. It does not run while codecs are compiled, which is once per machine.
+When the target is reached is interpolated between the last evaluation above it and the next. Bytes are the network
+interface's own count.
+
+Runs that are in the JSON already are left out: `--again` repeats them, `--methods` and `--seeds` run some. Exits with 1
+when the best of our hooks is less than 15 times as fast as dense, or 3 times as fast as the faster of stock fp16 and
+bf16, in the mean over seeds or with any seed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import language_model
+import stock
+import torch
+import torch.distributed as dist
+from netns import hosts, own_tx_bytes
+from records import RESULTS, Records, command, machine
+from time_to_loss_report import draw, report
+from torch.nn.parallel import DistributedDataParallel
+
+import lightning_commhooks as lc
+
+STEPS = 320
+EVALUATE_EVERY = 32
+NUM_VALIDATION = 256  # pieces of text
+WARM_UP_STEPS = 20
+BATCH_SIZE = 1  # pieces of text per rank
+SEEDS, TUNING_SEED = (0, 1, 2), 100
+LEARNING_RATES = (3e-4, 6e-4, 1.2e-3)
+# Half a millisecond of traffic: nothing that is sent is hidden in it.
+SLOW, FAST = {"rate": "100mbit", "burst": "16kb"}, {"rate": "10gbit"}
+RECORDS = RESULTS / "time_to_loss.json"
+KEYS = ("tuning", "method", "learning_rate", "seed")
+
+ALONE: dict[str, Any] = {"start_localSGD_iter": 0, "post_local_gradient_allreduce": False}
+# DiLoCo whose outer optimizer moves to the average, as long as the run is short for momentum.
+PLAIN: dict[str, Any] = {"outer_lr": 1.0, "outer_momentum": 0.0, "nesterov": False, **ALONE}
+LOW_RANK = lc.PowerSGD(matrix_approximation_rank=4, start_powerSGD_iter=0)
+
+# A string is PyTorch's hook of that name, `None` DDP by itself.
+METHODS: dict[str, str | lc.CommHook | None] = {
+    "dense": None,
+    "stock fp16": "fp16",
+    "stock bf16": "bf16",
+    "stock powersgd": "powersgd-4",
+    "bf16": lc.BF16(),
+    "int8": lc.Int8(),
+    "int4": lc.Int4(),
+    "powersgd": LOW_RANK,
+    "int8, then int8(powersgd)": lc.Schedule({0: "int8", 16: lc.Cast(LOW_RANK, "int8")}),
+    "post_localsgd, 8": lc.PostLocalSGD(period=8, **ALONE),
+    "diloco, 16": lc.DiLoCo(period=16, **ALONE),
+    "diloco, 16, int4": lc.DiLoCo(period=16, pseudo_gradient="int4", **ALONE),
+    "diloco, 8, int4, no momentum": lc.DiLoCo(period=8, pseudo_gradient="int4", **PLAIN),
+    "diloco, 16, int4, no momentum": lc.DiLoCo(period=16, pseudo_gradient="int4", **PLAIN),
+    "diloco, 32, int4, no momentum": lc.DiLoCo(period=32, pseudo_gradient="int4", **PLAIN),
+}
+
+
+class Clock:
+    """Seconds, and bytes sent by this rank, while it runs."""
+
+    def __init__(self) -> None:
+        self.seconds, self.sent = 0.0, 0
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Until all ranks have got to the end."""
+        dist.barrier()
+        before, start = own_tx_bytes(), time.perf_counter()
+        yield
+        dist.barrier()
+        self.seconds += time.perf_counter() - start
+        self.sent += own_tx_bytes() - before
+
+
+class Training:
+    """One run on this rank: a method, a learning rate and a seed."""
+
+    def __init__(self, method: str, learning_rate: float, seed: int) -> None:
+        self.pieces, validation = language_model.text()
+        self.validation = validation[:NUM_VALIDATION]
+        self.generator = torch.Generator().manual_seed(1000 * seed + dist.get_rank())
+        torch.manual_seed(seed)
+        self.model = DistributedDataParallel(language_model.LanguageModel())
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=learning_rate, fused=True)
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda n: min(1, (n + 1) / WARM_UP_STEPS))
+        hook = METHODS[method]
+        self.attachment: lc.Attachment | None = None
+        if isinstance(hook, lc.CommHook):
+            self.attachment = lc.attach(self.model, hook, optimizers=[self.optimizer])
+        elif hook is not None:
+            stock.register(self.model, hook)
+
+    def curve(self, steps: int) -> list[tuple[int, float, int, float]]:
+        """Train; steps, seconds, bytes sent and loss at each evaluation."""
+        clock = Clock()
+        points = [(0, 0.0, 0, self.evaluate())]
+        for end in range(EVALUATE_EVERY, steps + 1, EVALUATE_EVERY):
+            with clock.running():
+                for _ in range(EVALUATE_EVERY):
+                    self.step()
+            points.append((end, round(clock.seconds, 4), clock.sent, round(self.evaluate(), 5)))
+        if self.attachment is not None:
+            self.attachment.close()
+        return points
+
+    def step(self) -> None:
+        """Of the optimizer, with a new batch."""
+        batch = self.pieces[torch.randint(len(self.pieces), (BATCH_SIZE,), generator=self.generator)]
+        self.optimizer.zero_grad()
+        self.model(batch[:, :-1], batch[:, 1:]).backward()
+        self.optimizer.step()
+        self.schedule.step()
+
+    def evaluate(self) -> float:
+        """Loss in nats on the validation pieces, of which each rank computes its share."""
+        checksum = torch.stack([p.detach().double().sum() for p in self.model.parameters()])
+        highest, lowest = checksum.clone(), checksum.clone()
+        dist.all_reduce(highest, op=dist.ReduceOp.MAX)
+        dist.all_reduce(lowest, op=dist.ReduceOp.MIN)
+        assert highest.equal(lowest), "ranks must have the same model when it is evaluated"
+        own = self.validation[dist.get_rank() :: dist.get_world_size()]
+        with torch.no_grad():
+            total = sum(self.model.module(some[:, :-1], some[:, 1:]) * len(some) for some in own.split(32))
+        assert isinstance(total, torch.Tensor)
+        dist.all_reduce(total)
+        return total.item() / len(self.validation)
+
+
+def work(runs: list[list[Any]], steps: int) -> None:
+    """Train on this host, one run after another; rank 0 prints a line of JSON for each."""
+    os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[int(os.environ["RANK"])]})
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    for method, learning_rate, seed in runs:
+        curve = Training(method, learning_rate, seed).curve(steps)
+        if dist.get_rank() == 0:
+            print(json.dumps(curve), flush=True)
+    dist.destroy_process_group()
+
+
+def measure(records: Records, methods: list[str], seeds: list[int], steps: int, tuning: bool, again: bool) -> None:
+    """Run what is not in the records yet, one launch for each method."""
+    with hosts(2, **(FAST if tuning else SLOW)) as network:
+        for method in methods:
+            rates = LEARNING_RATES if tuning else [best_learning_rate(records, method)]
+            runs = [(method, rate, seed) for seed in seeds for rate in rates]
+            todo = [run for run in runs if again or not records.has(**dict(zip(KEYS, (tuning, *run), strict=True)))]
+            if not todo:
+                continue
+            lines = network.launch([__file__, "--work", json.dumps(todo), "--steps", str(steps)], timeout=1800)[0]
+            for run, line in zip(todo, lines.splitlines()[-len(todo) :], strict=True):
+                records.put({**dict(zip(KEYS, (tuning, *run), strict=True)), "curve": json.loads(line)})
+                print(f"{run}: loss {json.loads(line)[-1][3]:.3f}, {json.loads(line)[-1][1]:.1f} s", file=sys.stderr)
+
+
+def best_learning_rate(records: Records, method: str) -> float:
+    """The one with the lowest mean loss over the evaluations of its tuning run."""
+    rows = [row for row in records.rows if row["tuning"] and row["method"] == method]
+    if not rows:
+        raise SystemExit(
+            f"no learning rate is known for {method!r}: run {sys.argv[0]} --tune --methods {method!r} first"
+        )
+    best = min(rows, key=lambda row: statistics.mean(point[3] for point in row["curve"]))
+    return float(best["learning_rate"])
+
+
+def main() -> None:
+    """Measure what is missing, print the table, draw the plots."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tune", action="store_true", help="find the learning rates")
+    parser.add_argument("--methods", nargs="*", default=list(METHODS), help="some of them only")
+    parser.add_argument("--seeds", nargs="*", type=int, default=list(SEEDS))
+    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--again", action="store_true", help="also what is in the records already")
+    parser.add_argument("--work", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.work:
+        work(json.loads(args.work), args.steps)
+        return
+    records = Records(RECORDS, KEYS)
+    measure(records, args.methods, [TUNING_SEED] if args.tune else args.seeds, args.steps, args.tune, args.again)
+    if args.tune:
+        return
+    rows = [row for row in records.rows if not row["tuning"]]
+    print(f"$ {command()}")
+    print(f"# {machine(rows)}; 2 hosts, 100 Mbit/s, one core each; {STEPS} steps\n")
+    ok = report(rows)
+    draw(rows, RESULTS)
+    sys.exit(not ok)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,108 @@
+"""Table and plots of `time_to_loss.py`."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from pathlib import Path
+from typing import Any
+
+import plots
+
+TARGET = 2.65  # nats per character
+# How many times as fast the best of our hooks must be.
+LIMITS = {"dense": 15.0, "stock 16 bit": 3.0}
+
+
+def reached(curve: list[list[float]]) -> tuple[float, float]:
+    """Steps and seconds until the target; inf when it is not reached."""
+    for before, after in itertools.pairwise(curve):
+        if after[3] <= TARGET:
+            part = (before[3] - TARGET) / (before[3] - after[3])
+            return before[0] + part * (after[0] - before[0]), before[1] + part * (after[1] - before[1])
+    return math.inf, math.inf
+
+
+def report(rows: list[dict[str, Any]]) -> bool:
+    """Print the table of the reported runs; whether the limits hold."""
+    runs = {
+        method: sorted((r for r in rows if r["method"] == method), key=lambda r: r["seed"])
+        for method in dict.fromkeys(r["method"] for r in rows)
+    }
+    seconds = {method: [reached(run["curve"])[1] for run in of] for method, of in runs.items()}
+    print(f"{'':<31}{'lr':>8}{'ms per':>8}{'kB per':>9}{'steps to':>10}{'seconds to':>12}{'':>22}", end="")
+    print(f"{'as fast':>10}{'loss at':>10}\n{'method':<31}{'':>8}{'step':>8}{'step':>9}", end="")
+    print(f"{TARGET:>10}{TARGET:>12}{'with each seed':>22}{'as dense':>10}{'the end':>10}")
+    for method, of in sorted(runs.items(), key=lambda item: -statistics.mean(seconds[item[0]])):
+        steps, total, sent, _ = (statistics.mean(values) for values in zip(*(r["curve"][-1] for r in of), strict=True))
+        print(
+            f"{method:<31}{of[0]['learning_rate']:>8g}{total / steps * 1e3:>8.1f}{sent / steps / 1e3:>9,.1f}"
+            f"{statistics.mean(reached(run['curve'])[0] for run in of):>10.0f}{statistics.mean(seconds[method]):>12.2f}"
+            f"{' '.join(f'{s:.1f}' for s in seconds[method]):>22}"
+            f"{statistics.mean(seconds['dense']) / statistics.mean(seconds[method]):>9.1f}x"
+            f"{statistics.mean(run['curve'][-1][3] for run in of):>10.3f}"
+        )
+    return verdict(seconds)
+
+
+def verdict(seconds: dict[str, list[float]]) -> bool:
+    """Print how many times as fast the best of our hooks is; whether that is enough."""
+    best = min((m for m in seconds if m != "dense" and not m.startswith("stock")), key=lambda m: sum(seconds[m]))
+    stock_16_bit = min(("stock fp16", "stock bf16"), key=lambda m: sum(seconds[m]))
+    ok = True
+    print()
+    for what, base in {"dense": "dense", "stock 16 bit": stock_16_bit}.items():
+        mean = statistics.mean(seconds[base]) / statistics.mean(seconds[best])
+        each = [b / a for a, b in zip(seconds[best], seconds[base], strict=True)]
+        holds = min(mean, *each) >= LIMITS[what]
+        ok &= holds
+        print(
+            f"{best!r} is {mean:.1f} times as fast as {base!r} ({', '.join(f'{e:.1f}' for e in each)} by seed); "
+            f"limit {LIMITS[what]:g}: {'ok' if holds else 'MISSED'}"
+        )
+    return ok
+
+
+# What is drawn, and how; the others would lie on top of these.
+LINES = {
+    "dense": plots.Line(plots.BLACK),
+    "stock fp16": plots.Line(plots.GREY, "--", "s"),
+    "stock bf16": plots.Line(plots.GREY, ":", "D"),
+    "stock powersgd": plots.Line(plots.ORANGE, "--", "s"),
+    "int8": plots.Line(plots.SKY),
+    "int4": plots.Line(plots.BLUE),
+    "powersgd": plots.Line(plots.ORANGE),
+    "post_localsgd, 8": plots.Line(plots.PURPLE),
+    "diloco, 16, int4, no momentum": plots.Line(plots.RED),
+}
+
+
+def draw(rows: list[dict[str, Any]], folder: Path) -> None:
+    """Loss against seconds, and bytes against the loss at the end."""
+    runs = {method: [row["curve"] for row in rows if row["method"] == method] for method in LINES}
+    figure, [[axes]] = plots.grid(1, 1, (9, 5.2))
+    for method, line in LINES.items():
+        of = [([p[1] for p in curve[1:]], [p[3] for p in curve[1:]]) for curve in runs[method]]
+        plots.curves(axes, of, line, method)
+    axes.axhline(TARGET, color=plots.GREY, lw=1)
+    axes.annotate(f"{TARGET} nats", (0.005, TARGET), xycoords=("axes fraction", "data"), va="bottom", fontsize=10)
+    plots.log_axis(axes.xaxis)
+    axes.set(xlabel="seconds of training (log)", ylabel="validation loss, nats per character")
+    axes.set_title("A small language model on two hosts, 100 Mbit/s: loss against time, 3 seeds")
+    axes.legend(loc="upper right")
+    plots.save(figure, folder / "time_to_loss.png")
+
+    figure, [[axes]] = plots.grid(1, 1, (9, 5.2))
+    points = {
+        method: (statistics.mean(c[-1][2] for c in of) / 1e6, statistics.mean(c[-1][3] for c in of))
+        for method, of in runs.items()
+        if of
+    }
+    plots.labelled_points(axes, points, LINES)
+    plots.log_axis(axes.xaxis)
+    axes.set(
+        xlabel=f"MB sent by a host in {rows[0]['curve'][-1][0]} steps (log)", ylabel="validation loss at the end, nats"
+    )
+    axes.set_title("Bytes against the loss at equal steps, mean of 3 seeds")
+    plots.save(figure, folder / "bytes_and_loss.png")
