@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test lint format bench stress docs linkcheck install clean
+.PHONY: demo test lint format bench bench-quick stress docs linkcheck install clean
 
 demo: install
 	$(BIN)/python examples/demo.py
@@ -34,6 +34,13 @@ bench: install
 	$(BIN)/python benchmarks/quantization_quality.py
 	$(BIN)/python benchmarks/local_sgd_digits.py
 	$(BIN)/python benchmarks/powersgd_step.py
+	$(BIN)/python benchmarks/time_to_loss.py --tune --again
+	$(BIN)/python benchmarks/time_to_loss.py --again
+	$(BIN)/python benchmarks/network.py --again
+
+# Two minutes: step times of a few hooks on two hosts, at 1 and 0.1 Gbit/s.
+bench-quick: install
+	$(BIN)/python benchmarks/network.py --quick
 
 stress: install
 	$(BIN)/python benchmarks/stress_launches.py
