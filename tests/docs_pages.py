@@ -1,5 +1,6 @@
 """What is in the pages: links, anchors, blocks of code."""
 
+import itertools
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,7 +46,7 @@ def links(path):
 def anchors(path):
     """What links to a page may have after `#`: its headings, as GitHub makes them."""
     tokens, found = _tokens(path), []
-    for heading, text in zip(tokens, tokens[1:], strict=False):
+    for heading, text in itertools.pairwise(tokens):
         if heading.type == "heading_open":
             content = "".join(child.content for child in text.children if child.type in ("text", "code_inline"))
             slug = re.sub(r"[^\w\- ]", "", content.lower()).replace(" ", "-")

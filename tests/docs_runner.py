@@ -10,8 +10,8 @@ import importlib
 import io
 import itertools
 import json
-import os
 import logging
+import os
 import sys
 import tempfile
 import traceback
@@ -19,6 +19,7 @@ import warnings
 from datetime import timedelta
 from pathlib import Path
 
+import docs_shell
 import lightning.pytorch
 import torch
 import torch.distributed as dist
@@ -27,6 +28,8 @@ import yaml
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import set_seed
+from docs_pages import PAGES, ROOT, blocks
+from fsdp_accelerate_runner import with_fsdp
 from lightning.fabric import Fabric
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.demos.boring_classes import BoringModel
@@ -34,10 +37,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import accelerate_integration
-import docs_shell
 import lightning_commhooks as lc
-from docs_pages import PAGES, ROOT, blocks
-from fsdp_accelerate_runner import with_fsdp
 from lightning_commhooks.core import codec, encoded
 
 RANK, WORLD_SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -218,7 +218,8 @@ def run_python(path, block, namespace, made):
     lines = [line for line in block.text.splitlines() if line.strip().startswith("print(") and "  # " in line]
     if lines and RANK == 0:
         expected = {line.rsplit("  # ", 1)[1] for line in lines}
-        assert set(printed.getvalue().splitlines()) == expected, f"{expected} is not what it prints: {printed.getvalue()}"
+        found = set(printed.getvalue().splitlines())
+        assert found == expected, f"it prints {sorted(found)}, not {sorted(expected)}"
 
 
 def check_yaml(text):
