@@ -4,6 +4,8 @@ A factory takes no arguments and returns a model and a batch; if the model does 
 too. It is called on each rank; make batches of the size that one rank works on.
 """
 
+import itertools
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -52,7 +54,7 @@ def conv() -> tuple[nn.Module, tuple[Tensor, Tensor], nn.Module]:
     """Small filters that each work on every pixel: 0.6 M parameters, 2.4 MB of gradients, and much to compute."""
     widths = (3, 64, 128, 128, 256)
     layers: list[nn.Module] = []
-    for before, after in zip(widths[:-1], widths[1:], strict=True):
+    for before, after in itertools.pairwise(widths):
         layers += [nn.Conv2d(before, after, 3, padding=1), nn.BatchNorm2d(after), nn.ReLU()]
     model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(widths[-1], 10))
     return model, (torch.randn(8, 3, 32, 32), torch.randint(10, (8,))), nn.CrossEntropyLoss()

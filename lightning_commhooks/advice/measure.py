@@ -27,14 +27,20 @@ from lightning_commhooks.core.groups import backend_for
 from lightning_commhooks.core.link import Link
 from lightning_commhooks.core.metrics import Counters
 
-# DDP makes its final buckets after the first backward, and hooks their memory in the first step with those.
+# DDP makes its final buckets after the first backward, and hooks their memory in the first step with those. Of steps
+# that take long, one must do.
 _WARM_UP_STEPS = 2
+_LONG_MS = 700
 # Seconds of one hook's turn, and the fewest and the most steps in it.
 _TURN_SECONDS = 0.4
-_MIN_STEPS = 2
+_MIN_STEPS = 1
 _MAX_STEPS = 12
 _ERROR_STEPS = 2
 _TIMES = ("exposed_ms", "codec_ms")
+
+
+class UnfitError(ValueError):
+    """What was asked for does not fit the model or the ranks; raised on all of them."""
 
 
 @dataclass(frozen=True)
@@ -106,10 +112,12 @@ class Bench:
 
     def __init__(self, task: Task, seed: int = 0) -> None:
         self.task = task
-        self.group = Group(dist.group.WORLD, device=task.device)
+        world = dist.group.WORLD
+        assert world is not None
+        self.group = Group(world, device=task.device)
         self._seed = seed
         self._alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
-        self._on_stream = backend_for(dist.group.WORLD, task.device) == dist.Backend.NCCL
+        self._on_stream = backend_for(world, task.device) == dist.Backend.NCCL
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             for tensor in (*task.module.parameters(), *task.module.buffers()):
@@ -164,11 +172,10 @@ class Bench:
                 setup_ms = (time.perf_counter() - begin) * 1e3
                 if expected_ms is None:
                     expected_ms = self._warm_up(model, 1)
-                self._warm_up(model, _WARM_UP_STEPS)
+                self._warm_up(model, _WARM_UP_STEPS if expected_ms < _LONG_MS else 1)
                 steps = _num_steps(expected_ms, candidate.period)
                 turn = self._steps(model, attachment, steps)
-                if setting is None:
-                    turn.errors = self._errors(model, attachment)
+                turn.errors = self._errors(model, attachment)
                 return turn, setup_ms
 
     def _warm_up(self, model: DistributedDataParallel, steps: int) -> float:
@@ -225,14 +232,17 @@ class Bench:
     def _attached(
         self, candidate: Candidate, setting: Setting | None
     ) -> Iterator[tuple[DistributedDataParallel, Attachment | None]]:
-        if setting is not None:
-            model = self.task.wrap(self._alone)
-            attachment = self._emulated(model, candidate, setting)
-        else:
-            model = self.task.wrap()
-            attachment = None
-            if candidate.measured is not None:
-                attachment = attach(model, candidate.measured, optimizers=self.task.optimizers)
+        attachment = None
+        try:
+            if setting is not None:
+                model = self.task.wrap(self._alone)
+                attachment = self._emulated(model, candidate, setting)
+            else:
+                model = self.task.wrap()
+                if candidate.measured is not None:
+                    attachment = attach(model, candidate.measured, optimizers=self.task.optimizers)
+        except ValueError as error:
+            raise UnfitError(f"hook {candidate.label}: {error}") from error
         try:
             yield model, attachment
         finally:
@@ -269,14 +279,16 @@ class Bench:
 
     def _timing(self, candidate: Candidate, turns: list[Turn], setup_ms: float) -> Timing:
         factor = candidate.period_factor
-        rounds = [_amortized(turn.seconds, turn.sent, factor) * 1e3 for turn in turns]
+        rounds = [amortized(turn.seconds, turn.sent, factor) * 1e3 for turn in turns]
+        seconds, sent = ([value for turn in turns for value in getattr(turn, key)] for key in ("seconds", "sent"))
         own = Timing(
-            step_ms=statistics.median(rounds),
+            step_ms=amortized(seconds, sent, factor) * 1e3,
             spread_ms=(max(rounds) - min(rounds)) / 2,
-            bytes_sent=statistics.mean(_amortized(turn.sent, turn.sent, factor) for turn in turns),
+            bytes_sent=amortized(sent, sent, factor),
             bytes_dense=turns[0].dense,
-            exposed_ms=_median([turn.times.get("exposed_ms", math.nan) for turn in turns]),
-            codec_ms=_median([turn.times.get("codec_ms", math.nan) for turn in turns]),
+            # Of steps that average models, more than there are in a long period.
+            exposed_ms=_median([turn.times.get("exposed_ms", math.nan) for turn in turns]) if factor == 1 else math.nan,
+            codec_ms=_median([turn.times.get("codec_ms", math.nan) for turn in turns]) / factor,
             error=_median([error for turn in turns for error in turn.errors]),
             setup_ms=setup_ms,
         )
@@ -292,7 +304,7 @@ def _sent(attachment: Attachment | None) -> float:
 
 
 def _seconds(begin: Any, end: Any) -> float:
-    return end - begin if isinstance(begin, float) else begin.elapsed_time(end) / 1e3
+    return float(end - begin if isinstance(begin, float) else begin.elapsed_time(end) / 1e3)
 
 
 def _median(values: list[float]) -> float:
@@ -300,7 +312,7 @@ def _median(values: list[float]) -> float:
     return statistics.median(known) if known else math.nan
 
 
-def _amortized(values: list[float], sent: list[float], period_factor: int) -> float:
+def amortized(values: list[float], sent: list[float], period_factor: int) -> float:
     """What a step costs on average: the usual one, and in a longer period what is more in some of them.
 
     Args:

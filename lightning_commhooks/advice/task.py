@@ -202,10 +202,11 @@ def _optimizers(spec: str, given: object, module: nn.Module) -> list[Optimizer]:
         given = given["optimizer"]
     elif isinstance(given, tuple) and len(given) == 2 and isinstance(given[0], Sequence):
         given = given[0]  # Lightning's optimizers and schedulers
-    found = list(given) if isinstance(given, Sequence) else [given]
-    for optimizer in found:
+    found: list[Optimizer] = []
+    for optimizer in given if isinstance(given, Sequence) else [given]:
         if not isinstance(optimizer, Optimizer):
             raise ValueError(f"{spec}: optimizer must be of torch.optim, is {optimizer!r}")
+        found.append(optimizer)
     return found
 
 

@@ -102,7 +102,7 @@ def _cycles_per_second(device: torch.device) -> float:
     torch.cuda._sleep(cycles)
     end.record(stream)
     end.synchronize()
-    return cycles / (begin.elapsed_time(end) / 1e3)
+    return float(cycles / (begin.elapsed_time(end) / 1e3))
 
 
 class _Line:

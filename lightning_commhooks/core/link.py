@@ -20,11 +20,11 @@ Kind = Literal["all_reduce", "all_gather", "all_to_all"]
 # Bytes that a rank sends, by our own count.
 _SIZES = tuple(2**exponent for exponent in (8, 12, 14, *range(16, 29)))
 # A size that takes so long is the last one: larger ones take as long per byte.
-_LONG_ENOUGH = 0.025
+_LONG_ENOUGH = 0.015
 # Calls of one size, one behind the other: so long, and so many.
-_SECONDS_PER_SIZE = 0.012
+_SECONDS_PER_SIZE = 0.008
 _MAX_CALLS = 40
-_MIN_CALLS = 5
+_MIN_CALLS = 3
 # Kinds besides the all-reduce of float32 begin with this size: below, they cost what that one costs.
 _FIRST_OF_OTHERS = 2**16
 _IDLE_SECONDS = 0.03
@@ -207,14 +207,15 @@ class _Meter:
         run = self._all_reduce(torch.float32)
         self._time(run, 2**16, 3)  # connections, and TCP's windows, grow with use
         curve = self._curve(run, _SIZES)
-        others = [size for size in _SIZES if _FIRST_OF_OTHERS <= size <= curve[-1].num_bytes][::2]
+        largest = int(curve[-1].num_bytes)
+        others = sorted({largest, *(s for s in _SIZES if _FIRST_OF_OTHERS <= s < largest)})[-1::-2][::-1]
         curves = {"all_reduce": curve}
         if self._group.device.type == "cpu":  # sums of 16 bit are slow there
             for dtype in (torch.bfloat16, torch.float16):
                 curves[f"all_reduce:{dtype}".replace("torch.", "")] = self._curve(self._all_reduce(dtype), others)
         curves["all_gather"] = self._curve(self._all_gather, others)
         curves["all_to_all"] = self._curve(self._all_to_all, others)
-        small = tuple(cost for cost in curve if cost.num_bytes < _FIRST_OF_OTHERS)
+        small = tuple(cost for cost in curve if cost.num_bytes < others[0])
         curves = {kind: c if c is curve else (*small, *c) for kind, c in curves.items()}
         return Link(self._group.size, curves, self._burst(run, curve))
 
@@ -225,7 +226,7 @@ class _Meter:
             calls = max(_MIN_CALLS, min(_MAX_CALLS, int(_SECONDS_PER_SIZE / max(seconds, 1e-6))))
             seconds, cpu_seconds = self._time(run, size, calls)
             curve.append(Cost(float(size), seconds, cpu_seconds))
-            too_late = self._agreed(time.perf_counter() - self._begin) > self._budget / 2
+            too_late = self._agreed(time.perf_counter() - self._begin) > self._budget
             if len(curve) > 1 and (seconds > _LONG_ENOUGH or too_late):
                 break
         return tuple(curve)

@@ -1,0 +1,205 @@
+"""Processes of the command line: started here or by torchrun, and ended together when one fails."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
+
+# A rank that has not answered for so long never will.
+_TIMEOUT = timedelta(minutes=10)
+# What ranks that only notice another one's failure are waited for.
+_GRACE_SECONDS = 3.0
+_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+# A child of `spawn`, which may not start children.
+_CHILD = "LIGHTNING_COMMHOOKS_CHILD"
+_FAILED = "lightning_commhooks/failed"
+
+USAGE_ERROR = 2
+FAILURE = 1
+
+
+class Failed(Exception):
+    """A rank failed, and whoever is to say so has said it; `code` is the exit code."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__(code)
+        self.code = code
+
+
+@dataclass(frozen=True)
+class Place:
+    """This process among the others.
+
+    Attributes:
+        rank: among all.
+        local_rank: among those of its node.
+        world_size: number of all.
+        is_spawned: whether `spawn` started it.
+    """
+
+    rank: int
+    local_rank: int
+    world_size: int
+    is_spawned: bool
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this one prints."""
+        return self.rank == 0
+
+
+def launched_place() -> Place | None:
+    """What a launcher says in the environment; `None` if there is none.
+
+    Raises:
+        ValueError: it says only a part.
+    """
+    if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
+        return None
+    if missing := [name for name in _VARIABLES if name not in os.environ]:
+        raise ValueError(f"{missing[0]} is not set in the environment, though RANK or WORLD_SIZE is: use torchrun")
+    try:
+        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        local_rank = int(os.environ.get("LOCAL_RANK", rank))
+    except ValueError as error:
+        raise ValueError(f"RANK, WORLD_SIZE and LOCAL_RANK must be integers: {error}") from error
+    return Place(rank, local_rank, world_size, _CHILD in os.environ)
+
+
+def spawn(num_processes: int, arguments: Sequence[str]) -> int:
+    """Run this command in several processes of this machine; the first one prints.
+
+    Args:
+        num_processes: how many.
+        arguments: of the command line.
+
+    Returns:
+        the exit code: that of the first process that failed, or 0.
+    """
+    threads = str(max(1, (os.cpu_count() or 1) // num_processes))
+    environment = {"OMP_NUM_THREADS": threads, **os.environ, _CHILD: "1"}
+    environment |= {"WORLD_SIZE": str(num_processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+    command = [sys.executable, "-m", "lightning_commhooks", *arguments]
+    processes: list[subprocess.Popen[bytes]] = []
+    try:
+        for rank in range(num_processes):
+            own = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            stdout = None if rank == 0 else subprocess.DEVNULL
+            processes.append(subprocess.Popen(command, env=own, stdout=stdout))
+        return _wait(processes)
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def _wait(processes: list[subprocess.Popen[bytes]]) -> int:
+    failed_at, first = 0.0, 0
+    while True:
+        codes = [process.poll() for process in processes]
+        if None not in codes and not first:
+            first = next((code for code in codes if code), 0)
+        elif not first and any(codes):
+            first, failed_at = next(code for code in codes if code), time.monotonic()
+        if None not in codes or (first and time.monotonic() - failed_at > _GRACE_SECONDS):
+            if first < 0:
+                print(f"error: a process was ended by signal {-first}", file=sys.stderr)
+            return first if first >= 0 else FAILURE
+        time.sleep(0.05)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def choose_device(choice: str, place: Place) -> torch.device:
+    """The device of a process.
+
+    Raises:
+        ValueError: there is no such device for each process of this node.
+    """
+    num_local = int(os.environ.get("LOCAL_WORLD_SIZE", place.world_size if place.is_spawned else 1))
+    available = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if choice == "cuda" and available <= max(place.local_rank, num_local - 1):
+        raise ValueError(f"--device cuda: {num_local} processes on this machine, but {available} CUDA devices")
+    if choice == "cpu" or available <= max(place.local_rank, num_local - 1):
+        return torch.device("cpu")
+    torch.cuda.set_device(place.local_rank)
+    return torch.device("cuda", place.local_rank)
+
+
+@contextlib.contextmanager
+def joined(place: Place, device: torch.device) -> Iterator[None]:
+    """Have a process group within a `with`; end all ranks when one fails, which says why.
+
+    Raises:
+        Failed: something went wrong, here or elsewhere.
+    """
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    store: Store
+    if place.world_size == 1:
+        store = HashStore()
+    else:
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        # torchrun has one there already.
+        serves = place.is_first and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        store = TCPStore(address, port, place.world_size, serves, _TIMEOUT, wait_for_workers=False)
+    dist.init_process_group(
+        backend, store=PrefixStore("advice", store), rank=place.rank, world_size=place.world_size, timeout=_TIMEOUT
+    )
+    try:
+        yield
+        dist.barrier()
+    except Failed:
+        raise
+    except BaseException as failure:
+        # Peers may wait for this rank in a collective. They notice when the process ends, so nothing is cleaned up.
+        _report(failure, place, store)
+        raise Failed(FAILURE) from failure
+    dist.destroy_process_group()
+
+
+def _report(failure: BaseException, place: Place, store: Store) -> None:
+    """Say what went wrong, unless another rank has failed before: this one only lost its connection then."""
+    try:
+        is_first_to_fail = store.add(_FAILED, 1) == 1
+    except Exception:
+        is_first_to_fail = place.is_first  # the store was on rank 0, which has ended
+    if is_first_to_fail:
+        if os.environ.get("COMMHOOKS_TRACEBACK"):
+            traceback.print_exception(failure)
+        reason = f"{type(failure).__name__}: {failure}" if str(failure) else type(failure).__name__
+        print(f"error on rank {place.rank}: {reason}", file=sys.stderr, flush=True)
+
+
+def agree_on_errors(error: ValueError | None, place: Place) -> None:
+    """End all ranks when what the user gave is wrong on one; the lowest such rank's reason is printed once. Collective.
+
+    Raises:
+        Failed: with exit code 2.
+    """
+    texts: list[Any] = [None] * place.world_size
+    dist.all_gather_object(texts, None if error is None else str(error))
+    wrong = [rank for rank, text in enumerate(texts) if text is not None]
+    if not wrong:
+        return
+    if place.is_first:
+        where = "" if len(wrong) == place.world_size else f" (on rank {wrong[0]})"
+        print(f"error: {texts[wrong[0]]}{where}", file=sys.stderr, flush=True)
+    dist.destroy_process_group()
+    raise Failed(USAGE_ERROR)
