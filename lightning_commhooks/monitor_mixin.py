@@ -66,15 +66,14 @@ class CommHookMonitorMixin:
             or self._monitor.num_new_steps < self._options.every_n_steps
         ):
             return
-        values = self._log(trainer, self._monitor)
+        values = self._log(trainer, self._monitor, trainer.fit_loop.epoch_loop._batches_that_stepped)
         # Not by LightningModule.log, which would add to `callback_metrics`, too.
         shown = {name: values[PREFIX + name] for name in self._progress_bar if PREFIX + name in values}
         trainer.progress_bar_metrics.update(shown)
 
-    def _log(self, trainer: Any, monitor: Monitor) -> dict[str, float]:
+    def _log(self, trainer: Any, monitor: Monitor, step: int) -> dict[str, float]:
+        # At the step of LightningModule.log and of Lightning's own callbacks: `global_step` counts each optimizer's.
         values = monitor.values()
-        # As LightningModule.log and Lightning's own callbacks: `global_step` counts the steps of each optimizer.
-        step = trainer.fit_loop.epoch_loop._batches_that_stepped
         for logger in trainer.loggers if values else ():
             logger.log_metrics(dict(values), step=step)
         return values
@@ -82,7 +81,8 @@ class CommHookMonitorMixin:
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Log what is left, and the closing line."""
         if trainer.is_global_zero and self._monitor is not None and self._monitor.num_new_steps:
-            self._log(trainer, self._monitor)
+            # Which has been counted by now.
+            self._log(trainer, self._monitor, trainer.fit_loop.epoch_loop._batches_that_stepped - 1)
         self._close()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:

@@ -145,10 +145,10 @@ class Monitor:
         sent, dense = now["bytes_sent"] - first["bytes_sent"], now["bytes_dense"] - first["bytes_dense"]
         text = f"Communication hook {self.attachment.name!r}: "
         if math.isnan(sent):
-            return f"{text}{steps:,} steps; what a hook function sends is not known"
+            return f"{text}{_steps(steps)}; what a hook function sends is not known"
         if not dense:
-            return f"{text}nothing to send in {steps:,} steps"
-        text += f"{_size(sent)} sent in {steps:,} steps instead of {_size(dense)}"
+            return f"{text}nothing to send in {_steps(steps)}"
+        text += f"{_size(sent)} sent in {_steps(steps)} instead of {_size(dense)}"
         if sent and abs(dense / sent - 1) > 0.005:
             text += f" ({dense / sent:.3g} times fewer)" if sent < dense else f" ({sent / dense:.3g} times as many)"
         saved = self._seconds_saved(steps, dense, now, first)
@@ -158,9 +158,9 @@ class Monitor:
         reasons = {reason: num for reason, num in reasons.items() if num}
         if reasons:
             why = [reason if len(reasons) == 1 else f"{num:,}: {reason}" for reason, num in reasons.items()]
-            text += f"; {sum(reasons.values()):,} steps not compressed ({'; '.join(why)})"
+            text += f"; {_steps(sum(reasons.values()))} not compressed ({'; '.join(why)})"
         if nonfinite := now.get("nonfinite_steps", 0) - first.get("nonfinite_steps", 0):
-            text += f"; {int(nonfinite):,} steps with inf or NaN"
+            text += f"; {_steps(int(nonfinite))} with inf or NaN"
         return text
 
     def _reasons(self) -> dict[str, int]:
@@ -189,6 +189,10 @@ def _ratio(now: Mapping[str, float], last: Mapping[str, float]) -> float:
 def _per_timed_step(name: str, now: Mapping[str, float], last: Mapping[str, float]) -> float:
     steps = now.get("timed_steps", 0) - last.get("timed_steps", 0)
     return (now[name] - last[name]) / steps if steps else math.nan
+
+
+def _steps(num: int) -> str:
+    return f"{num:,} step{'' if num == 1 else 's'}"
 
 
 def _size(num_bytes: float) -> str:
