@@ -23,6 +23,7 @@ import docs_shell
 import lightning.pytorch
 import torch
 import torch.distributed as dist
+import torch.distributed.optim  # warns when it is imported
 import transformers
 import yaml
 from accelerate import Accelerator
@@ -46,7 +47,6 @@ IGNORED = (
     "hook='.+localsgd': gradients go on being averaged",  # on a single node
     "hook='diloco': gradients go on being averaged",
     "torch.cuda.amp.GradScaler is enabled",
-    "`torch.jit.script` is deprecated",  # in torch.distributed.optim
 )
 
 
