@@ -45,8 +45,8 @@ class Device(str, Enum):
 
 _FACTORY = (
     "A function without arguments that makes the model, as my_module:make or train.py:make. It returns (model, batch) "
-    "if the model's output is the loss or has it as .loss; (model, (inputs, target), loss_fn); or a dict with model "
-    "and batch and, if need be, loss_fn, optimizer and ddp (arguments of DistributedDataParallel). A LightningModule is "
+    "if the model's output is the loss or has it as .loss; (model, (inputs, target), loss_fn); or a dict with model, "
+    "batch and, if need be, loss_fn, optimizer and ddp (arguments of DistributedDataParallel). A LightningModule is "
     "asked for training_step(batch, 0) and configure_optimizers()."
 )
 
@@ -57,7 +57,7 @@ Hooks = Annotated[
         "--hooks",
         help="Hooks to compare, with commas between them: names, names with options as "
         "powersgd:matrix_approximation_rank=2,warm_start=false, or configured hooks as my_module:MY_HOOK. "
-        f"[default: {','.join(DEFAULT)}]",
+        f"[default: {', '.join(DEFAULT.values())}]",
         show_default=False,
     ),
 ]
@@ -189,7 +189,7 @@ def parse_latency(text: str | None) -> float | None:
 
 def _chosen(hooks: list[str] | None) -> list[Candidate]:
     with _usage_errors():
-        return candidates(hooks or DEFAULT)
+        return candidates(hooks or None)
 
 
 @contextlib.contextmanager

@@ -20,14 +20,14 @@ from lightning_commhooks.wrappers.schedule import Schedule
 DENSE = "dense"
 NOOP = "noop"
 # What is compared unless the user chooses.
-DEFAULT = (
-    "bf16",
-    "int8",
-    "int4",
-    "powersgd:matrix_approximation_rank=4",
-    "post_localsgd:post_local_gradient_allreduce=False",
-    "diloco:post_local_gradient_allreduce=False",
-)
+DEFAULT = {
+    "bf16": "bf16",
+    "int8": "int8",
+    "int4": "int4",
+    "powersgd, rank 4": "powersgd:matrix_approximation_rank=4",
+    "post_localsgd": "post_localsgd:post_local_gradient_allreduce=False",
+    "diloco": "diloco:post_local_gradient_allreduce=False",
+}
 
 # A period of local steps is measured at no more steps than this.
 _LONGEST_PERIOD = 8
@@ -79,21 +79,24 @@ class Candidate:
         return notes
 
 
-def candidates(specs: Iterable[str]) -> list[Candidate]:
+def candidates(specs: Iterable[str] | None) -> list[Candidate]:
     """Dense, noop and the hooks of some command-line options, each once.
 
     Args:
-        specs: each one or several hooks with commas between them: see [`parse`][].
+        specs: each one or several hooks with commas between them: see [`parse`][]. `None`: the usual ones.
 
     Raises:
         ValueError: see [`parse`][].
     """
+    if specs is None:
+        chosen = [(label, hook) for label, spec in DEFAULT.items() for _, hook in parse(spec)]
+    else:
+        chosen = [pair for spec in specs for pair in parse(spec)]
     found = {DENSE: Candidate(DENSE, None, None), NOOP: Candidate(NOOP, Noop(), Noop())}
-    for spec in specs:
-        for label, hook in parse(spec):
-            if label not in found:
-                measured, factor = shortened(at_once(hook))
-                found[label] = Candidate(label, hook, measured, factor)
+    for label, hook in chosen:
+        if label not in found:
+            measured, factor = shortened(at_once(hook))
+            found[label] = Candidate(label, hook, measured, factor)
     return list(found.values())
 
 

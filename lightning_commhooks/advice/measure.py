@@ -131,6 +131,7 @@ class Bench:
         setting: Setting | None = None,
         expected: dict[str, float] | None = None,
         tell: Callable[[str], None] = lambda _: None,
+        with_errors: bool = True,
     ) -> dict[str, Timing]:
         """Time steps, hook by hook in each of some rounds.
 
@@ -140,6 +141,7 @@ class Bench:
             setting: the link to emulate; the real one, if it is not given.
             expected: milliseconds that a step is expected to take, by label.
             tell: called before each turn, with the label of the hook.
+            with_errors: whether errors of gradients are measured, too, in some more steps.
         """
         turns: dict[str, list[Turn]] = {candidate.label: [] for candidate in chosen}
         setups = dict.fromkeys(turns, 0.0)
@@ -148,7 +150,7 @@ class Bench:
             for candidate in chosen:
                 label = candidate.label
                 tell(label)
-                turn, setup_ms = self._turn(candidate, setting, guesses.get(label))
+                turn, setup_ms = self._turn(candidate, setting, guesses.get(label), with_errors)
                 turns[label].append(turn)
                 setups[label] = max(setups[label], setup_ms)
                 guesses[label] = self._slowest(statistics.median(turn.seconds)) * 1e3
@@ -160,7 +162,9 @@ class Bench:
         dist.all_reduce(own, dist.ReduceOp.MAX)
         return own.item()
 
-    def _turn(self, candidate: Candidate, setting: Setting | None, expected_ms: float | None) -> tuple[Turn, float]:
+    def _turn(
+        self, candidate: Candidate, setting: Setting | None, expected_ms: float | None, with_errors: bool
+    ) -> tuple[Turn, float]:
         self.task.restore()
         torch.manual_seed(self._seed)
         gc.collect()
@@ -175,7 +179,8 @@ class Bench:
                 self._warm_up(model, _WARM_UP_STEPS if expected_ms < _LONG_MS else 1)
                 steps = _num_steps(expected_ms, candidate.period)
                 turn = self._steps(model, attachment, steps)
-                turn.errors = self._errors(model, attachment)
+                if with_errors:
+                    turn.errors = self._errors(model, attachment)
                 return turn, setup_ms
 
     def _warm_up(self, model: DistributedDataParallel, steps: int) -> float:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
@@ -33,8 +34,6 @@ def print_result(result: Result, console: Console) -> None:
     console.print(_table(result))
     for label, notes in {row.label: row.notes for row in result.rows if row.notes}.items():
         console.print(Text(f"{label}: {'; '.join(notes)}", style="dim"))
-    for note in result.notes:
-        console.print(Text(note, style="dim"))
     if result.command == "headroom":
         _print_headroom(result, console)
     if result.verdict is not None:
@@ -72,7 +71,7 @@ def _columns(result: Result) -> list[Column]:
         columns.append(("measured\nms", lambda row: _number(row.measured_ms, 1)))
     columns.append(("±", lambda row: _number(row.spread_ms, 1)))
     if len(columns) == 3:
-        columns.append(("prediction\noff by", lambda row: _percent(row.prediction_error)))
+        columns.append(("off\nby", lambda row: _percent(row.prediction_error)))
     columns += [
         ("of\ndense", lambda row: f"{row.step_ms / dense.step_ms:.2f}x"),
         ("exposed\nms", lambda row: _number(row.exposed_ms, 1)),
@@ -91,8 +90,8 @@ def _error(row: Row) -> str:
 
 
 def _table(result: Result) -> Table:
-    table = Table(header_style="bold", pad_edge=False)
-    table.add_column("hook", overflow="fold")
+    table = Table(header_style="bold", box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column("hook", overflow="fold", min_width=22)
     columns = _columns(result)
     for title, _ in columns:
         table.add_column(title, justify="right")

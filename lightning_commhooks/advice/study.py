@@ -6,7 +6,7 @@ import dataclasses
 import math
 import platform
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -55,7 +55,6 @@ class Result:
     link: Link | None = None
     verdict: Verdict | None = None
     is_what_if: bool = False
-    notes: list[str] = field(default_factory=list)
 
     @property
     def headroom(self) -> float:
@@ -85,7 +84,6 @@ class Result:
             "link": self.link.as_dict() if self.link is not None else None,
             "hooks": rows,
             "verdict": dataclasses.asdict(self.verdict) if self.verdict is not None else None,
-            "notes": self.notes,
         }
         return _plain(found)  # type: ignore[no-any-return]
 
@@ -117,14 +115,17 @@ def advised(
     """
     tell("link", "")
     setting = _setting(bench, what_if)
-    predicted = bench.times(chosen, rounds, setting, tell=lambda label: tell("predicting", label))
+    is_what_if = what_if is not None
+    predicted = bench.times(
+        chosen, rounds, setting, tell=lambda label: tell("predicting", label), with_errors=is_what_if
+    )
     timings: dict[str, Timing] = {}
-    if what_if is None:
+    if not is_what_if:
         expected = {label: timing.step_ms for label, timing in predicted.items()}
         timings = bench.times(chosen, rounds, None, expected, lambda label: tell("measuring", label))
     result = _result(bench, chosen, "advise", predicted, timings)
     result.link, result.world_size = setting.link, setting.link.world_size
-    result.is_what_if = what_if is not None
+    result.is_what_if = is_what_if
     result.verdict = decide(result.rows, max_error)
     return result
 

@@ -60,24 +60,32 @@ class Wire:
         self._clock = clock
         self._burst = burst_seconds
         self._saved = burst_seconds
-        self._since = clock.now()
+        self._free = clock.now()
 
-    def pass_time(self, cost: Cost, fastest: float, work: Callable[[], Tensor]) -> Tensor:
+    def now(self) -> float:
+        """Seconds, by the clock."""
+        return self._clock.now()
+
+    def pass_time(self, cost: Cost, fastest: float, started: float, work: Callable[[], Tensor]) -> Tensor:
         """Take the time of one collective, and let `work` be a part of it.
 
         Args:
             cost: of the collective.
             fastest: seconds that it takes at least, however long the link was idle.
+            started: when it was started, by the clock; what was started before keeps the link for some time from then.
             work: makes its result.
         """
         clock = self._clock
-        begin, cpu_begin = clock.now(), clock.cpu()
+        cpu_begin, before = clock.cpu(), self._free
         # A token bucket, in seconds of the link.
-        self._saved = min(self._burst, self._saved + begin - self._since)
-        seconds = max(fastest, cost.seconds - self._saved)
-        self._saved = min(self._burst, self._saved + seconds - cost.seconds)
-        self._since = begin + seconds
+        self._saved = min(self._burst, self._saved + max(0.0, started - before))
+        end = max(started + cost.seconds, before + cost.occupancy)
+        gain = min(self._saved, end - started - fastest)
+        end -= gain
+        self._saved -= gain
+        begin = clock.now()
         result = work()
+        seconds = max(0.0, end - begin)
         portions = max(1, round(seconds / _PORTION)) if cost.cpu_seconds else 1
         for portion in range(1, portions + 1):
             if cost.cpu_seconds:
@@ -85,9 +93,8 @@ class Wire:
             left = begin + seconds * portion / portions - clock.now()
             if left > 0:
                 clock.sleep(left)
-        # Processors that were busy with something else made the link wait.
-        self._saved = min(self._burst, self._saved + max(0.0, clock.now() - self._since))
-        self._since = max(self._since, clock.now())
+        # Later, if processors were busy with something else.
+        self._free = max(end, clock.now())
         return result
 
 
@@ -240,7 +247,7 @@ class EmulatedGroup(Group):
             with self.counters.timing.comm():
                 result = self._pass_time(kind, num_bytes, tensor, work)
             return lambda: result
-        arrived = self._line.start(functools.partial(self._on_wire, kind, num_bytes, tensor.dtype, work))
+        arrived = self._line.start(self._on_wire(kind, num_bytes, tensor.dtype, work))
 
         def wait() -> Tensor:
             with self.counters.timing.comm():
@@ -255,8 +262,11 @@ class EmulatedGroup(Group):
             return work()
         if tensor.is_cuda:  # gloo waits for the device
             torch.cuda.current_stream(tensor.device).synchronize()
-        return self._line.run(functools.partial(self._on_wire, kind, num_bytes, tensor.dtype, work))
+        return self._line.run(self._on_wire(kind, num_bytes, tensor.dtype, work))
 
-    def _on_wire(self, kind: Kind, num_bytes: float, dtype: torch.dtype, work: Callable[[], Tensor]) -> Tensor:
-        cost = self._link.cost(kind, num_bytes, dtype)
-        return self._line.wire.pass_time(cost, min(cost.seconds, self._link.latency), work)
+    def _on_wire(
+        self, kind: Kind, num_bytes: float, dtype: torch.dtype, work: Callable[[], Tensor]
+    ) -> Callable[[], Tensor]:
+        cost, wire = self._link.cost(kind, num_bytes, dtype), self._line.wire
+        fastest = min(cost.seconds, self._link.latency)
+        return functools.partial(wire.pass_time, cost, fastest, wire.now(), work)

@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import bisect
+import functools
 import itertools
+import math
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
 
 from lightning_commhooks.core.collectives import Group
 
+# Begins a collective, and returns what waits for it; and what makes one for a number of bytes.
+Start = Callable[[], Callable[[], object]]
+Run = Callable[[int], Start]
 Kind = Literal["all_reduce", "all_gather", "all_to_all"]
 
 # Bytes that a rank sends, by our own count.
 _SIZES = tuple(2**exponent for exponent in (8, 12, 14, *range(16, 29)))
 # A size that takes so long is the last one: larger ones take as long per byte.
 _LONG_ENOUGH = 0.015
+# Up to this size it is measured however long it takes: below, most of a call is latency.
+_LARGE = 2**20
 # Calls of one size, one behind the other: so long, and so many.
 _SECONDS_PER_SIZE = 0.008
 _MAX_CALLS = 40
@@ -28,6 +34,8 @@ _MIN_CALLS = 3
 # Kinds besides the all-reduce of float32 begin with this size: below, they cost what that one costs.
 _FIRST_OF_OTHERS = 2**16
 _IDLE_SECONDS = 0.03
+# Collectives that are under way at once, to see whether they get more out of the link than one.
+_AT_ONCE = 4
 
 
 @dataclass(frozen=True)
@@ -38,11 +46,18 @@ class Cost:
         num_bytes: that it sends, by the formulas in `core.collectives`.
         seconds: from begin to end, one of many in a row.
         cpu_seconds: of this process's processors, kernel included.
+        busy_seconds: of each, when several are under way at once; `None`: as `seconds`.
     """
 
     num_bytes: float
     seconds: float
     cpu_seconds: float = 0.0
+    busy_seconds: float | None = None
+
+    @property
+    def occupancy(self) -> float:
+        """Seconds that it keeps the link from others."""
+        return self.seconds if self.busy_seconds is None else min(self.seconds, self.busy_seconds)
 
 
 Curve = tuple[Cost, ...]
@@ -97,7 +112,8 @@ class Link:
     @property
     def bandwidth(self) -> float:
         """Bytes per second that a rank sends in a large all-reduce of float32."""
-        return 1 / _slope(self.curves["all_reduce"], lambda cost: cost.seconds)
+        curve = self.curves["all_reduce"]
+        return 1 / (_slope(curve, lambda cost: cost.seconds) or curve[-1].seconds / curve[-1].num_bytes)
 
     def cost(self, kind: Kind, num_bytes: float, dtype: torch.dtype = torch.float32) -> Cost:
         """What a collective costs.
@@ -112,6 +128,7 @@ class Link:
             num_bytes,
             _interpolated(curve, num_bytes, lambda cost: cost.seconds),
             _interpolated(curve, num_bytes, lambda cost: cost.cpu_seconds),
+            _interpolated(curve, num_bytes, lambda cost: cost.occupancy),
         )
 
     def _curve(self, kind: str, dtype: torch.dtype) -> Curve:
@@ -137,7 +154,8 @@ class Link:
                 Cost(
                     size,
                     max(_interpolated(c, size, lambda cost: cost.seconds) for c in (own, theirs)),
-                    max(0.0, _interpolated(own, size, lambda cost: cost.cpu_seconds)),
+                    _interpolated(own, size, lambda cost: cost.cpu_seconds),
+                    max(_interpolated(c, size, lambda cost: cost.occupancy) for c in (own, theirs)),
                 )
                 for size in sizes
             )
@@ -154,7 +172,7 @@ def _slope(curve: Curve, value: Callable[[Cost], float]) -> float:
     """Of the last part of a curve, from at most a quarter of its largest size on: per byte."""
     last = curve[-1]
     first = next(cost for cost in curve if cost.num_bytes >= last.num_bytes / 4 or cost is curve[-2])
-    return max((value(last) - value(first)) / (last.num_bytes - first.num_bytes), 1e-15)
+    return max(0.0, (value(last) - value(first)) / (last.num_bytes - first.num_bytes))
 
 
 def _interpolated(curve: Curve, num_bytes: float, value: Callable[[Cost], float]) -> float:
@@ -166,6 +184,17 @@ def _interpolated(curve: Curve, num_bytes: float, value: Callable[[Cost], float]
     low, high = curve[index - 1], curve[index]
     share = (num_bytes - low.num_bytes) / (high.num_bytes - low.num_bytes)
     return value(low) + share * (value(high) - value(low))
+
+
+def _rising(curve: Sequence[Cost]) -> Curve:
+    """Without what disturbed a measurement: more bytes do not take less time."""
+    seconds = cpu_seconds = busy_seconds = math.inf
+    rising = []
+    for cost in reversed(curve):
+        seconds, cpu_seconds = min(seconds, cost.seconds), min(cpu_seconds, cost.cpu_seconds)
+        busy_seconds = min(busy_seconds, cost.occupancy)
+        rising.append(Cost(cost.num_bytes, seconds, cpu_seconds, busy_seconds))
+    return tuple(reversed(rising))
 
 
 def _with_latency(curve: Curve, factor: float) -> Curve:
@@ -181,7 +210,7 @@ def measure_link(group: Group, budget: float = 1.5) -> Link:
 
     Args:
         group: the ranks; more than one.
-        budget: seconds. When half of them have passed, larger sizes are left out.
+        budget: seconds. When they have passed, sizes above a megabyte are left out.
 
     Returns:
         the costs, equal on all ranks.
@@ -205,7 +234,7 @@ class _Meter:
 
     def measure(self) -> Link:
         run = self._all_reduce(torch.float32)
-        self._time(run, 2**16, 3)  # connections, and TCP's windows, grow with use
+        self._time(run(2**16), 3)  # connections, and TCP's windows, grow with use
         curve = self._curve(run, _SIZES)
         largest = int(curve[-1].num_bytes)
         others = sorted({largest, *(s for s in _SIZES if _FIRST_OF_OTHERS <= s < largest)})[-1::-2][::-1]
@@ -219,45 +248,55 @@ class _Meter:
         curves = {kind: c if c is curve else (*small, *c) for kind, c in curves.items()}
         return Link(self._group.size, curves, self._burst(run, curve))
 
-    def _curve(self, run: Callable[[int], Callable[[], object]], sizes: tuple[int, ...] | list[int]) -> Curve:
+    def _curve(self, run: Run, sizes: Sequence[int]) -> Curve:
         curve: list[Cost] = []
         for size in sizes:
-            seconds, _ = self._time(run, size, 1)
+            start = run(size)
+            seconds, _ = self._time(start, 1)
             calls = max(_MIN_CALLS, min(_MAX_CALLS, int(_SECONDS_PER_SIZE / max(seconds, 1e-6))))
-            seconds, cpu_seconds = self._time(run, size, calls)
-            curve.append(Cost(float(size), seconds, cpu_seconds))
+            seconds, cpu_seconds = self._time(start, calls)
+            busy_seconds = self._time_several(start) if run in (self._all_gather, self._all_to_all) else seconds
+            curve.append(Cost(float(size), seconds, cpu_seconds, busy_seconds))
             too_late = self._agreed(time.perf_counter() - self._begin) > self._budget
-            if len(curve) > 1 and (seconds > _LONG_ENOUGH or too_late):
+            if len(curve) > 1 and (seconds > _LONG_ENOUGH or (too_late and size >= _LARGE)):
                 break
-        return tuple(curve)
+        return _rising(curve)
 
-    def _time(self, run: Callable[[int], Callable[[], object]], size: int, calls: int) -> tuple[float, float]:
+    def _time(self, start: Start, calls: int) -> tuple[float, float]:
         """Seconds and processor seconds of one of several calls in a row: of the median one, the mean over ranks."""
-        call = run(size)
-        call()
+        start()()
         self._wait()
         moments, cpu_begin = [time.perf_counter()], time.process_time()
         for _ in range(calls):
-            call()
+            start()()
             self._wait()
             moments.append(time.perf_counter())
         cpu_seconds = (time.process_time() - cpu_begin) / calls
         seconds = statistics.median(end - begin for begin, end in itertools.pairwise(moments))
         return self._agreed(seconds), self._agreed(min(cpu_seconds, seconds))
 
-    def _burst(self, run: Callable[[int], Callable[[], object]], curve: Curve) -> float:
+    def _time_several(self, start: Start) -> float:
+        """Seconds of each of several calls that are under way at once."""
+        self._agreed(0.0)
+        begin = time.perf_counter()
+        for wait in [start() for _ in range(_AT_ONCE)]:
+            wait()
+        self._wait()
+        return self._agreed((time.perf_counter() - begin) / _AT_ONCE)
+
+    def _burst(self, run: Run, curve: Curve) -> float:
         """How much less time a call takes after a pause: the most of some sizes, if it is more than noise."""
         gains = [0.0]
         for cost in curve:
             if not 0.001 <= cost.seconds <= _IDLE_SECONDS:
                 continue
-            call, gain = run(int(cost.num_bytes)), []
+            start, gain = run(int(cost.num_bytes)), []
             for _ in range(3):
                 self._wait()
                 time.sleep(_IDLE_SECONDS)
                 self._agreed(0.0)
                 begin = time.perf_counter()
-                call()
+                start()()
                 self._wait()
                 gain.append(cost.seconds - self._agreed(time.perf_counter() - begin))
             gains.append(statistics.median(gain))
@@ -274,21 +313,21 @@ class _Meter:
         if self._group.device.type == "cuda":
             torch.cuda.current_stream(self._group.device).synchronize()
 
-    def _all_reduce(self, dtype: torch.dtype) -> Callable[[int], Callable[[], Tensor]]:
-        def of_size(num_bytes: int) -> Callable[[], Tensor]:
+    def _all_reduce(self, dtype: torch.dtype) -> Run:
+        def of_size(num_bytes: int) -> Start:
             # A ring sends 2(w-1)/w of the payload.
             numel = max(1, round(num_bytes * self._group.size / (2 * (self._group.size - 1)) / dtype.itemsize))
             tensor = torch.zeros(numel, dtype=dtype, device=self._group.device)
-            return lambda: self._group.all_reduce_(tensor)
+            return lambda: functools.partial(self._group.all_reduce_, tensor)
 
         return of_size
 
-    def _all_gather(self, num_bytes: int) -> Callable[[], Tensor]:
+    def _all_gather(self, num_bytes: int) -> Start:
         numel = max(1, round(num_bytes / (self._group.size - 1)))
         tensor = torch.zeros(numel, dtype=torch.uint8, device=self._group.device)
-        return lambda: self._group.all_gather(tensor)
+        return lambda: self._group._start_all_gather(tensor)
 
-    def _all_to_all(self, num_bytes: int) -> Callable[[], Tensor]:
+    def _all_to_all(self, num_bytes: int) -> Start:
         numel = max(1, round(num_bytes / (self._group.size - 1)))
         tensor = torch.zeros((self._group.size, numel), dtype=torch.uint8, device=self._group.device)
-        return lambda: self._group.all_to_all(tensor)
+        return lambda: self._group._start_all_to_all(tensor)

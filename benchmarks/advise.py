@@ -1,0 +1,110 @@
+"""Is `advise` right? Where compression pays and where it does not, and how far its predictions are off.
+
+Two hosts (network namespaces), one process on each, pinned to one core. `python -m lightning_commhooks advise` runs on
+them as under torchrun, on the models of `examples/advise/models.py`:
+
+- `mlp` over 1 Gbit/s and `gpt` over 100 Mbit/s: a step is mostly communication, compression pays;
+- `conv` over 10 Gbit/s: a step is mostly compute, it does not.
+
+Exits with 1 when advice is wrong, or a predicted step time is off by more than 20% of the measured one for any hook.
+Writes the numbers and the picture of each to `benchmarks/results/advise_*.{json,png}`.
+
+    python benchmarks/advise.py
+    python benchmarks/advise.py conv
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import shlex
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from netns import hosts
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+TOLERANCE = 0.20
+
+
+class Scenario(NamedTuple):
+    """A model, a link, and what advice is right."""
+
+    model: str
+    rate: str
+    pays: bool
+
+
+SCENARIOS = {
+    "mlp": Scenario("mlp", "1gbit", True),
+    "gpt": Scenario("gpt", "100mbit", True),
+    "conv": Scenario("conv", "10gbit", False),
+}
+
+
+def work(name: str, folder: Path, rounds: int) -> None:
+    """One host's process: the command line as it is, which also leaves its numbers in a file."""
+    rank = os.environ["RANK"]
+    os.environ["GROUP_RANK"] = rank  # the namespaces share a host name
+    os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[int(rank)]})
+    torch.set_num_threads(1)
+    from lightning_commhooks import cli
+    from lightning_commhooks.advice import report
+
+    show = report.print_result
+
+    def show_and_keep(result: Any, console: Any) -> None:
+        (folder / f"advise_{name}.json").write_text(json.dumps(result.as_dict(), indent=2) + "\n")
+        show(result, console)
+
+    report.print_result = show_and_keep
+    model = f"{ROOT / 'examples' / 'advise' / 'models.py'}:{SCENARIOS[name].model}"
+    plot = str(folder / f"advise_{name}.png")
+    cli.app(["advise", model, "--device", "cpu", "--rounds", str(rounds), "--plot", plot])
+
+
+def check(name: str, found: dict[str, Any]) -> bool:
+    """Print whether advice and predictions hold."""
+    choice = found["verdict"]["choice"]
+    is_right = (choice is not None) == SCENARIOS[name].pays
+    print(f"advice: {choice or 'do not compress'}: {'right' if is_right else 'WRONG'}")
+    off = {row["label"]: abs(row["prediction_error"]) for row in found["hooks"]}
+    worst = max(off, key=lambda label: off[label])
+    holds = off[worst] <= TOLERANCE
+    print(
+        f"predictions: off by at most {off[worst]:.0%} ({worst}), limit {TOLERANCE:.0%}: {'ok' if holds else 'MISSED'}"
+    )
+    return is_right and holds
+
+
+def main() -> None:
+    """Make the networks, run `advise` on both hosts of each, check what it says."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", default=list(SCENARIOS), help=f"some of {', '.join(SCENARIOS)}")
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--folder", type=Path, default=RESULTS, help="where numbers and pictures go")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.worker:
+        work(args.names[0], args.folder, args.rounds)
+        return
+    print(f"$ python {shlex.join(sys.argv)}")
+    print(f"# torch {torch.__version__}, {datetime.date.today()}, 2 hosts, one core each")
+    ok = True
+    for name in args.names:
+        scenario = SCENARIOS[name]
+        print(f"\n## {scenario.model} over {scenario.rate}/s\n", flush=True)
+        options = ["--rounds", str(args.rounds), "--folder", str(args.folder)]
+        with hosts(2, rate=scenario.rate) as network:
+            print(network.launch([__file__, "--worker", name, *options], timeout=600)[0])
+        ok &= check(name, json.loads((args.folder / f"advise_{name}.json").read_text()))
+    sys.exit(not ok)
+
+
+if __name__ == "__main__":
+    main()

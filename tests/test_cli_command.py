@@ -1,0 +1,263 @@
+"""`python -m lightning_commhooks`, in processes of its own."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import lightning_commhooks as lc
+from lightning_commhooks import wrappers
+
+pytest.importorskip("typer")
+pytest.importorskip("rich")
+
+from typer.testing import CliRunner
+
+from lightning_commhooks.cli import app, parse_bandwidth, parse_latency
+
+ROOT = Path(__file__).parent.parent
+MODELS = """
+import os
+import sys
+import torch
+from torch import nn
+
+print("a factory may print what it likes")
+
+def small():
+    model = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Linear(64, 64))
+    return model, (torch.randn(4, 64), torch.randn(4, 64)), nn.MSELoss()
+
+def fails():
+    if os.environ["RANK"] == "1":
+        raise RuntimeError("no data here")
+    return small()
+
+class Dies(nn.Module):
+    def __init__(self, how):
+        super().__init__()
+        self.linear, self.how, self.steps = nn.Linear(8, 8), how, 0
+
+    def forward(self, x):
+        self.steps += 1
+        if self.steps > 5 and os.environ["RANK"] == "1":
+            self.how()
+        return self.linear(x).sum()
+
+def raise_error():
+    raise RuntimeError("out of something")
+
+def dies():
+    return Dies(raise_error), torch.randn(2, 8)
+
+def vanishes():
+    return Dies(lambda: os._exit(7)), torch.randn(2, 8)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A folder with a module of factories."""
+    (tmp_path / "my_models.py").write_text(MODELS)
+    return tmp_path
+
+
+def command(folder, *arguments, launcher=("-m",), timeout=120):
+    """Exit code, standard output and standard error."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TORCH_COMPILE_DISABLE": "1"}
+    line = [sys.executable, *launcher, "lightning_commhooks", *arguments]
+    done = subprocess.run(line, cwd=folder, env=environment, capture_output=True, text=True, timeout=timeout)
+    return done.returncode, done.stdout, done.stderr
+
+
+def in_process(*arguments):
+    """The same, where no other process is needed."""
+    result = CliRunner().invoke(app, list(arguments))
+    return result.exit_code, result.stdout, result.stderr
+
+
+def test_list_has_every_hook_and_wrapper():
+    code, output, _ = in_process("list", "--json")
+    assert code == 0
+    found = {hook["name"]: hook for hook in json.loads(output)}
+    assert set(lc.available_hooks()) <= set(found)
+    assert {hook["class_name"] for hook in found.values() if hook["is_wrapper"]} == set(wrappers.__all__)
+    assert found["int8"]["sends"] == pytest.approx({"2": 0.253, "8": 0.253}, abs=0.01)
+    assert found["allgather"]["sends"] == pytest.approx({"2": 1.0, "8": 4.0})
+    assert found["diloco"]["sends"] == pytest.approx({"2": 0.01, "8": 0.01}, rel=0.01)
+    assert found["noop"]["sends"] == {"2": 0.0, "8": 0.0}
+    options = {option["name"]: option for option in found["powersgd"]["options"]}
+    assert options["matrix_approximation_rank"]["default"] == "1"
+    assert options["matrix_approximation_rank"]["type"] == "int"
+    for hook in found.values():
+        assert hook["summary"]
+        assert all(option["doc"] for option in hook["options"]), hook["name"]
+
+
+def test_list_one():
+    code, output, _ = in_process("list", "power_sgd")
+    assert code == 0
+    assert output.startswith("powersgd  PowerSGD")
+    assert "start_powerSGD_iter: int = 1000" in output
+    assert "int8" not in output
+    assert "schedule" in in_process("list", "Schedule")[1]
+    assert "hooks: Mapping" in in_process("list", "schedule")[1]
+
+
+def test_advise_in_processes_of_its_own(folder):
+    hooks = "bf16,powersgd:matrix_approximation_rank=2,post_localsgd:post_local_gradient_allreduce=False"
+    options = ["--hooks", hooks, "--rounds", "1", "--json", "--plot", "out.png"]
+    code, output, errors = command(folder, "advise", "my_models:small", *options)
+    assert code == 0, errors
+    assert "a factory may print what it likes" in errors
+    found = json.loads(output)
+    assert found["world_size"] == 2
+    rows = {row["label"]: row for row in found["hooks"]}
+    assert next(iter(rows)) == "noop"
+    assert set(rows) == {"dense", "noop", "bf16", *hooks.split(",")[1:]}
+    for row in rows.values():
+        assert row["predicted_ms"] > 0
+        assert row["measured_ms"] > 0
+        assert row["bytes_dense"] == rows["dense"]["bytes_sent"] == found["gradient_bytes"]
+    assert rows["bf16"]["ratio"] == pytest.approx(2)
+    assert 0 < rows["bf16"]["error"] < 0.01
+    assert rows["dense"]["error"] == 0
+    local = rows["post_localsgd:post_local_gradient_allreduce=False"]
+    assert local["averages_models"]
+    assert local["error"] is None
+    assert local["ratio"] == pytest.approx(8, rel=0.01)
+    assert found["verdict"]["apart"].keys() >= {local["label"]}
+    assert found["link"]["bandwidth"] > 0
+    assert (folder / "out.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_bench_under_torchrun(folder):
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m")
+    options = ["--hooks", "int8:min_bytes=0", "--hooks", "fp16", "--rounds", "1"]
+    code, output, errors = command(folder, "bench", "my_models:small", *options, launcher=launcher)
+    assert code == 0, errors
+    first, *_ = output.splitlines()
+    assert first.startswith("2 ranks, each on CPU")
+    for label in ("dense (no hook)", "noop (sends nothing)", "int8:min_bytes=0", "fp16"):
+        assert output.count(label) == 1, label
+    assert "predicted" not in output
+
+
+def test_headroom_and_what_if_on_one_process(folder):
+    code, output, errors = command(folder, "headroom", "my_models.py:small", "--nproc", "1", "--rounds", "1")
+    assert code == 0, errors
+    assert "Communication costs" in output
+    what_if = ["--bandwidth", "1mbit", "--latency", "0.1ms", "--world-size", "16", "--rounds", "1", "--hooks", "bf16"]
+    code, output, errors = command(folder, "advise", "my_models:small", *what_if, "--json")
+    assert code == 0, errors
+    found = json.loads(output)
+    assert found["is_what_if"]
+    assert found["world_size"] == 16
+    rows = {row["label"]: row for row in found["hooks"]}
+    assert rows["dense"]["measured_ms"] is None
+    assert rows["dense"]["bytes_sent"] == pytest.approx(2 * 15 / 16 * found["gradient_bytes"])
+    # 2 * 15 / 16 of 33,792 bytes at a megabit per second.
+    assert rows["dense"]["predicted_ms"] >= 507
+    assert found["verdict"]["choice"] == "bf16"
+    assert found["verdict"]["line"] == 'CompressedDDPStrategy(hook="bf16")'
+
+
+@pytest.mark.parametrize(
+    ("factory", "code", "message"),
+    [
+        ("fails", 2, "error: my_models:fails() failed: RuntimeError: no data here (on rank 1)"),
+        ("dies", 1, "error on rank 1: RuntimeError: out of something"),
+        ("vanishes", 7, ""),
+    ],
+)
+def test_a_failure_on_one_rank_ends_all(folder, factory, code, message):
+    exit_code, output, errors = command(folder, "headroom", f"my_models:{factory}", "--rounds", "1", timeout=60)
+    assert exit_code == code, errors
+    assert output == ""
+    assert message in errors
+    assert "Traceback" not in errors
+    assert errors.count("error: ") + errors.count("error on rank") <= 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["list", "bf17"], "error: unknown hook 'bf17'; did you mean 'bf16'? available hooks: all"),
+        (["bench", "m:f", "--hooks", "bf17"], "error: --hooks bf17: unknown hook 'bf17'; did you mean 'bf16'"),
+        (["headroom", "m:f", "--nproc", "1"], "error: m:f: there is no module 'm' in"),
+        (["headroom", "m", "--nproc", "1"], "error: the model is given as module:factory"),
+        (
+            ["advise", "m:f", "--bandwidth", "fast"],
+            "error: --bandwidth must be like 1gbit, 100mbit or 1.2GB/s, is 'fast'",
+        ),
+        (["advise", "m:f", "--latency", "3"], "error: --latency must be like 0.1ms or 50us, is '3'"),
+        (["headroom", "m:f", "--nproc", "1", "--device", "cuda"], "error: --device cuda: 1 processes on this machine"),
+    ],
+)
+def test_wrong_arguments(tmp_path, arguments, message):
+    if "m:f" in arguments or "m" in arguments:
+        code, output, errors = command(tmp_path, *arguments) if "--nproc" in arguments else in_process(*arguments)
+    else:
+        code, output, errors = in_process(*arguments)
+    assert code == 2
+    assert output == ""
+    assert errors.startswith(message)
+    assert len(errors.splitlines()) == 1
+
+
+def test_one_process_has_no_link(folder):
+    code, _, errors = command(folder, "advise", "my_models:small", "--nproc", "1")
+    assert code == 2
+    assert "error: one process has no link to measure: use --nproc, torchrun, or --bandwidth" in errors
+
+
+def test_hook_that_does_not_fit(folder):
+    code, _, errors = command(
+        folder, "bench", "my_models:small", "--hooks", "hierarchical_localsgd:period_group_size_dict=None"
+    )
+    assert code == 2
+    assert "error: --hooks hierarchical" in errors
+
+
+def test_nproc_and_a_launcher(monkeypatch):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "x", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    code, _, errors = in_process("headroom", "m:f", "--nproc", "2")
+    assert code == 2
+    assert errors == "error: --nproc 2: a launcher has started 4 processes; leave it out\n"
+    monkeypatch.delenv("MASTER_PORT")
+    assert "MASTER_PORT is not set" in in_process("headroom", "m:f")[2]
+
+
+def test_needs_typer_only_for_the_command():
+    code = """
+import sys
+sys.modules.update(dict.fromkeys(("typer", "rich", "matplotlib")))  # None: import fails
+import lightning_commhooks
+from lightning_commhooks.__main__ import main
+import importlib.util
+find = importlib.util.find_spec
+importlib.util.find_spec = lambda name: None if name in ("typer", "rich") else find(name)
+main()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 2
+    assert done.stderr == "the command line needs typer and rich: pip install 'lightning-commhooks[cli]'\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("1gbit", 1.25e8), ("100 Mbit/s", 1.25e7), ("10Gbps", 1.25e9), ("1.2GB/s", 1.2e9), ("800b", 100), (None, None)],
+)
+def test_bandwidth(text, value):
+    assert parse_bandwidth(text) == value
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("0.1ms", 1e-4), ("50us", 5e-5), ("1s", 1.0), ("2 MS", 2e-3), (None, None)]
+)
+def test_latency(text, value):
+    assert parse_latency(text) == (value if value is None else pytest.approx(value))

@@ -1,0 +1,211 @@
+"""Ranks that are not there: the bytes of real ones, and the time of a link."""
+
+import contextlib
+
+import pytest
+import torch
+import torch.distributed as dist
+from driver import HOOKS, SHAPES, SMALL_BUCKETS, Params, full_rank_gradients
+from pool import ignoring
+from torch.nn.parallel import DistributedDataParallel
+
+import lightning_commhooks as lc
+from lightning_commhooks.codecs import Int8Codec
+from lightning_commhooks.core import encoded
+from lightning_commhooks.core.attach import attach_emulated
+from lightning_commhooks.core.codec import Kernels
+from lightning_commhooks.core.emulated import EmulatedGroup
+from lightning_commhooks.core.link import Cost, Link
+
+LOCAL = {
+    "post_localsgd": lc.PostLocalSGD(start_localSGD_iter=1, period=2, subgroup_size=2, optimizer_state="average"),
+    "hierarchical": lc.HierarchicalLocalSGD(
+        start_localSGD_iter=0, period_group_size_dict={1: 2, 2: None}, post_local_gradient_allreduce=False
+    ),
+    "diloco": lc.DiLoCo(period=2, fragments=2, post_local_gradient_allreduce=False, pseudo_gradient="int8"),
+    "allgather": lc.AllGather(),
+    "fp8": lc.FP8(min_bytes=0),
+}
+ALL = {**HOOKS, **LOCAL}
+INSTANT = {"bandwidth": 1e15, "latency": 0.0}
+# Of time, which differs from run to run.
+TIMES = {"exposed_ms", "codec_ms", "comm_ms", "overlap_ms", "timed_steps", "relative_error"}
+
+
+def train(process_group, attach, rank):
+    """Metrics of a few steps."""
+    ddp = DistributedDataParallel(Params(SHAPES), bucket_cap_mb=SMALL_BUCKETS, process_group=process_group)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
+    attachment = attach(ddp, optimizer)
+    for step in range(5):
+        ddp.zero_grad(set_to_none=True)
+        ddp(full_rank_gradients(rank, step, SHAPES)).backward()
+        optimizer.step()
+    metrics = attachment.metrics()
+    attachment.close()
+    return {key: value for key, value in metrics.items() if key not in TIMES}
+
+
+def both(rank, world):
+    """Metrics with real ranks, and with emulated ones, by hook."""
+    return {label: of_hook(rank, world, hook) for label, hook in ALL.items()}
+
+
+def of_hook(rank, world, hook):
+    alone = dist.new_group([rank], use_local_synchronization=True)
+    link = Link.given(**INSTANT, world_size=world)
+
+    def make_group(counters):
+        return EmulatedGroup(link, rank, counters, nodes=[list(range(world))])
+
+    def attach_really(ddp, optimizer):
+        return lc.attach(ddp, hook, optimizers=[optimizer])
+
+    def attach_to_nobody(ddp, optimizer):
+        return attach_emulated(ddp, hook, make_group, [optimizer])
+
+    with ignoring("hook=", "training ended", "Grad strides"):
+        real, emulated = (train(*pair, rank) for pair in ((None, attach_really), (alone, attach_to_nobody)))
+    dist.destroy_process_group(alone)
+    return real, emulated
+
+
+def test_sends_what_real_ranks_send(run, world):
+    for by_label in run(both, world=world, timeout=120):
+        assert by_label.keys() == ALL.keys()
+        for label, (real, emulated) in by_label.items():
+            assert emulated == real, label
+
+
+class FakeClock:
+    """Time passes when somebody sleeps, or burns it."""
+
+    def __init__(self):
+        self.time = 100.0
+        self.used = 0.0
+        self.slept = []
+
+    def now(self):
+        return self.time
+
+    def cpu(self):
+        return self.used
+
+    def sleep(self, seconds):
+        self.slept.append(seconds)
+        self.time += seconds
+
+    def burn(self, until):
+        self.time += max(0.0, until - self.used)
+        self.used = max(self.used, until)
+
+
+@contextlib.contextmanager
+def emulated(link, **options):
+    """`(group, clock)`."""
+    clock = FakeClock()
+    group = EmulatedGroup(link, clock=clock, **options)
+    yield group, clock
+    group.release()
+
+
+def spent(clock, call):
+    """Seconds that a call takes."""
+    begin = clock.time
+    call()
+    return clock.time - begin
+
+
+def test_takes_the_time_of_the_link():
+    link = Link.given(bandwidth=1000, latency=0.5, world_size=4)
+    with emulated(link) as (group, clock):
+        x = torch.ones(1000)  # 4000 bytes, of which a rank sends 6000
+        assert spent(clock, lambda: group.all_reduce_(x)) == pytest.approx(6 + 6 * 0.5)
+        assert x.eq(4).all()
+        gathered = group.all_gather(torch.arange(100.0))
+        assert gathered.equal(torch.arange(100.0).expand(4, 100))
+        assert spent(clock, lambda: group.all_gather(x[:100])) == pytest.approx(1.2 + 3 * 0.5)
+        chunks = torch.arange(400.0).view(4, 100)
+        assert group.all_to_all(chunks).equal(chunks[:1].expand(4, 100))
+        assert spent(clock, lambda: group.all_to_all(chunks)) == pytest.approx(1.2 + 0.5)
+        assert clock.used == 0
+
+
+def test_processor_time_is_a_part_of_it():
+    curve = (Cost(0, 0.0, 0.0), Cost(1000, 1.0, 0.25))
+    with emulated(Link(2, {"all_reduce": curve})) as (group, clock):
+        assert spent(clock, lambda: group.all_reduce_(torch.ones(500))) == pytest.approx(2.0)
+        assert clock.used == pytest.approx(0.5)
+        assert sum(clock.slept) == pytest.approx(1.5)
+
+
+def test_started_collectives_follow_one_another():
+    link = Link.given(bandwidth=1000, latency=0, world_size=2)
+    with emulated(link) as (group, clock):
+        begin = clock.time
+        waits = [group._start_all_gather(torch.ones(250)) for _ in range(3)]
+        group.all_reduce_(torch.ones(250))
+        assert clock.time - begin == pytest.approx(4.0)
+        assert [wait().shape for wait in waits] == [(2, 250)] * 3
+
+
+def test_several_at_once_share_the_link():
+    """Each takes a second, but together they get four times as much out of it."""
+    curve = (Cost(0, 0.0, 0.0, 0.0), Cost(1000, 1.0, 0.0, 0.25))
+    with emulated(Link(2, {"all_reduce": curve})) as (group, clock):
+        begin = clock.time
+        waits = [group._on_wire("all_gather", 1000, torch.uint8, lambda: None) for _ in range(4)]
+        moments = [(wait(), clock.time - begin)[1] for wait in waits]
+        assert moments == pytest.approx([1.0, 1.25, 1.5, 1.75])
+        assert spent(clock, lambda: group.all_gather(torch.ones(250))) == pytest.approx(1.0)
+
+
+def test_an_idle_link_lets_some_through_at_once():
+    curve = (Cost(0, 0.0), Cost(1000, 1.0))
+    link = Link(2, {"all_reduce": curve}, burst_seconds=0.4)
+    with emulated(link) as (group, clock):
+        second = lambda: group.all_reduce_(torch.ones(250))  # noqa: E731
+        assert spent(clock, second) == pytest.approx(0.6)
+        assert spent(clock, second) == pytest.approx(1.0)
+        clock.sleep(0.3)
+        assert spent(clock, second) == pytest.approx(0.7)
+        clock.sleep(10)
+        assert spent(clock, second) == pytest.approx(0.6)
+
+
+def test_parts():
+    link, node_link = (Link.given(bandwidth=b, latency=0, world_size=w) for b, w in ((1000, 4), (10_000, 2)))
+    nodes = [[0, 1], [2, 3]]
+    with emulated(link, rank=3, nodes=nodes, node_link=node_link) as (group, clock):
+        assert group.nodes() == nodes
+        inside, across = group.split(nodes), group.split([[0, 2], [1, 3]])
+        assert (inside.size, inside.rank, across.size, across.rank) == (2, 1, 2, 1)
+        assert spent(clock, lambda: inside.all_reduce_(torch.ones(250))) == pytest.approx(0.1)
+        assert spent(clock, lambda: across.all_reduce_(torch.ones(250))) == pytest.approx(1.0)
+        assert group.split([[0, 1, 2, 3]]) is group
+        assert group.counters.bytes_sent == 2000
+
+
+def test_what_is_not_the_hooks_own_is_not_counted():
+    with emulated(Link.given(bandwidth=1000, latency=0, world_size=2)) as (group, clock):
+        assert spent(clock, lambda: group.spend("all_gather", 500)) == pytest.approx(0.5)
+        assert group.counters.bytes_sent == 0
+
+
+def test_encoding_counts_together(monkeypatch):
+    monkeypatch.setattr(encoded, "compiled", lambda codec, *_: Kernels(codec))
+    with emulated(Link.given(**INSTANT, world_size=4)) as (group, _):
+        encoding = group.encoding(Int8Codec())
+        assert encoding.size == 4
+        encoding.all_reduce_(torch.ones(10))
+        assert group.counters.bytes_sent == 60
+        assert group.encoding(Int8Codec()) is encoding
+
+
+def test_one_rank_sends_nothing():
+    with emulated(Link.given(bandwidth=1, latency=1, world_size=1)) as (group, clock):
+        x = torch.arange(3.0)
+        assert spent(clock, lambda: group.all_reduce_(x)) == 0
+        assert group.all_gather(x).equal(x.view(1, 3))
+        assert group.all_to_all(x.view(1, 3)).equal(x.view(1, 3))
+        assert group.counters.bytes_sent == 0

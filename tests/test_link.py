@@ -1,0 +1,122 @@
+"""What a link costs: formulas of a given one, and a measured one."""
+
+import json
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_commhooks.core.collectives import Group
+from lightning_commhooks.core.link import Cost, Link, _rising, measure_link
+
+MEASURED = Link(
+    2,
+    {
+        "all_reduce": (Cost(0, 1.0, 0.5), Cost(100, 2.0, 1.0), Cost(1000, 11.0, 4.0)),
+        "all_reduce:bfloat16": (Cost(0, 3.0), Cost(100, 30.0)),
+        "all_gather": (Cost(0, 1.0), Cost(100, 3.0)),
+    },
+    burst_seconds=0.5,
+)
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "seconds", "cpu_seconds"),
+    [(0, 1.0, 0.5), (50, 1.5, 0.75), (100, 2.0, 1.0), (550, 6.5, 2.5), (1000, 11.0, 4.0), (2000, 21.0, 4 + 1000 / 300)],
+)
+def test_between_and_beyond_what_was_measured(num_bytes, seconds, cpu_seconds):
+    cost = MEASURED.cost("all_reduce", num_bytes)
+    assert cost.seconds == pytest.approx(seconds)
+    assert cost.cpu_seconds == pytest.approx(cpu_seconds)
+
+
+def test_kinds_and_dtypes():
+    assert MEASURED.cost("all_reduce", 100, torch.bfloat16).seconds == 30
+    assert MEASURED.cost("all_reduce", 100, torch.float16).seconds == 2
+    assert MEASURED.cost("all_gather", 100, torch.bfloat16).seconds == 3
+    assert MEASURED.cost("all_to_all", 100).seconds == 2  # not measured: as an all-reduce
+    assert MEASURED.latency == 1
+    assert MEASURED.bandwidth == pytest.approx(100)
+
+
+def test_disturbed_measurements_are_smoothed():
+    """More bytes do not take less time."""
+    curve = _rising([Cost(1, 2.0, 0.3, 1.0), Cost(2, 1.5, 0.4, 1.4), Cost(3, 3.0, 0.2, 2.0)])
+    assert curve == (Cost(1, 1.5, 0.2, 1.0), Cost(2, 1.5, 0.2, 1.4), Cost(3, 3.0, 0.2, 2.0))
+
+
+def test_given():
+    link = Link.given(bandwidth=1e6, latency=0.01, world_size=4)
+    assert link.cost("all_reduce", 2e6).seconds == pytest.approx(2.0 + 6 * 0.01)
+    assert link.cost("all_gather", 2e6).seconds == pytest.approx(2.0 + 3 * 0.01)
+    assert link.cost("all_to_all", 2e6).seconds == pytest.approx(2.0 + 0.01)
+    assert link.cost("all_reduce", 2e6).cpu_seconds == 0
+    assert link.bandwidth == pytest.approx(1e6)
+
+
+def test_more_ranks_take_more_rounds():
+    """Of messages; bytes are those that a rank sends, and take as long."""
+    wide = MEASURED.scaled(8)
+    assert wide.world_size == 8
+    assert wide.cost("all_reduce", 0).seconds == pytest.approx(7.0)
+    assert wide.cost("all_reduce", 1000).seconds == pytest.approx(17.0)
+    assert MEASURED.scaled(2) == MEASURED
+
+
+def test_no_faster_than():
+    slow = Link.given(bandwidth=50, latency=0, world_size=2)
+    both = MEASURED.no_faster_than(slow)
+    assert both.cost("all_reduce", 0).seconds == 1  # of the measured one
+    assert both.cost("all_reduce", 1000).seconds == pytest.approx(20)  # of the slow one
+    assert both.cost("all_reduce", 1000).cpu_seconds == pytest.approx(4)
+
+
+def test_as_json():
+    numbers = json.loads(json.dumps(MEASURED.as_dict()))
+    assert numbers["bandwidth"] == pytest.approx(100)
+    assert numbers["curves"]["all_gather"][1] == {
+        "num_bytes": 100,
+        "seconds": 3.0,
+        "cpu_seconds": 0.0,
+        "busy_seconds": None,
+    }
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"bandwidth": 0}, "bandwidth must be positive, in bytes per second, is 0"),
+        ({"latency": -1}, "latency must be at least 0, in seconds, is -1"),
+        ({"world_size": 0}, "world_size must be at least 1, is 0"),
+    ],
+)
+def test_bad_values(options, message):
+    with pytest.raises(ValueError, match=message):
+        Link.given(**{"bandwidth": 1e9, "latency": 0, "world_size": 2, **options})
+
+
+def measure(rank, world):
+    group = Group(dist.group.WORLD)
+    link = measure_link(group, budget=0.3)
+    assert group.counters.bytes_sent == 0
+    assert group.counters.collectives == 0
+    return link
+
+
+def test_measured(run, world):
+    link, *others = run(measure, world=world)
+    assert all(other == link for other in others)
+    assert link.world_size == world
+    assert set(link.curves) == {"all_reduce", "all_reduce:bfloat16", "all_reduce:float16", "all_gather", "all_to_all"}
+    for curve in link.curves.values():
+        sizes = [cost.num_bytes for cost in curve]
+        assert sizes == sorted(set(sizes))
+        assert len(curve) > 1
+        assert all(0 <= cost.cpu_seconds <= cost.seconds for cost in curve)
+    assert 1e-6 < link.latency < 1
+    assert 1e5 < link.bandwidth < 1e12
+
+
+def test_one_rank_has_no_link():
+    with pytest.raises(ValueError, match=r"no link to measure among one rank; use Link.given"):
+        measure_link(Group(None))
