@@ -128,7 +128,7 @@ def test_advise_in_processes_of_its_own(folder):
     local = rows["post_localsgd:post_local_gradient_allreduce=False"]
     assert local["averages_models"]
     assert local["error"] is None
-    assert local["ratio"] == pytest.approx(8, rel=0.01)
+    assert local["ratio"] == pytest.approx(8, rel=0.05)  # buffers are averaged, too
     assert found["verdict"]["apart"].keys() >= {local["label"]}
     assert found["link"]["bandwidth"] > 0
     assert (folder / "out.png").read_bytes().startswith(b"\x89PNG")
@@ -170,12 +170,12 @@ def test_headroom_and_what_if_on_one_process(folder):
     [
         ("fails", 2, "error: my_models:fails() failed: RuntimeError: no data here (on rank 1)"),
         ("dies", 1, "error on rank 1: RuntimeError: out of something"),
-        ("vanishes", 7, ""),
+        ("vanishes", None, "error on rank 0: the connection to another rank broke"),
     ],
 )
 def test_a_failure_on_one_rank_ends_all(folder, factory, code, message):
     exit_code, output, errors = command(folder, "headroom", f"my_models:{factory}", "--rounds", "1", timeout=60)
-    assert exit_code == code, errors
+    assert exit_code == code or (code is None and exit_code in (1, 7)), errors
     assert output == ""
     assert message in errors
     assert "Traceback" not in errors
@@ -227,7 +227,7 @@ def test_nproc_and_a_launcher(monkeypatch):
         monkeypatch.setenv(name, value)
     code, _, errors = in_process("headroom", "m:f", "--nproc", "2")
     assert code == 2
-    assert errors == "error: --nproc 2: a launcher has started 4 processes; leave it out\n"
+    assert errors == "error: --nproc 2: a launcher has started 4 processes already; leave it out\n"
     monkeypatch.delenv("MASTER_PORT")
     assert "MASTER_PORT is not set" in in_process("headroom", "m:f")[2]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -26,6 +27,7 @@ _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # A child of `spawn`, which may not start children.
 _CHILD = "LIGHTNING_COMMHOOKS_CHILD"
 _FAILED = "lightning_commhooks/failed"
+_LOST_CONNECTION = re.compile(r"Connection (reset|closed)|Broken pipe|Connection was likely closed")
 
 USAGE_ERROR = 2
 FAILURE = 1
@@ -183,8 +185,14 @@ def _report(failure: BaseException, place: Place, store: Store) -> None:
     if is_first_to_fail:
         if os.environ.get("COMMHOOKS_TRACEBACK"):
             traceback.print_exception(failure)
-        reason = f"{type(failure).__name__}: {failure}" if str(failure) else type(failure).__name__
-        print(f"error on rank {place.rank}: {reason}", file=sys.stderr, flush=True)
+        print(f"error on rank {place.rank}: {_reason(failure)}", file=sys.stderr, flush=True)
+
+
+def _reason(failure: BaseException) -> str:
+    text = str(failure).strip()
+    if _LOST_CONNECTION.search(text):
+        return "the connection to another rank broke: its process ended, or the network did"
+    return f"{type(failure).__name__}: {text}" if text else type(failure).__name__
 
 
 def agree_on_errors(error: ValueError | None, place: Place) -> None:
