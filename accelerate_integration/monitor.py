@@ -128,7 +128,8 @@ class TrainerMonitor:
         wrap(trainer, "log", self._log)
 
     def _begin(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self._monitors = Monitors(open_attachments(self._handler), self._options)
+        # Models of earlier trials of a search may still be there.
+        self._monitors = Monitors(open_attachments(self._handler)[-1:], self._options)
         return original(*args, **kwargs)
 
     def _log(self, original: Callable[..., None], logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
