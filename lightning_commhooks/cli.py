@@ -202,8 +202,7 @@ def _usage_errors() -> Iterator[None]:
 
 
 def _fail(message: str) -> NoReturn:
-    place = launch.launched_place() if "RANK" in os.environ else None
-    if place is None or place.is_first:
+    if os.environ.get("RANK", "0") == "0":
         print(f"error: {message}", file=sys.stderr)
     raise typer.Exit(launch.USAGE_ERROR)
 
