@@ -153,6 +153,7 @@ class TestCandidates:
         [
             ("bf17", "--hooks bf17: unknown hook 'bf17'; did you mean 'bf16'"),
             ("rank=4", "'rank=4' is an option of no hook; write hook:rank=4"),
+            ("auto", "auto uses several hooks in one run; compare those"),
             ("powersgd:rank=4", "its options are: matrix_approximation_rank"),
             ("powersgd:warm_start", "write options as powersgd:name=value"),
             ("powersgd:matrix_approximation_rank=0", "matrix_approximation_rank .* at least 1, is 0"),

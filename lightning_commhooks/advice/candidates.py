@@ -132,9 +132,12 @@ def _hook(text: str) -> CommHook:
             raise ValueError(f"--hooks {text}: write options as {name}:name=value, not {option!r}")
         options[key.strip()] = _value(value.strip())
     try:
-        return get_hook(name, **options)
+        hook = get_hook(name, **options)
     except ValueError as error:
         raise ValueError(f"--hooks {text}: {error}") from error
+    if hook.is_outermost and hook.inner_hooks:
+        raise ValueError(f"--hooks {text}: {hook.name} uses several hooks in one run; compare those")
+    return hook
 
 
 def _value(text: str) -> Any:

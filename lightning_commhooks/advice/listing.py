@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
 import itertools
 import re
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,10 +85,11 @@ def listed(only: str | None = None) -> list[Listed]:
 def _hook(name: str) -> Listed:
     cls = get_hook_class(name)
     summary = _summary(cls)
-    try:
-        sends = fractions_sent(get_hook(name))
-    except ValueError:
-        sends = {}  # of others, which cannot be made without options
+    sends = {}
+    with contextlib.suppress(ValueError):  # of others, which cannot be made without options
+        hook = get_hook(name)
+        # One that uses several hooks sends what those send.
+        sends = {} if hook.inner_hooks else fractions_sent(hook)
     return Listed(cls.name, cls.__name__, cls.aliases, summary, sends, _options(cls), False)
 
 
@@ -161,7 +162,7 @@ def _task() -> Task:
     return Task(module, torch.randn(2, 512), lambda output: output.square().mean(), optimizers, {}, torch.device("cpu"))
 
 
-@contextmanager
+@contextlib.contextmanager
 def _alone() -> Iterator[dist.ProcessGroup]:
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     try:
@@ -171,7 +172,7 @@ def _alone() -> Iterator[dist.ProcessGroup]:
         dist.destroy_process_group()
 
 
-@contextmanager
+@contextlib.contextmanager
 def _uncompiled() -> Iterator[None]:
     before, torch._dynamo.config.disable = torch._dynamo.config.disable, True  # only bytes count
     try:

@@ -118,10 +118,7 @@ class Bench:
         self._seed = seed
         self._alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
         self._on_stream = backend_for(world, task.device) == dist.Backend.NCCL
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            for tensor in (*task.module.parameters(), *task.module.buffers()):
-                dist.broadcast(tensor.detach(), 0)
+        task.wrap(make_equal=True)
         task.save()
 
     def times(

@@ -55,9 +55,16 @@ class Task:
         """Size of all gradients."""
         return sum(p.numel() * p.element_size() for p in self.module.parameters() if p.requires_grad)
 
-    def wrap(self, process_group: dist.ProcessGroup | None = None) -> DistributedDataParallel:
-        """Wrap the model anew; it is equal on all ranks already."""
-        options = {"process_group": process_group, "init_sync": False, **self.ddp_options}
+    def wrap(
+        self, process_group: dist.ProcessGroup | None = None, *, make_equal: bool = False
+    ) -> DistributedDataParallel:
+        """Wrap the model anew.
+
+        Args:
+            process_group: the ranks; `None`: all.
+            make_equal: give all of them rank 0's model, which takes as long as sending it does.
+        """
+        options = {"process_group": process_group, "init_sync": make_equal, **self.ddp_options}
         if self.device.type == "cuda":
             options["device_ids"] = [self.device]
         return DistributedDataParallel(self.module, **options)
