@@ -86,7 +86,7 @@ def main() -> None:
     """Make the networks, run `advise` on both hosts of each, check what it says."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", default=list(SCENARIOS), help=f"some of {', '.join(SCENARIOS)}")
-    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--folder", type=Path, default=RESULTS, help="where numbers and pictures go")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()

@@ -8,7 +8,7 @@ from torch import nn
 
 import lightning_commhooks as lc
 from lightning_commhooks.advice.candidates import DEFAULT, at_once, candidates, code, parse, shortened
-from lightning_commhooks.advice.measure import amortized
+from lightning_commhooks.advice.measure import amortized, undisturbed
 from lightning_commhooks.advice.ranking import Row, decide, headroom, ranked
 from lightning_commhooks.advice.task import load_task
 
@@ -98,6 +98,10 @@ class TestVerdict:
 
 
 class TestAmortized:
+    @pytest.mark.parametrize(("rounds", "kept"), [([3.0], [3.0]), ([5.0, 3.0], [3.0]), ([5.0, 9.0, 3.0], [3.0, 5.0])])
+    def test_the_faster_half_counts(self, rounds, kept):
+        assert undisturbed(rounds) == kept
+
     def test_every_step_alike(self):
         assert amortized([1.0, 3.0, 2.0], [5.0, 5.0, 5.0], 1) == 2
 

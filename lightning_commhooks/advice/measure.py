@@ -83,7 +83,7 @@ class Timing:
 
     Attributes:
         step_ms: milliseconds of a step, on the slowest rank.
-        spread_ms: half of what rounds differ by.
+        spread_ms: half of what the rounds differ by that count: see [`undisturbed`][].
         bytes_sent: per step and rank.
         bytes_dense: the same with dense averaging.
         exposed_ms: of a step, in which the training thread waited for the hook; NaN: unknown.
@@ -281,10 +281,10 @@ class Bench:
 
     def _timing(self, candidate: Candidate, turns: list[Turn], setup_ms: float) -> Timing:
         factor = candidate.period_factor
-        rounds = [amortized(turn.seconds, turn.sent, factor) * 1e3 for turn in turns]
-        seconds, sent = ([value for turn in turns for value in getattr(turn, key)] for key in ("seconds", "sent"))
+        rounds = undisturbed([amortized(turn.seconds, turn.sent, factor) * 1e3 for turn in turns])
+        sent = [num_bytes for turn in turns for num_bytes in turn.sent]
         own = Timing(
-            step_ms=amortized(seconds, sent, factor) * 1e3,
+            step_ms=statistics.mean(rounds),
             spread_ms=(max(rounds) - min(rounds)) / 2,
             bytes_sent=amortized(sent, sent, factor),
             bytes_dense=turns[0].dense,
@@ -312,6 +312,11 @@ def _seconds(begin: Any, end: Any) -> float:
 def _median(values: list[float]) -> float:
     known = [value for value in values if not math.isnan(value)]
     return statistics.median(known) if known else math.nan
+
+
+def undisturbed(rounds: list[float]) -> list[float]:
+    """The faster half of rounds: what else happens on a machine only ever adds time."""
+    return sorted(rounds)[: -(-len(rounds) // 2)]
 
 
 def amortized(values: list[float], sent: list[float], period_factor: int) -> float:

@@ -22,7 +22,7 @@ class Row:
         code: as the user writes it.
         predicted_ms: milliseconds of a step over the emulated link; `None`: not predicted.
         measured_ms: milliseconds of a real step; `None`: not measured.
-        spread_ms: half of what rounds differ by.
+        spread_ms: half of what the rounds differ by that count.
         exposed_ms: of a step, in which training waits for communication.
         codec_ms: of a step, in which the hook works itself; NaN: unknown.
         bytes_sent: per step and rank.
