@@ -57,14 +57,14 @@ Hooks = Annotated[
         "--hooks",
         help="Hooks to compare, with commas between them: names, names with options as "
         "powersgd:matrix_approximation_rank=2,warm_start=false, or configured hooks as my_module:MY_HOOK. "
-        f"[default: {', '.join(DEFAULT.values())}]",
+        f"Default: {', '.join(DEFAULT.values())}.",
         show_default=False,
     ),
 ]
 NumProcesses = Annotated[
     int | None,
     typer.Option(
-        "--nproc", min=1, help="Processes to start on this machine, unless torchrun started this. [default: 2]"
+        "--nproc", min=1, help="Processes to start on this machine, unless torchrun has started them; 2 by default."
     ),
 ]
 DeviceOption = Annotated[Device, typer.Option("--device", help="auto: CUDA if there is a device for each process.")]
@@ -129,7 +129,7 @@ def advise(
     ] = None,
     latency: Annotated[
         str | None,
-        typer.Option("--latency", help="What if a message took so long: 0.1ms, 50us. Measures nothing for real."),
+        typer.Option("--latency", help="What if a message took so long to the next rank: 0.1ms, 50us."),
     ] = None,
     world_size: Annotated[
         int | None, typer.Option("--world-size", min=2, help="What if there were so many ranks, each on its own host.")
@@ -142,8 +142,8 @@ def advise(
 ) -> None:
     """Measure link and model, predict and measure step times of hooks, and say which to use, or none.
 
-    With --bandwidth, --latency or --world-size it predicts for another network instead, on one process unless --nproc
-    says otherwise.
+    With --bandwidth, --latency or --world-size it predicts for that network and measures nothing over this one, with
+    one process unless --nproc says otherwise.
     """
     chosen = _chosen(hooks)
     what_if = None

@@ -232,7 +232,7 @@ class Task(nn.Module):
 
 class Lightning(Task):
     def training_step(self, batch, index):
-        return {"loss": self.linear(batch).sum()}
+        return {"loss": self(batch) * 2}
 
     def configure_optimizers(self):
         return [torch.optim.Adam(self.parameters())], []

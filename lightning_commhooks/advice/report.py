@@ -43,7 +43,7 @@ def print_result(result: Result, console: Console) -> None:
 def _heading(result: Result) -> Text:
     text = Text()
     text.append(f"{result.world_size} ranks", style="bold")
-    text.append(f", each on {result.device}; {result.gradient_bytes / 1e6:.2f} MB of gradients\n")
+    text.append(f", each on {result.device}; {_size(result.gradient_bytes)} of gradients\n")
     if result.link is not None:
         kind = "link (given)" if result.is_what_if else "link (measured)"
         text.append(kind, style="bold")
@@ -52,6 +52,10 @@ def _heading(result: Result) -> Text:
     text.append("compute", style="bold")
     text.append(f": {result.compute_ms:.1f} ms a step that sends nothing")
     return text
+
+
+def _size(num_bytes: float) -> str:
+    return f"{num_bytes / 1e6:.1f} MB" if num_bytes >= 1e6 else f"{num_bytes / 1e3:.1f} kB"
 
 
 def _rate(bandwidth: float) -> str:
@@ -72,6 +76,8 @@ def _columns(result: Result) -> list[Column]:
     columns.append(("±", lambda row: _number(row.spread_ms, 1)))
     if len(columns) == 3:
         columns.append(("off\nby", lambda row: _percent(row.prediction_error)))
+    if result.command == "headroom":
+        return columns
     columns += [
         ("of\ndense", lambda row: f"{row.step_ms / dense.step_ms:.2f}x"),
         ("exposed\nms", lambda row: _number(row.exposed_ms, 1)),

@@ -45,11 +45,6 @@ class Task:
     device: torch.device
     _saved: dict[str, Tensor] = field(default_factory=dict, repr=False)
 
-    def __post_init__(self) -> None:
-        if _is_lightning(self.module):
-            # What DDP calls; Lightning's own strategies put it there in the same way.
-            self.module.forward = lambda batch: self.module.training_step(batch, 0)  # type: ignore[operator]
-
     @property
     def gradient_bytes(self) -> int:
         """Size of all gradients."""
@@ -83,7 +78,7 @@ class Task:
 
     def _loss(self, model: nn.Module) -> Tensor:
         if _is_lightning(self.module):
-            output = model(self.batch)
+            output = self._training_step(model)
         elif self.loss_fn is not None:
             *inputs, target = self.batch if isinstance(self.batch, (tuple, list)) else (self.batch, None)
             output = model(*inputs)
@@ -95,6 +90,21 @@ class Task:
         else:
             output = model(self.batch)
         return _scalar(output)
+
+    def _training_step(self, model: nn.Module) -> object:
+        """Call it through DDP, which calls `forward`: in the same way as Lightning's own strategies."""
+        module: Any = self.module
+        original = module.forward
+
+        def redirected(batch: object) -> object:
+            module.forward = original
+            return module.training_step(batch, 0)
+
+        module.forward = redirected
+        try:
+            return model(self.batch)
+        finally:
+            module.forward = original
 
     def save(self) -> None:
         """Remember parameters and buffers."""
