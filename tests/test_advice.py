@@ -1,16 +1,21 @@
 """What the command line decides and understands, without processes."""
 
 import math
+import os
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import lightning_commhooks as lc
 from lightning_commhooks.advice.candidates import DEFAULT, at_once, candidates, code, parse, shortened
 from lightning_commhooks.advice.measure import amortized, undisturbed
 from lightning_commhooks.advice.ranking import Row, decide, headroom, ranked
+from lightning_commhooks.advice.study import WhatIf, _setting
 from lightning_commhooks.advice.task import load_task
+from lightning_commhooks.core.collectives import Group
 
 CPU = torch.device("cpu")
 
@@ -309,3 +314,29 @@ class TestTask:
     def test_bad_specs(self, spec, message):
         with pytest.raises(ValueError, match=message):
             load_task(spec, CPU, 0)
+
+
+def setting_on_two_nodes(rank, world):
+    os.environ["NODE_RANK"] = str(rank // 2)
+    try:
+        setting = _setting(SimpleNamespace(group=Group(dist.group.WORLD)), None)
+    finally:
+        del os.environ["NODE_RANK"]
+    return setting.link.world_size, setting.nodes, setting.node_link.world_size
+
+
+def test_links_within_and_between_nodes(run):
+    assert run(setting_on_two_nodes, world=4) == [(4, [[0, 1], [2, 3]], 2)] * 4
+
+
+def what_if(rank, world):
+    setting = _setting(SimpleNamespace(group=Group(dist.group.WORLD)), WhatIf(1e6, 0.001, 8))
+    return setting.link, setting.nodes
+
+
+def test_what_if_is_no_faster_than_this_machine(run):
+    (link, nodes), other = run(what_if)
+    assert other == (link, nodes)
+    assert (link.world_size, nodes) == (8, [[rank] for rank in range(8)])
+    assert link.cost("all_reduce", 1e6).seconds >= 1 + 14 * 0.001
+    assert link.cost("all_reduce", 1e6).cpu_seconds > 0
