@@ -12,6 +12,7 @@ import itertools
 import json
 import logging
 import os
+import re
 import sys
 import tempfile
 import traceback
@@ -47,6 +48,11 @@ IGNORED = (
     "hook='.+localsgd': gradients go on being averaged",  # on a single node
     "hook='diloco': gradients go on being averaged",
     "torch.cuda.amp.GradScaler is enabled",
+    # Trainings of two steps, of small models.
+    "hook='.+' compressed nothing",
+    "training ended after",
+    "The 'train_dataloader' does not have many workers",
+    r"`isinstance\(treespec, LeafSpec\)` is deprecated",  # used by Lightning
 )
 
 
@@ -214,10 +220,8 @@ def run_python(path, block, namespace, made):
     if is_sharded:
         AcceleratorState._reset_state(reset_partial_state=True)
     own |= {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
-    # `print(...)  # what it prints`
-    lines = [line for line in block.text.splitlines() if line.strip().startswith("print(") and "  # " in line]
-    if lines and RANK == 0:
-        expected = {line.rsplit("  # ", 1)[1] for line in lines}
+    expected = set(re.findall(r"^ *print\(.*  # prints (.+)$", block.text, re.MULTILINE))
+    if expected and RANK == 0:
         found = set(printed.getvalue().splitlines())
         assert found == expected, f"it prints {sorted(found)}, not {sorted(expected)}"
 
