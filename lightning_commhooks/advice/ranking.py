@@ -107,11 +107,11 @@ def set_apart(rows: list[Row], max_error: float) -> dict[str, str]:
         if row.label in (DENSE, NOOP):
             continue
         if row.averages_models:
-            apart[row.label] = "averages models instead of gradients: another algorithm, compare what it reaches"
+            apart[row.label] = "averaging models instead of gradients is another algorithm: compare what it reaches"
         elif not row.error <= max_error:
             apart[row.label] = (
-                f"an error of {row.error:.2f} in one step is above --max-error {max_error:g}; with error feedback what "
-                "is missing is sent later, so it may do: compare what it reaches"
+                f"an error of {row.error:.2f} in one step is above --max-error {max_error:g}, though with error "
+                "feedback what is missing is sent later: compare what it reaches"
             )
     return apart
 

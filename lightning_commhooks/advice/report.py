@@ -135,8 +135,9 @@ def _print_verdict(result: Result, console: Console) -> None:
     verdict = result.verdict
     assert verdict is not None
     by_label = {row.label: row for row in result.rows}
-    for label, reason in verdict.apart.items():
-        console.print(Text(f"{label}: not recommended by itself, {reason}", style="dim"))
+    for reason in dict.fromkeys(verdict.apart.values()):
+        labels = " and ".join(label for label, own in verdict.apart.items() if own == reason)
+        console.print(Text(f"Not recommended unasked: {labels}; {reason}.", style="dim"))
     off = [abs(row.prediction_error) for row in result.rows if not math.isnan(row.prediction_error)]
     if off:
         console.print(f"Predictions are off by {sum(off) / len(off):.0%} on average, {max(off):.0%} at most.")
@@ -149,9 +150,9 @@ def _print_verdict(result: Result, console: Console) -> None:
     if verdict.alternative is not None:
         row = by_label[verdict.alternative]
         console.print(
-            f"Faster still, {row.step_ms:.1f} ms a step, but another algorithm whose result has to be checked: ",
-            Text(f"CompressedDDPStrategy(hook={row.code})"),
+            f"Faster still, {row.step_ms:.1f} ms a step, but another algorithm, whose result has to be checked:"
         )
+        console.print(Text(f"    CompressedDDPStrategy(hook={row.code})"))
 
 
 def print_list(listed: list[Listed], console: Console, with_docs: bool) -> None:
