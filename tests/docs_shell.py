@@ -15,6 +15,7 @@ def check(text):
     subprocess.run(["bash", "-n"], input=text, text=True, check=True)
     for line in re.sub(r"\\\n\s*", "", text).splitlines():
         words = [] if re.match(r"\w+=\$\(.*\)$", line) else shlex.split(line, comments=True)
+        words = [word for word in words if word != "..."]
         while words and re.fullmatch(r"\w+=.*", words[0]):
             words.pop(0)
         if words:
