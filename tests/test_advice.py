@@ -11,10 +11,10 @@ from torch import nn
 
 import lightning_commhooks as lc
 from lightning_commhooks.advice.candidates import DEFAULT, at_once, candidates, code, parse, shortened
-from lightning_commhooks.advice.measure import amortized, undisturbed
 from lightning_commhooks.advice.ranking import Row, decide, headroom, ranked
 from lightning_commhooks.advice.study import WhatIf, _setting
 from lightning_commhooks.advice.task import load_task
+from lightning_commhooks.advice.timing import amortized, undisturbed
 from lightning_commhooks.core.collectives import Group
 
 CPU = torch.device("cpu")

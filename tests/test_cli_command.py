@@ -146,10 +146,14 @@ def test_bench_under_torchrun(folder):
     assert "predicted" not in output
 
 
-def test_headroom_and_what_if_on_one_process(folder):
-    code, output, errors = command(folder, "headroom", "my_models.py:small", "--nproc", "1", "--rounds", "1")
+def test_headroom(folder):
+    code, output, errors = command(folder, "headroom", "my_models.py:small", "--rounds", "1")
     assert code == 0, errors
     assert "Communication costs" in output
+    assert "codec" not in output
+
+
+def test_what_if_on_one_process(folder):
     what_if = ["--bandwidth", "1mbit", "--latency", "0.1ms", "--world-size", "16", "--rounds", "1", "--hooks", "bf16"]
     code, output, errors = command(folder, "advise", "my_models:small", *what_if, "--json")
     assert code == 0, errors
@@ -208,10 +212,17 @@ def test_wrong_arguments(tmp_path, arguments, message):
     assert len(errors.splitlines()) == 1
 
 
-def test_one_process_has_no_link(folder):
-    code, _, errors = command(folder, "advise", "my_models:small", "--nproc", "1")
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("advise", "error: one process has no link to measure: use --nproc, torchrun, or --bandwidth"),
+        ("bench", "error: one process sends nothing: use --nproc or torchrun"),
+    ],
+)
+def test_one_process_is_too_few(folder, name, message):
+    code, _, errors = command(folder, name, "my_models:small", "--nproc", "1")
     assert code == 2
-    assert "error: one process has no link to measure: use --nproc, torchrun, or --bandwidth" in errors
+    assert message in errors
 
 
 def test_hook_that_does_not_fit(folder):

@@ -19,8 +19,8 @@ from torch._C._distributed_c10d import HashStore
 
 from lightning_commhooks import wrappers
 from lightning_commhooks.advice.candidates import Candidate, at_once, shortened
-from lightning_commhooks.advice.measure import amortized
 from lightning_commhooks.advice.task import Task
+from lightning_commhooks.advice.timing import amortized
 from lightning_commhooks.core.attach import attach_emulated
 from lightning_commhooks.core.emulated import EmulatedGroup
 from lightning_commhooks.core.hook import CommHook

@@ -10,7 +10,7 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_commhooks.advice.candidates import Candidate
 from lightning_commhooks.advice.task import Task
+from lightning_commhooks.advice.timing import Timing, Turn, own_timing
 from lightning_commhooks.core.attach import attach, attach_emulated
 from lightning_commhooks.core.attachment import Attachment
 from lightning_commhooks.core.collectives import Group
@@ -56,50 +57,6 @@ class Setting:
     link: Link
     nodes: list[list[int]]
     node_link: Link | None = None
-
-
-@dataclass
-class Turn:
-    """The steps of one hook in one round, on one rank.
-
-    Attributes:
-        seconds: of each step.
-        sent: bytes in each step.
-        dense: bytes that dense averaging would have sent in each step.
-        times: milliseconds per step by the hook's own clock: `exposed_ms` and `codec_ms`, where there are any.
-        errors: relative errors of the averaged gradient in some steps.
-    """
-
-    seconds: list[float]
-    sent: list[float]
-    dense: float
-    times: dict[str, float] = field(default_factory=dict)
-    errors: list[float] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class Timing:
-    """A hook's step, agreed on by all ranks.
-
-    Attributes:
-        step_ms: milliseconds of a step, on the slowest rank.
-        spread_ms: half of what the rounds differ by that count: see [`undisturbed`][].
-        bytes_sent: per step and rank.
-        bytes_dense: the same with dense averaging.
-        exposed_ms: of a step, in which the training thread waited for the hook; NaN: unknown.
-        codec_ms: of a step, in which the hook worked and did not wait for others; NaN: unknown.
-        error: of the averaged gradient, relative to its norm; NaN: ranks step alone.
-        setup_ms: milliseconds that attaching took, most of them for compiling.
-    """
-
-    step_ms: float
-    spread_ms: float
-    bytes_sent: float
-    bytes_dense: float
-    exposed_ms: float
-    codec_ms: float
-    error: float
-    setup_ms: float
 
 
 class Bench:
@@ -152,7 +109,7 @@ class Bench:
                 setups[label] = max(setups[label], setup_ms)
                 guesses[label] = self._slowest(statistics.median(turn.seconds)) * 1e3
         self.task.restore()
-        return {c.label: self._timing(c, turns[c.label], setups[c.label]) for c in chosen}
+        return {c.label: self._agreed(own_timing(turns[c.label], c.period_factor, setups[c.label])) for c in chosen}
 
     def _slowest(self, seconds: float) -> float:
         own = torch.tensor([seconds], dtype=torch.float64, device=self.task.device)
@@ -279,24 +236,10 @@ class Bench:
         model.register_forward_pre_hook(broadcast_buffers)
         return attachment
 
-    def _timing(self, candidate: Candidate, turns: list[Turn], setup_ms: float) -> Timing:
-        factor = candidate.period_factor
-        rounds = undisturbed([amortized(turn.seconds, turn.sent, factor) * 1e3 for turn in turns])
-        sent = [num_bytes for turn in turns for num_bytes in turn.sent]
-        own = Timing(
-            step_ms=statistics.mean(rounds),
-            spread_ms=(max(rounds) - min(rounds)) / 2,
-            bytes_sent=amortized(sent, sent, factor),
-            bytes_dense=turns[0].dense,
-            # Of steps that average models, more than there are in a long period.
-            exposed_ms=_median([turn.times.get("exposed_ms", math.nan) for turn in turns]) if factor == 1 else math.nan,
-            codec_ms=_median([turn.times.get("codec_ms", math.nan) for turn in turns]) / factor,
-            error=_median([error for turn in turns for error in turn.errors]),
-            setup_ms=setup_ms,
-        )
+    def _agreed(self, own: Timing) -> Timing:
+        """That of the slowest rank: all wait for it, or would if they were trained together, with noop as well."""
         every: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(every, own)
-        # All wait for the slowest; with noop, and over an emulated link, they would if they were trained in parallel.
         slowest: Timing = max(every, key=lambda timing: timing.step_ms)
         return slowest
 
@@ -307,31 +250,6 @@ def _sent(attachment: Attachment | None) -> float:
 
 def _seconds(begin: Any, end: Any) -> float:
     return float(end - begin if isinstance(begin, float) else begin.elapsed_time(end) / 1e3)
-
-
-def _median(values: list[float]) -> float:
-    known = [value for value in values if not math.isnan(value)]
-    return statistics.median(known) if known else math.nan
-
-
-def undisturbed(rounds: list[float]) -> list[float]:
-    """The faster half of rounds: what else happens on a machine only ever adds time."""
-    return sorted(rounds)[: -(-len(rounds) // 2)]
-
-
-def amortized(values: list[float], sent: list[float], period_factor: int) -> float:
-    """What a step costs on average: the usual one, and in a longer period what is more in some of them.
-
-    Args:
-        values: of each step, over whole periods.
-        sent: bytes in each step; those that send the least are the usual ones.
-        period_factor: how many times longer the period is.
-    """
-    least = min(sent)
-    usual = [value for value, num_bytes in zip(values, sent, strict=True) if num_bytes <= least]
-    rest = [value for value, num_bytes in zip(values, sent, strict=True) if num_bytes > least]
-    common = statistics.median(usual)
-    return common + sum(value - common for value in rest) / len(values) / period_factor
 
 
 def _num_steps(expected_ms: float, period: int) -> int:

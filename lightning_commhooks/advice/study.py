@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 
 from lightning_commhooks.advice.candidates import DENSE, NOOP, Candidate
-from lightning_commhooks.advice.measure import Bench, Setting, Timing, UnfitError
+from lightning_commhooks.advice.measure import Bench, Setting, UnfitError
 from lightning_commhooks.advice.ranking import Row, Verdict, decide, headroom, ranked
+from lightning_commhooks.advice.timing import Timing
 from lightning_commhooks.core.link import Link, measure_link
 
 
@@ -92,7 +93,13 @@ Tell = Callable[[str, str], None]
 
 
 def measured(bench: Bench, chosen: list[Candidate], rounds: int, command: str, tell: Tell) -> Result:
-    """Time hooks for real: `headroom`, with dense and noop alone, and `bench`."""
+    """Time hooks for real: `headroom`, with dense and noop alone, and `bench`.
+
+    Raises:
+        UnfitError: there is one rank.
+    """
+    if bench.group.size == 1:
+        raise UnfitError("one process sends nothing: use --nproc or torchrun; `advise --bandwidth` predicts with one")
     timings = bench.times(chosen, rounds, tell=lambda label: tell("measuring", label))
     return _result(bench, chosen, command, {}, timings)
 
