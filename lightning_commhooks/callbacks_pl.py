@@ -19,9 +19,9 @@ class CommHookMonitorPL(CommHookMonitorMixin, Callback):
 
     To every logger of the Trainer, at the step of `LightningModule.log`: `comm/bytes_sent`, `comm/averagings` and
     `comm/nonfinite_steps` since `fit` began; `comm/compression_ratio`, and `comm/exposed_ms` and `comm/codec_ms` per
-    step, since they were logged last; `comm/relative_error` of the last step in which it was sampled;
-    `comm/residual_norm` now. They are those of rank 0. What is unknown is left out: with a hook function of your own
-    all of it, with FSDP all but bytes and ratio.
+    step, since they were logged last; `comm/relative_error` if it was sampled since then; `comm/residual_norm` now.
+    They are those of rank 0. What is unknown is left out: with a hook function of your own all of it, with FSDP all but
+    bytes and ratio.
 
     A step is a synchronized backward: with gradient accumulation one in several batches, with several optimizers
     several in one batch.
@@ -32,8 +32,9 @@ class CommHookMonitorPL(CommHookMonitorMixin, Callback):
             `error_numel` numbers; 0: never.
         error_numel: number of gradient elements to estimate the error from; `None`: all.
         progress_bar: which values to show there, by their names without `comm/`.
-        closing_line: whether to log one line when training ends: bytes sent and saved, seconds saved against plain DDP
-            (an estimate), and steps that were not compressed, with the reason.
+        closing_line: whether to show one line when training ends, above the progress bar or in Lightning's log: bytes
+            sent and saved, seconds saved against plain DDP (an estimate), and steps that were not compressed, with the
+            reason.
         measure_link: whether to measure the network for that estimate, for half a second when training begins. If not,
             the closing line has no seconds.
 

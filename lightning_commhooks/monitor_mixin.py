@@ -83,18 +83,24 @@ class CommHookMonitorMixin:
         if trainer.is_global_zero and self._monitor is not None and self._monitor.num_new_steps:
             # Which has been counted by now.
             self._log(trainer, self._monitor, trainer.fit_loop.epoch_loop._batches_that_stepped - 1)
-        self._close()
+        self._close(trainer)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Say the closing line; on CUDA this would wait for collectives that other ranks may have left."""
         if trainer.strategy.root_device.type == "cpu":
             # What went wrong is to be reported, whatever comes of this.
             with contextlib.suppress(Exception):
-                self._close()
+                self._close(trainer)
 
-    def _close(self) -> None:
+    def _close(self, trainer: Any) -> None:
         monitor, self._monitor = self._monitor, None
-        if monitor is not None and self._options.closing_line:
+        if monitor is None or not self._options.closing_line or not trainer.is_global_zero:
+            return
+        bar = trainer.progress_bar_callback
+        if bar is not None and bar.is_enabled:
+            # That of rich is drawn over what is written to the terminal by others.
+            bar.print(monitor.summary())
+        else:
             self._rank_zero_info(monitor.summary())
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:

@@ -114,7 +114,8 @@ def every_logger():
 def bars():
     for name in ("TQDMProgressBar", "RichProgressBar"):
         bar = getattr(callbacks, name)()
-        monitor = Monitor(every_n_steps=3, progress_bar=["compression_ratio", "residual_norm"], closing_line=False)
+        bar.print = lambda line, label=f"{name}-line": write(label, 0, line=line)
+        monitor = Monitor(every_n_steps=3, progress_bar=["compression_ratio", "residual_norm"], measure_link=False)
         options = {"enable_progress_bar": True, "more": [bar]}
         fit(name, CompressedDDP(hook=POWERSGD), monitor=monitor, **options)
 

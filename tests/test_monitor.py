@@ -55,6 +55,11 @@ def test_values_are_those_of_the_attachment(run):
         assert ratios[1] == ratios[2] > 2
 
 
+def test_an_error_is_a_value_once(run):
+    for results, _ in run(asked_after, "bf16", [1, 2, 4]):
+        assert ["comm/relative_error" in values for values, *_ in results] == [True, False, True]
+
+
 def test_the_closing_line_says_why(run):
     for _, line in run(asked_after, POWERSGD, [2, 8]):
         pattern = (

@@ -39,12 +39,15 @@ class ErrorSampler:
         every: sample steps whose number is a multiple of this.
         numel: elements to compare in a step, in all buckets together; `None`: all of them.
         numel_model: elements of all gradients.
+
+    Attributes:
+        step: the last step that was sampled; -1 before.
     """
 
     def __init__(self, every: int, numel: int | None, numel_model: int) -> None:
         self._every = every
         self._fraction = 1.0 if numel is None else min(1.0, numel / max(1, numel_model))
-        self._step = -1
+        self.step = -1
         # Sums of squares: of the difference, and of the mean.
         self._sums: Tensor | None = None
 
@@ -52,8 +55,8 @@ class ErrorSampler:
         """Call before a bucket is reduced; `None` in other steps, and for what is sparse or not real."""
         if bucket.step % self._every or flat.is_sparse or not flat.is_floating_point() or not flat.numel():
             return None
-        if bucket.step != self._step:
-            self._step, self._sums = bucket.step, None
+        if bucket.step != self.step:
+            self.step, self._sums = bucket.step, None
         numel = flat.numel()
         count = max(1, round(numel * self._fraction))
         if count == numel:

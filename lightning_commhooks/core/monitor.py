@@ -108,6 +108,7 @@ class Monitor:
                 self._link = attachment.measure_link(_LINK_BUDGET)
         self._first = self._last = self._last_sent = attachment.metrics()
         self._first_reasons = self._reasons()
+        self._sampled = self._sampled_step()
 
     @property
     def num_new_steps(self) -> int:
@@ -119,9 +120,9 @@ class Monitor:
         """What to log, on any rank alone, outside of a backward; what is not known yet, or never, is left out.
 
         `comm/bytes_sent`, `comm/averagings` and `comm/nonfinite_steps` since `attach`. `comm/compression_ratio`, and
-        `comm/exposed_ms` and `comm/codec_ms` per step, since the last call. `comm/relative_error` of the last sampled
-        step. `comm/residual_norm` now. Those of hooks that have no such thing are 0. Of a user's own function there is
-        nothing, of sharded gradients bytes and ratio only. See `Attachment.metrics`.
+        `comm/exposed_ms` and `comm/codec_ms` per step, since the last call. `comm/relative_error` if it was sampled
+        since then. `comm/residual_norm` now. Those of hooks that have no such thing are 0. Of a user's own function
+        there is nothing, of sharded gradients bytes and ratio only. See `Attachment.metrics`.
         """
         now, last = self.attachment.metrics(), self._last
         self._last = now
@@ -134,6 +135,9 @@ class Monitor:
             self._last_sent = now
         for name in ("exposed_ms", "codec_ms"):
             values[name] = _per_timed_step(name, now, last)
+        sampled, self._sampled = self._sampled, self._sampled_step()
+        if sampled == self._sampled:
+            values["relative_error"] = math.nan
         if isinstance(self.attachment, Attachment) and not self.attachment.is_closed:
             values["residual_norm"] = self.attachment.residual_norm()
         return {PREFIX + name: float(value) for name, value in values.items() if math.isfinite(value)}
@@ -162,6 +166,10 @@ class Monitor:
         if nonfinite := now.get("nonfinite_steps", 0) - first.get("nonfinite_steps", 0):
             text += f"; {_steps(int(nonfinite))} with inf or NaN"
         return text
+
+    def _sampled_step(self) -> int:
+        sampler = self.attachment._runtime.watch.sampler if isinstance(self.attachment, Attachment) else None
+        return -1 if sampler is None else sampler.step
 
     def _reasons(self) -> dict[str, int]:
         return self.attachment.steps_not_compressed() if isinstance(self.attachment, Attachment) else {}
