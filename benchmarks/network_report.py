@@ -7,15 +7,16 @@ from typing import Any
 
 import plots
 
+# Those that come later are drawn above.
 LINES = {
     "dense": plots.Line(plots.BLACK),
-    "stock fp16": plots.Line(plots.GREY, "--", "s"),
-    "stock powersgd, rank 4": plots.Line(plots.ORANGE, "--", "s"),
     "bf16": plots.Line(plots.SKY),
     "int8": plots.Line(plots.BLUE),
     "int4": plots.Line(plots.PURPLE),
     "powersgd, rank 4": plots.Line(plots.ORANGE),
     "diloco, 16, int4": plots.Line(plots.RED),
+    "stock fp16": plots.Line(plots.GREY, "--", "x"),
+    "stock powersgd, rank 4": plots.Line(plots.ORANGE, "--", "x"),
     "noop": plots.Line(plots.GREEN, ":", ""),
 }
 TITLES = {"resnet": "ResNet, 6.3 M parameters", "gpt": "GPT, 6.1 M parameters"}

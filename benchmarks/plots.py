@@ -49,38 +49,43 @@ class Line:
     marker: str = "o"
 
 
+plt.rcParams.update(STYLE)
+
+
 def grid(rows: int, columns: int, size: tuple[float, float], *, share: bool = False) -> tuple[Figure, list[list[Axes]]]:
-    """An empty figure; `share`: all panels have the same axes."""
-    with plt.rc_context(STYLE):
-        figure, axes = plt.subplots(
-            rows, columns, figsize=size, squeeze=False, layout="constrained", sharex=share, sharey=share
-        )
+    """An empty figure of `size` inches; `share`: all panels have the same axes."""
+    figure, axes = plt.subplots(
+        rows, columns, figsize=size, squeeze=False, layout="constrained", sharex=share, sharey=share
+    )
     return figure, [list(row) for row in axes]
 
 
 def curves(axes: Axes, runs: Iterable[tuple[list[float], list[float]]], line: Line, label: str) -> None:
     """Lines of one method: the first in full and with the label, the others thin."""
     for number, (x, y) in enumerate(runs):
-        first = number == 0
-        axes.plot(
-            x,
-            y,
-            line.dashes,
-            color=line.colour,
-            lw=2 if first else 0.8,
-            alpha=1 if first else 0.5,
-            label=label if first else None,
-        )
+        width, alpha, text = (2, 1, label) if number == 0 else (0.8, 0.6, None)
+        axes.plot(x, y, line.dashes, color=line.colour, lw=width, alpha=alpha, label=text)
 
 
-def labelled_points(axes: Axes, points: Mapping[str, tuple[float, float]], lines: Mapping[str, Line]) -> None:
-    """A marker and its name for each; names of points that lie close are moved apart, above or below."""
-    placed: list[tuple[float, float]] = []
+def named_ranges(axes: Axes, points: Mapping[str, tuple[float, list[float]]], lines: Mapping[str, Line]) -> None:
+    """For each name a marker at x and the mean of y, a bar from the lowest y to the highest, and the name."""
+    above = True
     for name, (x, y) in sorted(points.items(), key=lambda item: item[1]):
-        line = lines[name]
-        axes.scatter([x], [y], color=line.colour, marker=line.marker, s=70, zorder=3, edgecolor="white")
-        placed.append((x, y))
-        axes.annotate(name, (x, y), textcoords="offset points", xytext=(7, 5), fontsize=10, color=line.colour)
+        line, middle = lines[name], sum(y) / len(y)
+        reach = [[middle - min(y)], [max(y) - middle]]
+        axes.errorbar([x], [middle], reach, color=line.colour, marker=line.marker, ms=8, lw=1.2, capsize=4)
+        # Names of neighbours by turns above and below.
+        axes.annotate(
+            name,
+            (x, max(y) if above else min(y)),
+            textcoords="offset points",
+            xytext=(0, 8 if above else -18),
+            ha="center",
+            fontsize=10,
+            color=line.colour,
+        )
+        above = not above
+    axes.margins(x=0.15, y=0.2)
 
 
 def log_axis(axis: Axis, subs: tuple[float, ...] = (1, 2, 5)) -> None:

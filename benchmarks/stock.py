@@ -1,7 +1,6 @@
 """PyTorch's own communication hooks, made to run on CPU where they do not: what ours are measured against."""
 
-from __future__ import annotations
-
+# Without postponed annotations: DDP looks at those of hooks.
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks

@@ -14,7 +14,8 @@ not reported. A method's is the one with the lowest mean loss over that run.
 The clock runs while training and stops for evaluations, which are at the same steps for all methods: multiples of all
 periods, so that all ranks have the same model. It does not run while codecs are compiled, which is once per machine.
 When the target is reached is interpolated between the last evaluation above it and the next. Bytes are the network
-interface's own count.
+interface's own count. Recorded is also what other programs took of the machine meanwhile; runs with more than 5% are
+measured again when the script is started again.
 
 Runs that are in the JSON already are left out: `--again` repeats them, `--methods` and `--seeds` run some. Exits with 1
 when the best of our hooks is less than 15 times as fast as dense, or 3 times as fast as the faster of stock fp16 and
@@ -31,6 +32,7 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import language_model
@@ -44,7 +46,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import lightning_commhooks as lc
 
-STEPS = 320
+STEPS = 256
 EVALUATE_EVERY = 32
 NUM_VALIDATION = 256  # pieces of text
 WARM_UP_STEPS = 20
@@ -56,6 +58,8 @@ SLOW, FAST = {"rate": "100mbit", "burst": "16kb"}, {"rate": "10gbit"}
 RECORDS = RESULTS / "time_to_loss.json"
 KEYS = ("tuning", "method", "learning_rate", "seed")
 
+# Share of the machine that other programs may take while a run lasts.
+MOST_BY_OTHERS = 0.05
 ALONE: dict[str, Any] = {"start_localSGD_iter": 0, "post_local_gradient_allreduce": False}
 # DiLoCo whose outer optimizer moves to the average, as long as the run is short for momentum.
 PLAIN: dict[str, Any] = {"outer_lr": 1.0, "outer_momentum": 0.0, "nesterov": False, **ALONE}
@@ -98,6 +102,14 @@ class Clock:
         self.sent += own_tx_bytes() - before
 
 
+def seconds_of_others(own: float) -> float:
+    """Processor seconds in user programs since the machine started, less those of all ranks."""
+    user, nice = Path("/proc/stat").read_text().split(maxsplit=3)[1:3]
+    ranks = torch.tensor([own])
+    dist.all_reduce(ranks)
+    return (int(user) + int(nice)) / os.sysconf("SC_CLK_TCK") - ranks.item()
+
+
 class Training:
     """One run on this rank: a method, a learning rate and a seed."""
 
@@ -106,7 +118,7 @@ class Training:
         self.validation = validation[:NUM_VALIDATION]
         self.generator = torch.Generator().manual_seed(1000 * seed + dist.get_rank())
         torch.manual_seed(seed)
-        self.model = DistributedDataParallel(language_model.LanguageModel())
+        self.model = DistributedDataParallel(language_model.LanguageModel(), gradient_as_bucket_view=True)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=learning_rate, fused=True)
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda n: min(1, (n + 1) / WARM_UP_STEPS))
         hook = METHODS[method]
@@ -158,9 +170,13 @@ def work(runs: list[list[Any]], steps: int) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     for method, learning_rate, seed in runs:
-        curve = Training(method, learning_rate, seed).curve(steps)
+        training = Training(method, learning_rate, seed)
+        before, start = seconds_of_others(os.times().user), time.perf_counter()
+        curve = training.curve(steps)
+        others = seconds_of_others(os.times().user) - before
+        share = max(0.0, others / (time.perf_counter() - start) / (os.cpu_count() or 1))
         if dist.get_rank() == 0:
-            print(json.dumps(curve), flush=True)
+            print(json.dumps({"others": round(share, 3), "curve": curve}), flush=True)
     dist.destroy_process_group()
 
 
@@ -170,13 +186,21 @@ def measure(records: Records, methods: list[str], seeds: list[int], steps: int, 
         for method in methods:
             rates = LEARNING_RATES if tuning else [best_learning_rate(records, method)]
             runs = [(method, rate, seed) for seed in seeds for rate in rates]
-            todo = [run for run in runs if again or not records.has(**dict(zip(KEYS, (tuning, *run), strict=True)))]
+            todo = [run for run in runs if again or not is_measured(records, tuning, run)]
             if not todo:
                 continue
             lines = network.launch([__file__, "--work", json.dumps(todo), "--steps", str(steps)], timeout=1800)[0]
             for run, line in zip(todo, lines.splitlines()[-len(todo) :], strict=True):
-                records.put({**dict(zip(KEYS, (tuning, *run), strict=True)), "curve": json.loads(line)})
-                print(f"{run}: loss {json.loads(line)[-1][3]:.3f}, {json.loads(line)[-1][1]:.1f} s", file=sys.stderr)
+                row = {**dict(zip(KEYS, (tuning, *run), strict=True)), **json.loads(line)}
+                records.put(row)
+                _, seconds, _, loss = row["curve"][-1]
+                print(f"{run}: {seconds:.1f} s, loss {loss:.3f}, others {row['others']:.1%}", file=sys.stderr)
+
+
+def is_measured(records: Records, tuning: bool, run: tuple[str, float, int]) -> bool:
+    """Whether there is such a run; for the reported ones, with a machine to itself."""
+    found = [row for row in records.rows if [row[key] for key in KEYS] == [tuning, *run]]
+    return any(tuning or row["others"] <= MOST_BY_OTHERS for row in found)
 
 
 def best_learning_rate(records: Records, method: str) -> float:
@@ -208,6 +232,9 @@ def main() -> None:
     if args.tune:
         return
     rows = [row for row in records.rows if not row["tuning"]]
+    missing = [f"{m}, seed {s}" for m in METHODS for s in SEEDS if not records.has(tuning=False, method=m, seed=s)]
+    if missing:
+        raise SystemExit(f"no table yet: not measured are {'; '.join(missing)}")
     print(f"$ {command()}")
     print(f"# {machine(rows)}; 2 hosts, 100 Mbit/s, one core each; {STEPS} steps\n")
     ok = report(rows)

@@ -81,28 +81,26 @@ LINES = {
 def draw(rows: list[dict[str, Any]], folder: Path) -> None:
     """Loss against seconds, and bytes against the loss at the end."""
     runs = {method: [row["curve"] for row in rows if row["method"] == method] for method in LINES}
-    figure, [[axes]] = plots.grid(1, 1, (9, 5.2))
-    for method, line in LINES.items():
+    seconds = {method: statistics.mean(reached(curve)[1] for curve in of) for method, of in runs.items()}
+    figure, [[axes]] = plots.grid(1, 1, (10, 5))
+    for method in sorted(LINES, key=seconds.__getitem__, reverse=True):
         of = [([p[1] for p in curve[1:]], [p[3] for p in curve[1:]]) for curve in runs[method]]
-        plots.curves(axes, of, line, method)
+        plots.curves(axes, of, LINES[method], f"{method}: {seconds['dense'] / seconds[method]:.1f}x")
     axes.axhline(TARGET, color=plots.GREY, lw=1)
-    axes.annotate(f"{TARGET} nats", (0.005, TARGET), xycoords=("axes fraction", "data"), va="bottom", fontsize=10)
+    axes.annotate(f"{TARGET}", (0.005, TARGET), xycoords=("axes fraction", "data"), va="bottom", fontsize=10)
     plots.log_axis(axes.xaxis)
     axes.set(xlabel="seconds of training (log)", ylabel="validation loss, nats per character")
     axes.set_title("A small language model on two hosts, 100 Mbit/s: loss against time, 3 seeds")
-    axes.legend(loc="upper right")
+    figure.legend(loc="outside right center", alignment="left", title=f"how many times as fast\nas dense to {TARGET}")
     plots.save(figure, folder / "time_to_loss.png")
 
-    figure, [[axes]] = plots.grid(1, 1, (9, 5.2))
-    points = {
-        method: (statistics.mean(c[-1][2] for c in of) / 1e6, statistics.mean(c[-1][3] for c in of))
+    figure, [[axes]] = plots.grid(1, 1, (10, 5))
+    ends = {
+        method: (statistics.mean(curve[-1][2] for curve in of) / 1e6, [curve[-1][3] for curve in of])
         for method, of in runs.items()
-        if of
     }
-    plots.labelled_points(axes, points, LINES)
+    plots.named_ranges(axes, ends, LINES)
     plots.log_axis(axes.xaxis)
-    axes.set(
-        xlabel=f"MB sent by a host in {rows[0]['curve'][-1][0]} steps (log)", ylabel="validation loss at the end, nats"
-    )
-    axes.set_title("Bytes against the loss at equal steps, mean of 3 seeds")
+    axes.set(xlabel=f"MB sent by a host in {rows[0]['curve'][-1][0]} steps (log)", ylabel="validation loss at the end")
+    axes.set_title("Bytes against the loss at equal steps: mean, lowest and highest of 3 seeds")
     plots.save(figure, folder / "bytes_and_loss.png")
