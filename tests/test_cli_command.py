@@ -154,7 +154,7 @@ def test_headroom(folder):
 
 
 def test_what_if_on_one_process(folder):
-    what_if = ["--bandwidth", "1mbit", "--latency", "0.1ms", "--world-size", "16", "--rounds", "1", "--hooks", "bf16"]
+    what_if = ["--bandwidth", "10mbit", "--latency", "0.1ms", "--world-size", "16", "--rounds", "1", "--hooks", "bf16"]
     code, output, errors = command(folder, "advise", "my_models:small", *what_if, "--json")
     assert code == 0, errors
     found = json.loads(output)
@@ -163,8 +163,8 @@ def test_what_if_on_one_process(folder):
     rows = {row["label"]: row for row in found["hooks"]}
     assert rows["dense"]["measured_ms"] is None
     assert rows["dense"]["bytes_sent"] == pytest.approx(2 * 15 / 16 * found["gradient_bytes"])
-    # 2 * 15 / 16 of 33,792 bytes at a megabit per second.
-    assert rows["dense"]["predicted_ms"] >= 507
+    # 2 * 15 / 16 of 33,792 bytes at 10 megabits per second.
+    assert rows["dense"]["predicted_ms"] >= 50
     assert found["verdict"]["choice"] == "bf16"
     assert found["verdict"]["line"] == 'CompressedDDPStrategy(hook="bf16")'
 

@@ -9,7 +9,8 @@ import math
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +38,7 @@ _TURN_SECONDS = 0.4
 _MIN_STEPS = 1
 _MAX_STEPS = 12
 _ERROR_STEPS = 2
+_BURN_IN_SECONDS = 1.0
 _TIMES = ("exposed_ms", "codec_ms")
 
 
@@ -77,39 +79,57 @@ class Bench:
         self._on_stream = backend_for(world, task.device) == dist.Backend.NCCL
         task.wrap(make_equal=True)
         task.save()
+        self._burn_in()
 
     def times(
         self,
         chosen: list[Candidate],
         rounds: int,
-        setting: Setting | None = None,
-        expected: dict[str, float] | None = None,
-        tell: Callable[[str], None] = lambda _: None,
-        with_errors: bool = True,
-    ) -> dict[str, Timing]:
+        over: Sequence[Setting | None] = (None,),
+        tell: Callable[[str, str], None] = lambda what, label: None,
+    ) -> list[dict[str, Timing]]:
         """Time steps, hook by hook in each of some rounds.
 
         Args:
             chosen: the hooks.
             rounds: how many.
-            setting: the link to emulate; the real one, if it is not given.
-            expected: milliseconds that a step is expected to take, by label.
-            tell: called before each turn, with the label of the hook.
-            with_errors: whether errors of gradients are measured, too, in some more steps.
+            over: links to emulate, `None` for the real one. Each hook takes its turns over all of them one behind the
+                other, so that a machine that changes its pace does not tell between them. Errors of gradients are
+                measured over the last.
+            tell: called before each turn, with what is done and the label of the hook.
+
+        Returns:
+            for each of `over`, timings by label.
         """
-        turns: dict[str, list[Turn]] = {candidate.label: [] for candidate in chosen}
-        setups = dict.fromkeys(turns, 0.0)
-        guesses = dict(expected or {})
-        for _ in range(rounds):
-            for candidate in chosen:
-                label = candidate.label
-                tell(label)
-                turn, setup_ms = self._turn(candidate, setting, guesses.get(label), with_errors)
-                turns[label].append(turn)
-                setups[label] = max(setups[label], setup_ms)
-                guesses[label] = self._slowest(statistics.median(turn.seconds)) * 1e3
+        turns: dict[tuple[int, str], list[Turn]] = defaultdict(list)
+        setups: dict[tuple[int, str], float] = defaultdict(float)
+        guesses: dict[str, float] = {}
+        for index, candidate, place in itertools.product(range(rounds), chosen, range(len(over))):
+            # In every other round the other way round: who comes second finds the caches filled.
+            place = place if index % 2 == 0 else len(over) - 1 - place
+            label, setting = candidate.label, over[place]
+            tell("measuring" if setting is None else "predicting", label)
+            with_errors = place == len(over) - 1
+            turn, setup_ms = self._turn(candidate, setting, guesses.get(label), with_errors)
+            turns[place, label].append(turn)
+            setups[place, label] = max(setups[place, label], setup_ms)
+            guesses[label] = self._slowest(statistics.median(turn.seconds)) * 1e3
         self.task.restore()
-        return {c.label: self._agreed(own_timing(turns[c.label], c.period_factor, setups[c.label])) for c in chosen}
+        return [
+            {
+                c.label: self._agreed(own_timing(turns[place, c.label], c.period_factor, setups[place, c.label]))
+                for c in chosen
+            }
+            for place in range(len(over))
+        ]
+
+    def _burn_in(self) -> None:
+        """Steps whose times say little: memory is new, and processors may have been asleep."""
+        end = time.perf_counter() + _BURN_IN_SECONDS
+        while time.perf_counter() < end:
+            self.task.step(self.task.module)
+            self._wait()
+        self.task.restore()
 
     def _slowest(self, seconds: float) -> float:
         own = torch.tensor([seconds], dtype=torch.float64, device=self.task.device)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from lightning_commhooks.advice.listing import Listed
 
 _WIDTH = 120
+_LONG_SETUP_MS = 1000
 
 
 def make_console(stderr: bool = False) -> Console:
@@ -34,6 +35,10 @@ def print_result(result: Result, console: Console) -> None:
     console.print(_table(result))
     for label, notes in {row.label: row.notes for row in result.rows if row.notes}.items():
         console.print(Text(f"{label}: {'; '.join(notes)}", style="dim"))
+    for row in result.rows:
+        if row.setup_ms > _LONG_SETUP_MS:
+            text = f"{row.label}: {row.setup_ms / 1e3:.0f} s to attach, once, most of it to compile the codec"
+            console.print(Text(text, style="dim"))
     if result.command == "headroom":
         _print_headroom(result, console)
     if result.verdict is not None:

@@ -100,7 +100,7 @@ def measured(bench: Bench, chosen: list[Candidate], rounds: int, command: str, t
     """
     if bench.group.size == 1:
         raise UnfitError("one process sends nothing: use --nproc or torchrun; `advise --bandwidth` predicts with one")
-    timings = bench.times(chosen, rounds, tell=lambda label: tell("measuring", label))
+    (timings,) = bench.times(chosen, rounds, tell=tell)
     return _result(bench, chosen, command, {}, timings)
 
 
@@ -123,13 +123,9 @@ def advised(
     tell("link", "")
     setting = _setting(bench, what_if)
     is_what_if = what_if is not None
-    predicted = bench.times(
-        chosen, rounds, setting, tell=lambda label: tell("predicting", label), with_errors=is_what_if
-    )
-    timings: dict[str, Timing] = {}
-    if not is_what_if:
-        expected = {label: timing.step_ms for label, timing in predicted.items()}
-        timings = bench.times(chosen, rounds, None, expected, lambda label: tell("measuring", label))
+    over = [setting] if is_what_if else [setting, None]
+    predicted, *rest = bench.times(chosen, rounds, over, tell)
+    timings = rest[0] if rest else {}
     result = _result(bench, chosen, "advise", predicted, timings)
     result.link, result.world_size = setting.link, setting.link.world_size
     result.is_what_if = is_what_if
@@ -188,7 +184,7 @@ def _result(
                 bytes_dense=timing.bytes_dense,
                 error=math.nan if candidate.label == NOOP else timing.error,
                 averages_models=math.isnan(timing.error) and candidate.label not in (DENSE, NOOP),
-                setup_ms=timing.setup_ms,
+                setup_ms=max(timing.setup_ms, guess.setup_ms if guess is not None else 0),
                 notes=tuple(candidate.notes),
             )
         )
