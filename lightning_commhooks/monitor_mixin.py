@@ -97,7 +97,8 @@ class CommHookMonitorMixin:
         if monitor is None or not self._options.closing_line or not trainer.is_global_zero:
             return
         bar = trainer.progress_bar_callback
-        if bar is not None and bar.is_enabled:
+        # Progress bars of users' own need not say so.
+        if getattr(bar, "is_enabled", False):
             # That of rich is drawn over what is written to the terminal by others.
             bar.print(monitor.summary())
         else:

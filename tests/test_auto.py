@@ -2,10 +2,12 @@
 
 import contextlib
 import io
+import itertools
 import logging
 
 import pytest
 import torch
+import torch.distributed as dist
 from driver import SHAPES, attached, backward, distance, full_rank_gradients, mean_gradients, mean_residuals, norm, same
 from pool import WorkerError
 from torch.nn.parallel import DistributedDataParallel
@@ -145,7 +147,7 @@ def test_a_choice_that_is_no_candidate_any_more(run):
         run(choose, lc.Auto(candidates=["bf16", INT8], **QUICK), 1.0, 1, state)
 
 
-@pytest.mark.parametrize("bad_step", [0, 3, 6, 8, NUM_STEPS])
+@pytest.mark.parametrize("bad_step", [0, 3, 6, 7, 8, 13, NUM_STEPS])
 def test_a_step_with_inf_while_measuring(run, bad_step):
     hook = lc.Auto(candidates=[INT8, INT4], **QUICK)
     for chosen, means, _, _, _ in run(choose, hook, 1.0, NUM_STEPS + 2, None, bad_step):
@@ -200,7 +202,9 @@ def warned_early(rank, world):
 
 
 def test_ending_before_the_choice_is_said(run):
-    with pytest.raises(WorkerError, match=r"ended after 1 steps, before hook='auto' had chosen, which takes 47: use"):
+    with pytest.raises(
+        WorkerError, match=r"ended after 1 steps of measuring, before hook='auto' had chosen, which takes 47: use"
+    ):
         run(warned_early)
 
 
@@ -220,6 +224,10 @@ def test_candidates_that_average_models_are_refused(run):
         ({"candidates": []}, r"candidates must be one hook or more, in a list, is \[\]"),
         ({"candidates": "bf16"}, "candidates must be one hook or more, in a list, is 'bf16'"),
         ({"candidates": ["bf61"]}, "unknown hook 'bf61'; did you mean 'bf16'"),
+        ({"candidates": 5}, "candidates must be one hook or more, in a list, is 5"),
+        ({"candidates": ["bf16", lc.BF16()]}, "'bf16' is there twice"),
+        ({"candidates": ["noop"]}, "'noop' does not average, so the models of the ranks would diverge"),
+        ({"candidates": [lc.PerParameter({"*": lc.Cast("powersgd", "bf16")})]}, "compresses from start_powerSGD_iter"),
         ({"candidates": ["auto"]}, "Auto goes around all other hooks"),
         ({"candidates": [lc.PowerSGD()]}, "'powersgd' compresses from start_powerSGD_iter=1000 on only.* set start_"),
         ({"candidates": [lc.Cast("powersgd", "bf16")]}, "compresses from start_powerSGD_iter=1000 on only"),
@@ -238,3 +246,55 @@ def test_names_of_candidates_begin_at_once():
     assert lc.Auto(candidates=["powersgd"]).candidates == (lc.PowerSGD(start_powerSGD_iter=0),)
     assert lc.get_hook("auto") == lc.Auto()
     assert hash(lc.Auto()) == hash(lc.Auto())
+
+
+def one_is_never_used(rank, world):
+    with attached(lc.Auto(candidates=[INT8, INT4], **QUICK), find_unused_parameters=True) as (ddp, attachment):
+        set_link(attachment, 1.0)
+        collectives = []
+        with contextlib.redirect_stderr(io.StringIO()):
+            for step in range(2 + 3 + 2 * (3 + 3) + 3):
+                gradients = full_rank_gradients(rank, step, SHAPES)
+                del gradients["third"]
+                if step < 8 or step % 2:  # used again when another hook has its turn
+                    del gradients["conv"]
+                backward(ddp, gradients)
+                collectives.append(attachment.metrics()["collectives"])
+        owed = {key: list(phase.owed()) for key, phase in attachment.bound._phases.items()}
+        return attachment.bound.chosen, [b - a for a, b in itertools.pairwise(collectives)], owed
+
+
+def test_a_parameter_that_is_never_used_is_not_waited_for(run):
+    for chosen, collectives, owed in run(one_is_never_used):
+        assert chosen == INT4
+        assert collectives[-1] == collectives[-2]
+        assert {key for key, tensors in owed.items() if tensors} == {2}, "memory of others is freed"
+
+
+def alone(rank, world):
+    own = dist.new_group([rank], use_local_synchronization=True)
+    with attached("auto", process_group=own) as (ddp, attachment):
+        backward(ddp, full_rank_gradients(rank, 0, SHAPES))
+        chosen = attachment.bound.chosen
+    dist.destroy_process_group(own)
+    return chosen
+
+
+def test_one_rank_has_nothing_to_choose(run):
+    assert run(alone) == [lc.AllReduce()] * 2
+
+
+def no_inf_elsewhere(rank, world):
+    """Of plain averaging, chosen or not, one inf leaves the rest of the step as it is."""
+    with attached(lc.Auto(candidates=[INT8], **QUICK)) as (ddp, attachment), contextlib.redirect_stderr(io.StringIO()):
+        set_link(attachment, 0.0)
+        for step in range(16):
+            gradients = full_rank_gradients(rank, step, SHAPES)
+            if step == 15 and rank == 0:
+                gradients["first"][0, 0] = float("inf")
+            means = backward(ddp, gradients)
+        return sum(int(mean.isfinite().logical_not().sum()) for mean in means.values())
+
+
+def test_a_chosen_hook_without_memory_costs_no_more_than_by_itself(run):
+    assert run(no_inf_elsewhere) == [1, 1]

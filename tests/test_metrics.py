@@ -98,7 +98,7 @@ def test_wrong_options_of_sampling(run):
     assert first == [
         "every must be an integer of at least 0, is -1",
         "every must be an integer of at least 0, is 1.5",
-        "numel must be an integer of at least 0, is True",
+        "numel must be an integer of at least 1, is True",
     ]
 
 

@@ -60,7 +60,7 @@ class Attachment:
         return self._model() is model
 
     def metrics(self) -> dict[str, float]:
-        """Cumulative counts of this rank.
+        """Cumulative counts of this rank. Of a step that has not ended yet, with the optimizer's, no times are taken.
 
         Returns:
             `steps` (synchronized backwards since `attach`), `bytes_sent` and `bytes_dense` (payload bytes this rank
@@ -102,11 +102,11 @@ class Attachment:
             numel: number of elements to estimate it from, drawn anew in each sampled step; `None`: all.
 
         Raises:
-            ValueError: a value is negative, or not the same on all ranks; the hook is a user's own function.
+            ValueError: a value is out of range, or not the same on all ranks; the hook is a user's own function.
         """
-        for name, value in (("every", every), ("numel", numel)):
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
-                raise ValueError(f"{name} must be an integer of at least 0, is {value!r}")
+        for name, value, lowest in (("every", every, 0), ("numel", 1 if numel is None else numel, 1)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < lowest:
+                raise ValueError(f"{name} must be an integer of at least {lowest}, is {value!r}")
         if self.bound is None:
             raise ValueError(f"{self.name} is not a hook of this library: its error cannot be sampled")
         group, own = self.bound.group, [every, -1 if numel is None else numel]

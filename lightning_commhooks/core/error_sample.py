@@ -50,12 +50,15 @@ class ErrorSampler:
         self.step = -1
         # Sums of squares: of the difference, and of the mean.
         self._sums: Tensor | None = None
+        # Those of the last step in which gradients were finite.
+        self._finite: Tensor | None = None
 
     def take(self, flat: Tensor, bucket: Bucket) -> _Taken | None:
         """Call before a bucket is reduced; `None` in other steps, and for what is sparse or not real."""
         if bucket.step % self._every or flat.is_sparse or not flat.is_floating_point() or not flat.numel():
             return None
         if bucket.step != self.step:
+            self._keep_finite()
             self.step, self._sums = bucket.step, None
         numel = flat.numel()
         count = max(1, round(numel * self._fraction))
@@ -88,10 +91,18 @@ class ErrorSampler:
         ends = torch.tensor([slot.offset + slot.numel for slot in bucket.slots], device=values.device)
         return table[torch.bucketize(taken.places, ends, right=True)]
 
+    def _keep_finite(self) -> None:
+        if self._sums is not None:
+            before = torch.full_like(self._sums, math.nan) if self._finite is None else self._finite
+            self._finite = torch.where(self._sums.isfinite().all(), self._sums, before)
+
     @property
     def relative_error(self) -> float:
-        """Of the last sampled step; NaN before. Waits for the device."""
-        if self._sums is None:
+        """Of the last sampled step whose gradients were finite; NaN before. Waits for the device."""
+        self._keep_finite()
+        if self._finite is None:
             return math.nan
-        difference, mean = self._sums.tolist()
+        difference, mean = self._finite.tolist()
+        if math.isnan(mean):
+            return math.nan
         return math.sqrt(difference / mean) if mean > 0 else (0.0 if difference == 0 else math.inf)

@@ -83,7 +83,7 @@ class Monitor:
 
     Args:
         attachment: of `attach` or `attach_fsdp`.
-        error_every_n_steps: `every` of `Attachment.sample_error`; 0: no errors.
+        error_every_n_steps: `every` of `Attachment.sample_error`; 0: leave that as it is.
         error_numel: see there.
         measure_link: whether to measure, once and for about half a second, what the network can do, for the seconds
             saved in `summary`.
@@ -103,7 +103,8 @@ class Monitor:
         self.attachment = attachment
         self._link: Link | None = None
         if isinstance(attachment, Attachment) and attachment.bound is not None:
-            attachment.sample_error(error_every_n_steps, error_numel)
+            if error_every_n_steps:
+                attachment.sample_error(error_every_n_steps, error_numel)
             if measure_link and attachment.bound.group.size > 1:
                 self._link = attachment.measure_link(_LINK_BUDGET)
         self._first = self._last = self._last_sent = attachment.metrics()

@@ -26,7 +26,7 @@ from lightning_commhooks.core.local_steps import LocalSteps
 from lightning_commhooks.core.metrics import Counters
 from lightning_commhooks.core.micro_batches import MicroBatches
 from lightning_commhooks.core.steps import FiniteSteps, StepClock
-from lightning_commhooks.core.timing import DeviceTiming
+from lightning_commhooks.core.timing import DeviceTiming, NoTiming
 from lightning_commhooks.core.user_hook import DDPHook, UserFunction
 from lightning_commhooks.core.watch import Watch
 
@@ -81,6 +81,8 @@ class Runtime:
             self._owned, abort = own_group(process_group, device)
             aborts.append(abort)
             self._engine = ThreadEngine(device, functools.partial(_call_all, aborts))
+            if device.type == "cuda":
+                self.counters.timing = NoTiming()
         if make_group is not None:
             group = make_group(self.counters)
         else:
@@ -195,12 +197,13 @@ class Runtime:
     def _reduce(self, flat: Tensor, bucket: Bucket, is_late: bool) -> Tensor:
         group, finite = self.bound.group, None
         try:
+            if not flat.is_sparse:
+                _forget_infinities(flat, bucket)
             with self.watch.reduction(self.bound, flat, bucket):
                 _count_dense(group, flat)
                 if flat.is_sparse:
                     flat = self.bound.reduce_sparse(flat, bucket)
                 else:
-                    _forget_infinities(flat, bucket)
                     finite = self.bound.reduce(flat, bucket)
             self._steps.add(flat._values() if flat.is_sparse else flat, finite, bucket.step, is_late)
             return flat

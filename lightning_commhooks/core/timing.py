@@ -69,17 +69,20 @@ class Timing(ABC, Generic[M]):
 
     def comm(self) -> AbstractContextManager[None]:
         """Time a collective, or the wait for one."""
-        return self._timed(self._step.comm if self._step is not None and not self._is_paused else None)
+        step = self._step
+        return self._timed(step.comm if step is not None and not self._is_paused else None)
 
     def work(self) -> AbstractContextManager[None]:
         """Time work of the hook, collectives included."""
-        return self._timed(self._step.work if self._step is not None else None)
+        step = self._step
+        return self._timed(step.work if step is not None else None)
 
     def wait(self) -> AbstractContextManager[None]:
         """Time the training thread, which waits for the hook after an optimizer's step."""
-        if self._step is not None and self._step.num_in_backward is None:
-            self._step.num_in_backward = len(self._step.work)
-        return self._timed(self._step.waits if self._step is not None else None)
+        step = self._step
+        if step is not None and step.num_in_backward is None:
+            step.num_in_backward = len(step.work)
+        return self._timed(step.waits if step is not None else None)
 
     @contextmanager
     def _timed(self, pairs: list[tuple[M, M]] | None) -> Iterator[None]:
@@ -135,6 +138,13 @@ class HostTiming(Timing[float]):
         return (end - begin) * 1e3
 
 
+class NoTiming(HostTiming):
+    """For work on CUDA tensors that a thread hands to the host: its clock does not show what the device waits for."""
+
+    def _is_timed(self, step: int) -> bool:
+        return False
+
+
 class DeviceTiming(Timing[torch.cuda.Event]):
     """For work on a CUDA stream: one step in ten, by events that nothing waits for.
 
@@ -162,6 +172,9 @@ class DeviceTiming(Timing[torch.cuda.Event]):
 
     def _add(self, step: _Step[torch.cuda.Event]) -> None:
         self._pending = [*self._pending, step][-_MAX_PENDING:]
+
+    def _settle(self) -> None:
+        super()._settle()
         while self._pending and _is_over(self._pending[0]):
             super()._add(self._pending.pop(0))
 

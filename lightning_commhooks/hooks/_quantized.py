@@ -99,8 +99,8 @@ class _Plan(Plan):
         return entries
 
     def owed(self) -> Iterator[Tensor]:
-        if self.residual is not None:
-            yield self.residual.value
+        for memory in self.memories:
+            yield memory.value
 
 
 class _BoundQuantized(BoundByParameter[_Plan]):

@@ -7,11 +7,12 @@ from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lightning_commhooks.core.checkpoint import StateReader, StateWriter
 from lightning_commhooks.core.collectives import Group
-from lightning_commhooks.core.hook import BoundHook, Bucket, CommHook
+from lightning_commhooks.core.hook import BoundHook, Bucket, CommHook, Slot
 from lightning_commhooks.core.optimizers import OptimizerStep
 
 
@@ -34,6 +35,8 @@ class BoundSwitch(BoundHook):
         # For each parameter, the phase that last averaged it; and what that will be after this step.
         self._last_phase: dict[str, int] = {}
         self._next_phase: dict[str, int] = {}
+        # Parameters that this rank has used, where DDP looks for those that it has not.
+        self._ever_used: set[str] = set()
 
     @abstractmethod
     def _phase(self, step: int) -> int:
@@ -48,12 +51,22 @@ class BoundSwitch(BoundHook):
     def _hand_over(self, flat: Tensor, bucket: Bucket, phase: int) -> None:
         changing = [slot for slot in bucket.slots if self._last_phase.setdefault(slot.name, phase) != phase]
         if changing and bucket.unused is not None:
-            # DDP throws away what a hook returns for a parameter that no rank used: hand over when one does.
-            used = self.group.all_reduce_(bucket.used(changing, flat)).tolist()
-            changing = [slot for slot, is_used in zip(changing, used, strict=True) if is_used]
+            changing = self._used_ones(changing, flat, bucket, phase)
         for slot in changing:
             self._phases[self._last_phase[slot.name]].drain_(flat, dataclasses.replace(bucket, slots=(slot,)))
             self._next_phase[slot.name] = phase
+        if bucket.unused is not None:
+            self._ever_used.update(set(bucket.names) - bucket.unused)
+
+    def _used_ones(self, changing: list[Slot], flat: Tensor, bucket: Bucket, phase: int) -> list[Slot]:
+        """Those that a rank uses. For others DDP throws away what a hook returns: they are handed over later."""
+        before = dataclasses.replace(bucket, unused=frozenset(bucket.names) - self._ever_used)
+        counts = torch.cat([bucket.used(changing, flat), before.used(changing, flat)])
+        now, before_now = (self.group.all_reduce_(counts) > 0).view(2, -1).tolist()
+        for slot, is_used, was_used in zip(changing, now, before_now, strict=True):
+            if not is_used and not was_used:  # and so is owed nothing
+                self._last_phase[slot.name] = phase
+        return [slot for slot, is_used in zip(changing, now, strict=True) if is_used]
 
     def is_local(self, step: int) -> bool:
         return self._phases[self._phase(step)].is_local(step)
@@ -96,6 +109,7 @@ class BoundSwitch(BoundHook):
                 reader.hook(saved[str(key)], self._hooks[key], phase)
         last = reader.section(state, "last_phase")
         self._last_phase = {name: key for name, key in last.items() if key in self._phases}
+        self._ever_used = set(self._last_phase)
 
     def release(self) -> None:
         for hook in self._phases.values():

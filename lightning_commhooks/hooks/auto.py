@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -21,6 +21,7 @@ from lightning_commhooks.core.hook import BoundHook, Bucket, CommHook
 from lightning_commhooks.core.registry import get_hook, get_hook_class, get_inner_hook, register
 from lightning_commhooks.hooks._switch import BoundSwitch
 from lightning_commhooks.hooks.allreduce import AllReduce
+from lightning_commhooks.hooks.noop import Noop
 
 # Steps of each candidate that are not timed: in the first it also pays what its predecessor owed, in the others its
 # error is sampled.
@@ -41,7 +42,7 @@ class Auto(CommHook):
     Args:
         candidates: names or configured hooks, which compress from the first step on: with `start_powerSGD_iter=0` and
             the like, which are set so where a hook is given by name. Hooks that average models are none: they change
-            what is learned, not only its speed.
+            what is learned, not only its speed. A `Schedule` is measured in the phase that it begins with.
         max_error: highest acceptable error of the averaged gradients of one step, `|averaged - mean| / |mean|`; int8
             has about 0.01, int4 0.1, PowerSGD up to 1 in one step, which error feedback makes up for later.
         min_gain: plain averaging stays unless a hook makes steps that much shorter, as a fraction.
@@ -63,9 +64,13 @@ class Auto(CommHook):
     timed_steps: int = 8
 
     def __post_init__(self) -> None:
-        if isinstance(self.candidates, str) or not self.candidates:
+        if isinstance(self.candidates, str) or not isinstance(self.candidates, Sequence) or not self.candidates:
             raise ValueError(f"candidates must be one hook or more, in a list, is {self.candidates!r}")
-        object.__setattr__(self, "candidates", tuple(_beginning_at_once(hook) for hook in self.candidates))
+        candidates = [_beginning_at_once(hook) for hook in self.candidates]
+        for hook in candidates:
+            if candidates.count(hook) > 1:
+                raise ValueError(f"candidates: {hook.name!r} is there twice")
+        object.__setattr__(self, "candidates", tuple(candidates))
         if not isinstance(self.max_error, (int, float)) or not self.max_error > 0:
             raise ValueError(f"max_error must be above 0, is {self.max_error!r}")
         if not isinstance(self.min_gain, (int, float)) or not 0 <= self.min_gain < 1:
@@ -84,11 +89,13 @@ class Auto(CommHook):
 
 
 def _beginning_at_once(hook: str | CommHook) -> CommHook:
+    if hook == Noop.name or isinstance(hook, Noop):
+        raise ValueError("candidates: 'noop' does not average, so the models of the ranks would diverge; leave it out")
     if isinstance(hook, str):
         fields = dataclasses.fields(get_hook_class(hook))  # type: ignore[arg-type]
         return get_inner_hook(get_hook(hook, **{field.name: 0 for field in fields if _is_start(field.name)}))
     hook = get_inner_hook(hook)
-    for inner in (hook, *hook.inner_hooks):
+    for inner in _with_inner(hook):
         for field in filter(_is_start, vars(inner)):
             if getattr(inner, field):
                 raise ValueError(
@@ -96,6 +103,12 @@ def _beginning_at_once(hook: str | CommHook) -> CommHook:
                     f"be measured before; set {field}=0"
                 )
     return hook
+
+
+def _with_inner(hook: CommHook) -> Iterator[CommHook]:
+    yield hook
+    for inner in hook.inner_hooks:
+        yield from _with_inner(inner)
 
 
 def _is_start(field: str) -> bool:
@@ -114,7 +127,8 @@ class _BoundAuto(BoundSwitch):
                     "changes what is learned; choose it yourself if that is what you want"
                 )
         self._config = config
-        self._choice: int | None = None
+        # Alone, there is nothing to choose.
+        self._choice: int | None = 0 if group.size == 1 else None
         self._is_tidy = False
         self._begin_anew()
 
@@ -180,12 +194,13 @@ class _BoundAuto(BoundSwitch):
         return self._samplers[key]
 
     def _choose(self) -> None:
-        times = self._agreed([self._step_ms(key) for key in self._phases])
-        errors = {key: sampler.relative_error for key, sampler in self._samplers.items()}
-        acceptable = [key for key in self._phases if key == 0 or errors.get(key, math.nan) <= self._config.max_error]
+        own = [self._samplers[key].relative_error if key in self._samplers else math.nan for key in self._phases]
+        agreed = self._agreed([*(self._step_ms(key) for key in self._phases), *own])
+        times, errors = agreed[: len(own)], agreed[len(own) :]
+        acceptable = [key for key in self._phases if key == 0 or errors[key] <= self._config.max_error]
         best = min(acceptable, key=times.__getitem__)
         self._choice = best if times[best] <= times[0] * (1 - self._config.min_gain) else 0
-        if self.group.global_rank == 0:
+        if self.group.rank == 0:
             announce(self._explain(times, errors))
 
     def _step_ms(self, key: int) -> float:
@@ -194,21 +209,21 @@ class _BoundAuto(BoundSwitch):
         timing = self.group.counters.timing
         return statistics.median(timing.ms(a, b) for a, b in itertools.pairwise(moments))
 
-    def _agreed(self, times: list[float]) -> list[float]:
+    def _agreed(self, numbers: list[float]) -> list[float]:
         """Means over ranks, bit-identical on all of them."""
-        own = torch.tensor(times, dtype=torch.float64, device=self.group.device)
+        own = torch.tensor(numbers, dtype=torch.float64, device=self.group.device)
         with self.group.counters.paused():
             means: list[float] = self.group.all_reduce_mean_(own).tolist()
         return means
 
-    def _explain(self, times: list[float], errors: dict[int, float]) -> str:
+    def _explain(self, times: list[float], errors: list[float]) -> str:
         assert self._choice is not None
         names = [_label(hook) for hook in self._hooks.values()]
         rows = [f"{name} {ms:.1f} ms" for name, ms in zip(names, times, strict=True)]
-        rows = [f"{row}, error {errors.get(key, math.nan):.2g}" if key else row for key, row in enumerate(rows)]
+        rows = [f"{row}, error {errors[key]:.2g}" if key else row for key, row in enumerate(rows)]
         if self._choice:
             gain = times[0] / times[self._choice]
-            why = f"steps are {gain:.2f} times as fast as with float32 gradients"
+            why = f"steps are {gain:.2f} times as fast as with plain averaging"
         else:
             why = (
                 f"no candidate with an error of at most {self._config.max_error:g} makes steps "
@@ -223,6 +238,7 @@ class _BoundAuto(BoundSwitch):
         # Until then somebody is owed something by the others.
         if all(phase == self._choice for phase in self._last_phase.values()):
             self._is_tidy = True
+            self.has_memory = self._phases[self._choice].has_memory
             for key, phase in self._phases.items():
                 if key != self._choice:
                     phase.release()
@@ -234,13 +250,13 @@ class _BoundAuto(BoundSwitch):
     def load_state_dict(self, state: dict[str, Any], reader: StateReader) -> None:
         self._load_phases(state, reader)
         self._begin_anew()
-        self._choice, self._is_tidy = None, False
-        if "choice" not in state:
-            return
-        known = {key: describe(hook) for key, hook in self._hooks.items()}
-        self._choice = next((key for key, hook in known.items() if hook == state["choice"]), None)
-        if self._choice is None:
-            reader.differs(f"it has chosen {state['choice']!r}, which is no candidate now: it will measure again")
+        if "choice" in state and self.group.size > 1:
+            known = {key: describe(hook) for key, hook in self._hooks.items()}
+            self._choice = next((key for key, hook in known.items() if hook == state["choice"]), None)
+            if self._choice is None:
+                reader.differs(f"it has chosen {state['choice']!r}, which is no candidate now: it will measure again")
+        if any(key not in self._phases for key in reader.section(state, "last_phase").values()):
+            reader.differs("it is of more candidates, and one that is none now owes gradients")
 
     def compression_stats(self) -> tuple[float, int, int]:
         return self._phases[self._choice or 0].compression_stats()
@@ -248,10 +264,12 @@ class _BoundAuto(BoundSwitch):
     def closing_warnings(self, steps: int) -> list[str]:
         if self._choice is not None:
             return self._phases[self._choice].closing_warnings(steps)
-        num = self._begins(len(self._phases))
+        if not self._moments:
+            return []
+        num = self._begins(len(self._phases)) + 1
         return [
-            f"training ended after {steps} steps, before hook='auto' had chosen, which takes {num + 1}: use fewer "
-            "candidates or timed_steps"
+            f"training ended after {len(self._moments)} steps of measuring, before hook='auto' had chosen, which takes "
+            f"{num}: use fewer candidates or timed_steps"
         ]
 
 

@@ -21,12 +21,16 @@ class BoundAround(BoundHook):
 
     def __init__(self, inner: BoundHook) -> None:
         super().__init__(inner.group)
-        self.has_memory = inner.has_memory
         self.averages_models = inner.averages_models
         self.average_buffers = inner.average_buffers
         self.averages_parts = inner.averages_parts
         self.scales_gradients = inner.scales_gradients
         self._inner = inner
+
+    @property
+    def has_memory(self) -> bool:  # type: ignore[override]  # `Auto` may choose a hook without
+        """Whether the hook inside has memory now."""
+        return self._inner.has_memory
 
     def reduce(self, flat: Tensor, bucket: Bucket) -> Tensor | None:
         return self._inner.reduce(flat, bucket)
