@@ -14,6 +14,7 @@ from typing import Any
 
 from lightning_commhooks.core.hook import CommHook
 from lightning_commhooks.core.registry import get_hook, get_hook_class
+from lightning_commhooks.core.spelling import code
 from lightning_commhooks.hooks import AllReduce, Noop
 from lightning_commhooks.wrappers.schedule import Schedule
 
@@ -164,41 +165,6 @@ def _imported(module: str, attribute: str) -> CommHook:
     if not isinstance(found, CommHook):
         raise ValueError(f"--hooks {module}:{attribute} must be a configured CommHook, is {found!r}")
     return found
-
-
-def code(hook: CommHook) -> str:
-    """A hook as Python code, as short as it can be."""
-    options = _options(hook)
-    if not options and _is_registered(hook):
-        return f'"{hook.name}"'
-    return f"{type(hook).__name__}({', '.join(f'{key}={_code(value)}' for key, value in options.items())})"
-
-
-def _options(hook: CommHook) -> dict[str, Any]:
-    """Fields that are not at their defaults."""
-    options = {}
-    for field in dataclasses.fields(hook):  # type: ignore[arg-type]  # all of them are dataclasses
-        value, default = getattr(hook, field.name), field.default
-        if field.default_factory is not dataclasses.MISSING:
-            default = field.default_factory()
-        if field.init and value != default:
-            options[field.name] = value
-    return options
-
-
-def _code(value: object) -> str:
-    if isinstance(value, CommHook):
-        return code(value)
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{_code(k)}: {_code(v)}" for k, v in value.items()) + "}"
-    return f'"{value}"' if isinstance(value, str) else repr(value)
-
-
-def _is_registered(hook: CommHook) -> bool:
-    try:
-        return get_hook_class(getattr(hook, "name", "")) is type(hook)
-    except ValueError:
-        return False
 
 
 def at_once(hook: CommHook) -> CommHook:

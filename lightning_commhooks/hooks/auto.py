@@ -19,6 +19,7 @@ from lightning_commhooks.core.collectives import Group
 from lightning_commhooks.core.error_sample import DEFAULT_NUMEL, ErrorSampler
 from lightning_commhooks.core.hook import BoundHook, Bucket, CommHook
 from lightning_commhooks.core.registry import get_hook, get_hook_class, get_inner_hook, register
+from lightning_commhooks.core.spelling import code
 from lightning_commhooks.hooks._switch import BoundSwitch
 from lightning_commhooks.hooks.allreduce import AllReduce
 from lightning_commhooks.hooks.noop import Noop
@@ -218,7 +219,7 @@ class _BoundAuto(BoundSwitch):
 
     def _explain(self, times: list[float], errors: list[float]) -> str:
         assert self._choice is not None
-        names = [_label(hook) for hook in self._hooks.values()]
+        names = [code(hook).strip('"') for hook in self._hooks.values()]
         rows = [f"{name} {ms:.1f} ms" for name, ms in zip(names, times, strict=True)]
         rows = [f"{row}, error {errors[key]:.2g}" if key else row for key, row in enumerate(rows)]
         if self._choice:
@@ -271,13 +272,3 @@ class _BoundAuto(BoundSwitch):
             f"training ended after {len(self._moments)} steps of measuring, before hook='auto' had chosen, which takes "
             f"{num}: use fewer candidates or timed_steps"
         ]
-
-
-def _label(hook: CommHook) -> str:
-    """Name and options of a hook that are not its defaults."""
-    options = [
-        f"{field.name}={getattr(hook, field.name)!r}"
-        for field in dataclasses.fields(hook)  # type: ignore[arg-type]
-        if getattr(hook, field.name) != field.default and not _is_start(field.name)
-    ]
-    return f"{hook.name}({', '.join(options)})" if options else hook.name
