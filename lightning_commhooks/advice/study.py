@@ -195,7 +195,8 @@ def _result(
 def _device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"CPU, {torch.get_num_threads()} threads, {platform.machine()}"
+    threads = torch.get_num_threads()
+    return f"CPU, {threads} thread{'s' if threads > 1 else ''}, {platform.machine()}"
 
 
 def _plain(value: Any) -> Any:
