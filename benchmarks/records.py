@@ -37,12 +37,13 @@ class Records:
         same = [all(old[key] == new[key] for key in self._keys) for old in self.rows]
         self.rows = [old for old, is_same in zip(self.rows, same, strict=True) if not is_same] + [new]
         lines = ",\n".join(json.dumps(row) for row in self.rows)
-        self.path.write_text(f'{{"command": {json.dumps(command())}, "rows": [\n{lines}\n]}}\n')
+        self.path.write_text(f'{{"command": {json.dumps(command(options=False))}, "rows": [\n{lines}\n]}}\n')
 
 
-def command() -> str:
-    """What was typed to get here, as from the repository's root."""
-    return f"python {shlex.join([os.path.relpath(sys.argv[0], RESULTS.parent.parent), *sys.argv[1:]])}"
+def command(*, options: bool = True) -> str:
+    """What was typed to get here, as from the repository's root; without options, what does all of it."""
+    script = os.path.relpath(sys.argv[0], RESULTS.parent.parent)
+    return f"python {shlex.join([script, *(sys.argv[1:] if options else [])])}"
 
 
 def machine(rows: list[dict[str, Any]]) -> str:
