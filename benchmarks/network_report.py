@@ -31,7 +31,7 @@ def floor_ms(row: dict[str, Any], noop_ms: float) -> float:
 def tables(rows: list[dict[str, Any]]) -> None:
     """A table for each configuration."""
     keys = ("shape", "world", "gbit", "delay_ms")
-    for configuration in dict.fromkeys(tuple(row[key] for key in keys) for row in rows):
+    for configuration in sorted({tuple(row[key] for key in keys) for row in rows}):
         own = {row["hook"]: row for row in rows if tuple(row[key] for key in keys) == configuration}
         shape, world, gbit, delay_ms = configuration
         print(f"\n{TITLES[shape]}; {world} hosts, {gbit:g} Gbit/s, delay {delay_ms:g} ms one way")

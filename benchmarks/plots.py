@@ -85,7 +85,7 @@ def named_ranges(axes: Axes, points: Mapping[str, tuple[float, list[float]]], li
             color=line.colour,
         )
         above = not above
-    axes.margins(x=0.15, y=0.2)
+    axes.margins(x=0.2, y=0.2)
 
 
 def log_axis(axis: Axis, subs: tuple[float, ...] = (1, 2, 5)) -> None:

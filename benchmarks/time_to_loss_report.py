@@ -74,7 +74,7 @@ LINES = {
     "int4": plots.Line(plots.BLUE),
     "powersgd": plots.Line(plots.ORANGE),
     "post_localsgd, 8": plots.Line(plots.PURPLE),
-    "diloco, 32, int4, no momentum": plots.Line(plots.RED),
+    "diloco, 16, int4, no momentum": plots.Line(plots.RED),
 }
 
 
