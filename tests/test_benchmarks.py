@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import json
 import math
+import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +111,43 @@ def test_records_replace_and_keep(tmp_path: Path) -> None:
     assert sorted((row["seed"], row["ms"]) for row in again.rows) == [(0, 3.0), (1, 2.0)]
     assert again.has(seed=1)
     assert not again.has(seed=2)
+
+
+PING = """
+import os, socket, time
+if os.environ["RANK"] == "0":
+    with socket.create_server(("10.0.0.1", 5000)) as server:
+        other, _ = server.accept()
+        with other:
+            for _ in range(5):
+                other.sendall(other.recv(1))
+else:
+    time.sleep(0.5)
+    with socket.create_connection(("10.0.0.1", 5000)) as other:
+        took = []
+        for _ in range(5):
+            start = time.perf_counter()
+            other.sendall(b"x")
+            other.recv(1)
+            took.append(1e3 * (time.perf_counter() - start))
+    print(min(took))
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("tc"), reason="needs root and iproute2")
+def test_packets_are_delayed_both_ways(tmp_path: Path) -> None:
+    from netns import hosts
+
+    script = tmp_path / "ping.py"
+    script.write_text(PING)
+    try:
+        with hosts(2, rate="1gbit", delay_ms=10) as network:
+            milliseconds = float(network.launch([str(script)], timeout=20)[1])
+    except RuntimeError as error:
+        if "needs root" in str(error):
+            pytest.skip(f"no network namespaces here: {error}")
+        raise
+    assert 20 <= milliseconds < 30
 
 
 def test_results_name_no_machine() -> None:
