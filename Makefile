@@ -24,18 +24,21 @@ format: install
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# One after another. Those that miss a limit exit with 1; the others run nevertheless.
+BENCHMARKS := wire_bytes fsdp_bytes bytes_per_rank quantized_step codecs min_bytes quantization_quality \
+	local_sgd_digits powersgd_step time_to_loss network advise auto_choice monitor_overhead
+
 bench: install
-	$(BIN)/python benchmarks/wire_bytes.py
-	$(BIN)/python benchmarks/fsdp_bytes.py
-	$(BIN)/python benchmarks/bytes_per_rank.py
-	$(BIN)/python benchmarks/quantized_step.py
-	$(BIN)/python benchmarks/codecs.py
-	$(BIN)/python benchmarks/min_bytes.py
-	$(BIN)/python benchmarks/quantization_quality.py
-	$(BIN)/python benchmarks/local_sgd_digits.py
-	$(BIN)/python benchmarks/powersgd_step.py
+	$(MAKE) --keep-going --no-print-directory $(BENCHMARKS:%=bench-%)
+
+bench-%: install
+	$(BIN)/python benchmarks/$*.py
+
+bench-time_to_loss: install
 	$(BIN)/python benchmarks/time_to_loss.py --tune --again
 	$(BIN)/python benchmarks/time_to_loss.py --again
+
+bench-network: install
 	$(BIN)/python benchmarks/network.py --again
 
 # Two minutes: step times of a few hooks on two hosts, at 1 and 0.1 Gbit/s.

@@ -39,7 +39,7 @@ class CommHookTracker:
     Args:
         accelerator: after `prepare`.
         handler: the `CommHookKwargs` it was made with, or what `use_comm_hook` returned.
-        every_n_steps: log once in so many synchronized backwards; with several models, of the first.
+        every_n_steps: log once in so many synchronized backwards; with several models, of any of them.
         error_every_n_steps: sample the error of averaged gradients so often, at the cost of an all-reduce of
             `error_numel` numbers; 0: never.
         error_numel: number of gradient elements to estimate the error from; `None`: all.
@@ -159,8 +159,8 @@ class Monitors:
 
     @property
     def num_new_steps(self) -> int:
-        """Steps of the first model since the last call of `values`."""
-        return self._monitors[0].num_new_steps if self._monitors else 0
+        """Steps since the last call of `values`, of the model with the most."""
+        return max((monitor.num_new_steps for monitor in self._monitors), default=0)
 
     def values(self) -> dict[str, float]:
         """See `Monitor.values`."""

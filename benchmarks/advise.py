@@ -7,6 +7,9 @@ them as under torchrun, on the models of `examples/advise/models.py`:
 - `conv` over 10 Gbit/s: a step is mostly compute, it does not.
 
 Exits with 1 when advice is wrong, or a predicted step time is off by more than 20% of the measured one for any hook.
+Afterwards `--bandwidth` predicts for the same network without it, from two processes on this machine; how far that is
+off what was measured over it is printed, too.
+
 Writes the numbers and the picture of each to `benchmarks/results/advise_*.{json,png}`.
 
     python benchmarks/advise.py
@@ -20,15 +23,16 @@ import datetime
 import json
 import os
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from netns import hosts
+from netns import hosts, pin
+from records import RESULTS
 
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks" / "results"
 TOLERANCE = 0.20
 
 
@@ -38,6 +42,11 @@ class Scenario(NamedTuple):
     model: str
     rate: str
     pays: bool
+
+    @property
+    def factory(self) -> str:
+        """The model, as the command line takes it."""
+        return f"{ROOT / 'examples' / 'advise' / 'models.py'}:{self.model}"
 
 
 SCENARIOS = {
@@ -51,7 +60,7 @@ def work(name: str, folder: Path, rounds: int) -> None:
     """One host's process: the command line as it is, which also leaves its numbers in a file."""
     rank = os.environ["RANK"]
     os.environ["GROUP_RANK"] = rank  # the namespaces share a host name
-    os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[int(rank)]})
+    pin(int(rank))
     torch.set_num_threads(1)
     from lightning_commhooks import cli
     from lightning_commhooks.advice import report
@@ -63,9 +72,8 @@ def work(name: str, folder: Path, rounds: int) -> None:
         show(result, console)
 
     report.print_result = show_and_keep
-    model = f"{ROOT / 'examples' / 'advise' / 'models.py'}:{SCENARIOS[name].model}"
     plot = str(folder / f"advise_{name}.png")
-    cli.app(["advise", model, "--device", "cpu", "--rounds", str(rounds), "--plot", plot])
+    cli.app(["advise", SCENARIOS[name].factory, "--device", "cpu", "--rounds", str(rounds), "--plot", plot])
 
 
 def check(name: str, found: dict[str, Any]) -> bool:
@@ -80,6 +88,20 @@ def check(name: str, found: dict[str, Any]) -> bool:
         f"predictions: off by at most {off[worst]:.0%} ({worst}), limit {TOLERANCE:.0%}: {'ok' if holds else 'MISSED'}"
     )
     return is_right and holds
+
+
+def without_the_network(name: str, found: dict[str, Any]) -> None:
+    """Print what `--bandwidth` says of the network, against what was measured over it."""
+    scenario = SCENARIOS[name]
+    command = [sys.executable, "-m", "lightning_commhooks", "advise", scenario.factory, "--device", "cpu", "--json"]
+    command += ["--nproc", "2", "--world-size", "2", "--bandwidth", scenario.rate]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    supposed = json.loads(done.stdout)
+    predicted = {row["label"]: row["predicted_ms"] for row in supposed["hooks"]}
+    pairs = {row["label"]: (predicted[row["label"]], row["measured_ms"]) for row in found["hooks"]}
+    print(f"from afar, --bandwidth {scenario.rate}: {supposed['verdict']['choice'] or 'do not compress'}")
+    print("; ".join(f"{label} {a:.0f} ms ({a / b - 1:+.0%})" for label, (a, b) in pairs.items()))
 
 
 def main() -> None:
@@ -102,7 +124,9 @@ def main() -> None:
         options = ["--rounds", str(args.rounds), "--folder", str(args.folder)]
         with hosts(2, rate=scenario.rate) as network:
             print(network.launch([__file__, "--worker", name, *options], timeout=600)[0])
-        ok &= check(name, json.loads((args.folder / f"advise_{name}.json").read_text()))
+        found = json.loads((args.folder / f"advise_{name}.json").read_text())
+        ok &= check(name, found)
+        without_the_network(name, found)
     sys.exit(not ok)
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import os
 import platform
 import shlex
 import statistics
@@ -20,6 +19,7 @@ import time
 from collections.abc import Callable
 
 import torch
+from netns import pin
 
 from lightning_commhooks.codecs import AffineCodec, FP8Codec, Int4Codec, Int8Codec
 from lightning_commhooks.core.codec import Codec, Kernels, compiled, seed_tensor
@@ -77,7 +77,7 @@ def main() -> None:
     args = parser.parse_args()
     device = torch.device(args.device)
     if device.type == "cpu":
-        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+        pin(0)
         torch.set_num_threads(1)
     source, target = torch.randn(NUMEL, device=device), torch.empty(NUMEL, device=device)
     per_byte = milliseconds(lambda: target.copy_(source), device, args.times) / (8 * NUMEL)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import errno
 import select
 import socket
 import sys
@@ -50,8 +51,11 @@ def forward(seconds: float, interfaces: list[str]) -> None:
             _, source, frame = waiting.popleft()
             target = behind.get(frame[_VNET_HEADER : _VNET_HEADER + 6])
             for other in [target] if target is not None else [p for p in ports if p is not source]:
-                with contextlib.suppress(OSError):  # an interface that goes away at the end
+                try:
                     other.send(frame)
+                except OSError as error:
+                    if error.errno not in (errno.ENETDOWN, errno.ENXIO):  # interfaces go away at the end
+                        raise
 
 
 if __name__ == "__main__":

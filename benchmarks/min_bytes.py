@@ -19,7 +19,7 @@ import time
 
 import torch
 import torch.distributed as dist
-from netns import hosts
+from netns import hosts, pin
 
 import lightning_commhooks as lc
 from lightning_commhooks.core.collectives import Group
@@ -33,7 +33,7 @@ RATES = ("10gbit", "1gbit")
 def work(rounds: int) -> None:
     """Time all hooks and sizes in turn; rank 0 prints JSON."""
     rank = int(os.environ["RANK"])
-    os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[rank]})
+    pin(rank)
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     group = Group(dist.group.WORLD)

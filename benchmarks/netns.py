@@ -30,6 +30,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 _PREFIX = "commhooks"
 _OUTPUT_TAIL = 6_000
+_HEADERS = 66  # bytes of Ethernet, IP and TCP with timestamps
 
 
 @dataclass
@@ -38,9 +39,11 @@ class Network:
 
     Attributes:
         names: the namespace of each host.
+        switch: what delays packets; `None` without delay.
     """
 
     names: list[str]
+    switch: subprocess.Popen[str] | None = field(default=None, repr=False)
     _next_port: int = field(default=29_500, repr=False)
 
     def tx_bytes(self, host: int) -> int:
@@ -76,7 +79,7 @@ class Network:
                     processes.append(
                         subprocess.Popen(command, stdout=outputs[host], stderr=errors[host], text=True, env=environment)
                     )
-                failed = _wait(processes, time.monotonic() + timeout)
+                failed = _wait(processes, time.monotonic() + timeout, self.switch)
             finally:
                 for process in processes:
                     process.kill()
@@ -116,7 +119,7 @@ def hosts(
     hub = f"{_PREFIX}-{os.getpid()}-hub"
     names = [f"{_PREFIX}-{os.getpid()}-{host}" for host in range(num)]
     # So that `timeout` or a closed terminal unwinds this function.
-    forwarding: subprocess.Popen[bytes] | None = None
+    forwarding: subprocess.Popen[str] | None = None
     previous = {number: signal.signal(number, _exit) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:
         _add_namespace(hub)
@@ -129,8 +132,8 @@ def hosts(
         if delay_ms:
             ports = [f"port{host}" for host in range(num)]
             switch = ["ip", "netns", "exec", hub, sys.executable, str(ROOT / "benchmarks" / "delay_line.py")]
-            forwarding = subprocess.Popen([*switch, str(delay_ms), *ports])
-        yield Network(names)
+            forwarding = subprocess.Popen([*switch, str(delay_ms), *ports], stderr=subprocess.PIPE, text=True)
+        yield Network(names, forwarding)
     finally:
         if forwarding is not None:
             forwarding.kill()
@@ -141,6 +144,12 @@ def hosts(
             signal.signal(number, handler)
 
 
+def pin(rank: int) -> None:
+    """Keep this process on one core, each rank on another as long as there are enough."""
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[rank % len(cores)]})
+
+
 def own_tx_bytes() -> int:
     """Bytes that the host sent on which this process runs."""
     return int(Path(_statistic("tx_bytes")).read_text())
@@ -149,6 +158,17 @@ def own_tx_bytes() -> int:
 def own_tx_packets() -> int:
     """Packets, of up to 64 KB each, that the host sent on which this process runs."""
     return int(Path(_statistic("tx_packets")).read_text())
+
+
+def wire_bytes(num_bytes: float, packets: float) -> float:
+    """What TCP packets of up to 64 KB are on a wire with an MTU of 1500 bytes, by which `rate` is kept.
+
+    Args:
+        num_bytes: that were counted.
+        packets: the same.
+    """
+    payload = num_bytes - _HEADERS * packets
+    return payload + _HEADERS * max(packets, payload / (1514 - _HEADERS))
 
 
 def _add_namespace(name: str) -> None:
@@ -211,9 +231,14 @@ def _environment(host: int, num: int, port: int) -> dict[str, str]:
     }
 
 
-def _wait(processes: list[subprocess.Popen[str]], deadline: float) -> list[tuple[int, str]]:
+def _wait(
+    processes: list[subprocess.Popen[str]], deadline: float, switch: subprocess.Popen[str] | None
+) -> list[tuple[int, str]]:
     """Wait for all, or for the first failure; the hosts that failed, and why."""
     while True:
+        if switch is not None and switch.poll() is not None:
+            assert switch.stderr is not None
+            raise RuntimeError(f"delay_line.py ended with code {switch.returncode}\n{switch.stderr.read()}")
         codes = [process.poll() for process in processes]
         if any(codes):
             time.sleep(1)  # let others that fail with it write why

@@ -5,12 +5,15 @@
 Hosts are network namespaces joined by links that `tc` holds to their rate and delay; a process each, pinned to a core,
 of which four hosts share two. Parameters have the shapes of a ResNet (6.3 M in 62 tensors) and of a GPT (6.1 M in 64);
 a step is forward, backward and SGD, with a batch small enough for one core. Hooks take turns, so that a busy machine
-hurts all of them alike; reported is the median over rounds, of whole periods for hooks that average models.
+hurts all of them alike; reported is the median over rounds, with the lowest and the highest, of whole periods for hooks
+that average models. A turn ends with a barrier, which is timed by itself and taken off.
 
-- floor: the time with `noop`, which sends nothing, or that of the bytes sent at the link's rate and of its delay,
-  whichever is longer: a step that hides all of one behind the other.
+PyTorch's PowerSGD aborts on gloo; here it is made to wait within the hook (`stock.py`).
+
+- floor: the time with `noop`, which sends nothing, in its best round, or that of the bytes sent at the link's rate and
+  of its delay, whichever is longer: a step that hides all of one behind the other.
 - of floor: the step's time over that.
-- MB: sent by a host in a step, by the network interface's own count.
+- MB: sent by a host in a step, by the network interface's own count, with the headers of packets of 1500 bytes.
 
 Configurations that are in the JSON already are left out: `--again` repeats them, `--worlds`, `--gbit`, `--delays` and
 `--shapes` run some. `--quick` takes a minute or two, and keeps nothing.
@@ -35,7 +38,7 @@ import shapes
 import stock
 import torch
 import torch.distributed as dist
-from netns import hosts, own_tx_bytes
+from netns import hosts, own_tx_bytes, own_tx_packets, pin, wire_bytes
 from records import RESULTS, Records, command, machine
 from torch.nn.parallel import DistributedDataParallel
 
@@ -60,6 +63,9 @@ HOOKS: dict[str, str | lc.CommHook | None] = {
     "post_localsgd, 8": lc.PostLocalSGD(period=8, **ALONE),
     "diloco, 16, int4": lc.DiLoCo(period=16, pseudo_gradient="int4", **ALONE),
 }
+# Steps before the first turn: DDP rebuilds its buckets after the first, PyTorch's PowerSGD begins at the third, and low
+# rank of either kind gets faster for several more.
+WARM_UP, WARM_UP_LOW_RANK = 3, 12
 QUICK = ("noop", "dense", "stock bf16", "int8", "int4", "powersgd, rank 4", "diloco, 16, int4")
 
 
@@ -87,30 +93,35 @@ class Job:
 
 def work(shape: str, rounds: int, steps: int, hooks: list[str]) -> None:
     """Time the hooks in turn on this host; rank 0 prints JSON: seconds of each round and bytes, per step."""
-    cores = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, {cores[int(os.environ["RANK"]) % len(cores)]})
+    pin(int(os.environ["RANK"]))
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     warnings.filterwarnings("ignore", "hook=.noop. does not average")  # that is what it is for
     jobs = {hook: Job(hook, shape) for hook in hooks}
-    for job in jobs.values():
-        # Buckets are rebuilt after the first; the stock PowerSGD begins at the third.
-        job.run(max(3, job.period))
+    for hook, job in jobs.items():
+        job.run(max(WARM_UP_LOW_RANK if "powersgd" in hook else WARM_UP, job.period))
     seconds: dict[str, list[float]] = {hook: [] for hook in hooks}
     sent = dict.fromkeys(hooks, 0.0)
     for _ in range(rounds):
         for hook, job in jobs.items():
             num = job.period if job.period > 1 else steps
-            dist.barrier()
-            before, start = own_tx_bytes(), time.perf_counter()
-            job.run(num)
-            dist.barrier()
-            seconds[hook].append((time.perf_counter() - start) / num)
-            sent[hook] += (own_tx_bytes() - before) / num / rounds
+            (nothing, few), (took, many) = turn(job, 0), turn(job, num)
+            seconds[hook].append((took - nothing) / num)
+            sent[hook] += (many - few) / num / rounds
     if dist.get_rank() == 0:
         print(json.dumps({hook: (seconds[hook], sent[hook]) for hook in hooks}))
     dist.barrier()
     dist.destroy_process_group()
+
+
+def turn(job: Job, steps: int) -> tuple[float, float]:
+    """Seconds and bytes of so many steps, and of the barrier after them."""
+    dist.barrier()
+    num_bytes, packets, start = own_tx_bytes(), own_tx_packets(), time.perf_counter()
+    job.run(steps)
+    dist.barrier()
+    took = time.perf_counter() - start
+    return took, wire_bytes(own_tx_bytes() - num_bytes, own_tx_packets() - packets)
 
 
 def measure(records: Records, shape: str, world: int, gbit: float, delay_ms: float, options: list[str]) -> None:
@@ -124,7 +135,8 @@ def measure(records: Records, shape: str, world: int, gbit: float, delay_ms: flo
         values = dict(zip(KEYS, (shape, world, gbit, delay_ms, hook), strict=True))
         period = getattr(HOOKS[hook], "period", 1)
         ms = [round(s * 1e3, 2) for s in seconds]
-        records.put({**values, "ms": statistics.median(ms), "rounds": ms, "bytes": round(sent), "period": period})
+        sent = round(max(0.0, sent))
+        records.put({**values, "ms": statistics.median(ms), "rounds": ms, "bytes": sent, "period": period})
 
 
 def configurations(args: argparse.Namespace) -> list[tuple[str, int, float, float]]:
@@ -142,7 +154,7 @@ def main() -> None:
     parser.add_argument("--gbit", nargs="*", type=float, default=[10.0, 1.0, 0.1], help="rates, in Gbit/s")
     parser.add_argument("--delays", nargs="*", type=float, default=[0.0, 10.0], help="one way, in ms")
     parser.add_argument("--shapes", nargs="*", choices=["resnet", "gpt"], default=["resnet", "gpt"])
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--again", action="store_true", help="also what is in the records already")
     parser.add_argument("--quick", action="store_true", help="two configurations, few hooks, no records")
     parser.add_argument("--work", nargs=4, metavar="", help=argparse.SUPPRESS)
@@ -155,12 +167,13 @@ def main() -> None:
         records = Records(Path(folder, "network.json") if args.quick else RECORDS, KEYS)
         for shape, world, gbit, delay_ms in configurations(args):
             if args.again or not records.has(shape=shape, world=world, gbit=gbit, delay_ms=delay_ms):
-                steps = 4 if gbit >= 10 else 2 if gbit >= 1 else 1
+                steps = 8 if gbit >= 10 else 4 if gbit >= 1 else 2
                 options = [str(args.rounds), str(steps), json.dumps(QUICK if args.quick else list(HOOKS))]
                 measure(records, shape, world, gbit, delay_ms, options)
                 print(f"{shape}, {world} hosts, {gbit:g} Gbit/s, {delay_ms:g} ms: done", file=sys.stderr, flush=True)
         print(f"$ {command()}")
-        print(f"# {machine(records.rows)}; {args.rounds} rounds")
+        rounds = sorted({len(row["rounds"]) for row in records.rows})
+        print(f"# {machine(records.rows)}; {' to '.join(map(str, rounds))} rounds")
         network_report.tables(records.rows)
         if not args.quick:
             network_report.draw(records.rows, RESULTS)

@@ -23,7 +23,12 @@ TITLES = {"resnet": "ResNet, 6.3 M parameters", "gpt": "GPT, 6.1 M parameters"}
 
 
 def floor_ms(row: dict[str, Any], noop_ms: float) -> float:
-    """No step with these bytes is faster, however well it hides the one behind the other."""
+    """A step with these bytes is hardly faster, however well it hides the one behind the other.
+
+    Args:
+        row: what was measured.
+        noop_ms: best step that sends nothing. Others have been seen to be a little faster yet.
+    """
     wire = row["bytes"] * 8 / row["gbit"] / 1e6 + (row["delay_ms"] / row["period"] if row["bytes"] > 1e3 else 0.0)
     return max(noop_ms, wire)
 
@@ -35,13 +40,12 @@ def tables(rows: list[dict[str, Any]]) -> None:
         own = {row["hook"]: row for row in rows if tuple(row[key] for key in keys) == configuration}
         shape, world, gbit, delay_ms = configuration
         print(f"\n{TITLES[shape]}; {world} hosts, {gbit:g} Gbit/s, delay {delay_ms:g} ms one way")
-        print(f"{'hook':<25}{'ms':>9}{'MB':>9}{'floor ms':>10}{'of floor':>10}{'as fast as: dense':>19}", end="")
-        print(f"{'stock fp16':>12}{'stock bf16':>12}")
+        print(f"{'hook':<25}{'ms':>9}{'lowest':>9}{'highest':>9}{'MB':>9}{'floor ms':>10}{'of floor':>10}", end="")
+        print(f"{'as fast as: dense':>19}{'stock fp16':>12}{'stock bf16':>12}")
         for hook, row in own.items():
-            floor = floor_ms(row, own["noop"]["ms"])
-            print(
-                f"{hook:<25}{row['ms']:>9.1f}{row['bytes'] / 1e6:>9.3f}{floor:>10.1f}{row['ms'] / floor:>10.2f}", end=""
-            )
+            floor = floor_ms(row, min(own["noop"]["rounds"]))
+            print(f"{hook:<25}{row['ms']:>9.1f}{min(row['rounds']):>9.1f}{max(row['rounds']):>9.1f}", end="")
+            print(f"{row['bytes'] / 1e6:>9.3f}{floor:>10.1f}{row['ms'] / floor:>10.2f}", end="")
             for base, width in (("dense", 18), ("stock fp16", 11), ("stock bf16", 11)):
                 print(f"{own[base]['ms'] / row['ms']:>{width}.2f}x" if base in own else f"{'-':>{width}} ", end="")
             print()

@@ -24,6 +24,7 @@ import stock
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from netns import pin
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_commhooks import Bucket, CommHook, PowerSGD, attach
@@ -93,7 +94,7 @@ def step(model: DistributedDataParallel, data: torch.Tensor) -> None:
 
 def worker(rank: int, port: int, rounds: int, steps: int) -> None:
     """Time the variants in turn; rank 0 prints."""
-    os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[rank]})
+    pin(rank)
     torch.set_num_threads(1)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     dist.init_process_group("gloo", rank=rank, world_size=2)

@@ -22,7 +22,7 @@ import warnings
 
 import torch
 import torch.distributed as dist
-from netns import hosts, own_tx_bytes
+from netns import hosts, own_tx_bytes, pin
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
@@ -69,7 +69,7 @@ def step(model: DistributedDataParallel, data: torch.Tensor) -> None:
 def work(rounds: int, steps: int, names: list[str]) -> None:
     """Time the hooks in turn; rank 0 prints JSON."""
     rank = int(os.environ["RANK"])
-    os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[rank]})
+    pin(rank)
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     warnings.filterwarnings("ignore", "hook=.noop. does not average")  # that is what it is for

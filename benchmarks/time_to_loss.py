@@ -39,7 +39,7 @@ import language_model
 import stock
 import torch
 import torch.distributed as dist
-from netns import hosts, own_tx_bytes
+from netns import hosts, own_tx_bytes, pin
 from records import RESULTS, Records, command, machine
 from time_to_loss_report import draw, report
 from torch.nn.parallel import DistributedDataParallel
@@ -128,11 +128,11 @@ class Training:
         elif hook is not None:
             stock.register(self.model, hook)
 
-    def curve(self, steps: int) -> list[tuple[int, float, int, float]]:
+    def curve(self) -> list[tuple[int, float, int, float]]:
         """Train; steps, seconds, bytes sent and loss at each evaluation."""
         clock = Clock()
         points = [(0, 0.0, 0, self.evaluate())]
-        for end in range(EVALUATE_EVERY, steps + 1, EVALUATE_EVERY):
+        for end in range(EVALUATE_EVERY, STEPS + 1, EVALUATE_EVERY):
             with clock.running():
                 for _ in range(EVALUATE_EVERY):
                     self.step()
@@ -164,15 +164,15 @@ class Training:
         return total.item() / len(self.validation)
 
 
-def work(runs: list[list[Any]], steps: int) -> None:
+def work(runs: list[list[Any]]) -> None:
     """Train on this host, one run after another; rank 0 prints a line of JSON for each."""
-    os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[int(os.environ["RANK"])]})
+    pin(int(os.environ["RANK"]))
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     for method, learning_rate, seed in runs:
         training = Training(method, learning_rate, seed)
         before, start = seconds_of_others(os.times().user), time.perf_counter()
-        curve = training.curve(steps)
+        curve = training.curve()
         others = seconds_of_others(os.times().user) - before
         share = max(0.0, others / (time.perf_counter() - start) / (os.cpu_count() or 1))
         if dist.get_rank() == 0:
@@ -180,7 +180,7 @@ def work(runs: list[list[Any]], steps: int) -> None:
     dist.destroy_process_group()
 
 
-def measure(records: Records, methods: list[str], seeds: list[int], steps: int, tuning: bool, again: bool) -> None:
+def measure(records: Records, methods: list[str], seeds: list[int], tuning: bool, again: bool) -> None:
     """Run what is not in the records yet, one launch for each method."""
     with hosts(2, **(FAST if tuning else SLOW)) as network:
         for method in methods:
@@ -189,7 +189,7 @@ def measure(records: Records, methods: list[str], seeds: list[int], steps: int, 
             todo = [run for run in runs if again or not is_measured(records, tuning, run)]
             if not todo:
                 continue
-            lines = network.launch([__file__, "--work", json.dumps(todo), "--steps", str(steps)], timeout=1800)[0]
+            lines = network.launch([__file__, "--work", json.dumps(todo)], timeout=1800)[0]
             for run, line in zip(todo, lines.splitlines()[-len(todo) :], strict=True):
                 row = {**dict(zip(KEYS, (tuning, *run), strict=True)), **json.loads(line)}
                 records.put(row)
@@ -220,18 +220,20 @@ def main() -> None:
     parser.add_argument("--tune", action="store_true", help="find the learning rates")
     parser.add_argument("--methods", nargs="*", default=list(METHODS), help="some of them only")
     parser.add_argument("--seeds", nargs="*", type=int, default=list(SEEDS))
-    parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--again", action="store_true", help="also what is in the records already")
     parser.add_argument("--work", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.work:
-        work(json.loads(args.work), args.steps)
+        work(json.loads(args.work))
         return
     records = Records(RECORDS, KEYS)
-    measure(records, args.methods, [TUNING_SEED] if args.tune else args.seeds, args.steps, args.tune, args.again)
+    measure(records, args.methods, [TUNING_SEED] if args.tune else args.seeds, args.tune, args.again)
     if args.tune:
         return
     rows = [row for row in records.rows if not row["tuning"]]
+    for row in rows:
+        if row["others"] > MOST_BY_OTHERS:
+            raise SystemExit(f"no table yet: others disturbed {row['method']!r}, seed {row['seed']}; run this again")
     missing = [f"{m}, seed {s}" for m in METHODS for s in SEEDS if not records.has(tuning=False, method=m, seed=s)]
     if missing:
         raise SystemExit(f"no table yet: not measured are {'; '.join(missing)}")

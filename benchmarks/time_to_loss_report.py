@@ -11,15 +11,17 @@ from typing import Any
 import plots
 
 TARGET = 2.65  # nats per character
+# What is left of that when one waits for more: methods that trade accuracy for bytes get there late, or not at all.
+LOWER = 2.62
 # How many times as fast the best of our hooks must be.
 LIMITS = {"dense": 15.0, "stock 16 bit": 3.0}
 
 
-def reached(curve: list[list[float]]) -> tuple[float, float]:
+def reached(curve: list[list[float]], target: float = TARGET) -> tuple[float, float]:
     """Steps and seconds until the target; inf when it is not reached."""
     for before, after in itertools.pairwise(curve):
-        if after[3] <= TARGET:
-            part = (before[3] - TARGET) / (before[3] - after[3])
+        if after[3] <= target:
+            part = (before[3] - target) / (before[3] - after[3])
             return before[0] + part * (after[0] - before[0]), before[1] + part * (after[1] - before[1])
     return math.inf, math.inf
 
@@ -32,8 +34,9 @@ def report(rows: list[dict[str, Any]]) -> bool:
     }
     seconds = {method: [reached(run["curve"])[1] for run in of] for method, of in runs.items()}
     print(f"{'':<31}{'lr':>8}{'ms per':>8}{'kB per':>9}{'steps to':>10}{'seconds to':>12}{'':>22}", end="")
-    print(f"{'as fast':>10}{'loss at':>10}\n{'method':<31}{'':>8}{'step':>8}{'step':>9}", end="")
-    print(f"{TARGET:>10}{TARGET:>12}{'with each seed':>22}{'as dense':>10}{'the end':>10}")
+    print(f"{'as fast as dense':>20}{'loss at':>10}\n{'method':<31}{'':>8}{'step':>8}{'step':>9}", end="")
+    print(f"{TARGET:>10}{TARGET:>12}{'with each seed':>22}{f'to {TARGET}':>10}{f'to {LOWER}':>10}{'the end':>10}")
+    lower = {m: statistics.mean(reached(run["curve"], LOWER)[1] for run in of) for m, of in runs.items()}
     for method, of in sorted(runs.items(), key=lambda item: -statistics.mean(seconds[item[0]])):
         steps, total, sent, _ = (statistics.mean(values) for values in zip(*(r["curve"][-1] for r in of), strict=True))
         print(
@@ -41,6 +44,7 @@ def report(rows: list[dict[str, Any]]) -> bool:
             f"{statistics.mean(reached(run['curve'])[0] for run in of):>10.0f}{statistics.mean(seconds[method]):>12.2f}"
             f"{' '.join(f'{s:.1f}' for s in seconds[method]):>22}"
             f"{statistics.mean(seconds['dense']) / statistics.mean(seconds[method]):>9.1f}x"
+            f"{lower['dense'] / lower[method]:>9.1f}x"
             f"{statistics.mean(run['curve'][-1][3] for run in of):>10.3f}"
         )
     return verdict(seconds)

@@ -24,7 +24,7 @@ from lightning_commhooks.advice.listing import listed
 from lightning_commhooks.advice.measure import Bench, UnfitError
 from lightning_commhooks.advice.plot import save_plot
 from lightning_commhooks.advice.study import Result, Tell, WhatIf, advised, measured
-from lightning_commhooks.advice.task import load_task
+from lightning_commhooks.advice.task import load_task, try_task
 
 app = typer.Typer(
     name="lightning-commhooks",
@@ -142,35 +142,45 @@ def advise(
 ) -> None:
     """Measure link and model, predict and measure step times of hooks, and say which to use, or none.
 
-    With --bandwidth, --latency or --world-size it predicts for that network and measures nothing over this one, with
-    one process unless --nproc says otherwise.
+    With --bandwidth, --latency or --world-size it predicts steps over that network and measures none over this one, in
+    one process unless --nproc or torchrun says otherwise. Several processes measure the link between them first: what
+    it costs processors is taken from it, and so are bandwidth and latency that are not given; where it is the slower
+    one, predictions are as slow.
     """
     chosen = _chosen(hooks)
     what_if = None
     if bandwidth is not None or latency is not None or world_size is not None:
         with _usage_errors():
             what_if = WhatIf(parse_bandwidth(bandwidth), parse_latency(latency), world_size)
-            if bandwidth is not None and world_size is None:
-                what_if = dataclasses.replace(what_if, world_size=nproc or 2)
-        nproc = nproc or 1
+            if launch.launched_place() is None:
+                nproc = nproc or 1
     turns = rounds * len(chosen) * (1 if what_if else 2) + 1
     _run(factory, nproc, device, as_json, plot, turns, lambda b, t: advised(b, chosen, rounds, what_if, max_error, t))
+
+
+# Only the case of the b tells bits from bytes; in capitals throughout it does not.
+_BANDWIDTH = re.compile(
+    r"(?P<number>\d*\.?\d+(?:[eE]\d+)?)\s*(?P<prefix>[kmgtKMGT]?)"
+    r"(?:(?i:bit(?:/s)?)|bps|b/s|(?P<bytes>Bps|B/s)|(?P<unclear>(?i:b(?:ps|/s)?)))"
+)
 
 
 def parse_bandwidth(text: str | None) -> float | None:
     """Bytes per second of `1gbit`, `100 Mbit/s`, `10Gbps` or `1.2GB/s`.
 
     Raises:
-        ValueError: it is none of these.
+        ValueError: it is none of these, or may mean bits as well as bytes.
     """
     if text is None:
         return None
-    found = re.fullmatch(r"\s*([0-9.]+(?:e\d+)?)\s*([kmgt]?)(bit(?:/s)?|bps|b/s|b)\s*", text, re.IGNORECASE)
-    if found is None or float(found[1]) <= 0:
+    found = _BANDWIDTH.fullmatch(text.strip())
+    if found is None or float(found["number"]) <= 0:
         raise ValueError(f"--bandwidth must be like 1gbit, 100mbit or 1.2GB/s, is {text!r}")
-    scale = {"": 1, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}[found[2].lower()]
-    in_bytes = found[3] in ("B", "B/s")
-    return float(found[1]) * scale / (1 if in_bytes else 8)
+    if found["unclear"]:
+        amount = found["number"] + found["prefix"]
+        raise ValueError(f"--bandwidth {text!r} is ambiguous: write {amount}bit/s for bits, {amount}B/s for bytes")
+    scale = {"": 1, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}[found["prefix"].lower()]
+    return float(found["number"]) * scale / (1 if found["bytes"] else 8)
 
 
 def parse_latency(text: str | None) -> float | None:
@@ -273,6 +283,11 @@ def _study(
             error = wrong
         launch.agree_on_errors(error, place)
         assert task is not None
+        try:
+            try_task(factory, task)
+        except ValueError as wrong:
+            error = wrong
+        launch.agree_on_errors(error, place)
         with _progress(place, num_turns) as tell, warnings.catch_warnings():
             if not place.is_first:
                 warnings.simplefilter("ignore")

@@ -1,5 +1,6 @@
 """What the command line decides and understands, without processes."""
 
+import io
 import math
 import os
 from types import SimpleNamespace
@@ -12,10 +13,11 @@ from torch import nn
 import lightning_commhooks as lc
 from lightning_commhooks.advice.candidates import DEFAULT, at_once, candidates, code, parse, shortened
 from lightning_commhooks.advice.ranking import Row, decide, headroom, ranked
-from lightning_commhooks.advice.study import WhatIf, _setting
-from lightning_commhooks.advice.task import load_task
+from lightning_commhooks.advice.study import Result, WhatIf, _notes, _setting
+from lightning_commhooks.advice.task import load_task, try_task
 from lightning_commhooks.advice.timing import amortized, undisturbed
 from lightning_commhooks.core.collectives import Group
+from lightning_commhooks.core.link import Cost, Link
 
 CPU = torch.device("cpu")
 
@@ -275,7 +277,9 @@ def load(monkeypatch):
 
     def of(factory, name="make"):
         monkeypatch.setitem(globals(), name, factory)
-        return load_task(f"{__name__}:{name}", CPU, seed=1)
+        task = load_task(f"{__name__}:{name}", CPU, seed=1)
+        try_task(name, task)
+        return task
 
     return of
 
@@ -340,3 +344,39 @@ def test_what_if_is_no_faster_than_this_machine(run):
     assert (link.world_size, nodes) == (8, [[rank] for rank in range(8)])
     assert link.cost("all_reduce", 1e6).seconds >= 1 + 14 * 0.001
     assert link.cost("all_reduce", 1e6).cpu_seconds > 0
+
+
+def world_size_of_what_if(rank, world):
+    return _setting(SimpleNamespace(group=Group(dist.group.WORLD)), WhatIf(bandwidth=1e6)).link.world_size
+
+
+def test_what_if_is_of_as_many_ranks_as_there_are(run, world):
+    assert run(world_size_of_what_if, world=world) == [world] * world
+
+
+def test_what_if_of_one_process_is_of_two_ranks():
+    setting = _setting(SimpleNamespace(group=Group(None)), WhatIf(bandwidth=1e6))
+    assert (setting.link.world_size, setting.nodes) == (2, [[0], [1]])
+
+
+GIVEN = Link.given(bandwidth=1e9, latency=0, world_size=2)
+MEASURED = Link(2, {"all_reduce": (Cost(0, 1.0), Cost(100, 2.0, 1.0))})
+
+
+@pytest.mark.parametrize(
+    ("link", "device", "is_noted"), [(GIVEN, "cpu", True), (GIVEN, "cuda", False), (MEASURED, "cpu", False)]
+)
+def test_processor_time_that_is_left_out_is_told_of(link, device, is_noted):
+    assert bool(_notes(link, torch.device(device))) == is_noted
+
+
+def test_notes_are_printed():
+    pytest.importorskip("rich")
+    from rich.console import Console
+
+    from lightning_commhooks.advice.report import print_result
+
+    printed = io.StringIO()
+    notes = _notes(GIVEN, CPU)
+    print_result(Result("advise", [DENSE, NOOP], 1, 2, "CPU", notes=notes), Console(file=printed, width=120))
+    assert notes[0] in printed.getvalue().splitlines()

@@ -22,6 +22,7 @@ ROOT = Path(__file__).parent.parent
 MODELS = """
 import os
 import sys
+import time
 import torch
 from torch import nn
 
@@ -55,6 +56,27 @@ def dies():
 
 def vanishes():
     return Dies(lambda: os._exit(7)), torch.randn(2, 8)
+
+class Gathers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        outputs = self.linear(x)
+        torch.distributed.all_reduce(outputs.detach().mean(dim=0))
+        # What one rank decides by its clock before this, the other decides after it.
+        if os.environ["RANK"] == "1":
+            time.sleep(0.02)
+        return outputs.sum()
+
+def gathers():
+    return Gathers(), torch.randn(2, 8)
+
+def gathers_or_fails():
+    if os.environ["RANK"] == "1":
+        raise RuntimeError("no data here")
+    return gathers()
 """
 
 
@@ -153,6 +175,25 @@ def test_headroom(folder):
     assert "codec" not in output
 
 
+def test_a_model_with_collectives_of_its_own(folder):
+    """Ranks that run it a different number of times wait for each other for ever."""
+    code, output, errors = command(folder, "headroom", "my_models:gathers", "--rounds", "1", "--nproc", "2", timeout=60)
+    assert code == 0, errors
+    assert "Communication costs" in output
+
+
+def test_what_if_under_torchrun(folder):
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m")
+    what_if = ["--bandwidth", "1gbit", "--rounds", "1", "--hooks", "bf16", "--json"]
+    code, output, errors = command(folder, "advise", "my_models:small", *what_if, launcher=launcher)
+    assert code == 0, errors
+    found = json.loads(output)
+    assert found["is_what_if"]
+    assert found["world_size"] == 2
+    assert found["link"]["curves"]["all_reduce"][-1]["cpu_seconds"] > 0
+    assert found["notes"] == []
+
+
 def test_what_if_on_one_process(folder):
     what_if = ["--bandwidth", "10mbit", "--latency", "0.1ms", "--world-size", "16", "--rounds", "1", "--hooks", "bf16"]
     code, output, errors = command(folder, "advise", "my_models:small", *what_if, "--json")
@@ -167,12 +208,15 @@ def test_what_if_on_one_process(folder):
     assert rows["dense"]["predicted_ms"] >= 50
     assert found["verdict"]["choice"] == "bf16"
     assert found["verdict"]["line"] == 'CompressedDDPStrategy(hook="bf16")'
+    (note,) = found["notes"]
+    assert "Processor time of gloo and the network stack is left out" in note
 
 
 @pytest.mark.parametrize(
     ("factory", "code", "message"),
     [
         ("fails", 2, "error: my_models:fails() failed: RuntimeError: no data here (on rank 1)"),
+        ("gathers_or_fails", 2, "error: my_models:gathers_or_fails() failed: RuntimeError: no data here (on rank 1)"),
         ("dies", 1, "error on rank 1: RuntimeError: out of something"),
         ("vanishes", None, "error on rank 0: the connection to another rank broke"),
     ],
@@ -261,10 +305,36 @@ main()
 
 @pytest.mark.parametrize(
     ("text", "value"),
-    [("1gbit", 1.25e8), ("100 Mbit/s", 1.25e7), ("10Gbps", 1.25e9), ("1.2GB/s", 1.2e9), ("800b", 100), (None, None)],
+    [
+        (None, None),
+        ("1gbit", 1.25e8),
+        ("1GBIT", 1.25e8),
+        ("100 Mbit/s", 1.25e7),
+        ("10Gbps", 1.25e9),
+        ("10gbps", 1.25e9),
+        ("10Gb/s", 1.25e9),
+        (" .5e3 kb/s ", 62_500),
+        ("1GBps", 1e9),
+        ("1gBps", 1e9),
+        ("1.2GB/s", 1.2e9),
+        ("800bps", 100),
+        ("800Bps", 800),
+    ],
 )
 def test_bandwidth(text, value):
     assert parse_bandwidth(text) == value
+
+
+@pytest.mark.parametrize("unit", ["GBPS", "GB/S", "Gb", "GB"])
+def test_bandwidth_that_may_be_bits_or_bytes(unit):
+    with pytest.raises(ValueError, match=f"'1{unit}' is ambiguous: write 1Gbit/s for bits, 1GB/s for bytes"):
+        parse_bandwidth(f"1{unit}")
+
+
+@pytest.mark.parametrize("text", ["fast", "0gbit", "1.2.3gbit", ".gbit", "1gbyte", "-1gbit", "1"])
+def test_bandwidth_that_is_none(text):
+    with pytest.raises(ValueError, match=f"--bandwidth must be like 1gbit, 100mbit or 1.2GB/s, is '{text}'"):
+        parse_bandwidth(text)
 
 
 @pytest.mark.parametrize(

@@ -51,6 +51,14 @@ def test_lightning_digits(tmp_path):
     assert float(re.search(r"test_accuracy\D+(0\.\d+)", stdout)[1]) > 0.8
 
 
+@needs("lightning", "sklearn", "tensorboard")
+def test_monitor_digits(tmp_path):
+    stdout, stderr = run_example(EXAMPLES / "monitor_digits.py", "--epochs", "4", cwd=tmp_path)
+    line = r"Communication hook 'powersgd': [\d.]+ MB sent in 88 steps instead of .* \(start_powerSGD_iter=40\)"
+    assert len(re.findall(line, stdout + stderr)) == 1, stdout + stderr
+    assert list((tmp_path / "monitor_logs" / "powersgd").rglob("events.out.tfevents.*"))
+
+
 @needs("lightning", "sklearn")
 @pytest.mark.parametrize("hook", ["powersgd", "post_localsgd"])
 def test_fabric_digits(tmp_path, hook):

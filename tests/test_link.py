@@ -1,12 +1,16 @@
 """What a link costs: formulas of a given one, and a measured one."""
 
 import json
+import random
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from lightning_commhooks.core import link as link_module
 from lightning_commhooks.core.collectives import Group
+from lightning_commhooks.core.emulated import EmulatedGroup
 from lightning_commhooks.core.link import Cost, Link, _rising, measure_link
 
 MEASURED = Link(
@@ -115,6 +119,51 @@ def test_measured(run, world):
         assert all(0 <= cost.cpu_seconds <= cost.seconds for cost in curve)
     assert 1e-6 < link.latency < 1
     assert 1e5 < link.bandwidth < 1e12
+
+
+class JitteryClock:
+    """Time passes when somebody sleeps, a few percent more than asked for."""
+
+    def __init__(self):
+        self.time = 100.0
+        self._random = random.Random(0)
+
+    def now(self):
+        return self.time
+
+    def cpu(self):
+        return 0.0
+
+    def sleep(self, seconds):
+        self.time += seconds * (1 + 0.04 * self._random.random())
+
+
+def measured_over(monkeypatch, link):
+    """A link as it is measured, and how long that takes."""
+    clock = JitteryClock()
+    monkeypatch.setattr(
+        link_module, "time", SimpleNamespace(perf_counter=clock.now, process_time=clock.cpu, sleep=clock.sleep)
+    )
+    group = EmulatedGroup(link, clock=clock)
+    found = measure_link(group)
+    group.release()
+    return found, clock.time - 100
+
+
+@pytest.mark.parametrize("bandwidth", [1.25e6, 1.25e7, 1.25e8, 1.25e9])
+@pytest.mark.parametrize(("latency", "most_seconds"), [(0.0001, 3), (0.003, 3), (0.01, 4), (0.1, 20)])
+def test_latency_is_not_taken_for_size(monkeypatch, latency, bandwidth, most_seconds):
+    """Of a large all-reduce it is only the bytes that say how fast the link is."""
+    link = Link.given(bandwidth=bandwidth, latency=latency, world_size=2)
+    found, seconds = measured_over(monkeypatch, link)
+    assert found.latency == pytest.approx(link.latency + 256 / bandwidth, rel=0.05)
+    assert found.bandwidth == pytest.approx(bandwidth, rel=0.25)
+    for kind in ("all_reduce", "all_gather", "all_to_all"):
+        for num_bytes in (2**18, 2**22):
+            cost = link.cost(kind, num_bytes).seconds
+            assert found.cost(kind, num_bytes).seconds == pytest.approx(cost, rel=0.25), (kind, num_bytes)
+    print(latency, bandwidth, seconds)
+    assert seconds < most_seconds
 
 
 def test_one_rank_has_no_link():

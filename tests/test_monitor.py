@@ -60,6 +60,24 @@ def test_an_error_is_a_value_once(run):
         assert ["comm/relative_error" in values for values, *_ in results] == [True, False, True]
 
 
+def asked_after_a_bad_step(rank, world):
+    with attached("bf16") as (ddp, attachment):
+        monitor = lc.Monitor(attachment, error_every_n_steps=1, measure_link=False)
+        results = []
+        for step in range(3):
+            gradients = full_rank_gradients(rank, step, SHAPES)
+            if step == 1:
+                gradients["first"][0, 0] = math.nan
+            backward(ddp, gradients)
+            results.append(monitor.values())
+        return results
+
+
+def test_a_step_with_nan_has_no_error_rather_than_the_last(run):
+    for results in run(asked_after_a_bad_step):
+        assert ["comm/relative_error" in values for values in results] == [True, False, True]
+
+
 def test_the_closing_line_says_why(run):
     for _, line in run(asked_after, POWERSGD, [2, 8]):
         pattern = (

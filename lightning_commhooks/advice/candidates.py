@@ -20,6 +20,8 @@ from lightning_commhooks.wrappers.schedule import Schedule
 
 DENSE = "dense"
 NOOP = "noop"
+# What people read in their place.
+TITLES = {DENSE: "dense (no hook)", NOOP: "noop (sends nothing)"}
 # What is compared unless the user chooses.
 DEFAULT = {
     "bf16": "bf16",

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_commhooks.advice.candidates import Candidate
@@ -38,7 +39,7 @@ _TURN_SECONDS = 0.4
 _MIN_STEPS = 1
 _MAX_STEPS = 12
 _ERROR_STEPS = 2
-_BURN_IN_SECONDS = 1.0
+_BURN_IN_MS = 1000.0
 _TIMES = ("exposed_ms", "codec_ms")
 
 
@@ -125,10 +126,11 @@ class Bench:
 
     def _burn_in(self) -> None:
         """Steps whose times say little: memory is new, and processors may have been asleep."""
-        end = time.perf_counter() + _BURN_IN_SECONDS
-        while time.perf_counter() < end:
-            self.task.step(self.task.module)
-            self._wait()
+        left_ms, steps = _BURN_IN_MS, 1
+        while left_ms > 0:  # on all ranks alike: a model may have collectives of its own
+            step_ms = self._warm_up(self.task.module, steps)
+            left_ms -= step_ms * steps
+            steps = max(1, round(left_ms / step_ms))
         self.task.restore()
 
     def _slowest(self, seconds: float) -> float:
@@ -157,7 +159,8 @@ class Bench:
                     turn.errors = self._errors(model, attachment)
                 return turn, setup_ms
 
-    def _warm_up(self, model: DistributedDataParallel, steps: int) -> float:
+    def _warm_up(self, model: nn.Module, steps: int) -> float:
+        """Milliseconds of one of so many steps, on the slowest rank."""
         begin = time.perf_counter()
         for _ in range(steps):
             self.task.step(model)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from lightning_commhooks.advice.candidates import DENSE, NOOP
+from lightning_commhooks.advice.candidates import TITLES
 from lightning_commhooks.advice.study import Result
 
 _COMPUTE, _EXPOSED, _PREDICTED = "#4c72b0", "#dd8452", "#222222"
-_NAMES = {DENSE: "dense (no hook)", NOOP: "noop (sends nothing)"}
 
 
 def save_plot(result: Result, path: str) -> None:
@@ -27,9 +26,7 @@ def save_plot(result: Result, path: str) -> None:
     import matplotlib.pyplot as plt
 
     rows = list(reversed(result.rows))
-    names = [
-        {DENSE: "dense (no hook)", NOOP: "noop (sends nothing)"}.get(row.label, _folded(row.label)) for row in rows
-    ]
+    names = [TITLES.get(row.label, _folded(row.label)) for row in rows]
     steps = [row.step_ms for row in rows]
     compute = [min(result.compute_ms, step) for step in steps]
     figure, axes = plt.subplots(figsize=(9, 1.6 + 0.48 * len(rows)), layout="constrained")

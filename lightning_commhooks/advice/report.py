@@ -12,7 +12,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from lightning_commhooks.advice.candidates import DENSE, NOOP
+from lightning_commhooks.advice.candidates import DENSE, NOOP, TITLES
 from lightning_commhooks.advice.ranking import MIN_GAIN, Row
 from lightning_commhooks.advice.study import Result
 
@@ -41,6 +41,8 @@ def print_result(result: Result, console: Console) -> None:
             console.print(Text(text, style="dim"))
     if result.command == "headroom":
         _print_headroom(result, console)
+    for note in result.notes:
+        console.print(Text(note, style="dim"))
     if result.verdict is not None:
         _print_verdict(result, console)
 
@@ -110,8 +112,7 @@ def _table(result: Result) -> Table:
     choice = result.verdict.choice if result.verdict is not None else None
     for row in result.rows:
         style = "bold green" if row.label == choice else "dim" if row.label in apart or row.label == NOOP else ""
-        name = {DENSE: "dense (no hook)", NOOP: "noop (sends nothing)"}.get(row.label, row.label)
-        table.add_row(name, *(show(row) for _, show in columns), style=style)
+        table.add_row(TITLES.get(row.label, row.label), *(show(row) for _, show in columns), style=style)
     return table
 
 

@@ -26,7 +26,7 @@ class WhatIf:
     Attributes:
         bandwidth: bytes per second; `None`: as it is.
         latency: seconds; `None`: as it is.
-        world_size: ranks, each on a host of its own; `None`: as many as there are.
+        world_size: ranks, each on a host of its own; `None`: as many as there are, but at least two.
     """
 
     bandwidth: float | None = None
@@ -45,7 +45,8 @@ class Result:
         world_size: ranks that were measured, or are emulated.
         link: what collectives cost; `None`: not measured.
         verdict: what to do; `None` in a bench.
-        is_what_if: whether nothing was measured over a real network.
+        is_what_if: whether steps were predicted only, over a link that was given.
+        notes: what to know about the predictions, in sentences.
     """
 
     command: str
@@ -56,6 +57,7 @@ class Result:
     link: Link | None = None
     verdict: Verdict | None = None
     is_what_if: bool = False
+    notes: tuple[str, ...] = ()
 
     @property
     def headroom(self) -> float:
@@ -83,6 +85,7 @@ class Result:
             "compute_ms": self.compute_ms,
             "headroom": self.headroom,
             "link": self.link.as_dict() if self.link is not None else None,
+            "notes": self.notes,
             "hooks": rows,
             "verdict": dataclasses.asdict(self.verdict) if self.verdict is not None else None,
         }
@@ -129,6 +132,7 @@ def advised(
     result = _result(bench, chosen, "advise", predicted, timings)
     result.link, result.world_size = setting.link, setting.link.world_size
     result.is_what_if = is_what_if
+    result.notes = _notes(setting.link, bench.task.device)
     result.verdict = decide(result.rows, max_error)
     return result
 
@@ -145,7 +149,7 @@ def _setting(bench: Bench, what_if: WhatIf | None) -> Setting:
         # Only if all take part; nodes of different sizes are rare.
         node_link = measure_link(inside) if inside is not None and len(sizes) == 1 and inside.size > 1 else None
         return Setting(real, nodes, node_link)
-    world_size = what_if.world_size or group.size
+    world_size = what_if.world_size or max(2, group.size)
     link = real.scaled(world_size) if real is not None else None
     if what_if.bandwidth is not None or what_if.latency is not None:
         bandwidth = what_if.bandwidth or (link.bandwidth if link is not None else 0)
@@ -156,9 +160,17 @@ def _setting(bench: Bench, what_if: WhatIf | None) -> Setting:
         link = link.no_faster_than(given) if link is not None else given
     if link is None:
         raise UnfitError("one process has no link to measure: give --bandwidth")
-    if world_size < 2:
-        raise UnfitError("one rank sends nothing: give --world-size of at least 2")
     return Setting(link, [[rank] for rank in range(world_size)])
+
+
+def _notes(link: Link, device: torch.device) -> tuple[str, ...]:
+    """NCCL leaves processors alone; a measured link has what gloo takes of them."""
+    if device.type == "cuda" or link.takes_processors:
+        return ()
+    return (
+        "Processor time of gloo and the network stack is left out, which is optimistic at 1 Gbit/s and more: --nproc 2 "
+        "measures it.",
+    )
 
 
 def _result(

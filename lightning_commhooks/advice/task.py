@@ -157,8 +157,21 @@ def load_task(spec: str, device: torch.device, seed: int) -> Task:
         batch = next(iter(batch))
     task = Task(module, _moved(batch, device), loss_fn, [], dict(options), device)
     task.optimizers = _optimizers(spec, parts.get("optimizer"), module)
-    _try(spec, task)
     return task
+
+
+def try_task(spec: str, task: Task) -> None:
+    """Compute gradients once; apart from `load_task`, for a model may wait for other ranks here.
+
+    Raises:
+        ValueError: that failed.
+    """
+    try:
+        task.gradients(task.module)
+    except Exception as error:
+        raise ValueError(
+            f"{spec}: a forward and backward of the model on the batch failed, {type(error).__name__}: {error}"
+        ) from error
 
 
 def _factory(spec: str) -> Callable[[], object]:
@@ -225,15 +238,6 @@ def _optimizers(spec: str, given: object, module: nn.Module) -> list[Optimizer]:
             raise ValueError(f"{spec}: optimizer must be of torch.optim, is {optimizer!r}")
         found.append(optimizer)
     return found
-
-
-def _try(spec: str, task: Task) -> None:
-    try:
-        task.gradients(task.module)
-    except Exception as error:
-        raise ValueError(
-            f"{spec}: a forward and backward of the model on the batch failed, {type(error).__name__}: {error}"
-        ) from error
 
 
 def _scalar(output: object) -> Tensor:

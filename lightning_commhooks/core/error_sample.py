@@ -50,7 +50,7 @@ class ErrorSampler:
         self.step = -1
         # Sums of squares: of the difference, and of the mean.
         self._sums: Tensor | None = None
-        # Those of the last step in which gradients were finite.
+        # Those of the last step in which gradients were finite, and its number.
         self._finite: Tensor | None = None
 
     def take(self, flat: Tensor, bucket: Bucket) -> _Taken | None:
@@ -93,16 +93,21 @@ class ErrorSampler:
 
     def _keep_finite(self) -> None:
         if self._sums is not None:
-            before = torch.full_like(self._sums, math.nan) if self._finite is None else self._finite
-            self._finite = torch.where(self._sums.isfinite().all(), self._sums, before)
+            own = torch.cat([self._sums, self._sums.new_tensor([self.step])])
+            before = torch.full_like(own, math.nan) if self._finite is None else self._finite
+            self._finite = torch.where(own.isfinite().all(), own, before)
+
+    def last_finite(self) -> tuple[int, float]:
+        """The last sampled step whose gradients were finite, and its error; -1 and NaN before. Waits for the device."""
+        self._keep_finite()
+        if self._finite is None:
+            return -1, math.nan
+        difference, mean, step = self._finite.tolist()
+        if math.isnan(step):
+            return -1, math.nan
+        return int(step), math.sqrt(difference / mean) if mean > 0 else (0.0 if difference == 0 else math.inf)
 
     @property
     def relative_error(self) -> float:
         """Of the last sampled step whose gradients were finite; NaN before. Waits for the device."""
-        self._keep_finite()
-        if self._finite is None:
-            return math.nan
-        difference, mean = self._finite.tolist()
-        if math.isnan(mean):
-            return math.nan
-        return math.sqrt(difference / mean) if mean > 0 else (0.0 if difference == 0 else math.inf)
+        return self.last_finite()[1]

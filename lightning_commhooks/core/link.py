@@ -23,8 +23,12 @@ Kind = Literal["all_reduce", "all_gather", "all_to_all"]
 
 # Bytes that a rank sends, by our own count.
 _SIZES = tuple(2**exponent for exponent in (8, 12, 14, *range(16, 29)))
-# A size that takes so long is the last one: larger ones take as long per byte.
+# A size whose bytes take so long, and longer than latency does, is the last one: larger ones take as long per byte.
 _LONG_ENOUGH = 0.015
+# Late, it is enough if they take this part of latency: more than latency varies.
+_CLEAR = 0.1
+# When the smallest all-reduce takes so long, small sizes are latency for the most part, and few of them will do.
+_FAR = 0.005
 # Up to this size it is measured however long it takes: below, most of a call is latency.
 _LARGE = 2**20
 # Calls of one size, one behind the other: so long, and so many.
@@ -114,6 +118,11 @@ class Link:
         """Bytes per second that a rank sends in a large all-reduce of float32."""
         curve = self.curves["all_reduce"]
         return 1 / (_slope(curve, lambda cost: cost.seconds) or curve[-1].seconds / curve[-1].num_bytes)
+
+    @property
+    def takes_processors(self) -> bool:
+        """Whether what collectives cost processors is known; it is not, of a link that was given."""
+        return any(cost.cpu_seconds for curve in self.curves.values() for cost in curve)
 
     def cost(self, kind: Kind, num_bytes: float, dtype: torch.dtype = torch.float32) -> Cost:
         """What a collective costs.
@@ -210,7 +219,8 @@ def measure_link(group: Group, budget: float = 1.5) -> Link:
 
     Args:
         group: the ranks; more than one.
-        budget: seconds. When they have passed, sizes above a megabyte are left out.
+        budget: seconds. When they have passed, sizes above a megabyte are left out, unless smaller ones are all
+            latency, and calls are timed once where latency is long. With 10 ms for a message it takes 3 s all the same.
 
     Returns:
         the costs, equal on all ranks.
@@ -231,13 +241,21 @@ class _Meter:
         self._group = group
         self._budget = budget
         self._begin = time.perf_counter()
+        self._elapsed = 0.0
+        self._message_seconds = 0.0
+        self._is_far = False
 
     def measure(self) -> Link:
         run = self._all_reduce(torch.float32)
         self._time(run(2**16), 3)  # connections, and TCP's windows, grow with use
-        curve = self._curve(run, _SIZES)
+        latency, _ = self._time(run(_SIZES[0]), _MIN_CALLS)
+        self._message_seconds = latency / (2 * (self._group.size - 1))
+        self._is_far = latency > _FAR
+        curve = self._curve(run, _SIZES[::3] if self._is_far else _SIZES)
         largest = int(curve[-1].num_bytes)
         others = sorted({largest, *(s for s in _SIZES if _FIRST_OF_OTHERS <= s < largest)})[-1::-2][::-1]
+        if self._is_far:
+            others = [_SIZES[0], largest]
         curves = {"all_reduce": curve}
         if self._group.device.type == "cpu":  # sums of 16 bit are slow there
             for dtype in (torch.bfloat16, torch.float16):
@@ -250,17 +268,29 @@ class _Meter:
 
     def _curve(self, run: Run, sizes: Sequence[int]) -> Curve:
         curve: list[Cost] = []
+        seconds = self._message_seconds
         for size in sizes:
             start = run(size)
-            seconds, _ = self._time(start, 1)
-            calls = max(_MIN_CALLS, min(_MAX_CALLS, int(_SECONDS_PER_SIZE / max(seconds, 1e-6))))
-            seconds, cpu_seconds = self._time(start, calls)
+            seconds, cpu_seconds = self._time(start, self._num_calls(start, at_least=seconds))
             busy_seconds = self._time_several(start) if run in (self._all_gather, self._all_to_all) else seconds
             curve.append(Cost(float(size), seconds, cpu_seconds, busy_seconds))
-            too_late = self._agreed(time.perf_counter() - self._begin) > self._budget
-            if len(curve) > 1 and (seconds > _LONG_ENOUGH or (too_late and size >= _LARGE)):
+            latency, transfer = curve[0].seconds, seconds - curve[0].seconds
+            is_enough = self._is_late and size >= _LARGE and transfer > _CLEAR * latency
+            if is_enough or transfer > max(_LONG_ENOUGH, latency):
                 break
         return _rising(curve)
+
+    @property
+    def _is_late(self) -> bool:
+        return self._elapsed > self._budget
+
+    def _num_calls(self, start: Start, at_least: float) -> int:
+        """How many calls to time, of which each takes at least so many seconds."""
+        if self._is_far and at_least > _SECONDS_PER_SIZE / _MIN_CALLS:
+            # It is latency for the most part, which is steady.
+            return 1 if self._is_late else _MIN_CALLS
+        seconds, _ = self._time(start, 1)
+        return max(_MIN_CALLS, min(_MAX_CALLS, int(_SECONDS_PER_SIZE / max(seconds, 1e-6))))
 
     def _time(self, start: Start, calls: int) -> tuple[float, float]:
         """Seconds and processor seconds of one of several calls in a row: of the median one, the mean over ranks."""
@@ -273,7 +303,9 @@ class _Meter:
             moments.append(time.perf_counter())
         cpu_seconds = (time.process_time() - cpu_begin) / calls
         seconds = statistics.median(end - begin for begin, end in itertools.pairwise(moments))
-        return self._agreed(seconds), self._agreed(min(cpu_seconds, seconds))
+        elapsed = moments[-1] - self._begin
+        seconds, cpu_seconds, self._elapsed = self._agreed(seconds, min(cpu_seconds, seconds), elapsed)
+        return seconds, cpu_seconds
 
     def _time_several(self, start: Start) -> float:
         """Seconds of each of several calls that are under way at once."""
@@ -282,13 +314,13 @@ class _Meter:
         for wait in [start() for _ in range(_AT_ONCE)]:
             wait()
         self._wait()
-        return self._agreed((time.perf_counter() - begin) / _AT_ONCE)
+        return self._agreed((time.perf_counter() - begin) / _AT_ONCE)[0]
 
     def _burst(self, run: Run, curve: Curve) -> float:
         """How much less time a call takes after a pause: the most of some sizes, if it is more than noise."""
         gains = [0.0]
         for cost in curve:
-            if not 0.001 <= cost.seconds <= _IDLE_SECONDS:
+            if cost.seconds - curve[0].seconds < 0.001 or cost.seconds > _IDLE_SECONDS:
                 continue
             start, gain = run(int(cost.num_bytes)), []
             for _ in range(3):
@@ -298,16 +330,17 @@ class _Meter:
                 begin = time.perf_counter()
                 start()()
                 self._wait()
-                gain.append(cost.seconds - self._agreed(time.perf_counter() - begin))
+                gain.append(cost.seconds - self._agreed(time.perf_counter() - begin)[0])
             gains.append(statistics.median(gain))
             if gains[-1] < gains[-2]:
                 break
         return max(gains) if max(gains) > 0.0005 else 0.0
 
-    def _agreed(self, seconds: float) -> float:
-        """The mean over ranks, bit-identical on all of them."""
-        own = torch.tensor([seconds], dtype=torch.float64, device=self._group.device)
-        return self._group.all_reduce_mean_(own).item()
+    def _agreed(self, *seconds: float) -> list[float]:
+        """Means over ranks, bit-identical on all of them."""
+        own = torch.tensor(seconds, dtype=torch.float64, device=self._group.device)
+        means: list[float] = self._group.all_reduce_mean_(own).tolist()
+        return means
 
     def _wait(self) -> None:
         if self._group.device.type == "cuda":

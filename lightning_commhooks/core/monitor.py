@@ -122,8 +122,9 @@ class Monitor:
 
         `comm/bytes_sent`, `comm/averagings` and `comm/nonfinite_steps` since `attach`. `comm/compression_ratio`, and
         `comm/exposed_ms` and `comm/codec_ms` per step, since the last call. `comm/relative_error` if it was sampled
-        since then. `comm/residual_norm` now. Those of hooks that have no such thing are 0. Of a user's own function
-        there is nothing, of sharded gradients bytes and ratio only. See `Attachment.metrics`.
+        since then, in a step without inf or NaN. `comm/residual_norm` now. Those of hooks that have no such thing are
+        0. Of a user's own function there is nothing, of sharded gradients bytes and ratio only. See
+        `Attachment.metrics`.
         """
         now, last = self.attachment.metrics(), self._last
         self._last = now
@@ -170,7 +171,7 @@ class Monitor:
 
     def _sampled_step(self) -> int:
         sampler = self.attachment._runtime.watch.sampler if isinstance(self.attachment, Attachment) else None
-        return -1 if sampler is None else sampler.step
+        return -1 if sampler is None else sampler.last_finite()[0]
 
     def _reasons(self) -> dict[str, int]:
         return self.attachment.steps_not_compressed() if isinstance(self.attachment, Attachment) else {}
