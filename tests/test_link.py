@@ -162,7 +162,6 @@ def test_latency_is_not_taken_for_size(monkeypatch, latency, bandwidth, most_sec
         for num_bytes in (2**18, 2**22):
             cost = link.cost(kind, num_bytes).seconds
             assert found.cost(kind, num_bytes).seconds == pytest.approx(cost, rel=0.25), (kind, num_bytes)
-    print(latency, bandwidth, seconds)
     assert seconds < most_seconds
 
 
