@@ -137,7 +137,7 @@ def hosts(
     finally:
         if forwarding is not None:
             forwarding.kill()
-            forwarding.wait()
+            forwarding.communicate()
         for name in [*names, hub]:
             _remove_namespace(name)
         for number, handler in previous.items():
