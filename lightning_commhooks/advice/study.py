@@ -168,8 +168,7 @@ def _notes(link: Link, device: torch.device) -> tuple[str, ...]:
     if device.type == "cuda" or link.takes_processors:
         return ()
     return (
-        "Processor time of gloo and the network stack is left out, which is optimistic at 1 Gbit/s and more: --nproc 2 "
-        "measures it.",
+        "Processor time of gloo and the network stack is left out: optimistic at 1 Gbit/s and more; --nproc 2 has it.",
     )
 
 
