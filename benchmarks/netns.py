@@ -118,8 +118,8 @@ def hosts(
     _remove_leftovers()
     hub = f"{_PREFIX}-{os.getpid()}-hub"
     names = [f"{_PREFIX}-{os.getpid()}-{host}" for host in range(num)]
-    # So that `timeout` or a closed terminal unwinds this function.
     forwarding: subprocess.Popen[str] | None = None
+    # So that `timeout` or a closed terminal unwinds this function.
     previous = {number: signal.signal(number, _exit) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:
         _add_namespace(hub)
