@@ -1,37 +1,31 @@
 """FSDP strategies with the real `Trainer` on CPU, where Lightning runs them; scenarios in fsdp_lightning_runner.py."""
 
+import functools
 import math
 import pickle
 import sys
-from pathlib import Path
 
 import pytest
 
 pytest.importorskip("lightning")
 
+from forks import FOLDER
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.demos.boring_classes import BoringModel
-from test_lightning import Results, finish, start
+from test_lightning import launch as launch_runner
 from torch.distributed.fsdp import MixedPrecision
 
 import lightning_commhooks as lc
 
 torch = pytest.importorskip("torch")
-RUNNER = Path(__file__).with_name("fsdp_lightning_runner.py")
+launch = functools.partial(launch_runner, runner=FOLDER / "fsdp_lightning_runner.py")
 WAYS = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "FSDP2")
-
-
-def launch(out, package, num_devices, *ways):
-    process = start(out, package, [str(num_devices), *ways], runner=RUNNER)
-    stderr = finish(process)
-    assert process.returncode == 0, stderr[-3000:]
-    return Results(out, stderr)
 
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
-    return launch(tmp_path_factory.mktemp("two"), "lightning.pytorch", 2, *WAYS)
+    return launch(tmp_path_factory.mktemp("two"), "2", *WAYS)
 
 
 def check(results, way, label, num_devices=2):
@@ -81,7 +75,7 @@ def test_strategy_string(two):
 
 def test_hybrid_on_four_ranks_of_the_standalone_package(tmp_path):
     pytest.importorskip("pytorch_lightning")
-    results = launch(tmp_path, "pytorch_lightning", 4, "HYBRID_SHARD", "FSDP2")
+    results = launch(tmp_path, "4", "HYBRID_SHARD", "FSDP2", package="pytorch_lightning", world=4)
     for label in ("allreduce", "bf16"):
         result = check(results, "HYBRID_SHARD", label, 4)
         assert result["metrics"] is None, "FSDP reduces by itself"
