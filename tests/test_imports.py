@@ -43,9 +43,22 @@ try:
 except ImportError as error:
     print(error)
 """
-    steps, message = python(code).strip().splitlines()
+    *_, steps, message = python(code).strip().splitlines()  # gloo of PyTorch 2.8 prints something, too
     assert steps == "1"
     assert "pip install 'lightning-commhooks[lightning]'" in message
+
+
+@pytest.mark.parametrize("module", ["", ".fsdp", ".kwargs", ".monitor"])
+def test_accelerate_integration_says_what_to_install(module):
+    code = f"""
+import sys
+sys.modules["accelerate"] = None  # import fails
+try:
+    import accelerate_integration{module}
+except ImportError as error:
+    print(error)
+"""
+    assert "pip install 'lightning-commhooks[accelerate]'" in python(code)
 
 
 def test_accelerate_integration_imports_neither_lightning_nor_transformers():
