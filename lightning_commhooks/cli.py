@@ -79,7 +79,7 @@ def list_hooks(
     as_json: AsJson = False,
 ) -> None:
     """List hooks and wrappers: what each sends, its options and their defaults."""
-    with _usage_errors():
+    with _usage_errors(), launch.nothing_on_stdout():
         found = listed(name)
     if as_json:
         print(json.dumps([dataclasses.asdict(hook) for hook in found], indent=2))
@@ -276,7 +276,7 @@ def _study(
     except ValueError as wrong:
         error = wrong
     # What a factory prints does not belong in the output.
-    with contextlib.redirect_stdout(sys.stderr), launch.joined(place, own):
+    with launch.nothing_on_stdout(), launch.joined(place, own):
         try:
             task = load_task(factory, own, place.rank) if error is None else None
         except ValueError as wrong:
