@@ -7,13 +7,17 @@ BIN := $(VENV)/bin
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test lint format bench bench-quick stress docs linkcheck install clean
+.PHONY: demo test mutations lint format bench bench-quick stress docs linkcheck install clean
 
 demo: install
 	$(BIN)/python examples/demo.py
 
 test: install
 	$(BIN)/python -m pytest
+
+# Breaks the library in a hundred places, one at a time, and expects a test to fail each time.
+mutations: install
+	$(BIN)/python tests/mutations
 
 lint: install
 	$(BIN)/ruff check .
