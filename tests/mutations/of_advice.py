@@ -48,10 +48,10 @@ MUTATIONS = [
     Mutation(
         "slowest_is_best",
         f"{ADVICE}/ranking.py",
-        "key=lambda row: (row.error, row.step_ms))",
-        "key=lambda row: -row.step_ms)",
-        "Of hooks that are as fast, the slowest is recommended, not the most exact.",
-        "tests/test_advice.py -k 'equally_fast or Verdict'",
+        "fastest = min(row.step_ms for row in rows)",
+        "fastest = max(row.step_ms for row in rows)",
+        "A hook is recommended that is as slow as the slowest.",
+        "tests/test_advice.py -k 'fastest'",
     ),
     Mutation(
         "no_headroom_is_needed",

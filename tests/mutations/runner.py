@@ -116,7 +116,7 @@ def run_tests(folder: Path, arguments: Sequence[str], timeout: float) -> Outcome
     # 2: not collected; 4: wrong arguments; 5: nothing selected. With 3 and signals pytest itself has failed.
     if process.returncode not in (0, 1):
         raise BrokenEntryError(f"pytest {shlex.join(arguments)} ended with {process.returncode}:\n{output[-3000:]}")
-    found = re.search(r"^(FAILED|ERROR) (\S+)", output, re.MULTILINE)
+    found = re.search(r"^(FAILED|ERROR) (.+?)(?: - |$)", output, re.MULTILINE)
     return Outcome(process.returncode == 1, found[2] if found else "", time.monotonic() - begin, output)
 
 
