@@ -70,7 +70,9 @@ class Pool:
         assert not any(exit_codes), f"exit codes of the workers: {exit_codes}"
 
     def _start(self):
-        context = get_context("spawn")
+        # Forked from a fresh process that has imported PyTorch, which takes most of the time of starting.
+        context = get_context("forkserver")
+        context.set_forkserver_preload(["torch._dynamo", "torch.distributed.nn"])
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         for _ in range(SIZE):
             ours, theirs = context.Pipe()
