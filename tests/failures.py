@@ -196,13 +196,13 @@ def in_move_to(group):
 
 
 def in_sample_error(group):
-    ddp, attachment, _ = attach(group)
+    _ddp, attachment, _ = attach(group)
     yield attachment
     attachment.sample_error(every=-1 if is_last() else 100)
 
 
 def in_measure_link(group):
-    ddp, attachment, _ = attach(group)
+    _ddp, attachment, _ = attach(group)
     yield attachment
     attachment.measure_link("long" if is_last() else 0.2)
 
