@@ -55,6 +55,7 @@ class Committed:
             return
         try:
             self._copy = _Keeper(self._bound.group, "none").hook(self._config, self._bound)
+            self._problem = ""
         except Exception as error:  # of a state_dict() that cannot do without the other ranks
             self._problem = f"{type(self._bound).__name__}.state_dict() of what ranks share, kind='none': {error!r}"
 

@@ -35,7 +35,7 @@ class DiLoCo(LocalSGDConfig):
 
     Sends 2(w-1)/w times the parameters every `period` steps, half of it with `"bf16"`, a quarter with `"int8"`,
     a seventh with `"int4"`. Needs memory for the common
-    model and the outer momentum, at least float32 each.
+    model and the outer momentum, at least float32 each, and in an outer step as much again for the fragment.
 
     Args:
         period: number of steps of the inner optimizer between outer ones. 50 to 500 is usual.
