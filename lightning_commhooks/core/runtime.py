@@ -91,8 +91,7 @@ class Runtime:
         else:
             group = Group(self._owned or process_group, self.counters, device, aborts)
         try:
-            with self.aborting():
-                self.bound = hook.bind(group)
+            self.bound = self._bind(group)
         except BaseException:
             self._engine.close()
             destroy(self._owned, group)
@@ -106,14 +105,24 @@ class Runtime:
     def reset(self) -> None:
         """Let the hook begin anew, at step 0, with the same model on all ranks. Collective."""
         self.clock.end()
-        with self.aborting():
-            self._take_over(self._bind_again(), 0)
+        self._take_over(self._bind_again(), 0)
         self.local.models.restore([], {})
 
     def _bind_again(self) -> BoundHook:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # they were given when the hook was attached
-            return self.config.bind(self.bound.group)
+            return self._bind(self.bound.group)
+
+    def _bind(self, group: Group) -> BoundHook:
+        with self.aborting():
+            try:
+                return self.config.bind(group)
+            except ValueError:
+                raise  # options do not fit these ranks
+            except Exception as error:
+                raise HookError(
+                    f"communication hook {self.name!r} failed on rank {group.global_rank} in bind(): {error}"
+                ) from error
 
     def _take_over(self, fresh: BoundHook, steps: int) -> None:
         self.bound, self.committed = fresh, Committed(self.config, fresh)
@@ -182,8 +191,7 @@ class Runtime:
             StateError: see `checkpoint.load`. The hook is as it was before.
         """
         self.clock.end()
-        with self.aborting():
-            fresh = self._bind_again()
+        fresh = self._bind_again()
         loaded = self.call(lambda: self._load(state, fresh, strict))
         if isinstance(loaded, checkpoint.StateError):
             raise loaded
