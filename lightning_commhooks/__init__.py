@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_commhooks.core.attach import attach
 from lightning_commhooks.core.attachment import Attachment
+from lightning_commhooks.core.checkpoint import StateError
 from lightning_commhooks.core.engine import HookError
 from lightning_commhooks.core.hook import BoundHook, Bucket, CommHook
 from lightning_commhooks.core.monitor import Monitor
@@ -77,6 +78,7 @@ __all__ = [
     "QuantizePerTensor",
     "ScaleByGradAccumulation",
     "Schedule",
+    "StateError",
     "attach",
     "available_hooks",
     "get_hook",

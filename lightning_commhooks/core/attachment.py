@@ -14,12 +14,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_commhooks.core import checkpoint
+from lightning_commhooks.core.agreement import together
 from lightning_commhooks.core.ddp import check_model, register
 from lightning_commhooks.core.engine import HookError
 from lightning_commhooks.core.error_sample import DEFAULT_NUMEL, ErrorSampler
 from lightning_commhooks.core.hook import BoundHook, CommHook
 from lightning_commhooks.core.layout import Layout
-from lightning_commhooks.core.link import Link, measure_link
+from lightning_commhooks.core.link import Link, check_ranks, measure_link
 from lightning_commhooks.core.runtime import Runtime
 from lightning_commhooks.core.user_hook import DDPHook, UserFunction
 
@@ -104,14 +105,17 @@ class Attachment:
         Raises:
             ValueError: a value is out of range, or not the same on all ranks; the hook is a user's own function.
         """
-        for name, value, lowest in (("every", every, 0), ("numel", 1 if numel is None else numel, 1)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < lowest:
-                raise ValueError(f"{name} must be an integer of at least {lowest}, is {value!r}")
         if self.bound is None:
             raise ValueError(f"{self.name} is not a hook of this library: its error cannot be sampled")
-        group, own = self.bound.group, [every, -1 if numel is None else numel]
+        problem = ""
+        for name, value, lowest in (("every", every, 0), ("numel", 1 if numel is None else numel, 1)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < lowest:
+                problem = problem or f"{name} must be an integer of at least {lowest}, is {value!r}"
+        group, own = self.bound.group, [-1, -1] if problem else [every, -1 if numel is None else numel]
         self._runtime.clock.end()
         asked = self._runtime.call(lambda: group.all_gather_quietly(own))
+        if problem:
+            raise ValueError(problem)
         if any(one != own for one in asked):
             raise ValueError(f"sample_error(every, numel) must be the same on all ranks, is {asked}")
         total = sum(parameter.numel() for parameter in self._runtime.layout.trained.values())
@@ -129,6 +133,7 @@ class Attachment:
         bound = self.bound
         if bound is None:
             raise ValueError(f"{self.name} is not a hook of this library: it has no process group to measure")
+        check_ranks(bound.group)
         self._runtime.clock.end()
         return self._runtime.call(lambda: measure_link(bound.group, budget))
 
@@ -171,14 +176,17 @@ class Attachment:
         """What of `state_dict` is equal on all ranks anyway: the step count, but not what is still owed.
 
         Not collective, and allowed at any time: after a failure, or in a signal handler in the middle of a step. Of
-        the present step it has nothing but the count.
+        the present step it has nothing but the count; the rest is what the last step, or averaging, has left.
 
         Raises:
-            HookError: the attachment is closed.
+            HookError: the attachment is closed; or `state_dict` of a hook of your own fails without the other ranks.
         """
         if self.is_closed:
             raise HookError("the communication hook was closed; its state is gone")
-        return self._save("none")
+        run = self._runtime
+        return checkpoint.complete(
+            run.committed.read(), {}, run.bound.group, run.clock.steps, run.layout.shapes, "none"
+        )
 
     def _save(self, kind: checkpoint.PerRank) -> dict[str, Any]:
         run = self._runtime
@@ -194,7 +202,7 @@ class Attachment:
             strict_state: whether what does not fit is an error. If not, those entries begin anew, with a warning.
 
         Raises:
-            ValueError: it is no such state, truncated, of another hook, of a model with other parameters, or the
+            StateError: it is no such state, truncated, of another hook, of a model with other parameters, or the
                 hook's options give its memory other sizes. Raised on all ranks if it is so on one; the hook is
                 as it was before, then.
         """
@@ -331,17 +339,18 @@ class Attachment:
         Raises:
             ValueError: `model` is not DDP or has a hook already; or ranks had stepped alone when it was made, and DDP
                 has overwritten their models with rank 0's: `average_weights()` before.
-            HookError: the attachment is closed.
+            HookError: the attachment is closed; or one of these on another rank.
         """
         if self.is_closed:
             raise HookError("the communication hook was closed; keep the old DistributedDataParallel until move_to()")
         self._runtime.clock.end()
-        if self._runtime.local.models.drifted:
-            raise ValueError(
-                "the models of the ranks differed when the new DistributedDataParallel was made, which overwrote them "
-                "with that of rank 0; call average_weights() before making it"
-            )
-        self._connect(model)
+        with together(self._runtime.bound.group.process_group, "move_to()"):
+            if self._runtime.local.models.drifted:
+                raise ValueError(
+                    "the models of the ranks differed when the new DistributedDataParallel was made, which overwrote "
+                    "them with that of rank 0; call average_weights() before making it"
+                )
+            self._connect(model)
 
     def _connect(self, model: DistributedDataParallel) -> None:
         check_model(model)
