@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from lightning_commhooks.core.accumulation import is_positive
 from lightning_commhooks.core.attachment import Attachment
 from lightning_commhooks.core.collectives import Group
-from lightning_commhooks.core.ddp import check_model
+from lightning_commhooks.core.ddp import checked_model
 from lightning_commhooks.core.groups import backend_for
 from lightning_commhooks.core.hook import CommHook
 from lightning_commhooks.core.metrics import Counters
@@ -68,7 +68,7 @@ def attach(
     Collective: every rank of the model's process group calls it, before the first backward.
 
     Args:
-        model: the wrapped model.
+        model: the wrapped model, perhaps compiled: `torch.compile(DistributedDataParallel(module))`.
         hook: a name (`available_hooks()`), a configured `CommHook`, or a function with the signature of
             `DistributedDataParallel.register_comm_hook`, stock or your own.
         hook_state: the `state` argument of such a function.
@@ -89,16 +89,17 @@ def attach(
 
     Raises:
         ValueError: unknown name; a function that DDP would refuse; `hook_state` with a hook that is no
-            function; a model that is not DDP, has a hook already, is on another device than CPU or CUDA, or
-            runs under `torch.compile`'s `python_reducer`; a scaler that is no `GradScaler`; an optimizer that
-            cannot step on one rank alone; `accumulation` is none, or given twice; `loss_divided_by` is not positive.
+            function; a model that is not DDP, has a hook already or had one that was closed, is on another device than
+            CPU or CUDA, or runs under `torch.compile`'s `python_reducer`; a scaler that is no `GradScaler`; an
+            optimizer that cannot step on one rank alone; `accumulation` is none, or given twice; `loss_divided_by` is
+            not positive.
     """
     resolved = resolve_hook(hook, hook_state, accumulation)
     config = resolved if isinstance(resolved, CommHook) else UserFunction(resolved)
     if not callable(loss_divided_by) and not is_positive(loss_divided_by):
         raise ValueError(f"loss_divided_by must be a positive number or a function, is {loss_divided_by!r}")
     divided_by = loss_divided_by if callable(loss_divided_by) else lambda: loss_divided_by
-    check_model(model)
+    model = checked_model(model)
     if grad_scaler is not None and not isinstance(grad_scaler, torch.amp.GradScaler):
         raise ValueError(f"grad_scaler must be a torch.amp.GradScaler, is {grad_scaler!r}")
     if not (callable(loss_divided_by) or loss_divided_by == 1 or config.counts_micro_batches):
@@ -147,7 +148,7 @@ def attach_emulated(
     Raises:
         ValueError: see [`attach`][].
     """
-    check_model(model)
+    model = checked_model(model)
     device = next(p.device for p in model.module.parameters() if p.requires_grad)
     runtime = Runtime(hook, model.process_group, device, None, None, lambda: 1, make_group)
     attachment = Attachment(hook, runtime, exact_state=False)
