@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from lightning_commhooks.core.attach import attach
@@ -49,7 +50,6 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# Without the strategies: a star import must not need Lightning.
 __all__ = [
     "BF16",
     "FP8",
@@ -84,6 +84,23 @@ __all__ = [
     "get_hook",
     "register",
 ]
+
+# A star import must not need Lightning.
+if find_spec("lightning") is not None:
+    __all__ += [
+        "CommHookMonitor",
+        "CompressedDDPFabricStrategy",
+        "CompressedDDPStrategy",
+        "CompressedFSDPStrategy",
+        "CompressedModelParallelStrategy",
+    ]
+if find_spec("pytorch_lightning") is not None:
+    __all__ += [
+        "CommHookMonitorPL",
+        "CompressedDDPStrategyPL",
+        "CompressedFSDPStrategyPL",
+        "CompressedModelParallelStrategyPL",
+    ]
 
 _LAZY = {
     "CommHookMonitor": "lightning_commhooks.callbacks",

@@ -16,7 +16,7 @@ from lightning_commhooks.core.accumulation import is_positive
 from lightning_commhooks.core.agreement import together
 from lightning_commhooks.core.attachment import Attachment
 from lightning_commhooks.core.collectives import Group
-from lightning_commhooks.core.ddp import check_model
+from lightning_commhooks.core.ddp import checked_model, unwrapped
 from lightning_commhooks.core.groups import backend_for
 from lightning_commhooks.core.hook import CommHook
 from lightning_commhooks.core.metrics import Counters
@@ -70,7 +70,7 @@ def attach(
     Collective: every rank of the model's process group calls it, before the first backward.
 
     Args:
-        model: the wrapped model.
+        model: the wrapped model, perhaps compiled: `torch.compile(DistributedDataParallel(module))`.
         hook: a name (`available_hooks()`), a configured `CommHook`, or a function with the signature of
             `DistributedDataParallel.register_comm_hook`, stock or your own.
         hook_state: the `state` argument of such a function.
@@ -92,19 +92,20 @@ def attach(
     Raises:
         HookError: one of these, or whatever else, on another rank.
         ValueError: unknown name; a function that DDP would refuse; `hook_state` with a hook that is no
-            function; a model that is not DDP, has a hook already, is on another device than CPU or CUDA, or
-            runs under `torch.compile`'s `python_reducer`; a scaler that is no `GradScaler`; an optimizer that
-            cannot step on one rank alone; `accumulation` is none, or given twice; `loss_divided_by` is not positive.
+            function; a model that is not DDP, has a hook already or had one that was closed, is on another device than
+            CPU or CUDA, or runs under `torch.compile`'s `python_reducer`; a scaler that is no `GradScaler`; an
+            optimizer that cannot step on one rank alone; `accumulation` is none, or given twice; `loss_divided_by` is
+            not positive.
     """
-    is_ddp = isinstance(model, DistributedDataParallel)
+    ddp = unwrapped(model)
     # Before anything is made that takes all ranks.
-    with together(model.process_group, "attach()") if is_ddp else nullcontext():
+    with together(ddp.process_group, "attach()") if isinstance(ddp, DistributedDataParallel) else nullcontext():
         resolved = resolve_hook(hook, hook_state, accumulation)
         config = resolved if isinstance(resolved, CommHook) else UserFunction(resolved)
         if not callable(loss_divided_by) and not is_positive(loss_divided_by):
             raise ValueError(f"loss_divided_by must be a positive number or a function, is {loss_divided_by!r}")
         divided_by = loss_divided_by if callable(loss_divided_by) else lambda: loss_divided_by
-        check_model(model)
+        model = checked_model(model)
         if grad_scaler is not None and not isinstance(grad_scaler, torch.amp.GradScaler):
             raise ValueError(f"grad_scaler must be a torch.amp.GradScaler, is {grad_scaler!r}")
         if not (callable(loss_divided_by) or loss_divided_by == 1 or config.counts_micro_batches):
@@ -154,7 +155,7 @@ def attach_emulated(
     Raises:
         ValueError: see [`attach`][].
     """
-    check_model(model)
+    model = checked_model(model)
     device = next(p.device for p in model.module.parameters() if p.requires_grad)
     runtime = Runtime(hook, model.process_group, device, None, None, lambda: 1, make_group)
     attachment = Attachment(hook, runtime, exact_state=False)

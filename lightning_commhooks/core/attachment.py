@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from lightning_commhooks.core import checkpoint
 from lightning_commhooks.core.agreement import together
-from lightning_commhooks.core.ddp import check_model, register
+from lightning_commhooks.core.ddp import checked_model, register, unwrapped
 from lightning_commhooks.core.engine import HookError
 from lightning_commhooks.core.error_sample import DEFAULT_NUMEL, ErrorSampler
 from lightning_commhooks.core.hook import BoundHook, CommHook
@@ -30,6 +30,8 @@ _UNKNOWN_OF_FUNCTIONS = ("bytes_sent", "compression_ratio", "exposed_ms", "codec
 class Attachment:
     """A hook at work on one DDP model; made by [`attach`][].
 
+    A copy, as by `copy.deepcopy` or `pickle` of what holds it, has the metrics so far and is closed.
+
     Attributes:
         hook: the configuration: a `CommHook`, or the user's own DDP hook function.
     """
@@ -41,6 +43,13 @@ class Attachment:
         self._finalizer: weakref.finalize[Any, Any] | None = None
         self._model: Callable[[], DistributedDataParallel | None] = lambda: None
 
+    def __repr__(self) -> str:
+        hook = self.hook if isinstance(self.hook, CommHook) else self.name
+        return f"Attachment(hook={hook!r}, steps={self._steps}{', closed' if self.is_closed else ''})"
+
+    def __reduce__(self) -> tuple[type[AttachmentCopy], tuple[Any, ...]]:
+        return AttachmentCopy, (self.hook, self.metrics(), self.steps_not_compressed())
+
     @property
     def bound(self) -> BoundHook | None:
         """The runtime object; `None` for a user's own function."""
@@ -49,16 +58,20 @@ class Attachment:
     @property
     def is_closed(self) -> bool:
         """Whether `close` was called or the model has gone."""
-        return self._finalizer is not None and not self._finalizer.alive
+        return self._runtime.is_closed
 
     @property
     def name(self) -> str:
         """Name of the hook, or `module.function` of a user's own."""
         return self._runtime.name
 
+    @property
+    def _steps(self) -> int:
+        return self._runtime.counters.steps
+
     def is_attached_to(self, model: DistributedDataParallel) -> bool:
         """Whether this is the hook of that model."""
-        return self._model() is model
+        return self._model() is unwrapped(model)
 
     def metrics(self) -> dict[str, float]:
         """Cumulative counts of this rank. Of a step that has not ended yet, with the optimizer's, no times are taken.
@@ -353,13 +366,13 @@ class Attachment:
             self._connect(model)
 
     def _connect(self, model: DistributedDataParallel) -> None:
-        check_model(model)
+        model = checked_model(model)
         layout = Layout(model.module)
         names = list(layout.trained)
         texts = self._runtime.config.check_parameters(names)
         self._runtime.local.models.layout = layout
         trampoline = self._runtime.trampoline(model)
-        register(model, self._runtime.hook_state, trampoline, self.name)
+        register(model, self._runtime.hook_state, trampoline, self.name, lambda: self._runtime.is_closed)
         if self._finalizer is not None:
             self._finalizer.detach()
         self._finalizer = weakref.finalize(model, self._runtime.close)
@@ -386,6 +399,52 @@ class Attachment:
         """
         if self._finalizer is not None:
             self._finalizer()
+
+
+class AttachmentCopy(Attachment):
+    """What a copy of an `Attachment` is: closed, since the hook stays with the model that it was attached to.
+
+    Args:
+        hook: the configuration.
+        metrics: until it was copied.
+        not_compressed: `steps_not_compressed()` until then.
+    """
+
+    def __init__(self, hook: CommHook | DDPHook, metrics: dict[str, float], not_compressed: dict[str, int]) -> None:
+        self.hook = hook
+        self._metrics = metrics
+        self._not_compressed = not_compressed
+
+    @property
+    def _runtime(self) -> Runtime:  # type: ignore[override]
+        raise HookError(
+            f"this is a copy of an Attachment, and hook {self.name!r} stays with the model that it was attached to: "
+            "attach(model, hook) to train a copy of the model"
+        )
+
+    @property
+    def is_closed(self) -> bool:
+        return True
+
+    @property
+    def name(self) -> str:
+        return hook_name(self.hook)
+
+    @property
+    def _steps(self) -> int:
+        return int(self._metrics["steps"])
+
+    def is_attached_to(self, model: DistributedDataParallel) -> bool:
+        return False
+
+    def metrics(self) -> dict[str, float]:
+        return dict(self._metrics)
+
+    def steps_not_compressed(self) -> dict[str, int]:
+        return dict(self._not_compressed)
+
+    def close(self) -> None:
+        return None
 
 
 def hook_name(hook: CommHook | DDPHook) -> str:

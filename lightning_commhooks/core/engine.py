@@ -28,6 +28,8 @@ T = TypeVar("T")
 # Work that is under way when an engine closes belongs to a backward that was broken off; usually it waits for peers.
 GRACE_SECONDS = 1.0
 
+CLOSED = "the communication hook was closed; attach a hook to a new DistributedDataParallel"
+
 
 @functools.cache
 def _let_gloo_finish_at_exit() -> None:
@@ -113,7 +115,10 @@ class ThreadEngine(Engine):
         self._device = device
         self._abort = abort
         self._process = os.getpid()
-        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="lightning_commhooks")
+        # Without recording, for a backward with create_graph=True.
+        self._executor = ThreadPoolExecutor(
+            1, "lightning_commhooks", initializer=torch.set_grad_enabled, initargs=(False,)
+        )
         self._failure: BaseException | None = None
         self._last: HostFuture[Any] | None = None
         self._closed = False
@@ -275,4 +280,4 @@ class StreamEngine(Engine):
 
 def _raise_if_closed(closed: bool) -> None:
     if closed:
-        raise HookError("the communication hook was closed; attach a hook to a new DistributedDataParallel")
+        raise HookError(CLOSED)

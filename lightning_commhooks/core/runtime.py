@@ -19,8 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_commhooks.core import checkpoint
 from lightning_commhooks.core.collectives import Group
 from lightning_commhooks.core.committed import Committed
-from lightning_commhooks.core.ddp import LocalPhase, Usage
-from lightning_commhooks.core.engine import Engine, HookError, StreamEngine, ThreadEngine
+from lightning_commhooks.core.ddp import LocalPhase, Trampoline, Usage
+from lightning_commhooks.core.engine import CLOSED, Engine, HookError, StreamEngine, ThreadEngine
 from lightning_commhooks.core.groups import backend_for, destroy, own_group
 from lightning_commhooks.core.hook import BoundHook, Bucket, CommHook
 from lightning_commhooks.core.layout import Layout
@@ -33,7 +33,6 @@ from lightning_commhooks.core.user_hook import DDPHook, UserFunction
 from lightning_commhooks.core.watch import Watch
 
 T = TypeVar("T")
-Trampoline = Callable[[object, GradBucket], Future[Tensor]]
 
 
 class Runtime:
@@ -47,6 +46,9 @@ class Runtime:
         grad_scaler: which scales the loss, if any does.
         loss_divided_by: what the loss of each micro-batch is divided by.
         make_group: makes the collectives of the hook in place of those of `process_group`, to count by these counters.
+
+    Attributes:
+        is_closed: whether `close` was called.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class Runtime:
         self.micro_batches = MicroBatches(loss_divided_by) if hook.counts_micro_batches else None
         self._grad_scaler = grad_scaler
         self._warned = False
+        self.is_closed = False
         self._owned: dist.ProcessGroup | None = None
         self._engine: Engine | None = None
         if isinstance(hook.method, UserFunction):
@@ -215,7 +218,7 @@ class Runtime:
         watched = LocalPhase(model, self.local, self.bound.averages_models)
         last_may_be_skipped = model.skip_all_reduce_unused_params
         if isinstance(self.config.method, UserFunction):
-            return self._counting(self.config.method.function, last_may_be_skipped)
+            return self._counting(self.config.method.function, watched, last_may_be_skipped)
         engine, usage = self._engine, self._usage
         assert engine is not None
 
@@ -262,10 +265,13 @@ class Runtime:
                 f"bucket {bucket.index} ({names}): {error}"
             ) from error
 
-    def _counting(self, hook: DDPHook, last_may_be_skipped: bool) -> Trampoline:
+    def _counting(self, hook: DDPHook, watched: LocalPhase, last_may_be_skipped: bool) -> Trampoline:
         def trampoline(state: object, bucket: GradBucket) -> Future[Tensor]:
+            if self.is_closed:
+                raise HookError(CLOSED)
             flat = bucket.buffer()
             plain = self._plain(bucket, flat, last_may_be_skipped)
+            watched.begin(self.bound, plain.step)
             _count_dense(self.bound.group, flat)
             if flat.is_sparse:
                 bucket.set_buffer(self.bound.reduce_sparse(flat, plain))
@@ -290,6 +296,7 @@ class Runtime:
 
     def close(self) -> None:
         """Release thread, process group and memory; warn of what the user should know."""
+        self.is_closed = True
         texts = self.local.close()
         self._usage.watch({})
         if self.micro_batches is not None:
