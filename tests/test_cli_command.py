@@ -1,10 +1,8 @@
 """`python -m lightning_commhooks`, in processes of its own."""
 
 import json
-import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -14,11 +12,12 @@ from lightning_commhooks import wrappers
 pytest.importorskip("typer")
 pytest.importorskip("rich")
 
+from forks import FORKS, alone, run_ranks
 from typer.testing import CliRunner
 
 from lightning_commhooks.cli import app, parse_bandwidth, parse_latency
 
-ROOT = Path(__file__).parent.parent
+EAGER = {"TORCH_COMPILE_DISABLE": "1"}
 MODELS = """
 import os
 import sys
@@ -88,12 +87,20 @@ def folder(tmp_path):
     return tmp_path
 
 
-def command(folder, *arguments, launcher=("-m",), timeout=120):
+def command(folder, *arguments, timeout=120):
     """Exit code, standard output and standard error."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TORCH_COMPILE_DISABLE": "1"}
-    line = [sys.executable, *launcher, "lightning_commhooks", *arguments]
-    done = subprocess.run(line, cwd=folder, env=environment, capture_output=True, text=True, timeout=timeout)
-    return done.returncode, done.stdout, done.stderr
+    with FORKS.start("lightning_commhooks", *arguments, environment=alone(**EAGER), cwd=folder) as process:
+        try:
+            process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            pytest.fail(f"hang\n{process.printed()}")
+        return process.returncode, *process.printed()
+
+
+def under_torchrun(folder, *arguments):
+    """What rank 0 of two prints."""
+    return run_ranks("lightning_commhooks", *arguments, cwd=folder, **EAGER)[0][0]
 
 
 def in_process(*arguments):
@@ -158,10 +165,8 @@ def test_advise_in_processes_of_its_own(folder):
 
 
 def test_bench_under_torchrun(folder):
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m")
     options = ["--hooks", "int8:min_bytes=0", "--hooks", "fp16", "--rounds", "1"]
-    code, output, errors = command(folder, "bench", "my_models:small", *options, launcher=launcher)
-    assert code == 0, errors
+    output = under_torchrun(folder, "bench", "my_models:small", *options)
     first, *_ = output.splitlines()
     assert first.startswith("2 ranks, each on CPU")
     for label in ("dense (no hook)", "noop (sends nothing)", "int8:min_bytes=0", "fp16"):
@@ -184,11 +189,8 @@ def test_a_model_with_collectives_of_its_own(folder):
 
 
 def test_what_if_under_torchrun(folder):
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m")
     what_if = ["--bandwidth", "1gbit", "--rounds", "1", "--hooks", "bf16", "--json"]
-    code, output, errors = command(folder, "advise", "my_models:small", *what_if, launcher=launcher)
-    assert code == 0, errors
-    found = json.loads(output)
+    found = json.loads(under_torchrun(folder, "advise", "my_models:small", *what_if))
     assert found["is_what_if"]
     assert found["world_size"] == 2
     assert found["link"]["curves"]["all_reduce"][-1]["cpu_seconds"] > 0

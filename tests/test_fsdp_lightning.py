@@ -1,39 +1,33 @@
 """FSDP strategies with the real `Trainer` on CPU, where Lightning runs them; scenarios in fsdp_lightning_runner.py."""
 
+import functools
 import math
 import pickle
 import sys
-from pathlib import Path
 
 import pytest
 
 pytest.importorskip("lightning")
 
+from forks import FOLDER
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.demos.boring_classes import BoringModel
-from test_lightning import Results, finish, start
+from test_lightning import launch as launch_runner
 from torch.distributed.fsdp import MixedPrecision
 from versions import HAS_FSDP2_HOOKS, needs_fsdp2_hooks
 
 import lightning_commhooks as lc
 
 torch = pytest.importorskip("torch")
-RUNNER = Path(__file__).with_name("fsdp_lightning_runner.py")
+launch = functools.partial(launch_runner, runner=FOLDER / "fsdp_lightning_runner.py")
 FSDP2 = pytest.param("FSDP2", marks=needs_fsdp2_hooks)
 WAYS1 = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
 
 
-def launch(out, package, num_devices, *ways):
-    process = start(out, package, [str(num_devices), *ways], runner=RUNNER)
-    stderr = finish(process)
-    assert process.returncode == 0, stderr[-3000:]
-    return Results(out, stderr)
-
-
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
-    return launch(tmp_path_factory.mktemp("two"), "lightning.pytorch", 2, *WAYS1, *["FSDP2"] * HAS_FSDP2_HOOKS)
+    return launch(tmp_path_factory.mktemp("two"), "2", *WAYS1, *["FSDP2"] * HAS_FSDP2_HOOKS)
 
 
 def check(results, way, label, num_devices=2):
@@ -84,7 +78,7 @@ def test_strategy_string(two):
 def test_hybrid_on_four_ranks_of_the_standalone_package(tmp_path):
     pytest.importorskip("pytorch_lightning")
     ways = ["HYBRID_SHARD", *["FSDP2"] * HAS_FSDP2_HOOKS]
-    results = launch(tmp_path, "pytorch_lightning", 4, *ways)
+    results = launch(tmp_path, "4", *ways, package="pytorch_lightning", world=4)
     for label in ("allreduce", "bf16"):
         result = check(results, "HYBRID_SHARD", label, 4)
         assert result["metrics"] is None, "FSDP reduces by itself"
