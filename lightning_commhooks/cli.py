@@ -21,10 +21,11 @@ from lightning_commhooks.advice import launch, report
 from lightning_commhooks.advice.candidates import DEFAULT, Candidate, candidates
 from lightning_commhooks.advice.launch import Failed, Place
 from lightning_commhooks.advice.listing import listed
+from lightning_commhooks.advice.load import load_task
 from lightning_commhooks.advice.measure import Bench, UnfitError
 from lightning_commhooks.advice.plot import save_plot
 from lightning_commhooks.advice.study import Result, Tell, WhatIf, advised, measured
-from lightning_commhooks.advice.task import load_task, try_task
+from lightning_commhooks.advice.task import try_task
 
 app = typer.Typer(
     name="lightning-commhooks",

@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from forks import ROOT, run_ranks
+from forks import PATIENCE, ROOT, run_ranks
 
 EXAMPLES = ROOT / "examples"
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
@@ -39,7 +39,7 @@ def run_example(*command, cwd=ROOT, path=ROOT):
         start_new_session=True,
     )
     try:
-        stdout, stderr = process.communicate(timeout=120)
+        stdout, stderr = process.communicate(timeout=120 * PATIENCE)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         pytest.fail(f"hang\n{process.communicate()}")

@@ -16,14 +16,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from driver import POWERSGD, SHAPES, Params, attached, backward, full_rank_gradients
-from forks import FORKS, alone
+from forks import FORKS, PATIENCE, alone
 from pool import check_no_leaks
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_commhooks as lc
 from lightning_commhooks.core.engine import ThreadEngine
 
-SOON = 15  # seconds, far more than it takes, on a machine that has other things to do
+SOON = 10 * PATIENCE  # seconds, far more than it takes, on a machine that has other things to do
 TIMEOUT_SECONDS = {"time_out": 3}
 CPU = torch.device("cpu")
 
