@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test lint format bench bench-quick stress docs linkcheck install clean
+.PHONY: demo test lint format bench bench-quick stress peers docs linkcheck install clean
 
 demo: install
 	$(BIN)/python examples/demo.py
@@ -49,6 +49,10 @@ stress: install
 	$(BIN)/python benchmarks/stress_launches.py
 	$(BIN)/python benchmarks/resume_launches.py
 	$(BIN)/python benchmarks/soak.py
+
+# PyTorch's own tests of DDP and Accelerate's scripts, with each lossless hook and without.
+peers: install
+	$(BIN)/python tests/peers/run.py
 
 # The pages in docs/ as HTML: docs/_build/html/index.html. Links within the repository are checked.
 docs: install

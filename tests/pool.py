@@ -29,9 +29,16 @@ class WorkerError(AssertionError):
 
 
 class Pool:
-    """Runs module-level functions on 2 or 4 ranks."""
+    """Runs module-level functions on 2 or 4 ranks.
 
-    def __init__(self):
+    Args:
+        call: what a worker does with a call, for other users than pytest's tests; the default is `_call`.
+        size: number of workers.
+    """
+
+    def __init__(self, call=None, size=SIZE):
+        self._function_of_workers = call or _call
+        self._size = size
         self._workers = []
         self._num_calls = 0
 
@@ -72,9 +79,10 @@ class Pool:
     def _start(self):
         context = get_context("spawn")
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        for _ in range(SIZE):
+        for _ in range(self._size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_work, args=(theirs, self._store.port), daemon=True)
+            args = (theirs, self._store.port, self._function_of_workers)
+            process = context.Process(target=_work, args=args, daemon=True)
             process.start()
             theirs.close()
             self._workers.append((process, ours))
@@ -106,7 +114,7 @@ def _collect(pipes, timeout):
     return replies
 
 
-def _work(pipe, port):
+def _work(pipe, port, call):
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"
     # Compiling takes seconds, and the gradients of most tests are too small to be given to what was compiled.
@@ -120,7 +128,7 @@ def _work(pipe, port):
         rank = "?"
         try:
             prefix, rank, world, function, args = pickle.loads(message)
-            reply = (True, _call(dist.PrefixStore(prefix, store), rank, world, function, args))
+            reply = (True, call(dist.PrefixStore(prefix, store), rank, world, function, args))
         except BaseException:
             reply = (False, f"rank {rank}:\n{traceback.format_exc()}")
         pipe.send_bytes(pickle.dumps(reply))
