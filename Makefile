@@ -89,6 +89,10 @@ stress: install
 	$(BIN)/python benchmarks/resume_launches.py
 	$(BIN)/python benchmarks/soak.py
 
+# PyTorch's own tests of DDP and Accelerate's scripts, with each lossless hook and without.
+peers: install
+	$(BIN)/python tests/peers/run.py
+
 # The pages in docs/ as HTML: docs/_build/html/index.html. Links within the repository are checked.
 docs: install
 	$(BIN)/python docs/options.py

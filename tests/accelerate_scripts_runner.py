@@ -3,6 +3,7 @@
 import functools
 import os
 import sys
+from unittest import mock
 
 import torch
 from accelerate import Accelerator, DDPCommunicationHookType, PartialState
@@ -57,28 +58,37 @@ class RoundedTorch:
         return getattr(torch, name)
 
 
+def run_script(script, hook, function=None):
+    """Run `main`, or a function, of one of Accelerate's scripts.
+
+    Its every `Accelerator` gets a handler with `hook`; `None`: none. The process group and Accelerate's state are there
+    for the next one. Returns the attachments.
+    """
+    handlers = []
+
+    def accelerator(**options):
+        if hook is None:
+            return Accelerator(**options)
+        handlers.append(CommHookKwargs(hook=hook))
+        return Accelerator(kwargs_handlers=[handlers[-1]], **options)
+
+    keep_group = mock.patch.object(PartialState, "destroy_process_group")
+    with keep_group, mock.patch.object(script, "Accelerator", accelerator):
+        (function or script.main)()
+    return [attachment for handler in handlers for attachment in handler.attachments]
+
+
 def sync():
     """`no_sync`, `accumulate` and schedulers, with every hook that has a counterpart in PyTorch."""
     # Other random numbers in each run: with 16 bits some gradients of "not in sync" ones are too near to others.
     test_sync.RegressionDataset = functools.partial(RegressionDataset, seed=SEED)
-    destroy = PartialState.destroy_process_group
-    PartialState.destroy_process_group = lambda state, group=None: None
     for hook in HOOKS:
-        handlers = []
-
-        def accelerator(hook=hook, handlers=handlers, **options):
-            handlers.append(CommHookKwargs(hook=hook))
-            return Accelerator(kwargs_handlers=[handlers[-1]], **options)
-
-        test_sync.Accelerator = accelerator
         test_sync.torch = RoundedTorch(ROUNDING[hook]) if hook in ("fp16", "bf16") else torch
-        test_sync.main()
-        attachments = [attachment for handler in handlers for attachment in handler.attachments]
+        attachments = run_script(test_sync, hook)
         tell(f"ran {attachments[0].name} {len(attachments)}")
-    test_distributed_data_loop.Accelerator = accelerator
-    test_distributed_data_loop.test_pickle_accelerator()
+    run_script(test_distributed_data_loop, HOOKS[-1], test_distributed_data_loop.test_pickle_accelerator)
     tell("ran pickle")
-    destroy(PartialState())
+    PartialState().destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -324,6 +324,7 @@ def _become(request, fds):
     os.environ.update(request["environment"])
     signal.signal(signal.SIGINT, signal.default_int_handler)
     random.seed()
+    sys.path[1:1] = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path not in sys.path]
     if os.environ.get("PYTHONWARNINGS") == "ignore":
         warnings.simplefilter("ignore")
     if os.environ.get("TORCH_COMPILE_DISABLE") == "1":

@@ -8,6 +8,7 @@ import contextlib
 import gc
 import os
 import pickle
+import sys
 import threading
 import time
 import traceback
@@ -31,9 +32,16 @@ class WorkerError(AssertionError):
 
 
 class Pool:
-    """Runs module-level functions on 2 or 4 ranks."""
+    """Runs module-level functions on 2 or 4 ranks.
 
-    def __init__(self):
+    Args:
+        call: what a worker does with a call, for other users than pytest's tests; the default is `call_on_new_group`.
+        size: number of workers.
+    """
+
+    def __init__(self, call=None, size=SIZE):
+        self._call = call or call_on_new_group
+        self._size = size
         self._workers = []
         self._num_calls = 0
 
@@ -58,7 +66,7 @@ class Pool:
         self._num_calls += 1
         workers = self._workers[:world]
         for rank, (_, pipe) in enumerate(workers):
-            pipe.send_bytes(pickle.dumps((f"call{self._num_calls}", rank, world, function, args)))
+            pipe.send_bytes(pickle.dumps((f"call{self._num_calls}", rank, world, self._call, function, args)))
         replies = _collect([pipe for _, pipe in workers], timeout)
         failed = [text for ok, text in replies.values() if not ok]
         if failed or len(replies) < world:
@@ -80,9 +88,11 @@ class Pool:
 
     def _start(self):
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        path = os.pathsep.join(filter(None, sys.path))
         with connection.Listener(family="AF_UNIX") as listener:
-            for _ in range(SIZE):
-                process = FORKS.start(WORKER, listener.address, self._store.port, environment=alone())
+            for _ in range(self._size):
+                arguments = (listener.address, self._store.port)
+                process = FORKS.start(WORKER, *arguments, environment=alone(PYTHONPATH=path))
                 self._workers.append((process, listener.accept()))
 
     def _kill(self):
@@ -128,14 +138,15 @@ def work(address, port):
             return
         rank = "?"
         try:
-            prefix, rank, world, function, args = pickle.loads(message)
-            reply = (True, _call(dist.PrefixStore(prefix, store), rank, world, function, args))
+            prefix, rank, world, call, function, args = pickle.loads(message)
+            reply = (True, call(dist.PrefixStore(prefix, store), rank, world, function, args))
         except BaseException:
             reply = (False, f"rank {rank}:\n{traceback.format_exc()}")
         pipe.send_bytes(pickle.dumps(reply))
 
 
-def _call(store, rank, world, function, args):
+def call_on_new_group(store, rank, world, function, args):
+    """Call `function(rank, world, *args)` on a new process group; fail if it leaves anything behind."""
     gc.freeze()
     environment = read_environment()
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=45 * PATIENCE))
