@@ -1,5 +1,6 @@
 """Run by `test_fabric.py` in each of two processes: `CompressedDDPFabricStrategy`, results as a file."""
 
+import copy
 import sys
 import warnings
 
@@ -77,6 +78,9 @@ def run_with(name, folder, exact):
     whole = run.train(range(6, 14))
     registered = run.models[0]._forward_module._get_ddp_logging_data()["comm_hook"]
     steps = [attachment.metrics()["steps"] for attachment in run.strategy.attachments]
+    twin = copy.deepcopy(run.strategy)
+    assert twin.hook == run.strategy.hook == HOOKS[name]
+    assert [a.is_closed for a in twin.attachments + run.strategy.attachments] == [True, True, False, False]
     run.close()
     run = Run(HOOKS[name], exact_state=exact)
     state = {**run.state(), "step": 0}

@@ -228,7 +228,7 @@ class Copies(pl.Callback):
             assert strategy.attachment.metrics()["steps"] == 2
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
-                strategy.backward(strategy.training_step(batch, batch_idx), None)
+                strategy.training_step(batch, batch_idx).backward()
             write("copied-said", trainer.global_rank, said=[str(warning.message) for warning in caught])
 
     def on_validation_end(self, trainer, module):
@@ -239,7 +239,7 @@ class Copies(pl.Callback):
 
 
 def copied():
-    for label in ("copied", "not-copied"):
+    for label in ("not-copied", "copied"):
         hook = lc.PostLocalSGD(period=2, start_localSGD_iter=1)
         monitor = lc.CommHookMonitor if "lightning.pytorch" in sys.argv else lc.CommHookMonitorPL
         torch.manual_seed(0)

@@ -128,7 +128,7 @@ def test_hybrid_strategies_reduce_in_the_dtype_of_the_hook():
 
 def test_pickles_and_keeps_arguments():
     strategy = pickle.loads(pickle.dumps(lc.CompressedFSDPStrategy(hook=lc.BF16(), limit_all_gathers=False)))
-    assert strategy._hook == lc.BF16()
+    assert strategy.hook == lc.BF16()
     assert strategy.kwargs["limit_all_gathers"] is False
     assert strategy.attachment is None
     with pytest.raises(MisconfigurationException, match="CompressedModelParallelStrategy: hook='noop' does not work"):

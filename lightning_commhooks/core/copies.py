@@ -25,7 +25,8 @@ class LostHook:
 
     def __call__(self, model: DistributedDataParallel, inputs: object) -> None:
         """Warn in a forward that trains, unless the copy was given a hook of its own."""
-        if self._warned or not (model.training and torch.is_grad_enabled()) or registered_name(model):
+        # Not by `model.training`, which Lightning leaves as it was.
+        if self._warned or not torch.is_grad_enabled() or registered_name(model):
             return
         self._warned = True
         if dist.get_rank(model.process_group) == 0:
