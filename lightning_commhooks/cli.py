@@ -156,6 +156,7 @@ def advise(
             if launch.launched_place() is None:
                 nproc = nproc or 1
     turns = rounds * len(chosen) * (1 if what_if else 2) + 1
+    turns += len(chosen) - 2 if what_if else 0  # errors of all but dense and noop
     _run(factory, nproc, device, as_json, plot, turns, lambda b, t: advised(b, chosen, rounds, what_if, max_error, t))
 
 
@@ -199,7 +200,8 @@ def parse_latency(text: str | None) -> float | None:
 
 
 def _chosen(hooks: list[str] | None) -> list[Candidate]:
-    with _usage_errors():
+    # What a module with a hook prints does not belong in the output.
+    with _usage_errors(), contextlib.redirect_stdout(sys.stderr):
         return candidates(hooks or None)
 
 

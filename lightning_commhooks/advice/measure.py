@@ -106,19 +106,20 @@ class Bench:
         turns: dict[tuple[int, str], list[Turn]] = defaultdict(list)
         setups: dict[tuple[int, str], float] = defaultdict(float)
         guesses: dict[str, float] = {}
-        last = over[-1]
-        errors = self._errors_among(chosen, last.link.world_size, tell) if last is not None else {}
         for index, candidate, place in itertools.product(range(rounds), chosen, range(len(over))):
             # In every other round the other way round: who comes second finds the caches filled.
             place = place if index % 2 == 0 else len(over) - 1 - place
             label, setting = candidate.label, over[place]
             tell("measuring" if setting is None else "predicting", label)
-            turn, setup_ms = self._turn(candidate, setting, guesses.get(label), with_errors=not errors)
-            turn.errors = errors.get(label, turn.errors)
+            turn, setup_ms = self._turn(candidate, setting, guesses.get(label))
             turns[place, label].append(turn)
             setups[place, label] = max(setups[place, label], setup_ms)
             guesses[label] = self._slowest(statistics.median(turn.seconds)) * 1e3
         self.task.restore()
+        last = over[-1]
+        if last is not None:
+            for label, errors in self._errors_among(chosen, last.link.world_size, tell).items():
+                turns[len(over) - 1, label][0].errors = errors
         return [
             {
                 c.label: self._agreed(own_timing(turns[place, c.label], c.period_factor, setups[place, c.label]))
@@ -161,9 +162,7 @@ class Bench:
         dist.all_reduce(own, dist.ReduceOp.MAX)
         return own.item()
 
-    def _turn(
-        self, candidate: Candidate, setting: Setting | None, expected_ms: float | None, with_errors: bool
-    ) -> tuple[Turn, float]:
+    def _turn(self, candidate: Candidate, setting: Setting | None, expected_ms: float | None) -> tuple[Turn, float]:
         self.task.restore()
         torch.manual_seed(self._seed)
         gc.collect()
@@ -178,7 +177,7 @@ class Bench:
                 self._warm_up(model, _WARM_UP_STEPS if expected_ms < _LONG_MS else 1)
                 steps = _num_steps(expected_ms, candidate.period)
                 turn = self._steps(model, attachment, steps)
-                if with_errors and setting is None:
+                if setting is None:
                     turn.errors = self._errors(model, attachment)
                 return turn, setup_ms
 
