@@ -1,13 +1,18 @@
 # `make demo` and `make test` work alone on a fresh clone. To choose another build of PyTorch:
 #   make demo TORCH="torch --index-url https://download.pytorch.org/whl/cpu"
 PYTHON ?= python3
+OLDEST_PYTHON ?= python3.10
 VENV ?= .venv
 TORCH ?= torch==2.13.0
+# Further options of pip.
+PIP_OPTIONS ?=
 BIN := $(VENV)/bin
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test mutations lint format bench bench-quick stress docs linkcheck install clean
+.DELETE_ON_ERROR:
+
+.PHONY: demo test test-oldest test-newest mutations lint format bench bench-quick stress docs linkcheck install clean
 
 demo: install
 	$(BIN)/python examples/demo.py
@@ -19,10 +24,27 @@ test: install
 mutations: install
 	$(BIN)/python tests/mutations
 
+# The suite with exactly the lowest versions that pyproject.toml allows, on the lowest Python.
+test-oldest: TORCH = torch
+test-oldest: .venv-oldest/floors.txt
+	$(MAKE) test VENV=.venv-oldest PYTHON=$(OLDEST_PYTHON) TORCH='$(TORCH)' PIP_OPTIONS='--constraint $<'
+
+.venv-oldest/floors.txt: pyproject.toml .ci/floors.py
+	$(OLDEST_PYTHON) -m venv .venv-oldest
+	.venv-oldest/bin/pip install --quiet "tomli; python_version < '3.11'"
+	.venv-oldest/bin/python .ci/floors.py > $@
+
+# The suite with the newest release of everything, as of now.
+test-newest: TORCH = torch
+test-newest:
+	rm -f .venv-newest/.installed
+	$(MAKE) test VENV=.venv-newest TORCH='$(TORCH)' PIP_OPTIONS='--upgrade --upgrade-strategy eager'
+
 lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
 
 format: install
 	$(BIN)/ruff check --fix .
@@ -69,9 +91,9 @@ install: $(VENV)/.installed
 $(VENV)/.installed: pyproject.toml
 	@echo "Creating $(VENV) and installing PyTorch, Lightning and the project; a few minutes the first time"
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet $(TORCH)
-	$(BIN)/pip install --quiet --editable '.[dev]'
+	$(BIN)/pip install --quiet $(PIP_OPTIONS) $(TORCH)
+	$(BIN)/pip install --quiet $(PIP_OPTIONS) --editable '.[dev]'
 	@touch $@
 
 clean:
-	rm -rf $(VENV) build dist docs/_build *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) .venv-oldest .venv-newest build dist docs/_build *.egg-info .mypy_cache .pytest_cache .ruff_cache

@@ -6,6 +6,13 @@
 `CommHookTracker(accelerator, handler)` logs what a hook does
 """
 
+try:
+    import accelerate  # noqa: F401  # before the modules here, all of which import it
+except ImportError as error:
+    raise ImportError(
+        "accelerate_integration needs Accelerate: pip install 'lightning-commhooks[accelerate]'"
+    ) from error
+
 from accelerate_integration.fsdp import FSDPCommHook
 from accelerate_integration.kwargs import CommHookKwargs
 from accelerate_integration.monitor import CommHookTracker

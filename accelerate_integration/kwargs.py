@@ -12,16 +12,10 @@ from types import FrameType
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from accelerate import Accelerator
+from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs, DistributedType
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
-
-try:
-    from accelerate import Accelerator
-    from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs, DistributedType
-except ImportError as error:
-    raise ImportError(
-        "accelerate_integration needs Accelerate: pip install 'lightning-commhooks[accelerate]'"
-    ) from error
 
 from accelerate_integration.around import wrap
 from accelerate_integration.companion import Companion

@@ -177,11 +177,6 @@ class _TrainerEvents:
                 "micro-batches (num_items_in_batch): use accumulation='framework', which is the mean over tokens"
             )
         # By tokens, or by the micro-batches: in both cases the sum over micro-batches is a mean.
-        if not hasattr(trainer, "current_gradient_accumulation_steps"):
-            raise ValueError(
-                f"accumulation={accumulation!r} needs a transformers.Trainer that divides by the micro-batches of the "
-                "window (current_gradient_accumulation_steps); this version does not: update transformers"
-            )
         self._companion().divided_before = float(trainer.current_gradient_accumulation_steps)
         return original(model, inputs, num_items_in_batch)
 

@@ -21,10 +21,11 @@ from lightning_commhooks.advice import launch, report
 from lightning_commhooks.advice.candidates import DEFAULT, Candidate, candidates
 from lightning_commhooks.advice.launch import Failed, Place
 from lightning_commhooks.advice.listing import listed
+from lightning_commhooks.advice.load import load_task
 from lightning_commhooks.advice.measure import Bench, UnfitError
 from lightning_commhooks.advice.plot import save_plot
 from lightning_commhooks.advice.study import Result, Tell, WhatIf, advised, measured
-from lightning_commhooks.advice.task import load_task, try_task
+from lightning_commhooks.advice.task import try_task
 
 app = typer.Typer(
     name="lightning-commhooks",
@@ -79,7 +80,7 @@ def list_hooks(
     as_json: AsJson = False,
 ) -> None:
     """List hooks and wrappers: what each sends, its options and their defaults."""
-    with _usage_errors():
+    with _usage_errors(), launch.nothing_on_stdout():
         found = listed(name)
     if as_json:
         print(json.dumps([dataclasses.asdict(hook) for hook in found], indent=2))
@@ -276,7 +277,7 @@ def _study(
     except ValueError as wrong:
         error = wrong
     # What a factory prints does not belong in the output.
-    with contextlib.redirect_stdout(sys.stderr), launch.joined(place, own):
+    with launch.nothing_on_stdout(), launch.joined(place, own):
         try:
             task = load_task(factory, own, place.rank) if error is None else None
         except ValueError as wrong:

@@ -64,7 +64,7 @@ class CompressedDDPMixin:
 
     def __init__(
         self,
-        hook: HookName | CommHook | Callable[..., Any],
+        hook: CommHook | HookName | Callable[..., Any],
         hook_state: object | None = None,
         exact_state: bool = False,
         strict_state: bool = True,

@@ -28,7 +28,7 @@ class ShardedHookMixin:
     _options_of_fsdp: ClassVar[frozenset[str]] = frozenset()
     model: Any
 
-    def __init__(self, hook: ShardedHookName | CommHook, **kwargs: Any) -> None:
+    def __init__(self, hook: CommHook | ShardedHookName, **kwargs: Any) -> None:
         known = {*inspect.signature(super().__init__).parameters, *self._options_of_fsdp}
         if unknown := sorted(kwargs.keys() - known):
             raise self._misconfiguration(f"{type(self).__name__} has no option {unknown[0]!r}, and neither has FSDP")
@@ -70,7 +70,7 @@ class CompressedFSDPMixin(ShardedHookMixin):
     root_device: torch.device
     sharding_strategy: ShardingStrategy
 
-    def __init__(self, hook: ShardedHookName | CommHook, **kwargs: Any) -> None:
+    def __init__(self, hook: CommHook | ShardedHookName, **kwargs: Any) -> None:
         super().__init__(hook, **kwargs)
         self._root: FullyShardedDataParallel | None = None
         self._is_hybrid = self.sharding_strategy in fsdp1.HYBRID

@@ -1,5 +1,6 @@
 import gc
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -7,7 +8,12 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from forks import FORKS, alone, run_alone
 from pool import Pool, check_no_leaks, read_environment
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # As shells start what is in the background. The processes of tests would ignore Ctrl-C too.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
@@ -17,10 +23,28 @@ def _pool():
     pool.close()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _forks():
+    yield
+    FORKS.close()
+
+
 @pytest.fixture
 def run(_pool):
     """`run(function, *args, world=2, timeout=60)`: results of `function(rank, world, *args)` by rank."""
     return _pool.run
+
+
+@pytest.fixture
+def run_code(tmp_path):
+    """`run_code(code)`: standard output of a process that finds the modules of this folder."""
+
+    def run_code(code):
+        script = tmp_path / "script.py"
+        script.write_text(code)
+        return run_alone(script, environment=alone(ACCELERATE_USE_CPU="true"))[0]
+
+    return run_code
 
 
 @pytest.fixture(params=[2, 4])

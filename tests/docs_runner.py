@@ -31,11 +31,11 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import set_seed
 from docs_pages import PAGES, ROOT, blocks
-from fsdp_accelerate_runner import with_fsdp
+from fsdp_accelerate_runner import VERSIONS, with_fsdp
 from lightning.fabric import Fabric
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.demos.boring_classes import BoringModel
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import accelerate_integration
@@ -82,13 +82,15 @@ TRAINER = {**FABRIC, "logger": False, "enable_checkpointing": False, "enable_pro
 
 def sharded():
     model = Tiny()
+    if VERSIONS[-1] == 1:
+        return FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
     for block in (model.embed, model.head, model):
         fully_shard(block)
     return model
 
 
 def sharding_accelerator():
-    accelerator = with_fsdp(2)
+    accelerator = with_fsdp(VERSIONS[-1])
     model = Tiny()
     accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     return accelerator

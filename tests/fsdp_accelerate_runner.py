@@ -11,14 +11,17 @@ from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType, gather_object
 from torch import nn
+from versions import HAS_FSDP2_HOOKS, has
 
 import lightning_commhooks as lc
 from accelerate_integration import use_comm_hook
 
+VERSIONS = (1, 2) if HAS_FSDP2_HOOKS and has("accelerate", "1.6") else (1,)
+
 
 def with_fsdp(version):
     plugin = FullyShardedDataParallelPlugin(
-        fsdp_version=version,
+        **({"fsdp_version": version} if version == 2 else {}),
         auto_wrap_policy="size_based_wrap",
         min_num_params=10,
         cpu_ram_efficient_loading=False,
@@ -47,7 +50,7 @@ def train(accelerator, hook):
         accelerator.backward(model(torch.randn(4, 8, generator=generator)).square().mean())
         optimizer.step()
         optimizer.zero_grad()
-    state = accelerator.get_state_dict(model) if accelerator.is_fsdp2 else whole(model)
+    state = accelerator.get_state_dict(model) if hasattr(model, "set_custom_reduce_scatter") else whole(model)
     return handle, torch.cat([p.float().reshape(-1) for p in state.values()]) if state else None
 
 
@@ -82,7 +85,7 @@ def of_version(version):
 
 def refusals():
     messages = []
-    accelerator = with_fsdp(2)
+    accelerator = with_fsdp(VERSIONS[-1])
     for options in ({}, {"exact_state": True}):
         try:
             use_comm_hook(accelerator, "bf16", **options)
@@ -93,22 +96,23 @@ def refusals():
 
 
 def main():
-    results = {f"version{version}": of_version(version) for version in (1, 2)}
+    results = {f"version{version}": of_version(version) for version in VERSIONS}
     results["refusals"] = refusals()
     pretend(DistributedType.MULTI_CPU, torch.device("cpu"))
     AcceleratorState._reset_state()
-    accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))
+    accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin())
     model = accelerator.prepare(nn.Linear(2, 2))
     results["on_cpu"] = [accelerator.distributed_type.value, type(model).__name__]
     try:
         use_comm_hook(accelerator, "bf16")
     except ValueError as error:
         results["in_ddp"] = str(error)
-    everywhere = gather_object([results["version2"]["bf16"]["bytes_sent"]])
+    everywhere = gather_object([results[f"version{VERSIONS[-1]}"]["bf16"]["bytes_sent"]])
     assert len(set(everywhere)) == 1, everywhere
     if accelerator.is_main_process:
         print(json.dumps(results), flush=True)
     accelerator.end_training()
 
 
-main()
+if __name__ == "__main__":
+    main()

@@ -13,14 +13,16 @@ import time
 import traceback
 import warnings
 from datetime import timedelta
-from multiprocessing import connection, get_context
+from multiprocessing import connection
 
 import torch
 import torch.distributed as dist
+from forks import FOLDER, FORKS, PATIENCE, alone
 
 from lightning_commhooks.core import codec, encoded
 
 SIZE = 4
+WORKER = FOLDER / "pool_worker.py"
 THREAD_NAME = "lightning_commhooks"
 
 
@@ -37,6 +39,12 @@ class Pool:
 
     def run(self, function, *args, world=2, timeout=60):
         """Call `function(rank, world, *args)` on each rank, with a default process group of `world` ranks.
+
+        Args:
+            function: of a module that can be imported.
+            args: of the function.
+            world: number of ranks.
+            timeout: seconds that it may take, or `PATIENCE` times as long on a slow machine.
 
         Returns:
             the results, by rank.
@@ -64,34 +72,31 @@ class Pool:
         for _, pipe in self._workers:
             pipe.close()
         for process, _ in self._workers:
-            process.join(10)
-        exit_codes = [process.exitcode for process, _ in self._workers]
+            process.wait(10 * PATIENCE)
+        exit_codes = [process.returncode for process, _ in self._workers]
+        errors = [process.printed()[1] for process, _ in self._workers]
         self._kill()
-        assert not any(exit_codes), f"exit codes of the workers: {exit_codes}"
+        assert not any(exit_codes), f"exit codes of the workers: {exit_codes}\n{errors}"
 
     def _start(self):
-        # Forked from a fresh process that has imported PyTorch, which takes most of the time of starting.
-        context = get_context("forkserver")
-        context.set_forkserver_preload(["torch._dynamo", "torch.distributed.nn"])
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        for _ in range(SIZE):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_work, args=(theirs, self._store.port), daemon=True)
-            process.start()
-            theirs.close()
-            self._workers.append((process, ours))
+        with connection.Listener(family="AF_UNIX") as listener:
+            for _ in range(SIZE):
+                process = FORKS.start(WORKER, listener.address, self._store.port, environment=alone())
+                self._workers.append((process, listener.accept()))
 
     def _kill(self):
         for process, pipe in self._workers:
             pipe.close()
             process.kill()
-            process.join()
+            with process:
+                pass
         self._workers = []
 
 
 def _collect(pipes, timeout):
     """Replies by rank. After a failure the other ranks get a short time to report theirs."""
-    replies, deadline = {}, time.monotonic() + timeout
+    replies, deadline = {}, time.monotonic() + timeout * PATIENCE
     while len(replies) < len(pipes):
         waiting = [pipe for rank, pipe in enumerate(pipes) if rank not in replies]
         ready = connection.wait(waiting, max(0, deadline - time.monotonic()))
@@ -104,11 +109,13 @@ def _collect(pipes, timeout):
                 reply = (False, f"rank {pipes.index(pipe)}: the process died")
             replies[pipes.index(pipe)] = reply
             if not reply[0]:
-                deadline = min(deadline, time.monotonic() + 2)
+                deadline = min(deadline, time.monotonic() + 2 * PATIENCE)
     return replies
 
 
-def _work(pipe, port):
+def work(address, port):
+    """A worker: call what comes from the pool at `address`, until it closes."""
+    pipe = connection.Client(address)
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"
     # Compiling takes seconds, and the gradients of most tests are too small to be given to what was compiled.
@@ -131,7 +138,7 @@ def _work(pipe, port):
 def _call(store, rank, world, function, args):
     gc.freeze()
     environment = read_environment()
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=45))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=45 * PATIENCE))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         torch.manual_seed(0)

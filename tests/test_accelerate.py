@@ -2,15 +2,13 @@
 
 import json
 import os
-import subprocess
-import sys
 import warnings
 
 import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs, DistributedType
-from torchrun import FOLDER, run_twice
+from torchrun import run_twice
 
 import lightning_commhooks as lc
 from accelerate_integration import CommHookKwargs
@@ -124,12 +122,9 @@ def in_one_process():
     return [str(w.message) for w in caught]
 
 
-def test_one_process_says_once_that_it_does_nothing():
-    code = "from test_accelerate import in_one_process; print(in_one_process())"
-    env = {**os.environ, "PYTHONPATH": f"{FOLDER.parent}{os.pathsep}{FOLDER}"}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=env)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("CommHookKwargs(hook='powersgd') does nothing: training runs in one process") == 1
+def test_one_process_says_once_that_it_does_nothing(run_code):
+    stdout = run_code("from test_accelerate import in_one_process; print(in_one_process())")
+    assert stdout.count("CommHookKwargs(hook='powersgd') does nothing: training runs in one process") == 1
 
 
 def train_a_little():
@@ -150,13 +145,10 @@ def train_a_little():
         ("notebook_launcher(train_a_little, num_processes=1)", ["1 []"]),
     ],
 )
-def test_functions_launched_from_a_notebook(launch, lines):
+def test_functions_launched_from_a_notebook(run_code, launch, lines):
     imports = "from accelerate import debug_launcher, notebook_launcher; from test_accelerate import train_a_little"
-    code = f"{imports}; {launch}"
-    env = {**os.environ, "PYTHONPATH": f"{FOLDER.parent}{os.pathsep}{FOLDER}", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=env)
-    assert done.returncode == 0, done.stderr
-    assert [line for line in done.stdout.splitlines() if line.endswith("]")] == lines
+    stdout = run_code(f"{imports}; {launch}")
+    assert [line for line in stdout.splitlines() if line.endswith("]")] == lines
 
 
 @pytest.mark.parametrize("kind", ["FSDP", "DEEPSPEED", "MEGATRON_LM", "XLA"])

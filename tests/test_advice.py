@@ -12,9 +12,10 @@ from torch import nn
 
 import lightning_commhooks as lc
 from lightning_commhooks.advice.candidates import DEFAULT, at_once, candidates, code, parse, shortened
+from lightning_commhooks.advice.load import load_task
 from lightning_commhooks.advice.ranking import Row, decide, headroom, ranked
 from lightning_commhooks.advice.study import Result, WhatIf, _notes, _setting
-from lightning_commhooks.advice.task import load_task, try_task
+from lightning_commhooks.advice.task import try_task
 from lightning_commhooks.advice.timing import amortized, undisturbed
 from lightning_commhooks.core.collectives import Group
 from lightning_commhooks.core.link import Cost, Link
@@ -165,7 +166,11 @@ class TestCandidates:
             ("bf17", "--hooks bf17: unknown hook 'bf17'; did you mean 'bf16'"),
             ("rank=4", "'rank=4' is an option of no hook; write hook:rank=4"),
             ("auto", "auto uses several hooks in one run; compare those"),
-            ("powersgd:rank=4", "its options are: matrix_approximation_rank"),
+            ("powersgd:rank=4", "PowerSGD: unknown option 'rank'; its options are: matrix_approximation_rank"),
+            (
+                "powersgd:matrix_approximation_rnk=4",
+                "PowerSGD: unknown option 'matrix_approximation_rnk'; did you mean 'matrix_approximation_rank'",
+            ),
             ("powersgd:warm_start", "write options as powersgd:name=value"),
             ("powersgd:matrix_approximation_rank=0", "matrix_approximation_rank .* at least 1, is 0"),
             ("no_such_module:HOOK", "No module named 'no_such_module'"),
@@ -263,6 +268,10 @@ BAD = {
     "frozen": (lambda: (nn.ReLU(), X), "a model without parameters that are trained"),
     "unknown_key": (lambda: {"model": Task(), "data": X}, r"a dict with \['data'\]; known are"),
     "no_loss": (lambda: (nn.Linear(4, 3), X), r"no loss came out, but a tensor of shape \(2, 3\)"),
+    "target_missing": (
+        lambda: (nn.Linear(4, 3), (X,), nn.MSELoss()),
+        r"a batch of 1, .* \(inputs, target\)",
+    ),
     "no_function": (lambda: (nn.Linear(4, 3), X, 3), "loss_fn must be a function"),
     "not_fitting": (lambda: (Task(), torch.ones(2, 5)), "a forward and backward of the model on the batch failed"),
     "raises": (lambda: 1 / 0, r"raises\(\) failed: ZeroDivisionError"),
@@ -294,6 +303,29 @@ class TestTask:
         assert not any(torch.equal(p, old) for p, old in zip(task.module.parameters(), before, strict=True))
         task.restore()
         assert all(torch.equal(p, old) for p, old in zip(task.module.parameters(), before, strict=True))
+
+    def test_restore_takes_back_what_the_optimizer_remembers(self, load):
+        task = load(GOOD["dict"])
+        task.save()
+        steps = []
+        for factor in (1, 1e30, 1):
+            task.restore()
+            task.batch = X * factor
+            task.step(task.module)
+            task.step(task.module)
+            steps.append([p.detach().clone() for p in task.module.parameters()])
+        assert all(map(torch.equal, steps[0], steps[2]))
+
+    def test_further_batches_are_those_of_further_ranks(self, load):
+        seeds = {seed: torch.Generator().manual_seed(seed) for seed in (1, 2, 3)}
+        expected = {seed: torch.randn(2, 4, generator=generator) for seed, generator in seeds.items()}
+        task = load(lambda: {"batch": torch.randn(2, 4), "model": Task()})
+        assert task.batch.equal(expected[1])
+        assert all(next(task.further).equal(expected[seed]) for seed in (2, 3))
+        batches = torch.utils.data.DataLoader(torch.arange(6.0).view(6, 1), batch_size=2)
+        task = load(lambda: (nn.Linear(1, 1), batches, torch.sum))
+        found = [task.batch, *(next(task.further) for _ in range(3))]
+        assert [batch.view(-1).tolist() for batch in found] == [[0, 1], [2, 3], [4, 5], [0, 1]]
 
     def test_optimizers(self, load):
         assert [type(o) for o in load(GOOD["lightning"]).optimizers] == [torch.optim.Adam]

@@ -156,6 +156,15 @@ def test_mistakes_fail_while_parsing(config, capsys, text, message):
     assert re.search(message, capsys.readouterr().err)
 
 
+@pytest.mark.parametrize("text", [POWERSGD_4, CAST, SCHEDULE])
+def test_an_unknown_option_is_the_first_thing_that_is_wrong_with_the_hook(config, capsys, text):
+    """Not behind all names that it is not either."""
+    with pytest.raises(SystemExit):
+        cli(config(text.replace("matrix_approximation_rank", "matrix_approximation_rnk")))
+    _, _, wrong = capsys.readouterr().err.partition("Errors:")
+    assert "Option 'matrix_approximation_rnk' is not accepted" in wrong.partition("- Expected a typing.Literal")[0]
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -195,7 +204,7 @@ def test_help_documents_each_option(capsys, hook):
 
 def test_help_of_the_strategy_lists_the_choices(capsys):
     text = re.sub(r"\s+", " ", output_of(capsys, "--trainer.strategy.help=lightning_commhooks.CompressedDDPStrategy"))
-    assert re.search(rf"Union\[Literal\[{NAMES}\], CommHook", text)
+    assert re.search(rf"Union\[CommHook, Literal\[{NAMES}\]", text)
     assert "lightning_commhooks.Schedule" in text
     assert "--trainer.strategy.find_unused_parameters" in text
 

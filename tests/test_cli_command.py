@@ -1,10 +1,8 @@
 """`python -m lightning_commhooks`, in processes of its own."""
 
 import json
-import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -14,23 +12,43 @@ from lightning_commhooks import wrappers
 pytest.importorskip("typer")
 pytest.importorskip("rich")
 
+from forks import FORKS, PATIENCE, alone, run_ranks
 from typer.testing import CliRunner
 
 from lightning_commhooks.cli import app, parse_bandwidth, parse_latency
 
-ROOT = Path(__file__).parent.parent
+EAGER = {"TORCH_COMPILE_DISABLE": "1"}
 MODELS = """
+import dataclasses
 import os
 import sys
 import time
 import torch
 from torch import nn
+import lightning_commhooks as lc
 
 print("a factory may print what it likes")
+os.write(1, b"and so may a library that is written in another language\n")
 
 def small():
     model = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Linear(64, 64))
     return model, (torch.randn(4, 64), torch.randn(4, 64)), nn.MSELoss()
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Ternary(lc.CommHook):
+    name = "ternary"
+
+    def bind(self, group):
+        return BoundTernary(group)
+
+class BoundTernary(lc.BoundHook):
+    def reduce(self, flat, bucket):
+        padded = flat.new_zeros(-(-flat.numel() // self.group.size) * self.group.size)
+        padded[: flat.numel()] = flat.sign() * flat.abs().mean() * (flat.abs() > flat.abs().mean() / 2)
+        share = self.group.all_to_all(padded.view(self.group.size, -1)).mean(dim=0)
+        flat.copy_(self.group.all_gather(share).view(-1)[: flat.numel()])
+
+TERNARY = Ternary()
 
 def fails():
     if os.environ["RANK"] == "1":
@@ -87,12 +105,20 @@ def folder(tmp_path):
     return tmp_path
 
 
-def command(folder, *arguments, launcher=("-m",), timeout=120):
+def command(folder, *arguments, timeout=120):
     """Exit code, standard output and standard error."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TORCH_COMPILE_DISABLE": "1"}
-    line = [sys.executable, *launcher, "lightning_commhooks", *arguments]
-    done = subprocess.run(line, cwd=folder, env=environment, capture_output=True, text=True, timeout=timeout)
-    return done.returncode, done.stdout, done.stderr
+    with FORKS.start("lightning_commhooks", *arguments, environment=alone(**EAGER), cwd=folder) as process:
+        try:
+            process.wait(timeout * PATIENCE)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            pytest.fail(f"hang\n{process.printed()}")
+        return process.returncode, *process.printed()
+
+
+def under_torchrun(folder, *arguments):
+    """What rank 0 of two prints."""
+    return run_ranks("lightning_commhooks", *arguments, cwd=folder, **EAGER)[0][0]
 
 
 def in_process(*arguments):
@@ -157,10 +183,8 @@ def test_advise_in_processes_of_its_own(folder):
 
 
 def test_bench_under_torchrun(folder):
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m")
     options = ["--hooks", "int8:min_bytes=0", "--hooks", "fp16", "--rounds", "1"]
-    code, output, errors = command(folder, "bench", "my_models:small", *options, launcher=launcher)
-    assert code == 0, errors
+    output = under_torchrun(folder, "bench", "my_models:small", *options)
     first, *_ = output.splitlines()
     assert first.startswith("2 ranks, each on CPU")
     for label in ("dense (no hook)", "noop (sends nothing)", "int8:min_bytes=0", "fp16"):
@@ -183,11 +207,8 @@ def test_a_model_with_collectives_of_its_own(folder):
 
 
 def test_what_if_under_torchrun(folder):
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m")
     what_if = ["--bandwidth", "1gbit", "--rounds", "1", "--hooks", "bf16", "--json"]
-    code, output, errors = command(folder, "advise", "my_models:small", *what_if, launcher=launcher)
-    assert code == 0, errors
-    found = json.loads(output)
+    found = json.loads(under_torchrun(folder, "advise", "my_models:small", *what_if))
     assert found["is_what_if"]
     assert found["world_size"] == 2
     assert found["link"]["curves"]["all_reduce"][-1]["cpu_seconds"] > 0
@@ -195,21 +216,28 @@ def test_what_if_under_torchrun(folder):
 
 
 def test_what_if_on_one_process(folder):
-    what_if = ["--bandwidth", "10mbit", "--latency", "0.1ms", "--world-size", "16", "--rounds", "1", "--hooks", "bf16"]
-    code, output, errors = command(folder, "advise", "my_models:small", *what_if, "--json")
+    what_if = ["--bandwidth", "10mbit", "--latency", "0.1ms", "--world-size", "32", "--rounds", "1"]
+    hooks = ["--hooks", "bf16,int8:min_bytes=0,int4:min_bytes=0,my_models:TERNARY"]
+    code, output, errors = command(folder, "advise", "my_models:small", *what_if, *hooks, "--json")
     assert code == 0, errors
     found = json.loads(output)
     assert found["is_what_if"]
-    assert found["world_size"] == 16
+    assert found["world_size"] == 32
     rows = {row["label"]: row for row in found["hooks"]}
     assert rows["dense"]["measured_ms"] is None
-    assert rows["dense"]["bytes_sent"] == pytest.approx(2 * 15 / 16 * found["gradient_bytes"])
-    # 2 * 15 / 16 of 33,792 bytes at 10 megabits per second.
+    assert rows["dense"]["bytes_sent"] == pytest.approx(2 * 31 / 32 * found["gradient_bytes"])
+    # 2 * 31 / 32 of 33,792 bytes at 10 megabits per second.
     assert rows["dense"]["predicted_ms"] >= 50
-    assert found["verdict"]["choice"] == "bf16"
-    assert found["verdict"]["line"] == 'CompressedDDPStrategy(hook="bf16")'
-    (note,) = found["notes"]
-    assert "Processor time of gloo and the network stack is left out" in note
+    assert 0 < rows["bf16"]["error"] < 0.02
+    assert 0 < rows["int8:min_bytes=0"]["error"] < 0.05
+    assert 0.05 < rows["int4:min_bytes=0"]["error"] < 0.3
+    assert 0.3 < rows["my_models:TERNARY"]["error"] < 1
+    assert rows["dense"]["error"] == 0
+    assert found["verdict"]["choice"] == "int4:min_bytes=0"
+    assert found["verdict"]["line"] == "CompressedDDPStrategy(hook=Int4(min_bytes=0))"
+    processors, ranks = found["notes"]
+    assert "Processor time of gloo and the network stack is left out" in processors
+    assert ranks == "Errors are those of an average over 16 of the 32 ranks."
 
 
 @pytest.mark.parametrize(

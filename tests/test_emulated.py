@@ -15,6 +15,7 @@ from lightning_commhooks.core import encoded
 from lightning_commhooks.core.attach import attach_emulated
 from lightning_commhooks.core.codec import Kernels
 from lightning_commhooks.core.emulated import EmulatedGroup
+from lightning_commhooks.core.encoded import Part
 from lightning_commhooks.core.link import Cost, Link
 
 LOCAL = {
@@ -200,6 +201,26 @@ def test_encoding_counts_together(monkeypatch):
         encoding.all_reduce_(torch.ones(10))
         assert group.counters.bytes_sent == 60
         assert group.encoding(Int8Codec()) is encoding
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_averages_of_equal_ranks_are_what_each_has(monkeypatch, world):
+    """In two shots, too, though every emulated rank owns the same share."""
+    monkeypatch.setattr(encoded, "compiled", lambda codec, *_: Kernels(codec))
+    gradient = torch.linspace(-1, 1, 4096)
+    with emulated(Link.given(**INSTANT, world_size=world)) as (group, _):
+        blocks = gradient.clone().view(8, 512)
+        group.average_encoded_([Part(blocks, None, None, seed=0)], Kernels(Int8Codec()))
+        assert blocks.view(-1).sub(gradient).abs().max() < 0.02
+        assert group.all_reduce_in_float32(gradient.bfloat16()).equal(gradient.bfloat16() * world)
+
+
+def test_there_is_no_process_group():
+    with (
+        emulated(Link.given(**INSTANT, world_size=4)) as (group, _),
+        pytest.raises(RuntimeError, match="ranks are emulated here, so there is no process group"),
+    ):
+        _ = group.process_group
 
 
 def test_one_rank_sends_nothing():

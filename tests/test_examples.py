@@ -6,11 +6,10 @@ import re
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from forks import PATIENCE, ROOT, run_ranks
 
-ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 
@@ -21,8 +20,14 @@ def needs(*packages):
     return pytest.mark.skipif(bool(missing), reason=f"needs {missing}")
 
 
+def on_two_ranks(script, *arguments, cwd):
+    """Stdout and stderr of a script on two ranks that torchrun has started."""
+    outputs = run_ranks(script, *arguments, cwd=cwd, timeout=150, COLUMNS="80")
+    return tuple("".join(texts) for texts in zip(*outputs, strict=True))
+
+
 def run_example(*command, cwd=ROOT, path=ROOT):
-    """Stdout and stderr of `python *command`, which must end well."""
+    """Stdout and stderr of `python *command`, which must end well: new processes, all of which a launcher starts."""
     environment = {**os.environ, "PYTHONPATH": str(path), "OMP_NUM_THREADS": "1", "COLUMNS": "80"}
     process = subprocess.Popen(
         [sys.executable, *map(str, command)],
@@ -34,7 +39,7 @@ def run_example(*command, cwd=ROOT, path=ROOT):
         start_new_session=True,
     )
     try:
-        stdout, stderr = process.communicate(timeout=120)
+        stdout, stderr = process.communicate(timeout=120 * PATIENCE)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         pytest.fail(f"hang\n{process.communicate()}")
@@ -53,7 +58,7 @@ def test_lightning_digits(tmp_path):
 
 @needs("lightning", "sklearn", "tensorboard")
 def test_monitor_digits(tmp_path):
-    stdout, stderr = run_example(EXAMPLES / "monitor_digits.py", "--epochs", "4", cwd=tmp_path)
+    stdout, stderr = on_two_ranks(EXAMPLES / "monitor_digits.py", "--epochs", "4", cwd=tmp_path)
     line = r"Communication hook 'powersgd': [\d.]+ MB sent in 88 steps instead of .* \(start_powerSGD_iter=40\)"
     assert len(re.findall(line, stdout + stderr)) == 1, stdout + stderr
     assert list((tmp_path / "monitor_logs" / "powersgd").rglob("events.out.tfevents.*"))
@@ -61,7 +66,7 @@ def test_monitor_digits(tmp_path):
 
 @needs("lightning", "sklearn")
 def test_fabric_digits(tmp_path):
-    stdout, _ = run_example(EXAMPLES / "fabric_digits.py", "--hook", "post_localsgd", "--epochs", "6", cwd=tmp_path)
+    stdout, _ = on_two_ranks(EXAMPLES / "fabric_digits.py", "--hook", "post_localsgd", "--epochs", "6", cwd=tmp_path)
     check_line(stdout, "post_localsgd", 1.5)
 
 
@@ -77,8 +82,8 @@ def test_accelerate_digits_with_accelerate_launch_and_the_environment(tmp_path, 
 
 @needs("accelerate", "sklearn")
 def test_accelerate_digits_with_local_sgd(tmp_path):
-    command = [*TORCHRUN, EXAMPLES / "accelerate_digits.py", "--cpu", "--hook", "post_localsgd", "--epochs", "6"]
-    check_line(run_example(*command, cwd=tmp_path)[0], "post_localsgd", 1.5)
+    command = [EXAMPLES / "accelerate_digits.py", "--cpu", "--hook", "post_localsgd", "--epochs", "6"]
+    check_line(on_two_ranks(*command, cwd=tmp_path)[0], "post_localsgd", 1.5)
 
 
 def check_line(stdout, hook, least_ratio):
@@ -91,7 +96,7 @@ def check_line(stdout, hook, least_ratio):
 @needs("transformers", "accelerate")
 def test_hf_trainer_tiny(tmp_path):
     script = EXAMPLES / "hf_trainer_tiny.py"
-    stdout, _ = run_example(*TORCHRUN, script, "--hook", "powersgd", "--steps", "50", cwd=tmp_path)
+    stdout, _ = on_two_ranks(script, "--hook", "powersgd", "--steps", "50", cwd=tmp_path)
     assert len(re.findall("^powersgd: ", stdout, re.MULTILINE)) == 1
     assert float(re.search(r"loss ([\d.]+) after", stdout)[1]) < 3.3, "4.8 at first"
     assert float(re.search(r"([\d.]+)x less than dense", stdout)[1]) > 1.5
@@ -101,7 +106,7 @@ def test_hf_trainer_tiny(tmp_path):
 @pytest.mark.parametrize("config", sorted((EXAMPLES / "cli").glob("*.yaml")), ids=lambda path: path.stem)
 def test_cli(tmp_path, config):
     command = ["fit", "--config", config, "--trainer.max_epochs=6", "--trainer.enable_progress_bar=false"]
-    _, stderr = run_example(EXAMPLES / "cli" / "main.py", *command, cwd=tmp_path)
+    _, stderr = on_two_ranks(EXAMPLES / "cli" / "main.py", *command, cwd=tmp_path)
     assert "Starting with 2 processes" in stderr
     assert "`max_epochs=6` reached" in stderr
     # 6 epochs have 132 steps: more than the start in two of the files, fewer than the default of 1000.
@@ -112,7 +117,7 @@ def test_cli(tmp_path, config):
 @pytest.mark.parametrize(("hook", "ratio"), [("powersgd", 5), ("diloco", 1.8)])
 def test_ddp_plain(tmp_path, hook, ratio):
     script = EXAMPLES / "ddp_plain.py"
-    stdout, _ = run_example(*TORCHRUN, script, "--hook", hook, "--steps", "100", cwd=tmp_path)
+    stdout, _ = on_two_ranks(script, "--hook", hook, "--steps", "100", cwd=tmp_path)
     check_line(stdout, hook, ratio)
 
 

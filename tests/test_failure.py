@@ -5,28 +5,26 @@
 The process groups have a timeout of half an hour, as PyTorch's: whoever waits for it counts as hanging.
 """
 
-import os
 import signal
 import subprocess
 import sys
 import threading
 import time
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from driver import POWERSGD, SHAPES, Params, attached, backward, full_rank_gradients
+from forks import FORKS, PATIENCE, alone
 from pool import check_no_leaks
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_commhooks as lc
 from lightning_commhooks.core.engine import ThreadEngine
 
-SOON = 15  # seconds, far more than it takes, on a machine that has other things to do
+SOON = 10 * PATIENCE  # seconds, far more than it takes, on a machine that has other things to do
 TIMEOUT_SECONDS = {"time_out": 3}
-ROOT = Path(__file__).parent.parent
 CPU = torch.device("cpu")
 
 
@@ -165,7 +163,6 @@ def break_off_and_close(rank, world):
 
 
 def main(scenario, rank, world, store):
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # pytest in the background has it ignored
     rank, world, timeout = int(rank), int(world), timedelta(seconds=TIMEOUT_SECONDS.get(scenario, 1800))
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timeout)
     globals()[scenario](rank, world)
@@ -178,13 +175,8 @@ class Ranks:
     """The processes of a scenario."""
 
     def __init__(self, scenario, store, world):
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        pipe = subprocess.PIPE
         self.processes = [
-            subprocess.Popen(
-                [sys.executable, __file__, scenario, str(rank), str(world), str(store)],
-                **{"stdin": pipe, "stdout": pipe, "stderr": pipe, "env": environment, "text": True},
-            )
+            FORKS.start(__file__, scenario, rank, world, store, environment=alone(), pipes=True)
             for rank in range(world)
         ]
         for rank in range(world):

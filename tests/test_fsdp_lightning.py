@@ -1,37 +1,33 @@
 """FSDP strategies with the real `Trainer` on CPU, where Lightning runs them; scenarios in fsdp_lightning_runner.py."""
 
+import functools
 import math
 import pickle
 import sys
-from pathlib import Path
 
 import pytest
 
 pytest.importorskip("lightning")
 
+from forks import FOLDER
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.demos.boring_classes import BoringModel
-from test_lightning import Results, finish, start
+from test_lightning import launch as launch_runner
 from torch.distributed.fsdp import MixedPrecision
+from versions import HAS_FSDP2_HOOKS, needs_fsdp2_hooks
 
 import lightning_commhooks as lc
 
 torch = pytest.importorskip("torch")
-RUNNER = Path(__file__).with_name("fsdp_lightning_runner.py")
-WAYS = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "FSDP2")
-
-
-def launch(out, package, num_devices, *ways):
-    process = start(out, package, [str(num_devices), *ways], runner=RUNNER)
-    stderr = finish(process)
-    assert process.returncode == 0, stderr[-3000:]
-    return Results(out, stderr)
+launch = functools.partial(launch_runner, runner=FOLDER / "fsdp_lightning_runner.py")
+FSDP2 = pytest.param("FSDP2", marks=needs_fsdp2_hooks)
+WAYS1 = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
 
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
-    return launch(tmp_path_factory.mktemp("two"), "lightning.pytorch", 2, *WAYS)
+    return launch(tmp_path_factory.mktemp("two"), "2", *WAYS1, *["FSDP2"] * HAS_FSDP2_HOOKS)
 
 
 def check(results, way, label, num_devices=2):
@@ -46,7 +42,7 @@ def check(results, way, label, num_devices=2):
     return ranks[0]
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", [*WAYS1, FSDP2])
 @pytest.mark.parametrize(("label", "ratio"), [("allreduce", 1), ("bf16", 2), ("int8", 3)])
 def test_trains_as_ddp_does(two, way, label, ratio):
     result = check(two, way, label)
@@ -56,7 +52,7 @@ def test_trains_as_ddp_does(two, way, label, ratio):
     assert result["metrics"]["compression_ratio"] == pytest.approx(ratio, rel=0.01 if label != "int8" else 0.3)
 
 
-@pytest.mark.parametrize("way", ["SHARD_GRAD_OP", "FSDP2"])
+@pytest.mark.parametrize("way", ["SHARD_GRAD_OP", FSDP2])
 def test_second_fit_and_checkpoint(two, way):
     second = two(f"{way}-second")
     assert second["same"]
@@ -81,12 +77,13 @@ def test_strategy_string(two):
 
 def test_hybrid_on_four_ranks_of_the_standalone_package(tmp_path):
     pytest.importorskip("pytorch_lightning")
-    results = launch(tmp_path, "pytorch_lightning", 4, "HYBRID_SHARD", "FSDP2")
+    ways = ["HYBRID_SHARD", *["FSDP2"] * HAS_FSDP2_HOOKS]
+    results = launch(tmp_path, "4", *ways, package="pytorch_lightning", world=4)
     for label in ("allreduce", "bf16"):
         result = check(results, "HYBRID_SHARD", label, 4)
         assert result["metrics"] is None, "FSDP reduces by itself"
         assert result["strategy"] == "CompressedFSDPStrategyPL"
-    for label in ("allreduce", "bf16", "int8"):
+    for label in ("allreduce", "bf16", "int8") if HAS_FSDP2_HOOKS else ():
         assert check(results, "FSDP2", label, 4)["strategy"] == "CompressedModelParallelStrategyPL"
 
 

@@ -43,9 +43,22 @@ try:
 except ImportError as error:
     print(error)
 """
-    steps, message = python(code).strip().splitlines()
+    *_, steps, message = python(code).strip().splitlines()  # gloo of PyTorch 2.8 prints something, too
     assert steps == "1"
     assert "pip install 'lightning-commhooks[lightning]'" in message
+
+
+def test_accelerate_integration_says_what_to_install():
+    code = """
+import importlib, sys
+sys.modules["accelerate"] = None  # import fails
+for module in ("", ".fsdp", ".kwargs", ".monitor"):
+    try:
+        importlib.import_module("accelerate_integration" + module)
+    except ImportError as error:
+        print(error)
+"""
+    assert python(code).count("pip install 'lightning-commhooks[accelerate]'") == 4
 
 
 def test_accelerate_integration_imports_neither_lightning_nor_transformers():

@@ -5,24 +5,21 @@ import math
 import os
 import pickle
 import signal
-import socket
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
 pytest.importorskip("lightning")
 
+from forks import FOLDER, FORKS, PATIENCE, alone, free_port, run_ranks
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 import lightning_commhooks as lc
 
-RUNNER = Path(__file__).with_name("lightning_runner.py")
-ROOT = RUNNER.parent.parent
-DISTRIBUTED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK")
+RUNNER = FOLDER / "lightning_runner.py"
 
 
 class Results:
@@ -49,36 +46,26 @@ class Results:
         return max(abs(a - b) for a, b in pairs)
 
 
-def environment(**extra):
-    clean = {key: value for key, value in os.environ.items() if key not in DISTRIBUTED}
-    return {**clean, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **extra}
+def launch(out, *scenarios, package="lightning.pytorch", runner=RUNNER, world=2, **environment):
+    """Run scenarios on several ranks that torchrun has started, as Lightning is told."""
+    printed = run_ranks(runner, package, out, *scenarios, world=world, timeout=200, DEVICES=str(world), **environment)
+    return Results(out, "".join(errors for _, errors in printed))
 
 
-def start(out, package, scenarios, runner=RUNNER, **extra):
-    return subprocess.Popen(
-        [sys.executable, str(runner), package, str(out), *scenarios],
-        env=environment(**extra),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+def start(out, *scenarios, runner=RUNNER, **extra):
+    """A process in which Lightning starts the others."""
+    return FORKS.start(runner, "lightning.pytorch", out, *scenarios, environment=alone(**extra))
 
 
 def finish(process, timeout=150):
+    """Standard error of a process that ends."""
     try:
-        _, stderr = process.communicate(timeout=timeout)
+        process.wait(timeout * PATIENCE)
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, 9)
-        pytest.fail(f"hang: no end after {timeout} s\n{process.communicate()[1][-3000:]}")
-    return stderr
-
-
-def launch(out, *scenarios, package="lightning.pytorch"):
-    process = start(out, package, scenarios)
-    stderr = finish(process)
-    assert process.returncode == 0, stderr[-3000:]
-    return Results(out, stderr)
+        process.kill()
+        pytest.fail(f"hang: no end after {timeout} s\n{process.printed()[1][-3000:]}")
+    with process:
+        return process.printed()[1]
 
 
 @pytest.fixture(scope="module")
@@ -205,7 +192,10 @@ def test_warns_when_nothing_was_compressed(options):
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_spawn_and_fork(tmp_path):
-    results = launch(tmp_path, "processes")
+    process = start(tmp_path, "processes")
+    stderr = finish(process)
+    assert process.returncode == 0, stderr[-3000:]
+    results = Results(tmp_path, stderr)
     for label in ("spawn", "fork"):
         assert results.both(label)["comm_hook"] == "lightning_commhooks:powersgd"
         assert results(label)["metrics"]["compression_ratio"] > 2
@@ -222,23 +212,10 @@ def test_standalone_package(tmp_path):
 
 
 def test_two_nodes_under_torchrun(tmp_path):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
+    port = str(free_port())
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}
-    nodes = [
-        start(
-            tmp_path,
-            "lightning.pytorch",
-            ["nodes"],
-            **shared,
-            RANK=str(node),
-            GROUP_RANK=str(node),
-            LOCAL_RANK="0",
-            TORCHELASTIC_RUN_ID="test",
-        )
-        for node in (0, 1)
-    ]
+    shared |= {"LOCAL_RANK": "0", "TORCHELASTIC_RUN_ID": "test"}
+    nodes = [start(tmp_path, "nodes", **shared, RANK=node, GROUP_RANK=node) for node in "01"]
     for node in nodes:
         stderr = finish(node)
         assert node.returncode == 0, stderr[-3000:]
@@ -249,7 +226,7 @@ def test_two_nodes_under_torchrun(tmp_path):
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_exception_on_one_rank_ends_the_run(tmp_path, rank):
-    process = start(tmp_path, "lightning.pytorch", [f"crash_rank_{rank}"])
+    process = start(tmp_path, f"crash_rank_{rank}")
     stderr = finish(process, timeout=90)
     assert process.returncode != 0
     assert "crash in training_step" in stderr
@@ -258,7 +235,7 @@ def test_exception_on_one_rank_ends_the_run(tmp_path, rank):
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 1)])
 def test_signal_in_the_middle_of_a_step_ends_the_run(tmp_path, number, code):
-    process = start(tmp_path, "lightning.pytorch", ["late"])
+    process = start(tmp_path, "late")
     while process.poll() is None and len(list(tmp_path.glob("late.*.json"))) < 2:
         time.sleep(0.1)
     time.sleep(0.5)
@@ -294,8 +271,8 @@ print("fine")
 def test_strategy_names_in_either_order_of_import(imports):
     pytest.importorskip("pytorch_lightning")
     code = ORDER.format(imports=imports, already=bool(imports))
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=100, check=False)
+    command = [sys.executable, "-c", code]  # a new process: about what is imported first
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert "fine" in done.stdout, done.stderr[-3000:]
 
 

@@ -1,21 +1,17 @@
 """Hook state in Lightning: checkpoints, other world sizes, mismatches, unfrozen layers, loss scale."""
 
+import functools
+
 import pytest
 
 pytest.importorskip("lightning")
 
 import torch
-from test_lightning import RUNNER, Results, finish, start
+from forks import FOLDER
+from test_lightning import launch as launch_runner
 
 SAVED = 2
-STATE_RUNNER = RUNNER.with_name("lightning_state_runner.py")
-
-
-def launch(out, *scenarios, **environment):
-    process = start(out, "lightning.pytorch", scenarios, runner=STATE_RUNNER, **environment)
-    stderr = finish(process, timeout=200)
-    assert process.returncode == 0, stderr[-3000:]
-    return Results(out, stderr)
+launch = functools.partial(launch_runner, runner=FOLDER / "lightning_state_runner.py")
 
 
 @pytest.fixture(scope="module")
@@ -71,12 +67,12 @@ def test_state_is_in_a_checkpoint_saved_after_the_fit_but_not_with_weights_only(
 
 @pytest.fixture(scope="module")
 def on_one(saved):
-    return launch(saved.out, "other_world", DEVICES="1")
+    return launch(saved.out, "other_world", world=1)
 
 
 @pytest.fixture(scope="module")
 def on_four(saved):
-    return launch(saved.out, "other_world", DEVICES="4")
+    return launch(saved.out, "other_world", world=4)
 
 
 @pytest.mark.parametrize("exact", [False, True])

@@ -1,16 +1,12 @@
 """Local SGD under Accelerate in two real processes: trajectories, evaluation, checkpoints, refusals."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 from local_sgd_accelerate_runner import PERIOD
 from local_sgd_reference import Simulation
 from safetensors.torch import load_file
 from small_task import batch, loss, make_model
-from torchrun import FOLDER, run_twice
+from torchrun import run_twice
 
 OUTER = {"lr": 0.7, "momentum": 0.9, "nesterov": True}
 
@@ -121,13 +117,10 @@ def test_checkpoint_has_averaged_weights(results, folder):
     assert distance(saved, mean([trajectory[5] for trajectory in trajectories])) < 1e-15
 
 
-def test_checkpoint_in_a_single_process_evaluates_to_what_two_saw(results, folder):
+def test_checkpoint_in_a_single_process_evaluates_to_what_two_saw(results, folder, run_code):
     path = str(folder / "post_localsgd-True")
-    code = f"import local_sgd_accelerate_runner as runner; print('value', runner.in_one_process({path!r}))"
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{FOLDER.parent}{os.pathsep}{FOLDER}"}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=env)
-    assert done.returncode == 0, done.stderr
-    value = float(done.stdout.split("value")[1])
+    stdout = run_code(f"import local_sgd_accelerate_runner as runner; print('value', runner.in_one_process({path!r}))")
+    value = float(stdout.split("value")[1])
     for rank in results:
         assert rank["evaluations"][False]["value"] == pytest.approx(value, abs=1e-14)
 

@@ -1,18 +1,21 @@
 """Local SGD with the real `Trainer`: trajectories against the float64 simulation."""
 
+import functools
+
 import pytest
 
 pytest.importorskip("lightning")
 
 import local_sgd_tasks as tasks
 import torch
+from forks import FOLDER
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from local_sgd_reference import Simulation
-from test_lightning import RUNNER, Results, finish, start
+from test_lightning import launch as launch_runner
 
 import lightning_commhooks as lc
 
-LOCAL_RUNNER = RUNNER.with_name("local_sgd_lightning_runner.py")
+launch = functools.partial(launch_runner, runner=FOLDER / "local_sgd_lightning_runner.py")
 OUTER = {"lr": 0.7, "momentum": 0.9, "nesterov": True}
 OPTIONS = {
     "post": {"periods": {4: 2}},
@@ -21,13 +24,6 @@ OPTIONS = {
     "diloco": {"periods": {4: 2}, "outer": OUTER},
     "short": {"periods": {3: 2}},
 }
-
-
-def launch(out, *scenarios, package="lightning.pytorch", **environment):
-    process = start(out, package, scenarios, runner=LOCAL_RUNNER, **environment)
-    stderr = finish(process)
-    assert process.returncode == 0, stderr[-3000:]
-    return Results(out, stderr)
 
 
 @pytest.fixture(scope="module")

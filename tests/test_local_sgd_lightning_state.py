@@ -1,6 +1,7 @@
 """Local SGD with the real `Trainer`: validation, checkpoints, resuming, and how training ends."""
 
 import copy
+import functools
 
 import pytest
 
@@ -8,19 +9,15 @@ pytest.importorskip("lightning")
 
 import local_sgd_tasks as tasks
 import torch
+from forks import FOLDER
 from local_sgd_reference import Simulation
-from test_lightning import RUNNER, Results, finish, start
+from test_lightning import finish, start
+from test_lightning import launch as launch_runner
 from test_local_sgd_lightning import OPTIONS, assert_close, assert_same_trajectory, simulate_gan, simulate_regression
 
-STATE_RUNNER = RUNNER.with_name("local_sgd_lightning_state_runner.py")
+RUNNER = FOLDER / "local_sgd_lightning_state_runner.py"
+launch = functools.partial(launch_runner, runner=RUNNER)
 VALIDATED = ("3", "6", "11", "14")  # steps with a validation, none at the end of a period of 4
-
-
-def launch(out, *scenarios, **environment):
-    process = start(out, "lightning.pytorch", scenarios, runner=STATE_RUNNER, **environment)
-    stderr = finish(process)
-    assert process.returncode == 0, stderr[-3000:]
-    return Results(out, stderr)
 
 
 @pytest.fixture(scope="module")
@@ -36,12 +33,12 @@ def resumed(saved):
 
 @pytest.fixture(scope="module")
 def one_process(saved):
-    return launch(saved.out, "alone", "other_world", DEVICES="1")
+    return launch(saved.out, "alone", "other_world", world=1)
 
 
 @pytest.fixture(scope="module")
 def four_processes(saved):
-    return launch(saved.out, "other_world", "gan_on_four", DEVICES="4")
+    return launch(saved.out, "other_world", "gan_on_four", world=4)
 
 
 def states(results, label, rank, when="after"):
@@ -280,7 +277,7 @@ ENDS = {"raise_on_1": "broken on purpose", "interrupt_0": "KeyboardInterrupt"}
 
 @pytest.mark.parametrize("scenario", ENDS)
 def test_exception_on_one_rank_ends_the_run(tmp_path, scenario):
-    process = start(tmp_path, "lightning.pytorch", [scenario], runner=STATE_RUNNER)
+    process = start(tmp_path, scenario, runner=RUNNER)
     stderr = finish(process, timeout=60)
     assert process.returncode != 0
     assert ENDS[scenario] in stderr

@@ -1,33 +1,29 @@
 """`CommHookMonitor` with the real `Trainer` on CPU, two processes; scenarios in monitor_lightning_runner.py."""
 
 import csv
+import functools
 import pickle
 import re
 import sys
-from pathlib import Path
 
 import pytest
 
 pytest.importorskip("lightning")
 
+from forks import FOLDER
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.demos.boring_classes import BoringModel
 from test_lightning import Results, finish, start
+from test_lightning import launch as launch_runner
 
 import lightning_commhooks as lc
 from lightning_commhooks.core.monitor import NAMES
 
-RUNNER = Path(__file__).with_name("monitor_lightning_runner.py")
+RUNNER = FOLDER / "monitor_lightning_runner.py"
+launch = functools.partial(launch_runner, runner=RUNNER)
 ALL = [f"comm/{name}" for name in NAMES]
-
-
-def launch(out, *scenarios, package="lightning.pytorch"):
-    process = start(out, package, scenarios, runner=RUNNER)
-    stderr = finish(process)
-    assert process.returncode == 0, stderr[-3000:]
-    return Results(out, stderr)
 
 
 @pytest.fixture(scope="module")
@@ -156,7 +152,7 @@ def test_standalone_package(tmp_path):
 
 
 def test_one_process_and_an_exception(tmp_path):
-    process = start(tmp_path, "lightning.pytorch", ["alone_and_crash"], runner=RUNNER)
+    process = start(tmp_path, "alone_and_crash", runner=RUNNER)
     stderr = finish(process)
     assert process.returncode != 0
     steps, rows = rows_of(Results(tmp_path, stderr)("alone"))

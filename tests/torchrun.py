@@ -1,18 +1,11 @@
-"""A script of this folder in two real processes."""
+"""A script of this folder in several real processes."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
+from forks import FOLDER, run_ranks
 
-FOLDER = Path(__file__).parent
+__all__ = ["FOLDER", "run_twice"]
 
 
 def run_twice(script, *arguments, timeout=240, num_processes=2, **environment):
-    """Standard output of `script`, run by torchrun in two processes, or more, which must end well."""
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(FOLDER.parent), **environment}
-    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_processes}"]
-    command = [sys.executable, *launch, FOLDER / script, *arguments]
-    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=timeout, env=env)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    """Standard output of `script`, on two ranks as torchrun starts them, or more, which must end well."""
+    outputs = run_ranks(FOLDER / script, *arguments, world=num_processes, timeout=timeout, **environment)
+    return "".join(output for output, _ in outputs)

@@ -63,6 +63,20 @@ class Place:
         return self.rank == 0
 
 
+@contextlib.contextmanager
+def nothing_on_stdout() -> Iterator[None]:
+    """Have what others print meanwhile on standard error, libraries in C++ too: gloo of PyTorch 2.8 does."""
+    sys.stdout.flush()
+    with contextlib.redirect_stdout(sys.stderr):
+        saved = os.dup(1)
+        os.dup2(2, 1)
+        try:
+            yield
+        finally:
+            os.dup2(saved, 1)
+            os.close(saved)
+
+
 def launched_place() -> Place | None:
     """What a launcher says in the environment; `None` if there is none.
 

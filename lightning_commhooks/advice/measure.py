@@ -20,6 +20,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_commhooks.advice.candidates import Candidate
+from lightning_commhooks.advice.errors import errors_among, num_averaged
 from lightning_commhooks.advice.task import Task
 from lightning_commhooks.advice.timing import Timing, Turn, own_timing
 from lightning_commhooks.core.attach import attach, attach_emulated
@@ -80,7 +81,7 @@ class Bench:
         self._on_stream = backend_for(world, task.device) == dist.Backend.NCCL
         task.wrap(make_equal=True)
         task.save()
-        self._burn_in()
+        self._seconds_per_batch = self._slowest(task.load_seconds) + self._burn_in() / 1e3
 
     def times(
         self,
@@ -96,7 +97,7 @@ class Bench:
             rounds: how many.
             over: links to emulate, `None` for the real one. Each hook takes its turns over all of them one behind the
                 other, so that a machine that changes its pace does not tell between them. Errors of gradients are
-                measured over the last.
+                those among real ranks if the last is the real one, else those of `errors_among`.
             tell: called before each turn, with what is done and the label of the hook.
 
         Returns:
@@ -105,13 +106,15 @@ class Bench:
         turns: dict[tuple[int, str], list[Turn]] = defaultdict(list)
         setups: dict[tuple[int, str], float] = defaultdict(float)
         guesses: dict[str, float] = {}
+        last = over[-1]
+        errors = self._errors_among(chosen, last.link.world_size, tell) if last is not None else {}
         for index, candidate, place in itertools.product(range(rounds), chosen, range(len(over))):
             # In every other round the other way round: who comes second finds the caches filled.
             place = place if index % 2 == 0 else len(over) - 1 - place
             label, setting = candidate.label, over[place]
             tell("measuring" if setting is None else "predicting", label)
-            with_errors = place == len(over) - 1
-            turn, setup_ms = self._turn(candidate, setting, guesses.get(label), with_errors)
+            turn, setup_ms = self._turn(candidate, setting, guesses.get(label), with_errors=not errors)
+            turn.errors = errors.get(label, turn.errors)
             turns[place, label].append(turn)
             setups[place, label] = max(setups[place, label], setup_ms)
             guesses[label] = self._slowest(statistics.median(turn.seconds)) * 1e3
@@ -124,14 +127,34 @@ class Bench:
             for place in range(len(over))
         ]
 
-    def _burn_in(self) -> None:
-        """Steps whose times say little: memory is new, and processors may have been asleep."""
+    def num_averaged(self, world_size: int) -> int:
+        """Among how many of `world_size` emulated ranks errors are measured."""
+        return num_averaged(world_size, self.task.gradient_bytes, self._seconds_per_batch)
+
+    def _errors_among(
+        self, chosen: list[Candidate], world_size: int, tell: Callable[[str, str], None]
+    ) -> dict[str, list[float]]:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                num_ranks = self.num_averaged(world_size)
+                return errors_among(num_ranks, world_size, self.task, self._alone, chosen, tell)
+            except ValueError as error:
+                raise UnfitError(str(error)) from error
+
+    def _burn_in(self) -> float:
+        """Steps whose times say little: memory is new, and processors may have been asleep.
+
+        Returns:
+            milliseconds of one of them.
+        """
         left_ms, steps = _BURN_IN_MS, 1
         while left_ms > 0:  # on all ranks alike: a model may have collectives of its own
             step_ms = self._warm_up(self.task.module, steps)
             left_ms -= step_ms * steps
             steps = max(1, round(left_ms / step_ms))
         self.task.restore()
+        return step_ms
 
     def _slowest(self, seconds: float) -> float:
         own = torch.tensor([seconds], dtype=torch.float64, device=self.task.device)
@@ -155,7 +178,7 @@ class Bench:
                 self._warm_up(model, _WARM_UP_STEPS if expected_ms < _LONG_MS else 1)
                 steps = _num_steps(expected_ms, candidate.period)
                 turn = self._steps(model, attachment, steps)
-                if with_errors:
+                if with_errors and setting is None:
                     turn.errors = self._errors(model, attachment)
                 return turn, setup_ms
 

@@ -133,6 +133,8 @@ def advised(
     result.link, result.world_size = setting.link, setting.link.world_size
     result.is_what_if = is_what_if
     result.notes = _notes(setting.link, bench.task.device)
+    if is_what_if and (num_averaged := bench.num_averaged(result.world_size)) < result.world_size:
+        result.notes += (f"Errors are those of an average over {num_averaged} of the {result.world_size} ranks.",)
     result.verdict = decide(result.rows, max_error)
     return result
 

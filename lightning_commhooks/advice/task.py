@@ -1,12 +1,9 @@
-"""The user's model: what `module:factory` on the command line stands for."""
+"""The user's model, and one step of its training."""
 
 from __future__ import annotations
 
-import importlib
-import os
-import sys
-import types
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,13 +12,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-
-_EXPECTED = (
-    "it must return (model, batch), (model, batch, loss_fn), or a dict with 'model' and 'batch' and, if need be, "
-    "'loss_fn', 'optimizer' and 'ddp'"
-)
-_FIELDS = {"model", "batch", "loss_fn", "optimizer", "ddp"}
-_LEARNING_RATE = 1e-4
 
 
 @dataclass
@@ -35,6 +25,8 @@ class Task:
         optimizers: which step after each backward.
         ddp_options: further arguments of `DistributedDataParallel`.
         device: of the model.
+        further: batches of further ranks.
+        load_seconds: what it takes to make one of them.
     """
 
     module: nn.Module
@@ -43,7 +35,10 @@ class Task:
     optimizers: list[Optimizer]
     ddp_options: dict[str, Any]
     device: torch.device
+    further: Iterator[Any] = field(default_factory=lambda: iter(()), repr=False)
+    load_seconds: float = 0.0
     _saved: dict[str, Tensor] = field(default_factory=dict, repr=False)
+    _saved_optimizers: list[dict[str, Any]] = field(default_factory=list, repr=False)
 
     @property
     def gradient_bytes(self) -> int:
@@ -77,7 +72,7 @@ class Task:
         self._loss(model).backward()
 
     def _loss(self, model: nn.Module) -> Tensor:
-        if _is_lightning(self.module):
+        if is_lightning(self.module):
             output = self._training_step(model)
         elif self.loss_fn is not None:
             *inputs, target = self.batch if isinstance(self.batch, (tuple, list)) else (self.batch, None)
@@ -107,57 +102,21 @@ class Task:
             module.forward = original
 
     def save(self) -> None:
-        """Remember parameters and buffers."""
+        """Remember parameters, buffers and the state of optimizers."""
         self._saved = {name: tensor.detach().clone() for name, tensor in self._tensors()}
+        self._saved_optimizers = [copy.deepcopy(optimizer.state_dict()) for optimizer in self.optimizers]
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Put remembered parameters and buffers back."""
+        """Put back what was remembered."""
         for name, tensor in self._tensors():
             tensor.copy_(self._saved[name])
+        for optimizer, state in zip(self.optimizers, self._saved_optimizers, strict=True):
+            optimizer.load_state_dict(copy.deepcopy(state))
 
     def _tensors(self) -> Iterable[tuple[str, Tensor]]:
         yield from self.module.named_parameters()
         yield from self.module.named_buffers()
-
-
-def load_task(spec: str, device: torch.device, seed: int) -> Task:
-    """Call `module:factory`, which is looked for in the current folder first.
-
-    Args:
-        spec: name of a module, or path of a `.py` file, and of a function without arguments in it.
-        device: where model and batch are moved to.
-        seed: of the global random numbers, before the call.
-
-    Raises:
-        ValueError: there is no such function, it failed, or what it returned is no model and batch.
-    """
-    factory = _factory(spec)
-    torch.manual_seed(seed)
-    try:
-        made = factory()
-    except Exception as error:
-        raise ValueError(f"{spec}() failed: {type(error).__name__}: {error}") from error
-    parts = _parts(spec, made)
-    module = parts["model"]
-    if isinstance(module, DistributedDataParallel):
-        raise ValueError(f"{spec}() returned a wrapped model; return the model inside, which is wrapped here")
-    if not isinstance(module, nn.Module):
-        raise ValueError(f"{spec}() returned {type(module).__name__} as the model, no torch.nn.Module; {_EXPECTED}")
-    if not any(p.requires_grad for p in module.parameters()):
-        raise ValueError(f"{spec}() returned a model without parameters that are trained")
-    loss_fn, options = parts.get("loss_fn"), parts.get("ddp") or {}
-    if loss_fn is not None and not callable(loss_fn):
-        raise ValueError(f"{spec}(): loss_fn must be a function (output, target) -> loss, is {loss_fn!r}")
-    if not isinstance(options, Mapping):
-        raise ValueError(f"{spec}(): ddp must be a dict of arguments of DistributedDataParallel, is {options!r}")
-    module.to(device).train()
-    batch = parts["batch"]
-    if isinstance(batch, torch.utils.data.DataLoader):
-        batch = next(iter(batch))
-    task = Task(module, _moved(batch, device), loss_fn, [], dict(options), device)
-    task.optimizers = _optimizers(spec, parts.get("optimizer"), module)
-    return task
 
 
 def try_task(spec: str, task: Task) -> None:
@@ -174,72 +133,6 @@ def try_task(spec: str, task: Task) -> None:
         ) from error
 
 
-def _factory(spec: str) -> Callable[[], object]:
-    name, colon, attribute = spec.rpartition(":")
-    if not colon or not name or not attribute:
-        raise ValueError(f"the model is given as module:factory, as in my_module:make, is {spec!r}")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    if name.endswith(".py"):
-        folder, file = os.path.split(os.path.abspath(name))
-        sys.path.insert(0, folder)
-        name = file.removesuffix(".py")
-    try:
-        module = importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
-            raise ValueError(f"{spec}: there is no module {name!r} in {os.getcwd()} or on PYTHONPATH") from error
-        raise ValueError(f"{spec}: importing {name!r} failed: {error}") from error
-    except Exception as error:
-        raise ValueError(f"{spec}: importing {name!r} failed: {type(error).__name__}: {error}") from error
-    factory = getattr(module, attribute, None)
-    if factory is None:
-        known = [key for key, value in vars(module).items() if isinstance(value, types.FunctionType) and key[0] != "_"]
-        raise ValueError(f"{spec}: module {name!r} has no {attribute!r}; its functions: {', '.join(known) or 'none'}")
-    if not callable(factory):
-        raise ValueError(f"{spec}: {attribute!r} is no function without arguments, is {factory!r}")
-    return factory  # type: ignore[no-any-return]
-
-
-def _parts(spec: str, made: object) -> dict[str, Any]:
-    if isinstance(made, Mapping):
-        if unknown := sorted(set(made) - _FIELDS):
-            raise ValueError(f"{spec}() returned a dict with {unknown}; known are {sorted(_FIELDS)}")
-        parts = dict(made)
-    elif isinstance(made, (tuple, list)) and len(made) in (2, 3):
-        parts = dict(zip(("model", "batch", "loss_fn"), made, strict=False))
-    elif hasattr(made, "model") and hasattr(made, "batch"):
-        parts = {key: getattr(made, key) for key in _FIELDS if hasattr(made, key)}
-    else:
-        raise ValueError(f"{spec}() returned {type(made).__name__}; {_EXPECTED}")
-    if missing := [key for key in ("model", "batch") if parts.get(key) is None]:
-        raise ValueError(f"{spec}() returned no {missing[0]}; {_EXPECTED}")
-    return parts
-
-
-def _optimizers(spec: str, given: object, module: nn.Module) -> list[Optimizer]:
-    if given is None and _is_lightning(module):
-        try:
-            given = module.configure_optimizers()  # type: ignore[operator]
-        except Exception as error:
-            raise ValueError(
-                f"{spec}: configure_optimizers() failed without a Trainer, {type(error).__name__}: {error}; "
-                "return a dict with 'optimizer'"
-            ) from error
-    if given is None:
-        return [torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=_LEARNING_RATE)]
-    if isinstance(given, Mapping):
-        given = given["optimizer"]
-    elif isinstance(given, tuple) and len(given) == 2 and isinstance(given[0], Sequence):
-        given = given[0]  # Lightning's optimizers and schedulers
-    found: list[Optimizer] = []
-    for optimizer in given if isinstance(given, Sequence) else [given]:
-        if not isinstance(optimizer, Optimizer):
-            raise ValueError(f"{spec}: optimizer must be of torch.optim, is {optimizer!r}")
-        found.append(optimizer)
-    return found
-
-
 def _scalar(output: object) -> Tensor:
     if isinstance(output, Mapping) and "loss" in output:
         output = output["loss"]
@@ -251,15 +144,6 @@ def _scalar(output: object) -> Tensor:
     return output
 
 
-def _is_lightning(module: nn.Module) -> bool:
+def is_lightning(module: nn.Module) -> bool:
+    """Whether the model says itself what a step is."""
     return callable(getattr(module, "training_step", None))
-
-
-def _moved(batch: Any, device: torch.device) -> Any:
-    if isinstance(batch, Tensor):
-        return batch.to(device)
-    if isinstance(batch, Mapping):
-        return {key: _moved(value, device) for key, value in batch.items()}
-    if isinstance(batch, (tuple, list)):
-        return [_moved(value, device) for value in batch]
-    return batch

@@ -182,12 +182,7 @@ class Kernels:
             whether it is finite, boolean, one element, from the scales alone.
         """
         codes, scales = unpack(self.codec, payloads)
-        # PyTorch before 2.8 writes to a copy of a misaligned CUDA tensor.
-        is_aligned = not out.is_cuda or out.data_ptr() % 16 == 0
-        target = out if is_aligned else torch.empty_like(out)
-        self._run(_decode_mean, target, codes, scales, factor / payloads.shape[0], target)
-        if not is_aligned:
-            out.copy_(target)
+        self._run(_decode_mean, out, codes, scales, factor / payloads.shape[0], out)
         return scales.isfinite().all()
 
     def compile(self, device: torch.device, num_payloads: set[int], feedback: bool, num_rows: int) -> None:

@@ -44,6 +44,8 @@ class Group(EncodedCollectives):
         global_rank: this process's rank among all processes.
     """
 
+    _why_no_process_group = "the process group of this communication hook is gone: the hook was closed"
+
     def __init__(
         self,
         process_group: dist.ProcessGroup | None,
@@ -72,7 +74,7 @@ class Group(EncodedCollectives):
             RuntimeError: there is none, or it was released.
         """
         if self._process_group is None:
-            raise RuntimeError("the process group of this communication hook is gone: the hook was closed")
+            raise RuntimeError(self._why_no_process_group)
         return self._process_group
 
     def release(self) -> list[dist.ProcessGroup | None]:
@@ -159,17 +161,21 @@ class Group(EncodedCollectives):
         # Every rank has an equal share.
         padded = half.new_zeros(-(-numel // self.size) * self.size)
         padded[:numel] = half
-        share = self.all_to_all(padded.view(self.size, -1)).sum(dim=0, dtype=torch.float32)
-        return self.all_gather(share.to(half.dtype)).view(-1)[:numel]
+        chunks = padded.view(self.size, -1)
+        share = self.all_to_all(chunks).sum(dim=0, dtype=torch.float32)
+        return self._start_gather_shares(share.to(half.dtype), lambda: chunks * self.size)().view(-1)[:numel]
 
     def encoding(self, codec: Codec) -> Group:
         """The same ranks, with `all_reduce_factors_` encoding; counts bytes together with this group. Collective."""
         if codec not in self._encoding:
-            group = Group(self._process_group, self.counters, self.device, self._aborts, codec)
+            group = self._twin(codec)
             group.global_rank = self.global_rank
             group.kernels(codec, feedback=False, two_shot=True)
             self._encoding[codec] = group
         return self._encoding[codec]
+
+    def _twin(self, codec: Codec) -> Group:
+        return Group(self._process_group, self.counters, self.device, self._aborts, codec)
 
     def all_reduce_coalesced_(self, tensors: Sequence[Tensor]) -> None:
         """Replace each tensor by its sum over ranks, with one collective per dtype.
@@ -212,6 +218,15 @@ class Group(EncodedCollectives):
         own = tensor.contiguous()
         work = dist.all_gather(list(gathered.unbind()), own, group=self.process_group, async_op=True)
         return lambda: self._finished(work, gathered)
+
+    def _start_gather_shares(self, share: Tensor, of_equals: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        """Begin an `all_gather` of shares that each rank owns one of.
+
+        Args:
+            share: this rank's, shape `(n,)`.
+            of_equals: what the result would be, shape `(w, n)`, if all ranks had what this one has.
+        """
+        return self._start_all_gather(share)
 
     def all_to_all(self, chunks: Tensor) -> Tensor:
         """Send row i of `chunks`, shape `(w, n)`, to rank i; row i of the result came from rank i."""

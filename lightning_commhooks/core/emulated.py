@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lightning_commhooks.core.codec import Codec
 from lightning_commhooks.core.collectives import Group
+from lightning_commhooks.core.ensemble import WHY_NO_PROCESS_GROUP
 from lightning_commhooks.core.link import Cost, Kind, Link
 from lightning_commhooks.core.metrics import Counters
 
@@ -150,7 +151,8 @@ class EmulatedGroup(Group):
     """Ranks that are not there: results have the right shapes, every rank being like this one, and take their time.
 
     Counts bytes as a `Group` of that size. With a codec, error feedback and all that, a hook does with it what it does
-    with real ranks, but for the numbers.
+    with real ranks, and averages made by the methods of `Group` are those of equal ranks. What a hook makes of several
+    collectives by itself may be wrong, since every rank owns the same share: `EnsembleGroup` tells how good a hook is.
 
     Args:
         link: what collectives cost, among as many ranks as there are to be.
@@ -162,6 +164,8 @@ class EmulatedGroup(Group):
         on_stream: whether collectives are queued on the present CUDA stream, as with NCCL.
         clock: passes the time on the host.
     """
+
+    _why_no_process_group = WHY_NO_PROCESS_GROUP
 
     def __init__(
         self,
@@ -204,13 +208,10 @@ class EmulatedGroup(Group):
             link = self._node_link
         return self._like(link.scaled(len(own)), own.index(self.rank))
 
-    def encoding(self, codec: Codec) -> Group:
-        if codec not in self._encoding:
-            group = self._like(self._link, self.rank)
-            group._codec = codec
-            group.kernels(codec, feedback=False, two_shot=True)
-            self._encoding[codec] = group
-        return self._encoding[codec]
+    def _twin(self, codec: Codec) -> Group:
+        group = self._like(self._link, self.rank)
+        group._codec = codec
+        return group
 
     def _like(self, link: Link, rank: int) -> EmulatedGroup:
         group = EmulatedGroup(link, rank, self.counters, self.device, on_stream=self._on_stream)
@@ -233,6 +234,13 @@ class EmulatedGroup(Group):
         num_bytes = (self.size - 1) * tensor.numel() * tensor.element_size()
         self._count(num_bytes)
         return self._start("all_gather", num_bytes, tensor, lambda: own.repeat(self.size, 1))
+
+    def _start_gather_shares(self, share: Tensor, of_equals: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        if self.size == 1:
+            return self._start_all_gather(share)
+        num_bytes = (self.size - 1) * share.numel() * share.element_size()
+        self._count(num_bytes)
+        return self._start("all_gather", num_bytes, share, of_equals)
 
     def _start_all_to_all(self, chunks: Tensor) -> Callable[[], Tensor]:
         if self.size == 1:

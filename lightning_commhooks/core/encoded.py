@@ -16,6 +16,9 @@ from lightning_commhooks.core.metrics import Counters
 # encoding some hides sending others.
 PART_NUMEL = 2**20
 
+# What this rank sends, and what waits for what it receives.
+_Sent = tuple[Tensor, Callable[[], Tensor]]
+
 
 @dataclass
 class Part:
@@ -60,6 +63,10 @@ class EncodedCollectives(ABC):
 
     @abstractmethod
     def _start_all_gather(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """See `Group`."""
+
+    @abstractmethod
+    def _start_gather_shares(self, share: Tensor, of_equals: Callable[[], Tensor]) -> Callable[[], Tensor]:
         """See `Group`."""
 
     @abstractmethod
@@ -124,9 +131,9 @@ class EncodedCollectives(ABC):
         has_owners = self.num_owners(two_shot) > 1
         sent = [self._send(part, kernels, way_in, has_owners) for part in parts]
         if has_owners:
-            sent = [self._send_mean(part, kernels, one, arrived()) for part, arrived in zip(parts, sent, strict=True)]
+            sent = [self._send_mean(part, kernels, one, *of_part) for part, of_part in zip(parts, sent, strict=True)]
         finite = []
-        for part, arrived in zip(parts, sent, strict=True):
+        for part, (_, arrived) in zip(parts, sent, strict=True):
             num_senders = 1 if has_owners else self.size
             payloads = arrived().view(num_senders, part.numbers.shape[0], -1)
             factor = way_out if part.owed is not None else one
@@ -156,18 +163,22 @@ class EncodedCollectives(ABC):
         for tensor, place in zip(tensors, places, strict=True):
             tensor.copy_(place[: tensor.numel()].view(tensor.shape))
 
-    def _send(self, part: Part, kernels: Kernels, factor: Tensor, to_owners: bool) -> Callable[[], Tensor]:
-        payload = kernels.encode(part.numbers, part.owed, factor, seed_tensor(part.seed, self.device))
+    def _send(self, part: Part, kernels: Kernels, factor: Tensor, to_owners: bool) -> _Sent:
+        payload = kernels.encode(part.numbers, part.owed, factor, seed_tensor(part.seed, self.device)).view(-1)
         if to_owners:
-            return self._start_all_to_all(payload.view(self.size, -1))
-        return self._start_all_gather(payload.view(-1))
+            return payload, self._start_all_to_all(payload.view(self.size, -1))
+        return payload, self._start_all_gather(payload)
 
-    def _send_mean(self, part: Part, kernels: Kernels, one: Tensor, received: Tensor) -> Callable[[], Tensor]:
+    def _send_mean(
+        self, part: Part, kernels: Kernels, one: Tensor, payload: Tensor, arrived: Callable[[], Tensor]
+    ) -> _Sent:
         b, s = part.numbers.shape
         mean = part.numbers.new_empty((b // self.size, s))
-        kernels.decode_mean(received.view(self.size, b // self.size, -1), one, mean)
+        kernels.decode_mean(arrived().view(self.size, b // self.size, -1), one, mean)
         seed = seed_tensor(part.seed + 2**30, self.device)
-        return self._start_all_gather(kernels.encode(mean, part.carried, one, seed).view(-1))
+        share = kernels.encode(mean, part.carried, one, seed).view(-1)
+        # The mean of what equal ranks send is what each of them sends.
+        return share, self._start_gather_shares(share, lambda: payload.view(self.size, -1).clone())
 
     def all_reduce_factors_(self, exact: Sequence[Tensor], factors: Sequence[Tensor]) -> None:
         """Replace each tensor by its sum over ranks; `factors` encoded on the way, if this group has a codec.

@@ -111,7 +111,7 @@ def attach(model: nn.Module, hook: CommHook, replicate_group: dist.ProcessGroup 
     if not hasattr(FSDPModule, "set_custom_reduce_scatter"):
         raise ValueError(
             f"PyTorch {torch.__version__} has no FSDPModule.set_custom_reduce_scatter, which communication hooks for "
-            "FSDP2 need; PyTorch 2.13 has. Until then, for 16 bit: fully_shard(..., "
+            "FSDP2 need; PyTorch 2.9 has. Until then, for 16 bit: fully_shard(..., "
             "mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.bfloat16))"
         )
     sharded = units(model)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+from collections.abc import Sequence
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, TypeVar
 
@@ -61,9 +62,7 @@ def get_hook_class(name: str) -> type[CommHook]:
             )
         return loaded
     known = available_hooks()
-    close = difflib.get_close_matches(name, [*known, *_aliases], n=1)
-    hint = f"did you mean {close[0]!r}? " if close else ""
-    raise ValueError(f"unknown hook {name!r}; {hint}available hooks: {', '.join(known)}")
+    raise ValueError(f"unknown hook {name!r}; {_closest(name, [*known, *_aliases])}available hooks: {', '.join(known)}")
 
 
 def get_hook(hook: str | CommHook, **options: Any) -> CommHook:
@@ -89,15 +88,21 @@ def get_hook(hook: str | CommHook, **options: Any) -> CommHook:
             + (f"; did you mean {hook.__name__}()?" if isinstance(hook, type) else "")
         )
     hook_class = get_hook_class(hook)
+    has_fields: bool = dataclasses.is_dataclass(hook_class)
+    fields = [field.name for field in dataclasses.fields(hook_class) if field.init] if has_fields else []  # type: ignore[arg-type]
+    known = f"its options are: {', '.join(fields) or 'none'}"
+    unknown = sorted(set(options) - set(fields))
+    if unknown and has_fields:
+        raise ValueError(f"{hook_class.__name__}: unknown option {unknown[0]!r}; {_closest(unknown[0], fields)}{known}")
     try:
         return hook_class(**options)
     except TypeError as error:
-        fields: list[str] = (
-            [f.name for f in dataclasses.fields(hook_class)] if dataclasses.is_dataclass(hook_class) else []
-        )
-        raise ValueError(
-            f"{hook_class.__name__}: {str(error).split(') ', 1)[-1]}; its options are: {', '.join(fields) or 'none'}"
-        ) from error
+        raise ValueError(f"{hook_class.__name__}: {str(error).split(') ', 1)[-1]}; {known}") from error
+
+
+def _closest(name: str, known: Sequence[str]) -> str:
+    close = difflib.get_close_matches(name, known, n=1)
+    return f"did you mean {close[0]!r}? " if close else ""
 
 
 def get_inner_hook(hook: str | CommHook) -> CommHook:

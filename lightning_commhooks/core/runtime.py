@@ -164,8 +164,7 @@ class Runtime:
         watches = self.bound.averages_models or (may_be_unused and self.bound.has_memory)
         self._usage.watch(self.layout.trained if watches else {})
         watched = LocalPhase(model, self.local, self.bound.averages_models)
-        # Since PyTorch 2.7.
-        last_may_be_skipped = getattr(model, "skip_all_reduce_unused_params", False)
+        last_may_be_skipped = model.skip_all_reduce_unused_params
         if isinstance(self.config.method, UserFunction):
             return self._counting(self.config.method.function, last_may_be_skipped)
         engine, usage = self._engine, self._usage

@@ -45,7 +45,7 @@ class Cast(CommHook):
 
     name: ClassVar[str] = "cast"
 
-    hook: HookName | CommHook
+    hook: CommHook | HookName
     dtype: Literal["fp16", "bf16", "int8"] = "bf16"
 
     def __post_init__(self) -> None:

@@ -38,7 +38,7 @@ class PerParameter(CommHook):
 
     name: ClassVar[str] = "per_parameter"
 
-    hooks: Mapping[str, HookName | CommHook]
+    hooks: Mapping[str, CommHook | HookName]
 
     def __post_init__(self) -> None:
         is_mapping = isinstance(self.hooks, Mapping) and all(isinstance(pattern, str) for pattern in self.hooks)

@@ -56,7 +56,7 @@ class ScaleByGradAccumulation(CommHook):
     name: ClassVar[str] = "scale_by_grad_accumulation"
     is_outermost: ClassVar[bool] = True
 
-    hook: HookName | CommHook | Callable[..., Any]
+    hook: CommHook | HookName | Callable[..., Any]
     accumulation: Accumulation = "mean"
 
     def __post_init__(self) -> None:

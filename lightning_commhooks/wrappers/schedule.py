@@ -33,7 +33,7 @@ class Schedule(CommHook):
 
     name: ClassVar[str] = "schedule"
 
-    hooks: Mapping[int, HookName | CommHook]
+    hooks: Mapping[int, CommHook | HookName]
 
     def __post_init__(self) -> None:
         for step in self.hooks:

@@ -1,0 +1,347 @@
+"""Processes that begin with PyTorch and the frameworks imported: forks of one that has done nothing else.
+
+Importing Lightning, Accelerate and transformers takes 7 s of processor time for each process, forking 0.01 s. In all
+else a fork is like `python script.py`: arguments, environment, `__main__`, standard streams, a session of its
+own, exit code, and the interpreter ends as it always does. What is about starting Python, importing, or launchers that
+start processes themselves needs new processes, and says so.
+"""
+
+import array
+import contextlib
+import gc
+import importlib
+import json
+import os
+import random
+import runpy
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import types
+import warnings
+from pathlib import Path
+
+FOLDER = Path(__file__).parent
+ROOT = FOLDER.parent
+PRELOADED = (
+    "torch._dynamo",
+    "torch.distributed.fsdp",
+    "torch.distributed.optim",
+    "lightning.pytorch",
+    "pytorch_lightning",
+    "accelerate",
+    "transformers.trainer",
+    "sklearn.datasets",
+    "lightning_commhooks",
+    "accelerate_integration",
+)
+# A launcher's, which a process that is to be alone must not see.
+DISTRIBUTED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "GROUP_RANK")
+# Times that a machine may be slower than the one that time limits were written for.
+PATIENCE = 3
+_MESSAGE_BYTES = 1 << 17
+
+
+# In the tests -------------------------------------------------------------------------------------------------------
+
+
+class Forks:
+    """The process that is forked; started when it is first needed."""
+
+    def __init__(self):
+        self._server = None
+
+    def start(self, script, *arguments, environment=None, cwd=None, pipes=False):
+        """A new process that runs `script`, or the module of that name if it has no suffix.
+
+        Args:
+            script: path of the script.
+            arguments: its command line.
+            environment: all of its variables; those of this process if there is none.
+            cwd: its working directory.
+            pipes: whether its standard streams are pipes to talk through; otherwise `communicate` has what it printed.
+        """
+        if self._server is None or self._server.poll() is not None:
+            self._start_server()
+        return Fork(self._control, script, arguments, environment, cwd, pipes)
+
+    def close(self):
+        """End the process that is forked; those that were forked go on."""
+        if self._server is not None:
+            self._control.close()
+            self._server.wait(10)
+
+    def _start_server(self):
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        environment = {key: value for key, value in os.environ.items() if key not in DISTRIBUTED}
+        environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, str(FOLDER / "forks.py"), str(theirs.fileno())]
+        self._server = subprocess.Popen(command, env=environment, pass_fds=[theirs.fileno()])
+        theirs.close()
+
+
+class Fork:
+    """A forked process; as much of `subprocess.Popen` as is needed."""
+
+    def __init__(self, control, script, arguments, environment, cwd, pipes):
+        self.args = (str(script), *map(str, arguments))
+        self.returncode = None
+        self._status, theirs = socket.socketpair()
+        ours, given = self._open_streams(pipes)
+        self.stdin, self.stdout, self.stderr = ours
+        request = {
+            "arguments": self.args,
+            "environment": dict(os.environ if environment is None else environment),
+            "cwd": str(cwd or os.getcwd()),
+        }
+        fds = [theirs.fileno(), *(stream.fileno() for stream in given)]
+        socket.send_fds(control, [json.dumps(request).encode()], fds)
+        theirs.close()
+        for stream in given:
+            if stream not in ours:
+                stream.close()
+        self._status.settimeout(30 * PATIENCE)  # the first one waits for the imports
+        answer = self._status.recv(8)
+        assert answer, "the process that is forked has died"
+        self.pid = int.from_bytes(answer, "little")
+
+    @staticmethod
+    def _open_streams(pipes):
+        if not pipes:
+            output, errors = (tempfile.TemporaryFile("a+") for _ in range(2))  # noqa: SIM115  # of the Fork
+            return (None, output, errors), (open(os.devnull), output, errors)
+        ours, given = [], []
+        for ours_reads in (False, True, True):
+            read, write = os.pipe()
+            reader, writer = os.fdopen(read, "r"), os.fdopen(write, "w")
+            ours.append(reader if ours_reads else writer)
+            given.append(writer if ours_reads else reader)
+        return tuple(ours), tuple(given)
+
+    def wait(self, timeout=None):
+        """Exit code, negative for a signal.
+
+        Raises:
+            subprocess.TimeoutExpired: it goes on for longer than `timeout` seconds.
+        """
+        if self.returncode is None:
+            self._status.settimeout(timeout)
+            try:
+                answer = self._status.recv(8)
+            except (TimeoutError, BlockingIOError):
+                raise subprocess.TimeoutExpired(self.args, timeout) from None
+            assert answer, "the process that is forked has died"
+            self.returncode = int.from_bytes(answer, "little", signed=True)
+            self._status.close()
+        return self.returncode
+
+    def poll(self):
+        """Exit code, or `None` if it still runs."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.wait(0)
+        return self.returncode
+
+    def communicate(self, timeout=None):
+        """What it printed on standard output and standard error, when it has ended."""
+        self.wait(timeout)
+        return self._printed(self.stdout), self._printed(self.stderr)
+
+    def printed(self):
+        """The same up to now, of a process without pipes."""
+        return self._printed(self.stdout), self._printed(self.stderr)
+
+    @staticmethod
+    def _printed(stream):
+        if stream.seekable():
+            stream.seek(0)
+        return stream.read()
+
+    def send_signal(self, number):
+        """Send a signal, if it still runs."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self):
+        """Kill it and what it started."""
+        if self.poll() is None:
+            os.killpg(self.pid, signal.SIGKILL)
+            self.wait(10)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        for stream in (self.stdin, self.stdout, self.stderr):
+            if stream is not None:
+                with contextlib.suppress(BrokenPipeError):
+                    stream.close()
+        self._status.close()
+
+
+FORKS = Forks()
+
+
+def free_port():
+    """A TCP port of 127.0.0.1 that nobody listens on."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+def alone(**extra):
+    """The variables of a process that no launcher has started."""
+    clean = {key: value for key, value in os.environ.items() if key not in DISTRIBUTED}
+    return {**clean, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **extra}
+
+
+def torchrun_environment(rank, world, port, **extra):
+    """What torchrun tells a process of one node."""
+    of_torchrun = {
+        **{"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "GROUP_RANK": 0},
+        **{"ROLE_RANK": rank, "ROLE_WORLD_SIZE": world, "GROUP_WORLD_SIZE": 1, "ROLE_NAME": "default"},
+        **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "test"},
+        **{"TORCHELASTIC_RESTART_COUNT": 0, "TORCHELASTIC_MAX_RESTARTS": 0, "TORCHELASTIC_USE_AGENT_STORE": "False"},
+    }
+    return alone(**{key: str(value) for key, value in of_torchrun.items()}, **extra)
+
+
+def run_alone(script, *arguments, environment=None, cwd=None, timeout=120):
+    """What a process that ends well printed on standard output and standard error.
+
+    Raises:
+        AssertionError: it failed, or took longer than `timeout` seconds; with what it printed.
+    """
+    with FORKS.start(script, *arguments, environment=environment or alone(), cwd=cwd) as process:
+        try:
+            process.wait(timeout * PATIENCE)
+        except subprocess.TimeoutExpired:
+            process.kill()
+        stdout, stderr = process.printed()
+    assert process.returncode == 0, f"{script}: exit code {process.returncode}\n{stdout}\n{stderr[-6000:]}"
+    return stdout, stderr
+
+
+def run_ranks(script, *arguments, world=2, timeout=240, cwd=None, **environment):
+    """Run a script on several ranks, as torchrun would, and end them all when one fails.
+
+    Returns:
+        a pair for each rank: what it printed on standard output and on standard error.
+
+    Raises:
+        AssertionError: a rank failed, or the ranks took longer than `timeout` seconds; with their errors.
+    """
+    port = free_port()
+    ranks = [
+        FORKS.start(script, *arguments, environment=torchrun_environment(rank, world, port, **environment), cwd=cwd)
+        for rank in range(world)
+    ]
+    deadline, failed = time.monotonic() + timeout * PATIENCE, ""
+    while not failed and any(rank.poll() is None for rank in ranks):
+        if bad := [str(number) for number, rank in enumerate(ranks) if rank.returncode]:
+            time.sleep(2)  # for the others to say what they think of it
+            failed = f"ranks {', '.join(bad)} failed"
+        elif time.monotonic() > deadline:
+            failed = f"hang: no end after {timeout} s"
+        time.sleep(0.01)
+    for rank in ranks:
+        rank.kill()
+    outputs = []
+    for rank in ranks:
+        with rank:
+            outputs.append(rank.printed())
+    codes = [rank.returncode for rank in ranks]
+    if failed or any(codes):
+        texts = "\n".join(f"rank {rank}: {errors[-6000:]}" for rank, (_, errors) in enumerate(outputs))
+        raise AssertionError(f"{Path(script).name} {failed}, exit codes {codes}\n{texts}")
+    return outputs
+
+
+# In the process that is forked --------------------------------------------------------------------------------------
+
+
+def _serve(control):
+    """Fork for each request; tell whoever asked for it the process's number, and its exit code in the end.
+
+    Returns:
+        in a fork: what it is to run.
+    """
+    selector = selectors.DefaultSelector()
+    selector.register(control, selectors.EVENT_READ)
+    while True:
+        for key, _ in selector.select():
+            if key.fileobj is not control:
+                selector.unregister(key.fileobj)
+                _report(key.fileobj, *key.data)
+                continue
+            message, fds = _receive(control)
+            if not message:
+                sys.exit()
+            status = socket.socket(fileno=fds.pop(0))
+            pid = os.fork()
+            if pid == 0:
+                selector.close()
+                control.close()
+                status.close()
+                return json.loads(message), fds
+            for fd in fds:
+                os.close(fd)
+            status.sendall(pid.to_bytes(8, "little"))
+            selector.register(os.pidfd_open(pid), selectors.EVENT_READ, (pid, status))
+
+
+def _receive(control):
+    fds = array.array("i")
+    message, ancillary, _, _ = control.recvmsg(_MESSAGE_BYTES, socket.CMSG_SPACE(4 * fds.itemsize))
+    for _, _, data in ancillary:
+        fds.frombytes(data)
+    return message, list(fds)
+
+
+def _report(pidfd, pid, status):
+    _, code = os.waitpid(pid, 0)
+    os.close(pidfd)
+    with contextlib.suppress(OSError):  # nobody waits for it
+        status.sendall(os.waitstatus_to_exitcode(code).to_bytes(8, "little", signed=True))
+    status.close()
+
+
+def _become(request, fds):
+    """Let this process be what was asked for."""
+    for target, fd in enumerate(fds):
+        os.dup2(fd, target)
+        os.close(fd)
+    os.setsid()
+    os.chdir(request["cwd"])
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    random.seed()
+    if os.environ.get("PYTHONWARNINGS") == "ignore":
+        warnings.simplefilter("ignore")
+    if os.environ.get("TORCH_COMPILE_DISABLE") == "1":
+        sys.modules["torch._dynamo"].config.disable = True  # read from the environment when it was imported
+    script, *sys.argv[1:] = request["arguments"]
+    if not script.endswith(".py"):
+        sys.path[0] = request["cwd"]
+        runpy.run_module(script, run_name="__main__", alter_sys=True)
+        return
+    sys.argv[0] = script
+    sys.path[:1] = [str(Path(script).parent), str(FOLDER)]  # scripts that tests write find the tests
+    main = types.ModuleType("__main__")
+    main.__file__ = script
+    sys.modules["__main__"] = main
+    exec(compile(Path(script).read_bytes(), script, "exec"), main.__dict__)
+
+
+if __name__ == "__main__":
+    for name in PRELOADED:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+    gc.collect()
+    gc.freeze()
+    assert len(os.listdir("/proc/self/task")) == 1, "forks have no other threads"
+    _become(*_serve(socket.socket(fileno=int(sys.argv[1]))))

@@ -1,0 +1,226 @@
+"""The private and undocumented names of PyTorch that we use, and what breaks without them."""
+
+import contextlib
+import functools
+import importlib
+import importlib.metadata
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from packaging.version import Version
+from torch.nn.parallel import DistributedDataParallel
+
+CORE = "lightning_commhooks/core"
+
+
+@dataclass(frozen=True)
+class Use:
+    """One name.
+
+    Args:
+        name: path from a module, or `.attribute` of an object. Without an underscore: undocumented.
+        where: files that use it.
+        breaks: what happens when it is gone or means something else; "silent" where nobody would be told.
+        check: whether it is there and means what we think; paths need none.
+        since: distribution and version that has it, where not every supported one does.
+    """
+
+    name: str
+    where: tuple[str, ...]
+    breaks: str
+    check: Callable[..., object] | None = None
+    since: tuple[str, str] | None = None
+
+
+def resolve(path):
+    """The object at a path of modules and attributes."""
+    parts = path.split(".")
+    for length in range(len(parts), 0, -1):
+        with contextlib.suppress(ImportError):
+            return functools.reduce(getattr, parts[length:], importlib.import_module(".".join(parts[:length])))
+    raise ImportError(path)
+
+
+def fails(use, *args):
+    """What is wrong with a name; empty for nothing, and where it is too new to be there."""
+    if use.since and Version(importlib.metadata.version(use.since[0])) < Version(use.since[1]):
+        return ""
+    try:
+        if use.check is None:
+            resolve(use.name)
+        elif not use.check(*args):
+            return f"{use.name} is not what it was: {use.breaks}"
+    except (AttributeError, ImportError, KeyError, TypeError) as error:
+        return f"{use.name} ({type(error).__name__}: {error}): {use.breaks}"
+    return ""
+
+
+def missing_on_ranks(rank, world):
+    """What is wrong with the names of PyTorch, in a process of a gloo group."""
+    return list(filter(None, map(fails, TORCH)))
+
+
+def _hook(state, bucket):
+    future = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
+
+
+def _ddp():
+    return DistributedDataParallel(torch.nn.Linear(2, 2))
+
+
+def _tells_its_hook():
+    model = _ddp()
+    model.register_comm_hook(None, _hook)
+    return "_hook" in model._get_ddp_logging_data()["comm_hook"] and len(model._comm_hooks) == 1
+
+
+def _says_python_reducer():
+    from torch._dynamo import config
+
+    found = []
+    for config.optimize_ddp in ("python_reducer", "ddp_optimizer"):
+        found.append(_ddp()._use_python_reducer)
+    return found == [True, False]
+
+
+def _joins():
+    from torch.distributed.algorithms.join import Join
+
+    model = _ddp()
+    before = model._join_config.enable
+    with Join([model]):
+        return (before, model._join_config.enable) == (False, True)
+
+
+def _group_keeps_its_timeout():
+    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=77))
+    found = group._get_backend(torch.device("cpu")).options._timeout
+    dist.destroy_process_group(group)
+    return found == timedelta(seconds=77)
+
+
+def _fsdp_keeps_its_hook():
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # on CPU FSDP warns of much
+        model = FullyShardedDataParallel(torch.nn.Linear(4, 4), device_id=torch.device("cpu"))
+    before, state = model._comm_hook, object()
+    model.register_comm_hook(state, _reduce)
+    return before is None and model._comm_hook is _reduce and model._comm_hook_state is state
+
+
+def _reduce(state, grad, output=None):
+    """A hook for FSDP."""
+
+
+def _sparse():
+    return torch.sparse_coo_tensor([[1]], [2.0], (3,)).coalesce()
+
+
+def _counts_changes():
+    tensor = torch.ones(2)
+    before = tensor._version
+    return tensor.add_(1)._version == before + 1
+
+
+def _scaler_has_its_scale():
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    before = scaler._scale
+    scaler.scale(torch.ones(()))
+    return before is None and scaler._scale.item() == 8
+
+
+def _task_has_an_id():
+    inside = []
+    leaf = torch.ones(2, requires_grad=True)
+    leaf.register_hook(lambda grad: inside.append(torch._C._current_graph_task_id()))
+    leaf.sum().backward()
+    return torch._C._current_graph_task_id() == -1 and inside[0] >= 0
+
+
+def _premultiplies():
+    return dist._make_nccl_premul_sum(0.25).__getstate__()[1] == 0.25
+
+
+def _process_group_takes_backends():
+    return all(hasattr(dist.ProcessGroup, name) for name in ("_register_backend", "_set_default_backend"))
+
+
+IMPORTED = "import of the package fails"
+STORES = ("torch._C._distributed_c10d.Store", "torch._C._distributed_c10d.TCPStore")
+SPARSE = (
+    f"{CORE}/hook.py",
+    f"{CORE}/micro_batches.py",
+    f"{CORE}/runtime.py",
+    "lightning_commhooks/hooks/_local_sgd.py",
+    "lightning_commhooks/hooks/auto.py",
+    "lightning_commhooks/wrappers/cast.py",
+    "lightning_commhooks/wrappers/scale.py",
+)
+LAUNCH, LISTING = "lightning_commhooks/advice/launch.py", "lightning_commhooks/advice/listing.py"
+
+TORCH = [
+    Use("torch._C._distributed_c10d.GradBucket", (f"{CORE}/runtime.py", f"{CORE}/user_hook.py"), IMPORTED),
+    Use("torch._C._distributed_c10d.HashStore", (LAUNCH, LISTING), "`list` and `advise` fail"),
+    Use("torch._C._distributed_c10d.PrefixStore", (LAUNCH, f"{CORE}/groups.py"), IMPORTED),
+    *(Use(name, (LAUNCH,), "`headroom`, `bench` and `advise` fail") for name in STORES),
+    Use("torch._C._current_graph_task_id", (f"{CORE}/sharded_runtime.py",), "steps under FSDP", _task_has_an_id),
+    Use("torch._dynamo.config.disable", (LISTING, f"{CORE}/codec.py"), "quantized hooks, and `list`, fail"),
+    Use("torch._dynamo.mark_dynamic", (f"{CORE}/codec.py",), "codecs are not compiled, with a warning"),
+    Use("torch._dynamo.mark_static", (f"{CORE}/codec.py",), "codecs are not compiled, with a warning"),
+    Use("torch._foreach_norm", (f"{CORE}/micro_batches.py",), "accumulation cannot tell cleared gradients"),
+    Use(
+        "torch.autograd.Variable._execution_engine.queue_callback",
+        (f"{CORE}/engine.py",),
+        "the end of a step is never seen",
+    ),
+    Use("torch.cuda._sleep", (f"{CORE}/emulated.py",), "`advise` on CUDA fails"),
+    Use("torch.distributed.distributed_c10d._get_default_store", (f"{CORE}/groups.py",), "hooks on subgroups fail"),
+    Use("torch.distributed.distributed_c10d._world.pg_map", (f"{CORE}/groups.py",), "closing an attachment fails"),
+    Use("torch.distributed.fsdp.ShardingStrategy._HYBRID_SHARD_ZERO2", (f"{CORE}/fsdp1.py",), IMPORTED),
+    Use("threading._register_atexit", (f"{CORE}/engine.py",), "a process that failed waits for peers at exit"),
+    Use("sys._getframe", ("accelerate_integration/kwargs.py", "lightning_commhooks/ddp_mixin.py"), "as documented"),
+    Use("os._exit", ("lightning_commhooks/cli.py",), "as documented"),
+    Use("._comm_hooks", (f"{CORE}/ddp.py",), "a second hook is not refused", _tells_its_hook),
+    Use("._get_ddp_logging_data", (f"{CORE}/ddp.py",), "silent: nobody sees that DDP has no hook", _tells_its_hook),
+    Use(
+        "._use_python_reducer",
+        (f"{CORE}/ddp.py",),
+        "silent: under torch.compile hooks get gradients instead of buckets",
+        _says_python_reducer,
+    ),
+    Use("._join_config", (f"{CORE}/ddp.py",), "local steps fail; within join() they hang", _joins),
+    Use("._get_backend", (f"{CORE}/groups.py",), "no attachment can be made", _group_keeps_its_timeout),
+    Use(
+        "._timeout", (f"{CORE}/groups.py",), "silent: hooks wait 30 minutes, whatever was set", _group_keeps_its_timeout
+    ),
+    Use("._register_backend", (f"{CORE}/groups.py",), "hooks on subgroups fail", _process_group_takes_backends),
+    Use("._set_default_backend", (f"{CORE}/groups.py",), "hooks on subgroups fail", _process_group_takes_backends),
+    Use("._comm_hook", (f"{CORE}/fsdp1.py",), "attach_fsdp fails", _fsdp_keeps_its_hook),
+    Use("._comm_hook_state", (f"{CORE}/fsdp1.py",), "attach_fsdp fails after close()", _fsdp_keeps_its_hook),
+    Use("._nnz", (f"{CORE}/collectives.py",), "sparse gradients fail", lambda: _sparse()._nnz() == 1),
+    Use("._values", SPARSE, "sparse gradients fail", lambda: _sparse()._values().tolist() == [2.0]),
+    Use("._version", (f"{CORE}/micro_batches.py", f"{CORE}/models.py"), "accumulation fails", _counts_changes),
+    Use(
+        "._orig_mod",
+        (f"{CORE}/layout.py",),
+        "silent: state of compiled models is not that of the others",
+        lambda: next(torch.compile(torch.nn.Linear(1, 1)).named_parameters())[0] == "_orig_mod.weight",
+    ),
+    Use("._scale", (f"{CORE}/runtime.py",), "silent: memory in units of a scaled loss", _scaler_has_its_scale),
+    Use("__getstate__", (f"{CORE}/fsdp2.py",), "FSDP2 with an even divisor fails", _premultiplies),
+    Use(
+        "set_custom_reduce_scatter",
+        (f"{CORE}/fsdp2.py",),
+        "FSDP2 is refused",
+        lambda: resolve("torch.distributed.fsdp.FSDPModule.set_custom_reduce_scatter"),
+        since=("torch", "2.9"),
+    ),
+]
