@@ -4,6 +4,8 @@ PYTHON ?= python3
 OLDEST_PYTHON ?= python3.10
 VENV ?= .venv
 TORCH ?= torch==2.13.0
+# Processes that run tests. Ranks wait for each other: more than there are cores.
+WORKERS ?= 3
 # Further options of pip.
 PIP_OPTIONS ?=
 BIN := $(VENV)/bin
@@ -12,17 +14,24 @@ export OMP_NUM_THREADS ?= 1
 
 .DELETE_ON_ERROR:
 
-.PHONY: demo test test-oldest test-newest mutations lint format bench bench-quick stress docs linkcheck install clean
+.PHONY: demo test test-fast test-oldest test-newest coverage mutations peers lint format \
+	bench bench-quick stress docs linkcheck install clean
 
 demo: install
 	$(BIN)/python examples/demo.py
 
-test: install
-	$(BIN)/python -m pytest
+# Each file in one of the processes, so that what is launched for its tests is launched once.
+PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
-# Breaks the library in a hundred places, one at a time, and expects a test to fail each time.
-mutations: install
-	$(BIN)/python tests/mutations
+test: install
+	$(PYTEST)
+
+# Lines and branches of both packages that the suite runs, in all of its processes.
+coverage: install
+	rm -f .coverage .coverage.*
+	$(BIN)/coverage run -m pytest -n $(WORKERS) --dist loadfile
+	$(BIN)/coverage combine --quiet
+	$(BIN)/coverage report --skip-covered
 
 # The suite with exactly the lowest versions that pyproject.toml allows, on the lowest Python.
 test-oldest: TORCH = torch
@@ -39,6 +48,10 @@ test-newest: TORCH = torch
 test-newest:
 	rm -f .venv-newest/.installed
 	$(MAKE) test VENV=.venv-newest TORCH='$(TORCH)' PIP_OPTIONS='--upgrade --upgrade-strategy eager'
+
+# Breaks the library in a hundred places, one at a time, and expects a test to fail each time.
+mutations: install
+	$(BIN)/python tests/mutations
 
 lint: install
 	$(BIN)/ruff check .
