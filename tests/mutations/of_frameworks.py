@@ -126,12 +126,12 @@ MUTATIONS = [
         "tests/test_local_sgd_lightning_state.py -k 'leave_training_alone'",
     ),
     Mutation(
-        "manual_optimization_is_divided",
+        "lightning_divides_by_nothing",
         f"{PACKAGE}/ddp_mixin.py",
-        "if module.automatic_optimization else 1.0",
-        "",
-        "Lightning is thought to divide the loss in manual optimization too.",
-        "tests/test_accumulation_hosts.py -k 'lightning and (accumulated or integers)'",
+        "return float(module.trainer.accumulate_grad_batches) if",
+        "return 1.0 if",
+        "What Lightning divides the loss by is not known.",
+        "tests/test_accumulation_hosts.py -k 'lightning and short_last_window'",
     ),
     Mutation(
         "accelerate_divides_by_nothing",
