@@ -17,10 +17,21 @@ def wrap(target: object, name: str, around: Callable[..., Any]) -> None:
         name: of the method.
         around: gets the method that there was as its first argument.
     """
-    original = getattr(target, name)
+    setattr(target, name, _Replaced(target, name, around))
 
-    @functools.wraps(original)
-    def method(*args: Any, **kwargs: Any) -> Any:
-        return around(original, *args, **kwargs)
 
-    setattr(target, name, method)
+class _Replaced:
+    """A replaced method; in a copy of its object, as a pickled one, the method of the class is back."""
+
+    def __init__(self, target: object, name: str, around: Callable[..., Any]) -> None:
+        original = getattr(target, name)
+        functools.update_wrapper(self, original)
+        self._method = functools.partial(around, original)
+        self._place = target, name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._method(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[object, str]]:
+        # Called before the copy has got attributes of its own.
+        return getattr, self._place

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from accelerate_integration.around import wrap
 from lightning_commhooks.core.attachment import Attachment
+from lightning_commhooks.core.copies import NotCopied
 from lightning_commhooks.core.optimizers import check_optimizer
 from lightning_commhooks.core.several import Attachments
 
@@ -48,8 +49,8 @@ class Companion:
         wrap(accelerator, "save_state", self._save_state)
         wrap(accelerator, "load_state", self._load_state)
         wrap(accelerator, "end_training", self._end_training)
-        accelerator.register_save_state_pre_hook(lambda models, weights, folder: self.write(folder))
-        accelerator.register_load_state_pre_hook(self._remember_folder)
+        accelerator.register_save_state_pre_hook(NotCopied(lambda models, weights, folder: self.write(folder)))
+        accelerator.register_load_state_pre_hook(NotCopied(self._remember_folder))
 
     def add(self, attachment: Attachment) -> None:
         """Look after one more model.

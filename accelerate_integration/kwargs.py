@@ -71,6 +71,9 @@ class CommHookKwargs(DistributedDataParallelKwargs):
             `hook=Cast(PowerSGD(matrix_approximation_rank=2), "bf16")`. Not together with `hook`.
         **kwargs: the other fields of `DistributedDataParallelKwargs` (`find_unused_parameters`, `bucket_cap_mb`, ...).
 
+    Pickles, and works with `dataclasses.replace`: a copy has the configuration, and attaches the hook to models that
+    are prepared with it. A copied model has no hook, and warns when it is trained.
+
     Attributes:
         attachments: one for each model prepared so far, in order, for `metrics()`.
 
@@ -94,7 +97,9 @@ class CommHookKwargs(DistributedDataParallelKwargs):
         name = self.hook.value if isinstance(self.hook, DDPCommunicationHookType) else self.hook
         if name in (None, _NO.value):
             found = self._translated() or from_environment("CommHookKwargs needs hook=..., a name such as 'powersgd'")
-            self.hook = resolve_hook(found, accumulation=self.accumulation)
+            # Which is what they were translated to.
+            self.__dict__.update(comm_hook=_NO, comm_wrapper=_NO, comm_state_option={})
+            self._resolve(found)
             return
         if self.comm_hook != _NO or self.comm_wrapper != _NO or self.comm_state_option:
             raise ValueError(
@@ -102,7 +107,12 @@ class CommHookKwargs(DistributedDataParallelKwargs):
                 f"comm_state_option={self.comm_state_option} together with hook={self.hook!r}: set the options of the "
                 "hook, hook=PowerSGD(...), or wrap it, hook=Cast(hook, 'fp16' or 'bf16')"
             )
-        self.hook = resolve_hook(name, self.hook_state, self.accumulation)
+        self._resolve(name)
+
+    def _resolve(self, hook: object) -> None:
+        resolve_hook(hook, self.hook_state, self.accumulation)
+        # Without the accumulation, a field of its own, which `dataclasses.replace` would give once more.
+        self.hook = resolve_hook(hook, self.hook_state)
 
     def _translated(self) -> CommHook | None:
         """The hook that Accelerate's own fields stand for."""
@@ -123,9 +133,16 @@ class CommHookKwargs(DistributedDataParallelKwargs):
         # Accelerate looks handlers up by exact class; the base class is the key under which DDP's is kept. It gives
         # handlers no reference to itself, and does not call them when there is no DDP: this is the only chance.
         caller = sys._getframe(1)
+        if not str(caller.f_globals.get("__name__")).startswith("accelerate."):
+            return type(self)
         if caller.f_code is Accelerator.__init__.__code__ and "prepare" not in vars(caller.f_locals["self"]):
             self.expect(caller.f_locals["self"])
         return DistributedDataParallelKwargs
+
+    def __reduce__(self) -> tuple[Callable[..., CommHookKwargs], tuple[Any, ...]]:
+        live = ("attachments", "_companions")
+        # Not by `copyreg.__newobj__`, which asks for `__class__`.
+        return _restored, (type(self), {key: value for key, value in vars(self).items() if key not in live})
 
     def expect(self, accelerator: Accelerator) -> None:
         """Have an accelerator, whose setup is not finished yet, say that it cannot use the hook."""
@@ -181,11 +198,18 @@ class CommHookKwargs(DistributedDataParallelKwargs):
             hook_state=self.hook_state,
             grad_scaler=None if accelerator is None else accelerator.scaler,
             exact_state=self.exact_state,
+            accumulation=self.accumulation,
             loss_divided_by=1 if accelerator is None else self.companion(accelerator).loss_divided_by,
         )
         self.attachments.append(attachment)
         if accelerator is not None:
             self.companion(accelerator).add(attachment)
+
+
+def _restored(kind: type[CommHookKwargs], fields: dict[str, Any]) -> CommHookKwargs:
+    handler = object.__new__(kind)
+    handler.__dict__.update(fields, attachments=[], _companions=WeakKeyDictionary())
+    return handler
 
 
 def _accelerator_of(caller: FrameType | None) -> Accelerator | None:

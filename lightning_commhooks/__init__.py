@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from lightning_commhooks.core.attach import attach
 from lightning_commhooks.core.attachment import Attachment
+from lightning_commhooks.core.checkpoint import StateError
 from lightning_commhooks.core.engine import HookError
 from lightning_commhooks.core.hook import BoundHook, Bucket, CommHook
 from lightning_commhooks.core.monitor import Monitor
@@ -48,7 +50,6 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# Without the strategies: a star import must not need Lightning.
 __all__ = [
     "BF16",
     "FP8",
@@ -77,11 +78,29 @@ __all__ = [
     "QuantizePerTensor",
     "ScaleByGradAccumulation",
     "Schedule",
+    "StateError",
     "attach",
     "available_hooks",
     "get_hook",
     "register",
 ]
+
+# A star import must not need Lightning.
+if find_spec("lightning") is not None:
+    __all__ += [
+        "CommHookMonitor",
+        "CompressedDDPFabricStrategy",
+        "CompressedDDPStrategy",
+        "CompressedFSDPStrategy",
+        "CompressedModelParallelStrategy",
+    ]
+if find_spec("pytorch_lightning") is not None:
+    __all__ += [
+        "CommHookMonitorPL",
+        "CompressedDDPStrategyPL",
+        "CompressedFSDPStrategyPL",
+        "CompressedModelParallelStrategyPL",
+    ]
 
 _LAZY = {
     "CommHookMonitor": "lightning_commhooks.callbacks",

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_commhooks.core.attach import attach, resolve_hook
 from lightning_commhooks.core.attachment import Attachment, hook_name
-from lightning_commhooks.core.ddp import registered_name
+from lightning_commhooks.core.copies import registered_name
 from lightning_commhooks.core.hook import CommHook
 from lightning_commhooks.hooks import HookName
 from lightning_commhooks.wrappers.scale import Accumulation
@@ -95,6 +95,11 @@ class CompressedDDPMixin:
         # For checkpoints that Lightning writes when the model is out of DDP again.
         self._last_state: dict[str, Any] | None = None
         super().__init__(**kwargs)
+
+    @property
+    def hook(self) -> CommHook | Callable[..., Any]:
+        """The configuration: what a name stands for, or a DDP hook function."""
+        return self._hook
 
     @property
     def attachment(self) -> Attachment | None:
@@ -275,7 +280,11 @@ class CompressedDDPMixin:
 
     def _load(self, state: Mapping[str, Any]) -> None:
         attachment = self._attachment
-        assert attachment is not None
+        if attachment is None:
+            raise self._misconfiguration(
+                f"{type(self).__name__} has no hook that could take over the checkpoint's state: the model is not in "
+                "DistributedDataParallel. A subclass with its own configure_ddp() must call super().configure_ddp()"
+            )
         if state:
             with refusals_as(self._misconfiguration, self):
                 attachment.load_state_dict(state, strict_state=self._strict_state)
@@ -297,6 +306,9 @@ class CompressedDDPMixin:
         if self._attachment is not None and not self._attachment.is_closed:
             state = self._attachment.state_dict()
             self._last_state = state if self.is_global_zero else None  # type: ignore[attr-defined]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_evaluation": None}  # type: ignore[dict-item]  # of Strategy
 
     def teardown(self) -> None:
         """Close the hook, then tear the strategy down."""

@@ -79,6 +79,11 @@ class CompressedDDPFabricStrategy(DDPStrategy):
         self._optimizers: list[Optimizer] = []
         super().__init__(**kwargs)
 
+    @property
+    def hook(self) -> CommHook | Callable[..., Any]:
+        """The configuration: what a name stands for, or a DDP hook function."""
+        return self._hook
+
     def setup_module(self, module: Module) -> DistributedDataParallel:
         """Wrap a module in DDP and register the hook."""
         model = super().setup_module(module)

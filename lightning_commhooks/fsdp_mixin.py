@@ -38,6 +38,11 @@ class ShardedHookMixin:
         super().__init__(**kwargs)
 
     @property
+    def hook(self) -> CommHook:
+        """The configuration: what a name stands for."""
+        return self._hook
+
+    @property
     def attachment(self) -> FSDPAttachment | None:
         """The hook at work in the last `fit` of this process, for `metrics()`; `None` before the first."""
         return self._attachment

@@ -1,7 +1,9 @@
 """Run by `test_accelerate.py` in each of two processes: train with `CommHookKwargs`, print one line of JSON."""
 
 import json
+import pickle
 import sys
+import warnings
 
 import torch
 from accelerate import Accelerator
@@ -9,7 +11,7 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import DataLoaderConfiguration, DDPCommunicationHookType, DistributedType, gather_object
 from torch.utils.data import DataLoader
 
-from accelerate_integration import CommHookKwargs
+from accelerate_integration import CommHookKwargs, CommHookTracker
 from lightning_commhooks import PowerSGD
 
 HOOKS = {
@@ -114,8 +116,31 @@ def mixed_precision() -> dict:
     return result
 
 
+def pickled() -> dict:
+    """An accelerator with a model, an optimizer and a tracker, and what comes back."""
+    handler = CommHookKwargs(hook="int8", accumulation="mean")
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[handler])
+    train(accelerator, torch.nn.Linear(64, 64), steps=2)
+    CommHookTracker(accelerator, handler, measure_link=False)
+    twin = pickle.loads(pickle.dumps(accelerator))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        twin.backward(twin._models[0](torch.randn(4, 64)).square().mean())
+    new = twin.ddp_handler
+    train(twin, torch.nn.Linear(64, 64), steps=3)
+    result = {
+        "same": twin.state.__dict__ == accelerator.state.__dict__ and new == handler and new is not handler,
+        "warnings": gather_object([[str(warning.message) for warning in caught]]),
+        "steps": [attachment.metrics()["steps"] for attachment in (*handler.attachments, *new.attachments)],
+    }
+    for attachment in (*handler.attachments, *new.attachments):
+        attachment.close()
+    accelerator.free_memory()
+    return result
+
+
 def main() -> None:
-    results = {"two_models": two_models(), "mixed_precision": mixed_precision()}
+    results = {"two_models": two_models(), "mixed_precision": mixed_precision(), "pickled": pickled()}
     for key, hook in HOOKS.items():
         torch.manual_seed(0)
         handler = CommHookKwargs(hook=hook, bucket_cap_mb=1, find_unused_parameters=True)

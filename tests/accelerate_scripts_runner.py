@@ -7,7 +7,7 @@ import sys
 import torch
 from accelerate import Accelerator, DDPCommunicationHookType, PartialState
 from accelerate.test_utils import RegressionDataset
-from accelerate.test_utils.scripts import test_ddp_comm_hook, test_sync
+from accelerate.test_utils.scripts import test_ddp_comm_hook, test_distributed_data_loop, test_sync
 from accelerate.utils import DistributedDataParallelKwargs
 
 from accelerate_integration import CommHookKwargs
@@ -75,6 +75,9 @@ def sync():
         test_sync.main()
         attachments = [attachment for handler in handlers for attachment in handler.attachments]
         tell(f"ran {attachments[0].name} {len(attachments)}")
+    test_distributed_data_loop.Accelerator = accelerator
+    test_distributed_data_loop.test_pickle_accelerator()
+    tell("ran pickle")
     destroy(PartialState())
 
 

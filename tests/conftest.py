@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
+# Lightning 2.5 calls jsonargparse in a way that it deprecates, also when it is imported.
+os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
 
 from forks import FORKS, alone, run_alone
 from pool import Pool, check_no_leaks, read_environment

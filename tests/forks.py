@@ -25,6 +25,8 @@ import types
 import warnings
 from pathlib import Path
 
+from torch.distributed import TCPStore
+
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parent
 PRELOADED = (
@@ -204,7 +206,7 @@ def torchrun_environment(rank, world, port, **extra):
         **{"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "GROUP_RANK": 0},
         **{"ROLE_RANK": rank, "ROLE_WORLD_SIZE": world, "GROUP_WORLD_SIZE": 1, "ROLE_NAME": "default"},
         **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "test"},
-        **{"TORCHELASTIC_RESTART_COUNT": 0, "TORCHELASTIC_MAX_RESTARTS": 0, "TORCHELASTIC_USE_AGENT_STORE": "False"},
+        **{"TORCHELASTIC_RESTART_COUNT": 0, "TORCHELASTIC_MAX_RESTARTS": 0, "TORCHELASTIC_USE_AGENT_STORE": "True"},
     }
     return alone(**{key: str(value) for key, value in of_torchrun.items()}, **extra)
 
@@ -234,9 +236,11 @@ def run_ranks(script, *arguments, world=2, timeout=240, cwd=None, **environment)
     Raises:
         AssertionError: a rank failed, or the ranks took longer than `timeout` seconds; with their errors.
     """
-    port = free_port()
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # torchrun's own, in its agent
     ranks = [
-        FORKS.start(script, *arguments, environment=torchrun_environment(rank, world, port, **environment), cwd=cwd)
+        FORKS.start(
+            script, *arguments, environment=torchrun_environment(rank, world, store.port, **environment), cwd=cwd
+        )
         for rank in range(world)
     ]
     deadline, failed = time.monotonic() + timeout * PATIENCE, ""

@@ -5,6 +5,7 @@
 PACKAGE is `lightning.pytorch` or `pytorch_lightning`. Every fit writes `OUT/<label>.<rank>.json`.
 """
 
+import copy
 import importlib
 import json
 import os
@@ -204,6 +205,50 @@ def functions():
     wrapped = default_hooks.fp16_compress_wrapper(powerSGD_hook.powerSGD_hook)
     trainer = fit("function-wrapper", CompressedDDP(hook=wrapped, hook_state=state))
     write("wrapper-state", trainer.global_rank, calls=state.iter)
+
+
+class Copies(pl.Callback):
+    """Holds the trainer, and copies all callbacks wherever it comes by."""
+
+    def __init__(self):
+        self.trainer = None
+
+    def copied(self, trainer):
+        self.trainer = trainer
+        others = copy.deepcopy(trainer.callbacks)
+        return next(other for other in others if isinstance(other, Copies)).trainer.strategy
+
+    def on_train_start(self, trainer, module):
+        self.copied(trainer)
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        if trainer.global_step == 2:
+            strategy = self.copied(trainer)
+            assert strategy.attachment.is_closed
+            assert strategy.attachment.metrics()["steps"] == 2
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                strategy.backward(strategy.training_step(batch, batch_idx), None)
+            write("copied-said", trainer.global_rank, said=[str(warning.message) for warning in caught])
+
+    def on_validation_end(self, trainer, module):
+        self.copied(trainer)
+
+    def on_train_end(self, trainer, module):
+        self.copied(trainer)
+
+
+def copied():
+    for label in ("copied", "not-copied"):
+        hook = lc.PostLocalSGD(period=2, start_localSGD_iter=1)
+        monitor = lc.CommHookMonitor if "lightning.pytorch" in sys.argv else lc.CommHookMonitorPL
+        torch.manual_seed(0)
+        trainer = make_trainer(label, CompressedDDP(hook=hook))
+        copies = Copies()
+        trainer.callbacks += [monitor(), *([copies] if label == "copied" else [])]
+        trainer.fit(Classifier(), data(), data())
+        assert trainer.strategy.hook == hook
+    copies.copied(trainer)
 
 
 def strings():

@@ -1,13 +1,18 @@
 """`CommHookKwargs` under torchrun in two real processes, and its refusals."""
 
+import copy
+import dataclasses
 import json
 import os
+import pickle
 import warnings
+from weakref import WeakKeyDictionary
 
 import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs, DistributedType
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torchrun import run_twice
 
 import lightning_commhooks as lc
@@ -54,6 +59,39 @@ def test_mixed_precision(results):
     assert result["comm_hook"] == "lightning_commhooks:powersgd"
     assert result["compressed"] == 4 * 64 * 64
     assert result["sums"][0] == result["sums"][1] != result["before"]
+
+
+def test_a_pickled_accelerator_has_no_hook_and_says_so(results):
+    result = results["pickled"]
+    assert result["same"]
+    (warning,), others = result["warnings"]
+    assert "'int8', which is not copied" in warning
+    assert others == []
+    assert result["steps"] == [2, 3], "what is prepared with the copy has a hook of its own"
+
+
+COPIES = {"pickle": lambda h: pickle.loads(pickle.dumps(h)), "deepcopy": copy.deepcopy, "replace": dataclasses.replace}
+
+
+@pytest.mark.parametrize("way", COPIES)
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"hook": "int8", "bucket_cap_mb": 7, "accumulation": "mean"},
+        {"comm_hook": DDPCommunicationHookType.POWER_SGD, "comm_wrapper": DDPCommunicationHookType.BF16},
+        {"hook": default_hooks.allreduce_hook, "hook_state": None, "exact_state": True},
+    ],
+)
+def test_copies_of_the_handler(way, fields):
+    handler = CommHookKwargs(**fields)
+    twin = COPIES[way](handler)
+    assert type(twin) is CommHookKwargs
+    assert (twin, twin.hook, twin.to_kwargs()) == (handler, handler.hook, handler.to_kwargs())
+    assert (twin.attachments, twin._companions) == ([], WeakKeyDictionary())
+    assert dataclasses.replace(twin, find_unused_parameters=True).to_kwargs() == {
+        **handler.to_kwargs(),
+        "find_unused_parameters": True,
+    }
 
 
 def test_ddp_fields_reach_ddp_and_no_others():

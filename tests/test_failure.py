@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from driver import POWERSGD, SHAPES, Params, attached, backward, full_rank_gradients
+from failures import PLACES, fail_somewhere
 from forks import FORKS, PATIENCE, alone
 from pool import check_no_leaks
 from torch.nn.parallel import DistributedDataParallel
@@ -25,6 +26,15 @@ from lightning_commhooks.core.engine import ThreadEngine
 
 SOON = 10 * PATIENCE  # seconds, far more than it takes, on a machine that has other things to do
 TIMEOUT_SECONDS = {"time_out": 3}
+SECONDS_TO_FAIL = 5
+ERROR_OF_PEERS = {"load_state_dict": "StateError", "sample_error": "ValueError"}
+OWN_MESSAGE = {
+    "attach": "unknown hook 'powersdg'",
+    "loss_divided_by": "loss_divided_by must return a positive number, returned 0",
+    "sample_error": "every must be an integer of at least 0, is -1",
+    "measure_link": "not supported between instances of 'float' and 'str'",
+    "averaged_weights": "an optimizer stepped within averaged_weights()",
+}
 CPU = torch.device("cpu")
 
 
@@ -355,6 +365,15 @@ def test_failure_names_hook_step_and_bucket(run):
 
 
 # One engine without ranks ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("place", "world"), [*((place, 2) for place in PLACES), ("bind", 4), ("end_step", 4)])
+def test_all_ranks_fail_soon_wherever_one_fails_and_stays(run, place, world):
+    *peers, (_, message, _) = run(fail_somewhere, place, world=world, timeout=30)
+    assert OWN_MESSAGE.get(place, f"out of numbers in {place.split()[0]}") in message
+    for kind, text, seconds in peers:
+        assert kind == ERROR_OF_PEERS.get(place, "HookError"), text
+        assert seconds < SECONDS_TO_FAIL
 
 
 def test_nothing_runs_after_a_failure():

@@ -7,6 +7,13 @@ import sys
 import pytest
 
 FRAMEWORKS = ("lightning", "pytorch_lightning", "lightning_fabric", "accelerate", "transformers")
+STRATEGIES = [
+    "CommHookMonitor",
+    "CompressedDDPFabricStrategy",
+    "CompressedDDPStrategy",
+    "CompressedFSDPStrategy",
+    "CompressedModelParallelStrategy",
+]
 ORDERS = {
     "ours_first": "import lightning_commhooks\nimport {package} as pl",
     "theirs_first": "import {package} as pl\nimport lightning_commhooks",
@@ -83,6 +90,20 @@ def test_strategy_names_in_either_import_order(package, order):
         "\nprint(missing, type(StrategyRegistry.get('ddp_bf16')).__mro__[2].__module__.split('.')[0])"
     )
     assert python(code).strip() == f"[] {package.split('.')[0]}"
+
+
+def test_star_import():
+    code = f"""
+import sys
+sys.modules.update(dict.fromkeys({FRAMEWORKS}))
+from lightning_commhooks import *
+print("attach" in globals(), "CompressedDDPStrategy" in globals())
+"""
+    assert python(code).split() == ["True", "False"]
+    names = {"lightning": STRATEGIES, "pytorch_lightning": [name + "PL" for name in STRATEGIES if "Fabric" not in name]}
+    expected = [name for package, own in names.items() if importlib.util.find_spec(package) for name in own]
+    code = f"from lightning_commhooks import *; print([name for name in {expected} if name not in globals()])"
+    assert python(code).strip() == "[]"
 
 
 def test_unknown_attribute():

@@ -70,7 +70,7 @@ def finish(process, timeout=150):
 
 @pytest.fixture(scope="module")
 def hooks(tmp_path_factory):
-    return launch(tmp_path_factory.mktemp("hooks"), "names", "configured", "functions", "strings")
+    return launch(tmp_path_factory.mktemp("hooks"), "names", "configured", "functions", "strings", "copied")
 
 
 @pytest.fixture(scope="module")
@@ -119,6 +119,13 @@ def test_auto(hooks):
     assert chosen in ("allreduce", "bf16")
     assert chosen == hooks("after-auto", 1)["chosen"]
     assert f"hook='auto' chose {chosen}" in hooks.stderr
+
+
+def test_copied_callbacks_that_hold_the_trainer(hooks):
+    assert hooks.both("copied")["params"] == hooks.both("not-copied")["params"]
+    (said,) = hooks("copied-said")["said"]
+    assert "'post_localsgd', which is not copied" in said
+    assert hooks("copied-said", 1)["said"] == []
 
 
 def test_own_function(hooks):
@@ -204,7 +211,7 @@ def test_spawn_and_fork(tmp_path):
 
 def test_standalone_package(tmp_path):
     pytest.importorskip("pytorch_lightning")
-    results = launch(tmp_path, "names", "strings", package="pytorch_lightning")
+    results = launch(tmp_path, "names", "strings", package="pytorch_lightning", TORCH_COMPILE_DISABLE="1")
     assert results.distance("name-allreduce", "dense") == 0
     for label in ("name-powersgd", "string"):
         assert results.both(label)["comm_hook"] == "lightning_commhooks:powersgd"
@@ -280,7 +287,12 @@ def test_passes_arguments_on_and_pickles():
     strategy = lc.CompressedDDPStrategy(hook=lc.PowerSGD(matrix_approximation_rank=4), find_unused_parameters=True)
     assert strategy._ddp_kwargs == {"find_unused_parameters": True}
     assert strategy.attachment is None
-    assert pickle.loads(pickle.dumps(strategy))._hook == lc.PowerSGD(matrix_approximation_rank=4)
+    assert pickle.loads(pickle.dumps(strategy)).hook == lc.PowerSGD(matrix_approximation_rank=4)
+
+
+def test_a_checkpoint_for_a_model_without_ddp_is_refused_with_a_sentence():
+    with pytest.raises(MisconfigurationException, match=r"no hook that could take over.*super\(\)\.configure_ddp"):
+        lc.CompressedDDPStrategy(hook="bf16")._load({})
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import threading
 import time
 
 import pytest
@@ -241,6 +242,22 @@ def test_collectives_of_measurements_are_not_timed():
         pass
     clock.backward_done()
     assert clock.totals()["comm_ms"] == 0
+
+
+def test_collectives_of_other_threads_are_timed_in_a_pause():
+    clock = Clock()
+    clock.begin_step(0)
+
+    def work():
+        with clock.during(clock.comm, 0.0, 1.0):
+            pass
+
+    with clock.paused(), clock.paused():
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+    clock.backward_done()
+    assert clock.totals()["comm_ms"] == 1000
 
 
 def waits(rank, world, hook):

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import lightning_commhooks as lc
 from lightning_commhooks.core.attach import resolve_hook
-from lightning_commhooks.core.ddp import registered_name
+from lightning_commhooks.core.copies import registered_name
 
 MATRICES = {name: shape for name, shape in SHAPES.items() if shape}
 

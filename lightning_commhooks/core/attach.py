@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -12,9 +13,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_commhooks.core.accumulation import is_positive
+from lightning_commhooks.core.agreement import together
 from lightning_commhooks.core.attachment import Attachment
 from lightning_commhooks.core.collectives import Group
-from lightning_commhooks.core.ddp import check_model
+from lightning_commhooks.core.ddp import checked_model, unwrapped
 from lightning_commhooks.core.groups import backend_for
 from lightning_commhooks.core.hook import CommHook
 from lightning_commhooks.core.metrics import Counters
@@ -68,7 +70,7 @@ def attach(
     Collective: every rank of the model's process group calls it, before the first backward.
 
     Args:
-        model: the wrapped model.
+        model: the wrapped model, perhaps compiled: `torch.compile(DistributedDataParallel(module))`.
         hook: a name (`available_hooks()`), a configured `CommHook`, or a function with the signature of
             `DistributedDataParallel.register_comm_hook`, stock or your own.
         hook_state: the `state` argument of such a function.
@@ -88,43 +90,49 @@ def attach(
         a handle to metrics, state and the end of the hook.
 
     Raises:
+        HookError: one of these, or whatever else, on another rank.
         ValueError: unknown name; a function that DDP would refuse; `hook_state` with a hook that is no
-            function; a model that is not DDP, has a hook already, is on another device than CPU or CUDA, or
-            runs under `torch.compile`'s `python_reducer`; a scaler that is no `GradScaler`; an optimizer that
-            cannot step on one rank alone; `accumulation` is none, or given twice; `loss_divided_by` is not positive.
+            function; a model that is not DDP, has a hook already or had one that was closed, is on another device than
+            CPU or CUDA, or runs under `torch.compile`'s `python_reducer`; a scaler that is no `GradScaler`; an
+            optimizer that cannot step on one rank alone; `accumulation` is none, or given twice; `loss_divided_by` is
+            not positive.
     """
-    resolved = resolve_hook(hook, hook_state, accumulation)
-    config = resolved if isinstance(resolved, CommHook) else UserFunction(resolved)
-    if not callable(loss_divided_by) and not is_positive(loss_divided_by):
-        raise ValueError(f"loss_divided_by must be a positive number or a function, is {loss_divided_by!r}")
-    divided_by = loss_divided_by if callable(loss_divided_by) else lambda: loss_divided_by
-    check_model(model)
-    if grad_scaler is not None and not isinstance(grad_scaler, torch.amp.GradScaler):
-        raise ValueError(f"grad_scaler must be a torch.amp.GradScaler, is {grad_scaler!r}")
-    if not (callable(loss_divided_by) or loss_divided_by == 1 or config.counts_micro_batches):
-        warnings.warn(
-            f"loss_divided_by={loss_divided_by} does nothing with accumulation='framework', which leaves gradients as "
-            "they are: use accumulation='mean'",
-            stacklevel=2,
-        )
-    device = next(p.device for p in model.module.parameters() if p.requires_grad)
-    if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"communication hooks run on CPU and CUDA devices, the model is on {device}")
-    if isinstance(config.method, UserFunction):
-        warn_if_broken_here(config.method.function, backend_for(model.process_group, device))
+    ddp = unwrapped(model)
+    # Before anything is made that takes all ranks.
+    with together(ddp.process_group, "attach()") if isinstance(ddp, DistributedDataParallel) else nullcontext():
+        resolved = resolve_hook(hook, hook_state, accumulation)
+        config = resolved if isinstance(resolved, CommHook) else UserFunction(resolved)
+        if not callable(loss_divided_by) and not is_positive(loss_divided_by):
+            raise ValueError(f"loss_divided_by must be a positive number or a function, is {loss_divided_by!r}")
+        divided_by = loss_divided_by if callable(loss_divided_by) else lambda: loss_divided_by
+        model = checked_model(model)
+        if grad_scaler is not None and not isinstance(grad_scaler, torch.amp.GradScaler):
+            raise ValueError(f"grad_scaler must be a torch.amp.GradScaler, is {grad_scaler!r}")
+        if not (callable(loss_divided_by) or loss_divided_by == 1 or config.counts_micro_batches):
+            warnings.warn(
+                f"loss_divided_by={loss_divided_by} does nothing with accumulation='framework', which leaves gradients "
+                "as they are: use accumulation='mean'",
+                stacklevel=2,
+            )
+        device = next(p.device for p in model.module.parameters() if p.requires_grad)
+        if device.type not in ("cpu", "cuda"):
+            raise ValueError(f"communication hooks run on CPU and CUDA devices, the model is on {device}")
+        if isinstance(config.method, UserFunction):
+            warn_if_broken_here(config.method.function, backend_for(model.process_group, device))
     runtime = Runtime(config, model.process_group, device, hook_state, grad_scaler, divided_by)
     attachment = Attachment(resolved, runtime, exact_state)
     try:
-        if optimizers is not None and not callable(optimizers):
-            optimizers = list(optimizers)
-            if attachment.averages_models:
-                # Before the model has a hook, which DDP does not give back.
-                for optimizer in optimizers:
-                    check_optimizer(optimizer)
-        attachment._connect(model)
-        attachment._set_optimizers(optimizers)
+        with together(runtime.bound.group.process_group, "attach()"):
+            if optimizers is not None and not callable(optimizers):
+                optimizers = list(optimizers)
+                if attachment.averages_models:
+                    # Before the model has a hook, which DDP does not give back.
+                    for optimizer in optimizers:
+                        check_optimizer(optimizer)
+            attachment._connect(model)
+            attachment._set_optimizers(optimizers)
     except BaseException:
-        runtime.close()
+        (attachment._finalizer or runtime.close)()
         raise
     logger.info("attached %r to %s", resolved, type(model.module).__name__)
     return attachment
@@ -147,7 +155,7 @@ def attach_emulated(
     Raises:
         ValueError: see [`attach`][].
     """
-    check_model(model)
+    model = checked_model(model)
     device = next(p.device for p in model.module.parameters() if p.requires_grad)
     runtime = Runtime(hook, model.process_group, device, None, None, lambda: 1, make_group)
     attachment = Attachment(hook, runtime, exact_state=False)

@@ -14,12 +14,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_commhooks.core import checkpoint
-from lightning_commhooks.core.ddp import check_model, register
+from lightning_commhooks.core.agreement import together
+from lightning_commhooks.core.ddp import checked_model, register, unwrapped
 from lightning_commhooks.core.engine import HookError
 from lightning_commhooks.core.error_sample import DEFAULT_NUMEL, ErrorSampler
 from lightning_commhooks.core.hook import BoundHook, CommHook
 from lightning_commhooks.core.layout import Layout
-from lightning_commhooks.core.link import Link, measure_link
+from lightning_commhooks.core.link import Link, check_ranks, measure_link
 from lightning_commhooks.core.runtime import Runtime
 from lightning_commhooks.core.user_hook import DDPHook, UserFunction
 
@@ -28,6 +29,8 @@ _UNKNOWN_OF_FUNCTIONS = ("bytes_sent", "compression_ratio", "exposed_ms", "codec
 
 class Attachment:
     """A hook at work on one DDP model; made by [`attach`][].
+
+    A copy, as by `copy.deepcopy` or `pickle` of what holds it, has the metrics so far and is closed.
 
     Attributes:
         hook: the configuration: a `CommHook`, or the user's own DDP hook function.
@@ -40,6 +43,13 @@ class Attachment:
         self._finalizer: weakref.finalize[Any, Any] | None = None
         self._model: Callable[[], DistributedDataParallel | None] = lambda: None
 
+    def __repr__(self) -> str:
+        hook = self.hook if isinstance(self.hook, CommHook) else self.name
+        return f"Attachment(hook={hook!r}, steps={self._steps}{', closed' if self.is_closed else ''})"
+
+    def __reduce__(self) -> tuple[type[AttachmentCopy], tuple[Any, ...]]:
+        return AttachmentCopy, (self.hook, self.metrics(), self.steps_not_compressed())
+
     @property
     def bound(self) -> BoundHook | None:
         """The runtime object; `None` for a user's own function."""
@@ -48,16 +58,20 @@ class Attachment:
     @property
     def is_closed(self) -> bool:
         """Whether `close` was called or the model has gone."""
-        return self._finalizer is not None and not self._finalizer.alive
+        return self._runtime.is_closed
 
     @property
     def name(self) -> str:
         """Name of the hook, or `module.function` of a user's own."""
         return self._runtime.name
 
+    @property
+    def _steps(self) -> int:
+        return self._runtime.counters.steps
+
     def is_attached_to(self, model: DistributedDataParallel) -> bool:
         """Whether this is the hook of that model."""
-        return self._model() is model
+        return self._model() is unwrapped(model)
 
     def metrics(self) -> dict[str, float]:
         """Cumulative counts of this rank. Of a step that has not ended yet, with the optimizer's, no times are taken.
@@ -104,14 +118,17 @@ class Attachment:
         Raises:
             ValueError: a value is out of range, or not the same on all ranks; the hook is a user's own function.
         """
-        for name, value, lowest in (("every", every, 0), ("numel", 1 if numel is None else numel, 1)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < lowest:
-                raise ValueError(f"{name} must be an integer of at least {lowest}, is {value!r}")
         if self.bound is None:
             raise ValueError(f"{self.name} is not a hook of this library: its error cannot be sampled")
-        group, own = self.bound.group, [every, -1 if numel is None else numel]
+        problem = ""
+        for name, value, lowest in (("every", every, 0), ("numel", 1 if numel is None else numel, 1)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < lowest:
+                problem = problem or f"{name} must be an integer of at least {lowest}, is {value!r}"
+        group, own = self.bound.group, [-1, -1] if problem else [every, -1 if numel is None else numel]
         self._runtime.clock.end()
         asked = self._runtime.call(lambda: group.all_gather_quietly(own))
+        if problem:
+            raise ValueError(problem)
         if any(one != own for one in asked):
             raise ValueError(f"sample_error(every, numel) must be the same on all ranks, is {asked}")
         total = sum(parameter.numel() for parameter in self._runtime.layout.trained.values())
@@ -129,6 +146,7 @@ class Attachment:
         bound = self.bound
         if bound is None:
             raise ValueError(f"{self.name} is not a hook of this library: it has no process group to measure")
+        check_ranks(bound.group)
         self._runtime.clock.end()
         return self._runtime.call(lambda: measure_link(bound.group, budget))
 
@@ -171,14 +189,17 @@ class Attachment:
         """What of `state_dict` is equal on all ranks anyway: the step count, but not what is still owed.
 
         Not collective, and allowed at any time: after a failure, or in a signal handler in the middle of a step. Of
-        the present step it has nothing but the count.
+        the present step it has nothing but the count; the rest is what the last step, or averaging, has left.
 
         Raises:
-            HookError: the attachment is closed.
+            HookError: the attachment is closed; or `state_dict` of a hook of your own fails without the other ranks.
         """
         if self.is_closed:
             raise HookError("the communication hook was closed; its state is gone")
-        return self._save("none")
+        run = self._runtime
+        return checkpoint.complete(
+            run.committed.read(), {}, run.bound.group, run.clock.steps, run.layout.shapes, "none"
+        )
 
     def _save(self, kind: checkpoint.PerRank) -> dict[str, Any]:
         run = self._runtime
@@ -194,7 +215,7 @@ class Attachment:
             strict_state: whether what does not fit is an error. If not, those entries begin anew, with a warning.
 
         Raises:
-            ValueError: it is no such state, truncated, of another hook, of a model with other parameters, or the
+            StateError: it is no such state, truncated, of another hook, of a model with other parameters, or the
                 hook's options give its memory other sizes. Raised on all ranks if it is so on one; the hook is
                 as it was before, then.
         """
@@ -331,26 +352,27 @@ class Attachment:
         Raises:
             ValueError: `model` is not DDP or has a hook already; or ranks had stepped alone when it was made, and DDP
                 has overwritten their models with rank 0's: `average_weights()` before.
-            HookError: the attachment is closed.
+            HookError: the attachment is closed; or one of these on another rank.
         """
         if self.is_closed:
             raise HookError("the communication hook was closed; keep the old DistributedDataParallel until move_to()")
         self._runtime.clock.end()
-        if self._runtime.local.models.drifted:
-            raise ValueError(
-                "the models of the ranks differed when the new DistributedDataParallel was made, which overwrote them "
-                "with that of rank 0; call average_weights() before making it"
-            )
-        self._connect(model)
+        with together(self._runtime.bound.group.process_group, "move_to()"):
+            if self._runtime.local.models.drifted:
+                raise ValueError(
+                    "the models of the ranks differed when the new DistributedDataParallel was made, which overwrote "
+                    "them with that of rank 0; call average_weights() before making it"
+                )
+            self._connect(model)
 
     def _connect(self, model: DistributedDataParallel) -> None:
-        check_model(model)
+        model = checked_model(model)
         layout = Layout(model.module)
         names = list(layout.trained)
         texts = self._runtime.config.check_parameters(names)
         self._runtime.local.models.layout = layout
         trampoline = self._runtime.trampoline(model)
-        register(model, self._runtime.hook_state, trampoline, self.name)
+        register(model, self._runtime.hook_state, trampoline, self.name, lambda: self._runtime.is_closed)
         if self._finalizer is not None:
             self._finalizer.detach()
         self._finalizer = weakref.finalize(model, self._runtime.close)
@@ -377,6 +399,52 @@ class Attachment:
         """
         if self._finalizer is not None:
             self._finalizer()
+
+
+class AttachmentCopy(Attachment):
+    """What a copy of an `Attachment` is: closed, since the hook stays with the model that it was attached to.
+
+    Args:
+        hook: the configuration.
+        metrics: until it was copied.
+        not_compressed: `steps_not_compressed()` until then.
+    """
+
+    def __init__(self, hook: CommHook | DDPHook, metrics: dict[str, float], not_compressed: dict[str, int]) -> None:
+        self.hook = hook
+        self._metrics = metrics
+        self._not_compressed = not_compressed
+
+    @property
+    def _runtime(self) -> Runtime:  # type: ignore[override]
+        raise HookError(
+            f"this is a copy of an Attachment, and hook {self.name!r} stays with the model that it was attached to: "
+            "attach(model, hook) to train a copy of the model"
+        )
+
+    @property
+    def is_closed(self) -> bool:
+        return True
+
+    @property
+    def name(self) -> str:
+        return hook_name(self.hook)
+
+    @property
+    def _steps(self) -> int:
+        return int(self._metrics["steps"])
+
+    def is_attached_to(self, model: DistributedDataParallel) -> bool:
+        return False
+
+    def metrics(self) -> dict[str, float]:
+        return dict(self._metrics)
+
+    def steps_not_compressed(self) -> dict[str, int]:
+        return dict(self._not_compressed)
+
+    def close(self) -> None:
+        return None
 
 
 def hook_name(hook: CommHook | DDPHook) -> str:

@@ -26,6 +26,10 @@ _KEYS = {"format", "steps", "world_size", "per_rank", "parameters", "num_tensors
 PerRank = Literal["mean", "exact", "none"]
 
 
+class StateError(ValueError):
+    """A state does not fit the hook. Raised on all ranks alike; the hook goes on as it was."""
+
+
 def describe(hook: CommHook) -> dict[str, Any]:
     """A hook's name and options as primitives."""
     hook = hook.method
@@ -101,10 +105,10 @@ class StateReader:
         """Tell of a part of the state that does not fit. Returns only when that part may be left out.
 
         Raises:
-            ValueError: the state is to fit exactly.
+            StateError: the state is to fit exactly.
         """
         if self._strict:
-            raise ValueError(
+            raise StateError(
                 f"the state of the communication hook does not fit: {problem}{self._options}. With strict_state=False "
                 "entries that do not fit begin anew"
             )
@@ -170,15 +174,27 @@ class StateReader:
 def save(
     hook: CommHook, bound: BoundHook, steps: int, shapes: Mapping[str, tuple[int, ...]], kind: PerRank, models: Models
 ) -> dict[str, Any]:
-    """State of a hook as tensors and primitives, equal on all ranks. Collective unless `kind="none"`."""
+    """State of a hook as tensors and primitives, equal on all ranks. Collective."""
     with bound.group.counters.paused():
         writer = StateWriter(bound.group, kind)
         state = writer.hook(hook, bound)
         own_models = models.state_dict(writer)
+    return complete(state, own_models, bound.group, steps, shapes, kind)
+
+
+def complete(
+    state: dict[str, Any],
+    own_models: dict[str, Any],
+    group: Group,
+    steps: int,
+    shapes: Mapping[str, tuple[int, ...]],
+    kind: PerRank,
+) -> dict[str, Any]:
+    """The state of a hook and of models, with what is needed to load it."""
     return {
         "format": FORMAT,
         "steps": steps,
-        "world_size": bound.group.size,
+        "world_size": group.size,
         "per_rank": kind,
         "parameters": {name: list(shape) for name, shape in shapes.items()},
         "num_tensors": _num_tensors(state, own_models),
@@ -196,7 +212,7 @@ def load(
         the step count, 0 of what is no state, and what was left out because it does not fit; nothing when `strict`.
 
     Raises:
-        ValueError: on all ranks, if on one of them the state does not fit, or ranks have different states.
+        StateError: on all ranks, if on one of them the state does not fit, or ranks have different states.
     """
     error, problem = "", ""
     differences: list[str] = []
@@ -210,11 +226,11 @@ def load(
         digest = -1 if error else 0 if problem else _digest(saved)
         digests = bound.group.all_gather(torch.tensor([digest], device=bound.group.device)).view(-1).tolist()
     if error:
-        raise ValueError(error)
+        raise StateError(error)
     if -1 in digests:
-        raise ValueError(f"the state of the communication hook does not fit on rank {digests.index(-1)} of its group")
+        raise StateError(f"the state of the communication hook does not fit on rank {digests.index(-1)} of its group")
     if len(set(digests)) > 1:
-        raise ValueError("ranks were given different states of the communication hook; load the same on all of them")
+        raise StateError("ranks were given different states of the communication hook; load the same on all of them")
     models.restore(staged, saved["models"] if staged else {})
     return 0 if problem else saved["steps"], differences
 
@@ -230,7 +246,7 @@ def _load(
 ) -> tuple[list[str], list[tuple[Tensor, Tensor]]]:
     if problem:
         if strict:
-            raise ValueError(f"not the state of a communication hook: {problem}. With strict_state=False it is ignored")
+            raise StateError(f"not the state of a communication hook: {problem}. With strict_state=False it is ignored")
         return [f"the whole state, {problem}"], []
     reader = StateReader(saved, shapes, bound.group, strict)
     if bound.has_memory and saved["hook"].get("name") == hook.method.name:

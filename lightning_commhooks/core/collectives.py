@@ -268,8 +268,7 @@ class Group(EncodedCollectives):
         ).coalesce()
 
     def _count(self, num_bytes: float) -> None:
-        self.counters.bytes_sent += num_bytes
-        self.counters.collectives += 1
+        self.counters.count(num_bytes)
 
     def _finished(self, work: dist.Work, result: Tensor) -> Tensor:
         with self.counters.timing.comm():

@@ -2,31 +2,50 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import GradBucket
+from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
+from lightning_commhooks.core.copies import LostHook, NotCopied, nothing, registered_name
 from lightning_commhooks.core.engine import HookError
 from lightning_commhooks.core.hook import BoundHook, Slot
 from lightning_commhooks.core.local_steps import LocalSteps
 
+Trampoline = Callable[[object, GradBucket], Future[Tensor]]
 
-def check_model(model: object) -> None:
-    """Refuse what a hook cannot be attached to.
+
+def unwrapped(model: object) -> object:
+    """The module in what `torch.compile(module)` returns, or the model itself."""
+    return getattr(model, "_orig_mod", model)
+
+
+def checked_model(model: object) -> DistributedDataParallel:
+    """The DDP model that a hook can be attached to, also inside of `torch.compile`.
 
     Raises:
         ValueError: no DDP model, one with a hook, or one under `torch.compile`'s `python_reducer`.
     """
+    model = unwrapped(model)
     if not isinstance(model, DistributedDataParallel):
         raise ValueError(
             f"hooks attach to torch.nn.parallel.DistributedDataParallel, not to {type(model).__name__}; "
             "wrap the model first: attach(DistributedDataParallel(model), hook)"
         )
-    if model._comm_hooks or registered_name(model):
+    if model._comm_hooks and getattr(model._comm_hooks[-1][0], "is_closed", bool)():
+        raise ValueError(
+            f"the communication hook {registered_name(model)!r} of this model was closed, and DDP takes no other: wrap "
+            "the module again, attach(DistributedDataParallel(model.module), hook)"
+        )
+    # Not its list of hooks: in a copy of a model they are not at work.
+    if registered_name(model):
         raise ValueError(
             f"the model has the communication hook {registered_name(model)!r} already, and DDP takes one; compose "
             "hooks with Cast or Schedule, or attach to a newly wrapped model"
@@ -36,20 +55,32 @@ def check_model(model: object) -> None:
             "torch._dynamo.config.optimize_ddp='python_reducer' passes single gradients instead of buckets to "
             "hooks; set it to 'ddp_optimizer' (the default) to use a communication hook"
         )
+    return model
 
 
-def register(model: DistributedDataParallel, state: object, trampoline: Callable[..., object], name: str) -> None:
+class _Registered(NotCopied):
+    """What DDP calls for each bucket.
+
+    Args:
+        trampoline: called without recording, as DDP does not in a backward with `create_graph=True`.
+        name: of the hook.
+        is_closed: whether the hook was closed.
+    """
+
+    def __init__(self, trampoline: Trampoline, name: str, is_closed: Callable[[], bool]) -> None:
+        super().__init__(torch.no_grad()(trampoline), LostHook(name))
+        self.is_closed = is_closed
+        self.__qualname__ = f"lightning_commhooks:{name}"
+        # DDP refuses functions by the __name__ of its own bf16 hooks on CPU.
+        self.__name__ = "lightning_commhooks_trampoline"
+
+
+def register(
+    model: DistributedDataParallel, state: object, trampoline: Trampoline, name: str, is_closed: Callable[[], bool]
+) -> None:
     """Give DDP the function that it calls for each bucket, under the name of the hook."""
-    label = f"lightning_commhooks:{name}"
-    trampoline.__qualname__ = label
-    # DDP refuses functions by the __name__ of its own bf16 hooks on CPU.
-    trampoline.__name__ = "lightning_commhooks_trampoline"
-    model.register_comm_hook(state, trampoline)
-
-
-def registered_name(model: DistributedDataParallel) -> str:
-    """What DDP itself says its communication hook is, empty for none."""
-    return str(model._get_ddp_logging_data().get("comm_hook", ""))
+    model.register_comm_hook(state, _Registered(trampoline, name, is_closed))
+    model.register_forward_pre_hook(NotCopied(nothing, LostHook(name)))
 
 
 class Usage:
@@ -105,12 +136,11 @@ class LocalPhase:
         self._broadcasts_buffers = model.broadcast_buffers
         # In the first step of a static graph DDP gives gradients away before anything can be done at its end.
         self._late_step = -1 if model.static_graph else None
+        self._warned = False
         if averages_models:
-            model.register_forward_pre_hook(torch.compiler.disable(self._before_forward))
+            model.register_forward_pre_hook(NotCopied(torch.compiler.disable(self._before_forward)))
 
     def _before_forward(self, model: DistributedDataParallel, inputs: object) -> None:
-        if model is not self._model():
-            return  # a copy of it
         if self._local.keeps_own_buffers:
             model.broadcast_buffers = False  # also in the first forward of a wrapper, when training resumes
         if torch.is_grad_enabled():
@@ -129,9 +159,11 @@ class LocalPhase:
         """
         if self._late_step == -1:
             self._late_step = step
+        model = self._model()
+        assert model is not None
+        self._warn_of_join(model)
         if bound.averages_models:
-            model, is_local = self._model(), bound.is_local(step)
-            assert model is not None
+            is_local = bound.is_local(step)
             if is_local and model._join_config.enable:
                 raise HookError(
                     "join() does not work while ranks step alone: ranks that have run out of data take no optimizer "
@@ -142,3 +174,15 @@ class LocalPhase:
             # From the next forward on.
             model.broadcast_buffers = self._broadcasts_buffers and not (is_local and bound.average_buffers)
         return step == self._late_step
+
+    def _warn_of_join(self, model: DistributedDataParallel) -> None:
+        if self._warned or not model._join_config.enable or getattr(model, "_divide_by_initial_world_size", True):
+            return
+        self._warned = True
+        if dist.get_rank(model.process_group) == 0:
+            warnings.warn(
+                "join(divide_by_initial_world_size=False) does nothing with a communication hook, PyTorch's own "
+                f"included: gradients are divided by {dist.get_world_size(model.process_group)}, the number of all "
+                "ranks, also when some have run out of data. Leave it out",
+                stacklevel=2,
+            )

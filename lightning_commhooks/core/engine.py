@@ -28,6 +28,8 @@ T = TypeVar("T")
 # Work that is under way when an engine closes belongs to a backward that was broken off; usually it waits for peers.
 GRACE_SECONDS = 1.0
 
+CLOSED = "the communication hook was closed; attach a hook to a new DistributedDataParallel"
+
 
 @functools.cache
 def _let_gloo_finish_at_exit() -> None:
@@ -66,6 +68,22 @@ class Engine(ABC):
             HookError: earlier work failed; `function` did not run.
         """
 
+    @contextmanager
+    def aborting(self) -> Iterator[None]:
+        """Whatever raises within, in any thread, ends the work of all ranks: peers would wait for this one."""
+        try:
+            yield
+        except BaseException as failure:
+            # A new exception: this one collects the frames of the user's code, and would keep them alive.
+            later = HookError(str(failure) or repr(failure))
+            later.__cause__ = failure.__cause__
+            self._fail(later)
+            raise
+
+    @abstractmethod
+    def _fail(self, failure: BaseException) -> None:
+        """Abort collectives under way, here and on peers; later work raises `HookError`."""
+
     @abstractmethod
     def raise_if_unusable(self) -> None:
         """Raise `HookError` if earlier work failed or the engine is closed."""
@@ -82,8 +100,9 @@ class ThreadEngine(Engine):
     """One communication thread, for CPU tensors and for gloo.
 
     After the first failure no further work runs: this rank's collectives would not match its peers'. So that the
-    peers need not wait for the timeout of the process group, a failure aborts it. So does an interruption (Ctrl-C,
-    a signal handler that raises) of the main thread while it waits for work.
+    peers need not wait for the timeout of the process group, a failure aborts it, of work or of what comes before it
+    (`aborting`). So does an interruption (Ctrl-C, a signal handler that raises) of the main thread while it waits for
+    work.
 
     Args:
         device: of the tensors.
@@ -96,7 +115,10 @@ class ThreadEngine(Engine):
         self._device = device
         self._abort = abort
         self._process = os.getpid()
-        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="lightning_commhooks")
+        # Without recording, for a backward with create_graph=True.
+        self._executor = ThreadPoolExecutor(
+            1, "lightning_commhooks", initializer=torch.set_grad_enabled, initargs=(False,)
+        )
         self._failure: BaseException | None = None
         self._last: HostFuture[Any] | None = None
         self._closed = False
@@ -139,12 +161,8 @@ class ThreadEngine(Engine):
             if ready is not None:
                 torch.cuda.current_stream(self._device).wait_event(ready)
             try:
-                return function()
-            except ValueError:
-                raise  # of a state that does not fit, on all ranks alike
-            except BaseException as failure:
-                self._fail(failure)
-                raise
+                with self.aborting():
+                    return function()
             finally:
                 if done is not None:
                     done.record(torch.cuda.current_stream(self._device))
@@ -247,6 +265,9 @@ class StreamEngine(Engine):
     def raise_if_unusable(self) -> None:
         _raise_if_closed(self._closed)
 
+    def _fail(self, failure: BaseException) -> None:
+        """NCCL's own watchdog ends what peers wait for."""
+
     def close(self) -> None:
         self._closed = True
 
@@ -259,4 +280,4 @@ class StreamEngine(Engine):
 
 def _raise_if_closed(closed: bool) -> None:
     if closed:
-        raise HookError("the communication hook was closed; attach a hook to a new DistributedDataParallel")
+        raise HookError(CLOSED)

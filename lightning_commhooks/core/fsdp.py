@@ -28,6 +28,10 @@ class FSDPAttachment:
         self._runtime = runtime
         self._finalizer = weakref.finalize(model, runtime.close)
 
+    def __repr__(self) -> str:
+        steps = self._runtime.counters.steps
+        return f"FSDPAttachment(hook={self.hook!r}, steps={steps}{', closed' if self.is_closed else ''})"
+
     @property
     def hook(self) -> CommHook:
         """The configuration."""

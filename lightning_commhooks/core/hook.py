@@ -191,6 +191,9 @@ class BoundHook(ABC):
         averages_parts: whether it averages the models of some parameters, and gradients of others.
         scales_gradients: whether `reduce` multiplies gradients by `Bucket.scale`, in a pass over them that it makes
             anyway. If not, they are multiplied before.
+        replaces_state: whether what `state_dict` reads when `writer.kind` is `"none"` is replaced by new objects in
+            `end_step` and `after_optimizer_step`, as by `Memory`, and never changed. It is read in the middle of a step
+            then; if not, the engine calls `state_dict` after each step, to have a copy.
     """
 
     has_memory: bool = False
@@ -198,9 +201,15 @@ class BoundHook(ABC):
     average_buffers: bool = False
     averages_parts: bool = False
     scales_gradients: bool = False
+    replaces_state: bool = False
 
     def __init__(self, group: Group) -> None:
         self.group = group
+
+    @property
+    def is_readable(self) -> bool:
+        """Whether other threads may read the state at any time, or there is none."""
+        return self.replaces_state or type(self).state_dict is BoundHook.state_dict
 
     @abstractmethod
     def reduce(self, flat: Tensor, bucket: Bucket) -> Tensor | None:
@@ -281,6 +290,8 @@ class BoundHook(ABC):
     def state_dict(self, writer: StateWriter) -> dict[str, Any]:
         """State as tensors and primitives. Collective: every rank calls it, every rank gets the same.
 
+        With `writer.kind == "none"` it is not collective, and has what is equal on all ranks anyway.
+
         Args:
             writer: makes copies of tensors, and of those that differ between ranks one for all.
         """
@@ -288,6 +299,8 @@ class BoundHook(ABC):
 
     def load_state_dict(self, state: dict[str, Any], reader: StateReader) -> None:
         """Take over what `state_dict` of the same hook returned, with other options or on another world size even.
+
+        Not collective: ranks agree afterwards whether it fits on all of them.
 
         Args:
             state: the state.

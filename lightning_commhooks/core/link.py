@@ -213,6 +213,16 @@ def _with_latency(curve: Curve, factor: float) -> Curve:
     return tuple(replace(cost, seconds=cost.seconds + more) for cost in curve)
 
 
+def check_ranks(group: Group) -> None:
+    """Refuse a group that has no link to measure.
+
+    Raises:
+        ValueError: it has one rank.
+    """
+    if group.size < 2:
+        raise ValueError("there is no link to measure among one rank; use Link.given(bandwidth=, latency=)")
+
+
 def measure_link(group: Group, budget: float = 1.5) -> Link:
     """Measure what collectives of a group cost. Collective.
 
@@ -230,8 +240,7 @@ def measure_link(group: Group, budget: float = 1.5) -> Link:
     Raises:
         ValueError: the group has one rank.
     """
-    if group.size < 2:
-        raise ValueError("there is no link to measure among one rank; use Link.given(bandwidth=, latency=)")
+    check_ranks(group)
     with group.counters.paused(), torch.no_grad():
         return _Meter(group, budget).measure()
 

@@ -106,7 +106,8 @@ class LocalSteps:
         if not self.models.is_swapped or self.models.stepped(optimizer, -1) is None:
             return
         self.hide_average()
-        self._refuse_while_swapped()
+        with self._runtime.aborting():
+            self._refuse_while_swapped()
 
     def _refuse_while_swapped(self) -> None:
         if self.models.is_swapped:
@@ -131,7 +132,8 @@ class LocalSteps:
         if stepped is None:
             return
         self._last_reported = self._runtime.clock.steps
-        self._refuse_while_swapped()
+        with self._runtime.aborting():
+            self._refuse_while_swapped()
         with self._runtime.counters.timing.wait():
             self._runtime.call(lambda: self._tell(stepped))
 
@@ -140,6 +142,7 @@ class LocalSteps:
         try:
             with self._runtime.counters.timing.work():
                 self._average_after(stepped, bound)
+            self._runtime.committed.keep()
         except Exception as error:
             raise HookError(
                 f"communication hook {self._runtime.name!r} failed on rank {bound.group.global_rank} after the "

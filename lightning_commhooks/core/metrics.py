@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -53,12 +52,15 @@ class Counters:
         plain = {name: value.item() if isinstance(value, Tensor) else value for name, value in counts.items()}
         return {**plain, "compression_ratio": ratio}
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Do not count the collectives of checkpoints and measurements: they are no gradients."""
-        before = self.bytes_sent, self.collectives
-        try:
-            with self.timing.paused():
-                yield
-        finally:
-            self.bytes_sent, self.collectives = before
+    def count(self, num_bytes: float) -> None:
+        """Count a collective that sends so many bytes."""
+        if not self.timing.is_paused:
+            self.bytes_sent += num_bytes
+            self.collectives += 1
+
+    def paused(self) -> AbstractContextManager[None]:
+        """Do not count the collectives of checkpoints and measurements: they are no gradients.
+
+        Of this thread; a hook that is at work in another one meanwhile goes on counting.
+        """
+        return self.timing.paused()

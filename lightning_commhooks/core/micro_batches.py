@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -14,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_commhooks.core.accumulation import Accumulated, Held, Number, is_one, is_positive, is_weight
 from lightning_commhooks.core.averaging import flat_view
+from lightning_commhooks.core.copies import NotCopied
 from lightning_commhooks.core.engine import call_at_end_of_backward
 from lightning_commhooks.core.hook import Slot
 
@@ -71,14 +71,12 @@ class MicroBatches:
         """
         self._remove_hooks()
         self._parameters = dict(parameters)
-        own = weakref.ref(model)
 
         def before_forward(module: object, inputs: object) -> None:
-            # Not in a copy of the model.
-            if module is own() and torch.is_grad_enabled():
+            if torch.is_grad_enabled():
                 self._has_begun = True
 
-        self._handles.append(model.register_forward_pre_hook(torch.compiler.disable(before_forward)))
+        self._handles.append(model.register_forward_pre_hook(NotCopied(torch.compiler.disable(before_forward))))
         for name, parameter in self._parameters.items():
             # Of what accumulates gradients: hooks of the parameter itself are called by torch.autograd.grad() too.
             node = torch.autograd.graph.get_gradient_edge(parameter).node

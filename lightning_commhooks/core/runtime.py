@@ -5,7 +5,8 @@
 import dataclasses
 import functools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
@@ -17,8 +18,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_commhooks.core import checkpoint
 from lightning_commhooks.core.collectives import Group
-from lightning_commhooks.core.ddp import LocalPhase, Usage
-from lightning_commhooks.core.engine import Engine, HookError, StreamEngine, ThreadEngine
+from lightning_commhooks.core.committed import Committed
+from lightning_commhooks.core.ddp import LocalPhase, Trampoline, Usage
+from lightning_commhooks.core.engine import CLOSED, Engine, HookError, StreamEngine, ThreadEngine
 from lightning_commhooks.core.groups import backend_for, destroy, own_group
 from lightning_commhooks.core.hook import BoundHook, Bucket, CommHook
 from lightning_commhooks.core.layout import Layout
@@ -31,7 +33,6 @@ from lightning_commhooks.core.user_hook import DDPHook, UserFunction
 from lightning_commhooks.core.watch import Watch
 
 T = TypeVar("T")
-Trampoline = Callable[[object, GradBucket], Future[Tensor]]
 
 
 class Runtime:
@@ -45,6 +46,9 @@ class Runtime:
         grad_scaler: which scales the loss, if any does.
         loss_divided_by: what the loss of each micro-batch is divided by.
         make_group: makes the collectives of the hook in place of those of `process_group`, to count by these counters.
+
+    Attributes:
+        is_closed: whether `close` was called.
     """
 
     def __init__(
@@ -64,11 +68,13 @@ class Runtime:
         self.micro_batches = MicroBatches(loss_divided_by) if hook.counts_micro_batches else None
         self._grad_scaler = grad_scaler
         self._warned = False
+        self.is_closed = False
         self._owned: dist.ProcessGroup | None = None
         self._engine: Engine | None = None
         if isinstance(hook.method, UserFunction):
             group = Group(process_group, self.counters, device)
             self.bound = hook.bind(group)
+            self.committed = Committed(hook, self.bound)
             self.clock = StepClock(self.counters, self._end_step)
             self.local = LocalSteps(self, group)
             self._usage = Usage(self.local.backward_begins)
@@ -88,12 +94,13 @@ class Runtime:
         else:
             group = Group(self._owned or process_group, self.counters, device, aborts)
         try:
-            self.bound = hook.bind(group)
+            self.bound = self._bind(group)
         except BaseException:
             self._engine.close()
             destroy(self._owned, group)
             raise
-        self._steps = FiniteSteps(self.bound, self._engine, grad_scaler)
+        self.committed = Committed(hook, self.bound)
+        self._steps = FiniteSteps(self.bound, self.call, self.committed, grad_scaler)
         self.clock = StepClock(self.counters, self._end_step)
         self.local = LocalSteps(self, group)
         self._usage = Usage(self.local.backward_begins)
@@ -107,12 +114,23 @@ class Runtime:
     def _bind_again(self) -> BoundHook:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # they were given when the hook was attached
-            return self.config.bind(self.bound.group)
+            return self._bind(self.bound.group)
+
+    def _bind(self, group: Group) -> BoundHook:
+        with self.aborting():
+            try:
+                return self.config.bind(group)
+            except ValueError:
+                raise  # options do not fit these ranks
+            except Exception as error:
+                raise HookError(
+                    f"communication hook {self.name!r} failed on rank {group.global_rank} in bind(): {error}"
+                ) from error
 
     def _take_over(self, fresh: BoundHook, steps: int) -> None:
-        self.bound = fresh
+        self.bound, self.committed = fresh, Committed(self.config, fresh)
         if self._engine is not None:
-            self._steps.bound = fresh
+            self._steps.take_over(fresh, self.committed)
         self.clock.steps = steps
         if self.micro_batches is not None:
             self.micro_batches.restart()
@@ -137,24 +155,58 @@ class Runtime:
         if self._engine is not None:
             self._steps.end(in_time, complete)
 
+    @contextmanager
+    def aborting(self) -> Iterator[None]:
+        """For what this thread does while peers may wait for it already: whatever raises within ends all ranks.
+
+        Of a user's own function nothing can be aborted: its collectives are the user's.
+        """
+        if self._engine is None:
+            yield
+            return
+        self._engine.raise_if_unusable()
+        with self._engine.aborting():
+            yield
+
     def call(self, function: Callable[[], T]) -> T:
-        """Run a function in turn with the hook."""
-        return self._engine.call(function) if self._engine is not None else function()
+        """Run a function in turn with the hook. Whatever it raises ends all ranks.
+
+        Raises:
+            HookError: it failed, or what ran before.
+        """
+        return self._engine.call(lambda: self._named(function)) if self._engine is not None else function()
+
+    def _named(self, function: Callable[[], T]) -> T:
+        try:
+            return function()
+        except HookError:
+            raise
+        except Exception as error:
+            raise HookError(
+                f"communication hook {self.name!r} failed on rank {self.bound.group.global_rank} after "
+                f"{self.clock.steps} steps: {error}"
+            ) from error
 
     def load(self, state: object, strict: bool) -> list[str]:
         """Take over a saved state, on all ranks or none; returns what was left out because it does not fit.
 
         Raises:
-            ValueError: see `checkpoint.load`. The hook is as it was before.
+            StateError: see `checkpoint.load`. The hook is as it was before.
         """
         self.clock.end()
         fresh = self._bind_again()
-        models = self.local.models
-        steps, differences = self.call(
-            lambda: checkpoint.load(state, self.config, fresh, self.layout.shapes, strict, models)
-        )
+        loaded = self.call(lambda: self._load(state, fresh, strict))
+        if isinstance(loaded, checkpoint.StateError):
+            raise loaded
+        steps, differences = loaded
         self._take_over(fresh, steps)
         return differences
+
+    def _load(self, state: object, fresh: BoundHook, strict: bool) -> tuple[int, list[str]] | checkpoint.StateError:
+        try:
+            return checkpoint.load(state, self.config, fresh, self.layout.shapes, strict, self.local.models)
+        except checkpoint.StateError as refusal:
+            return refusal  # all ranks have agreed on it: no failure
 
     def trampoline(self, model: DistributedDataParallel) -> Trampoline:
         """The function that DDP calls for each bucket of `model`."""
@@ -166,19 +218,19 @@ class Runtime:
         watched = LocalPhase(model, self.local, self.bound.averages_models)
         last_may_be_skipped = model.skip_all_reduce_unused_params
         if isinstance(self.config.method, UserFunction):
-            return self._counting(self.config.method.function, last_may_be_skipped)
+            return self._counting(self.config.method.function, watched, last_may_be_skipped)
         engine, usage = self._engine, self._usage
         assert engine is not None
 
         # Nothing here may hold the model: the model holds this function through its C++ reducer.
         def trampoline(state: object, bucket: GradBucket) -> Future[Tensor]:
-            engine.raise_if_unusable()
-            flat = bucket.buffer()
-            plain = self._plain(bucket, flat, last_may_be_skipped)
-            is_late = watched.begin(self.bound, plain.step)
-            if may_be_unused and watches:
-                plain = dataclasses.replace(plain, unused=usage.unused(plain.slots))
-            return engine.submit(lambda: self._reduce(flat, plain, is_late), flat.device)
+            with self.aborting():
+                flat = bucket.buffer()
+                plain = self._plain(bucket, flat, last_may_be_skipped)
+                is_late = watched.begin(self.bound, plain.step)
+                if may_be_unused and watches:
+                    plain = dataclasses.replace(plain, unused=usage.unused(plain.slots))
+                return engine.submit(lambda: self._reduce(flat, plain, is_late), flat.device)
 
         return trampoline
 
@@ -213,10 +265,13 @@ class Runtime:
                 f"bucket {bucket.index} ({names}): {error}"
             ) from error
 
-    def _counting(self, hook: DDPHook, last_may_be_skipped: bool) -> Trampoline:
+    def _counting(self, hook: DDPHook, watched: LocalPhase, last_may_be_skipped: bool) -> Trampoline:
         def trampoline(state: object, bucket: GradBucket) -> Future[Tensor]:
+            if self.is_closed:
+                raise HookError(CLOSED)
             flat = bucket.buffer()
             plain = self._plain(bucket, flat, last_may_be_skipped)
+            watched.begin(self.bound, plain.step)
             _count_dense(self.bound.group, flat)
             if flat.is_sparse:
                 bucket.set_buffer(self.bound.reduce_sparse(flat, plain))
@@ -241,6 +296,7 @@ class Runtime:
 
     def close(self) -> None:
         """Release thread, process group and memory; warn of what the user should know."""
+        self.is_closed = True
         texts = self.local.close()
         self._usage.watch({})
         if self.micro_batches is not None:

@@ -8,7 +8,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from lightning_commhooks.core.engine import Engine, call_at_end_of_backward
+from lightning_commhooks.core.committed import Committed
+from lightning_commhooks.core.engine import call_at_end_of_backward
 from lightning_commhooks.core.hook import BoundHook
 from lightning_commhooks.core.memory import all_finite
 from lightning_commhooks.core.metrics import Counters
@@ -68,20 +69,28 @@ class FiniteSteps:
 
     Args:
         bound: the hook.
-        engine: where it runs.
+        call: runs a function where the hook runs.
+        committed: what the hook has taken over.
         grad_scaler: which skips steps, if any does.
-
-    Attributes:
-        bound: the hook; another one once a state was loaded.
     """
 
-    def __init__(self, bound: BoundHook, engine: Engine, grad_scaler: torch.amp.GradScaler | None = None) -> None:
-        self.bound = bound
-        self._engine = engine
+    def __init__(
+        self,
+        bound: BoundHook,
+        call: Callable[[Callable[[], None]], None],
+        committed: Committed,
+        grad_scaler: torch.amp.GradScaler | None = None,
+    ) -> None:
+        self._call = call
         self._grad_scaler = grad_scaler
+        self.take_over(bound, committed)
         self._is_local = False
         self._finite: list[Tensor] = []
         self._reduced: list[Tensor] = []
+
+    def take_over(self, bound: BoundHook, committed: Committed) -> None:
+        """Go on with another hook, once a state was loaded."""
+        self.bound, self._committed = bound, committed
 
     def forget(self) -> None:
         """Let go of the buckets of the present step."""
@@ -120,12 +129,13 @@ class FiniteSteps:
             in_time: whether the gradients are still there. Later the buckets may be in use for the next step.
             complete: whether there was a bucket for each gradient. What a broken-off backward sent went nowhere.
         """
-        self._engine.call(lambda: self._end(in_time, complete))
+        self._call(lambda: self._end(in_time, complete))
 
     def _end(self, in_time: bool, complete: bool) -> None:
         if self._finite:
             with self.bound.group.counters.timing.work():
                 self._settle(in_time, complete)
+        self._committed.keep()
 
     def _settle(self, in_time: bool, complete: bool) -> None:
         finite, reduced = torch.stack(self._finite).all(), self._reduced
@@ -134,7 +144,8 @@ class FiniteSteps:
         if self._is_local:
             finite = self._agreed(finite)
         self.forget()
-        self.bound.end_step(finite)
+        with self._committed.taking_over():
+            self.bound.end_step(finite)
         self.bound.group.counters.nonfinite_steps += finite.logical_not() if finite.is_cuda else int(not finite)
         if in_time:
             for gradients in reduced:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
@@ -43,7 +44,8 @@ class Timing(ABC, Generic[M]):
         self.steps = 0
         self._totals = dict.fromkeys(("exposed_ms", "codec_ms", "comm_ms", "overlap_ms"), 0.0)
         self._step: _Step[M] | None = None
-        self._is_paused = False
+        # Threads that do what is not counted.
+        self._paused: set[int] = set()
 
     @abstractmethod
     def now(self) -> M:
@@ -70,7 +72,7 @@ class Timing(ABC, Generic[M]):
     def comm(self) -> AbstractContextManager[None]:
         """Time a collective, or the wait for one."""
         step = self._step
-        return self._timed(step.comm if step is not None and not self._is_paused else None)
+        return self._timed(step.comm if step is not None and not self.is_paused else None)
 
     def work(self) -> AbstractContextManager[None]:
         """Time work of the hook, collectives included."""
@@ -95,12 +97,21 @@ class Timing(ABC, Generic[M]):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Do not time collectives."""
-        before, self._is_paused = self._is_paused, True
+        """Do not time the collectives of this thread; others go on."""
+        if self.is_paused:
+            yield
+            return
+        thread = threading.get_ident()
+        self._paused.add(thread)
         try:
             yield
         finally:
-            self._is_paused = before
+            self._paused.discard(thread)
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether this thread is within `paused`."""
+        return threading.get_ident() in self._paused
 
     def totals(self) -> dict[str, float]:
         """Milliseconds of all timed steps, outside of a backward: see `Attachment.metrics`."""

@@ -45,18 +45,25 @@ class BoundByParameter(BoundHook, Generic[P]):
     """
 
     has_memory = True
+    replaces_state = True
 
     def __init__(self, group: Group) -> None:
         super().__init__(group)
         self._plans: dict[tuple[str, ...], P] = {}
         self._stored: dict[str, Entry] = {}
         self._drained: list[str] = []
+        self._show()
+
+    def _show(self) -> None:
+        """Let readers in other threads see where memory is now: all of it before it moves, or after."""
+        self._shown = list(self._plans.values()), dict(self._stored)
 
     def _plan(self, flat: Tensor, bucket: Bucket) -> P:
         if bucket.names not in self._plans:
             # The first time, or DDP has rebuilt its buckets: memory moves along by name.
             self._store_plans_of(bucket)
             self._plans[bucket.names] = self._make_plan(flat, bucket)
+            self._show()
         return self._plans[bucket.names]
 
     @abstractmethod
@@ -83,6 +90,7 @@ class BoundByParameter(BoundHook, Generic[P]):
         if self._drained and finite:
             for name in self._drained:
                 self._stored.pop(name, None)
+            self._show()
         self._drained = []
 
     def _store_plans_of(self, bucket: Bucket) -> None:
@@ -95,6 +103,7 @@ class BoundByParameter(BoundHook, Generic[P]):
     def _pay_off_(self, flat: Tensor, bucket: Bucket) -> None:
         """Add what is owed to gradients that are not compressed any more, since DDP has rebuilt its buckets."""
         self._store_plans_of(bucket)
+        self._show()
         owed = [slot for slot in bucket.slots if "residual" in self._stored.get(slot.name, {})]
         if owed and bucket.unused is not None:
             # DDP throws away what a hook returns for a parameter that no rank used.
@@ -104,6 +113,7 @@ class BoundByParameter(BoundHook, Generic[P]):
 
     def drain_(self, flat: Tensor, bucket: Bucket) -> None:
         self._store(list(self._plans))
+        self._show()
         self._drain_(flat, bucket.slots, bucket.loss_scale)
 
     def _drain_(self, flat: Tensor, slots: Sequence[Slot], loss_scale: float | Tensor) -> None:
@@ -121,8 +131,8 @@ class BoundByParameter(BoundHook, Generic[P]):
                 yield self._settled(entry)
 
     def state_dict(self, writer: StateWriter) -> dict[str, Any]:
-        live = [plan.entries() for plan in self._plans.values()]
-        entries = {key: entry for part in (self._stored, *live) for key, entry in part.items()}
+        plans, stored = self._shown
+        entries = {key: entry for part in (stored, *(plan.entries() for plan in plans)) for key, entry in part.items()}
         return {"entries": {key: self._saved(entries[key], writer) for key in sorted(entries)}}
 
     def load_state_dict(self, state: dict[str, Any], reader: StateReader) -> None:
@@ -138,6 +148,8 @@ class BoundByParameter(BoundHook, Generic[P]):
             else:
                 stored[key] = entry
         self._plans, self._stored = {}, stored
+        self._show()
 
     def release(self) -> None:
         self._plans, self._stored, self._drained = {}, {}, []
+        self._show()

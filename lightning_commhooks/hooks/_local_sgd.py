@@ -60,6 +60,7 @@ class BoundLocalSGD(BoundHook):
     """
 
     averages_models = True
+    replaces_state = True
 
     def __init__(self, config: LocalSGDConfig, group: Group) -> None:
         super().__init__(group)
@@ -107,10 +108,11 @@ class BoundLocalSGD(BoundHook):
     def after_optimizer_step(self, stepped: OptimizerStep) -> None:
         if stepped.step < self._config.start_localSGD_iter:
             return
-        self._num_steps[stepped.optimizer] = num_steps = self._num_steps.get(stepped.optimizer, 0) + 1
+        num_steps = self._num_steps.get(stepped.optimizer, 0) + 1
         if self.is_local(stepped.step):
             stepped.models.drift(stepped)
         self._after_local_step(num_steps, stepped)
+        self._num_steps = {**self._num_steps, stepped.optimizer: num_steps}
 
     @abstractmethod
     def _after_local_step(self, num_steps: int, stepped: OptimizerStep) -> None:

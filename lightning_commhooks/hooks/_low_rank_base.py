@@ -101,7 +101,7 @@ class LowRankStats:
         if 0 < steps <= start:
             return [
                 f"training ended after {steps} steps, before start_powerSGD_iter={start}: hook={self._config.name!r} "
-                f"never compressed anything. Set start_powerSGD_iter below {steps}, to about a tenth of training"
+                f"never compressed anything. Set start_powerSGD_iter to about a tenth of training, {steps // 10} here"
             ]
         if self._numel_before and not self._numel_compressed:
             rank = self._config.matrix_approximation_rank

@@ -32,6 +32,7 @@ class BoundSwitch(BoundHook):
         self._phases = {key: hook.bind(group) for key, hook in hooks.items()}
         self.has_memory = any(phase.has_memory for phase in self._phases.values())
         self.averages_models = any(phase.averages_models for phase in self._phases.values())
+        self.replaces_state = all(phase.is_readable for phase in self._phases.values())
         # For each parameter, the phase that last averaged it; and what that will be after this step.
         self._last_phase: dict[str, int] = {}
         self._next_phase: dict[str, int] = {}

@@ -35,7 +35,7 @@ class DiLoCo(LocalSGDConfig):
 
     Sends 2(w-1)/w times the parameters every `period` steps, half of it with `"bf16"`, a quarter with `"int8"`,
     a seventh with `"int4"`. Needs memory for the common
-    model and the outer momentum, at least float32 each.
+    model and the outer momentum, at least float32 each, and in an outer step as much again for the fragment.
 
     Args:
         period: number of steps of the inner optimizer between outer ones. 50 to 500 is usual.
@@ -96,9 +96,11 @@ class _BoundDiLoCo(BoundLocalSGD):
 
     def __init__(self, config: DiLoCo, group: Group) -> None:
         super().__init__(config, group)
-        # By name, flat in memory order: where the ranks began to move, equal on all of them, and outer momentum.
+        # By name, flat in memory order: where the ranks began to move, equal on all of them, and outer momentum. They
+        # are replaced, not changed, for readers in other threads.
         self._anchors: dict[str, Tensor] = {}
         self._momenta: dict[str, Tensor] = {}
+        self._show()
         codec = _CODECS.get(config.pseudo_gradient)
         self._kernels = group.kernels(codec, feedback=False, two_shot=True) if codec is not None else None
 
@@ -111,19 +113,27 @@ class _BoundDiLoCo(BoundLocalSGD):
         return super().reduce_sparse(grad, bucket)
 
     def _drop_anchors(self, bucket: Bucket) -> None:
-        if bucket.step >= self._config.start_localSGD_iter:
-            # In the backward before the first step alone, ranks are equal.
-            for slot in bucket.slots:
-                if slot.name not in self._anchors:
-                    assert slot.parameter is not None
-                    self._anchors[slot.name] = _at_least_float32(slot.parameter).clone()
+        if bucket.step < self._config.start_localSGD_iter:
+            return
+        # In the backward before the first step alone, ranks are equal.
+        new = {slot.name: slot.parameter for slot in bucket.slots if slot.name not in self._anchors}
+        for name, parameter in new.items():
+            assert parameter is not None
+            self._anchors[name] = _at_least_float32(parameter).clone()
+        if new:
+            self._show()
+
+    def _show(self) -> None:
+        self._shown = dict(self._num_steps), dict(self._anchors), dict(self._momenta)
 
     def after_optimizer_step(self, stepped: OptimizerStep) -> None:
         if stepped.step >= self._config.start_localSGD_iter and stepped.optimizer not in self._num_steps:
             # After a phase of a schedule in which ranks stepped alone they begin at different places.
             apart = [name for name in stepped.parameters if name in self._anchors and name in stepped.models.drifted]
+            self._anchors |= {name: self._anchors[name].clone() for name in apart}
             average_([self._anchors[name] for name in apart], self.group)
         super().after_optimizer_step(stepped)
+        self._show()
 
     def _after_local_step(self, num_steps: int, stepped: OptimizerStep) -> None:
         period, fragments = self._config.period, self._config.fragments
@@ -143,14 +153,16 @@ class _BoundDiLoCo(BoundLocalSGD):
         self._average_(list(moves.values()))
         for name, gradient in moves.items():
             if self._config.outer_momentum:
-                if name not in self._momenta:
-                    self._momenta[name] = torch.zeros_like(gradient)
-                momentum = self._momenta[name].mul_(self._config.outer_momentum).add_(gradient)
+                old = self._momenta.get(name)
+                momentum = gradient.clone() if old is None else old.mul(self._config.outer_momentum).add_(gradient)
+                self._momenta[name] = momentum
                 if self._config.nesterov:
                     gradient = gradient.add(momentum, alpha=self._config.outer_momentum)
                 else:
                     gradient = momentum
-            anchor = self._anchors[name].sub_(gradient, alpha=self._config.outer_lr)
+            # Into the move, which nobody needs any more.
+            anchor = torch.sub(self._anchors[name], gradient, alpha=self._config.outer_lr, out=moves[name])
+            self._anchors[name] = anchor
             parameters[name].copy_(anchor.view(parameters[name].shape))
         # What was in no backward has no anchor.
         average_([p for name, p in stepped.parameters.items() if name not in self._anchors], self.group)
@@ -172,10 +184,11 @@ class _BoundDiLoCo(BoundLocalSGD):
             move.copy_(own)
 
     def state_dict(self, writer: StateWriter) -> dict[str, Any]:
-        shared = {name: {"anchor": writer.shared(anchor)} for name, anchor in self._anchors.items()}
-        for name, momentum in self._momenta.items():
+        num_steps, anchors, momenta = self._shown
+        shared = {name: {"anchor": writer.shared(anchor)} for name, anchor in anchors.items()}
+        for name, momentum in momenta.items():
             shared[name]["momentum"] = writer.shared(momentum)
-        return {**super().state_dict(writer), "entries": shared}
+        return {"num_steps": num_steps, "entries": shared}
 
     def load_state_dict(self, state: dict[str, Any], reader: StateReader) -> None:
         super().load_state_dict(state, reader)
@@ -188,9 +201,11 @@ class _BoundDiLoCo(BoundLocalSGD):
             self._anchors[name] = reader.shared(entry["anchor"])
             if "momentum" in entry:
                 self._momenta[name] = reader.shared(entry["momentum"])
+        self._show()
 
     def release(self) -> None:
         self._anchors, self._momenta = {}, {}
+        self._show()
 
 
 def _at_least_float32(parameter: Tensor) -> Tensor:

@@ -25,6 +25,7 @@ class BoundAround(BoundHook):
         self.average_buffers = inner.average_buffers
         self.averages_parts = inner.averages_parts
         self.scales_gradients = inner.scales_gradients
+        self.replaces_state = inner.is_readable
         self._inner = inner
 
     @property

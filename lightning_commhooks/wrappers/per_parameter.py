@@ -102,6 +102,7 @@ class _BoundPerParameter(BoundHook):
         self._hooks = [hook.bind(group) for hook in self._configs]
         self.has_memory = any(hook.has_memory for hook in self._hooks)
         self.averages_models = any(hook.averages_models for hook in self._hooks)
+        self.replaces_state = all(hook.is_readable for hook in self._hooks)
         self.averages_parts = len({hook.averages_models for hook in self._hooks}) > 1
         choices = {hook.average_buffers for hook in self._hooks if hook.averages_models}
         if len(choices) > 1:

@@ -1,0 +1,274 @@
+"""Copies of models with a hook have none, and say so; a backward that is recorded; compiled and closed models."""
+
+import copy
+import io
+import pickle
+import warnings
+
+import pytest
+import torch
+from driver import (
+    HOOKS,
+    NOT_AVERAGING,
+    NOTHING_COMPRESSED,
+    SHAPES,
+    SMALL_BUCKETS,
+    TOO_EARLY,
+    attached,
+    backward,
+    distance,
+    full_rank_gradients,
+    mean_gradients,
+    norm,
+    same,
+)
+from pool import ignoring
+from test_ddp_modes import mlp
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
+
+import lightning_commhooks as lc
+
+
+def saved(thing):
+    file = io.BytesIO()
+    torch.save(thing, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+WAYS = {"deepcopy": copy.deepcopy, "pickle": lambda thing: pickle.loads(pickle.dumps(thing)), "torch.save": saved}
+COPIED = {
+    "int8": ("int8", {}),
+    "memory and unused": ("powersgd", {"find_unused_parameters": True}),
+    "averages models": (lc.PostLocalSGD(start_localSGD_iter=1), {}),
+    "counts micro-batches": (lc.ScaleByGradAccumulation("bf16", "mean"), {}),
+    "function": (default_hooks.fp16_compress_hook, {}),
+}
+
+
+def texts(function, *args):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        result = function(*args)
+    return result, [str(warning.message) for warning in caught]
+
+
+def copies(rank, world, label):
+    """Of each copy: what is said in evaluation, in two training steps and with a new hook, and its gradients."""
+    hook, options = COPIED[label]
+    gradients = [full_rank_gradients(rank, step, SHAPES) for step in range(2)]
+    results = {}
+    with attached(hook, **options) as (ddp, attachment):
+        backward(ddp, gradients[0])
+        for way, make in WAYS.items():
+            twin = make(ddp)
+            with torch.no_grad():
+                _, quiet = texts(twin, gradients[1])
+            _, evaluated = texts(twin.eval(), gradients[1])
+            means, said = texts(backward, twin.train(), gradients[1])
+            _, again = texts(backward, twin, gradients[1])
+            other = lc.attach(make(twin), "allreduce")
+            other_model = other._model()
+            _, hooked = texts(backward, other_model, gradients[1])
+            other.close()
+            results[way] = quiet + evaluated, said, again + hooked, means
+        assert attachment.metrics()["steps"] == 1, "copies do not count"
+        backward(ddp, gradients[1])
+        assert attachment.metrics()["steps"] == 2, "the original goes on"
+    return results
+
+
+@pytest.mark.parametrize("label", COPIED)
+def test_a_copied_model_has_no_hook_and_says_so(run, label):
+    expected = mean_gradients(full_rank_gradients, 2, 1, SHAPES)
+    for rank, result in enumerate(run(copies, label)):
+        for before, said, after, means in result.values():
+            assert before == after == []
+            assert len(said) == (rank == 0)
+            assert all("which is not copied" in text and "attach(model, hook)" in text for text in said)
+            assert distance(means, expected) <= 1e-6 * norm(expected)
+
+
+def copied_attachments(rank, world):
+    with attached("int8") as (ddp, attachment):
+        backward(ddp, full_rank_gradients(rank, 0, SHAPES))
+        open_copies = [make(attachment) for make in WAYS.values()]
+        monitor = copy.deepcopy(lc.Monitor(attachment, measure_link=False))
+        for twin in open_copies:
+            assert twin.is_closed
+            assert not twin.is_attached_to(ddp)
+            assert (twin.name, twin.hook) == ("int8", attachment.hook)
+            assert twin.metrics().keys() == attachment.metrics().keys()
+            assert twin.metrics()["steps"] == 1
+            for use in (twin.state_dict, twin.shared_state_dict, twin.residual_norm, twin.unfrozen):
+                with pytest.raises(lc.HookError, match=r"copy of an Attachment.*attach\(model, hook\)"):
+                    use()
+            twin.close()
+        assert not attachment.is_closed
+        assert "0 steps" in monitor.summary() or "nothing to send" in monitor.summary()
+    texts = [repr(attachment), repr(copy.deepcopy(attachment)), repr(pickle.loads(pickle.dumps(open_copies[0])))]
+    assert len(set(texts)) == 1, texts
+    return texts[0]
+
+
+def test_a_copied_attachment_is_closed(run):
+    assert run(copied_attachments)[0] == f"Attachment(hook={lc.Int8()!r}, steps=1, closed)"
+
+
+def own_hook(state, bucket):
+    return default_hooks.allreduce_hook(None, bucket)
+
+
+def names(rank, world):
+    with attached("powersgd") as (ddp, attachment), attached(own_hook) as (_, own):
+        backward(ddp, full_rank_gradients(rank, 0, SHAPES))
+        return repr(attachment), repr(own)
+
+
+def test_repr(run):
+    assert run(names)[0] == (
+        f"Attachment(hook={lc.PowerSGD()!r}, steps=1)",
+        "Attachment(hook='test_copies.own_hook', steps=0)",
+    )
+
+
+RECORDED = HOOKS | {
+    "post_localsgd": lc.PostLocalSGD(start_localSGD_iter=0, post_local_gradient_allreduce=False),
+    "scaled": lc.ScaleByGradAccumulation(lc.Int8(min_bytes=0), 3),
+    "function": default_hooks.bf16_compress_hook,
+}
+
+
+def gradients_of(rank, hook, create_graph):
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(mlp(), bucket_cap_mb=SMALL_BUCKETS)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    attachment = lc.attach(ddp, hook, optimizers=[optimizer])
+    results = []
+    for step in range(4):
+        x = torch.randn(4, 24, generator=torch.Generator().manual_seed(10 * step + rank))
+        ddp(x).square().mean().backward(create_graph=create_graph)
+        results += [p.grad.detach().clone() for p in ddp.parameters()]
+        optimizer.step()
+        optimizer.zero_grad()  # also breaks the cycle of a recorded gradient and its parameter
+    owed = [] if attachment.bound is None else list(attachment.bound.owed())
+    assert not any(tensor.requires_grad for tensor in owed)
+    attachment.average_weights()
+    attachment.close()
+    return results
+
+
+def recorded(rank, world):
+    different = []
+    with ignoring(NOT_AVERAGING, NOTHING_COMPRESSED, TOO_EARLY, "Using backward", "PerParameter: the pattern"):
+        for label, hook in RECORDED.items():
+            plain, graph = (gradients_of(rank, hook, create_graph) for create_graph in (False, True))
+            if not all(torch.equal(a, b) for a, b in zip(plain, graph, strict=True)):
+                different.append(label)
+    return different
+
+
+def test_a_backward_that_is_recorded_has_the_same_gradients(run):
+    assert run(recorded, timeout=180) == [[], []]
+
+
+def of_compiled(rank, world):
+    results = []
+    for is_compiled in (False, True):
+        torch.manual_seed(0)
+        ddp = DistributedDataParallel(mlp(), bucket_cap_mb=SMALL_BUCKETS)
+        model = torch.compile(ddp, backend="eager") if is_compiled else ddp
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        hook = lc.Schedule({0: lc.Int8(min_bytes=0, block_size=64), 2: lc.PostLocalSGD(period=2)})
+        attachment = lc.attach(model, hook, optimizers=[optimizer])
+        attachment.evaluate_average()
+        assert attachment.is_attached_to(model)
+        assert attachment.is_attached_to(ddp)
+        for step in range(7):
+            x = torch.randn(4, 24, generator=torch.Generator().manual_seed(10 * step + rank))
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        model.eval()
+        with torch.no_grad():
+            value = model(torch.ones(1, 24))
+        model.train()
+        attachment.average_weights()
+        results.append([value, *(p.detach().clone() for p in ddp.parameters())])
+        assert attachment.metrics()["steps"] == 7
+        assert attachment.metrics()["numel_compressed"] > 0
+        with pytest.raises(ValueError, match="has the communication hook 'lightning_commhooks:schedule' already"):
+            lc.attach(model, "bf16")
+        with ignoring(NOTHING_COMPRESSED):
+            attachment.close()
+    torch._dynamo.reset()
+    return [torch.allclose(a, b, rtol=1e-5, atol=1e-7) for a, b in zip(*results, strict=True)], results[1]
+
+
+def test_attaches_to_a_model_that_was_compiled_after_it_was_wrapped(run):
+    (close, first), (_, second) = run(of_compiled, timeout=120)
+    assert all(close)
+    assert same(dict(enumerate(first)), dict(enumerate(second)))
+
+
+def num_graphs(rank, world):
+    """How many graphs a model is compiled to, without a hook and with one."""
+    counts = []
+    for hook in (None, "bf16"):
+        torch._dynamo.reset()
+        counter = torch._dynamo.testing.CompileCounter()
+        model = torch.compile(DistributedDataParallel(mlp()), backend=counter)
+        attachment = lc.attach(model, hook) if hook else None
+        model(torch.ones(2, 24)).sum().backward()
+        counts.append(counter.frame_count)
+        if attachment:
+            attachment.close()
+    torch._dynamo.reset()
+    return counts
+
+
+def test_a_hook_breaks_no_graph(run):
+    without, with_hook = run(num_graphs, timeout=120)[0]
+    assert without == with_hook
+
+
+def after_close(rank, world):
+    for hook in (own_hook, "bf16"):
+        with attached(hook) as (ddp, attachment):
+            backward(ddp, full_rank_gradients(rank, 0, SHAPES))
+            attachment.close()
+            with pytest.raises(lc.HookError, match="was closed; attach a hook to a new DistributedDataParallel"):
+                backward(ddp, full_rank_gradients(rank, 0, SHAPES))
+            for other in ("bf16", own_hook):
+                with pytest.raises(ValueError, match=r"hook 'lightning_commhooks:.*' of this model was closed.*wrap"):
+                    lc.attach(ddp, other)
+            again = lc.attach(DistributedDataParallel(ddp.module), "allreduce")
+            backward(again._model(), full_rank_gradients(rank, 0, SHAPES))
+            again.close()
+
+
+def test_a_closed_hook_says_that_it_was_closed(run):
+    run(after_close)
+
+
+def uneven(rank, world, divide):
+    said = []
+    for hook in ("bf16", own_hook):
+        with attached(hook) as (ddp, _):
+
+            def train(ddp=ddp):
+                with ddp.join(divide_by_initial_world_size=divide):
+                    for step in range(2 + rank):
+                        backward(ddp, full_rank_gradients(rank, step, SHAPES))
+
+            said.append(texts(train)[1])
+    return said
+
+
+def test_join_that_is_to_divide_by_fewer_ranks_warns(run):
+    for first in run(uneven, False)[0]:
+        assert len(first) == 1, "once"
+        assert "join(divide_by_initial_world_size=False) does nothing with a communication hook" in first[0]
+        assert "divided by 2" in first[0]
+    assert run(uneven, True) == [[[], []], [[], []]]
