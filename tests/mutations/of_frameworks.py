@@ -112,8 +112,8 @@ MUTATIONS = [
     Mutation(
         "one_count_for_all_optimizers",
         f"{PACKAGE}/hooks/_local_sgd.py",
-        "self._num_steps[stepped.optimizer] = num_steps = self._num_steps.get(stepped.optimizer, 0) + 1",
-        'self._num_steps[""] = num_steps = self._num_steps.get("", 0) + 1',
+        "num_steps = self._num_steps.get(stepped.optimizer, 0) + 1",
+        "num_steps = sum(self._num_steps.values()) + 1",
         "Optimizers share one count, so that with an even period the same one is always averaged.",
         "tests/test_local_sgd_lightning.py -k 'own_steps or own_optimizer'",
     ),

@@ -8,14 +8,8 @@ MUTATIONS = [
     Mutation(
         "memory_by_bucket_index",
         f"{HOOKS}/_by_parameter.py",
-        """        if bucket.names not in self._plans:
-            # The first time, or DDP has rebuilt its buckets: memory moves along by name.
-            self._store_plans_of(bucket)
-            self._plans[bucket.names] = self._make_plan(flat, bucket)
-        return self._plans[bucket.names]""",
-        """        if (str(bucket.index),) not in self._plans:
-            self._plans[(str(bucket.index),)] = self._make_plan(flat, bucket)
-        return self._plans[(str(bucket.index),)]""",
+        "return self._plans[bucket.names]\n",
+        "return self.__dict__.setdefault('_by_index', {}).setdefault(bucket.index, self._plans[bucket.names])\n",
         "Memory belongs to the number of a bucket, which DDP builds anew.",
         "tests/test_contract.py -k 'loses_nothing and (int8 or powersgd)'",
     ),
