@@ -24,8 +24,8 @@ MUTATIONS = [
     Mutation(
         "measurements_are_counted",
         f"{CORE}/metrics.py",
-        "self.bytes_sent, self.collectives = before",
-        "pass",
+        "return self.timing.paused()",
+        "return __import__('contextlib').nullcontext()",
         "What sampling sends counts as sent by the hook.",
         "tests/test_metrics.py -k 'not_counted'",
     ),

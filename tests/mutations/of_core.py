@@ -40,8 +40,8 @@ MUTATIONS = [
     Mutation(
         "sum_in_16_bit",
         f"{CORE}/collectives.py",
-        "self.all_to_all(padded.view(self.size, -1)).sum(dim=0, dtype=torch.float32)",
-        "sum(self.all_to_all(padded.view(self.size, -1)))",
+        "self.all_to_all(chunks).sum(dim=0, dtype=torch.float32)",
+        "sum(self.all_to_all(chunks))",
         "accumulate_dtype='float32' rounds sums in 16 bit as well.",
         "tests/test_half.py -k 'float32_round_less'",
     ),

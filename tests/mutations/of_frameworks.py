@@ -112,8 +112,8 @@ MUTATIONS = [
     Mutation(
         "one_count_for_all_optimizers",
         f"{PACKAGE}/hooks/_local_sgd.py",
-        "self._num_steps[stepped.optimizer] = num_steps = self._num_steps.get(stepped.optimizer, 0) + 1",
-        'self._num_steps[""] = num_steps = self._num_steps.get("", 0) + 1',
+        "num_steps = self._num_steps.get(stepped.optimizer, 0) + 1",
+        "num_steps = sum(self._num_steps.values()) + 1",
         "Optimizers share one count, so that with an even period the same one is always averaged.",
         "tests/test_local_sgd_lightning.py -k 'own_steps or own_optimizer'",
     ),
@@ -126,12 +126,12 @@ MUTATIONS = [
         "tests/test_local_sgd_lightning_state.py -k 'leave_training_alone'",
     ),
     Mutation(
-        "manual_optimization_is_divided",
+        "lightning_divides_by_nothing",
         f"{PACKAGE}/ddp_mixin.py",
-        "if module.automatic_optimization else 1.0",
-        "",
-        "Lightning is thought to divide the loss in manual optimization too.",
-        "tests/test_accumulation_hosts.py -k 'lightning and (accumulated or integers)'",
+        "return float(module.trainer.accumulate_grad_batches) if",
+        "return 1.0 if",
+        "What Lightning divides the loss by is not known.",
+        "tests/test_accumulation_hosts.py -k 'lightning and short_last_window'",
     ),
     Mutation(
         "accelerate_divides_by_nothing",

@@ -112,8 +112,8 @@ MUTATIONS = [
     Mutation(
         "outer_momentum_backwards",
         f"{HOOKS}/diloco.py",
-        ".mul_(self._config.outer_momentum).add_(gradient)",
-        ".mul_(self._config.outer_momentum).sub_(gradient)",
+        "old.mul(self._config.outer_momentum).add_(gradient)",
+        "old.mul(self._config.outer_momentum).sub_(gradient)",
         "DiLoCo's outer momentum has the wrong sign.",
         "tests/test_local_sgd.py -k 'trajectory and diloco'",
     ),
