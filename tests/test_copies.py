@@ -42,7 +42,7 @@ WAYS = {"deepcopy": copy.deepcopy, "pickle": lambda thing: pickle.loads(pickle.d
 COPIED = {
     "int8": ("int8", {}),
     "memory and unused": ("powersgd", {"find_unused_parameters": True}),
-    "averages models": (lc.PostLocalSGD(start_localSGD_iter=1), {}),
+    "averages models": (lc.PostLocalSGD(start_localSGD_iter=10, post_local_gradient_allreduce=False), {}),
     "counts micro-batches": (lc.ScaleByGradAccumulation("bf16", "mean"), {}),
     "function": (default_hooks.fp16_compress_hook, {}),
 }
@@ -205,7 +205,7 @@ def of_compiled(rank, world):
         ddp = DistributedDataParallel(mlp())
         model = torch.compile(ddp, backend="eager") if is_compiled else ddp
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        local = lc.PostLocalSGD(period=2, start_localSGD_iter=2)
+        local = lc.PostLocalSGD(period=2, start_localSGD_iter=2, post_local_gradient_allreduce=False)
         hook = lc.Schedule({0: lc.Int8(min_bytes=0, block_size=64), 2: local})
         attachment = lc.attach(model, hook, optimizers=[optimizer])
         attachment.evaluate_average()
