@@ -26,6 +26,12 @@ PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 test: install
 	$(PYTEST)
 
+# What sees most of what may go wrong, on two ranks: a minute, after each edit.
+FAST := contract registry wrappers lifecycle powersgd quantized local_sgd failure imports
+
+test-fast: install
+	$(PYTEST) --two-ranks $(FAST:%=tests/test_%.py)
+
 # Lines and branches of both packages that the suite runs, in all of its processes.
 coverage: install
 	rm -f .coverage .coverage.*

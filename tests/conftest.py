@@ -18,6 +18,15 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_addoption(parser):
+    parser.addoption("--two-ranks", action="store_true", help="leave out tests that have been told to use four ranks")
+
+
+def pytest_collection_modifyitems(config, items):
+    if config.getoption("two_ranks"):
+        items[:] = [item for item in items if not hasattr(item, "callspec") or item.callspec.params.get("world") != 4]
+
+
 @pytest.fixture(scope="session")
 def _pool():
     pool = Pool()
