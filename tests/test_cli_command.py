@@ -28,7 +28,7 @@ from torch import nn
 import lightning_commhooks as lc
 
 print("a factory may print what it likes")
-os.write(1, b"and so may a library that is written in another language\n")
+os.write(1, b"and so may a library that is written in another language\\n")
 
 def small():
     model = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Linear(64, 64))
