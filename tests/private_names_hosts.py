@@ -78,6 +78,7 @@ LIGHTNING = [
         (MIXIN,),
         "silent: a second fit with static_graph does not synchronize",
         _delays_static_graph,
+        since=("lightning", "2.6"),
     ),
     Use(
         "._register_ddp_hooks",
