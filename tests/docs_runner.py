@@ -221,11 +221,20 @@ def run_python(path, block, namespace, made):
         exec(code, namespace)
     if is_sharded:
         AcceleratorState._reset_state(reset_partial_state=True)
-    own |= {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    own |= set(names_made(tree))
     expected = set(re.findall(r"^ *print\(.*  # prints (.+)$", block.text, re.MULTILINE))
     if expected and RANK == 0:
         found = set(printed.getvalue().splitlines())
         assert found == expected, f"it prints {sorted(found)}, not {sorted(expected)}"
+
+
+def names_made(tree):
+    """Names that code gives something to, but in functions of its own."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        if not isinstance(node, (ast.FunctionDef, ast.Lambda)):
+            yield from names_made(node)
 
 
 def check_yaml(text):

@@ -167,7 +167,11 @@ SPARSE = (
 LAUNCH, LISTING = "lightning_commhooks/advice/launch.py", "lightning_commhooks/advice/listing.py"
 
 TORCH = [
-    Use("torch._C._distributed_c10d.GradBucket", (f"{CORE}/runtime.py", f"{CORE}/user_hook.py"), IMPORTED),
+    Use(
+        "torch._C._distributed_c10d.GradBucket",
+        (f"{CORE}/ddp.py", f"{CORE}/runtime.py", f"{CORE}/user_hook.py"),
+        IMPORTED,
+    ),
     Use("torch._C._distributed_c10d.HashStore", (LAUNCH, LISTING), "`list` and `advise` fail"),
     Use("torch._C._distributed_c10d.PrefixStore", (LAUNCH, f"{CORE}/groups.py"), IMPORTED),
     *(Use(name, (LAUNCH,), "`headroom`, `bench` and `advise` fail") for name in STORES),
@@ -189,7 +193,7 @@ TORCH = [
     Use("sys._getframe", ("accelerate_integration/kwargs.py", "lightning_commhooks/ddp_mixin.py"), "as documented"),
     Use("os._exit", ("lightning_commhooks/cli.py",), "as documented"),
     Use("._comm_hooks", (f"{CORE}/ddp.py",), "a second hook is not refused", _tells_its_hook),
-    Use("._get_ddp_logging_data", (f"{CORE}/ddp.py",), "silent: nobody sees that DDP has no hook", _tells_its_hook),
+    Use("._get_ddp_logging_data", (f"{CORE}/copies.py",), "silent: nobody sees that DDP has no hook", _tells_its_hook),
     Use(
         "._use_python_reducer",
         (f"{CORE}/ddp.py",),
@@ -210,7 +214,7 @@ TORCH = [
     Use("._version", (f"{CORE}/micro_batches.py", f"{CORE}/models.py"), "accumulation fails", _counts_changes),
     Use(
         "._orig_mod",
-        (f"{CORE}/layout.py",),
+        (f"{CORE}/ddp.py", f"{CORE}/layout.py"),
         "silent: state of compiled models is not that of the others",
         lambda: next(torch.compile(torch.nn.Linear(1, 1)).named_parameters())[0] == "_orig_mod.weight",
     ),

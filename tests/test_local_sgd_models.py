@@ -271,13 +271,15 @@ def step_while_looking(rank, world):
         one_step(ddp, optimizer, {"a": gradients["a"] * rank})
         own = parameters(model)
         stepped = pytest.raises(lc.HookError, match=r"an optimizer stepped within averaged_weights\(\)")
-        with stepped, attachment.averaged_weights():
-            optimizer.step()
         with pytest.raises(ZeroDivisionError), attachment.averaged_weights():
             1 / 0  # noqa: B018
-        return own, parameters(model)
+        seen = parameters(model)
+        with stepped, attachment.averaged_weights():
+            optimizer.step()
+        return own, seen, parameters(model)
 
 
 def test_optimizer_must_not_step_meanwhile(run):
-    for own, after in run(step_while_looking):
+    for own, seen, after in run(step_while_looking):
+        assert same(own, seen)
         assert same(own, after)
