@@ -88,7 +88,7 @@ class CommHookKwargs(DistributedDataParallelKwargs):
     strict_state: bool = True
     resync: bool = False
     accumulation: Accumulation = "framework"
-    attachments: list[Attachment] = field(default_factory=list, init=False, repr=False)
+    attachments: list[Attachment] = field(default_factory=list, init=False, repr=False, compare=False)
     _companions: WeakKeyDictionary[Accelerator, Companion] = field(
         default_factory=WeakKeyDictionary, init=False, repr=False, compare=False
     )

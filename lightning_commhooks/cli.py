@@ -201,7 +201,7 @@ def parse_latency(text: str | None) -> float | None:
 
 def _chosen(hooks: list[str] | None) -> list[Candidate]:
     # What a module with a hook prints does not belong in the output.
-    with _usage_errors(), contextlib.redirect_stdout(sys.stderr):
+    with _usage_errors(), launch.nothing_on_stdout():
         return candidates(hooks or None)
 
 

@@ -98,6 +98,12 @@ def _joins():
         return (before, model._join_config.enable) == (False, True)
 
 
+def _joins_and_tells_by_what_it_divides():
+    model = _ddp()
+    with model.join(divide_by_initial_world_size=False):
+        return model._divide_by_initial_world_size is False
+
+
 def _group_keeps_its_timeout():
     group = dist.new_group(backend="gloo", timeout=timedelta(seconds=77))
     found = group._get_backend(torch.device("cpu")).options._timeout
@@ -201,6 +207,12 @@ TORCH = [
         _says_python_reducer,
     ),
     Use("._join_config", (f"{CORE}/ddp.py",), "local steps fail; within join() they hang", _joins),
+    Use(
+        "._divide_by_initial_world_size",
+        (f"{CORE}/ddp.py",),
+        "silent: nobody is told that hooks ignore join(divide_by_initial_world_size=False)",
+        _joins_and_tells_by_what_it_divides,
+    ),
     Use("._get_backend", (f"{CORE}/groups.py",), "no attachment can be made", _group_keeps_its_timeout),
     Use(
         "._timeout", (f"{CORE}/groups.py",), "silent: hooks wait 30 minutes, whatever was set", _group_keeps_its_timeout

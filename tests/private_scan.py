@@ -16,6 +16,8 @@ OURS = {
     "_codec",
     "_companions",
     "_connect",
+    "_evaluation",
+    "_finalizer",
     "_iter",
     "_line",
     "_process_group",
