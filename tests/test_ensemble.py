@@ -167,7 +167,7 @@ def test_number_of_ranks_that_are_averaged():
     assert num_averaged(2, 1, 0.01) == 2
     assert num_averaged(64, 1, 0.01) == 16
     assert num_averaged(64, 2**28, 0.01) == 8
-    assert num_averaged(64, 1, 2.0) == 10
+    assert num_averaged(64, 1, 4.0) == 10
     assert num_averaged(64, 2**34, 100.0) == 4
     assert num_averaged(3, 2**34, 100.0) == 3
 
