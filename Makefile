@@ -21,7 +21,8 @@ demo: install
 	$(BIN)/python examples/demo.py
 
 # Each file in one of the processes, so that what is launched for its tests is launched once.
-PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+PARALLEL = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+PYTEST = $(BIN)/python -m pytest $(PARALLEL)
 
 test: install
 	$(PYTEST)
@@ -35,7 +36,7 @@ test-fast: install
 # Lines and branches of both packages that the suite runs, in all of its processes.
 coverage: install
 	rm -f .coverage .coverage.*
-	$(BIN)/coverage run -m pytest -n $(WORKERS) --dist loadfile
+	$(BIN)/coverage run -m pytest $(PARALLEL)
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report --skip-covered
 

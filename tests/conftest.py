@@ -18,11 +18,20 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+# Files of tests that take longest.
+SLOW = (
+    *("test_demo", "test_stress_launches", "test_examples", "test_contract", "test_lightning", "test_jitter"),
+    *("test_ddp_modes", "test_imports", "test_cli_command", "test_distribution", "test_docs", "test_codecs_compiled"),
+)
+
+
 def pytest_addoption(parser):
     parser.addoption("--two-ranks", action="store_true", help="leave out tests that have been told to use four ranks")
 
 
 def pytest_collection_modifyitems(config, items):
+    # One process of `pytest -n` runs a whole file: the longest first, so that none is left alone at the end.
+    items.sort(key=lambda item: SLOW.index(item.path.stem) if item.path.stem in SLOW else len(SLOW))
     if config.getoption("two_ranks"):
         items[:] = [item for item in items if not hasattr(item, "callspec") or item.callspec.params.get("world") != 4]
 

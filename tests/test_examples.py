@@ -129,21 +129,3 @@ def test_ddp_plain_without_anything_but_torch(tmp_path):
     script = EXAMPLES / "ddp_plain.py"
     stdout, _ = run_example(*TORCHRUN, script, "--hook", "bf16", "--steps", "20", cwd=tmp_path, path=path)
     assert "2.0x less than dense" in stdout
-
-
-@needs("lightning", "sklearn", "rich")
-def test_demo(tmp_path):
-    stdout, stderr = run_example(EXAMPLES / "demo.py", "--epochs", "4", cwd=tmp_path)
-    assert not stderr, "no noise"
-    assert "Warning" not in stdout
-    rows = {}
-    for line in stdout.splitlines():
-        cells = [cell.strip() for cell in line.split("│")]
-        if len(cells) == 8:
-            rows[cells[1]] = [float(cell.rstrip("%x").replace(",", "")) for cell in cells[3:7]]
-    assert list(rows) == ["dense", "bf16", "int8", "powersgd"]
-    assert {method: rows[method][2] for method in ("dense", "bf16", "int8")} == {"dense": 1, "bf16": 2, "int8": 3.9}
-    assert rows["powersgd"][2] > 7
-    assert rows["dense"][1] == pytest.approx(1204.3)
-    for accuracy, *_ in rows.values():
-        assert accuracy > 80
