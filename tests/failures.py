@@ -166,11 +166,14 @@ def with_a_function_that_finds_optimizers(group):
         one_step(ddp, optimizer, step)
 
 
-def in_state_dict(group):
-    ddp, attachment, optimizer = attach(group)
-    one_step(ddp, optimizer)
-    yield attachment
-    attachment.state_dict()
+def after_a_step(act):
+    def scenario(group):
+        ddp, attachment, optimizer = attach(group)
+        one_step(ddp, optimizer)
+        yield attachment
+        act(attachment)
+
+    return scenario
 
 
 def in_load_state_dict(group):
@@ -179,13 +182,6 @@ def in_load_state_dict(group):
     state = attachment.state_dict()
     yield attachment
     attachment.load_state_dict(state)
-
-
-def in_reset_state(group):
-    ddp, attachment, optimizer = attach(group)
-    one_step(ddp, optimizer)
-    yield attachment
-    attachment.reset_state()
 
 
 def in_move_to(group):
@@ -229,10 +225,10 @@ PLACES = {
     "reduce_sparse": in_a_sparse_step,
     "loss_divided_by": with_loss_divided_by,
     "find_optimizers": with_a_function_that_finds_optimizers,
-    "state_dict": in_state_dict,
+    "state_dict": after_a_step(lc.Attachment.state_dict),
     "load_state_dict": in_load_state_dict,
     "bind to load": in_load_state_dict,
-    "bind to reset": in_reset_state,
+    "bind to reset": after_a_step(lc.Attachment.reset_state),
     "check_parameters to move": in_move_to,
     "sample_error": in_sample_error,
     "measure_link": in_measure_link,

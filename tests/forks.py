@@ -6,7 +6,6 @@ own, exit code, and the interpreter ends as it always does. What is about starti
 start processes themselves needs new processes, and says so.
 """
 
-import array
 import contextlib
 import gc
 import importlib
@@ -79,10 +78,8 @@ class Forks:
 
     def _start_server(self):
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        environment = {key: value for key, value in os.environ.items() if key not in DISTRIBUTED}
-        environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         command = [sys.executable, str(FOLDER / "forks.py"), str(theirs.fileno())]
-        self._server = subprocess.Popen(command, env=environment, pass_fds=[theirs.fileno()])
+        self._server = subprocess.Popen(command, env=alone(), pass_fds=[theirs.fileno()])
         theirs.close()
 
 
@@ -147,20 +144,28 @@ class Fork:
             self.wait(0)
         return self.returncode
 
-    def communicate(self, timeout=None):
-        """What it printed on standard output and standard error, when it has ended."""
-        self.wait(timeout)
-        return self._printed(self.stdout), self._printed(self.stderr)
+    def finish(self, timeout):
+        """What it printed on standard output and standard error, when it has ended; without pipes.
+
+        Args:
+            timeout: seconds that it may take, or `PATIENCE` times as long on a slow machine.
+
+        Raises:
+            AssertionError: it took longer; with what it printed.
+        """
+        try:
+            self.wait(timeout * PATIENCE)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            stdout, stderr = self.printed()
+            raise AssertionError(f"hang: no end after {timeout} s\n{stdout}\n{stderr[-6000:]}") from None
+        return self.printed()
 
     def printed(self):
-        """The same up to now, of a process without pipes."""
-        return self._printed(self.stdout), self._printed(self.stderr)
-
-    @staticmethod
-    def _printed(stream):
-        if stream.seekable():
+        """The same, of a process that has been killed or has ended."""
+        for stream in (self.stdout, self.stderr):
             stream.seek(0)
-        return stream.read()
+        return self.stdout.read(), self.stderr.read()
 
     def send_signal(self, number):
         """Send a signal, if it still runs."""
@@ -218,11 +223,7 @@ def run_alone(script, *arguments, environment=None, cwd=None, timeout=120):
         AssertionError: it failed, or took longer than `timeout` seconds; with what it printed.
     """
     with FORKS.start(script, *arguments, environment=environment or alone(), cwd=cwd) as process:
-        try:
-            process.wait(timeout * PATIENCE)
-        except subprocess.TimeoutExpired:
-            process.kill()
-        stdout, stderr = process.printed()
+        stdout, stderr = process.finish(timeout)
     assert process.returncode == 0, f"{script}: exit code {process.returncode}\n{stdout}\n{stderr[-6000:]}"
     return stdout, stderr
 
@@ -281,7 +282,7 @@ def _serve(control):
                 selector.unregister(key.fileobj)
                 _report(key.fileobj, *key.data)
                 continue
-            message, fds = _receive(control)
+            message, fds, _, _ = socket.recv_fds(control, _MESSAGE_BYTES, 4)
             if not message:
                 sys.exit()
             status = socket.socket(fileno=fds.pop(0))
@@ -295,14 +296,6 @@ def _serve(control):
                 os.close(fd)
             status.sendall(pid.to_bytes(8, "little"))
             selector.register(os.pidfd_open(pid), selectors.EVENT_READ, (pid, status))
-
-
-def _receive(control):
-    fds = array.array("i")
-    message, ancillary, _, _ = control.recvmsg(_MESSAGE_BYTES, socket.CMSG_SPACE(4 * fds.itemsize))
-    for _, _, data in ancillary:
-        fds.frombytes(data)
-    return message, list(fds)
 
 
 def _report(pidfd, pid, status):

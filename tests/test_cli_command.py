@@ -12,7 +12,7 @@ from lightning_commhooks import wrappers
 pytest.importorskip("typer")
 pytest.importorskip("rich")
 
-from forks import FORKS, PATIENCE, alone, run_ranks
+from forks import FORKS, alone, run_ranks
 from typer.testing import CliRunner
 
 from lightning_commhooks.cli import app, parse_bandwidth, parse_latency
@@ -108,12 +108,8 @@ def folder(tmp_path):
 def command(folder, *arguments, timeout=120):
     """Exit code, standard output and standard error."""
     with FORKS.start("lightning_commhooks", *arguments, environment=alone(**EAGER), cwd=folder) as process:
-        try:
-            process.wait(timeout * PATIENCE)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            pytest.fail(f"hang\n{process.printed()}")
-        return process.returncode, *process.printed()
+        stdout, stderr = process.finish(timeout)
+        return process.returncode, stdout, stderr
 
 
 def under_torchrun(folder, *arguments):

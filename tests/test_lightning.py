@@ -13,7 +13,7 @@ import pytest
 
 pytest.importorskip("lightning")
 
-from forks import FOLDER, FORKS, PATIENCE, alone, free_port, run_ranks
+from forks import FOLDER, FORKS, alone, free_port, run_ranks
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
@@ -59,13 +59,8 @@ def start(out, *scenarios, runner=RUNNER, **extra):
 
 def finish(process, timeout=150):
     """Standard error of a process that ends."""
-    try:
-        process.wait(timeout * PATIENCE)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        pytest.fail(f"hang: no end after {timeout} s\n{process.printed()[1][-3000:]}")
     with process:
-        return process.printed()[1]
+        return process.finish(timeout)[1]
 
 
 @pytest.fixture(scope="module")

@@ -229,15 +229,11 @@ class EmulatedGroup(Group):
 
     def _start_all_gather(self, tensor: Tensor) -> Callable[[], Tensor]:
         own = tensor.view(1, -1)
-        if self.size == 1:
-            return own.clone
-        num_bytes = (self.size - 1) * tensor.numel() * tensor.element_size()
-        self._count(num_bytes)
-        return self._start("all_gather", num_bytes, tensor, lambda: own.repeat(self.size, 1))
+        return self._start_gather_shares(tensor, lambda: own.repeat(self.size, 1))
 
     def _start_gather_shares(self, share: Tensor, of_equals: Callable[[], Tensor]) -> Callable[[], Tensor]:
         if self.size == 1:
-            return self._start_all_gather(share)
+            return share.view(1, -1).clone
         num_bytes = (self.size - 1) * share.numel() * share.element_size()
         self._count(num_bytes)
         return self._start("all_gather", num_bytes, share, of_equals)

@@ -144,10 +144,8 @@ class LocalSteps:
                 self._average_after(stepped, bound)
             self._runtime.committed.keep()
         except Exception as error:
-            raise HookError(
-                f"communication hook {self._runtime.name!r} failed on rank {bound.group.global_rank} after the "
-                f"optimizer's step {stepped.step} ({stepped.optimizer}, ...): {error}"
-            ) from error
+            where = f"after the optimizer's step {stepped.step} ({stepped.optimizer}, ...)"
+            raise self._runtime.failed(bound.group, where, error) from error
 
     def _average_after(self, stepped: OptimizerStep, bound: BoundHook) -> None:
         bound.after_optimizer_step(stepped)

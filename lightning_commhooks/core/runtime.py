@@ -123,9 +123,7 @@ class Runtime:
             except ValueError:
                 raise  # options do not fit these ranks
             except Exception as error:
-                raise HookError(
-                    f"communication hook {self.name!r} failed on rank {group.global_rank} in bind(): {error}"
-                ) from error
+                raise self.failed(group, "in bind()", error) from error
 
     def _take_over(self, fresh: BoundHook, steps: int) -> None:
         self.bound, self.committed = fresh, Committed(self.config, fresh)
@@ -182,10 +180,11 @@ class Runtime:
         except HookError:
             raise
         except Exception as error:
-            raise HookError(
-                f"communication hook {self.name!r} failed on rank {self.bound.group.global_rank} after "
-                f"{self.clock.steps} steps: {error}"
-            ) from error
+            raise self.failed(self.bound.group, f"after {self.clock.steps} steps", error) from error
+
+    def failed(self, group: Group, where: str, error: Exception) -> HookError:
+        """What a user is told of an error of the hook."""
+        return HookError(f"communication hook {self.name!r} failed on rank {group.global_rank} {where}: {error}")
 
     def load(self, state: object, strict: bool) -> list[str]:
         """Take over a saved state, on all ranks or none; returns what was left out because it does not fit.
@@ -260,10 +259,8 @@ class Runtime:
             return flat
         except Exception as error:
             names = ", ".join(bucket.names[:3]) + (", ..." if len(bucket.names) > 3 else "")
-            raise HookError(
-                f"communication hook {self.name!r} failed on rank {group.global_rank} at step {bucket.step}, "
-                f"bucket {bucket.index} ({names}): {error}"
-            ) from error
+            where = f"at step {bucket.step}, bucket {bucket.index} ({names})"
+            raise self.failed(group, where, error) from error
 
     def _counting(self, hook: DDPHook, watched: LocalPhase, last_may_be_skipped: bool) -> Trampoline:
         def trampoline(state: object, bucket: GradBucket) -> Future[Tensor]:
