@@ -25,16 +25,17 @@ from torch.nn.utils import parameters_to_vector
 
 import lightning_commhooks as lc
 
-LOCAL: dict[str, Any] = {"start_localSGD_iter": 10, "post_local_gradient_allreduce": False}
+# All compress and average models within ten steps.
+LOCAL: dict[str, Any] = {"start_localSGD_iter": 3, "post_local_gradient_allreduce": False}
 OPTIONS: dict[str, dict[str, Any]] = {
-    "powersgd": {"start_powerSGD_iter": 10},
-    "batched_powersgd": {"start_powerSGD_iter": 10},
+    "powersgd": {"start_powerSGD_iter": 3},
+    "batched_powersgd": {"start_powerSGD_iter": 3},
     "int8": {"min_bytes": 0},
     "int4": {"min_bytes": 0},
     "fp8": {"min_bytes": 0},
-    "post_localsgd": {**LOCAL, "period": 8},
-    "hierarchical_localsgd": {**LOCAL, "period_group_size_dict": {4: 2, 12: None}},
-    "diloco": {**LOCAL, "period": 10, "fragments": 3},
+    "post_localsgd": {**LOCAL, "period": 2},
+    "hierarchical_localsgd": {**LOCAL, "period_group_size_dict": {2: 2, 6: None}},
+    "diloco": {**LOCAL, "period": 6, "fragments": 3},
 }
 MIN_BUCKETS = 6
 

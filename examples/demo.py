@@ -28,8 +28,8 @@ METHODS = {
 }
 
 
-def train(method: str, epochs: int) -> None:
-    """Train once, in this process and one that Lightning starts; report as JSON lines on rank 0's stdout."""
+def train(epochs: int) -> None:
+    """Train with each method, in this process and one that Lightning starts; rank 0 reports, as lines of JSON."""
     warnings.simplefilter("ignore")
     for package in ("lightning", "lightning.pytorch", "lightning.fabric", "pytorch_lightning"):
         logging.getLogger(package).setLevel(logging.ERROR)
@@ -40,18 +40,21 @@ def train(method: str, epochs: int) -> None:
     from lightning_commhooks import CompressedDDPStrategy, PowerSGD
 
     class Report(L.Callback):
+        def __init__(self, method: str) -> None:
+            self.method = method
+
         def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
             self.start = time.perf_counter()
 
         def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-            say(trainer, done=trainer.global_step / trainer.estimated_stepping_batches)
+            self.say(trainer, done=trainer.global_step / trainer.estimated_stepping_batches)
 
         def on_train_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
             self.seconds = time.perf_counter() - self.start
 
-    def say(trainer: L.Trainer, **values: float) -> None:
-        if trainer.is_global_zero:
-            print(json.dumps(values), flush=True)
+        def say(self, trainer: L.Trainer, **values: float) -> None:
+            if trainer.is_global_zero:
+                print(json.dumps({"method": self.method, **values}), flush=True)
 
     hooks = {
         "dense": "allreduce",
@@ -59,51 +62,55 @@ def train(method: str, epochs: int) -> None:
         "int8": "int8",
         "powersgd": PowerSGD(matrix_approximation_rank=2, start_powerSGD_iter=10),
     }
-    L.seed_everything(0, verbose=False)
-    strategy = CompressedDDPStrategy(hook=hooks[method])
-    report = Report()
-    trainer = L.Trainer(
-        strategy=strategy,
-        accelerator="cpu",
-        devices=2,
-        max_epochs=epochs,
-        callbacks=[report],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    model, data = Digits(), DigitsData()
-    trainer.fit(model, data)
-    metrics = strategy.attachment.metrics()
-    (tested,) = trainer.test(model, data, verbose=False)
-    say(
-        trainer,
-        accuracy=tested["test_accuracy"],
-        bytes_per_step=metrics["bytes_sent"] / metrics["steps"],
-        ratio=metrics["compression_ratio"],
-        seconds=report.seconds,
-    )
+    for method in METHODS:
+        L.seed_everything(0, verbose=False)
+        strategy = CompressedDDPStrategy(hook=hooks[method])
+        report = Report(method)
+        trainer = L.Trainer(
+            strategy=strategy,
+            accelerator="cpu",
+            devices=2,
+            max_epochs=epochs,
+            callbacks=[report],
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        model, data = Digits(), DigitsData()
+        trainer.fit(model, data)
+        metrics = strategy.attachment.metrics()
+        (tested,) = trainer.test(model, data, verbose=False)
+        report.say(
+            trainer,
+            accuracy=tested["test_accuracy"],
+            bytes_per_step=metrics["bytes_sent"] / metrics["steps"],
+            ratio=metrics["compression_ratio"],
+            seconds=report.seconds,
+        )
 
 
-def run(method: str, epochs: int, progress: Any) -> dict[str, float]:
-    """Train in fresh processes, moving a progress bar; return what they reported at the end."""
-    task = progress.add_task(f"{method:9}", total=1.0)
-    command = [sys.executable, __file__, "--train", method, "--epochs", str(epochs)]
+def run(epochs: int, progress: Any) -> dict[str, dict[str, float]]:
+    """Train in new processes, moving a progress bar for each method; return what they reported at the end."""
+    tasks = {method: progress.add_task(f"{method:9}", total=1.0, start=False) for method in METHODS}
+    results: dict[str, dict[str, float]] = {method: {} for method in METHODS}
+    command = [sys.executable, __file__, "--train", "--epochs", str(epochs)]
     environment = {"OMP_NUM_THREADS": "1", **os.environ}
     with (
         tempfile.TemporaryFile("w+") as errors,
         subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment) as process,
     ):
-        reported: dict[str, float] = {}
         assert process.stdout is not None
         for line in process.stdout:
-            reported.update(json.loads(line))
-            progress.update(task, completed=reported["done"])
+            reported = json.loads(line)
+            method = reported.pop("method")
+            results[method].update(reported)
+            progress.start_task(tasks[method])
+            progress.update(tasks[method], completed=results[method]["done"])
         if process.wait():
             errors.seek(0)
-            sys.exit(f"training with {method} failed:\n{errors.read()}")
-    return reported
+            sys.exit(f"training failed:\n{errors.read()}")
+    return results
 
 
 def compare(epochs: int) -> None:
@@ -124,7 +131,7 @@ def compare(epochs: int) -> None:
         highlight=False,
     )
     with Progress(*Progress.get_default_columns(), TimeElapsedColumn(), console=console) as progress:
-        results = {method: run(method, epochs, progress) for method in METHODS}
+        results = run(epochs, progress)
 
     table = Table(title="\nSame model, same data, same number of steps")
     table.add_column("hook")
@@ -153,9 +160,9 @@ def compare(epochs: int) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--epochs", type=int, default=EPOCHS)
-    parser.add_argument("--train", choices=METHODS, help=argparse.SUPPRESS)
+    parser.add_argument("--train", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.train:
-        train(arguments.train, arguments.epochs)
+        train(arguments.epochs)
     else:
         compare(arguments.epochs)

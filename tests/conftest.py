@@ -1,5 +1,6 @@
 import gc
 import os
+import shlex
 import signal
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 # Lightning 2.5 calls jsonargparse in a way that it deprecates, also when it is imported.
 os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
 
-from forks import FORKS, alone, run_alone
+from forks import FOLDER, FORKS, alone, run_alone
 from pool import Pool, check_no_leaks, read_environment
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -29,6 +30,18 @@ def pytest_addoption(parser):
     parser.addoption("--two-ranks", action="store_true", help="leave out tests that have been told to use four ranks")
 
 
+def pytest_configure(config):
+    # The processes of `pytest -n`.
+    if getattr(config.option, "tx", None):
+        FORKS.share()
+        forked = f"popen//python={shlex.quote(sys.executable)} {shlex.quote(str(FOLDER / 'forked_python.py'))}"
+        config.option.tx = [forked if how == "popen" else how for how in config.option.tx]
+
+
+def pytest_unconfigure(config):
+    FORKS.close()
+
+
 def pytest_collection_modifyitems(config, items):
     # One process of `pytest -n` runs a whole file: the longest first, so that none is left alone at the end.
     items.sort(key=lambda item: SLOW.index(item.path.stem) if item.path.stem in SLOW else len(SLOW))
@@ -41,12 +54,6 @@ def _pool():
     pool = Pool()
     yield pool
     pool.close()
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _forks():
-    yield
-    FORKS.close()
 
 
 @pytest.fixture

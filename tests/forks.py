@@ -2,59 +2,40 @@
 
 Importing Lightning, Accelerate and transformers takes 7 s of processor time for each process, forking 0.01 s. In all
 else a fork is like `python script.py`: arguments, environment, `__main__`, standard streams, a session of its
-own, exit code, and the interpreter ends as it always does. What is about starting Python, importing, or launchers that
-start processes themselves needs new processes, and says so.
+own, exit code, and the interpreter ends as it always does. What launchers start with `sys.executable` is a fork as well
+where they are told to (`launching`). What is about starting Python or importing needs new processes, and says so.
 """
 
 import contextlib
-import gc
-import importlib
 import json
 import os
-import random
-import runpy
-import selectors
+import shlex
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-import types
-import warnings
+import uuid
 from pathlib import Path
-
-from torch.distributed import TCPStore
 
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parent
-PRELOADED = (
-    "torch._dynamo",
-    "torch.distributed.fsdp",
-    "torch.distributed.optim",
-    "lightning.pytorch",
-    "pytorch_lightning",
-    "accelerate",
-    "transformers.trainer",
-    "sklearn.datasets",
-    "lightning_commhooks",
-    "accelerate_integration",
-)
 # A launcher's, which a process that is to be alone must not see.
 DISTRIBUTED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "GROUP_RANK")
+# The variable with the address of the process that is forked, where several processes share one.
+ADDRESS = "COMMHOOKS_TESTS_FORKS"
+# The variable with what is `sys.executable` in a fork.
+EXECUTABLE = "COMMHOOKS_TESTS_EXECUTABLE"
 # Times that a machine may be slower than the one that time limits were written for.
 PATIENCE = 3
-_MESSAGE_BYTES = 1 << 17
-
-
-# In the tests -------------------------------------------------------------------------------------------------------
 
 
 class Forks:
     """The process that is forked; started when it is first needed."""
 
     def __init__(self):
-        self._server = None
+        self._server = self._control = self._folder = None
 
     def start(self, script, *arguments, environment=None, cwd=None, pipes=False):
         """A new process that runs `script`, or the module of that name if it has no suffix.
@@ -66,31 +47,64 @@ class Forks:
             cwd: its working directory.
             pipes: whether its standard streams are pipes to talk through; otherwise `communicate` has what it printed.
         """
-        if self._server is None or self._server.poll() is not None:
-            self._start_server()
-        return Fork(self._control, script, arguments, environment, cwd, pipes)
+        return Fork(self.connect(), script, arguments, environment, cwd, Fork.pipes() if pipes else Fork.files())
+
+    def launching(self):
+        """Variables with which what is started as `sys.executable` by a fork is a fork."""
+        self.connect()
+        if self._folder is None:
+            self._folder = tempfile.TemporaryDirectory()
+        program = Path(self._folder.name) / "python"
+        command = shlex.join([sys.executable, str(FOLDER / "forked_python.py")])
+        program.write_text(f'#!/bin/sh\nexec {command} "$@"\n')
+        program.chmod(0o755)
+        return {ADDRESS: self._address, EXECUTABLE: str(program)}
+
+    def connect(self):
+        """The socket that takes requests."""
+        if self._server is not None and self._server.poll() is not None:
+            self._server = self._control = None
+        if self._control is None:
+            self._address = os.environ.get(ADDRESS) or self._start_server()
+            self._control = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            self._control.connect(f"\0{self._address}")
+        return self._control
+
+    def share(self):
+        """Start it, for the processes that this one will start as well."""
+        os.environ[ADDRESS] = self._start_server()
 
     def close(self):
-        """End the process that is forked; those that were forked go on."""
-        if self._server is not None:
+        """End the process that is forked if it was started here."""
+        if self._control is not None:
             self._control.close()
+        if self._server is not None:
+            self._owner.close()
             self._server.wait(10)
+        if self._folder is not None:
+            self._folder.cleanup()
+        self.__init__()
 
     def _start_server(self):
-        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        command = [sys.executable, str(FOLDER / "forks.py"), str(theirs.fileno())]
-        self._server = subprocess.Popen(command, env=alone(), pass_fds=[theirs.fileno()])
-        theirs.close()
+        address = f"{ADDRESS}-{uuid.uuid4()}"
+        self._owner, theirs = socket.socketpair()
+        with theirs, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+            listener.bind(f"\0{address}")
+            listener.listen()
+            fds = [listener.fileno(), theirs.fileno()]
+            command = [sys.executable, str(FOLDER / "fork_server.py"), *map(str, fds)]
+            self._server = subprocess.Popen(command, env=alone(TORCH_COMPILE_DISABLE="0"), pass_fds=fds)
+        return address
 
 
 class Fork:
     """A forked process; as much of `subprocess.Popen` as is needed."""
 
-    def __init__(self, control, script, arguments, environment, cwd, pipes):
+    def __init__(self, control, script, arguments, environment, cwd, streams):
         self.args = (str(script), *map(str, arguments))
         self.returncode = None
         self._status, theirs = socket.socketpair()
-        ours, given = self._open_streams(pipes)
+        ours, given = streams
         self.stdin, self.stdout, self.stderr = ours
         request = {
             "arguments": self.args,
@@ -109,10 +123,14 @@ class Fork:
         self.pid = int.from_bytes(answer, "little")
 
     @staticmethod
-    def _open_streams(pipes):
-        if not pipes:
-            output, errors = (tempfile.TemporaryFile("a+") for _ in range(2))  # noqa: SIM115  # of the Fork
-            return (None, output, errors), (open(os.devnull), output, errors)
+    def files():
+        """Standard streams that end in files: this process's, and those that are given to the other one."""
+        output, errors = (tempfile.TemporaryFile("a+") for _ in range(2))  # noqa: SIM115  # of the Fork
+        return (None, output, errors), (open(os.devnull), output, errors)
+
+    @staticmethod
+    def pipes():
+        """The same, with pipes."""
         ours, given = [], []
         for ours_reads in (False, True, True):
             read, write = os.pipe()
@@ -202,7 +220,9 @@ def free_port():
 def alone(**extra):
     """The variables of a process that no launcher has started."""
     clean = {key: value for key, value in os.environ.items() if key not in DISTRIBUTED}
-    return {**clean, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **extra}
+    # Compiling codecs takes seconds in each process. Who wants to see them compiled passes a 0.
+    ours = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TORCH_COMPILE_DISABLE": "1"}
+    return {**clean, **ours, **extra}
 
 
 def torchrun_environment(rank, world, port, **extra):
@@ -237,6 +257,8 @@ def run_ranks(script, *arguments, world=2, timeout=240, cwd=None, **environment)
     Raises:
         AssertionError: a rank failed, or the ranks took longer than `timeout` seconds; with their errors.
     """
+    from torch.distributed import TCPStore  # a second that `forked_python.py` does without
+
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # torchrun's own, in its agent
     ranks = [
         FORKS.start(
@@ -263,83 +285,3 @@ def run_ranks(script, *arguments, world=2, timeout=240, cwd=None, **environment)
         texts = "\n".join(f"rank {rank}: {errors[-6000:]}" for rank, (_, errors) in enumerate(outputs))
         raise AssertionError(f"{Path(script).name} {failed}, exit codes {codes}\n{texts}")
     return outputs
-
-
-# In the process that is forked --------------------------------------------------------------------------------------
-
-
-def _serve(control):
-    """Fork for each request; tell whoever asked for it the process's number, and its exit code in the end.
-
-    Returns:
-        in a fork: what it is to run.
-    """
-    selector = selectors.DefaultSelector()
-    selector.register(control, selectors.EVENT_READ)
-    while True:
-        for key, _ in selector.select():
-            if key.fileobj is not control:
-                selector.unregister(key.fileobj)
-                _report(key.fileobj, *key.data)
-                continue
-            message, fds, _, _ = socket.recv_fds(control, _MESSAGE_BYTES, 4)
-            if not message:
-                sys.exit()
-            status = socket.socket(fileno=fds.pop(0))
-            pid = os.fork()
-            if pid == 0:
-                selector.close()
-                control.close()
-                status.close()
-                return json.loads(message), fds
-            for fd in fds:
-                os.close(fd)
-            status.sendall(pid.to_bytes(8, "little"))
-            selector.register(os.pidfd_open(pid), selectors.EVENT_READ, (pid, status))
-
-
-def _report(pidfd, pid, status):
-    _, code = os.waitpid(pid, 0)
-    os.close(pidfd)
-    with contextlib.suppress(OSError):  # nobody waits for it
-        status.sendall(os.waitstatus_to_exitcode(code).to_bytes(8, "little", signed=True))
-    status.close()
-
-
-def _become(request, fds):
-    """Let this process be what was asked for."""
-    for target, fd in enumerate(fds):
-        os.dup2(fd, target)
-        os.close(fd)
-    os.setsid()
-    os.chdir(request["cwd"])
-    os.environ.clear()
-    os.environ.update(request["environment"])
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    random.seed()
-    sys.path[1:1] = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path not in sys.path]
-    if os.environ.get("PYTHONWARNINGS") == "ignore":
-        warnings.simplefilter("ignore")
-    if os.environ.get("TORCH_COMPILE_DISABLE") == "1":
-        sys.modules["torch._dynamo"].config.disable = True  # read from the environment when it was imported
-    script, *sys.argv[1:] = request["arguments"]
-    if not script.endswith(".py"):
-        sys.path[0] = request["cwd"]
-        runpy.run_module(script, run_name="__main__", alter_sys=True)
-        return
-    sys.argv[0] = script
-    sys.path[:1] = [str(Path(script).parent), str(FOLDER)]  # scripts that tests write find the tests
-    main = types.ModuleType("__main__")
-    main.__file__ = script
-    sys.modules["__main__"] = main
-    exec(compile(Path(script).read_bytes(), script, "exec"), main.__dict__)
-
-
-if __name__ == "__main__":
-    for name in PRELOADED:
-        with contextlib.suppress(ImportError):
-            importlib.import_module(name)
-    gc.collect()
-    gc.freeze()
-    assert len(os.listdir("/proc/self/task")) == 1, "forks have no other threads"
-    _become(*_serve(socket.socket(fileno=int(sys.argv[1]))))

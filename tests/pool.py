@@ -92,7 +92,7 @@ class Pool:
         with connection.Listener(family="AF_UNIX") as listener:
             for _ in range(self._size):
                 arguments = (listener.address, self._store.port)
-                process = FORKS.start(WORKER, *arguments, environment=alone(PYTHONPATH=path))
+                process = FORKS.start(WORKER, *arguments, environment=alone(PYTHONPATH=path, TORCH_COMPILE_DISABLE="0"))
                 self._workers.append((process, listener.accept()))
 
     def _kill(self):

@@ -107,6 +107,7 @@ def _joins_and_tells_by_what_it_divides():
 def _group_keeps_its_timeout():
     group = dist.new_group(backend="gloo", timeout=timedelta(seconds=77))
     found = group._get_backend(torch.device("cpu")).options._timeout
+    dist.barrier(group)  # or this rank could close it while another still connects
     dist.destroy_process_group(group)
     return found == timedelta(seconds=77)
 

@@ -47,7 +47,7 @@ def results(tmp_path_factory):
     @functools.cache
     def launch(package, num_processes):
         folder = tmp_path_factory.mktemp(package)
-        options = {"num_processes": num_processes, "TORCH_COMPILE_DISABLE": "1"}
+        options = {"num_processes": num_processes}
         try:
             run_twice(f"accumulation_{package}_runner.py", folder, **options)
         except (AssertionError, subprocess.TimeoutExpired) as error:

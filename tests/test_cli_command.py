@@ -17,7 +17,6 @@ from typer.testing import CliRunner
 
 from lightning_commhooks.cli import app, parse_bandwidth, parse_latency
 
-EAGER = {"TORCH_COMPILE_DISABLE": "1"}
 MODELS = """
 import dataclasses
 import os
@@ -107,14 +106,14 @@ def folder(tmp_path):
 
 def command(folder, *arguments, timeout=120):
     """Exit code, standard output and standard error."""
-    with FORKS.start("lightning_commhooks", *arguments, environment=alone(**EAGER), cwd=folder) as process:
+    with FORKS.start("lightning_commhooks", *arguments, environment=alone(**FORKS.launching()), cwd=folder) as process:
         stdout, stderr = process.finish(timeout)
         return process.returncode, stdout, stderr
 
 
 def under_torchrun(folder, *arguments):
     """What rank 0 of two prints."""
-    return run_ranks("lightning_commhooks", *arguments, cwd=folder, **EAGER)[0][0]
+    return run_ranks("lightning_commhooks", *arguments, cwd=folder)[0][0]
 
 
 def in_process(*arguments):

@@ -159,6 +159,8 @@ def interrupted(rank, world, hook, options, steps, stop):
 def test_resumed_run_continues_as_if_uninterrupted(run, label, hook, rebuild, exact):
     if rebuild and label in BY_BUCKET:
         pytest.skip("its result depends on the buckets, which DDP builds anew")
+    if (rebuild or not exact) and not owes(hook):
+        pytest.skip("it has nothing to save")
     options = {"find_unused_parameters": not rebuild, "exact_state": exact}
     whole = run(outputs, hook, full_rank_gradients, 12, SHAPES, torch.float64, options)
     parts = run(interrupted, hook, options, 12, 3)
@@ -202,8 +204,8 @@ def with_bad_step(rank, world, hook, value, at, bad_step):
 def test_step_with_inf_or_nan_on_one_rank_never_happened(run, world, label, hook, value, at, bad_step):
     if label == "schedule":
         pytest.skip("its phases depend on the number of steps; see test_checkpoint.py")
-    if world == 4 and at != "first":
-        pytest.skip("2 ranks suffice")
+    if at != "first" and (world == 4 or not owes(hook)):
+        pytest.skip("2 ranks, and one kind of hooks without memory, suffice")
     for (expected, good_state, none), (means, state, one), bad in run(
         with_bad_step, hook, value, at, bad_step, world=world
     ):
@@ -262,6 +264,8 @@ def train_and_save(rank, world, hook, steps, state, exact):
 
 @pytest.mark.parametrize("exact", [False, True], ids=["mean", "exact"])
 def test_resume_on_another_number_of_ranks_keeps_what_is_owed(run, label, hook, exact):
+    if not exact and not owes(hook):
+        pytest.skip("it has nothing to save")
     state, previous = None, None
     for world in (2, 4, 1, 2):
         results = run(train_and_save, hook, 3, state, exact, world=world)

@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from forks import PATIENCE, ROOT, run_ranks
+from forks import FORKS, PATIENCE, ROOT, alone, run_alone, run_ranks
 
 EXAMPLES = ROOT / "examples"
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
@@ -26,8 +26,14 @@ def on_two_ranks(script, *arguments, cwd):
     return tuple("".join(texts) for texts in zip(*outputs, strict=True))
 
 
-def run_example(*command, cwd=ROOT, path=ROOT):
-    """Stdout and stderr of `python *command`, which must end well: new processes, all of which a launcher starts."""
+def launched(script, *arguments, cwd, **environment):
+    """Stdout and stderr of a script, or module, that starts the ranks itself."""
+    environment = alone(**FORKS.launching(), COLUMNS="80", **environment)
+    return run_alone(script, *arguments, environment=environment, cwd=cwd)
+
+
+def in_new_processes(*command, cwd, path):
+    """Stdout and stderr of `python *command`, which must end well."""
     environment = {**os.environ, "PYTHONPATH": str(path), "OMP_NUM_THREADS": "1", "COLUMNS": "80"}
     process = subprocess.Popen(
         [sys.executable, *map(str, command)],
@@ -50,7 +56,7 @@ def run_example(*command, cwd=ROOT, path=ROOT):
 @needs("lightning", "sklearn")
 def test_lightning_digits(tmp_path):
     script = EXAMPLES / "lightning_digits.py"
-    stdout, _ = run_example(script, "--hook", "powersgd", "--epochs", "4", cwd=tmp_path)
+    stdout, _ = launched(script, "--hook", "powersgd", "--epochs", "4", cwd=tmp_path)
     assert len(re.findall("^powersgd: ", stdout, re.MULTILINE)) == 1, "one line, of rank 0"
     assert float(re.search(r"([\d.]+)x less than dense", stdout)[1]) > 5
     assert float(re.search(r"test_accuracy\D+(0\.\d+)", stdout)[1]) > 0.8
@@ -74,9 +80,9 @@ def test_fabric_digits(tmp_path):
 def test_accelerate_digits_with_accelerate_launch_and_the_environment(tmp_path, monkeypatch):
     monkeypatch.setenv("COMMHOOKS_HOOK", "powersgd")
     monkeypatch.setenv("COMMHOOKS_OPTIONS", '{"start_powerSGD_iter": 10, "matrix_approximation_rank": 2}')
-    launch = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes=2", "--num_machines=1"]
+    launch = ["accelerate.commands.launch", "--multi_gpu", "--num_processes=2", "--num_machines=1"]
     launch += ["--mixed_precision=no", "--dynamo_backend=no", "--main_process_port=0"]
-    stdout, _ = run_example(*launch, EXAMPLES / "accelerate_digits.py", "--cpu", "--epochs", "6", cwd=tmp_path)
+    stdout, _ = launched(*launch, EXAMPLES / "accelerate_digits.py", "--cpu", "--epochs", "6", cwd=tmp_path)
     check_line(stdout, "powersgd", 5)
 
 
@@ -127,5 +133,5 @@ def test_ddp_plain_without_anything_but_torch(tmp_path):
         (tmp_path / f"{name}.py").write_text(f"raise ImportError('no {name} here')")
     path = f"{tmp_path}{os.pathsep}{ROOT}"
     script = EXAMPLES / "ddp_plain.py"
-    stdout, _ = run_example(*TORCHRUN, script, "--hook", "bf16", "--steps", "20", cwd=tmp_path, path=path)
+    stdout, _ = in_new_processes(*TORCHRUN, script, "--hook", "bf16", "--steps", "20", cwd=tmp_path, path=path)
     assert "2.0x less than dense" in stdout

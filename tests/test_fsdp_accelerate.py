@@ -19,7 +19,7 @@ from accelerate_integration import use_comm_hook
 
 @pytest.fixture(scope="module")
 def results():
-    stdout = run_twice("fsdp_accelerate_runner.py", PYTHONWARNINGS="ignore", TORCH_COMPILE_DISABLE="1")
+    stdout = run_twice("fsdp_accelerate_runner.py", PYTHONWARNINGS="ignore")
     return json.loads(next(line for line in stdout.splitlines() if line.startswith("{")))
 
 

@@ -20,7 +20,7 @@ from versions import HAS_FSDP2_HOOKS, needs_fsdp2_hooks
 import lightning_commhooks as lc
 
 torch = pytest.importorskip("torch")
-launch = functools.partial(launch_runner, runner=FOLDER / "fsdp_lightning_runner.py", TORCH_COMPILE_DISABLE="1")
+launch = functools.partial(launch_runner, runner=FOLDER / "fsdp_lightning_runner.py")
 FSDP2 = pytest.param("FSDP2", marks=needs_fsdp2_hooks)
 WAYS1 = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
 

@@ -53,8 +53,9 @@ def launch(out, *scenarios, package="lightning.pytorch", runner=RUNNER, world=2,
 
 
 def start(out, *scenarios, runner=RUNNER, **extra):
-    """A process in which Lightning starts the others."""
-    return FORKS.start(runner, "lightning.pytorch", out, *scenarios, environment=alone(**extra))
+    """A process in which Lightning starts the others, as forks, too."""
+    environment = alone(**FORKS.launching(), **extra)
+    return FORKS.start(runner, "lightning.pytorch", out, *scenarios, environment=environment)
 
 
 def finish(process, timeout=150):
@@ -65,7 +66,8 @@ def finish(process, timeout=150):
 
 @pytest.fixture(scope="module")
 def hooks(tmp_path_factory):
-    return launch(tmp_path_factory.mktemp("hooks"), "names", "configured", "functions", "strings", "copied")
+    folder = tmp_path_factory.mktemp("hooks")
+    return launch(folder, "names", "configured", "functions", "strings", "copied", TORCH_COMPILE_DISABLE="0")
 
 
 @pytest.fixture(scope="module")
@@ -206,7 +208,7 @@ def test_spawn_and_fork(tmp_path):
 
 def test_standalone_package(tmp_path):
     pytest.importorskip("pytorch_lightning")
-    results = launch(tmp_path, "names", "strings", package="pytorch_lightning", TORCH_COMPILE_DISABLE="1")
+    results = launch(tmp_path, "names", "strings", package="pytorch_lightning")
     assert results.distance("name-allreduce", "dense") == 0
     for label in ("name-powersgd", "string"):
         assert results.both(label)["comm_hook"] == "lightning_commhooks:powersgd"

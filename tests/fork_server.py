@@ -1,0 +1,145 @@
+"""The process that is forked: `python fork_server.py LISTENER OWNER`, two file descriptors of sockets; see forks.py.
+
+A request is a message with arguments, environment and working directory, and file descriptors: one to answer on, and
+standard streams. The answers are the number of the process, and its exit code in the end. A process that nobody waits
+for any more is killed.
+"""
+
+import contextlib
+import gc
+import importlib
+import json
+import os
+import random
+import runpy
+import selectors
+import signal
+import socket
+import sys
+import types
+import warnings
+from pathlib import Path
+
+from forks import EXECUTABLE, FOLDER
+
+PRELOADED = (
+    "torch._dynamo",
+    "torch.distributed.fsdp",
+    "torch.distributed.optim",
+    "lightning.pytorch",
+    "pytorch_lightning",
+    "accelerate",
+    "transformers.trainer",
+    "sklearn.datasets",
+    "lightning_commhooks",
+    "accelerate_integration",
+)
+MESSAGE_BYTES = 1 << 17
+
+
+class Server:
+    """Forks for each request that comes from those who connect to `listener`, until `owner` is closed."""
+
+    def __init__(self, listener, owner):
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(listener, selectors.EVENT_READ, self._accept)
+        self._selector.register(owner, selectors.EVENT_READ, sys.exit)
+        self._listener = listener
+
+    def serve(self):
+        """Returns in forks only: what one is to run, and its standard streams."""
+        while True:
+            for key, _ in self._selector.select():
+                if key.fd in self._selector.get_map() and (request := key.data()):
+                    return request
+
+    def _accept(self):
+        control, _ = self._listener.accept()
+        self._selector.register(control, selectors.EVENT_READ, lambda: self._answer(control))
+
+    def _answer(self, control):
+        message, fds, _, _ = socket.recv_fds(control, MESSAGE_BYTES, 4)
+        if not message:
+            self._selector.unregister(control)
+            control.close()
+            return None
+        status = socket.socket(fileno=fds.pop(0))
+        pid = os.fork()
+        if pid == 0:
+            for key in self._selector.get_map().values():
+                os.close(key.fd if isinstance(key.fileobj, int) else key.fileobj.detach())
+            self._selector.close()
+            status.close()
+            return json.loads(message), fds
+        for fd in fds:
+            os.close(fd)
+        status.sendall(pid.to_bytes(8, "little"))
+        ended = os.pidfd_open(pid)
+        self._selector.register(ended, selectors.EVENT_READ, lambda: self._report(pid, ended, status))
+        self._selector.register(status, selectors.EVENT_READ, lambda: self._kill(pid, status))
+        return None
+
+    def _report(self, pid, ended, status):
+        _, code = os.waitpid(pid, 0)
+        self._selector.unregister(ended)
+        os.close(ended)
+        if status.fileno() != -1:
+            self._selector.unregister(status)
+            with contextlib.suppress(OSError):  # nobody waits for it
+                status.sendall(os.waitstatus_to_exitcode(code).to_bytes(8, "little", signed=True))
+            status.close()
+
+    def _kill(self, pid, status):
+        if status.fileno() == -1:
+            return
+        self._selector.unregister(status)
+        status.close()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)
+
+
+def become(request, fds):
+    """Let this process be what was asked for."""
+    for target, fd in enumerate(fds):
+        os.dup2(fd, target)
+        os.close(fd)
+    os.setsid()
+    os.chdir(request["cwd"])
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    random.seed()
+    sys.path[1:1] = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path not in sys.path]
+    sys.executable = os.environ.get(EXECUTABLE, sys.executable)
+    if os.environ.get("PYTHONWARNINGS") == "ignore":
+        warnings.simplefilter("ignore")
+    # Read from the environment when it was imported.
+    sys.modules["torch._dynamo"].config.disable = os.environ.get("TORCH_COMPILE_DISABLE") == "1"
+    script, *sys.argv[1:] = request["arguments"]
+    if script == "-c":
+        sys.path[0] = ""
+        return be_main(script, sys.argv.pop(1))
+    if not script.endswith(".py"):
+        sys.path[0] = request["cwd"]
+        return runpy.run_module(script, run_name="__main__", alter_sys=True)
+    sys.path[:1] = [str(Path(script).parent), str(FOLDER)]  # scripts that tests write find the tests
+    return be_main(script, Path(script).read_bytes())
+
+
+def be_main(name, code):
+    """Run code as that of the program."""
+    sys.argv[0] = name
+    main = sys.modules["__main__"] = types.ModuleType("__main__")
+    if name != "-c":
+        main.__file__ = name
+    exec(compile(code, name, "exec"), main.__dict__)
+
+
+if __name__ == "__main__":
+    for name in PRELOADED:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+    gc.collect()
+    gc.freeze()
+    assert len(os.listdir("/proc/self/task")) == 1, "forks have no other threads"
+    become(*Server(*(socket.socket(fileno=int(fd)) for fd in sys.argv[1:])).serve())
