@@ -37,7 +37,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 @pytest.fixture(scope="session")
-def _pool():
+def _pool(_forks):  # whose process the workers are forked from
     pool = Pool()
     yield pool
     pool.close()

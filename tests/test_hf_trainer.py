@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torchrun import run_twice
+from versions import has
 
 transformers = pytest.importorskip("transformers")
 from hf_runner import HOOKS, Counting, make  # noqa: E402  # after the check
@@ -55,9 +56,8 @@ def test_evaluation_and_saving_do_not_disturb(results, name):
 
 @pytest.mark.parametrize("name", LOCAL)
 def test_checkpoint_evaluates_to_what_the_trainer_printed(results, folder, tmp_path, name):
-    model = transformers.GPT2LMHeadModel.from_pretrained(
-        folder / f"{name}-True-kept" / "checkpoint-6", dtype=torch.float64
-    )
+    double = {"dtype" if has("transformers", "4.56") else "torch_dtype": torch.float64}
+    model = transformers.GPT2LMHeadModel.from_pretrained(folder / f"{name}-True-kept" / "checkpoint-6", **double)
     arguments = transformers.TrainingArguments(str(tmp_path), use_cpu=True, report_to=[], disable_tqdm=True)
     expected = transformers.Trainer(model, arguments, eval_dataset=Counting(300, 332)).evaluate()["eval_loss"]
     for rank in results:
@@ -86,7 +86,10 @@ def test_checkpoint_without_state_gives_a_warning(results):
         assert any("no state of communication hooks" in text for text in rank["without_state"])
 
 
-def test_one_process_says_that_it_does_nothing(tmp_path):
+def test_one_process_says_that_it_does_nothing(tmp_path, monkeypatch):
+    # As Accelerate and transformers 4 set them by themselves.
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
+    monkeypatch.setenv("ACCELERATE_USE_IPEX", "false")
     trainer, _ = make(str(tmp_path), "powersgd", max_steps=1)
     with pytest.warns(UserWarning, match=r"CommHookKwargs\(hook='powersgd'\) does nothing"):
         trainer.train()
