@@ -11,6 +11,13 @@ from hf_runner import HOOKS, Counting, make  # noqa: E402  # after the check
 LOCAL = ["post_localsgd", "diloco"]
 
 
+@pytest.fixture(autouse=True)
+def _environment(monkeypatch):
+    """What Accelerate 1.4 and transformers 4 set by themselves, and leave."""
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
+    monkeypatch.setenv("ACCELERATE_USE_IPEX", "false")
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("hf")
@@ -86,10 +93,7 @@ def test_checkpoint_without_state_gives_a_warning(results):
         assert any("no state of communication hooks" in text for text in rank["without_state"])
 
 
-def test_one_process_says_that_it_does_nothing(tmp_path, monkeypatch):
-    # As Accelerate and transformers 4 set them by themselves.
-    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
-    monkeypatch.setenv("ACCELERATE_USE_IPEX", "false")
+def test_one_process_says_that_it_does_nothing(tmp_path):
     trainer, _ = make(str(tmp_path), "powersgd", max_steps=1)
     with pytest.warns(UserWarning, match=r"CommHookKwargs\(hook='powersgd'\) does nothing"):
         trainer.train()

@@ -23,6 +23,10 @@ def has(distribution, version):
 # What FSDP1 of PyTorch 2.8 says while older models are collected as garbage, without hooks as well.
 SAID_BY_FSDP1 = () if has("torch", "2.9") else ("Deallocating Tensor that still has live PyObject references",)
 
+needs_complex_ddp = pytest.mark.skipif(
+    not has("torch", "2.10"), reason="https://github.com/pytorch/pytorch/issues/158753: no complex parameters in DDP"
+)
+
 HAS_LIGHTNING_2_6 = has("lightning", "2.6")
 
 
