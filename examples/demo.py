@@ -102,6 +102,8 @@ def run(epochs: int, progress: Any) -> dict[str, dict[str, float]]:
     ):
         assert process.stdout is not None
         for line in process.stdout:
+            if not line.startswith("{"):  # gloo of PyTorch 2.8 prints, too
+                continue
             reported = json.loads(line)
             method = reported.pop("method")
             results[method].update(reported)

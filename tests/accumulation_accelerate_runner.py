@@ -1,6 +1,7 @@
 """Run by `test_accumulation_hosts.py`: Accelerate in two or four processes, `transformers.Trainer` in two."""
 
 import importlib.util
+import os
 import sys
 import warnings
 
@@ -176,6 +177,7 @@ def hf(folder, accumulation="mean", hook="allreduce", precision="64", model_clas
             return SequentialSampler(self.train_dataset)
 
     dtype = torch.float64 if precision == "64" else torch.float32
+    os.environ.pop("ACCELERATE_MIXED_PRECISION", None)  # where transformers 4 leaves bf16 to the next trainer
     arguments = TrainingArguments(
         folder,
         num_train_epochs=EPOCHS,

@@ -53,6 +53,7 @@ IGNORED = (
     "training ended after",
     "The 'train_dataloader' does not have many workers",
     r"`isinstance\(treespec, LeafSpec\)` is deprecated",  # used by Lightning
+    ".* deprecated and will be removed in Click",  # used by typer 0.16
 )
 
 

@@ -168,7 +168,7 @@ def call_on_new_group(store, rank, world, function, args):
 
 def read_environment():
     """Environment variables, without those that PyTorch and pytest set by themselves."""
-    theirs = ("TORCHINDUCTOR_", "_TORCHINDUCTOR_", "TRITON_", "PYTEST_")
+    theirs = ("TORCHINDUCTOR_", "_TORCHINDUCTOR_", "TRITON_", "PYTEST_", "CUDA_MODULE_LOADING")
     return {key: value for key, value in os.environ.items() if not key.startswith(theirs)}
 
 

@@ -1,6 +1,7 @@
 """`python -m lightning_commhooks`, in processes of its own."""
 
 import json
+import re
 import subprocess
 import sys
 
@@ -108,7 +109,12 @@ def command(folder, *arguments, timeout=120):
     """Exit code, standard output and standard error."""
     with FORKS.start("lightning_commhooks", *arguments, environment=alone(**FORKS.launching()), cwd=folder) as process:
         stdout, stderr = process.finish(timeout)
-        return process.returncode, stdout, stderr
+        return process.returncode, without_gloo(stdout), without_gloo(stderr)
+
+
+def without_gloo(text):
+    """Without the lines that gloo of PyTorch 2.8 prints when it connects."""
+    return re.sub(r"^\[Gloo\] Rank \d+ is connected to .*\n", "", text, flags=re.MULTILINE)
 
 
 def under_torchrun(folder, *arguments):

@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from forks import FORKS, PATIENCE, ROOT, alone, run_alone, run_ranks
+from forks import FORKS, PATIENCE, ROOT, alone, free_port, run_alone, run_ranks
 
 EXAMPLES = ROOT / "examples"
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
@@ -81,7 +81,9 @@ def test_accelerate_digits_with_accelerate_launch_and_the_environment(tmp_path, 
     monkeypatch.setenv("COMMHOOKS_HOOK", "powersgd")
     monkeypatch.setenv("COMMHOOKS_OPTIONS", '{"start_powerSGD_iter": 10, "matrix_approximation_rank": 2}')
     launch = ["accelerate.commands.launch", "--multi_gpu", "--num_processes=2", "--num_machines=1"]
-    launch += ["--mixed_precision=no", "--dynamo_backend=no", "--main_process_port=0"]
+    launch += ["--mixed_precision=no", "--dynamo_backend=no"]
+    # Not 0: Accelerate 1.4 gives it to the ranks as it is, and they wait forever.
+    launch += [f"--main_process_port={free_port()}"]
     stdout, _ = launched(*launch, EXAMPLES / "accelerate_digits.py", "--cpu", "--epochs", "6", cwd=tmp_path)
     check_line(stdout, "powersgd", 5)
 

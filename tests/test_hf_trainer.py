@@ -3,11 +3,19 @@
 import pytest
 import torch
 from torchrun import run_twice
+from versions import has
 
 transformers = pytest.importorskip("transformers")
 from hf_runner import HOOKS, Counting, make  # noqa: E402  # after the check
 
 LOCAL = ["post_localsgd", "diloco"]
+
+
+@pytest.fixture(autouse=True)
+def _environment(monkeypatch):
+    """What Accelerate 1.4 and transformers 4 set by themselves, and leave."""
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
+    monkeypatch.setenv("ACCELERATE_USE_IPEX", "false")
 
 
 @pytest.fixture(scope="module")
@@ -55,9 +63,8 @@ def test_evaluation_and_saving_do_not_disturb(results, name):
 
 @pytest.mark.parametrize("name", LOCAL)
 def test_checkpoint_evaluates_to_what_the_trainer_printed(results, folder, tmp_path, name):
-    model = transformers.GPT2LMHeadModel.from_pretrained(
-        folder / f"{name}-True-kept" / "checkpoint-6", dtype=torch.float64
-    )
+    double = {"dtype" if has("transformers", "4.56") else "torch_dtype": torch.float64}
+    model = transformers.GPT2LMHeadModel.from_pretrained(folder / f"{name}-True-kept" / "checkpoint-6", **double)
     arguments = transformers.TrainingArguments(str(tmp_path), use_cpu=True, report_to=[], disable_tqdm=True)
     expected = transformers.Trainer(model, arguments, eval_dataset=Counting(300, 332)).evaluate()["eval_loss"]
     for rank in results:

@@ -1,4 +1,7 @@
-"""`import lightning_commhooks` needs neither Lightning nor Accelerate, and does not import them."""
+"""`import lightning_commhooks` needs neither Lightning nor Accelerate, and does not import them.
+
+Orders of import are in test_lightning.py.
+"""
 
 import importlib.util
 import subprocess
@@ -14,10 +17,6 @@ STRATEGIES = [
     "CompressedFSDPStrategy",
     "CompressedModelParallelStrategy",
 ]
-ORDERS = {
-    "ours_first": "import lightning_commhooks\nimport {package} as pl",
-    "theirs_first": "import {package} as pl\nimport lightning_commhooks",
-}
 
 
 def python(code):
@@ -79,22 +78,7 @@ print([m for m in others if m in sys.modules])
     assert python(code).strip() == "[]"
 
 
-# Both packages in either order are in test_lightning.py.
-@pytest.mark.parametrize(
-    ("package", "order"), [("lightning.pytorch", "ours_first"), ("pytorch_lightning", "theirs_first")]
-)
-def test_strategy_names_in_either_import_order(package, order):
-    if importlib.util.find_spec(package.split(".")[0]) is None:
-        pytest.skip(f"{package} is not installed")
-    code = ORDERS[order].format(package=package) + (
-        f"\nfrom {package}.strategies import StrategyRegistry"
-        "\nmissing = [h for h in lightning_commhooks.available_hooks() if 'ddp_' + h not in StrategyRegistry]"
-        "\nprint(missing, type(StrategyRegistry.get('ddp_bf16')).__mro__[2].__module__.split('.')[0])"
-    )
-    assert python(code).strip() == f"[] {package.split('.')[0]}"
-
-
-def test_star_import():
+def test_star_import(run_code):
     code = f"""
 import sys
 sys.modules.update(dict.fromkeys({FRAMEWORKS}))
@@ -105,7 +89,7 @@ print("attach" in globals(), "CompressedDDPStrategy" in globals())
     names = {"lightning": STRATEGIES, "pytorch_lightning": [name + "PL" for name in STRATEGIES if "Fabric" not in name]}
     expected = [name for package, own in names.items() if importlib.util.find_spec(package) for name in own]
     code = f"from lightning_commhooks import *; print([name for name in {expected} if name not in globals()])"
-    assert python(code).strip() == "[]"
+    assert run_code(code).strip() == "[]"
 
 
 def test_unknown_attribute():

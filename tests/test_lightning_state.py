@@ -9,6 +9,7 @@ pytest.importorskip("lightning")
 import torch
 from forks import FOLDER
 from test_lightning import launch as launch_runner
+from versions import NO_TRACELESS_FINDER, needs_lightning_2_6
 
 SAVED = 2
 launch = functools.partial(launch_runner, runner=FOLDER / "lightning_state_runner.py")
@@ -152,5 +153,6 @@ def test_second_model_in_the_same_trainer(others):
     assert others("second-model")["params"] == others("second-model-alone")["params"]
 
 
+@needs_lightning_2_6(NO_TRACELESS_FINDER)
 def test_learning_rate_finder_leaves_no_trace(others):
     assert others.both("tuned")["params"] == others("untuned")["params"]

@@ -19,6 +19,7 @@ from local_sgd_driver import (
 from pool import ignoring
 from test_local_sgd import batch, parameters
 from torch import nn
+from versions import needs_complex_ddp
 
 import lightning_commhooks as lc
 from lightning_commhooks.core import averaging
@@ -73,8 +74,8 @@ def of_kind(rank, world, hook, kind, chunk):
         ("channels_last", 60),
         ("bf16", 2**25),
         ("half", 16),
-        ("complex", 2**25),
-        ("complex", 1),
+        pytest.param("complex", 2**25, marks=needs_complex_ddp),
+        pytest.param("complex", 1, marks=needs_complex_ddp),
     ],
 )
 def test_all_sorts_of_tensors_are_averaged_in_their_place(run, hook, kind, chunk):

@@ -36,7 +36,8 @@ def largest(blocks: Tensor) -> Tensor:
 
 def scale_of(extent: Tensor, num_levels: float) -> tuple[Tensor, Tensor]:
     """`extent / num_levels`, 0 where that is too small, and a number above 0 to divide by."""
-    scale = extent / num_levels
+    # Compilers may multiply by the inverse in place of a division by a constant. In float64 both round to the same.
+    scale = (extent.double() / num_levels).to(extent.dtype)
     scale = torch.where(scale < SMALLEST_SCALE, 0.0, scale)
     return scale, torch.where(scale == 0, 1.0, scale)
 
