@@ -27,8 +27,8 @@ PYTEST = $(BIN)/python -m pytest $(PARALLEL)
 test: install
 	$(PYTEST)
 
-# What sees most of what may go wrong, on two ranks: a minute, after each edit.
-FAST := contract registry wrappers lifecycle powersgd quantized local_sgd failure imports
+# What sees most of what may go wrong, on two ranks: two minutes, after each edit.
+FAST := contract registry wrappers lifecycle powersgd quantized local_sgd_stock failure
 
 test-fast: install
 	$(PYTEST) --two-ranks $(FAST:%=tests/test_%.py)

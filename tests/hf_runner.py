@@ -151,7 +151,7 @@ def undisturbed(name, folder):
 def best_model(folder):
     """The best checkpoint is loaded at the end; a second `train` goes on with the same hook."""
     if not has("transformers", "5"):
-        for step in (3, 6, 9):  # A rank takes no checkpoint for the best whose folder another one has yet to make.
+        for step in (3, 6, 9, 12):  # A rank takes no checkpoint for the best whose folder another one has yet to make.
             os.makedirs(f"{folder}/best/checkpoint-{step}", exist_ok=True)
     saving = {"save_strategy": "steps", "save_steps": 3, "eval_strategy": "steps", "eval_steps": 3}
     trainer, handler = make(
