@@ -45,7 +45,7 @@ class Forks:
             arguments: its command line.
             environment: all of its variables; those of this process if there is none.
             cwd: its working directory.
-            pipes: whether its standard streams are pipes to talk through; otherwise `communicate` has what it printed.
+            pipes: whether its standard streams are pipes to talk through; otherwise `finish` returns what it printed.
         """
         return Fork(self.connect(), script, arguments, environment, cwd, Fork.pipes() if pipes else Fork.files())
 
