@@ -19,11 +19,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from accelerate_integration.around import wrap
 from accelerate_integration.companion import Companion
-from lightning_commhooks.core.attach import attach, resolve_hook
-from lightning_commhooks.core.attachment import Attachment, hook_name
-from lightning_commhooks.core.hook import CommHook
-from lightning_commhooks.core.registry import get_hook
-from lightning_commhooks.core.several import attachment_of
+from lightning_commhooks.ddp.attach import attach, resolve_hook
+from lightning_commhooks.ddp.attachment import Attachment, hook_name
+from lightning_commhooks.ddp.attachments import attachment_of
+from lightning_commhooks.interface.hook import CommHook
+from lightning_commhooks.interface.registry import get_hook
 from lightning_commhooks.wrappers import Cast
 from lightning_commhooks.wrappers.scale import Accumulation
 

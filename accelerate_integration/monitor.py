@@ -12,10 +12,10 @@ from accelerate.utils import DistributedType
 from accelerate_integration.around import wrap
 from accelerate_integration.fsdp import FSDPCommHook
 from accelerate_integration.kwargs import CommHookKwargs
-from lightning_commhooks.core.attachment import Attachment
-from lightning_commhooks.core.error_sample import DEFAULT_NUMEL
-from lightning_commhooks.core.fsdp import FSDPAttachment
-from lightning_commhooks.core.monitor import PREFIX, Monitor, MonitorOptions
+from lightning_commhooks.ddp.attachment import Attachment
+from lightning_commhooks.ddp.monitor import PREFIX, Monitor, MonitorOptions
+from lightning_commhooks.fsdp.attach import FSDPAttachment
+from lightning_commhooks.interface.error_sample import DEFAULT_NUMEL
 
 _OF_TRAINER = [field.name for field in dataclasses.fields(MonitorOptions) if field.name != "every_n_steps"]
 

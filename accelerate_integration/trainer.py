@@ -15,7 +15,7 @@ from accelerate_integration.companion import Companion
 from accelerate_integration.fsdp import FSDPCommHook, attach_to_prepared
 from accelerate_integration.kwargs import CommHookKwargs
 from accelerate_integration.monitor import TrainerMonitor, trainer_options
-from lightning_commhooks.core.hook import CommHook
+from lightning_commhooks.interface.hook import CommHook
 from lightning_commhooks.wrappers.scale import Accumulation
 
 

@@ -40,7 +40,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import accelerate_integration
 import lightning_commhooks as lc
-from lightning_commhooks.core import codec, encoded
+from lightning_commhooks.codecs import codec
+from lightning_commhooks.collectives import encoded
 
 RANK, WORLD_SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 IGNORED = (
@@ -119,7 +120,7 @@ class Recorder:
 
     def __init__(self):
         self._attach, self._attachments = lc.attach, []
-        self._module = importlib.import_module("lightning_commhooks.core.attach")
+        self._module = importlib.import_module("lightning_commhooks.ddp.attach")
         self._attachment_class = self._module.Attachment
         self._module.Attachment = self._record
 

@@ -78,7 +78,7 @@ def _module(words):
     if module == "lightning_commhooks":
         from typer.main import get_command
 
-        from lightning_commhooks.cli import app
+        from lightning_commhooks.advice.cli import app
 
         # Parses the arguments, without running anything.
         command = get_command(app)

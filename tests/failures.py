@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_commhooks as lc
-from lightning_commhooks.core import registry
+from lightning_commhooks.interface import registry
 
 
 class Failing(lc.CommHook):

@@ -17,8 +17,8 @@ from lightning_commhooks.advice.ranking import Row, decide, headroom, ranked
 from lightning_commhooks.advice.study import Result, WhatIf, _notes, _setting
 from lightning_commhooks.advice.task import try_task
 from lightning_commhooks.advice.timing import amortized, undisturbed
-from lightning_commhooks.core.collectives import Group
-from lightning_commhooks.core.link import Cost, Link
+from lightning_commhooks.collectives.group import Group
+from lightning_commhooks.collectives.link import Cost, Link
 
 CPU = torch.device("cpu")
 

@@ -15,7 +15,7 @@ from docs_pages import DOCS, PAGES, ROOT, anchors, blocks, links
 from torchrun import run_twice
 
 import lightning_commhooks as lc
-from lightning_commhooks.core.registry import get_hook_class
+from lightning_commhooks.interface.registry import get_hook_class
 
 ALL = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "benchmarks" / "README.md", *PAGES]
 RUN = [ROOT / "README.md", *PAGES]

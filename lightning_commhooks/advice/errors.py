@@ -14,14 +14,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_commhooks.advice.candidates import DENSE, NOOP, Candidate
+from lightning_commhooks.advice.ensemble import run_ranks
 from lightning_commhooks.advice.task import Task
-from lightning_commhooks.core.attach import attach
-from lightning_commhooks.core.collectives import Group
-from lightning_commhooks.core.engine import HookError
-from lightning_commhooks.core.ensemble import run_ranks
-from lightning_commhooks.core.error_sample import ErrorSampler
-from lightning_commhooks.core.hook import BoundHook, Bucket, CommHook
-from lightning_commhooks.core.memory import all_finite
+from lightning_commhooks.collectives.errors import HookError
+from lightning_commhooks.collectives.group import Group
+from lightning_commhooks.ddp.attach import attach
+from lightning_commhooks.interface.bucket import Bucket
+from lightning_commhooks.interface.error_sample import ErrorSampler
+from lightning_commhooks.interface.hook import BoundHook, CommHook
+from lightning_commhooks.interface.memory import all_finite
 
 # Ranks whose gradients are averaged, at most; at least, where there are as many; in between, what may be spent on them.
 _MAX_RANKS = 16

@@ -19,13 +19,13 @@ from torch._C._distributed_c10d import HashStore
 
 from lightning_commhooks import wrappers
 from lightning_commhooks.advice.candidates import Candidate, at_once, shortened
+from lightning_commhooks.advice.emulated import EmulatedGroup
 from lightning_commhooks.advice.task import Task
 from lightning_commhooks.advice.timing import amortized
-from lightning_commhooks.core.attach import attach_emulated
-from lightning_commhooks.core.emulated import EmulatedGroup
-from lightning_commhooks.core.hook import CommHook
-from lightning_commhooks.core.link import Link
-from lightning_commhooks.core.registry import available_hooks, get_hook, get_hook_class
+from lightning_commhooks.collectives.link import Link
+from lightning_commhooks.ddp.attach import attach_emulated
+from lightning_commhooks.interface.hook import CommHook
+from lightning_commhooks.interface.registry import available_hooks, get_hook, get_hook_class
 
 # Numbers of ranks for which it is said what hooks send.
 WORLDS = (2, 8)

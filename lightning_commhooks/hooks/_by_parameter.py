@@ -8,10 +8,11 @@ from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 
-from lightning_commhooks.core.checkpoint import StateReader, StateWriter
-from lightning_commhooks.core.collectives import Group
-from lightning_commhooks.core.hook import BoundHook, Bucket, Slot
-from lightning_commhooks.core.memory import Memory
+from lightning_commhooks.collectives.group import Group
+from lightning_commhooks.interface.bucket import Bucket, Slot
+from lightning_commhooks.interface.hook import BoundHook
+from lightning_commhooks.interface.memory import Memory
+from lightning_commhooks.interface.state import StateReader, StateWriter
 
 # What is remembered of one parameter; "residual" among it: what this rank owes, shape of its slot.
 Entry = dict[str, Tensor]

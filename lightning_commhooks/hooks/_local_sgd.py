@@ -9,10 +9,11 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from lightning_commhooks.core.checkpoint import StateReader, StateWriter
-from lightning_commhooks.core.collectives import Group
-from lightning_commhooks.core.hook import BoundHook, Bucket, CommHook
-from lightning_commhooks.core.optimizers import OptimizerStep
+from lightning_commhooks.collectives.group import Group
+from lightning_commhooks.interface.bucket import Bucket
+from lightning_commhooks.interface.hook import BoundHook, CommHook
+from lightning_commhooks.interface.models import OptimizerStep
+from lightning_commhooks.interface.state import StateReader, StateWriter
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,14 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_commhooks.core.checkpoint import StateReader, StateWriter
-from lightning_commhooks.core.collectives import Group
-from lightning_commhooks.core.hook import Bucket, CommHook
-from lightning_commhooks.core.memory import Memory
-from lightning_commhooks.core.metrics import Counters
+from lightning_commhooks.collectives.counters import Counters
+from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.hooks._by_parameter import BoundByParameter, Entry, P
 from lightning_commhooks.hooks._low_rank import orthonormal_basis, random_factor, revive
 from lightning_commhooks.hooks._low_rank_state import loaded, saved, settled
+from lightning_commhooks.interface.bucket import Bucket
+from lightning_commhooks.interface.hook import CommHook
+from lightning_commhooks.interface.memory import Memory
+from lightning_commhooks.interface.state import StateReader, StateWriter
 
 logger = logging.getLogger("lightning_commhooks.hooks.powersgd")
 

@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from lightning_commhooks.codecs import Int4Codec, Int8Codec
-from lightning_commhooks.core.averaging import average_, check_same, flat_view
-from lightning_commhooks.core.checkpoint import StateReader, StateWriter
-from lightning_commhooks.core.collectives import Group
-from lightning_commhooks.core.hook import BoundHook, Bucket
-from lightning_commhooks.core.optimizers import OptimizerStep
-from lightning_commhooks.core.registry import register
+from lightning_commhooks.collectives.averaging import average_, check_same, flat_view
+from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.hooks._local_sgd import BoundLocalSGD, LocalSGDConfig, check_integer
+from lightning_commhooks.interface.bucket import Bucket
+from lightning_commhooks.interface.hook import BoundHook
+from lightning_commhooks.interface.models import OptimizerStep
+from lightning_commhooks.interface.registry import register
+from lightning_commhooks.interface.state import StateReader, StateWriter
 
 _CODECS = {"int8": Int8Codec(), "int4": Int4Codec()}
 

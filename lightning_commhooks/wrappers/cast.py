@@ -10,14 +10,16 @@ import torch
 from torch import Tensor
 
 from lightning_commhooks.codecs import Int8Codec
-from lightning_commhooks.core.accumulation import scale_
-from lightning_commhooks.core.checkpoint import StateReader, StateWriter
-from lightning_commhooks.core.collectives import Group
-from lightning_commhooks.core.hook import BoundHook, Bucket, CommHook
-from lightning_commhooks.core.memory import num_overflowed
-from lightning_commhooks.core.registry import get_hook, get_inner_hook
-from lightning_commhooks.hooks import HookName
-from lightning_commhooks.wrappers._around import BoundAround
+from lightning_commhooks.collectives.group import Group
+from lightning_commhooks.interface.accumulation import scale_
+from lightning_commhooks.interface.bucket import Bucket
+from lightning_commhooks.interface.hook import BoundHook, CommHook
+from lightning_commhooks.interface.hook_state import load_hook, save_hook
+from lightning_commhooks.interface.memory import num_overflowed
+from lightning_commhooks.interface.registry import get_hook, get_inner_hook
+from lightning_commhooks.interface.state import StateReader, StateWriter
+from lightning_commhooks.wrappers._inner import BoundAround
+from lightning_commhooks.wrappers.hook_name import HookName
 
 _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 _CODECS = {"int8": Int8Codec(block_size=128)}
@@ -104,7 +106,7 @@ class _BoundCast(BoundAround):
         return gradient.element_size() > self._dtype.itemsize
 
     def state_dict(self, writer: StateWriter) -> dict[str, Any]:
-        return {"inner": writer.hook(self._hook, self._inner)}
+        return {"inner": save_hook(self._hook, self._inner, writer)}
 
     def load_state_dict(self, state: dict[str, Any], reader: StateReader) -> None:
-        reader.hook(reader.section(state, "inner"), self._hook, self._inner)
+        load_hook(reader.section(state, "inner"), self._hook, self._inner, reader)

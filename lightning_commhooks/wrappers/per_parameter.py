@@ -12,12 +12,14 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from lightning_commhooks.core.checkpoint import StateReader, StateWriter
-from lightning_commhooks.core.collectives import Group
-from lightning_commhooks.core.hook import BoundHook, Bucket, CommHook, Slot
-from lightning_commhooks.core.optimizers import OptimizerStep
-from lightning_commhooks.core.registry import get_hook, get_inner_hook
-from lightning_commhooks.hooks import HookName
+from lightning_commhooks.collectives.group import Group
+from lightning_commhooks.interface.bucket import Bucket, Slot
+from lightning_commhooks.interface.hook import BoundHook, CommHook
+from lightning_commhooks.interface.hook_state import load_hook, save_hook
+from lightning_commhooks.interface.models import OptimizerStep
+from lightning_commhooks.interface.registry import get_hook, get_inner_hook
+from lightning_commhooks.interface.state import StateReader, StateWriter
+from lightning_commhooks.wrappers.hook_name import HookName
 
 
 @dataclass(frozen=True)
@@ -173,7 +175,7 @@ class _BoundPerParameter(BoundHook):
         return next((reason for reason in reasons if reason is not None), None)
 
     def state_dict(self, writer: StateWriter) -> dict[str, Any]:
-        return {"hooks": {str(i): writer.hook(hook, bound) for i, (hook, bound) in self._numbered()}}
+        return {"hooks": {str(i): save_hook(hook, bound, writer) for i, (hook, bound) in self._numbered()}}
 
     def _has(self, hook: BoundHook, name: str) -> bool:
         try:
@@ -191,7 +193,7 @@ class _BoundPerParameter(BoundHook):
         for i, (hook, bound) in self._numbered():
             if str(i) in saved:
                 # What has another hook now is no parameter of this one.
-                reader.hook(saved[str(i)], hook, bound, functools.partial(self._has, bound))
+                load_hook(saved[str(i)], hook, bound, reader, functools.partial(self._has, bound))
 
     def compression_stats(self) -> tuple[float, int, int]:
         for hook in self._hooks:

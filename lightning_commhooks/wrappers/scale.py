@@ -12,13 +12,14 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from lightning_commhooks.core.accumulation import Accumulated, Held, Number, is_one, scale_
-from lightning_commhooks.core.collectives import Group
-from lightning_commhooks.core.hook import BoundHook, Bucket, CommHook
-from lightning_commhooks.core.registry import get_hook, get_inner_hook
-from lightning_commhooks.core.user_hook import UserFunction, check_user_hook
-from lightning_commhooks.hooks import HookName
-from lightning_commhooks.wrappers._around import BoundAround
+from lightning_commhooks.collectives.group import Group
+from lightning_commhooks.interface.accumulation import Accumulated, Held, Number, is_one, scale_
+from lightning_commhooks.interface.bucket import Bucket
+from lightning_commhooks.interface.hook import BoundHook, CommHook
+from lightning_commhooks.interface.registry import get_hook, get_inner_hook
+from lightning_commhooks.interface.user_function import UserFunction, check_user_hook
+from lightning_commhooks.wrappers._inner import BoundAround
+from lightning_commhooks.wrappers.hook_name import HookName
 
 Accumulation = Literal["framework", "mean", "sum", "weighted"] | int
 

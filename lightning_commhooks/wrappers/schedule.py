@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from lightning_commhooks.core.checkpoint import StateReader, StateWriter
-from lightning_commhooks.core.collectives import Group
-from lightning_commhooks.core.hook import BoundHook, CommHook
-from lightning_commhooks.core.registry import get_hook, get_inner_hook
-from lightning_commhooks.hooks import HookName
-from lightning_commhooks.hooks._switch import BoundSwitch
+from lightning_commhooks.collectives.group import Group
+from lightning_commhooks.interface.hook import BoundHook, CommHook
+from lightning_commhooks.interface.registry import get_hook, get_inner_hook
+from lightning_commhooks.interface.state import StateReader, StateWriter
+from lightning_commhooks.wrappers._turns import BoundSwitch
+from lightning_commhooks.wrappers.hook_name import HookName
 
 
 @dataclass(frozen=True)

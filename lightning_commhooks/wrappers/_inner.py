@@ -1,0 +1,78 @@
+"""What wrappers of one hook have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor
+
+from lightning_commhooks.interface.bucket import Bucket
+from lightning_commhooks.interface.hook import BoundHook, CommHook
+from lightning_commhooks.interface.models import OptimizerStep
+from lightning_commhooks.interface.state import StateReader, StateWriter
+
+
+class BoundAround(BoundHook):
+    """Does what the hook inside does; subclasses change what it gets to see.
+
+    Args:
+        inner: the hook inside.
+    """
+
+    def __init__(self, inner: BoundHook) -> None:
+        super().__init__(inner.group)
+        self.averages_models = inner.averages_models
+        self.average_buffers = inner.average_buffers
+        self.averages_parts = inner.averages_parts
+        self.scales_gradients = inner.scales_gradients
+        self.replaces_state = inner.is_readable
+        self._inner = inner
+
+    @property
+    def has_memory(self) -> bool:  # type: ignore[override]  # `Auto` may choose a hook without
+        """Whether the hook inside has memory now."""
+        return self._inner.has_memory
+
+    def reduce(self, flat: Tensor, bucket: Bucket) -> Tensor | None:
+        return self._inner.reduce(flat, bucket)
+
+    def reduce_sparse(self, grad: Tensor, bucket: Bucket) -> Tensor:
+        return self._inner.reduce_sparse(grad, bucket)
+
+    def is_local(self, step: int) -> bool:
+        return self._inner.is_local(step)
+
+    def after_optimizer_step(self, stepped: OptimizerStep) -> None:
+        self._inner.after_optimizer_step(stepped)
+
+    def end_step(self, finite: Tensor) -> None:
+        self._inner.end_step(finite)
+
+    def drain_(self, flat: Tensor, bucket: Bucket) -> None:
+        self._inner.drain_(flat, bucket)
+
+    @property
+    def chosen(self) -> CommHook | None:
+        return self._inner.chosen
+
+    def owed(self) -> Iterator[Tensor]:
+        return self._inner.owed()
+
+    def why_not_compressed(self, step: int) -> str | None:
+        return self._inner.why_not_compressed(step)
+
+    def state_dict(self, writer: StateWriter) -> dict[str, Any]:
+        return self._inner.state_dict(writer)
+
+    def load_state_dict(self, state: dict[str, Any], reader: StateReader) -> None:
+        self._inner.load_state_dict(state, reader)
+
+    def compression_stats(self) -> tuple[float, int, int]:
+        return self._inner.compression_stats()
+
+    def closing_warnings(self, steps: int) -> list[str]:
+        return self._inner.closing_warnings(steps)
+
+    def release(self) -> None:
+        self._inner.release()
