@@ -128,7 +128,7 @@ KWARGS = "accelerate_integration/kwargs.py"
 
 ACCELERATE = [
     Use("._models", ("accelerate_integration/fsdp.py",), "FSDP: no model is found", _keeps_models),
-    Use("._optimizers", ("accelerate_integration/companion.py",), "hooks are not attached", _keeps_models),
+    Use("._optimizers", ("accelerate_integration/accelerator_events.py",), "hooks are not attached", _keeps_models),
     Use(
         "__class__",
         (KWARGS,),

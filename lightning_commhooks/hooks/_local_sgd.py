@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.interface.bucket import Bucket
+from lightning_commhooks.interface.checks import check_bool, check_integer
 from lightning_commhooks.interface.hook import BoundHook, CommHook
 from lightning_commhooks.interface.models import OptimizerStep
 from lightning_commhooks.interface.state import StateReader, StateWriter
@@ -31,8 +32,7 @@ class LocalSGDConfig(CommHook):
         if self.subgroup_size is not None:
             check_integer("subgroup_size", self.subgroup_size, 1)
         for field in ("post_local_gradient_allreduce", "average_buffers"):
-            if not isinstance(getattr(self, field), bool):
-                raise ValueError(f"{field} must be True or False, is {getattr(self, field)!r}")
+            check_bool(field, getattr(self, field))
         if not self.post_local_gradient_allreduce and self.subgroup_size is not None:
             raise ValueError(
                 f"subgroup_size={self.subgroup_size} has no effect with post_local_gradient_allreduce=False, which "
@@ -40,16 +40,6 @@ class LocalSGDConfig(CommHook):
             )
         if self.optimizer_state not in ("keep", "average", "reset"):
             raise ValueError(f"optimizer_state must be 'keep', 'average' or 'reset', is {self.optimizer_state!r}")
-
-
-def check_integer(field: str, value: object, lowest: int) -> None:
-    """Refuse what is no integer of at least `lowest`.
-
-    Raises:
-        ValueError: it is not.
-    """
-    if isinstance(value, bool) or not isinstance(value, int) or value < lowest:
-        raise ValueError(f"{field} must be an integer of at least {lowest}, is {value!r}")
 
 
 class BoundLocalSGD(BoundHook):

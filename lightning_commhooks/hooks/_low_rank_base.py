@@ -16,6 +16,7 @@ from lightning_commhooks.hooks._by_parameter import BoundByParameter, Entry, P
 from lightning_commhooks.hooks._low_rank import orthonormal_basis, random_factor, revive
 from lightning_commhooks.hooks._low_rank_state import loaded, saved, settled
 from lightning_commhooks.interface.bucket import Bucket
+from lightning_commhooks.interface.checks import check_bool, check_integer
 from lightning_commhooks.interface.hook import CommHook
 from lightning_commhooks.interface.memory import Memory
 from lightning_commhooks.interface.state import StateReader, StateWriter
@@ -45,14 +46,10 @@ class LowRankConfig(CommHook):
             ("start_powerSGD_iter", 0),
             ("compression_stats_logging_frequency", 1),
         ):
-            value = getattr(self, field)
-            if isinstance(value, bool) or not isinstance(value, int) or value < lowest:
-                raise ValueError(f"{field} must be an integer of at least {lowest}, is {value!r}")
+            check_integer(field, getattr(self, field), lowest)
         for field in ("use_error_feedback", "warm_start"):
-            if not isinstance(getattr(self, field), bool):
-                raise ValueError(f"{field} must be True or False, is {getattr(self, field)!r}")
-        if not isinstance(self.random_seed, int):
-            raise ValueError(f"random_seed must be an integer, is {self.random_seed!r}")
+            check_bool(field, getattr(self, field))
+        check_integer("random_seed", self.random_seed)
         if not isinstance(self.orthogonalization_epsilon, (int, float)) or not 0 <= self.orthogonalization_epsilon < 1:
             raise ValueError(f"orthogonalization_epsilon must be in [0, 1), is {self.orthogonalization_epsilon!r}")
 

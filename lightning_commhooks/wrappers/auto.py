@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import logging
 import math
 import statistics
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -17,18 +19,20 @@ from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.hooks.allreduce import AllReduce
 from lightning_commhooks.hooks.noop import Noop
 from lightning_commhooks.interface.bucket import Bucket
+from lightning_commhooks.interface.checks import check_integer
 from lightning_commhooks.interface.error_sample import DEFAULT_NUMEL, ErrorSampler
 from lightning_commhooks.interface.hook import BoundHook, CommHook
 from lightning_commhooks.interface.hook_state import describe
 from lightning_commhooks.interface.python_code import code
 from lightning_commhooks.interface.registry import get_hook, get_hook_class, get_inner_hook, register
 from lightning_commhooks.interface.state import StateReader, StateWriter
-from lightning_commhooks.wrappers._announce import announce
 from lightning_commhooks.wrappers._turns import BoundSwitch
 
 # Steps of each candidate that are not timed: in the first it also pays what its predecessor owed, in the others its
 # error is sampled.
 _LEAD_IN = 3
+
+_logger = logging.getLogger("lightning_commhooks")
 
 
 @register
@@ -79,9 +83,7 @@ class Auto(CommHook):
         if not isinstance(self.min_gain, (int, float)) or not 0 <= self.min_gain < 1:
             raise ValueError(f"min_gain must be in [0, 1), is {self.min_gain!r}")
         for field, lowest in (("warmup_steps", 0), ("timed_steps", 1)):
-            value = getattr(self, field)
-            if isinstance(value, bool) or not isinstance(value, int) or value < lowest:
-                raise ValueError(f"{field} must be an integer of at least {lowest}, is {value!r}")
+            check_integer(field, getattr(self, field), lowest)
 
     @property
     def inner_hooks(self) -> tuple[CommHook, ...]:
@@ -204,7 +206,7 @@ class _BoundAuto(BoundSwitch):
         best = min(acceptable, key=times.__getitem__)
         self._choice = best if times[best] <= times[0] * (1 - self._config.min_gain) else 0
         if self.group.rank == 0:
-            announce(self._explain(times, errors))
+            _announce(self._explain(times, errors))
 
     def _step_ms(self, key: int) -> float:
         end = self._begins(key + 1)
@@ -274,3 +276,14 @@ class _BoundAuto(BoundSwitch):
             f"training ended after {len(self._moments)} steps of measuring, before hook='auto' had chosen, which takes "
             f"{num}: use fewer candidates or timed_steps"
         ]
+
+
+def _announce(text: str) -> None:
+    """Log a line at level INFO; where logging is not set up, which would swallow it, print it to stderr.
+
+    To silence it: `logging.getLogger("lightning_commhooks").setLevel(logging.WARNING)`.
+    """
+    if _logger.isEnabledFor(logging.INFO):
+        _logger.info(text)
+    elif _logger.level == logging.NOTSET:
+        print(text, file=sys.stderr, flush=True)

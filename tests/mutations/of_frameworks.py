@@ -135,7 +135,7 @@ MUTATIONS = [
     ),
     Mutation(
         "accelerate_divides_by_nothing",
-        f"{ACCELERATE}/companion.py",
+        f"{ACCELERATE}/accelerator_events.py",
         "return self.divided_before * self._divides_by",
         "return self.divided_before",
         "What accelerator.backward divides the loss by is not known.",
@@ -183,7 +183,7 @@ MUTATIONS = [
     ),
     Mutation(
         "accelerate_saves_no_state",
-        f"{ACCELERATE}/companion.py",
+        f"{ACCELERATE}/accelerator_events.py",
         "lambda models, weights, folder: self.write(folder)",
         "lambda models, weights, folder: None",
         "Accelerate's checkpoints have no state of the hook.",
@@ -192,7 +192,7 @@ MUTATIONS = [
     Mutation(
         "trainer_loads_no_state",
         f"{ACCELERATE}/trainer.py",
-        "self._companion().read(checkpoint)",
+        "self._events().read(checkpoint)",
         "pass",
         "A run that a transformers.Trainer resumes begins without memory.",
         "tests/test_hf_trainer.py -k 'resumes'",
@@ -200,7 +200,7 @@ MUTATIONS = [
     Mutation(
         "trainer_ends_with_one_ranks_model",
         f"{ACCELERATE}/trainer.py",
-        "        self._companion().average_for_good()\n",
+        "        self._events().average_for_good()\n",
         "",
         "After train(), each rank has its own model.",
         "tests/test_hf_trainer.py -k 'trains_with or evaluates'",

@@ -14,7 +14,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object, save
 from torch.optim import Optimizer
 
-from accelerate_integration.around import wrap
+from accelerate_integration.replaced_methods import replace_method
 from lightning_commhooks.ddp.attachment import Attachment
 from lightning_commhooks.ddp.attachments import Attachments
 from lightning_commhooks.ddp.copies import NotCopied
@@ -23,8 +23,8 @@ from lightning_commhooks.ddp.optimizers import check_optimizer
 FILE_NAME = "lightning_commhooks.bin"
 
 
-class Companion:
-    """Goes along with one `Accelerator`, whose methods have averaged models and hook state in view from now on.
+class AcceleratorEvents:
+    """Has the methods of one `Accelerator` take averaged models and hook state into account from now on.
 
     Args:
         accelerator: the accelerator.
@@ -42,13 +42,13 @@ class Companion:
         self._divides_by = 1.0
         self.divided_before = 1.0
         # Accelerate has events for the beginning of saving and loading only.
-        wrap(accelerator, "backward", self._backward)
-        wrap(accelerator, "prepare_optimizer", self._prepare_optimizer)
-        wrap(accelerator, "wait_for_everyone", self._wait_for_everyone)
-        wrap(accelerator, "get_state_dict", self._get_state_dict)
-        wrap(accelerator, "save_state", self._save_state)
-        wrap(accelerator, "load_state", self._load_state)
-        wrap(accelerator, "end_training", self._end_training)
+        replace_method(accelerator, "backward", self._backward)
+        replace_method(accelerator, "prepare_optimizer", self._prepare_optimizer)
+        replace_method(accelerator, "wait_for_everyone", self._wait_for_everyone)
+        replace_method(accelerator, "get_state_dict", self._get_state_dict)
+        replace_method(accelerator, "save_state", self._save_state)
+        replace_method(accelerator, "load_state", self._load_state)
+        replace_method(accelerator, "end_training", self._end_training)
         accelerator.register_save_state_pre_hook(NotCopied(lambda models, weights, folder: self.write(folder)))
         accelerator.register_load_state_pre_hook(NotCopied(self._remember_folder))
 

@@ -7,26 +7,26 @@ from collections.abc import Callable
 from typing import Any
 
 
-def wrap(target: object, name: str, around: Callable[..., Any]) -> None:
-    """Replace a method of one object by `around(original, *args, **kwargs)`.
+def replace_method(target: object, name: str, replacement: Callable[..., Any]) -> None:
+    """Replace a method of one object by `replacement(original, *args, **kwargs)`.
 
     For the events that Accelerate and transformers have no callback for. The class stays as it is.
 
     Args:
         target: the object.
         name: of the method.
-        around: gets the method that there was as its first argument.
+        replacement: gets the method that there was as its first argument.
     """
-    setattr(target, name, _Replaced(target, name, around))
+    setattr(target, name, _Replaced(target, name, replacement))
 
 
 class _Replaced:
     """A replaced method; in a copy of its object, as a pickled one, the method of the class is back."""
 
-    def __init__(self, target: object, name: str, around: Callable[..., Any]) -> None:
+    def __init__(self, target: object, name: str, replacement: Callable[..., Any]) -> None:
         original = getattr(target, name)
         functools.update_wrapper(self, original)
-        self._method = functools.partial(around, original)
+        self._method = functools.partial(replacement, original)
         self._place = target, name
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
