@@ -23,6 +23,8 @@ _OF_TRAINER = [field.name for field in dataclasses.fields(MonitorOptions) if fie
 class CommHookTracker:
     """Logs what communication hooks do by `accelerator.log`, to all trackers.
 
+    For example::
+
         accelerator = Accelerator(log_with="tensorboard", kwargs_handlers=[handler := CommHookKwargs(hook="int8")])
         accelerator.init_trackers("run")
         model, optimizer, loader = accelerator.prepare(model, optimizer, loader)

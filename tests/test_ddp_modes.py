@@ -24,7 +24,7 @@ LOSSY = {"powersgd", "batched_powersgd", "cast", "schedule", "noop", "int4", "pe
 
 
 def mlp():
-    return nn.Sequential(*[layer for _ in range(6) for layer in (nn.Linear(24, 24), nn.Tanh())])
+    return nn.Sequential(*[layer for _ in range(4) for layer in (nn.Linear(24, 24), nn.Tanh())])
 
 
 def frozen():

@@ -3,6 +3,7 @@
 import importlib.util
 import inspect
 import json
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -24,6 +25,8 @@ needs_frameworks = pytest.mark.skipif(
     any(importlib.util.find_spec(name) is None for name in ("lightning", "accelerate", "transformers", "jsonargparse")),
     reason="pages show all frameworks",
 )
+
+needs_furo = pytest.mark.skipif(importlib.util.find_spec("furo") is None, reason="needs sphinx, myst-parser and furo")
 
 
 def name_of(path):
@@ -119,18 +122,97 @@ def test_no_block_is_overlooked():
         assert len(fences) == 2 * len(blocks(path)), path
 
 
-@pytest.mark.skipif(importlib.util.find_spec("furo") is None, reason="needs sphinx, myst-parser and furo")
-def test_site(tmp_path):
-    build = [sys.executable, "-m", "sphinx", "-q", "-n", "-W", "--keep-going", "-b", "html", DOCS, tmp_path / "html"]
-    done = subprocess.run([*map(str, build)], capture_output=True, text=True, timeout=120)
+def public_names():
+    import accelerate_integration
+
+    # What is imported when it is first used is public too, though a star import leaves some of it out.
+    names = {f"lightning_commhooks.{name}" for name in {*lc.__all__, *lc._LAZY}}
+    return names | {f"accelerate_integration.{name}" for name in accelerate_integration.__all__}
+
+
+@needs_frameworks
+def test_each_public_name_is_in_the_reference_once():
+    pages = (path.read_text() for path in DOCS.glob("reference/*.md"))
+    listed = Counter(name for page in pages for name in re.findall(r"^- `(\w+\.\w+)`", page, re.MULTILINE))
+    assert listed == Counter(public_names())
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """The folder with the pages as HTML."""
+    html = tmp_path_factory.mktemp("docs") / "html"
+    build = [sys.executable, "-m", "sphinx", "-q", "-n", "-W", "--keep-going", "-b", "html", str(DOCS), str(html)]
+    done = subprocess.run(build, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
+    return html
+
+
+def soup(path):
+    from bs4 import BeautifulSoup
+
+    return BeautifulSoup(path.read_text(), "html.parser")
+
+
+@needs_frameworks
+@needs_furo
+def test_site(site):
     for path in PAGES:
-        html = (tmp_path / "html" / path.relative_to(DOCS).with_suffix(".html")).read_text()
+        html = (site / path.relative_to(DOCS).with_suffix(".html")).read_text()
         text = path.read_text()
         assert html.count("<table") == sum(
             line.startswith("|--") or line.startswith("| --") for line in text.splitlines()
         )
-        assert html.count('class="math notranslate') == count_formulas(path), "formulas"
+        formulas = count_formulas(path)
+        assert html.count('class="math notranslate') == formulas, "formulas"
+        assert html.count("<math ") == html.count("</math>") == formulas, "formulas that browsers show by themselves"
+
+
+@needs_frameworks
+@needs_furo
+def test_site_asks_no_other_host(site):
+    # What fonts, styles and scripts load.
+    loaded = re.compile(r"(url\(|@import|import|importScripts\(|fetch\(|\.src ?=)\s*[\"'(]*(https?:)?//[^\"')]*")
+    found = set()
+    for path in site.rglob("*.html"):
+        for tag in soup(path).find_all(True):
+            for name, value in tag.attrs.items():
+                if (tag.name, name) != ("a", "href") and name != "xmlns" and re.match(r"\s*(https?:)?//", str(value)):
+                    found.add(f"{tag.name} {name}={value}")
+    for path in (path for ending in ("html", "css", "js") for path in site.rglob(f"*.{ending}")):
+        found |= {match[0] for match in loaded.finditer(path.read_text())}
+    assert not found
+
+
+@needs_frameworks
+@needs_furo
+def test_reference_on_the_site_has_all_options(site):
+    pages = [soup(path) for path in site.glob("reference/*.html")]
+    entries = {dt["id"]: dt for page in pages for dt in page.select("dt.sig[id]")}
+    assert public_names() <= entries.keys()
+    for hook_class in documented_classes().values():
+        entry = entries[f"lightning_commhooks.{hook_class.__name__}"]
+        signature = {found.select_one(".n").text: found.text for found in entry.select(".sig-param:has(.n)")}
+        explained = {found.text for found in entry.find_next_sibling("dd").select(".field-list strong")}
+        for parameter in inspect.signature(hook_class).parameters.values():
+            assert parameter.name in explained
+            if parameter.default is not parameter.empty:
+                assert signature[parameter.name].endswith(f" = {shown(parameter.default)}")
+
+
+@needs_frameworks
+@needs_furo
+def test_markup_of_docstrings_on_the_site(site):
+    pages = [soup(path) for path in site.glob("reference/*.html")]
+    links = {link["href"] for page in pages for link in page.select("dd a.reference.internal:has(code)")}
+    assert "hooks.html#lightning_commhooks.ScaleByGradAccumulation" in links
+    assert any(found.text == "powersgd" for page in pages for found in page.select("dd p code"))
+    for page in pages:
+        assert not page.select("dl.property .field-list"), "the beginning of a sentence as a type"
+        for code in page.select("code, pre, script"):
+            code.decompose()
+        text = page.select_one("article").text
+        assert not re.search(r"`|\]\[|Return type", text), "as it is in the docstring"
+        assert not re.search(r"lightning_commhooks\.\w+\.\w", text), "a module, which may move"
 
 
 def count_formulas(path):

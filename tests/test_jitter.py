@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 import lightning_commhooks as lc
 
 # 4 ranks on 2 cores take about 10 ms a bucket and step.
+WITHOUT = 25
 STEPS = {"plain": 50, "find_unused": 50, "skip_all_reduce_unused": 500}
 NUM_PARAMETERS = {"plain": 8, "find_unused": 8, "skip_all_reduce_unused": 4}
 MODES = {
@@ -55,7 +56,8 @@ def unused_names(mode, rank, step):
     return {"p0", "p2"} if mode == "skip_all_reduce_unused" else {f"p{(step + rank) % 9}", f"p{step % 8}"}
 
 
-def train(rank, world, mode, seconds):
+def train(rank, world, mode, seconds, steps):
+    """Parameters after `WITHOUT` steps and at the end; what was reduced beside, the hook's steps and buckets."""
     torch.manual_seed(rank)
     delay = random.Random(rank - 100)
     shapes = {f"p{i}": (24, 24) for i in range(NUM_PARAMETERS[mode])}
@@ -63,8 +65,8 @@ def train(rank, world, mode, seconds):
     hook = Delayed(lc.PowerSGD(start_powerSGD_iter=10, matrix_approximation_rank=1), seconds)
     attachment = lc.attach(ddp, hook)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-    metrics = []
-    for step in range(STEPS[mode]):
+    metrics, parameters = [], []
+    for step in range(steps):
         gradients = {name: torch.randn(shape) for name, shape in shapes.items()}
         for name in unused_names(mode, rank, step):
             gradients.pop(name, None)
@@ -79,8 +81,9 @@ def train(rank, world, mode, seconds):
         metrics.append((metric.item(), mean.item()))
         optimizer.step()
         optimizer.zero_grad()
+        if step + 1 in (WITHOUT, steps):
+            parameters.append(torch.nn.utils.parameters_to_vector(ddp.module.parameters()).detach())
     attachment.close()
-    parameters = torch.nn.utils.parameters_to_vector(ddp.module.parameters()).detach()
     return parameters, metrics, attachment.metrics()["steps"], len(attachment.bound.buckets)
 
 
@@ -90,10 +93,13 @@ def test_delays_change_nothing(run, mode):
     if not MODES[mode].keys() <= arguments.keys():
         pytest.skip("this DDP has no such argument")
     with ignoring(NOT_AVERAGING):
-        without = run(train, mode, 0, world=4, timeout=200)
-        delayed = run(train, mode, 1e-3, world=4, timeout=200)
-    for parameters, metrics, steps, num_buckets in (*without, *delayed):
-        assert torch.equal(parameters, without[0][0])
-        assert metrics == without[0][1]
-        assert steps == STEPS[mode]
+        without = run(train, mode, 0, WITHOUT, world=4, timeout=200)
+        delayed = run(train, mode, 1e-3, STEPS[mode], world=4, timeout=200)
+    for parameters, metrics, _, num_buckets in (*without, *delayed):
+        assert torch.equal(parameters[0], without[0][0][0])
+        assert metrics[:WITHOUT] == without[0][1]
         assert num_buckets >= NUM_PARAMETERS[mode] - (2 if mode == "skip_all_reduce_unused" else 0)
+    for parameters, metrics, steps, _ in delayed:
+        assert torch.equal(parameters[-1], delayed[0][0][-1])
+        assert metrics == delayed[0][1]
+        assert steps == STEPS[mode]

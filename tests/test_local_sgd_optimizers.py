@@ -60,9 +60,8 @@ def assert_same_trajectory(results, expected):
                 torch.testing.assert_close(value, theirs[rank][name], rtol=0, atol=1e-12, msg=f"{name}, {step}, {rank}")
 
 
-@pytest.mark.parametrize("kind", ["momentum", "adamw"])
+@pytest.mark.parametrize(("method", "kind"), [("post", "momentum"), *((method, "adamw") for method in METHODS)])
 @pytest.mark.parametrize("state", ["keep", "average", "reset"])
-@pytest.mark.parametrize("method", METHODS)
 def test_state_of_optimizers(run, method, state, kind):
     make, options, simulated = METHODS[method]
     results = run(train, make(optimizer_state=state, **options, **ALONE), kind, world=4)

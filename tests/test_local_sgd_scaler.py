@@ -106,12 +106,12 @@ def assert_as_expected(results, trajectory, scales, counts):
 @pytest.mark.parametrize("method", METHODS)
 def test_random_overflows_never_put_ranks_out_of_phase(run, method, kind):
     hook, options = METHODS[method]
-    drawn = torch.rand(60, 4, generator=torch.Generator().manual_seed(5)) < 0.06
+    drawn = torch.rand(32, 4, generator=torch.Generator().manual_seed(5)) < 0.08
     overflows = [(step, rank, 0) for step, rank in drawn.nonzero().tolist()]
     bad_steps = {step for step, _, _ in overflows}
-    assert 8 < len(bad_steps) < 30
-    results = run(train, hook, 60, overflows, 1, kind, world=4)
-    assert_as_expected(results, *expected(4, 60, overflows, kind=kind, **options))
+    assert 6 < len(bad_steps) < 16
+    results = run(train, hook, 32, overflows, 1, kind, world=4)
+    assert_as_expected(results, *expected(4, 32, overflows, kind=kind, **options))
     is_local = [step for step in bad_steps if step >= options.get("warmup", 0)]
     assert all(metrics["nonfinite_steps"] == len(is_local) for _, _, metrics, _ in results)
 

@@ -1,6 +1,7 @@
 """State of local SGD: resumed in the middle of a period, on other numbers of ranks; handed over by a Schedule."""
 
 import copy
+import itertools
 import warnings
 
 import pytest
@@ -52,7 +53,12 @@ def train(rank, ddp, optimizers, steps, kind="mixed"):
     return trajectory
 
 
-def save(model, optimizers, attachment):
+def save(model, optimizers, attachment, exact=True):
+    """A checkpoint of everything: as each rank has it, or of the averages."""
+    if not exact:
+        averaged = [attachment.averaged_optimizer_state(optimizer) for optimizer in optimizers]
+        with attachment.averaged_weights(), averaged[0], averaged[1]:
+            return save(model, optimizers, attachment)
     state = {
         "hook": attachment.state_dict(),
         "model": model.state_dict(),
@@ -80,42 +86,43 @@ def uninterrupted(rank, world, hook, kind="mixed", average_at=None):
         return trajectory + train(rank, ddp, optimizers, range(average_at or 0, STEPS), kind)
 
 
-def resumed(rank, world, hook, at, exact, kind="mixed"):
-    """The part of a run that comes after a checkpoint, with all objects new and another initial model."""
+def resumed(rank, world, hook, points, exact, kind="mixed"):
+    """What comes after each checkpoint of one run, with all objects new and another initial model."""
     model, optimizers = make(kind)
+    checkpoints = []
     with local(model, hook, optimizers, exact_state=exact) as (ddp, attachment):
-        train(rank, ddp, optimizers, range(at), kind)
-        if exact:
-            saved = save(model, optimizers, attachment)
-        else:
-            first, second = optimizers
-            averaged = attachment.averaged_optimizer_state
-            with attachment.averaged_weights(), averaged(first), averaged(second):
-                saved = save(model, optimizers, attachment)
-    model, optimizers = make(kind)
-    nn.init.ones_(model.first[0].weight)
-    with local(model, hook, optimizers, exact_state=exact) as (ddp, attachment):
-        load(saved, model, optimizers, attachment)
-        return train(rank, ddp, optimizers, range(at, STEPS), kind)
+        for begin, at in itertools.pairwise([0, *points]):
+            train(rank, ddp, optimizers, range(begin, at), kind)
+            checkpoints.append(save(model, optimizers, attachment, exact))
+    trajectories = []
+    for at, saved in zip(points, checkpoints, strict=True):
+        model, optimizers = make(kind)
+        nn.init.ones_(model.first[0].weight)
+        with local(model, hook, optimizers, exact_state=exact) as (ddp, attachment):
+            load(saved, model, optimizers, attachment)
+            trajectories.append(train(rank, ddp, optimizers, range(at, STEPS), kind))
+    return trajectories
 
 
-@pytest.mark.parametrize("at", [3, 8, 9], ids=["in_warm_up", "in_a_period", "after_averaging"])
 @pytest.mark.parametrize("name", HOOKS)
-def test_exact_state_resumes_bit_by_bit(run, name, at):
+def test_exact_state_resumes_bit_by_bit(run, name):
     """In the warm-up not all bits are the same: DDP has other buckets in its first step, and sums in another order."""
-    whole, part = run(uninterrupted, HOOKS[name], world=4), run(resumed, HOOKS[name], at, True, world=4)
-    assert not same(whole[0][7], whole[3][7])
-    for before, after in zip(whole, part, strict=True):
-        for step, (theirs, mine) in enumerate(zip(before[at:], after, strict=True), start=at):
-            for key in theirs:
-                tolerance = 1e-12 if at == 3 else 0
-                torch.testing.assert_close(mine[key], theirs[key], rtol=0, atol=tolerance, msg=f"{key}, step {step}")
+    in_warm_up, in_a_period, _after_averaging = points = [3, 8, 9]
+    whole, parts = run(uninterrupted, HOOKS[name], world=4), run(resumed, HOOKS[name], points, True, world=4)
+    assert not same(whole[0][in_a_period - 1], whole[3][in_a_period - 1])
+    for before, trajectories in zip(whole, parts, strict=True):
+        for at, after in zip(points, trajectories, strict=True):
+            for step, (theirs, mine) in enumerate(zip(before[at:], after, strict=True), start=at):
+                for key in theirs:
+                    tolerance = 1e-12 if at == in_warm_up else 0
+                    text = f"{key}, step {step}, saved at {at}"
+                    torch.testing.assert_close(mine[key], theirs[key], rtol=0, atol=tolerance, msg=text)
 
 
 @pytest.mark.parametrize("name", HOOKS)
 def test_state_with_averages_goes_on_as_if_averaged_for_good(run, name):
-    whole, part = run(uninterrupted, HOOKS[name], "mixed", 8, world=4), run(resumed, HOOKS[name], 8, False, world=4)
-    for before, after in zip(whole, part, strict=True):
+    whole, part = run(uninterrupted, HOOKS[name], "mixed", 8, world=4), run(resumed, HOOKS[name], [8], False, world=4)
+    for before, (after,) in zip(whole, part, strict=True):
         for step, (mine, theirs) in enumerate(zip(after, before[8:], strict=True)):
             for key in theirs:
                 torch.testing.assert_close(mine[key], theirs[key], rtol=0, atol=1e-12, msg=f"{key}, {step}")
@@ -124,8 +131,8 @@ def test_state_with_averages_goes_on_as_if_averaged_for_good(run, name):
 @pytest.mark.parametrize(("name", "at"), [("post", 9), ("hierarchical", 11), ("diloco", 9)])
 def test_state_saved_when_ranks_are_equal_goes_on_as_if_nothing_was(run, name, at):
     whole = run(uninterrupted, HOOKS[name], "sgd", world=4)
-    part = run(resumed, HOOKS[name], at, False, "sgd", world=4)
-    for before, after in zip(whole, part, strict=True):
+    part = run(resumed, HOOKS[name], [at], False, "sgd", world=4)
+    for before, (after,) in zip(whole, part, strict=True):
         assert all(same(a, b) for a, b in zip(before[at:], after, strict=True))
 
 
