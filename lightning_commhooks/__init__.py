@@ -28,6 +28,7 @@ from lightning_commhooks.hooks import (
     QuantizePerTensor,
 )
 from lightning_commhooks.interface.bucket import Bucket
+from lightning_commhooks.interface.error_feedback import ErrorFeedback
 from lightning_commhooks.interface.hook import BoundHook, CommHook
 from lightning_commhooks.interface.models import OptimizerStep
 from lightning_commhooks.interface.registry import available_hooks, get_hook, register
@@ -68,6 +69,7 @@ __all__ = [
     "Cast",
     "CommHook",
     "DiLoCo",
+    "ErrorFeedback",
     "HierarchicalLocalSGD",
     "HookError",
     "Int4",

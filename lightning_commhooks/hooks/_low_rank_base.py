@@ -12,10 +12,10 @@ from torch import Tensor
 
 from lightning_commhooks.collectives.counters import Counters
 from lightning_commhooks.collectives.group import Group
-from lightning_commhooks.hooks._by_parameter import BoundByParameter, Entry, P
 from lightning_commhooks.hooks._low_rank import orthonormal_basis, random_factor, revive
 from lightning_commhooks.hooks._low_rank_state import loaded, saved, settled
 from lightning_commhooks.interface.bucket import Bucket
+from lightning_commhooks.interface.by_parameter import BoundByParameter, Entry, P
 from lightning_commhooks.interface.checks import check_bool, check_integer
 from lightning_commhooks.interface.hook import CommHook
 from lightning_commhooks.interface.memory import Memory

@@ -15,14 +15,14 @@ from torch import Tensor
 from lightning_commhooks.codecs.codec import Codec
 from lightning_commhooks.collectives.encoded import Part
 from lightning_commhooks.collectives.group import Group
-from lightning_commhooks.hooks._by_parameter import BoundByParameter, Entry, Plan
 from lightning_commhooks.hooks._parts import Parts
-from lightning_commhooks.hooks._precision import to_gradient, work_dtype
 from lightning_commhooks.interface.accumulation import scale_
 from lightning_commhooks.interface.bucket import Bucket, Slot
+from lightning_commhooks.interface.by_parameter import BoundByParameter, Entry, Plan
 from lightning_commhooks.interface.checks import check_bool, check_integer
 from lightning_commhooks.interface.hook import BoundHook, CommHook
 from lightning_commhooks.interface.memory import Memory, all_finite
+from lightning_commhooks.interface.precision import to_gradient, work_dtype
 from lightning_commhooks.interface.state import StateReader, StateWriter
 
 

@@ -13,9 +13,9 @@ from lightning_commhooks.codecs._rounding import check_block_size
 from lightning_commhooks.collectives.encoded import Part
 from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.hooks._parts import Parts
-from lightning_commhooks.hooks._precision import to_gradient, work_dtype
 from lightning_commhooks.interface.bucket import Bucket, Slot
 from lightning_commhooks.interface.hook import BoundHook, CommHook
+from lightning_commhooks.interface.precision import to_gradient, work_dtype
 from lightning_commhooks.interface.registry import register
 
 Protocol = Literal["two_shot", "all_gather"]

@@ -55,8 +55,8 @@ def check_hook(
             be zero, but not twice the mean.
         rounding: what may be lost in spite of error feedback, as a fraction of the gradients' norm: the precision of
             what is sent without it. Of hooks without memory only under a changing loss scale.
-        bytes_sent: bytes that a rank sends in a step for one bucket of `lightning_commhooks.testing.model.SHAPES` in
-            float32, by the number of ranks; by default, what is counted has to be what is given to
+        bytes_sent: bytes that a rank sends in the third step, by the number of ranks, for one bucket in float32 of
+            `lightning_commhooks.testing.model.SHAPES`; by default, what is counted has to be what is given to
             `torch.distributed`, and no more.
         depends_on_buckets: whether the result depends on where DDP's buckets begin and end.
         goes_on_from_mean: whether a run that resumes from the mean of the ranks' memories goes on as it would have. Not

@@ -104,7 +104,7 @@ def backward(ddp: DistributedDataParallel, gradients: Gradients) -> Gradients:
 
 @contextmanager
 def attached(
-    hook: CommHook,
+    hook: CommHook | str,
     shapes: Shapes = SHAPES,
     dtype: torch.dtype = torch.float32,
     exact_state: bool = False,
@@ -140,7 +140,7 @@ def outputs(
 
 def norm(gradients: Gradients) -> float:
     """Frobenius norm over all parameters, in float64."""
-    return torch.cat([g.double().reshape(-1) for g in gradients.values()]).norm().item()
+    return float(torch.cat([g.double().reshape(-1) for g in gradients.values()]).norm())
 
 
 def distance(a: Gradients, b: Gradients) -> float:

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-
 # Of the ranks: compiling takes seconds, and what is compiled is not for gradients as small as these; and DDP warns, to
 # stderr, of parameters that may be unused and are not.
 _ENVIRONMENT = {"TORCH_COMPILE_DISABLE": "1", "TORCH_CPP_LOG_LEVEL": "ERROR", "OMP_NUM_THREADS": "1"}
@@ -50,7 +49,7 @@ class Processes:
         self._ranks: list[tuple[Any, connection.Connection]] = []
 
     def __enter__(self) -> Processes:
-        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._store = _store(0, is_master=True)
         # Not forked: a process that has trained has threads.
         context = get_context("spawn")
         with _environment(_ENVIRONMENT):
@@ -86,12 +85,12 @@ class Processes:
             ready = connection.wait(waiting, max(0.0, deadline - time.monotonic()))
             if not ready:
                 break
-            for pipe in ready:
-                assert isinstance(pipe, connection.Connection)
-                try:
-                    replies[pipes.index(pipe)] = pickle.loads(pipe.recv_bytes())
-                except EOFError:
-                    replies[pipes.index(pipe)] = False, "the process died"
+            for rank, pipe in enumerate(pipes):
+                if pipe in ready:
+                    try:
+                        replies[rank] = pickle.loads(pipe.recv_bytes())
+                    except EOFError:
+                        replies[rank] = False, "the process died"
         failed = [f"rank {rank}: {text}" for rank, (is_fine, text) in sorted(replies.items()) if not is_fine]
         failed += [f"rank {rank}: no end after {2 * self._seconds:g} s" for rank in range(world) if rank not in replies]
         if failed:
@@ -99,10 +98,16 @@ class Processes:
         return [replies[rank][1] for rank in range(world)]
 
 
+def _store(port: int, is_master: bool) -> Any:
+    return dist.TCPStore(  # type: ignore[attr-defined]  # documented
+        "127.0.0.1", port, is_master=is_master, wait_for_workers=False
+    )
+
+
 def _work(pipe: connection.Connection, port: int, seconds: float) -> None:
     """A rank: make calls until the other end closes."""
     torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    store = _store(port, is_master=False)
     while True:
         try:
             message = pipe.recv_bytes()
@@ -110,7 +115,7 @@ def _work(pipe: connection.Connection, port: int, seconds: float) -> None:
             return
         try:
             prefix, rank, world, function, args = pickle.loads(message)
-            own = dist.PrefixStore(prefix, store)
+            own = dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]  # documented
             timeout = timedelta(seconds=seconds)
             dist.init_process_group("gloo", store=own, rank=rank, world_size=world, timeout=timeout)
             torch.manual_seed(0)

@@ -27,7 +27,7 @@ from lightning_commhooks.testing.model import (
     same,
     zero_gradients,
 )
-from lightning_commhooks.testing.rules import Case, Run, demand
+from lightning_commhooks.testing.rules import ROUNDING_OF_16_BIT, Case, Run, demand
 from lightning_commhooks.wrappers.schedule import Schedule
 
 
@@ -131,7 +131,7 @@ def _through_a_file(state: Any) -> Any:
     return torch.load(file, weights_only=True)
 
 
-_STEPS = 8
+_STEPS, _STOP = 8, 3
 
 
 def a_resumed_run_goes_on(run: Run, case: Case, world: int) -> None:
@@ -143,7 +143,9 @@ def a_resumed_run_goes_on(run: Run, case: Case, world: int) -> None:
             rebuilds = False
         options = {"find_unused_parameters": not rebuilds, "exact_state": exact}
         whole = run(outputs, case.hook, full_rank_gradients, _STEPS, SHAPES, torch.float64, options, world=world)
-        parts = run(_interrupted, case.hook, options, _STEPS, 3, world=world)
+        if not (exact and not rebuilds) and not whole[0][1]["hook"]["state"]:
+            continue  # with nothing to save, one way of saving it is enough
+        parts = run(_interrupted, case.hook, options, _STEPS, _STOP, world=world)
         how = f"exact_state={exact}, {'other' if rebuilds else 'the same'} buckets"
         for (expected, state, _), (means, resumed) in zip(whole, parts, strict=True):
             for step, (a, b) in enumerate(zip(expected, means, strict=True)):
@@ -151,8 +153,11 @@ def a_resumed_run_goes_on(run: Run, case: Case, world: int) -> None:
                 # More than two numbers are summed in another order where a bucket has them in another place.
                 if exact and (world == 2 or not rebuilds):
                     demand(same(a, b), f"{rule} in some bits")
-                elif case.goes_on_from_mean:
-                    demand(distance(a, b) <= 1e-10 * norm(a), f"{rule} by {distance(a, b) / norm(a):.3g}")
+                    continue
+                # What is rounded in another way grows apart.
+                bound = 1e-10 if case.goes_on_from_mean else 2 * case.error + 4 * ROUNDING_OF_16_BIT
+                if case.goes_on_from_mean or step < _STOP + 3:
+                    demand(distance(a, b) <= bound * norm(a), f"{rule} by {distance(a, b) / norm(a):.3g}")
             demand(resumed["steps"] == state["steps"] == _STEPS, f"the step count is resumed, with {how}")
         demand(all(equal_states(state, parts[0][1]) for _, state in parts), "all ranks save the same state")
 

@@ -7,7 +7,7 @@ HOOKS, CODECS, PACKAGE = "lightning_commhooks/hooks", "lightning_commhooks/codec
 MUTATIONS = [
     Mutation(
         "memory_by_bucket_index",
-        f"{HOOKS}/_by_parameter.py",
+        f"{PACKAGE}/interface/by_parameter.py",
         "return self._plans[bucket.names]\n",
         "return self.__dict__.setdefault('_by_index', {}).setdefault(bucket.index, self._plans[bucket.names])\n",
         "Memory belongs to the number of a bucket, which DDP builds anew.",
@@ -15,7 +15,7 @@ MUTATIONS = [
     ),
     Mutation(
         "memory_lost_with_the_buckets",
-        f"{HOOKS}/_by_parameter.py",
+        f"{PACKAGE}/interface/by_parameter.py",
         "self._stored |= self._plans.pop(names).entries()",
         "self._plans.pop(names)",
         "When DDP rebuilds its buckets, what is owed is forgotten.",
@@ -187,6 +187,6 @@ MUTATIONS = [
         "return self.size if two_shot and self.size > 2 else 1",
         "return 1",
         "Four ranks send all to each other.",
-        "tests/test_contract.py -k 'counted_bytes and int8'",
+        "tests/test_contract.py -k 'bytes_are_counted and int8'",
     ),
 ]

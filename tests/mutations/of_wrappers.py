@@ -51,7 +51,7 @@ MUTATIONS = [
         "return gradient.element_size() > self._dtype.itemsize",
         "return False",
         "Cast sends gradients as they are.",
-        "tests/test_contract.py -k 'counted_bytes and cast'",
+        "tests/test_contract.py -k 'bytes_are_counted and cast'",
     ),
     Mutation(
         "mean_of_what_is_divided_already",
