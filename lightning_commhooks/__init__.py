@@ -27,6 +27,7 @@ from lightning_commhooks.hooks import (
     QuantizePerChannel,
     QuantizePerTensor,
 )
+from lightning_commhooks.interface.averages_models import AveragesModels
 from lightning_commhooks.interface.bucket import Bucket
 from lightning_commhooks.interface.error_feedback import ErrorFeedback
 from lightning_commhooks.interface.hook import BoundHook, CommHook
@@ -63,6 +64,7 @@ __all__ = [
     "AllReduce",
     "Attachment",
     "Auto",
+    "AveragesModels",
     "BatchedPowerSGD",
     "BoundHook",
     "Bucket",

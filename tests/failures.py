@@ -35,9 +35,8 @@ class Failing(lc.CommHook):
         return _BoundFailing(group)
 
 
-class _BoundFailing(lc.BoundHook):
+class _BoundFailing(lc.AveragesModels):
     has_memory = True
-    averages_models = True
 
     def reduce(self, flat, bucket):
         fail_at("reduce")

@@ -19,6 +19,7 @@ from lightning_commhooks.advice.task import Task
 from lightning_commhooks.collectives.errors import HookError
 from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.ddp.attach import attach
+from lightning_commhooks.interface.averages_models import is_local
 from lightning_commhooks.interface.bucket import Bucket
 from lightning_commhooks.interface.error_sample import ErrorSampler
 from lightning_commhooks.interface.hook import BoundHook, CommHook
@@ -192,7 +193,7 @@ def _live(hook: CommHook, gradients: list[list[_Recorded]], group: Group) -> lis
     samplers = {step: ErrorSampler(1, _SAMPLED_NUMEL, numel) for step in range(_STEPS - _SAMPLED_STEPS, _STEPS)}
     for recorded in own:
         bound = hook.bind(group)
-        if bound.is_local(_STEPS):
+        if is_local(bound, _STEPS):
             return []
         for step in range(_STEPS):
             flat, bucket = recorded.flat.to(group.device, copy=True), recorded.at(step, hook)

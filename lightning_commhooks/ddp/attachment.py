@@ -19,6 +19,7 @@ from lightning_commhooks.collectives.link import Link, check_ranks, measure_link
 from lightning_commhooks.ddp import checkpoint
 from lightning_commhooks.ddp.model import checked_model, register, unwrapped
 from lightning_commhooks.ddp.runtime import Runtime
+from lightning_commhooks.interface.averages_models import averages_models
 from lightning_commhooks.interface.error_sample import DEFAULT_NUMEL, ErrorSampler
 from lightning_commhooks.interface.hook import BoundHook, CommHook
 from lightning_commhooks.interface.layout import Layout
@@ -175,7 +176,11 @@ class Attachment:
         """
         if self.bound is None:
             raise ValueError(f"{self.name} is not a hook of this library; ask its own state")
-        return self.bound.compression_stats()
+        stats = getattr(self.bound, "compression_stats", None)
+        if stats is None:
+            raise ValueError(f"hook {self.name!r} keeps no compression_stats(); use metrics()")
+        counted: tuple[float, int, int] = stats()
+        return counted
 
     def state_dict(self) -> dict[str, Any]:
         """The hook's state as tensors and primitives, equal on all ranks, on CPU.
@@ -237,7 +242,7 @@ class Attachment:
     @property
     def averages_models(self) -> bool:
         """Whether the hook lets ranks step alone and averages their models."""
-        return self._runtime.bound.averages_models
+        return averages_models(self._runtime.bound)
 
     @property
     def models_differ(self) -> bool:
@@ -247,7 +252,7 @@ class Attachment:
     @property
     def has_state(self) -> bool:
         """Whether `state_dict` has more than the step count."""
-        return self._runtime.bound.has_memory or self._runtime.bound.averages_models
+        return self._runtime.bound.has_memory or self.averages_models
 
     def add_weight(self, weight: float | Tensor) -> None:
         """With `accumulation="weighted"`, say how much the present micro-batch counts, as by its number of tokens.
@@ -385,7 +390,8 @@ class Attachment:
 
     def _set_optimizers(self, optimizers: Collection[Optimizer] | Callable[[], Iterable[Optimizer]] | None) -> None:
         local = self._runtime.local
-        local.models.average_buffers = self._runtime.bound.average_buffers
+        bound = self._runtime.bound
+        local.models.average_buffers = averages_models(bound) and bound.average_buffers
         if callable(optimizers):
             local.find_optimizers = optimizers
         elif optimizers is not None:

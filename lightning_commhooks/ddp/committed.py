@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_commhooks.collectives.errors import HookError
 from lightning_commhooks.interface.hook import BoundHook, CommHook
-from lightning_commhooks.interface.hook_state import save_hook
+from lightning_commhooks.interface.hook_state import is_readable, save_hook
 from lightning_commhooks.interface.state import StateWriter
 
 logger = logging.getLogger(__name__)
@@ -41,6 +41,10 @@ class Committed:
         self._problem = ""
         self.keep()
 
+    @property
+    def _is_readable(self) -> bool:
+        return is_readable(self._bound)
+
     @contextmanager
     def taking_over(self) -> Iterator[None]:
         """While the hook takes over what a step has staged."""
@@ -52,7 +56,7 @@ class Committed:
 
     def keep(self) -> None:
         """Keep a copy, if one is needed; called where the hook runs, when no step is under way."""
-        if self._bound.is_readable:
+        if self._is_readable:
             return
         try:
             self._copy = save_hook(self._config, self._bound, _Keeper(self._bound.group, "none"))
@@ -69,7 +73,7 @@ class Committed:
         if self._problem:
             raise HookError(self._problem)
         writer = StateWriter(self._bound.group, "none")
-        if not self._bound.is_readable:
+        if not self._is_readable:
             copied: dict[str, Any] = _copied(self._copy, writer.shared)
             return copied
         deadline = time.monotonic() + _LONGEST_SECONDS

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
+from lightning_commhooks.interface.averages_models import is_local
 from lightning_commhooks.interface.bucket import Bucket
 from lightning_commhooks.interface.error_sample import ErrorSampler
 from lightning_commhooks.interface.hook import BoundHook
@@ -34,7 +35,7 @@ class Watch:
         """Watch the reduction of one bucket."""
         counters = bound.group.counters
         # While ranks step alone their gradients are not meant to be the mean.
-        sampler = None if bound.is_local(bucket.step) else self.sampler
+        sampler = None if is_local(bound, bucket.step) else self.sampler
         taken = sampler.take(flat, bucket) if sampler is not None else None
         sent, dense = counters.bytes_sent, counters.bytes_dense
         with counters.timing.work():

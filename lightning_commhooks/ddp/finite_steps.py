@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_commhooks.ddp.running import RunningHook
+from lightning_commhooks.interface.averages_models import is_local
 from lightning_commhooks.interface.memory import all_finite
 
 
@@ -39,7 +40,7 @@ class FiniteSteps:
             step: number of the step.
             is_late: whether it will be too late to change `reduced` when the step ends.
         """
-        self._is_local = self._running.bound.is_local(step) and (self._running.bound.has_memory or self._may_skip())
+        self._is_local = is_local(self._running.bound, step) and (self._running.bound.has_memory or self._may_skip())
         if self._running.bound.has_memory or self._is_local:
             finite = all_finite(reduced) if finite is None else finite
             if self._is_local and is_late:

@@ -13,6 +13,7 @@ from lightning_commhooks.collectives.errors import HookError
 from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.ddp.optimizers import Optimizers, check_optimizer
 from lightning_commhooks.ddp.running import RunningHook
+from lightning_commhooks.interface.averages_models import AveragesModels, averages_models, is_local
 from lightning_commhooks.interface.hook import BoundHook
 from lightning_commhooks.interface.layout import Layout
 from lightning_commhooks.interface.models import Models, OptimizerStep
@@ -145,9 +146,10 @@ class LocalSteps:
             raise self._running.failed(bound.group, where, error) from error
 
     def _average_after(self, stepped: OptimizerStep, bound: BoundHook) -> None:
-        bound.after_optimizer_step(stepped)
+        if isinstance(bound, AveragesModels):
+            bound.after_optimizer_step(stepped)
         # After a phase of a schedule in which ranks stepped alone.
-        if stepped.step < 0 or bound.is_local(stepped.step):
+        if stepped.step < 0 or is_local(bound, stepped.step):
             return
         if not self.models.drifted.isdisjoint(stepped.parameters):
             self.models.average_(stepped.parameters)
@@ -158,7 +160,7 @@ class LocalSteps:
     def keeps_own_buffers(self) -> bool:
         """Whether each rank had buffers of its own in the last backward."""
         bound, step = self._running.bound, self._running.clock.steps - 1
-        return bound.average_buffers and step >= 0 and bound.is_local(step)
+        return averages_models(bound) and bound.average_buffers and step >= 0 and bound.is_local(step)
 
     def average(self, everything: bool = False) -> None:
         """Average what differs between ranks, or all of the model, for good."""

@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_commhooks.collectives.errors import HookError
 from lightning_commhooks.ddp.copies import LostHook, NotCopied, nothing, registered_name
 from lightning_commhooks.ddp.local_steps import LocalSteps
+from lightning_commhooks.interface.averages_models import averages_models
 from lightning_commhooks.interface.bucket import Slot
 from lightning_commhooks.interface.hook import BoundHook
 
@@ -128,17 +129,17 @@ class LocalPhase:
     Args:
         model: the wrapper.
         local: what its optimizers and evaluation have to do with the hook.
-        averages_models: whether the hook ever lets ranks step alone.
+        may_be_local: whether the hook ever lets ranks step alone.
     """
 
-    def __init__(self, model: DistributedDataParallel, local: LocalSteps, averages_models: bool) -> None:
+    def __init__(self, model: DistributedDataParallel, local: LocalSteps, may_be_local: bool) -> None:
         self._model = weakref.ref(model)
         self._local = local
         self._broadcasts_buffers = model.broadcast_buffers
         # In the first step of a static graph DDP gives gradients away before anything can be done at its end.
         self._late_step = -1 if model.static_graph else None
         self._warned = False
-        if averages_models:
+        if may_be_local:
             model.register_forward_pre_hook(NotCopied(torch.compiler.disable(self._before_forward)))
 
     def _before_forward(self, model: DistributedDataParallel, inputs: object) -> None:
@@ -163,7 +164,7 @@ class LocalPhase:
         model = self._model()
         assert model is not None
         self._warn_of_join(model)
-        if bound.averages_models:
+        if averages_models(bound):
             is_local = bound.is_local(step)
             if is_local and model._join_config.enable:
                 raise HookError(

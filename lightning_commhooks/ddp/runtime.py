@@ -28,6 +28,7 @@ from lightning_commhooks.ddp.local_steps import LocalSteps
 from lightning_commhooks.ddp.micro_batches import MicroBatches
 from lightning_commhooks.ddp.model import LocalPhase, Trampoline, Usage
 from lightning_commhooks.ddp.running import RunningHook
+from lightning_commhooks.interface.averages_models import averages_models
 from lightning_commhooks.interface.bucket import Bucket
 from lightning_commhooks.interface.hook import BoundHook, CommHook
 from lightning_commhooks.interface.layout import Layout
@@ -172,9 +173,10 @@ class Runtime(RunningHook):
         if self.micro_batches is not None:
             self.micro_batches.watch(model, self.layout.trained)
         may_be_unused = model.find_unused_parameters
-        watches = self.bound.averages_models or (may_be_unused and self.bound.has_memory)
+        may_be_local = averages_models(self.bound)
+        watches = may_be_local or (may_be_unused and self.bound.has_memory)
         self._usage.watch(self.layout.trained if watches else {})
-        watched = LocalPhase(model, self.local, self.bound.averages_models)
+        watched = LocalPhase(model, self.local, may_be_local)
         last_may_be_skipped = model.skip_all_reduce_unused_params
         if isinstance(self.config.method, UserFunction):
             return self._counting(self.config.method.function, watched, last_may_be_skipped)

@@ -10,9 +10,10 @@ from typing import Any, Literal
 from torch import Tensor
 
 from lightning_commhooks.collectives.group import Group
+from lightning_commhooks.interface.averages_models import AveragesModels
 from lightning_commhooks.interface.bucket import Bucket
 from lightning_commhooks.interface.checks import check_bool, check_integer
-from lightning_commhooks.interface.hook import BoundHook, CommHook
+from lightning_commhooks.interface.hook import CommHook
 from lightning_commhooks.interface.models import OptimizerStep
 from lightning_commhooks.interface.state import StateReader, StateWriter
 
@@ -42,7 +43,7 @@ class LocalSGDConfig(CommHook):
             raise ValueError(f"optimizer_state must be 'keep', 'average' or 'reset', is {self.optimizer_state!r}")
 
 
-class BoundLocalSGD(BoundHook):
+class BoundLocalSGD(AveragesModels):
     """Averages gradients over all ranks first, over this rank's subgroup later; knows when an optimizer steps alone.
 
     Args:
@@ -50,7 +51,6 @@ class BoundLocalSGD(BoundHook):
         group: all ranks.
     """
 
-    averages_models = True
     replaces_state = True
 
     def __init__(self, config: LocalSGDConfig, group: Group) -> None:

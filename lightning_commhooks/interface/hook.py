@@ -14,7 +14,6 @@ from torch import Tensor
 
 from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.interface.bucket import Bucket
-from lightning_commhooks.interface.models import OptimizerStep
 from lightning_commhooks.interface.state import StateReader, StateWriter
 
 
@@ -97,18 +96,14 @@ class BoundHook(ABC):
     makes all gradients of other steps NaN, on all ranks, so that a `GradScaler` or the user's own check skips
     them everywhere.
 
-    A hook that lets ranks step alone and averages their models instead says so (`averages_models`, `is_local`) and does
-    it in `after_optimizer_step`.
+    A hook with error feedback is an [`ErrorFeedback`][], one that lets ranks step alone and averages their models
+    instead an [`AveragesModels`][].
 
     Args:
         group: the collectives the hook may use.
 
     Attributes:
         has_memory: whether results depend on the gradients of earlier steps.
-        averages_models: whether `after_optimizer_step` has anything to do, in this step or a later one.
-        average_buffers: whether floating-point buffers of the model are averaged with its parameters. DDP then does not
-            broadcast them while ranks step alone.
-        averages_parts: whether it averages the models of some parameters, and gradients of others.
         scales_gradients: whether `reduce` multiplies gradients by `Bucket.scale`, in a pass over them that it makes
             anyway. If not, they are multiplied before.
         replaces_state: whether what `state_dict` reads when `writer.kind` is `"none"` is replaced by new objects in
@@ -117,19 +112,11 @@ class BoundHook(ABC):
     """
 
     has_memory: bool = False
-    averages_models: bool = False
-    average_buffers: bool = False
-    averages_parts: bool = False
     scales_gradients: bool = False
     replaces_state: bool = False
 
     def __init__(self, group: Group) -> None:
         self.group = group
-
-    @property
-    def is_readable(self) -> bool:
-        """Whether other threads may read the state at any time, or there is none."""
-        return self.replaces_state or type(self).state_dict is BoundHook.state_dict
 
     @abstractmethod
     def reduce(self, flat: Tensor, bucket: Bucket) -> Tensor | None:
@@ -152,21 +139,6 @@ class BoundHook(ABC):
                 step are finite on all ranks.
         """
 
-    def is_local(self, step: int) -> bool:
-        """Whether the gradients of a step may differ between ranks after `reduce`. Equal on all ranks.
-
-        Args:
-            step: number of synchronized backwards before it.
-        """
-        return False
-
-    def after_optimizer_step(self, stepped: OptimizerStep) -> None:  # noqa: B027  # optional to override
-        """Average models, if it is time to. Called on all ranks when an optimizer has changed parameters.
-
-        Args:
-            stepped: which ones, and the rest of the model.
-        """
-
     def reduce_sparse(self, grad: Tensor, bucket: Bucket) -> Tensor:
         """Average a sparse COO gradient over all ranks; dense values of it are never compressed.
 
@@ -186,11 +158,6 @@ class BoundHook(ABC):
         Called once for each parameter when another hook takes over (`Schedule`), again if the step was not
         finite. The default does nothing, right for hooks without error feedback.
         """
-
-    @property
-    def chosen(self) -> CommHook | None:
-        """The hook that this one has chosen to be, of those that choose."""
-        return None
 
     def owed(self) -> Iterator[Tensor]:
         """What this rank has not sent yet, for error feedback: one tensor after another, in units of the loss.
@@ -228,14 +195,6 @@ class BoundHook(ABC):
         """
         for key in state:
             reader.differs(f"{key!r} is in the state, but {type(self).__name__} keeps no state")
-
-    def compression_stats(self) -> tuple[float, int, int]:
-        """Return `(rate, numel_before, numel_after)` as `PowerSGDState.compression_stats` does.
-
-        Raises:
-            ValueError: the hook keeps no such statistics.
-        """
-        raise ValueError(f"{type(self).__name__} keeps no compression_stats(); use metrics()")
 
     def release(self) -> None:  # noqa: B027  # optional to override
         """Free large memory; called once, when the hook has been used for the last time."""

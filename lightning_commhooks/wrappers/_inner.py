@@ -7,13 +7,20 @@ from typing import Any
 
 from torch import Tensor
 
+from lightning_commhooks.interface.averages_models import (
+    AveragesModels,
+    averages_models,
+    common_choice_of_buffers,
+    is_local,
+)
 from lightning_commhooks.interface.bucket import Bucket
-from lightning_commhooks.interface.hook import BoundHook, CommHook
+from lightning_commhooks.interface.hook import BoundHook
+from lightning_commhooks.interface.hook_state import is_readable
 from lightning_commhooks.interface.models import OptimizerStep
 from lightning_commhooks.interface.state import StateReader, StateWriter
 
 
-class BoundAround(BoundHook):
+class BoundAround(AveragesModels):
     """Does what the hook inside does; subclasses change what it gets to see.
 
     Args:
@@ -22,11 +29,10 @@ class BoundAround(BoundHook):
 
     def __init__(self, inner: BoundHook) -> None:
         super().__init__(inner.group)
-        self.averages_models = inner.averages_models
-        self.average_buffers = inner.average_buffers
-        self.averages_parts = inner.averages_parts
+        self.averages_models = averages_models(inner)
+        self.average_buffers = common_choice_of_buffers([inner], type(self).__name__)
         self.scales_gradients = inner.scales_gradients
-        self.replaces_state = inner.is_readable
+        self.replaces_state = is_readable(inner)
         self._inner = inner
 
     @property
@@ -41,20 +47,17 @@ class BoundAround(BoundHook):
         return self._inner.reduce_sparse(grad, bucket)
 
     def is_local(self, step: int) -> bool:
-        return self._inner.is_local(step)
+        return is_local(self._inner, step)
 
     def after_optimizer_step(self, stepped: OptimizerStep) -> None:
-        self._inner.after_optimizer_step(stepped)
+        if isinstance(self._inner, AveragesModels):
+            self._inner.after_optimizer_step(stepped)
 
     def end_step(self, finite: Tensor) -> None:
         self._inner.end_step(finite)
 
     def drain_(self, flat: Tensor, bucket: Bucket) -> None:
         self._inner.drain_(flat, bucket)
-
-    @property
-    def chosen(self) -> CommHook | None:
-        return self._inner.chosen
 
     def owed(self) -> Iterator[Tensor]:
         return self._inner.owed()
@@ -68,8 +71,10 @@ class BoundAround(BoundHook):
     def load_state_dict(self, state: dict[str, Any], reader: StateReader) -> None:
         self._inner.load_state_dict(state, reader)
 
-    def compression_stats(self) -> tuple[float, int, int]:
-        return self._inner.compression_stats()
+    @property
+    def compression_stats(self) -> Any:
+        """That of the hook inside, if it has any."""
+        return getattr(self._inner, "compression_stats", None)
 
     def closing_warnings(self, steps: int) -> list[str]:
         return self._inner.closing_warnings(steps)

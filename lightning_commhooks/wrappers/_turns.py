@@ -11,14 +11,15 @@ import torch
 from torch import Tensor
 
 from lightning_commhooks.collectives.group import Group
+from lightning_commhooks.interface.averages_models import AveragesModels, averages_models, is_local
 from lightning_commhooks.interface.bucket import Bucket, Slot
-from lightning_commhooks.interface.hook import BoundHook, CommHook
-from lightning_commhooks.interface.hook_state import load_hook, save_hook
+from lightning_commhooks.interface.hook import CommHook
+from lightning_commhooks.interface.hook_state import is_readable, load_hook, save_hook
 from lightning_commhooks.interface.models import OptimizerStep
 from lightning_commhooks.interface.state import StateReader, StateWriter
 
 
-class BoundSwitch(BoundHook):
+class BoundSwitch(AveragesModels):
     """Does in each step what one of several hooks does.
 
     What a hook with error feedback still owes is added to the gradients of the first step of its successor.
@@ -33,8 +34,8 @@ class BoundSwitch(BoundHook):
         self._hooks = hooks
         self._phases = {key: hook.bind(group) for key, hook in hooks.items()}
         self.has_memory = any(phase.has_memory for phase in self._phases.values())
-        self.averages_models = any(phase.averages_models for phase in self._phases.values())
-        self.replaces_state = all(phase.is_readable for phase in self._phases.values())
+        self.averages_models = any(averages_models(phase) for phase in self._phases.values())
+        self.replaces_state = all(is_readable(phase) for phase in self._phases.values())
         # For each parameter, the phase that last averaged it; and what that will be after this step.
         self._last_phase: dict[str, int] = {}
         self._next_phase: dict[str, int] = {}
@@ -72,11 +73,12 @@ class BoundSwitch(BoundHook):
         return [slot for slot, is_used in zip(changing, now, strict=True) if is_used]
 
     def is_local(self, step: int) -> bool:
-        return self._phases[self._phase(step)].is_local(step)
+        return is_local(self._phases[self._phase(step)], step)
 
     def after_optimizer_step(self, stepped: OptimizerStep) -> None:
-        if stepped.step >= 0:
-            self._phases[self._phase(stepped.step)].after_optimizer_step(stepped)
+        phase = self._phases[self._phase(max(stepped.step, 0))]
+        if stepped.step >= 0 and isinstance(phase, AveragesModels):
+            phase.after_optimizer_step(stepped)
 
     def end_step(self, finite: Tensor) -> None:
         for hook in self._phases.values():

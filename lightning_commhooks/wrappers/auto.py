@@ -18,6 +18,7 @@ from torch import Tensor
 from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.hooks.allreduce import AllReduce
 from lightning_commhooks.hooks.noop import Noop
+from lightning_commhooks.interface.averages_models import averages_models
 from lightning_commhooks.interface.bucket import Bucket
 from lightning_commhooks.interface.checks import check_integer
 from lightning_commhooks.interface.error_sample import DEFAULT_NUMEL, ErrorSampler
@@ -126,7 +127,7 @@ class _BoundAuto(BoundSwitch):
     def __init__(self, config: Auto, group: Group) -> None:
         super().__init__(dict(enumerate(config.inner_hooks)), group)
         for key, phase in self._phases.items():
-            if phase.averages_models:
+            if averages_models(phase):
                 raise ValueError(
                     f"hook='auto': candidate {self._hooks[key].name!r} averages models instead of gradients, which "
                     "changes what is learned; choose it yourself if that is what you want"
@@ -263,8 +264,10 @@ class _BoundAuto(BoundSwitch):
         if any(key not in self._phases for key in reader.section(state, "last_phase").values()):
             reader.differs("it is of more candidates, and one that is none now owes gradients")
 
-    def compression_stats(self) -> tuple[float, int, int]:
-        return self._phases[self._choice or 0].compression_stats()
+    @property
+    def compression_stats(self) -> Any:
+        """That of the hook in use, if it has any."""
+        return getattr(self._phases[self._choice or 0], "compression_stats", None)
 
     def closing_warnings(self, steps: int) -> list[str]:
         if self._choice is not None:

@@ -64,8 +64,8 @@ MUTATIONS = [
     Mutation(
         "own_weights_only",
         f"{WRAPPERS}/scale.py",
-        "if not self._inner.is_local(bucket.step):",
-        "if self._inner.is_local(bucket.step):",
+        "if not is_local(self._inner, bucket.step):",
+        "if is_local(self._inner, bucket.step):",
         "Weights of other ranks are ignored.",
         "tests/test_accumulation.py -k 'weighted'",
     ),
