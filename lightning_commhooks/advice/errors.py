@@ -24,6 +24,7 @@ from lightning_commhooks.interface.bucket import Bucket
 from lightning_commhooks.interface.error_sample import ErrorSampler
 from lightning_commhooks.interface.hook import BoundHook, CommHook
 from lightning_commhooks.interface.memory import all_finite
+from lightning_commhooks.wrappers.scale import accumulation_of
 
 # Ranks whose gradients are averaged, at most; at least, where there are as many; in between, what may be spent on them.
 _MAX_RANKS = 16
@@ -109,7 +110,7 @@ class _Recorded:
 
     def at(self, step: int, hook: CommHook) -> Bucket:
         """The same in a step with no other bucket."""
-        accumulated = self.bucket.accumulated if hook.counts_micro_batches else None
+        accumulated = self.bucket.accumulated if accumulation_of(hook) != "framework" else None
         if accumulated is not None:
             accumulated = dataclasses.replace(accumulated, total_weight=None, factors={})
         return dataclasses.replace(self.bucket, index=0, is_last=True, step=step, accumulated=accumulated)
@@ -121,10 +122,6 @@ class _Recorder(CommHook):
 
     name: ClassVar[str] = "recorder"
     kept: dict[tuple[str, ...], _Recorded]
-
-    @property
-    def counts_micro_batches(self) -> bool:
-        return True
 
     def bind(self, group: Group) -> BoundHook:
         return _BoundRecorder(self.kept, group)
@@ -147,7 +144,7 @@ def _gradients(task: Task, alone: dist.ProcessGroup, batches: list[Any]) -> list
     ranks: list[dict[tuple[str, ...], _Recorded]] = []
     task.restore()
     model = task.wrap(alone)
-    attachment = attach(model, _Recorder(kept))
+    attachment = attach(model, _Recorder(kept), accumulation=1)
     own = task.batch
     try:
         task.gradients(model)  # DDP makes its final buckets then

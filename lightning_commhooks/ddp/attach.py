@@ -24,7 +24,7 @@ from lightning_commhooks.interface.accumulation import is_positive
 from lightning_commhooks.interface.hook import CommHook
 from lightning_commhooks.interface.registry import get_hook
 from lightning_commhooks.interface.user_function import DDPHook, UserFunction, check_user_hook, warn_if_broken_here
-from lightning_commhooks.wrappers.scale import Accumulation, ScaleByGradAccumulation
+from lightning_commhooks.wrappers.scale import Accumulation, ScaleByGradAccumulation, accumulation_of, unscaled
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ def resolve_hook(
     resolved: Any = hook
     if isinstance(hook, (str, CommHook)) or (isinstance(hook, type) and issubclass(hook, CommHook)):
         resolved = get_hook(hook)  # type: ignore[arg-type]  # refuses a class, naming the call to make
-        if hook_state is not None and not isinstance(resolved.method, UserFunction):
+        if hook_state is not None and not isinstance(unscaled(resolved), UserFunction):
             raise ValueError(
                 f"hook_state={hook_state!r} belongs to a hook function (state, bucket); "
                 f"{hook!r} keeps its own state: set its options instead"
@@ -108,7 +108,7 @@ def attach(
         model = checked_model(model)
         if grad_scaler is not None and not isinstance(grad_scaler, torch.amp.GradScaler):
             raise ValueError(f"grad_scaler must be a torch.amp.GradScaler, is {grad_scaler!r}")
-        if not (callable(loss_divided_by) or loss_divided_by == 1 or config.counts_micro_batches):
+        if not (callable(loss_divided_by) or loss_divided_by == 1 or accumulation_of(config) != "framework"):
             warnings.warn(
                 f"loss_divided_by={loss_divided_by} does nothing with accumulation='framework', which leaves gradients "
                 "as they are: use accumulation='mean'",
@@ -117,8 +117,9 @@ def attach(
         device = next(p.device for p in model.module.parameters() if p.requires_grad)
         if device.type not in ("cpu", "cuda"):
             raise ValueError(f"communication hooks run on CPU and CUDA devices, the model is on {device}")
-        if isinstance(config.method, UserFunction):
-            warn_if_broken_here(config.method.function, backend_for(model.process_group, device))
+        method = unscaled(config)
+        if isinstance(method, UserFunction):
+            warn_if_broken_here(method.function, backend_for(model.process_group, device))
     runtime = Runtime(config, model.process_group, device, hook_state, grad_scaler, divided_by)
     attachment = Attachment(resolved, runtime, exact_state)
     try:

@@ -25,6 +25,7 @@ from lightning_commhooks.interface.hook import BoundHook, CommHook
 from lightning_commhooks.interface.layout import Layout
 from lightning_commhooks.interface.state import PerRank
 from lightning_commhooks.interface.user_function import DDPHook, UserFunction
+from lightning_commhooks.wrappers.scale import accumulation_of, unscaled
 
 _UNKNOWN_OF_FUNCTIONS = ("bytes_sent", "compression_ratio", "exposed_ms", "codec_ms", "comm_ms", "overlap_ms")
 
@@ -55,7 +56,7 @@ class Attachment:
     @property
     def bound(self) -> BoundHook | None:
         """The runtime object; `None` for a user's own function."""
-        return None if isinstance(self._runtime.config.method, UserFunction) else self._runtime.bound
+        return None if isinstance(self._runtime.method, UserFunction) else self._runtime.bound
 
     @property
     def is_closed(self) -> bool:
@@ -210,7 +211,7 @@ class Attachment:
 
     def _save(self, kind: PerRank) -> dict[str, Any]:
         run = self._runtime
-        return checkpoint.save(run.config, run.bound, run.clock.steps, run.layout.shapes, kind, run.local.models)
+        return checkpoint.save(run.method, run.bound, run.clock.steps, run.layout.shapes, kind, run.local.models)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *, strict_state: bool = True) -> None:
         """Take over the state that `state_dict` returned, on this or another number of ranks.
@@ -266,7 +267,7 @@ class Attachment:
         Raises:
             ValueError: no such number, or the hook does not use weights.
         """
-        if not self._runtime.config.takes_weights or self._runtime.micro_batches is None:
+        if accumulation_of(self._runtime.config) != "weighted" or self._runtime.micro_batches is None:
             raise ValueError(
                 f"add_weight() is for accumulation='weighted'; hook {self.name!r} was attached without: "
                 f"ScaleByGradAccumulation(..., accumulation='weighted')"
@@ -458,4 +459,4 @@ class AttachmentCopy(Attachment):
 
 def hook_name(hook: CommHook | DDPHook) -> str:
     """Name of a configuration, or `module.function` of a DDP hook function."""
-    return (hook if isinstance(hook, CommHook) else UserFunction(hook)).method.name
+    return unscaled(hook if isinstance(hook, CommHook) else UserFunction(hook)).name

@@ -104,7 +104,7 @@ def _load(
             raise StateError(f"not the state of a communication hook: {problem}. With strict_state=False it is ignored")
         return [f"the whole state, {problem}"], []
     reader = StateReader(saved, shapes, bound.group, strict)
-    if bound.has_memory and saved["hook"].get("name") == hook.method.name:
+    if bound.has_memory and saved["hook"].get("name") == hook.name:
         reader.check_parameters()
     load_hook(saved["hook"], hook, bound, reader)
     own_models = saved.get("models") if reader.is_exact else None
@@ -112,7 +112,7 @@ def _load(
     if bound.has_memory and saved["world_size"] != bound.group.size and bound.group.rank == 0:
         logger.info(
             "state of hook %r: saved on %d ranks, loaded on %d; each begins with the mean of what the ranks still owed",
-            hook.method.name,
+            hook.name,
             saved["world_size"],
             bound.group.size,
         )

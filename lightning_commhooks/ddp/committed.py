@@ -84,7 +84,7 @@ class Committed:
                 state = save_hook(self._config, self._bound, writer)
                 if self._number == number:
                     if is_late and number % 2:
-                        logger.warning("state of hook %r: read while a step was taken over", self._config.method.name)
+                        logger.warning("state of hook %r: read while a step was taken over", self._config.name)
                     return state
             time.sleep(0.001)
 

@@ -13,6 +13,7 @@ from lightning_commhooks.ddp.committed import Committed
 from lightning_commhooks.ddp.engine import Engine
 from lightning_commhooks.ddp.steps import StepClock
 from lightning_commhooks.interface.hook import BoundHook, CommHook
+from lightning_commhooks.wrappers.scale import unscaled
 
 T = TypeVar("T")
 
@@ -26,6 +27,7 @@ class RunningHook:
         end_step: see [`StepClock`][].
 
     Attributes:
+        method: the configuration that users and checkpoints know, without the division of accumulated gradients.
         bound: the hook.
         committed: what it has taken over.
         clock: counts its steps.
@@ -36,6 +38,7 @@ class RunningHook:
 
     def __init__(self, config: CommHook, counters: Counters, end_step: Callable[[bool, bool], None]) -> None:
         self.config = config
+        self.method = unscaled(config)
         self.counters = counters
         self.clock = StepClock(counters, end_step)
         # None of a user's own function.
@@ -43,12 +46,12 @@ class RunningHook:
 
     def take_over(self, bound: BoundHook) -> None:
         """Go on with this bound hook."""
-        self.bound, self.committed = bound, Committed(self.config, bound)
+        self.bound, self.committed = bound, Committed(self.method, bound)
 
     @property
     def name(self) -> str:
         """Name of the hook, or `module.function` of a user's own."""
-        return self.config.method.name
+        return self.method.name
 
     @contextmanager
     def aborting(self) -> Iterator[None]:

@@ -34,6 +34,7 @@ from lightning_commhooks.interface.hook import BoundHook, CommHook
 from lightning_commhooks.interface.layout import Layout
 from lightning_commhooks.interface.state import StateError
 from lightning_commhooks.interface.user_function import DDPHook, UserFunction
+from lightning_commhooks.wrappers.scale import accumulation_of
 
 T = TypeVar("T")
 
@@ -67,12 +68,12 @@ class Runtime(RunningHook):
         super().__init__(hook, Counters(), self._end_step)
         self.watch = Watch()
         self.hook_state = hook_state
-        self.micro_batches = MicroBatches(loss_divided_by) if hook.counts_micro_batches else None
+        self.micro_batches = MicroBatches(loss_divided_by) if accumulation_of(hook) != "framework" else None
         self._grad_scaler = grad_scaler
         self._warned = False
         self.is_closed = False
         self._owned: dist.ProcessGroup | None = None
-        if isinstance(hook.method, UserFunction):
+        if isinstance(self.method, UserFunction):
             group = Group(process_group, self.counters, device)
             self.take_over(hook.bind(group))
         else:
@@ -164,7 +165,7 @@ class Runtime(RunningHook):
 
     def _load(self, state: object, fresh: BoundHook, strict: bool) -> tuple[int, list[str]] | StateError:
         try:
-            return checkpoint.load(state, self.config, fresh, self.layout.shapes, strict, self.local.models)
+            return checkpoint.load(state, self.method, fresh, self.layout.shapes, strict, self.local.models)
         except StateError as refusal:
             return refusal  # all ranks have agreed on it: no failure
 
@@ -178,8 +179,8 @@ class Runtime(RunningHook):
         self._usage.watch(self.layout.trained if watches else {})
         watched = LocalPhase(model, self.local, may_be_local)
         last_may_be_skipped = model.skip_all_reduce_unused_params
-        if isinstance(self.config.method, UserFunction):
-            return self._counting(self.config.method.function, watched, last_may_be_skipped)
+        if isinstance(self.method, UserFunction):
+            return self._counting(self.method.function, watched, last_may_be_skipped)
         engine, usage = self._engine, self._usage
         assert engine is not None
 

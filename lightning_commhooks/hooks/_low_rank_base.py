@@ -36,10 +36,6 @@ class LowRankConfig(CommHook):
     random_seed: int = 0
     compression_stats_logging_frequency: int = 10_000
 
-    @property
-    def sends_factors(self) -> bool:
-        return True
-
     def __post_init__(self) -> None:
         for field, lowest in (
             ("matrix_approximation_rank", 1),

@@ -57,8 +57,8 @@ class Bucket:
             gradients by this on the way in, multiply on the way out.
         scale: what gradients are to be multiplied by before they are averaged; not 0, and 1 unless the hook says that
             it does so (`scales_gradients`). A float, or a tensor of one element.
-        accumulated: the micro-batches that the gradients are the sum of; `None` unless the hook asks for them
-            (`counts_micro_batches`).
+        accumulated: the micro-batches that the gradients are the sum of; `None` unless they are divided by them
+            (`ScaleByGradAccumulation`).
     """
 
     index: int

@@ -38,26 +38,6 @@ class CommHook(ABC):
         """The hooks that this one is made of; none unless it is a wrapper."""
         return ()
 
-    @property
-    def sends_factors(self) -> bool:
-        """Whether this hook, or one inside, sends numbers by `Group.all_reduce_factors_`, which may be encoded."""
-        return any(hook.sends_factors for hook in self.inner_hooks)
-
-    @property
-    def counts_micro_batches(self) -> bool:
-        """Whether this hook has to know what gradients are the sum of: `Bucket.accumulated`."""
-        return False
-
-    @property
-    def takes_weights(self) -> bool:
-        """Whether this hook uses the weights that users give their micro-batches."""
-        return False
-
-    @property
-    def method(self) -> CommHook:
-        """The hook that users and checkpoints know this one by: itself, unless it adds nothing to the one inside."""
-        return self
-
     def check_parameters(self, names: Sequence[str]) -> list[str]:
         """Called when the hook is attached to a model.
 

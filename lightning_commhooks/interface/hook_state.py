@@ -12,7 +12,6 @@ from lightning_commhooks.interface.state import StateReader, StateWriter
 
 def describe(hook: CommHook) -> dict[str, Any]:
     """A hook's name and options as primitives."""
-    hook = hook.method
     names: list[str] = [field.name for field in dataclasses.fields(hook)] if dataclasses.is_dataclass(hook) else []
     return {"name": hook.name, "options": {name: _primitive(getattr(hook, name)) for name in names}}
 
@@ -52,9 +51,9 @@ def load_hook(
         has: whether a parameter of the model, by name, is one of this hook's.
     """
     if not isinstance(saved, Mapping) or not {"name", "options", "state"} <= saved.keys():
-        reader.differs(f"there is nothing of hook {hook.method.name!r}")
-    elif saved["name"] != hook.method.name:
-        reader.differs(f"it is of hook {saved['name']!r}, not of {hook.method.name!r}")
+        reader.differs(f"there is nothing of hook {hook.name!r}")
+    elif saved["name"] != hook.name:
+        reader.differs(f"it is of hook {saved['name']!r}, not of {hook.name!r}")
     else:
         now = describe(hook)["options"]
         changed = [f"{k} was {v!r}, is {now.get(k)!r}" for k, v in saved["options"].items() if v != now.get(k)]

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lightning_commhooks.codecs import Int8Codec
 from lightning_commhooks.collectives.group import Group
+from lightning_commhooks.hooks._low_rank_base import LowRankConfig
 from lightning_commhooks.interface.accumulation import scale_
 from lightning_commhooks.interface.bucket import Bucket
 from lightning_commhooks.interface.hook import BoundHook, CommHook
@@ -54,7 +55,7 @@ class Cast(CommHook):
         object.__setattr__(self, "hook", get_inner_hook(self.hook))
         if self.dtype not in {**_DTYPES, **_CODECS}:
             raise ValueError(f"dtype must be one of {sorted({**_DTYPES, **_CODECS})}, is {self.dtype!r}")
-        if self.dtype in _CODECS and not self.sends_factors:
+        if self.dtype in _CODECS and not _sends_factors(self.hook):
             raise ValueError(
                 f"dtype={self.dtype!r} is for hooks that send factors, as 'powersgd' does, and hook is "
                 f"{get_hook(self.hook).name!r}. To send gradients in 8 bit use hook='int8' instead of Cast"
@@ -69,6 +70,11 @@ class Cast(CommHook):
         if self.dtype in _CODECS:
             return _BoundCast(hook, hook.bind(group.encoding(_CODECS[self.dtype])), None)
         return _BoundCast(hook, hook.bind(group), _DTYPES[self.dtype])
+
+
+def _sends_factors(hook: CommHook | str) -> bool:
+    config = get_hook(hook)
+    return isinstance(config, LowRankConfig) or any(_sends_factors(inner) for inner in config.inner_hooks)
 
 
 class _BoundCast(BoundAround):

@@ -84,26 +84,24 @@ class ScaleByGradAccumulation(CommHook):
         assert isinstance(self.hook, CommHook)
         return (self.hook,)
 
-    @property
-    def counts_micro_batches(self) -> bool:
-        return self.accumulation != "framework"
-
-    @property
-    def takes_weights(self) -> bool:
-        return self.accumulation == "weighted"
-
-    @property
-    def method(self) -> CommHook:
-        return self.inner_hooks[0].method
-
     def bind(self, group: Group) -> BoundHook:
         inner = self.inner_hooks[0].bind(group)
-        if self.takes_weights and getattr(inner, "averages_parts", False):
+        if self.accumulation == "weighted" and getattr(inner, "averages_parts", False):
             raise ValueError(
                 "accumulation='weighted' does not work with a PerParameter of which some hooks average models and "
                 "others gradients: ranks would divide by their own weights and by those of all. Use accumulation='mean'"
             )
         return _BoundScale(self.accumulation, inner)
+
+
+def unscaled(hook: CommHook) -> CommHook:
+    """The hook that users and checkpoints know a hook by: without [`ScaleByGradAccumulation`][] around it."""
+    return hook.inner_hooks[0] if isinstance(hook, ScaleByGradAccumulation) else hook
+
+
+def accumulation_of(hook: CommHook) -> Accumulation:
+    """What a hook divides accumulated gradients by."""
+    return hook.accumulation if isinstance(hook, ScaleByGradAccumulation) else "framework"
 
 
 class _BoundScale(BoundAround):
