@@ -55,7 +55,7 @@ def choose(rank, world, hook, ms_per_kb, steps=NUM_STEPS + 2, saved=None, bad_st
                 gradients["first"][0, 0] = float("inf")
             means.append(backward(ddp, gradients))
         state = attachment.state_dict()
-        return attachment.bound.chosen, means, state, said.getvalue(), attachment.metrics()
+        return getattr(attachment.bound, "chosen", None), means, state, said.getvalue(), attachment.metrics()
 
 
 @pytest.mark.parametrize(

@@ -49,8 +49,8 @@ class Params(nn.Module):
 
     def forward(self, gradients: Gradients) -> Tensor:
         """A loss that has these gradients; parameters without one are not used."""
-        terms = [(self.get_parameter(name) * gradient).sum().double() for name, gradient in gradients.items()]
-        return torch.stack(terms).sum()
+        terms = ((self.get_parameter(name) * gradient).sum().double() for name, gradient in gradients.items())
+        return sum(terms, torch.zeros((), dtype=torch.float64))
 
 
 def low_rank_gradients(

@@ -14,7 +14,7 @@ from lightning_commhooks.interface.averages_models import (
     is_local,
 )
 from lightning_commhooks.interface.bucket import Bucket
-from lightning_commhooks.interface.hook import BoundHook
+from lightning_commhooks.interface.hook import BoundHook, CommHook
 from lightning_commhooks.interface.hook_state import is_readable
 from lightning_commhooks.interface.models import OptimizerStep
 from lightning_commhooks.interface.state import StateReader, StateWriter
@@ -70,6 +70,11 @@ class BoundAround(AveragesModels):
 
     def load_state_dict(self, state: dict[str, Any], reader: StateReader) -> None:
         self._inner.load_state_dict(state, reader)
+
+    @property
+    def chosen(self) -> CommHook | None:
+        """What the hook inside has chosen to be, if it is one that chooses."""
+        return getattr(self._inner, "chosen", None)
 
     @property
     def compression_stats(self) -> Any:
