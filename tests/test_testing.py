@@ -5,9 +5,10 @@ import re
 import broken_hooks
 import pytest
 
-from lightning_commhooks.testing import BrokenRule, Case, check_hook, check_rule
-from lightning_commhooks.testing.check import RULES, title
+from lightning_commhooks.testing import BrokenRule, check_hook
+from lightning_commhooks.testing.check import RULES, check_rule, title
 from lightning_commhooks.testing.processes import Processes
+from lightning_commhooks.testing.rules import Case
 
 BY_NAME = {rule.__name__: rule for rule in RULES}
 

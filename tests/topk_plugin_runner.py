@@ -1,6 +1,6 @@
 """Run by `test_topk_plugin.py` on two ranks that have examples/topk_plugin installed; each writes `FOLDER/<rank>.json`.
 
-    python topk_plugin_runner.py FOLDER
+python topk_plugin_runner.py FOLDER
 """
 
 import json

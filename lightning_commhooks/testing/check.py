@@ -59,8 +59,8 @@ def check_hook(
             `lightning_commhooks.testing.model.SHAPES`; by default, what is counted has to be what is given to
             `torch.distributed`, and no more.
         depends_on_buckets: whether the result depends on where DDP's buckets begin and end.
-        goes_on_from_mean: whether a run that resumes from the mean of the ranks' memories has to go on as it would have,
-            as it does if results depend on that mean alone: PowerSGD's do, those of top-k and quantization do not.
+        goes_on_from_mean: whether a run that resumes from the mean of the ranks' memories has to go on as it would
+            have, as it does if results depend on that mean alone: PowerSGD's do, those of top-k and quantization not.
         num_ranks: numbers of ranks to check.
         seconds: that a collective may take before the ranks count as out of step.
 
