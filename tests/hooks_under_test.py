@@ -54,6 +54,7 @@ CASES = {
         lc.PostLocalSGD(start_localSGD_iter=1000, post_local_gradient_allreduce=False),
         error=0,
         bytes_sent=lambda w: ring(w, 4 * NUMEL),
+        goes_on_from_mean=True,
     ),
     "fp16": Case(lc.FP16(), error=FP16, rounding=FP16, bytes_sent=lambda w: ring(w, 2 * NUMEL)),
     "bf16": Case(lc.BF16(), error=BF16, rounding=BF16, bytes_sent=lambda w: ring(w, 2 * NUMEL)),
@@ -70,11 +71,12 @@ CASES = {
         bytes_sent=lambda w: 2 * (w - 1) * 2 * -(-NUMEL // w),
     ),
     # Exact but for rounding, which the power iteration amplifies by the angle between Q and the gradient.
-    "powersgd": Case(POWERSGD, error=1e-4, bytes_sent=lambda w: ring(w, 4 * (DENSE + FACTORS))),
+    "powersgd": Case(POWERSGD, error=1e-4, bytes_sent=lambda w: ring(w, 4 * (DENSE + FACTORS)), goes_on_from_mean=True),
     "powersgd+batch": Case(
         lc.PowerSGD(**RANK_2, batch_tensors_with_same_shape=True),
         error=1e-4,
         bytes_sent=lambda w: ring(w, 4 * (DENSE + FACTORS)),
+        goes_on_from_mean=True,
     ),
     # A projection: never more than the gradient itself.
     "batched_powersgd": Case(
@@ -82,16 +84,13 @@ CASES = {
         error=1.0,
         bytes_sent=lambda w: ring(w, 4 * 2 * 2 * SIDE),
         depends_on_buckets=True,
+        goes_on_from_mean=True,
     ),
-    # The mean of the ranks' residuals is rounded in another way than each of them.
-    "int8": Case(
-        lc.Int8(**INT8), error=2 / 127, bytes_sent=lambda w: encoded(w, ONE_D, 128, 128 + 4), goes_on_from_mean=False
-    ),
+    "int8": Case(lc.Int8(**INT8), error=2 / 127, bytes_sent=lambda w: encoded(w, ONE_D, 128, 128 + 4)),
     "int4": Case(
         lc.Int4(min_bytes=0, compress_1d=True),
         error=2 / 7,
         bytes_sent=lambda w: encoded(w, {}, 64, 32 + 4),
-        goes_on_from_mean=False,
     ),
     "quantize_per_tensor": Case(
         lc.QuantizePerTensor(),
@@ -112,13 +111,13 @@ CASES = {
         error=16 * BF16,
         rounding=BF16,
         bytes_sent=lambda w: ring(w, 2 * (DENSE + FACTORS)),
-        goes_on_from_mean=False,
     ),
     "schedule": Case(
         lc.Schedule({0: "bf16", 2: POWERSGD, 4: "allreduce"}),
         error=BF16,
         rounding=BF16,
         bytes_sent=lambda w: ring(w, 4 * (DENSE + FACTORS)),
+        goes_on_from_mean=True,
     ),
     "per_parameter": Case(
         lc.PerParameter({"*ir*": "bf16", "second": POWERSGD, "*": lc.Int8(**INT8)}),
@@ -130,7 +129,6 @@ CASES = {
             + encoded(w, ONE_D | POLICY, 128, 132)
             - ring(w, 4 * 3 * 24 * 40)
         ),
-        goes_on_from_mean=False,
     ),
 }
 # These do with gradients what post_localsgd does, or int8 with another codec, by the same code; or what others do.

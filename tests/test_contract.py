@@ -5,8 +5,7 @@ from driver import SHAPES, low_rank_gradients, outputs, same
 from hooks_under_test import CASES
 
 from lightning_commhooks import Noop
-from lightning_commhooks.testing import check_rule
-from lightning_commhooks.testing.check import RULES
+from lightning_commhooks.testing.check import RULES, check_rule
 
 # What depends on the number of ranks; the others run on two.
 ON_FOUR = {

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.interface.accumulation import scale_
 from lightning_commhooks.interface.bucket import Bucket, Slot
 from lightning_commhooks.interface.by_parameter import BoundByParameter, Entry, Plan
@@ -56,9 +57,14 @@ class ErrorFeedback(BoundByParameter[_Remembered]):
 
     Args:
         group: the collectives the hook may use.
+        hook: what `average` reads options from, as `self.hook`; the `CommHook` whose `bind` this is made in.
     """
 
     scales_gradients = True
+
+    def __init__(self, group: Group, hook: Any = None) -> None:
+        super().__init__(group)
+        self.hook = hook
 
     @abstractmethod
     def average(self, owed: Tensor, bucket: Bucket) -> tuple[Tensor, Tensor]:

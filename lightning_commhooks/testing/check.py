@@ -39,7 +39,7 @@ def check_hook(
     rounding: float = 1e-5,
     bytes_sent: Callable[[int], float] | None = None,
     depends_on_buckets: bool = False,
-    goes_on_from_mean: bool = True,
+    goes_on_from_mean: bool = False,
     num_ranks: Sequence[int] = (2, 4),
     seconds: float = 60.0,
 ) -> None:
@@ -59,8 +59,8 @@ def check_hook(
             `lightning_commhooks.testing.model.SHAPES`; by default, what is counted has to be what is given to
             `torch.distributed`, and no more.
         depends_on_buckets: whether the result depends on where DDP's buckets begin and end.
-        goes_on_from_mean: whether a run that resumes from the mean of the ranks' memories goes on as it would have. Not
-            if results depend on each rank's own memory, as those of quantization do.
+        goes_on_from_mean: whether a run that resumes from the mean of the ranks' memories has to go on as it would
+            have, as it does if results depend on that mean alone: PowerSGD's do, those of top-k and quantization not.
         num_ranks: numbers of ranks to check.
         seconds: that a collective may take before the ranks count as out of step.
 

@@ -58,7 +58,7 @@ class Case:
         bytes_sent: bytes that a rank sends in the third step, by the number of ranks, for one bucket of `SHAPES` in
             float32; `None`: whatever is measured.
         depends_on_buckets: whether the result depends on where DDP's buckets begin and end.
-        goes_on_from_mean: whether a run resumed from the mean of the ranks' memory goes on as it would have.
+        goes_on_from_mean: whether a run resumed from the mean of the ranks' memory has to go on as it would have.
     """
 
     hook: CommHook
@@ -66,7 +66,7 @@ class Case:
     rounding: float = 1e-5
     bytes_sent: Callable[[int], float] | None = None
     depends_on_buckets: bool = False
-    goes_on_from_mean: bool = True
+    goes_on_from_mean: bool = False
 
 
 def demand(condition: object, rule: str) -> None:
