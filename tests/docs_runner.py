@@ -84,7 +84,8 @@ def arguments():
 
 DATA = [{"x": torch.randn(64), "labels": torch.randn(64)} for _ in range(64)]
 FABRIC = {"accelerator": "cpu", "devices": WORLD_SIZE}
-TRAINER = {**FABRIC, "logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "max_steps": 2}
+QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+TRAINER = {**FABRIC, **QUIET, "max_steps": 2}
 
 
 def sharded():

@@ -90,7 +90,7 @@ class ErrorFeedback(BoundByParameter[_Remembered]):
             make: gives the first value, floating-point, equal on all ranks; a saved one of another shape is dropped.
 
         Returns:
-            a [`Memory`][]: read `value`, and write the next one, all of it, to `next()`.
+            a memory. Read `value`, and write the next one, all of it, to `next()`.
         """
         plan = self._plans[bucket.names]
         if slot.name not in plan.common:
