@@ -10,9 +10,9 @@ from accelerate import Accelerator
 from accelerate.utils import DDPCommunicationHookType, DistributedType
 
 from accelerate_integration.kwargs import from_environment
-from lightning_commhooks.core.fsdp import FSDPAttachment, attach_fsdp
-from lightning_commhooks.core.hook import CommHook
-from lightning_commhooks.core.sharded import resolve_sharded_hook
+from lightning_commhooks.fsdp.attach import FSDPAttachment, attach_fsdp
+from lightning_commhooks.fsdp.reduction import resolve_sharded_hook
+from lightning_commhooks.interface.hook import CommHook
 
 _INSTEAD = {
     "NO": "training runs in one process, and there is nothing to reduce",

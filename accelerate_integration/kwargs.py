@@ -17,13 +17,13 @@ from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKw
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from accelerate_integration.around import wrap
-from accelerate_integration.companion import Companion
-from lightning_commhooks.core.attach import attach, resolve_hook
-from lightning_commhooks.core.attachment import Attachment, hook_name
-from lightning_commhooks.core.hook import CommHook
-from lightning_commhooks.core.registry import get_hook
-from lightning_commhooks.core.several import attachment_of
+from accelerate_integration.accelerator_events import AcceleratorEvents
+from accelerate_integration.replaced_methods import replace_method
+from lightning_commhooks.ddp.attach import attach, resolve_hook
+from lightning_commhooks.ddp.attachment import Attachment, hook_name
+from lightning_commhooks.ddp.attachments import attachment_of
+from lightning_commhooks.interface.hook import CommHook
+from lightning_commhooks.interface.registry import get_hook
 from lightning_commhooks.wrappers import Cast
 from lightning_commhooks.wrappers.scale import Accumulation
 
@@ -36,7 +36,7 @@ _OWN_FIELDS = (
     "resync",
     "accumulation",
     "attachments",
-    "_companions",
+    "_events",
 )
 _REPLACED_FIELDS = ("comm_hook", "comm_wrapper", "comm_state_option")
 _ELSEWHERE = {
@@ -89,7 +89,7 @@ class CommHookKwargs(DistributedDataParallelKwargs):
     resync: bool = False
     accumulation: Accumulation = "framework"
     attachments: list[Attachment] = field(default_factory=list, init=False, repr=False, compare=False)
-    _companions: WeakKeyDictionary[Accelerator, Companion] = field(
+    _events: WeakKeyDictionary[Accelerator, AcceleratorEvents] = field(
         default_factory=WeakKeyDictionary, init=False, repr=False, compare=False
     )
 
@@ -140,7 +140,7 @@ class CommHookKwargs(DistributedDataParallelKwargs):
         return DistributedDataParallelKwargs
 
     def __reduce__(self) -> tuple[Callable[..., CommHookKwargs], tuple[Any, ...]]:
-        live = ("attachments", "_companions")
+        live = ("attachments", "_events")
         # Not by `copyreg.__newobj__`, which asks for `__class__`.
         return _restored, (type(self), {key: value for key, value in vars(self).items() if key not in live})
 
@@ -160,18 +160,18 @@ class CommHookKwargs(DistributedDataParallelKwargs):
                 warnings.warn(f"CommHookKwargs(hook={name!r}) does nothing: training runs in one process", stacklevel=3)
             return original(*args, **kwargs)
 
-        wrap(accelerator, "prepare", prepare)
+        replace_method(accelerator, "prepare", prepare)
 
     def to_dict(self, ignore_keys: tuple[str, ...] = _REPLACED_FIELDS) -> dict[str, Any]:
         """The fields that go to `DistributedDataParallel`."""
         return {key: value for key, value in vars(self).items() if key not in (*ignore_keys, *_OWN_FIELDS)}
 
-    def companion(self, accelerator: Accelerator) -> Companion:
+    def events(self, accelerator: Accelerator) -> AcceleratorEvents:
         """What looks after an accelerator's checkpoints; one for each."""
-        if accelerator not in self._companions:
-            made = Companion(accelerator, resync=self.resync, strict_state=self.strict_state)
-            self._companions[accelerator] = made
-        return self._companions[accelerator]
+        if accelerator not in self._events:
+            made = AcceleratorEvents(accelerator, resync=self.resync, strict_state=self.strict_state)
+            self._events[accelerator] = made
+        return self._events[accelerator]
 
     def add_weight(self, weight: float | Tensor, model: DistributedDataParallel | None = None) -> None:
         """With `accumulation="weighted"`, say how much the present micro-batch counts, as by its number of tokens.
@@ -199,16 +199,16 @@ class CommHookKwargs(DistributedDataParallelKwargs):
             grad_scaler=None if accelerator is None else accelerator.scaler,
             exact_state=self.exact_state,
             accumulation=self.accumulation,
-            loss_divided_by=1 if accelerator is None else self.companion(accelerator).loss_divided_by,
+            loss_divided_by=1 if accelerator is None else self.events(accelerator).loss_divided_by,
         )
         self.attachments.append(attachment)
         if accelerator is not None:
-            self.companion(accelerator).add(attachment)
+            self.events(accelerator).add(attachment)
 
 
 def _restored(kind: type[CommHookKwargs], fields: dict[str, Any]) -> CommHookKwargs:
     handler = object.__new__(kind)
-    handler.__dict__.update(fields, attachments=[], _companions=WeakKeyDictionary())
+    handler.__dict__.update(fields, attachments=[], _events=WeakKeyDictionary())
     return handler
 
 

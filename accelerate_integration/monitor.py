@@ -9,13 +9,13 @@ from typing import Any
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 
-from accelerate_integration.around import wrap
 from accelerate_integration.fsdp import FSDPCommHook
 from accelerate_integration.kwargs import CommHookKwargs
-from lightning_commhooks.core.attachment import Attachment
-from lightning_commhooks.core.error_sample import DEFAULT_NUMEL
-from lightning_commhooks.core.fsdp import FSDPAttachment
-from lightning_commhooks.core.monitor import PREFIX, Monitor, MonitorOptions
+from accelerate_integration.replaced_methods import replace_method
+from lightning_commhooks.ddp.attachment import Attachment
+from lightning_commhooks.ddp.monitor import PREFIX, Monitor, MonitorOptions
+from lightning_commhooks.fsdp.attach import FSDPAttachment
+from lightning_commhooks.interface.error_sample import DEFAULT_NUMEL
 
 _OF_TRAINER = [field.name for field in dataclasses.fields(MonitorOptions) if field.name != "every_n_steps"]
 
@@ -80,7 +80,7 @@ class CommHookTracker:
         self._accelerator = accelerator
         self._monitors = Monitors(attachments, self._options)
         self._step: int | None = None
-        wrap(accelerator, "end_training", self._end_training)
+        replace_method(accelerator, "end_training", self._end_training)
 
     def log(self, step: int | None = None) -> None:
         """Log, if it is time to; call it on all ranks, after each step.
@@ -125,9 +125,9 @@ class TrainerMonitor:
         self._handler = handler
         self._options = trainer_options(options)
         self._monitors: Monitors | None = None
-        wrap(trainer.callback_handler, "on_train_begin", self._begin)
-        wrap(trainer.callback_handler, "on_train_end", self._end)
-        wrap(trainer, "log", self._log)
+        replace_method(trainer.callback_handler, "on_train_begin", self._begin)
+        replace_method(trainer.callback_handler, "on_train_end", self._end)
+        replace_method(trainer, "log", self._log)
 
     def _begin(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         # Models of earlier trials of a search may still be there.

@@ -10,12 +10,12 @@ from typing import Any, overload
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs, DistributedType
 
-from accelerate_integration.around import wrap
-from accelerate_integration.companion import Companion
+from accelerate_integration.accelerator_events import AcceleratorEvents
 from accelerate_integration.fsdp import FSDPCommHook, attach_to_prepared
 from accelerate_integration.kwargs import CommHookKwargs
 from accelerate_integration.monitor import TrainerMonitor, trainer_options
-from lightning_commhooks.core.hook import CommHook
+from accelerate_integration.replaced_methods import replace_method
+from lightning_commhooks.interface.hook import CommHook
 from lightning_commhooks.wrappers.scale import Accumulation
 
 
@@ -130,17 +130,17 @@ class _TrainerEvents:
         self._handler = handler
         self._install()
         # A search of hyperparameters makes a new accelerator for each trial.
-        wrap(trainer, "create_accelerator_and_postprocess", self._recreate)
-        wrap(trainer, "_wrap_model", self._wrap_model)
+        replace_method(trainer, "create_accelerator_and_postprocess", self._recreate)
+        replace_method(trainer, "_wrap_model", self._wrap_model)
         if handler.accumulation != "framework":
-            wrap(trainer, "training_step", self._training_step)
-        wrap(trainer, "_maybe_log_save_evaluate", self._save_and_evaluate)
-        wrap(trainer, "evaluation_loop", self._evaluate)
-        wrap(trainer, "_save_optimizer_and_scheduler", self._save)
-        wrap(trainer, "_load_optimizer_and_scheduler", self._load)
-        wrap(trainer, "save_model", self._save_model)
-        wrap(trainer, "_load_best_model", self._finish)
-        wrap(trainer.callback_handler, "on_train_end", self._finish)
+            replace_method(trainer, "training_step", self._training_step)
+        replace_method(trainer, "_maybe_log_save_evaluate", self._save_and_evaluate)
+        replace_method(trainer, "evaluation_loop", self._evaluate)
+        replace_method(trainer, "_save_optimizer_and_scheduler", self._save)
+        replace_method(trainer, "_load_optimizer_and_scheduler", self._load)
+        replace_method(trainer, "save_model", self._save_model)
+        replace_method(trainer, "_load_best_model", self._finish)
+        replace_method(trainer.callback_handler, "on_train_end", self._finish)
 
     def _install(self) -> None:
         accelerator, handler = self._trainer.accelerator, self._handler
@@ -154,8 +154,8 @@ class _TrainerEvents:
         if "prepare" not in vars(accelerator):
             handler.expect(accelerator)
 
-    def _companion(self) -> Companion:
-        return self._handler.companion(self._trainer.accelerator)
+    def _events(self) -> AcceleratorEvents:
+        return self._handler.events(self._trainer.accelerator)
 
     def _recreate(self, original: Callable[[], None]) -> None:
         original()
@@ -177,36 +177,36 @@ class _TrainerEvents:
                 "micro-batches (num_items_in_batch): use accumulation='framework', which is the mean over tokens"
             )
         # By tokens, or by the micro-batches: in both cases the sum over micro-batches is a mean.
-        self._companion().divided_before = float(trainer.current_gradient_accumulation_steps)
+        self._events().divided_before = float(trainer.current_gradient_accumulation_steps)
         return original(model, inputs, num_items_in_batch)
 
     def _save_and_evaluate(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not (self._trainer.control.should_save or self._trainer.control.should_evaluate):
             return original(*args, **kwargs)
-        with self._companion().averaged_models():
+        with self._events().averaged_models():
             return original(*args, **kwargs)
 
     def _evaluate(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with self._companion().averaged_models():
+        with self._events().averaged_models():
             return original(*args, **kwargs)
 
     def _save_model(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         # By a callback of the user's. Not averaged here: perhaps only some ranks come by.
-        self._companion().warn_if_models_differ("let args.save_steps do it, or save after train()")
+        self._events().warn_if_models_differ("let args.save_steps do it, or save after train()")
         return original(*args, **kwargs)
 
     def _save(self, original: Callable[..., Any], output_dir: str) -> None:
-        with self._companion().averaged():
+        with self._events().averaged():
             original(output_dir)
-            self._companion().write(output_dir)
+            self._events().write(output_dir)
 
     def _load(self, original: Callable[..., Any], checkpoint: str | None) -> None:
         original(checkpoint)
         if checkpoint is not None:
-            self._companion().read(checkpoint)
+            self._events().read(checkpoint)
 
     def _finish(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self._companion().average_for_good()
+        self._events().average_for_good()
         return original(*args, **kwargs)
 
 

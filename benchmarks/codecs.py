@@ -22,7 +22,7 @@ import torch
 from netns import pin
 
 from lightning_commhooks.codecs import AffineCodec, FP8Codec, Int4Codec, Int8Codec
-from lightning_commhooks.core.codec import Codec, Kernels, compiled, seed_tensor
+from lightning_commhooks.codecs.codec import Codec, Kernels, compiled, seed_tensor
 
 NUMEL = 8 * 2**20
 CODECS: dict[str, Codec] = {

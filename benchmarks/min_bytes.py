@@ -22,8 +22,8 @@ import torch.distributed as dist
 from netns import hosts, pin
 
 import lightning_commhooks as lc
-from lightning_commhooks.core.collectives import Group
-from lightning_commhooks.core.hook import Bucket, Slot
+from lightning_commhooks.collectives.group import Group
+from lightning_commhooks.interface.bucket import Bucket, Slot
 
 HOOKS = {"float32": lc.AllReduce(), "int8": lc.Int8(min_bytes=0), "int4": lc.Int4(min_bytes=0)}
 SIZES = [2**k for k in range(12, 23)]  # bytes

@@ -28,8 +28,8 @@ from netns import pin
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_commhooks import Bucket, CommHook, PowerSGD, attach
-from lightning_commhooks.core.collectives import Group
-from lightning_commhooks.core.hook import BoundHook
+from lightning_commhooks.collectives.group import Group
+from lightning_commhooks.interface.hook import BoundHook
 
 # Ours over stock, of the cost above noop: what the project promises, by matrix rank.
 LIMITS = {1: 0.5, 4: 0.35}

@@ -70,7 +70,7 @@ def _reference(app: Sphinx, docname: str, source: list[str]) -> None:
     Of a class, the methods and properties that are named after it; if none are, those that it documents itself.
     """
     if docname.startswith("reference/"):
-        source[0] = re.sub(r"^- `(\w+)\.(\w+)`(?:: (.+))?$", _directive, source[0], flags=re.MULTILINE)
+        source[0] = re.sub(r"^- `([\w.]+)\.(\w+)`(?:: (.+))?$", _directive, source[0], flags=re.MULTILINE)
 
 
 def _directive(match: re.Match[str]) -> str:
@@ -109,7 +109,7 @@ def _before_napoleon(app: Sphinx, what: str, name: str, found: object, options: 
 
 
 def _link(match: re.Match[str]) -> str:
-    for module in ("lightning_commhooks", "accelerate_integration"):
+    for module in ("lightning_commhooks", "lightning_commhooks.testing", "accelerate_integration"):
         if hasattr(import_module(module), match[1]):
             return f":py:obj:`~{module}.{match[1]}`"
     return f"`{match[1]}`"

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import re
-import textwrap
 from pathlib import Path
 
 import lightning_commhooks
+from lightning_commhooks.interface.docstrings import documented_arguments
 
 FOLDER = Path(__file__).parent
 _TABLE = re.compile(r"(<!-- options: (\w+) -->\n).*?(<!-- end of options -->\n)", re.DOTALL)
@@ -26,7 +25,7 @@ def table(hook_class: type) -> str:
         ValueError: an option is not in the docstring, or the docstring has one that there is not.
     """
     fields = {field.name: field for field in dataclasses.fields(hook_class)}
-    meanings = _arguments(hook_class)
+    meanings = documented_arguments(hook_class)
     if fields.keys() != meanings.keys():
         raise ValueError(f"{hook_class.__name__}: docstring and fields differ in {fields.keys() ^ meanings.keys()}")
     if not fields:
@@ -51,14 +50,6 @@ def _linked(meaning: str) -> str:
 
 def _page(class_name: str) -> str:
     return f"{getattr(lightning_commhooks, class_name).name}.md"
-
-
-def _arguments(hook_class: type) -> dict[str, str]:
-    """What the docstring says about each argument, on one line."""
-    _, _, text = inspect.getdoc(hook_class).partition("\nArgs:\n")
-    text = textwrap.dedent(re.split(r"\n\S", text, maxsplit=1)[0])
-    entries = re.split(r"^(\w+): ", text, flags=re.MULTILINE)[1:]
-    return {name: " ".join(meaning.split()) for name, meaning in zip(entries[::2], entries[1::2], strict=True)}
 
 
 def main() -> None:

@@ -5,21 +5,17 @@ from __future__ import annotations
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from lightning_commhooks.core.attach import attach
-from lightning_commhooks.core.attachment import Attachment
-from lightning_commhooks.core.checkpoint import StateError
-from lightning_commhooks.core.engine import HookError
-from lightning_commhooks.core.hook import BoundHook, Bucket, CommHook
-from lightning_commhooks.core.monitor import Monitor
-from lightning_commhooks.core.optimizers import OptimizerStep
-from lightning_commhooks.core.registry import available_hooks, get_hook, register
+from lightning_commhooks.collectives.errors import HookError
+from lightning_commhooks.ddp.attach import attach
+from lightning_commhooks.ddp.attachment import Attachment
+from lightning_commhooks.ddp.monitor import Monitor
+from lightning_commhooks.fsdp import DenseReduction as _DenseReduction  # noqa: F401  # registers what FSDP can use
 from lightning_commhooks.hooks import (
     BF16,
     FP8,
     FP16,
     AllGather,
     AllReduce,
-    Auto,
     BatchedPowerSGD,
     DiLoCo,
     HierarchicalLocalSGD,
@@ -31,22 +27,32 @@ from lightning_commhooks.hooks import (
     QuantizePerChannel,
     QuantizePerTensor,
 )
-from lightning_commhooks.lazy import register_strategy_names
-from lightning_commhooks.sharded import DenseReduction as _DenseReduction  # noqa: F401  # registers what FSDP can use
-from lightning_commhooks.wrappers import Cast, PerParameter, ScaleByGradAccumulation, Schedule
+from lightning_commhooks.interface.averages_models import AveragesModels
+from lightning_commhooks.interface.bucket import Bucket
+from lightning_commhooks.interface.error_feedback import ErrorFeedback
+from lightning_commhooks.interface.hook import BoundHook, CommHook
+from lightning_commhooks.interface.models import OptimizerStep
+from lightning_commhooks.interface.registry import available_hooks, get_hook, register
+from lightning_commhooks.interface.state import StateError
+from lightning_commhooks.lightning.strategy_names import register_strategy_names
+from lightning_commhooks.wrappers import Auto, Cast, PerParameter, ScaleByGradAccumulation, Schedule
 
 if TYPE_CHECKING:
-    from lightning_commhooks.callbacks import CommHookMonitor as CommHookMonitor
-    from lightning_commhooks.callbacks_pl import CommHookMonitorPL as CommHookMonitorPL
-    from lightning_commhooks.core.fsdp import FSDPAttachment as FSDPAttachment
-    from lightning_commhooks.core.fsdp import attach_fsdp as attach_fsdp
-    from lightning_commhooks.fabric import CompressedDDPFabricStrategy as CompressedDDPFabricStrategy
-    from lightning_commhooks.fsdp import CompressedFSDPStrategy as CompressedFSDPStrategy
-    from lightning_commhooks.fsdp import CompressedModelParallelStrategy as CompressedModelParallelStrategy
-    from lightning_commhooks.fsdp_pl import CompressedFSDPStrategyPL as CompressedFSDPStrategyPL
-    from lightning_commhooks.fsdp_pl import CompressedModelParallelStrategyPL as CompressedModelParallelStrategyPL
-    from lightning_commhooks.strategy import CompressedDDPStrategy as CompressedDDPStrategy
-    from lightning_commhooks.strategy_pl import CompressedDDPStrategyPL as CompressedDDPStrategyPL
+    from lightning_commhooks.fsdp.attach import FSDPAttachment as FSDPAttachment
+    from lightning_commhooks.fsdp.attach import attach_fsdp as attach_fsdp
+    from lightning_commhooks.lightning.fabric import CompressedDDPFabricStrategy as CompressedDDPFabricStrategy
+    from lightning_commhooks.lightning.of_lightning import CommHookMonitor as CommHookMonitor
+    from lightning_commhooks.lightning.of_lightning import CompressedDDPStrategy as CompressedDDPStrategy
+    from lightning_commhooks.lightning.of_lightning import CompressedFSDPStrategy as CompressedFSDPStrategy
+    from lightning_commhooks.lightning.of_lightning import (
+        CompressedModelParallelStrategy as CompressedModelParallelStrategy,
+    )
+    from lightning_commhooks.lightning.of_pytorch_lightning import CommHookMonitorPL as CommHookMonitorPL
+    from lightning_commhooks.lightning.of_pytorch_lightning import CompressedDDPStrategyPL as CompressedDDPStrategyPL
+    from lightning_commhooks.lightning.of_pytorch_lightning import CompressedFSDPStrategyPL as CompressedFSDPStrategyPL
+    from lightning_commhooks.lightning.of_pytorch_lightning import (
+        CompressedModelParallelStrategyPL as CompressedModelParallelStrategyPL,
+    )
 
 __version__ = "0.1.0"
 
@@ -58,12 +64,14 @@ __all__ = [
     "AllReduce",
     "Attachment",
     "Auto",
+    "AveragesModels",
     "BatchedPowerSGD",
     "BoundHook",
     "Bucket",
     "Cast",
     "CommHook",
     "DiLoCo",
+    "ErrorFeedback",
     "HierarchicalLocalSGD",
     "HookError",
     "Int4",
@@ -103,18 +111,18 @@ if find_spec("pytorch_lightning") is not None:
     ]
 
 _LAZY = {
-    "CommHookMonitor": "lightning_commhooks.callbacks",
-    "CommHookMonitorPL": "lightning_commhooks.callbacks_pl",
-    "CompressedDDPFabricStrategy": "lightning_commhooks.fabric",
-    "CompressedDDPStrategy": "lightning_commhooks.strategy",
-    "CompressedDDPStrategyPL": "lightning_commhooks.strategy_pl",
-    "CompressedFSDPStrategy": "lightning_commhooks.fsdp",
-    "CompressedFSDPStrategyPL": "lightning_commhooks.fsdp_pl",
-    "CompressedModelParallelStrategy": "lightning_commhooks.fsdp",
-    "CompressedModelParallelStrategyPL": "lightning_commhooks.fsdp_pl",
+    "CommHookMonitor": "lightning_commhooks.lightning.of_lightning",
+    "CommHookMonitorPL": "lightning_commhooks.lightning.of_pytorch_lightning",
+    "CompressedDDPFabricStrategy": "lightning_commhooks.lightning.fabric",
+    "CompressedDDPStrategy": "lightning_commhooks.lightning.of_lightning",
+    "CompressedDDPStrategyPL": "lightning_commhooks.lightning.of_pytorch_lightning",
+    "CompressedFSDPStrategy": "lightning_commhooks.lightning.of_lightning",
+    "CompressedFSDPStrategyPL": "lightning_commhooks.lightning.of_pytorch_lightning",
+    "CompressedModelParallelStrategy": "lightning_commhooks.lightning.of_lightning",
+    "CompressedModelParallelStrategyPL": "lightning_commhooks.lightning.of_pytorch_lightning",
     # Importing PyTorch's FSDP takes half a second.
-    "FSDPAttachment": "lightning_commhooks.core.fsdp",
-    "attach_fsdp": "lightning_commhooks.core.fsdp",
+    "FSDPAttachment": "lightning_commhooks.fsdp.attach",
+    "attach_fsdp": "lightning_commhooks.fsdp.attach",
 }
 
 

@@ -16,7 +16,7 @@ def main() -> None:
             f"the command line needs {' and '.join(missing)}: pip install 'lightning-commhooks[cli]'", file=sys.stderr
         )
         sys.exit(2)
-    from lightning_commhooks.cli import app
+    from lightning_commhooks.advice.cli import app
 
     app()
 

@@ -2,6 +2,8 @@
 
 A page whose code calls `init_process_group` brings all that it needs. Other pages find a process group and what their
 readers have at hand: see `GIVEN`. Each block gets these anew, unless the page has made something of that name itself.
+A block that begins with `# <name>.py` is that file: later ones import it. A script, which has `__main__` in it, is run
+by rank 0, by itself.
 """
 
 import ast
@@ -13,6 +15,7 @@ import json
 import logging
 import os
 import re
+import subprocess
 import sys
 import tempfile
 import traceback
@@ -31,6 +34,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import set_seed
 from docs_pages import PAGES, ROOT, blocks
+from forks import PATIENCE, alone
 from fsdp_accelerate_runner import VERSIONS, with_fsdp
 from lightning.fabric import Fabric
 from lightning.pytorch.cli import LightningCLI
@@ -40,7 +44,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import accelerate_integration
 import lightning_commhooks as lc
-from lightning_commhooks.core import codec, encoded
+from lightning_commhooks.codecs import codec
+from lightning_commhooks.collectives import encoded
 
 RANK, WORLD_SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 IGNORED = (
@@ -51,6 +56,7 @@ IGNORED = (
     # Trainings of two steps, of small models.
     "hook='.+' compressed nothing",
     "training ended after",
+    "You're resuming from a checkpoint that ended before the epoch ended",
     "The 'train_dataloader' does not have many workers",
     r"`isinstance\(treespec, LeafSpec\)` is deprecated",  # used by Lightning
     ".* deprecated and will be removed in Click",  # used by typer 0.16
@@ -78,7 +84,8 @@ def arguments():
 
 DATA = [{"x": torch.randn(64), "labels": torch.randn(64)} for _ in range(64)]
 FABRIC = {"accelerator": "cpu", "devices": WORLD_SIZE}
-TRAINER = {**FABRIC, "logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "max_steps": 2}
+QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+TRAINER = {**FABRIC, **QUIET, "max_steps": 2}
 
 
 def sharded():
@@ -119,7 +126,7 @@ class Recorder:
 
     def __init__(self):
         self._attach, self._attachments = lc.attach, []
-        self._module = importlib.import_module("lightning_commhooks.core.attach")
+        self._module = importlib.import_module("lightning_commhooks.ddp.attach")
         self._attachment_class = self._module.Attachment
         self._module.Attachment = self._record
 
@@ -165,22 +172,80 @@ def run_page(path, recorder, groups):
     brings_all = any("init_process_group" in block.text for block in page if block.language == "python")
     namespace = {"__name__": "page"} if brings_all else given_names()
     made = {} if brings_all else MADE
+    files = Files(groups.exchange(f"{path}", tempfile.mkdtemp())[0])
     try:
         if not brings_all:
             groups.init()
         for block in page:
             if block.not_run is None:
                 torch.manual_seed(0)
-                run_block(path, block, namespace, made)
+                if files.is_script(block):
+                    files.run_script(block, groups)
+                elif files.name(block):
+                    checking_prints(block, lambda block=block: files.import_(block))
+                else:
+                    run_block(path, block, namespace, made)
         return ""
     except BaseException:
         return f"{path.relative_to(ROOT)}, rank {RANK}:\n{traceback.format_exc()}"
     finally:
+        files.close()
         recorder.close()
         namespace.clear()
         if dist.is_initialized():
             dist.destroy_process_group()
         AcceleratorState._reset_state(reset_partial_state=True)
+
+
+class Files:
+    """Blocks that are files: each rank has its own of them, and all the same working directory.
+
+    Args:
+        folder: the working directory.
+    """
+
+    def __init__(self, folder):
+        self._folder, self._before, self._imported = tempfile.mkdtemp(), os.getcwd(), []
+        os.chdir(folder)
+        sys.path.insert(0, self._folder)
+
+    @staticmethod
+    def name(block):
+        found = re.match(r"# (\w+)\.py\n", block.text) if block.language == "python" else None
+        return found and found[1]
+
+    def is_script(self, block):
+        return self.name(block) and "__main__" in block.text
+
+    def import_(self, block):
+        self._write(block)
+        self._imported.append(self.name(block))
+        importlib.import_module(self.name(block))
+
+    def run_script(self, block, groups):
+        """Run it on rank 0. The others wait, for longer than a collective may take."""
+        try:
+            if RANK == 0:
+                command = [sys.executable, self._write(block)]
+                environment = alone(PYTHONPATH=f"{ROOT}")
+                done = subprocess.run(
+                    command, env=environment, capture_output=True, text=True, timeout=90 * PATIENCE, check=False
+                )
+                assert done.returncode == 0, done.stdout + done.stderr
+        finally:
+            groups.exchange(f"{self.name(block)}:{block.line}", "")
+
+    def _write(self, block):
+        path = Path(self._folder, f"{self.name(block)}.py")
+        path.write_text(block.text)
+        importlib.invalidate_caches()
+        return path
+
+    def close(self):
+        os.chdir(self._before)
+        sys.path.remove(self._folder)
+        for name in self._imported:
+            sys.modules.pop(name, None)
 
 
 def given_names():
@@ -217,12 +282,17 @@ def run_python(path, block, namespace, made):
     namespace.setdefault("__given__", []).append(given)
     namespace |= given
     code = compile("\n" * (block.line - 1) + block.text, str(path), "exec")
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
-        exec(code, namespace)
+    checking_prints(block, lambda: exec(code, namespace))
     if is_sharded:
         AcceleratorState._reset_state(reset_partial_state=True)
     own |= set(names_made(tree))
+
+
+def checking_prints(block, run):
+    """Run a block, which prints what it says."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        run()
     expected = set(re.findall(r"^ *print\(.*  # prints (.+)$", block.text, re.MULTILINE))
     if expected and RANK == 0:
         found = set(printed.getvalue().splitlines())

@@ -78,7 +78,7 @@ def _module(words):
     if module == "lightning_commhooks":
         from typer.main import get_command
 
-        from lightning_commhooks.cli import app
+        from lightning_commhooks.advice.cli import app
 
         # Parses the arguments, without running anything.
         command = get_command(app)
@@ -98,7 +98,7 @@ def _script(words):
     script, *arguments = words
     path = ROOT / script
     if "/" not in script:
-        assert script in ("train.py", "example.py", "main.py"), f"what is {script}?"
+        assert script in ("train.py", "example.py", "main.py", "check_topk.py"), f"what is {script}?"
         return
     assert path.is_file(), f"there is no {script}"
     for option in (argument.split("=")[0] for argument in arguments if argument.startswith("--")):

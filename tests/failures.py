@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_commhooks as lc
-from lightning_commhooks.core import registry
+from lightning_commhooks.interface import registry
 
 
 class Failing(lc.CommHook):
@@ -35,9 +35,8 @@ class Failing(lc.CommHook):
         return _BoundFailing(group)
 
 
-class _BoundFailing(lc.BoundHook):
+class _BoundFailing(lc.AveragesModels):
     has_memory = True
-    averages_models = True
 
     def reduce(self, flat, bucket):
         fail_at("reduce")

@@ -189,7 +189,7 @@ def configured():
     for label, hook in hooks.items():
         trainer = fit(f"configured-{label}", CompressedDDP(hook=hook))
         attachment = trainer.strategy.attachment
-        chosen = attachment.bound.chosen
+        chosen = getattr(attachment.bound, "chosen", None)
         write(
             f"after-{label}", trainer.global_rank, metrics=attachment.metrics(), chosen=chosen.name if chosen else None
         )

@@ -210,7 +210,7 @@ def broken_on_one_rank(folder):
         shutil.copy(f"{folder}/post_localsgd-True/lightning_commhooks.bin", own)
     text = ""
     try:
-        run.handler.companion(run.accelerator).read(own)
+        run.handler.events(run.accelerator).read(own)
     except ValueError as error:
         text = str(error)
     run.close()

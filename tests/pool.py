@@ -20,7 +20,8 @@ import torch
 import torch.distributed as dist
 from forks import FOLDER, FORKS, PATIENCE, alone
 
-from lightning_commhooks.core import codec, encoded
+from lightning_commhooks.codecs import codec
+from lightning_commhooks.collectives import encoded
 
 SIZE = 4
 WORKER = FOLDER / "pool_worker.py"

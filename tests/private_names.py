@@ -14,7 +14,10 @@ import torch.distributed as dist
 from packaging.version import Version
 from torch.nn.parallel import DistributedDataParallel
 
-CORE = "lightning_commhooks/core"
+PACKAGE = "lightning_commhooks"
+GROUPS = "lightning_commhooks/collectives/process_groups.py"
+MICRO_BATCHES = "lightning_commhooks/ddp/micro_batches.py"
+COPIES = "lightning_commhooks/ddp/copies.py"
 
 
 @dataclass(frozen=True)
@@ -163,11 +166,11 @@ def _process_group_takes_backends():
 IMPORTED = "import of the package fails"
 STORES = ("torch._C._distributed_c10d.Store", "torch._C._distributed_c10d.TCPStore")
 SPARSE = (
-    f"{CORE}/hook.py",
-    f"{CORE}/micro_batches.py",
-    f"{CORE}/runtime.py",
+    f"{PACKAGE}/interface/hook.py",
+    MICRO_BATCHES,
+    f"{PACKAGE}/ddp/runtime.py",
     "lightning_commhooks/hooks/_local_sgd.py",
-    "lightning_commhooks/hooks/auto.py",
+    "lightning_commhooks/wrappers/auto.py",
     "lightning_commhooks/wrappers/cast.py",
     "lightning_commhooks/wrappers/scale.py",
 )
@@ -176,66 +179,64 @@ LAUNCH, LISTING = "lightning_commhooks/advice/launch.py", "lightning_commhooks/a
 TORCH = [
     Use(
         "torch._C._distributed_c10d.GradBucket",
-        (f"{CORE}/ddp.py", f"{CORE}/runtime.py", f"{CORE}/user_hook.py"),
+        (f"{PACKAGE}/ddp/model.py", f"{PACKAGE}/ddp/runtime.py", f"{PACKAGE}/interface/user_function.py"),
         IMPORTED,
     ),
     Use("torch._C._distributed_c10d.HashStore", (LAUNCH, LISTING), "`list` and `advise` fail"),
-    Use("torch._C._distributed_c10d.PrefixStore", (LAUNCH, f"{CORE}/groups.py"), IMPORTED),
+    Use("torch._C._distributed_c10d.PrefixStore", (LAUNCH, GROUPS), IMPORTED),
     *(Use(name, (LAUNCH,), "`headroom`, `bench` and `advise` fail") for name in STORES),
-    Use("torch._C._current_graph_task_id", (f"{CORE}/sharded_runtime.py",), "steps under FSDP", _task_has_an_id),
-    Use("torch._dynamo.config.disable", (LISTING, f"{CORE}/codec.py"), "quantized hooks, and `list`, fail"),
-    Use("torch._dynamo.mark_dynamic", (f"{CORE}/codec.py",), "codecs are not compiled, with a warning"),
-    Use("torch._dynamo.mark_static", (f"{CORE}/codec.py",), "codecs are not compiled, with a warning"),
-    Use("torch._foreach_norm", (f"{CORE}/micro_batches.py",), "accumulation cannot tell cleared gradients"),
+    Use("torch._C._current_graph_task_id", (f"{PACKAGE}/fsdp/runtime.py",), "steps under FSDP", _task_has_an_id),
+    Use("torch._dynamo.config.disable", (LISTING, f"{PACKAGE}/codecs/codec.py"), "quantized hooks, and `list`, fail"),
+    Use("torch._dynamo.mark_dynamic", (f"{PACKAGE}/codecs/codec.py",), "codecs are not compiled, with a warning"),
+    Use("torch._dynamo.mark_static", (f"{PACKAGE}/codecs/codec.py",), "codecs are not compiled, with a warning"),
+    Use("torch._foreach_norm", (MICRO_BATCHES,), "accumulation cannot tell cleared gradients"),
     Use(
         "torch.autograd.Variable._execution_engine.queue_callback",
-        (f"{CORE}/engine.py",),
+        (f"{PACKAGE}/ddp/engine.py",),
         "the end of a step is never seen",
     ),
-    Use("torch.cuda._sleep", (f"{CORE}/emulated.py",), "`advise` on CUDA fails"),
-    Use("torch.distributed.distributed_c10d._get_default_store", (f"{CORE}/groups.py",), "hooks on subgroups fail"),
-    Use("torch.distributed.distributed_c10d._world.pg_map", (f"{CORE}/groups.py",), "closing an attachment fails"),
-    Use("torch.distributed.fsdp.ShardingStrategy._HYBRID_SHARD_ZERO2", (f"{CORE}/fsdp1.py",), IMPORTED),
-    Use("threading._register_atexit", (f"{CORE}/engine.py",), "a process that failed waits for peers at exit"),
-    Use("sys._getframe", ("accelerate_integration/kwargs.py", "lightning_commhooks/ddp_mixin.py"), "as documented"),
-    Use("os._exit", ("lightning_commhooks/cli.py",), "as documented"),
-    Use("._comm_hooks", (f"{CORE}/ddp.py",), "a second hook is not refused", _tells_its_hook),
-    Use("._get_ddp_logging_data", (f"{CORE}/copies.py",), "silent: nobody sees that DDP has no hook", _tells_its_hook),
+    Use("torch.cuda._sleep", (f"{PACKAGE}/advice/emulated.py",), "`advise` on CUDA fails"),
+    Use("torch.distributed.distributed_c10d._get_default_store", (GROUPS,), "hooks on subgroups fail"),
+    Use("torch.distributed.distributed_c10d._world.pg_map", (GROUPS,), "closing an attachment fails"),
+    Use("torch.distributed.fsdp.ShardingStrategy._HYBRID_SHARD_ZERO2", (f"{PACKAGE}/fsdp/fsdp1.py",), IMPORTED),
+    Use("threading._register_atexit", (f"{PACKAGE}/ddp/engine.py",), "a process that failed waits for peers at exit"),
+    Use("sys._getframe", ("accelerate_integration/kwargs.py", "lightning_commhooks/lightning/ddp.py"), "as documented"),
+    Use("os._exit", ("lightning_commhooks/advice/cli.py",), "as documented"),
+    Use("._comm_hooks", (f"{PACKAGE}/ddp/model.py",), "a second hook is not refused", _tells_its_hook),
+    Use("._get_ddp_logging_data", (COPIES,), "silent: nobody sees that DDP has no hook", _tells_its_hook),
     Use(
         "._use_python_reducer",
-        (f"{CORE}/ddp.py",),
+        (f"{PACKAGE}/ddp/model.py",),
         "silent: under torch.compile hooks get gradients instead of buckets",
         _says_python_reducer,
     ),
-    Use("._join_config", (f"{CORE}/ddp.py",), "local steps fail; within join() they hang", _joins),
+    Use("._join_config", (f"{PACKAGE}/ddp/model.py",), "local steps fail; within join() they hang", _joins),
     Use(
         "._divide_by_initial_world_size",
-        (f"{CORE}/ddp.py",),
+        (f"{PACKAGE}/ddp/model.py",),
         "silent: nobody is told that hooks ignore join(divide_by_initial_world_size=False)",
         _joins_and_tells_by_what_it_divides,
     ),
-    Use("._get_backend", (f"{CORE}/groups.py",), "no attachment can be made", _group_keeps_its_timeout),
-    Use(
-        "._timeout", (f"{CORE}/groups.py",), "silent: hooks wait 30 minutes, whatever was set", _group_keeps_its_timeout
-    ),
-    Use("._register_backend", (f"{CORE}/groups.py",), "hooks on subgroups fail", _process_group_takes_backends),
-    Use("._set_default_backend", (f"{CORE}/groups.py",), "hooks on subgroups fail", _process_group_takes_backends),
-    Use("._comm_hook", (f"{CORE}/fsdp1.py",), "attach_fsdp fails", _fsdp_keeps_its_hook),
-    Use("._comm_hook_state", (f"{CORE}/fsdp1.py",), "attach_fsdp fails after close()", _fsdp_keeps_its_hook),
-    Use("._nnz", (f"{CORE}/collectives.py",), "sparse gradients fail", lambda: _sparse()._nnz() == 1),
+    Use("._get_backend", (GROUPS,), "no attachment can be made", _group_keeps_its_timeout),
+    Use("._timeout", (GROUPS,), "silent: hooks wait 30 minutes, whatever was set", _group_keeps_its_timeout),
+    Use("._register_backend", (GROUPS,), "hooks on subgroups fail", _process_group_takes_backends),
+    Use("._set_default_backend", (GROUPS,), "hooks on subgroups fail", _process_group_takes_backends),
+    Use("._comm_hook", (f"{PACKAGE}/fsdp/fsdp1.py",), "attach_fsdp fails", _fsdp_keeps_its_hook),
+    Use("._comm_hook_state", (f"{PACKAGE}/fsdp/fsdp1.py",), "attach_fsdp fails after close()", _fsdp_keeps_its_hook),
+    Use("._nnz", (f"{PACKAGE}/collectives/group.py",), "sparse gradients fail", lambda: _sparse()._nnz() == 1),
     Use("._values", SPARSE, "sparse gradients fail", lambda: _sparse()._values().tolist() == [2.0]),
-    Use("._version", (f"{CORE}/micro_batches.py", f"{CORE}/models.py"), "accumulation fails", _counts_changes),
+    Use("._version", (MICRO_BATCHES, f"{PACKAGE}/interface/models.py"), "accumulation fails", _counts_changes),
     Use(
         "._orig_mod",
-        (f"{CORE}/ddp.py", f"{CORE}/layout.py"),
+        (f"{PACKAGE}/ddp/model.py", f"{PACKAGE}/interface/layout.py"),
         "silent: state of compiled models is not that of the others",
         lambda: next(torch.compile(torch.nn.Linear(1, 1)).named_parameters())[0] == "_orig_mod.weight",
     ),
-    Use("._scale", (f"{CORE}/runtime.py",), "silent: memory in units of a scaled loss", _scaler_has_its_scale),
-    Use("__getstate__", (f"{CORE}/fsdp2.py",), "FSDP2 with an even divisor fails", _premultiplies),
+    Use("._scale", (f"{PACKAGE}/ddp/runtime.py",), "silent: memory in units of a scaled loss", _scaler_has_its_scale),
+    Use("__getstate__", (f"{PACKAGE}/fsdp/fsdp2.py",), "FSDP2 with an even divisor fails", _premultiplies),
     Use(
         "set_custom_reduce_scatter",
-        (f"{CORE}/fsdp2.py",),
+        (f"{PACKAGE}/fsdp/fsdp2.py",),
         "FSDP2 is refused",
         lambda: resolve("torch.distributed.fsdp.FSDPModule.set_custom_reduce_scatter"),
         since=("torch", "2.9"),

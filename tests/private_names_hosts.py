@@ -6,8 +6,8 @@ import sys
 import torch
 from private_names import IMPORTED, Use, resolve
 
-MIXIN, TRAINER = "lightning_commhooks/ddp_mixin.py", "accelerate_integration/trainer.py"
-MONITOR, FABRIC = "lightning_commhooks/monitor_mixin.py", "lightning_commhooks/fabric.py"
+MIXIN, TRAINER = "lightning_commhooks/lightning/ddp.py", "accelerate_integration/trainer.py"
+MONITOR, FABRIC = "lightning_commhooks/lightning/monitor.py", "lightning_commhooks/lightning/fabric.py"
 
 
 QUIET = {
@@ -88,11 +88,11 @@ LIGHTNING = [
     ),
     Use(
         "._setup_model",
-        (MIXIN, "lightning_commhooks/fsdp_mixin.py"),
+        (MIXIN, "lightning_commhooks/lightning/fsdp.py"),
         "FSDP on CPU fails; unfrozen parameters are not reduced",
         _called("_setup_model", "strategies.FSDPStrategy"),
     ),
-    Use("._state_dict_type", ("lightning_commhooks/fsdp_mixin.py",), "saving fails", _fsdp_says_how_it_saves),
+    Use("._state_dict_type", ("lightning_commhooks/lightning/fsdp.py",), "saving fails", _fsdp_says_how_it_saves),
     Use(
         '"scaler"',
         (MIXIN, FABRIC),
@@ -128,7 +128,7 @@ KWARGS = "accelerate_integration/kwargs.py"
 
 ACCELERATE = [
     Use("._models", ("accelerate_integration/fsdp.py",), "FSDP: no model is found", _keeps_models),
-    Use("._optimizers", ("accelerate_integration/companion.py",), "hooks are not attached", _keeps_models),
+    Use("._optimizers", ("accelerate_integration/accelerator_events.py",), "hooks are not attached", _keeps_models),
     Use(
         "__class__",
         (KWARGS,),

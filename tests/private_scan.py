@@ -14,7 +14,7 @@ OURS = {
     "_add",
     "_attach",
     "_codec",
-    "_companions",
+    "_events",
     "_connect",
     "_evaluation",
     "_finalizer",

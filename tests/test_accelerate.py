@@ -87,7 +87,7 @@ def test_copies_of_the_handler(way, fields):
     twin = COPIES[way](handler)
     assert type(twin) is CommHookKwargs
     assert (twin, twin.hook, twin.to_kwargs()) == (handler, handler.hook, handler.to_kwargs())
-    assert (twin.attachments, twin._companions) == ([], WeakKeyDictionary())
+    assert (twin.attachments, twin._events) == ([], WeakKeyDictionary())
     assert dataclasses.replace(twin, find_unused_parameters=True).to_kwargs() == {
         **handler.to_kwargs(),
         "find_unused_parameters": True,

@@ -17,8 +17,8 @@ from lightning_commhooks.advice.ranking import Row, decide, headroom, ranked
 from lightning_commhooks.advice.study import Result, WhatIf, _notes, _setting
 from lightning_commhooks.advice.task import try_task
 from lightning_commhooks.advice.timing import amortized, undisturbed
-from lightning_commhooks.core.collectives import Group
-from lightning_commhooks.core.link import Cost, Link
+from lightning_commhooks.collectives.group import Group
+from lightning_commhooks.collectives.link import Cost, Link
 
 CPU = torch.device("cpu")
 
@@ -412,3 +412,19 @@ def test_notes_are_printed():
     notes = _notes(GIVEN, CPU)
     print_result(Result("advise", [DENSE, NOOP], 1, 2, "CPU", notes=notes), Console(file=printed, width=120))
     assert notes[0] in printed.getvalue().splitlines()
+
+
+@pytest.mark.parametrize(
+    ("dense_ms", "text"),
+    [(50.4, "Do not compress: no hook can save more than that."), (100, "Without it a step would be 2.00 times as")],
+)
+def test_headroom_in_words(dense_ms, text):
+    pytest.importorskip("rich")
+    from rich.console import Console
+
+    from lightning_commhooks.advice.report import print_result
+
+    printed = io.StringIO()
+    rows = [row("dense", dense_ms), row("noop", 50)]
+    print_result(Result("headroom", rows, 1, 2, "CPU"), Console(file=printed, width=120))
+    assert text in printed.getvalue()

@@ -24,7 +24,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_commhooks as lc
-from lightning_commhooks.hooks._precision import add_unscaled
+from lightning_commhooks.interface.precision import add_unscaled
 
 BATCHED = lc.BatchedPowerSGD(start_powerSGD_iter=0, matrix_approximation_rank=2)
 SCHEDULE = lc.Schedule({0: POWERSGD, 2: "bf16"})

@@ -16,7 +16,7 @@ pytest.importorskip("rich")
 from forks import FORKS, alone, run_ranks
 from typer.testing import CliRunner
 
-from lightning_commhooks.cli import app, parse_bandwidth, parse_latency
+from lightning_commhooks.advice.cli import app, parse_bandwidth, parse_latency
 
 MODELS = """
 import dataclasses

@@ -10,7 +10,7 @@ from torch._dynamo.utils import counters
 
 import lightning_commhooks as lc
 from lightning_commhooks.codecs import AffineCodec, FP8Codec, Int4Codec, Int8Codec
-from lightning_commhooks.core import codec as core
+from lightning_commhooks.codecs import codec as core
 
 CPU = torch.device("cpu")
 # With error feedback or without. The hook's test has Int8Codec itself.

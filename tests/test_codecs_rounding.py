@@ -10,7 +10,7 @@ from test_codecs import CODECS, STOCHASTIC, there_and_back
 from lightning_commhooks.codecs import FP8Codec, Int4Codec
 from lightning_commhooks.codecs._hadamard import hadamard
 from lightning_commhooks.codecs._rounding import uniform
-from lightning_commhooks.core.codec import Kernels
+from lightning_commhooks.codecs.codec import Kernels
 
 
 def test_random_rounding_uses_no_global_state():

@@ -10,13 +10,13 @@ from pool import ignoring
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_commhooks as lc
+from lightning_commhooks.advice.emulated import EmulatedGroup
 from lightning_commhooks.codecs import Int8Codec
-from lightning_commhooks.core import encoded
-from lightning_commhooks.core.attach import attach_emulated
-from lightning_commhooks.core.codec import Kernels
-from lightning_commhooks.core.emulated import EmulatedGroup
-from lightning_commhooks.core.encoded import Part
-from lightning_commhooks.core.link import Cost, Link
+from lightning_commhooks.codecs.codec import Kernels
+from lightning_commhooks.collectives import encoded
+from lightning_commhooks.collectives.encoded import Part
+from lightning_commhooks.collectives.link import Cost, Link
+from lightning_commhooks.ddp.attach import attach_emulated
 
 LOCAL = {
     "post_localsgd": lc.PostLocalSGD(start_localSGD_iter=1, period=2, subgroup_size=2, optimizer_state="average"),

@@ -14,13 +14,13 @@ from torch._C._distributed_c10d import HashStore
 import lightning_commhooks as lc
 from lightning_commhooks.advice import errors
 from lightning_commhooks.advice.candidates import Candidate
+from lightning_commhooks.advice.ensemble import run_ranks
 from lightning_commhooks.advice.errors import errors_among, num_averaged
 from lightning_commhooks.advice.task import Task
 from lightning_commhooks.codecs import Int8Codec
-from lightning_commhooks.core import encoded
-from lightning_commhooks.core.codec import Kernels
-from lightning_commhooks.core.collectives import Group
-from lightning_commhooks.core.ensemble import run_ranks
+from lightning_commhooks.codecs.codec import Kernels
+from lightning_commhooks.collectives import encoded
+from lightning_commhooks.collectives.group import Group
 
 CPU = torch.device("cpu")
 

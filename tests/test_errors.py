@@ -6,7 +6,7 @@ from driver import SHAPES, Params, attached
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_commhooks as lc
-from lightning_commhooks.core.attach import resolve_hook
+from lightning_commhooks.ddp.attach import resolve_hook
 
 
 @pytest.mark.parametrize(

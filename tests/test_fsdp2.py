@@ -29,10 +29,10 @@ from versions import HAS_FSDP2_HOOKS, NO_FSDP2_HOOKS
 
 import lightning_commhooks as lc
 from lightning_commhooks.codecs import FP8Codec, Int4Codec, Int8Codec
-from lightning_commhooks.core import shard_group
-from lightning_commhooks.core.fsdp2 import _ReduceScatter
-from lightning_commhooks.core.shard_group import ShardGroup
-from lightning_commhooks.core.sharded_runtime import ShardedRuntime
+from lightning_commhooks.fsdp import shard_group
+from lightning_commhooks.fsdp.fsdp2 import _ReduceScatter
+from lightning_commhooks.fsdp.runtime import ShardedRuntime
+from lightning_commhooks.fsdp.shard_group import ShardGroup
 
 _measured = {}
 LABELS = ["none", "allreduce", "bf16", "fp16", "bf16+float32", "fp16+float32"]

@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import lightning_commhooks as lc
 from lightning_commhooks.codecs import AffineCodec, FP8Codec, Int4Codec, Int8Codec
-from lightning_commhooks.core.codec import Kernels, compiled, seed_tensor
+from lightning_commhooks.codecs.codec import Kernels, compiled, seed_tensor
 
 pytestmark = [
     pytest.mark.gpu,

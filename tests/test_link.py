@@ -8,10 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_commhooks.core import link as link_module
-from lightning_commhooks.core.collectives import Group
-from lightning_commhooks.core.emulated import EmulatedGroup
-from lightning_commhooks.core.link import Cost, Link, _rising, measure_link
+from lightning_commhooks.advice.emulated import EmulatedGroup
+from lightning_commhooks.collectives import link as link_module
+from lightning_commhooks.collectives.group import Group
+from lightning_commhooks.collectives.link import Cost, Link, _rising, measure_link
 
 MEASURED = Link(
     2,

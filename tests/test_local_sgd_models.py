@@ -22,7 +22,7 @@ from torch import nn
 from versions import needs_complex_ddp
 
 import lightning_commhooks as lc
-from lightning_commhooks.core import averaging
+from lightning_commhooks.collectives import averaging
 
 EVERY_STEP = lc.PostLocalSGD(period=1, **ALONE)
 NEVER = lc.PostLocalSGD(period=1000, **ALONE)

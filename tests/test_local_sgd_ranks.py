@@ -15,7 +15,7 @@ from local_sgd_driver import ALONE, local, one_step, params
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_commhooks as lc
-from lightning_commhooks.core import models
+from lightning_commhooks.interface import models
 
 SHAPES = {"a": (6,), "b": (2, 2)}
 POST = lc.PostLocalSGD(period=2, **ALONE)

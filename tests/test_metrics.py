@@ -12,8 +12,8 @@ from local_sgd_driver import ALONE, local
 from pool import WorkerError
 
 import lightning_commhooks as lc
-from lightning_commhooks.core.error_sample import DEFAULT_NUMEL
-from lightning_commhooks.core.timing import HostTiming
+from lightning_commhooks.collectives.timing import HostTiming
+from lightning_commhooks.interface.error_sample import DEFAULT_NUMEL
 
 POWERSGD = lc.PowerSGD(start_powerSGD_iter=0, matrix_approximation_rank=2)
 INT8 = lc.Int8(min_bytes=0, block_size=128)

@@ -11,8 +11,8 @@ from local_sgd_driver import ALONE, local
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 import lightning_commhooks as lc
-from lightning_commhooks.core.link import Link
-from lightning_commhooks.core.monitor import NAMES, MonitorOptions, _size
+from lightning_commhooks.collectives.link import Link
+from lightning_commhooks.ddp.monitor import NAMES, MonitorOptions, _size
 
 POWERSGD = lc.PowerSGD(start_powerSGD_iter=2, matrix_approximation_rank=2)
 

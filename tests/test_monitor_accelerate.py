@@ -9,7 +9,7 @@ pytest.importorskip("transformers")
 from accelerate import Accelerator
 
 from accelerate_integration import CommHookKwargs, CommHookTracker, use_comm_hook
-from lightning_commhooks.core.monitor import NAMES
+from lightning_commhooks.ddp.monitor import NAMES
 
 ALL = [f"comm/{name}" for name in NAMES]
 # Those that grow with the steps.

@@ -19,7 +19,7 @@ from test_lightning import Results, finish, start
 from test_lightning import launch as launch_runner
 
 import lightning_commhooks as lc
-from lightning_commhooks.core.monitor import NAMES
+from lightning_commhooks.ddp.monitor import NAMES
 
 RUNNER = FOLDER / "monitor_lightning_runner.py"
 launch = functools.partial(launch_runner, runner=RUNNER)

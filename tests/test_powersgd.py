@@ -9,6 +9,7 @@ from driver import (
     closing_texts,
     distance,
     full_rank_gradients,
+    low_rank_gradients,
     mean_gradients,
     norm,
     outputs,
@@ -89,6 +90,14 @@ def test_equal_to_reference_with_many_buckets(run, world, feedback, warm):
     for means, _, _ in run(outputs, hook, full_rank_gradients, STEPS, SHAPES, torch.float64, world=world):
         for a, b in zip(means, expected, strict=True):
             assert distance(a, b) <= 1e-9 * norm(b)
+
+
+@pytest.mark.parametrize("batch", [False, True], ids=["single", "batch"])
+def test_matrices_of_that_rank_are_exact_in_float64(run, batch):
+    hook = lc.PowerSGD(start_powerSGD_iter=0, matrix_approximation_rank=2, batch_tensors_with_same_shape=batch)
+    for means, _, _ in run(outputs, hook, low_rank_gradients, 2, SHAPES, torch.float64):
+        expected = mean_gradients(low_rank_gradients, 2, 1, SHAPES, torch.float64)
+        assert distance(means[1], expected) <= 1e-10 * norm(expected)
 
 
 def test_batching_same_shapes_gives_the_same_result(run):

@@ -5,8 +5,8 @@ import torch
 from driver import attached, backward
 
 import lightning_commhooks as lc
-from lightning_commhooks.core.hook import Slot
 from lightning_commhooks.hooks._parts import PART_NUMEL, Parts
+from lightning_commhooks.interface.bucket import Slot
 
 STEPS = 3
 SHAPES = {

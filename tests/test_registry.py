@@ -6,7 +6,7 @@ import sys
 import pytest
 
 import lightning_commhooks as lc
-from lightning_commhooks.core import registry
+from lightning_commhooks.interface import registry
 
 BUILT_IN = {
     "allgather",

@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 
 from lightning_commhooks.codecs import AffineCodec, FP8Codec, Int4Codec, Int8Codec
-from lightning_commhooks.core.codec import Kernels
-from lightning_commhooks.core.collectives import Group
-from lightning_commhooks.core.encoded import Part
+from lightning_commhooks.codecs.codec import Kernels
+from lightning_commhooks.collectives.encoded import Part
+from lightning_commhooks.collectives.group import Group
 
 CODECS = {
     "int8": Int8Codec(block_size=64),

@@ -12,10 +12,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_commhooks.core.hook import CommHook
-from lightning_commhooks.core.registry import get_hook, get_hook_class
-from lightning_commhooks.core.spelling import code
 from lightning_commhooks.hooks import AllReduce, Noop
+from lightning_commhooks.interface.hook import CommHook
+from lightning_commhooks.interface.python_code import code
+from lightning_commhooks.interface.registry import get_hook, get_hook_class
 from lightning_commhooks.wrappers.schedule import Schedule
 
 DENSE = "dense"

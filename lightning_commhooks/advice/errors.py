@@ -14,14 +14,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_commhooks.advice.candidates import DENSE, NOOP, Candidate
+from lightning_commhooks.advice.ensemble import run_ranks
 from lightning_commhooks.advice.task import Task
-from lightning_commhooks.core.attach import attach
-from lightning_commhooks.core.collectives import Group
-from lightning_commhooks.core.engine import HookError
-from lightning_commhooks.core.ensemble import run_ranks
-from lightning_commhooks.core.error_sample import ErrorSampler
-from lightning_commhooks.core.hook import BoundHook, Bucket, CommHook
-from lightning_commhooks.core.memory import all_finite
+from lightning_commhooks.collectives.errors import HookError
+from lightning_commhooks.collectives.group import Group
+from lightning_commhooks.ddp.attach import attach
+from lightning_commhooks.interface.averages_models import is_local
+from lightning_commhooks.interface.bucket import Bucket
+from lightning_commhooks.interface.error_sample import ErrorSampler
+from lightning_commhooks.interface.hook import BoundHook, CommHook
+from lightning_commhooks.interface.memory import all_finite
+from lightning_commhooks.wrappers.scale import accumulation_of
 
 # Ranks whose gradients are averaged, at most; at least, where there are as many; in between, what may be spent on them.
 _MAX_RANKS = 16
@@ -107,7 +110,7 @@ class _Recorded:
 
     def at(self, step: int, hook: CommHook) -> Bucket:
         """The same in a step with no other bucket."""
-        accumulated = self.bucket.accumulated if hook.counts_micro_batches else None
+        accumulated = self.bucket.accumulated if accumulation_of(hook) != "framework" else None
         if accumulated is not None:
             accumulated = dataclasses.replace(accumulated, total_weight=None, factors={})
         return dataclasses.replace(self.bucket, index=0, is_last=True, step=step, accumulated=accumulated)
@@ -119,10 +122,6 @@ class _Recorder(CommHook):
 
     name: ClassVar[str] = "recorder"
     kept: dict[tuple[str, ...], _Recorded]
-
-    @property
-    def counts_micro_batches(self) -> bool:
-        return True
 
     def bind(self, group: Group) -> BoundHook:
         return _BoundRecorder(self.kept, group)
@@ -145,7 +144,7 @@ def _gradients(task: Task, alone: dist.ProcessGroup, batches: list[Any]) -> list
     ranks: list[dict[tuple[str, ...], _Recorded]] = []
     task.restore()
     model = task.wrap(alone)
-    attachment = attach(model, _Recorder(kept))
+    attachment = attach(model, _Recorder(kept), accumulation=1)
     own = task.batch
     try:
         task.gradients(model)  # DDP makes its final buckets then
@@ -191,7 +190,7 @@ def _live(hook: CommHook, gradients: list[list[_Recorded]], group: Group) -> lis
     samplers = {step: ErrorSampler(1, _SAMPLED_NUMEL, numel) for step in range(_STEPS - _SAMPLED_STEPS, _STEPS)}
     for recorded in own:
         bound = hook.bind(group)
-        if bound.is_local(_STEPS):
+        if is_local(bound, _STEPS):
             return []
         for step in range(_STEPS):
             flat, bucket = recorded.flat.to(group.device, copy=True), recorded.at(step, hook)

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import inspect
 import itertools
-import re
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,13 +18,14 @@ from torch._C._distributed_c10d import HashStore
 
 from lightning_commhooks import wrappers
 from lightning_commhooks.advice.candidates import Candidate, at_once, shortened
+from lightning_commhooks.advice.emulated import EmulatedGroup
 from lightning_commhooks.advice.task import Task
 from lightning_commhooks.advice.timing import amortized
-from lightning_commhooks.core.attach import attach_emulated
-from lightning_commhooks.core.emulated import EmulatedGroup
-from lightning_commhooks.core.hook import CommHook
-from lightning_commhooks.core.link import Link
-from lightning_commhooks.core.registry import available_hooks, get_hook, get_hook_class
+from lightning_commhooks.collectives.link import Link
+from lightning_commhooks.ddp.attach import attach_emulated
+from lightning_commhooks.interface.docstrings import documented_arguments
+from lightning_commhooks.interface.hook import CommHook
+from lightning_commhooks.interface.registry import available_hooks, get_hook, get_hook_class
 
 # Numbers of ranks for which it is said what hooks send.
 WORLDS = (2, 8)
@@ -102,7 +102,7 @@ def _summary(cls: type) -> str:
 
 
 def _options(cls: type[CommHook]) -> list[Option]:
-    docs = _documented(cls)
+    docs = documented_arguments(cls)
     return [
         Option(field.name, _type(field.type), _default(field), docs.get(field.name, ""))
         for field in dataclasses.fields(cls)  # type: ignore[arg-type]
@@ -118,15 +118,6 @@ def _default(field: dataclasses.Field[Any]) -> str | None:
     if field.default_factory is not dataclasses.MISSING:
         return repr(field.default_factory())
     return None if field.default is dataclasses.MISSING else repr(field.default)
-
-
-def _documented(cls: type) -> dict[str, str]:
-    """What the docstring's `Args:` say."""
-    found = re.search(r"^Args:\n((?:    .*\n?|\n)+)", inspect.getdoc(cls) or "", re.MULTILINE)
-    if found is None:
-        return {}
-    entries = re.findall(r"^    (\w+): ((?:.*\n?)(?:^      +.*\n?)*)", found[1], re.MULTILINE)
-    return {name: " ".join(text.split()) for name, text in entries}
 
 
 def fractions_sent(hook: CommHook) -> dict[int, float]:

@@ -20,16 +20,16 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_commhooks.advice.candidates import Candidate
+from lightning_commhooks.advice.emulated import EmulatedGroup
 from lightning_commhooks.advice.errors import errors_among, num_averaged
 from lightning_commhooks.advice.task import Task
 from lightning_commhooks.advice.timing import Timing, Turn, own_timing
-from lightning_commhooks.core.attach import attach, attach_emulated
-from lightning_commhooks.core.attachment import Attachment
-from lightning_commhooks.core.collectives import Group
-from lightning_commhooks.core.emulated import EmulatedGroup
-from lightning_commhooks.core.groups import backend_for
-from lightning_commhooks.core.link import Link
-from lightning_commhooks.core.metrics import Counters
+from lightning_commhooks.collectives.counters import Counters
+from lightning_commhooks.collectives.group import Group
+from lightning_commhooks.collectives.link import Link
+from lightning_commhooks.collectives.process_groups import backend_for
+from lightning_commhooks.ddp.attach import attach, attach_emulated
+from lightning_commhooks.ddp.attachment import Attachment
 
 # DDP makes its final buckets after the first backward, and hooks their memory in the first step with those. Of steps
 # that take long, one must do.

@@ -16,7 +16,7 @@ from lightning_commhooks.advice.candidates import DENSE, NOOP, Candidate
 from lightning_commhooks.advice.measure import Bench, Setting, UnfitError
 from lightning_commhooks.advice.ranking import Row, Verdict, decide, headroom, ranked
 from lightning_commhooks.advice.timing import Timing
-from lightning_commhooks.core.link import Link, measure_link
+from lightning_commhooks.collectives.link import Link, measure_link
 
 
 @dataclass(frozen=True)

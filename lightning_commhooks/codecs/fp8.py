@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_commhooks.codecs._rounding import Rounding, check_block_size, check_rounding, largest, round_, scale_of
-from lightning_commhooks.core.codec import Codec
+from lightning_commhooks.codecs.codec import Codec
 
 # Bits of the mantissa, exponent of the smallest normal number.
 _FORMATS = {"e4m3": (torch.float8_e4m3fn, 3, -6), "e5m2": (torch.float8_e5m2, 2, -14)}

@@ -18,7 +18,7 @@ from lightning_commhooks.codecs._rounding import (
     round_,
     scale_of,
 )
-from lightning_commhooks.core.codec import Codec
+from lightning_commhooks.codecs.codec import Codec
 
 ROTATIONS = (None, "hadamard")
 

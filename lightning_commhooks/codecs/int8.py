@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_commhooks.codecs._rounding import Rounding, check_block_size, check_rounding, largest, round_, scale_of
-from lightning_commhooks.core.codec import Codec
+from lightning_commhooks.codecs.codec import Codec
 
 
 @dataclass(frozen=True, kw_only=True)

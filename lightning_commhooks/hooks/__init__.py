@@ -1,11 +1,7 @@
 """One algorithm per file. Importing this package registers all of them."""
 
-from typing import TYPE_CHECKING, Literal
-
-from lightning_commhooks.core.registry import available_hooks
 from lightning_commhooks.hooks.allgather import AllGather
 from lightning_commhooks.hooks.allreduce import AllReduce
-from lightning_commhooks.hooks.auto import Auto
 from lightning_commhooks.hooks.batched_powersgd import BatchedPowerSGD
 from lightning_commhooks.hooks.diloco import DiLoCo
 from lightning_commhooks.hooks.fp8 import FP8
@@ -18,24 +14,15 @@ from lightning_commhooks.hooks.post_localsgd import PostLocalSGD
 from lightning_commhooks.hooks.powersgd import PowerSGD
 from lightning_commhooks.hooks.quantize import QuantizePerChannel, QuantizePerTensor
 
-if TYPE_CHECKING:
-    HookName = str
-else:
-    # A Literal of the names known now: Lightning CLI then refuses typos and lists the choices in its help. Annotate
-    # with it in other modules only: jsonargparse would follow the TYPE_CHECKING branch of the same module.
-    HookName = Literal[tuple(available_hooks())]
-
 __all__ = [
     "BF16",
     "FP8",
     "FP16",
     "AllGather",
     "AllReduce",
-    "Auto",
     "BatchedPowerSGD",
     "DiLoCo",
     "HierarchicalLocalSGD",
-    "HookName",
     "Int4",
     "Int8",
     "Noop",

@@ -9,10 +9,13 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from lightning_commhooks.core.checkpoint import StateReader, StateWriter
-from lightning_commhooks.core.collectives import Group
-from lightning_commhooks.core.hook import BoundHook, Bucket, CommHook
-from lightning_commhooks.core.optimizers import OptimizerStep
+from lightning_commhooks.collectives.group import Group
+from lightning_commhooks.interface.averages_models import AveragesModels
+from lightning_commhooks.interface.bucket import Bucket
+from lightning_commhooks.interface.checks import check_bool, check_integer
+from lightning_commhooks.interface.hook import CommHook
+from lightning_commhooks.interface.models import OptimizerStep
+from lightning_commhooks.interface.state import StateReader, StateWriter
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,8 +33,7 @@ class LocalSGDConfig(CommHook):
         if self.subgroup_size is not None:
             check_integer("subgroup_size", self.subgroup_size, 1)
         for field in ("post_local_gradient_allreduce", "average_buffers"):
-            if not isinstance(getattr(self, field), bool):
-                raise ValueError(f"{field} must be True or False, is {getattr(self, field)!r}")
+            check_bool(field, getattr(self, field))
         if not self.post_local_gradient_allreduce and self.subgroup_size is not None:
             raise ValueError(
                 f"subgroup_size={self.subgroup_size} has no effect with post_local_gradient_allreduce=False, which "
@@ -41,17 +43,7 @@ class LocalSGDConfig(CommHook):
             raise ValueError(f"optimizer_state must be 'keep', 'average' or 'reset', is {self.optimizer_state!r}")
 
 
-def check_integer(field: str, value: object, lowest: int) -> None:
-    """Refuse what is no integer of at least `lowest`.
-
-    Raises:
-        ValueError: it is not.
-    """
-    if isinstance(value, bool) or not isinstance(value, int) or value < lowest:
-        raise ValueError(f"{field} must be an integer of at least {lowest}, is {value!r}")
-
-
-class BoundLocalSGD(BoundHook):
+class BoundLocalSGD(AveragesModels):
     """Averages gradients over all ranks first, over this rank's subgroup later; knows when an optimizer steps alone.
 
     Args:
@@ -59,7 +51,6 @@ class BoundLocalSGD(BoundHook):
         group: all ranks.
     """
 
-    averages_models = True
     replaces_state = True
 
     def __init__(self, config: LocalSGDConfig, group: Group) -> None:

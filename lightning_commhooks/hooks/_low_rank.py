@@ -13,7 +13,7 @@ import zlib
 import torch
 from torch import Tensor
 
-from lightning_commhooks.core.collectives import Group
+from lightning_commhooks.collectives.group import Group
 
 
 def random_factor(key: str, shape: tuple[int, ...], seed: int, step: int, like: Tensor) -> Tensor:

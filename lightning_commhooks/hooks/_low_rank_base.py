@@ -10,14 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_commhooks.core.checkpoint import StateReader, StateWriter
-from lightning_commhooks.core.collectives import Group
-from lightning_commhooks.core.hook import Bucket, CommHook
-from lightning_commhooks.core.memory import Memory
-from lightning_commhooks.core.metrics import Counters
-from lightning_commhooks.hooks._by_parameter import BoundByParameter, Entry, P
+from lightning_commhooks.collectives.counters import Counters
+from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.hooks._low_rank import orthonormal_basis, random_factor, revive
 from lightning_commhooks.hooks._low_rank_state import loaded, saved, settled
+from lightning_commhooks.interface.bucket import Bucket
+from lightning_commhooks.interface.by_parameter import BoundByParameter, Entry, P
+from lightning_commhooks.interface.checks import check_bool, check_integer
+from lightning_commhooks.interface.hook import CommHook
+from lightning_commhooks.interface.memory import Memory
+from lightning_commhooks.interface.state import StateReader, StateWriter
 
 logger = logging.getLogger("lightning_commhooks.hooks.powersgd")
 
@@ -34,24 +36,16 @@ class LowRankConfig(CommHook):
     random_seed: int = 0
     compression_stats_logging_frequency: int = 10_000
 
-    @property
-    def sends_factors(self) -> bool:
-        return True
-
     def __post_init__(self) -> None:
         for field, lowest in (
             ("matrix_approximation_rank", 1),
             ("start_powerSGD_iter", 0),
             ("compression_stats_logging_frequency", 1),
         ):
-            value = getattr(self, field)
-            if isinstance(value, bool) or not isinstance(value, int) or value < lowest:
-                raise ValueError(f"{field} must be an integer of at least {lowest}, is {value!r}")
+            check_integer(field, getattr(self, field), lowest)
         for field in ("use_error_feedback", "warm_start"):
-            if not isinstance(getattr(self, field), bool):
-                raise ValueError(f"{field} must be True or False, is {getattr(self, field)!r}")
-        if not isinstance(self.random_seed, int):
-            raise ValueError(f"random_seed must be an integer, is {self.random_seed!r}")
+            check_bool(field, getattr(self, field))
+        check_integer("random_seed", self.random_seed)
         if not isinstance(self.orthogonalization_epsilon, (int, float)) or not 0 <= self.orthogonalization_epsilon < 1:
             raise ValueError(f"orthogonalization_epsilon must be in [0, 1), is {self.orthogonalization_epsilon!r}")
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_commhooks.core.checkpoint import StateReader, StateWriter
-from lightning_commhooks.hooks._by_parameter import Entry
+from lightning_commhooks.interface.by_parameter import Entry
+from lightning_commhooks.interface.state import StateReader, StateWriter
 
 # An entry has "residual", what is owed, before "sent_p"^T "sent_q" is taken from it if there is such; "factor", the
 # last Q.

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from lightning_commhooks.core.encoded import PART_NUMEL
-from lightning_commhooks.core.hook import Slot
+from lightning_commhooks.collectives.encoded import PART_NUMEL
+from lightning_commhooks.interface.bucket import Slot
 
 # A gradient of fewer elements is copied together with others.
 _ALONE_NUMEL = 2**17

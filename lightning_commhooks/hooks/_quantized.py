@@ -12,16 +12,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_commhooks.core.accumulation import scale_
-from lightning_commhooks.core.checkpoint import StateReader, StateWriter
-from lightning_commhooks.core.codec import Codec
-from lightning_commhooks.core.collectives import Group
-from lightning_commhooks.core.encoded import Part
-from lightning_commhooks.core.hook import BoundHook, Bucket, CommHook, Slot
-from lightning_commhooks.core.memory import Memory, all_finite
-from lightning_commhooks.hooks._by_parameter import BoundByParameter, Entry, Plan
+from lightning_commhooks.codecs.codec import Codec
+from lightning_commhooks.collectives.encoded import Part
+from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.hooks._parts import Parts
-from lightning_commhooks.hooks._precision import to_gradient, work_dtype
+from lightning_commhooks.interface.accumulation import scale_
+from lightning_commhooks.interface.bucket import Bucket, Slot
+from lightning_commhooks.interface.by_parameter import BoundByParameter, Entry, Plan
+from lightning_commhooks.interface.checks import check_bool, check_integer
+from lightning_commhooks.interface.hook import BoundHook, CommHook
+from lightning_commhooks.interface.memory import Memory, all_finite
+from lightning_commhooks.interface.precision import to_gradient, work_dtype
+from lightning_commhooks.interface.state import StateReader, StateWriter
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,12 +37,9 @@ class QuantizedConfig(CommHook):
 
     def __post_init__(self) -> None:
         for field in ("use_error_feedback", "compress_1d"):
-            if not isinstance(getattr(self, field), bool):
-                raise ValueError(f"{field} must be True or False, is {getattr(self, field)!r}")
-        for field, lowest in (("min_bytes", 0), ("random_seed", None)):
-            value = getattr(self, field)
-            if isinstance(value, bool) or not isinstance(value, int) or (lowest is not None and value < lowest):
-                raise ValueError(f"{field} must be an integer{' of at least 0' if lowest == 0 else ''}, is {value!r}")
+            check_bool(field, getattr(self, field))
+        check_integer("min_bytes", self.min_bytes, 0)
+        check_integer("random_seed", self.random_seed)
         self.codec  # noqa: B018  # refuses its own options
 
     @property

@@ -10,13 +10,15 @@ import torch
 from torch import Tensor
 
 from lightning_commhooks.codecs import Int4Codec, Int8Codec
-from lightning_commhooks.core.averaging import average_, check_same, flat_view
-from lightning_commhooks.core.checkpoint import StateReader, StateWriter
-from lightning_commhooks.core.collectives import Group
-from lightning_commhooks.core.hook import BoundHook, Bucket
-from lightning_commhooks.core.optimizers import OptimizerStep
-from lightning_commhooks.core.registry import register
-from lightning_commhooks.hooks._local_sgd import BoundLocalSGD, LocalSGDConfig, check_integer
+from lightning_commhooks.collectives.averaging import average_, check_same, flat_view
+from lightning_commhooks.collectives.group import Group
+from lightning_commhooks.hooks._local_sgd import BoundLocalSGD, LocalSGDConfig
+from lightning_commhooks.interface.bucket import Bucket
+from lightning_commhooks.interface.checks import check_bool, check_integer
+from lightning_commhooks.interface.hook import BoundHook
+from lightning_commhooks.interface.models import OptimizerStep
+from lightning_commhooks.interface.registry import register
+from lightning_commhooks.interface.state import StateReader, StateWriter
 
 _CODECS = {"int8": Int8Codec(), "int4": Int4Codec()}
 
@@ -80,8 +82,7 @@ class DiLoCo(LocalSGDConfig):
             raise ValueError(f"outer_lr must be above 0, is {self.outer_lr!r}")
         if not isinstance(self.outer_momentum, (int, float)) or not 0 <= self.outer_momentum < 1:
             raise ValueError(f"outer_momentum must be in [0, 1), is {self.outer_momentum!r}")
-        if not isinstance(self.nesterov, bool):
-            raise ValueError(f"nesterov must be True or False, is {self.nesterov!r}")
+        check_bool("nesterov", self.nesterov)
         if self.pseudo_gradient not in ("fp32", "bf16", *_CODECS):
             raise ValueError(
                 f"pseudo_gradient must be one of {['fp32', 'bf16', *_CODECS]}, is {self.pseudo_gradient!r}"

@@ -8,10 +8,11 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from lightning_commhooks.core.collectives import Group
-from lightning_commhooks.core.hook import BoundHook, Bucket, CommHook
-from lightning_commhooks.core.memory import num_overflowed
-from lightning_commhooks.core.registry import register
+from lightning_commhooks.collectives.group import Group
+from lightning_commhooks.interface.bucket import Bucket
+from lightning_commhooks.interface.hook import BoundHook, CommHook
+from lightning_commhooks.interface.memory import num_overflowed
+from lightning_commhooks.interface.registry import register
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,8 +7,8 @@ from typing import ClassVar
 
 from lightning_commhooks.codecs import Int8Codec
 from lightning_commhooks.codecs._rounding import Rounding
-from lightning_commhooks.core.registry import register
 from lightning_commhooks.hooks._quantized import QuantizedConfig
+from lightning_commhooks.interface.registry import register
 
 
 @register

@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from lightning_commhooks.core.collectives import Group
-from lightning_commhooks.core.hook import BoundHook
-from lightning_commhooks.core.optimizers import OptimizerStep
-from lightning_commhooks.core.registry import register
-from lightning_commhooks.hooks._local_sgd import BoundLocalSGD, LocalSGDConfig, check_integer
+from lightning_commhooks.collectives.group import Group
+from lightning_commhooks.hooks._local_sgd import BoundLocalSGD, LocalSGDConfig
+from lightning_commhooks.interface.checks import check_integer
+from lightning_commhooks.interface.hook import BoundHook
+from lightning_commhooks.interface.models import OptimizerStep
+from lightning_commhooks.interface.registry import register
 
 
 @register

@@ -10,11 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lightning_commhooks.core.collectives import Group
-from lightning_commhooks.core.hook import BoundHook, Bucket, Slot
-from lightning_commhooks.core.memory import Memory, all_finite
-from lightning_commhooks.core.registry import register
-from lightning_commhooks.hooks._by_parameter import Entry, Plan
+from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.hooks._low_rank import (
     factor_dtype,
     power_iteration,
@@ -22,7 +18,12 @@ from lightning_commhooks.hooks._low_rank import (
 )
 from lightning_commhooks.hooks._low_rank_base import BoundLowRank, Factor, LowRankConfig
 from lightning_commhooks.hooks._low_rank_state import settled
-from lightning_commhooks.hooks._precision import add_unscaled, to_gradient, work_dtype
+from lightning_commhooks.interface.bucket import Bucket, Slot
+from lightning_commhooks.interface.by_parameter import Entry, Plan
+from lightning_commhooks.interface.hook import BoundHook
+from lightning_commhooks.interface.memory import Memory, all_finite
+from lightning_commhooks.interface.precision import add_unscaled, to_gradient, work_dtype
+from lightning_commhooks.interface.registry import register
 
 # 1 MB of float32: half of what a core's second-level cache holds on common servers.
 _BLOCK_NUMEL = 2**18

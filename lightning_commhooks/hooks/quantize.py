@@ -10,12 +10,13 @@ from torch import Tensor
 
 from lightning_commhooks.codecs import AffineCodec
 from lightning_commhooks.codecs._rounding import check_block_size
-from lightning_commhooks.core.collectives import Group
-from lightning_commhooks.core.encoded import Part
-from lightning_commhooks.core.hook import BoundHook, Bucket, CommHook, Slot
-from lightning_commhooks.core.registry import register
+from lightning_commhooks.collectives.encoded import Part
+from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.hooks._parts import Parts
-from lightning_commhooks.hooks._precision import to_gradient, work_dtype
+from lightning_commhooks.interface.bucket import Bucket, Slot
+from lightning_commhooks.interface.hook import BoundHook, CommHook
+from lightning_commhooks.interface.precision import to_gradient, work_dtype
+from lightning_commhooks.interface.registry import register
 
 Protocol = Literal["two_shot", "all_gather"]
 PROTOCOLS = ("two_shot", "all_gather")

@@ -10,14 +10,17 @@ import torch
 from torch import Tensor
 
 from lightning_commhooks.codecs import Int8Codec
-from lightning_commhooks.core.accumulation import scale_
-from lightning_commhooks.core.checkpoint import StateReader, StateWriter
-from lightning_commhooks.core.collectives import Group
-from lightning_commhooks.core.hook import BoundHook, Bucket, CommHook
-from lightning_commhooks.core.memory import num_overflowed
-from lightning_commhooks.core.registry import get_hook, get_inner_hook
-from lightning_commhooks.hooks import HookName
-from lightning_commhooks.wrappers._around import BoundAround
+from lightning_commhooks.collectives.group import Group
+from lightning_commhooks.hooks._low_rank_base import LowRankConfig
+from lightning_commhooks.interface.accumulation import scale_
+from lightning_commhooks.interface.bucket import Bucket
+from lightning_commhooks.interface.hook import BoundHook, CommHook
+from lightning_commhooks.interface.hook_state import load_hook, save_hook
+from lightning_commhooks.interface.memory import num_overflowed
+from lightning_commhooks.interface.registry import get_hook, get_inner_hook
+from lightning_commhooks.interface.state import StateReader, StateWriter
+from lightning_commhooks.wrappers._inner import BoundAround
+from lightning_commhooks.wrappers.hook_name import HookName
 
 _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 _CODECS = {"int8": Int8Codec(block_size=128)}
@@ -52,7 +55,7 @@ class Cast(CommHook):
         object.__setattr__(self, "hook", get_inner_hook(self.hook))
         if self.dtype not in {**_DTYPES, **_CODECS}:
             raise ValueError(f"dtype must be one of {sorted({**_DTYPES, **_CODECS})}, is {self.dtype!r}")
-        if self.dtype in _CODECS and not self.sends_factors:
+        if self.dtype in _CODECS and not _sends_factors(self.hook):
             raise ValueError(
                 f"dtype={self.dtype!r} is for hooks that send factors, as 'powersgd' does, and hook is "
                 f"{get_hook(self.hook).name!r}. To send gradients in 8 bit use hook='int8' instead of Cast"
@@ -67,6 +70,11 @@ class Cast(CommHook):
         if self.dtype in _CODECS:
             return _BoundCast(hook, hook.bind(group.encoding(_CODECS[self.dtype])), None)
         return _BoundCast(hook, hook.bind(group), _DTYPES[self.dtype])
+
+
+def _sends_factors(hook: CommHook | str) -> bool:
+    config = get_hook(hook)
+    return isinstance(config, LowRankConfig) or any(_sends_factors(inner) for inner in config.inner_hooks)
 
 
 class _BoundCast(BoundAround):
@@ -104,7 +112,7 @@ class _BoundCast(BoundAround):
         return gradient.element_size() > self._dtype.itemsize
 
     def state_dict(self, writer: StateWriter) -> dict[str, Any]:
-        return {"inner": writer.hook(self._hook, self._inner)}
+        return {"inner": save_hook(self._hook, self._inner, writer)}
 
     def load_state_dict(self, state: dict[str, Any], reader: StateReader) -> None:
-        reader.hook(reader.section(state, "inner"), self._hook, self._inner)
+        load_hook(reader.section(state, "inner"), self._hook, self._inner, reader)

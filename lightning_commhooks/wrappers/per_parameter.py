@@ -12,12 +12,20 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from lightning_commhooks.core.checkpoint import StateReader, StateWriter
-from lightning_commhooks.core.collectives import Group
-from lightning_commhooks.core.hook import BoundHook, Bucket, CommHook, Slot
-from lightning_commhooks.core.optimizers import OptimizerStep
-from lightning_commhooks.core.registry import get_hook, get_inner_hook
-from lightning_commhooks.hooks import HookName
+from lightning_commhooks.collectives.group import Group
+from lightning_commhooks.interface.averages_models import (
+    AveragesModels,
+    averages_models,
+    common_choice_of_buffers,
+    is_local,
+)
+from lightning_commhooks.interface.bucket import Bucket, Slot
+from lightning_commhooks.interface.hook import BoundHook, CommHook
+from lightning_commhooks.interface.hook_state import is_readable, load_hook, save_hook
+from lightning_commhooks.interface.models import OptimizerStep
+from lightning_commhooks.interface.registry import get_hook, get_inner_hook
+from lightning_commhooks.interface.state import StateReader, StateWriter
+from lightning_commhooks.wrappers.hook_name import HookName
 
 
 @dataclass(frozen=True)
@@ -94,20 +102,17 @@ class PerParameter(CommHook):
         return _BoundPerParameter(self, group)
 
 
-class _BoundPerParameter(BoundHook):
+class _BoundPerParameter(AveragesModels):
     def __init__(self, config: PerParameter, group: Group) -> None:
         super().__init__(group)
         self._config = config
         self._configs = config.inner_hooks
         self._hooks = [hook.bind(group) for hook in self._configs]
         self.has_memory = any(hook.has_memory for hook in self._hooks)
-        self.averages_models = any(hook.averages_models for hook in self._hooks)
-        self.replaces_state = all(hook.is_readable for hook in self._hooks)
-        self.averages_parts = len({hook.averages_models for hook in self._hooks}) > 1
-        choices = {hook.average_buffers for hook in self._hooks if hook.averages_models}
-        if len(choices) > 1:
-            raise ValueError("hooks of a PerParameter that average models must have the same average_buffers")
-        self.average_buffers = True in choices
+        self.averages_models = any(averages_models(hook) for hook in self._hooks)
+        self.replaces_state = all(is_readable(hook) for hook in self._hooks)
+        self.averages_parts = len({averages_models(hook) for hook in self._hooks}) > 1
+        self.average_buffers = common_choice_of_buffers(self._hooks, "PerParameter")
         self._found: dict[str, BoundHook] = {}
 
     def _find(self, name: str) -> BoundHook:
@@ -140,7 +145,7 @@ class _BoundPerParameter(BoundHook):
         return hook.reduce_sparse(grad, bucket)
 
     def is_local(self, step: int) -> bool:
-        return any(hook.is_local(step) for hook in self._hooks)
+        return any(is_local(hook, step) for hook in self._hooks)
 
     def after_optimizer_step(self, stepped: OptimizerStep) -> None:
         for hook in self._hooks:
@@ -148,9 +153,10 @@ class _BoundPerParameter(BoundHook):
             if not own:
                 continue
             own_step = dataclasses.replace(stepped, parameters=own)
-            hook.after_optimizer_step(own_step)
+            if isinstance(hook, AveragesModels):
+                hook.after_optimizer_step(own_step)
             # After a phase of a schedule in which ranks stepped alone.
-            if stepped.step >= 0 and not hook.is_local(stepped.step):
+            if stepped.step >= 0 and not is_local(hook, stepped.step):
                 if stepped.models.drifted & own.keys():
                     stepped.models.average_(own)
                 if stepped.models.state_drifted(own_step):
@@ -173,7 +179,7 @@ class _BoundPerParameter(BoundHook):
         return next((reason for reason in reasons if reason is not None), None)
 
     def state_dict(self, writer: StateWriter) -> dict[str, Any]:
-        return {"hooks": {str(i): writer.hook(hook, bound) for i, (hook, bound) in self._numbered()}}
+        return {"hooks": {str(i): save_hook(hook, bound, writer) for i, (hook, bound) in self._numbered()}}
 
     def _has(self, hook: BoundHook, name: str) -> bool:
         try:
@@ -191,15 +197,12 @@ class _BoundPerParameter(BoundHook):
         for i, (hook, bound) in self._numbered():
             if str(i) in saved:
                 # What has another hook now is no parameter of this one.
-                reader.hook(saved[str(i)], hook, bound, functools.partial(self._has, bound))
+                load_hook(saved[str(i)], hook, bound, reader, functools.partial(self._has, bound))
 
-    def compression_stats(self) -> tuple[float, int, int]:
-        for hook in self._hooks:
-            try:
-                return hook.compression_stats()
-            except ValueError:
-                continue
-        return super().compression_stats()
+    @property
+    def compression_stats(self) -> Any:
+        """That of the first hook that has any."""
+        return next((stats for hook in self._hooks if (stats := getattr(hook, "compression_stats", None))), None)
 
     def closing_warnings(self, steps: int) -> list[str]:
         return [text for hook in self._hooks for text in hook.closing_warnings(steps)]

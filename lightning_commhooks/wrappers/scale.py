@@ -12,13 +12,15 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from lightning_commhooks.core.accumulation import Accumulated, Held, Number, is_one, scale_
-from lightning_commhooks.core.collectives import Group
-from lightning_commhooks.core.hook import BoundHook, Bucket, CommHook
-from lightning_commhooks.core.registry import get_hook, get_inner_hook
-from lightning_commhooks.core.user_hook import UserFunction, check_user_hook
-from lightning_commhooks.hooks import HookName
-from lightning_commhooks.wrappers._around import BoundAround
+from lightning_commhooks.collectives.group import Group
+from lightning_commhooks.interface.accumulation import Accumulated, Held, Number, is_one, scale_
+from lightning_commhooks.interface.averages_models import is_local
+from lightning_commhooks.interface.bucket import Bucket
+from lightning_commhooks.interface.hook import BoundHook, CommHook
+from lightning_commhooks.interface.registry import get_hook, get_inner_hook
+from lightning_commhooks.interface.user_function import UserFunction, check_user_hook
+from lightning_commhooks.wrappers._inner import BoundAround
+from lightning_commhooks.wrappers.hook_name import HookName
 
 Accumulation = Literal["framework", "mean", "sum", "weighted"] | int
 
@@ -82,26 +84,24 @@ class ScaleByGradAccumulation(CommHook):
         assert isinstance(self.hook, CommHook)
         return (self.hook,)
 
-    @property
-    def counts_micro_batches(self) -> bool:
-        return self.accumulation != "framework"
-
-    @property
-    def takes_weights(self) -> bool:
-        return self.accumulation == "weighted"
-
-    @property
-    def method(self) -> CommHook:
-        return self.inner_hooks[0].method
-
     def bind(self, group: Group) -> BoundHook:
         inner = self.inner_hooks[0].bind(group)
-        if self.takes_weights and inner.averages_parts:
+        if self.accumulation == "weighted" and getattr(inner, "averages_parts", False):
             raise ValueError(
                 "accumulation='weighted' does not work with a PerParameter of which some hooks average models and "
                 "others gradients: ranks would divide by their own weights and by those of all. Use accumulation='mean'"
             )
         return _BoundScale(self.accumulation, inner)
+
+
+def unscaled(hook: CommHook) -> CommHook:
+    """The hook that users and checkpoints know a hook by: without [`ScaleByGradAccumulation`][] around it."""
+    return hook.inner_hooks[0] if isinstance(hook, ScaleByGradAccumulation) else hook
+
+
+def accumulation_of(hook: CommHook) -> Accumulation:
+    """What a hook divides accumulated gradients by."""
+    return hook.accumulation if isinstance(hook, ScaleByGradAccumulation) else "framework"
 
 
 class _BoundScale(BoundAround):
@@ -161,7 +161,7 @@ class _BoundScale(BoundAround):
         num_micro_batches, total = accumulated.with_held(held)
         if self._accumulation == "mean":
             return accumulated.divided_by / num_micro_batches
-        num_ranks = 1 if self._inner.is_local(bucket.step) else self.group.size
+        num_ranks = 1 if is_local(self._inner, bucket.step) else self.group.size
         if isinstance(total, Tensor):
             # Of one dimension, or 16-bit gradients would be multiplied by it in 16 bit.
             return torch.where(total == 0, 1.0, num_ranks * accumulated.divided_by / total).to(torch.float32).view(1)
@@ -183,7 +183,7 @@ class _BoundScale(BoundAround):
         total = torch.zeros(2, dtype=torch.float64, device=self.group.device)
         total[0] += accumulated.weight
         total[1] += accumulated.num_weightless
-        if not self._inner.is_local(bucket.step):
+        if not is_local(self._inner, bucket.step):
             self.group.all_reduce_(total)
         if accumulated.num_weightless or (not total.is_cuda and total[1] > 0):
             count = accumulated.num_weightless or f"on another rank {total[1]:g}"

@@ -6,12 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from lightning_commhooks.core.checkpoint import StateReader, StateWriter
-from lightning_commhooks.core.collectives import Group
-from lightning_commhooks.core.hook import BoundHook, CommHook
-from lightning_commhooks.core.registry import get_hook, get_inner_hook
-from lightning_commhooks.hooks import HookName
-from lightning_commhooks.hooks._switch import BoundSwitch
+from lightning_commhooks.collectives.group import Group
+from lightning_commhooks.interface.averages_models import common_choice_of_buffers
+from lightning_commhooks.interface.hook import BoundHook, CommHook
+from lightning_commhooks.interface.registry import get_hook, get_inner_hook
+from lightning_commhooks.interface.state import StateReader, StateWriter
+from lightning_commhooks.wrappers._turns import BoundSwitch
+from lightning_commhooks.wrappers.hook_name import HookName
 
 
 @dataclass(frozen=True)
@@ -57,10 +58,7 @@ class Schedule(CommHook):
 class _BoundSchedule(BoundSwitch):
     def __init__(self, hooks: dict[int, CommHook], group: Group) -> None:
         super().__init__(hooks, group)
-        choices = {phase.average_buffers for phase in self._phases.values() if phase.averages_models}
-        if len(choices) > 1:
-            raise ValueError("hooks of a Schedule that average models must have the same average_buffers")
-        self.average_buffers = True in choices
+        self.average_buffers = common_choice_of_buffers(list(self._phases.values()), "Schedule")
 
     def _phase(self, step: int) -> int:
         return max(start for start in self._phases if start <= step)
@@ -74,8 +72,10 @@ class _BoundSchedule(BoundSwitch):
             reader.differs(f"a phase of the schedule begins at step {begin} {'then' if begin in saved else 'now'} only")
         self._load_phases(state, reader)
 
-    def compression_stats(self) -> tuple[float, int, int]:
-        return self._phases[max(self._last_phase.values(), default=0)].compression_stats()
+    @property
+    def compression_stats(self) -> Any:
+        """That of the present phase, if it has any."""
+        return getattr(self._phases[max(self._last_phase.values(), default=0)], "compression_stats", None)
 
     def closing_warnings(self, steps: int) -> list[str]:
         unused = [start for start in self._phases if start >= steps > 0]

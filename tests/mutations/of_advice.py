@@ -2,12 +2,12 @@
 
 from mutation import Mutation
 
-CORE, ADVICE, HOOKS = "lightning_commhooks/core", "lightning_commhooks/advice", "lightning_commhooks/hooks"
+PACKAGE, ADVICE, HOOKS = "lightning_commhooks", "lightning_commhooks/advice", "lightning_commhooks/hooks"
 
 MUTATIONS = [
     Mutation(
         "waiting_after_a_step_is_free",
-        f"{CORE}/timing.py",
+        f"{PACKAGE}/collectives/timing.py",
         'self._totals["exposed_ms"] += tail + waits',
         'self._totals["exposed_ms"] += tail',
         "exposed_ms lacks the averaging of models.",
@@ -15,7 +15,7 @@ MUTATIONS = [
     ),
     Mutation(
         "waiting_is_work",
-        f"{CORE}/timing.py",
+        f"{PACKAGE}/collectives/timing.py",
         "max(0.0, work - comm)",
         "work",
         "codec_ms has collectives in it.",
@@ -23,7 +23,7 @@ MUTATIONS = [
     ),
     Mutation(
         "measurements_are_counted",
-        f"{CORE}/metrics.py",
+        f"{PACKAGE}/collectives/counters.py",
         "return self.timing.paused()",
         "return __import__('contextlib').nullcontext()",
         "What sampling sends counts as sent by the hook.",
@@ -31,7 +31,7 @@ MUTATIONS = [
     ),
     Mutation(
         "error_against_own_gradient",
-        f"{CORE}/error_sample.py",
+        f"{PACKAGE}/interface/error_sample.py",
         "mean = group.all_reduce_mean_(values)",
         "mean = values",
         "The error is that against this rank's gradient, not the mean.",
@@ -39,7 +39,7 @@ MUTATIONS = [
     ),
     Mutation(
         "error_logged_twice",
-        f"{CORE}/monitor.py",
+        f"{PACKAGE}/ddp/monitor.py",
         "if sampled == self._sampled:",
         "if False:",
         "An old error is logged as if it was new.",
@@ -87,7 +87,7 @@ MUTATIONS = [
     ),
     Mutation(
         "ranks_choose_alone",
-        f"{HOOKS}/auto.py",
+        f"{PACKAGE}/wrappers/auto.py",
         "means: list[float] = self.group.all_reduce_mean_(own).tolist()",
         "means: list[float] = (self.group.all_reduce_mean_(own.clone()), own.tolist())[1]",
         "Each rank chooses by its own clock.",
@@ -95,7 +95,7 @@ MUTATIONS = [
     ),
     Mutation(
         "auto_ignores_errors",
-        f"{HOOKS}/auto.py",
+        f"{PACKAGE}/wrappers/auto.py",
         "if key == 0 or errors[key] <= self._config.max_error",
         "if key == 0 or errors[key] >= 0",
         "hook='auto' takes the fastest whatever its error.",
@@ -103,7 +103,7 @@ MUTATIONS = [
     ),
     Mutation(
         "bent_link",
-        f"{CORE}/link.py",
+        f"{PACKAGE}/collectives/link.py",
         "share = (num_bytes - low.num_bytes) / (high.num_bytes - low.num_bytes)",
         "share = num_bytes / high.num_bytes",
         "Costs between two sizes are not on the line between them.",
@@ -111,7 +111,7 @@ MUTATIONS = [
     ),
     Mutation(
         "latency_taken_for_size",
-        f"{CORE}/link.py",
+        f"{PACKAGE}/collectives/link.py",
         "if is_enough or transfer > max(_LONG_ENOUGH, latency):",
         "if is_enough or seconds > _LONG_ENOUGH:",
         "On a link with latency, measuring stops before bytes count.",
@@ -119,7 +119,7 @@ MUTATIONS = [
     ),
     Mutation(
         "bits_for_bytes",
-        "lightning_commhooks/cli.py",
+        "lightning_commhooks/advice/cli.py",
         '/ (1 if found["bytes"] else 8)',
         '/ (8 if found["bytes"] else 1)',
         "--bandwidth takes bits for bytes.",
@@ -127,7 +127,7 @@ MUTATIONS = [
     ),
     Mutation(
         "any_name_of_a_hook_parses",
-        f"{HOOKS}/__init__.py",
+        f"{PACKAGE}/wrappers/hook_name.py",
         "HookName = Literal[tuple(available_hooks())]",
         "HookName = str",
         "Lightning CLI takes any string for a hook.",

@@ -7,7 +7,7 @@ PACKAGE, ACCELERATE = "lightning_commhooks", "accelerate_integration"
 MUTATIONS = [
     Mutation(
         "fsdp2_sums_for_avg",
-        f"{PACKAGE}/core/fsdp2.py",
+        f"{PACKAGE}/fsdp/fsdp2.py",
         "        return 1 / size\n",
         "        return 1.0\n",
         "FSDP2 asks for a mean and gets a sum.",
@@ -15,7 +15,7 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp2_factor_ignored",
-        f"{PACKAGE}/core/fsdp2.py",
+        f"{PACKAGE}/fsdp/fsdp2.py",
         "return float(op.__getstate__()[1])",
         "return 1.0",
         "FSDP2's own factor is ignored.",
@@ -23,7 +23,7 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp1_sums",
-        f"{PACKAGE}/core/fsdp1.py",
+        f"{PACKAGE}/fsdp/fsdp1.py",
         "factor = 1 / state.process_group.size()",
         "factor = 1.0",
         "Sharded gradients are not divided by the number of ranks.",
@@ -31,7 +31,7 @@ MUTATIONS = [
     ),
     Mutation(
         "predivided_for_good",
-        f"{PACKAGE}/sharded/dense.py",
+        f"{PACKAGE}/fsdp/dense.py",
         "return half, factor * self._predivide",
         "return half, factor",
         "What 16-bit gradients are divided by before the sum is not undone.",
@@ -39,7 +39,7 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp_strategy_without_hook",
-        f"{PACKAGE}/fsdp_mixin.py",
+        f"{PACKAGE}/lightning/fsdp.py",
         "self._attachment = attach_fsdp(self.model, self._hook)",
         "self._attachment = attach_fsdp(self.model, AllReduce())",
         "Lightning's FSDP strategies train without their hook.",
@@ -55,7 +55,7 @@ MUTATIONS = [
     ),
     Mutation(
         "lightning_without_hook",
-        f"{PACKAGE}/ddp_mixin.py",
+        f"{PACKAGE}/lightning/ddp.py",
         "                model,\n                self._hook,\n",
         "                model,\n                'allreduce',\n",
         "Lightning's strategy registers another hook.",
@@ -63,7 +63,7 @@ MUTATIONS = [
     ),
     Mutation(
         "lightning_does_not_close",
-        f"{PACKAGE}/ddp_mixin.py",
+        f"{PACKAGE}/lightning/ddp.py",
         "                self._attachment.close()\n",
         "                pass\n",
         "Lightning's strategy leaves the hook open, and its warnings unsaid.",
@@ -71,7 +71,7 @@ MUTATIONS = [
     ),
     Mutation(
         "second_fit_with_a_static_graph",
-        f"{PACKAGE}/ddp_mixin.py",
+        f"{PACKAGE}/lightning/ddp.py",
         "        self._pl_static_graph_delay_done = False\n        self._last_state = None\n",
         "        self._last_state = None\n",
         "A second fit with a static graph and manual optimization does not synchronize.",
@@ -79,7 +79,7 @@ MUTATIONS = [
     ),
     Mutation(
         "lightning_without_scaler",
-        f"{PACKAGE}/ddp_mixin.py",
+        f"{PACKAGE}/lightning/ddp.py",
         'grad_scaler=getattr(self.precision_plugin, "scaler", None),',
         "grad_scaler=None,",
         "Lightning's scaler is not passed on, so that memory is in units of the scaled loss.",
@@ -87,7 +87,7 @@ MUTATIONS = [
     ),
     Mutation(
         "unfrozen_layers_not_wrapped",
-        f"{PACKAGE}/ddp_mixin.py",
+        f"{PACKAGE}/lightning/ddp.py",
         "not self._attachment.is_closed and self._attachment.unfrozen():",
         "not self._attachment.is_closed and False:",
         "Layers that a callback unfreezes are not averaged.",
@@ -95,7 +95,7 @@ MUTATIONS = [
     ),
     Mutation(
         "lightning_saves_no_state",
-        f"{PACKAGE}/ddp_mixin.py",
+        f"{PACKAGE}/lightning/ddp.py",
         "checkpoint[CHECKPOINT_KEY] = state",
         "pass",
         "Lightning's checkpoints have no state of the hook.",
@@ -103,7 +103,7 @@ MUTATIONS = [
     ),
     Mutation(
         "lightning_loads_no_state",
-        f"{PACKAGE}/ddp_mixin.py",
+        f"{PACKAGE}/lightning/ddp.py",
         "self._load(checkpoint.get(CHECKPOINT_KEY, {}))",
         "self._load({})",
         "A run that Lightning resumes begins without memory.",
@@ -119,7 +119,7 @@ MUTATIONS = [
     ),
     Mutation(
         "validation_leaves_the_average",
-        f"{PACKAGE}/ddp_mixin.py",
+        f"{PACKAGE}/lightning/ddp.py",
         "evaluation.__exit__(None, None, None)",
         "self._attachment._runtime.local.models.keep_averages()",
         "After validation, ranks go on from the average.",
@@ -127,7 +127,7 @@ MUTATIONS = [
     ),
     Mutation(
         "lightning_divides_by_nothing",
-        f"{PACKAGE}/ddp_mixin.py",
+        f"{PACKAGE}/lightning/ddp.py",
         "return float(module.trainer.accumulate_grad_batches) if",
         "return 1.0 if",
         "What Lightning divides the loss by is not known.",
@@ -135,7 +135,7 @@ MUTATIONS = [
     ),
     Mutation(
         "accelerate_divides_by_nothing",
-        f"{ACCELERATE}/companion.py",
+        f"{ACCELERATE}/accelerator_events.py",
         "return self.divided_before * self._divides_by",
         "return self.divided_before",
         "What accelerator.backward divides the loss by is not known.",
@@ -143,7 +143,7 @@ MUTATIONS = [
     ),
     Mutation(
         "fabric_saves_no_state",
-        f"{PACKAGE}/fabric.py",
+        f"{PACKAGE}/lightning/fabric.py",
         "state = {**state, CHECKPOINT_KEY: self._together.state_dict()}",
         "pass",
         "Fabric's checkpoints have no state of the hook.",
@@ -151,7 +151,7 @@ MUTATIONS = [
     ),
     Mutation(
         "fabric_barrier_shows_nothing",
-        f"{PACKAGE}/fabric.py",
+        f"{PACKAGE}/lightning/fabric.py",
         "        super().barrier(*args, **kwargs)\n        self._together.show_average()\n",
         "        super().barrier(*args, **kwargs)\n",
         "After Fabric's barrier each rank has its own model.",
@@ -183,7 +183,7 @@ MUTATIONS = [
     ),
     Mutation(
         "accelerate_saves_no_state",
-        f"{ACCELERATE}/companion.py",
+        f"{ACCELERATE}/accelerator_events.py",
         "lambda models, weights, folder: self.write(folder)",
         "lambda models, weights, folder: None",
         "Accelerate's checkpoints have no state of the hook.",
@@ -192,7 +192,7 @@ MUTATIONS = [
     Mutation(
         "trainer_loads_no_state",
         f"{ACCELERATE}/trainer.py",
-        "self._companion().read(checkpoint)",
+        "self._events().read(checkpoint)",
         "pass",
         "A run that a transformers.Trainer resumes begins without memory.",
         "tests/test_hf_trainer.py -k 'resumes'",
@@ -200,7 +200,7 @@ MUTATIONS = [
     Mutation(
         "trainer_ends_with_one_ranks_model",
         f"{ACCELERATE}/trainer.py",
-        "        self._companion().average_for_good()\n",
+        "        self._events().average_for_good()\n",
         "",
         "After train(), each rank has its own model.",
         "tests/test_hf_trainer.py -k 'trains_with or evaluates'",
@@ -215,7 +215,7 @@ MUTATIONS = [
     ),
     Mutation(
         "every_rank_logs",
-        f"{PACKAGE}/monitor_mixin.py",
+        f"{PACKAGE}/lightning/monitor.py",
         "            not trainer.is_global_zero\n            or self._monitor is None\n",
         "            self._monitor is None\n",
         "Ranks other than 0 log.",

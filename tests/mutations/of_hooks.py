@@ -2,12 +2,12 @@
 
 from mutation import Mutation
 
-HOOKS, CODECS, CORE = "lightning_commhooks/hooks", "lightning_commhooks/codecs", "lightning_commhooks/core"
+HOOKS, CODECS, PACKAGE = "lightning_commhooks/hooks", "lightning_commhooks/codecs", "lightning_commhooks"
 
 MUTATIONS = [
     Mutation(
         "memory_by_bucket_index",
-        f"{HOOKS}/_by_parameter.py",
+        f"{PACKAGE}/interface/by_parameter.py",
         "return self._plans[bucket.names]\n",
         "return self.__dict__.setdefault('_by_index', {}).setdefault(bucket.index, self._plans[bucket.names])\n",
         "Memory belongs to the number of a bucket, which DDP builds anew.",
@@ -15,7 +15,7 @@ MUTATIONS = [
     ),
     Mutation(
         "memory_lost_with_the_buckets",
-        f"{HOOKS}/_by_parameter.py",
+        f"{PACKAGE}/interface/by_parameter.py",
         "self._stored |= self._plans.pop(names).entries()",
         "self._plans.pop(names)",
         "When DDP rebuilds its buckets, what is owed is forgotten.",
@@ -23,7 +23,7 @@ MUTATIONS = [
     ),
     Mutation(
         "owed_is_not_paid",
-        f"{CORE}/codec.py",
+        f"{PACKAGE}/codecs/codec.py",
         "new.copy_(owed - sent)",
         "new.copy_(owed)",
         "What was sent stays in the memory of codecs.",
@@ -167,7 +167,7 @@ MUTATIONS = [
     ),
     Mutation(
         "error_of_the_mean_dropped",
-        f"{CORE}/encoded.py",
+        f"{PACKAGE}/collectives/encoded.py",
         "kernels.encode(mean, part.carried, one, seed)",
         "kernels.encode(mean, None if part.carried is None else (torch.zeros_like(mean), part.carried[1]), one, seed)",
         "What the second shot leaves out is lost.",
@@ -175,7 +175,7 @@ MUTATIONS = [
     ),
     Mutation(
         "owner_sums_one_rank",
-        f"{CORE}/encoded.py",
+        f"{PACKAGE}/collectives/encoded.py",
         ".view(self.size, b // self.size, -1), one, mean)",
         ".view(self.size, b // self.size, -1)[:1], one, mean)",
         "The owner of a share takes the first rank's numbers for the mean.",
@@ -183,10 +183,10 @@ MUTATIONS = [
     ),
     Mutation(
         "one_shot_for_two",
-        f"{CORE}/encoded.py",
+        f"{PACKAGE}/collectives/encoded.py",
         "return self.size if two_shot and self.size > 2 else 1",
         "return 1",
         "Four ranks send all to each other.",
-        "tests/test_contract.py -k 'counted_bytes and int8'",
+        "tests/test_contract.py -k 'bytes_are_counted and int8'",
     ),
 ]

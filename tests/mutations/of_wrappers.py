@@ -2,7 +2,7 @@
 
 from mutation import Mutation
 
-CORE, HOOKS, WRAPPERS = "lightning_commhooks/core", "lightning_commhooks/hooks", "lightning_commhooks/wrappers"
+PACKAGE, HOOKS, WRAPPERS = "lightning_commhooks", "lightning_commhooks/hooks", "lightning_commhooks/wrappers"
 
 MUTATIONS = [
     Mutation(
@@ -23,7 +23,7 @@ MUTATIONS = [
     ),
     Mutation(
         "nothing_handed_over",
-        f"{HOOKS}/_switch.py",
+        f"{PACKAGE}/wrappers/_turns.py",
         "self._phases[self._last_phase[slot.name]].drain_(flat, dataclasses.replace(bucket, slots=(slot,)))",
         "pass",
         "What a hook owes is lost when another one takes over.",
@@ -31,7 +31,7 @@ MUTATIONS = [
     ),
     Mutation(
         "handed_over_in_a_bad_step",
-        f"{HOOKS}/_switch.py",
+        f"{PACKAGE}/wrappers/_turns.py",
         "if self._next_phase and finite:",
         "if self._next_phase:",
         "What a hook owes is lost when the step of the hand-over is not finite.",
@@ -51,7 +51,7 @@ MUTATIONS = [
         "return gradient.element_size() > self._dtype.itemsize",
         "return False",
         "Cast sends gradients as they are.",
-        "tests/test_contract.py -k 'counted_bytes and cast'",
+        "tests/test_contract.py -k 'bytes_are_counted and cast'",
     ),
     Mutation(
         "mean_of_what_is_divided_already",
@@ -64,14 +64,14 @@ MUTATIONS = [
     Mutation(
         "own_weights_only",
         f"{WRAPPERS}/scale.py",
-        "if not self._inner.is_local(bucket.step):",
-        "if self._inner.is_local(bucket.step):",
+        "if not is_local(self._inner, bucket.step):",
+        "if is_local(self._inner, bucket.step):",
         "Weights of other ranks are ignored.",
         "tests/test_accumulation.py -k 'weighted'",
     ),
     Mutation(
         "every_gradient_is_a_micro_batch",
-        f"{CORE}/micro_batches.py",
+        f"{PACKAGE}/ddp/micro_batches.py",
         "                self._has_begun = False\n",
         "                self._has_begun = True\n",
         "Each gradient that arrives counts as a micro-batch.",
@@ -79,7 +79,7 @@ MUTATIONS = [
     ),
     Mutation(
         "cleared_counts",
-        f"{CORE}/micro_batches.py",
+        f"{PACKAGE}/ddp/micro_batches.py",
         "elif self._was_cleared():",
         "elif False:",
         "Micro-batches count whose gradients were cleared.",
@@ -95,7 +95,7 @@ MUTATIONS = [
     ),
     Mutation(
         "average_stays",
-        f"{CORE}/models.py",
+        f"{PACKAGE}/interface/models.py",
         "        put_back([own for own, version in versions if _version(own[0]) == version])\n",
         "",
         "After a look at the average, ranks go on from it.",
@@ -103,7 +103,7 @@ MUTATIONS = [
     ),
     Mutation(
         "buffers_not_averaged",
-        f"{CORE}/models.py",
+        f"{PACKAGE}/interface/models.py",
         "return parameters + (list(self.layout.float_buffers().values()) if self.average_buffers else [])",
         "return parameters",
         "Statistics of BatchNorm are not averaged.",

@@ -1,0 +1,41 @@
+"""Top-k sparsification with error feedback: Lin et al. 2017, https://arxiv.org/abs/1712.01887."""
+
+from dataclasses import dataclass
+
+import torch
+
+import lightning_commhooks as lc
+
+
+@dataclass(frozen=True, kw_only=True)
+class TopK(lc.CommHook):
+    """Send the largest elements of each gradient, owe the rest.
+
+    Args:
+        ratio: fraction of the elements that is sent, above 0 and up to 1.
+    """
+
+    name = "topk"
+    ratio: float = 0.01
+
+    def __post_init__(self):
+        if not 0 < self.ratio <= 1:
+            raise ValueError(f"ratio must be above 0 and up to 1, is {self.ratio}")
+
+    def bind(self, group):
+        return BoundTopK(group, self)
+
+
+class BoundTopK(lc.ErrorFeedback):
+    """Top-k at work on one model."""
+
+    def average(self, owed, bucket):
+        picked = torch.cat([slot.offset + self._largest(slot.view(owed).flatten()) for slot in bucket.slots]).int()
+        mean, sent = torch.zeros_like(owed), torch.zeros_like(owed)
+        for indices, values in zip(self.group.all_gather(picked), self.group.all_gather(owed[picked]), strict=True):
+            mean[indices] += values / self.group.size
+        sent[picked] = owed[picked]
+        return mean, sent
+
+    def _largest(self, gradient):
+        return gradient.abs().topk(max(1, int(self.hook.ratio * gradient.numel()))).indices

@@ -1,0 +1,276 @@
+"""Collectives without a network that take as long as a link would: what would this hook cost over that link?"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_commhooks.advice.ensemble import WHY_NO_PROCESS_GROUP
+from lightning_commhooks.codecs.codec import Codec
+from lightning_commhooks.collectives.counters import Counters
+from lightning_commhooks.collectives.group import Group
+from lightning_commhooks.collectives.link import Cost, Kind, Link
+
+# Processor time of a collective is spent in portions, with pauses between them, of this many seconds each on the whole.
+_PORTION = 0.002
+# A copy that PyTorch does not divide among threads.
+_COPIED_NUMEL = 2**14
+
+
+class HostClock:
+    """Passes the time of a collective on this processor. Another one can be put in its place in tests."""
+
+    def __init__(self) -> None:
+        self._source = torch.zeros(_COPIED_NUMEL, dtype=torch.complex128)
+        self._target = torch.empty_like(self._source)
+
+    def now(self) -> float:
+        """Seconds."""
+        return time.perf_counter()
+
+    def cpu(self) -> float:
+        """Processor seconds that the calling thread has used."""
+        return time.thread_time()
+
+    def sleep(self, seconds: float) -> None:
+        """Let other threads run."""
+        time.sleep(seconds)
+
+    def burn(self, until: float) -> None:
+        """Copy memory, without holding the interpreter, until the thread has used so many processor seconds."""
+        while time.thread_time() < until:
+            self._target.copy_(self._source)
+
+
+class Wire:
+    """One link, used by one collective after another.
+
+    Args:
+        clock: passes the time.
+        burst_seconds: what the link lets through at once when it was idle: see `Link`.
+    """
+
+    def __init__(self, clock: HostClock, burst_seconds: float) -> None:
+        self._clock = clock
+        self._burst = burst_seconds
+        self._saved = burst_seconds
+        self._free = clock.now()
+
+    def now(self) -> float:
+        """Seconds, by the clock."""
+        return self._clock.now()
+
+    def pass_time(self, cost: Cost, fastest: float, started: float, work: Callable[[], Tensor]) -> Tensor:
+        """Take the time of one collective, and let `work` be a part of it.
+
+        Args:
+            cost: of the collective.
+            fastest: seconds that it takes at least, however long the link was idle.
+            started: when it was started, by the clock; what was started before keeps the link for some time from then.
+            work: makes its result.
+        """
+        clock = self._clock
+        cpu_begin, before = clock.cpu(), self._free
+        # A token bucket, in seconds of the link.
+        self._saved = min(self._burst, self._saved + max(0.0, started - before))
+        end = max(started + cost.seconds, before + cost.occupancy)
+        gain = min(self._saved, end - started - fastest)
+        end -= gain
+        self._saved -= gain
+        begin = clock.now()
+        result = work()
+        seconds = max(0.0, end - begin)
+        portions = max(1, round(seconds / _PORTION)) if cost.cpu_seconds else 1
+        for portion in range(1, portions + 1):
+            if cost.cpu_seconds:
+                clock.burn(cpu_begin + cost.cpu_seconds * portion / portions)
+            left = begin + seconds * portion / portions - clock.now()
+            if left > 0:
+                clock.sleep(left)
+        # Later, if processors were busy with something else.
+        self._free = max(end, clock.now())
+        return result
+
+
+@functools.cache
+def _cycles_per_second(device: torch.device) -> float:
+    """Of `torch.cuda._sleep`."""
+    cycles = 20_000_000
+    stream = torch.cuda.current_stream(device)
+    torch.cuda._sleep(1000)
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record(stream)
+    torch.cuda._sleep(cycles)
+    end.record(stream)
+    end.synchronize()
+    return float(cycles / (begin.elapsed_time(end) / 1e3))
+
+
+class _Line:
+    """The wire of all groups that were split off one, and the thread of collectives that go on by themselves."""
+
+    def __init__(self, wire: Wire) -> None:
+        self.wire = wire
+        self._lock = threading.Lock()
+        self._executor: ThreadPoolExecutor | None = None
+        self._last: Future[Tensor] | None = None
+
+    def run(self, pass_time: Callable[[], Tensor]) -> Tensor:
+        """Behind all that were started."""
+        if self._last is not None and not self._last.done():
+            return self.start(pass_time)()
+        with self._lock:
+            return pass_time()
+
+    def start(self, pass_time: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        if self._executor is None:
+            self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="lightning_commhooks_wire")
+
+        def run() -> Tensor:
+            with self._lock, torch.no_grad():
+                return pass_time()
+
+        self._last = self._executor.submit(run)
+        return self._last.result
+
+    def close(self) -> None:
+        if self._executor is not None:
+            self._executor.shutdown(wait=True)
+        self._executor = None
+        self._last = None
+
+
+class EmulatedGroup(Group):
+    """Ranks that are not there: results have the right shapes, every rank being like this one, and take their time.
+
+    Counts bytes as a `Group` of that size. With a codec, error feedback and all that, a hook does with it what it does
+    with real ranks, and averages made by the methods of `Group` are those of equal ranks. What a hook makes of several
+    collectives by itself may be wrong, since every rank owns the same share: `EnsembleGroup` tells how good a hook is.
+
+    Args:
+        link: what collectives cost, among as many ranks as there are to be.
+        rank: which of them this one is.
+        counters: where bytes are counted.
+        device: where the gradients are.
+        nodes: ranks by node; each alone, if it is not given.
+        node_link: what collectives cost among the ranks of one node; as `link`, if it is not given.
+        on_stream: whether collectives are queued on the present CUDA stream, as with NCCL.
+        clock: passes the time on the host.
+    """
+
+    _why_no_process_group = WHY_NO_PROCESS_GROUP
+
+    def __init__(
+        self,
+        link: Link,
+        rank: int = 0,
+        counters: Counters | None = None,
+        device: torch.device | str = "cpu",
+        *,
+        nodes: Sequence[Sequence[int]] | None = None,
+        node_link: Link | None = None,
+        on_stream: bool = False,
+        clock: HostClock | None = None,
+    ) -> None:
+        super().__init__(None, counters, device)
+        self.size = link.world_size
+        self.rank = rank
+        self.global_rank = dist.get_rank() if dist.is_initialized() else rank
+        self._link = link
+        self._node_link = node_link
+        self._nodes = [list(node) for node in nodes] if nodes is not None else [[rank] for rank in range(self.size)]
+        self._on_stream = on_stream
+        self._line = _Line(Wire(clock or HostClock(), link.burst_seconds))
+
+    def release(self) -> list[dist.ProcessGroup | None]:
+        self._line.close()
+        return super().release()
+
+    def spend(self, kind: Kind, num_bytes: float) -> None:
+        """Take the time of a collective that is none of the hook's, as a broadcast of buffers. Not counted."""
+        if self.size > 1 and num_bytes:
+            nothing = torch.empty(0, device=self.device)
+            self._pass_time(kind, num_bytes, nothing, lambda: nothing)
+
+    def _split(self, parts: tuple[tuple[int, ...], ...]) -> Group:
+        if len(parts) == 1:
+            return self
+        own = next(part for part in parts if self.rank in part)
+        link = self._link
+        if self._node_link is not None and any(set(own) <= set(node) for node in self._nodes):
+            link = self._node_link
+        return self._like(link.scaled(len(own)), own.index(self.rank))
+
+    def _twin(self, codec: Codec) -> Group:
+        group = self._like(self._link, self.rank)
+        group._codec = codec
+        return group
+
+    def _like(self, link: Link, rank: int) -> EmulatedGroup:
+        group = EmulatedGroup(link, rank, self.counters, self.device, on_stream=self._on_stream)
+        group.global_rank = self.global_rank
+        group._line = self._line
+        return group
+
+    def all_reduce_(self, tensor: Tensor) -> Tensor:
+        if self.size > 1 and tensor.numel():
+            num_bytes = self.ring_bytes(tensor)
+            self._count(num_bytes)
+            with self.counters.timing.comm():
+                self._pass_time("all_reduce", num_bytes, tensor, lambda: tensor.mul_(self.size))
+        return tensor
+
+    def _start_all_gather(self, tensor: Tensor) -> Callable[[], Tensor]:
+        own = tensor.view(1, -1)
+        return self._start_gather_shares(tensor, lambda: own.repeat(self.size, 1))
+
+    def _start_gather_shares(self, share: Tensor, of_equals: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        if self.size == 1:
+            return share.view(1, -1).clone
+        num_bytes = (self.size - 1) * share.numel() * share.element_size()
+        self._count(num_bytes)
+        return self._start("all_gather", num_bytes, share, of_equals)
+
+    def _start_all_to_all(self, chunks: Tensor) -> Callable[[], Tensor]:
+        if self.size == 1:
+            return lambda: chunks
+        num_bytes = (self.size - 1) / self.size * chunks.numel() * chunks.element_size()
+        self._count(num_bytes)
+        own = chunks[self.rank : self.rank + 1]
+        return self._start("all_to_all", num_bytes, chunks, lambda: own.repeat(self.size, 1))
+
+    def _start(self, kind: Kind, num_bytes: float, tensor: Tensor, work: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        if tensor.is_cuda:
+            with self.counters.timing.comm():
+                result = self._pass_time(kind, num_bytes, tensor, work)
+            return lambda: result
+        arrived = self._line.start(self._on_wire(kind, num_bytes, tensor.dtype, work))
+
+        def wait() -> Tensor:
+            with self.counters.timing.comm():
+                return arrived()
+
+        return wait
+
+    def _pass_time(self, kind: Kind, num_bytes: float, tensor: Tensor, work: Callable[[], Tensor]) -> Tensor:
+        if self._on_stream:
+            seconds = self._link.cost(kind, num_bytes, tensor.dtype).seconds
+            torch.cuda._sleep(int(seconds * _cycles_per_second(self.device)))
+            return work()
+        if tensor.is_cuda:  # gloo waits for the device
+            torch.cuda.current_stream(tensor.device).synchronize()
+        return self._line.run(self._on_wire(kind, num_bytes, tensor.dtype, work))
+
+    def _on_wire(
+        self, kind: Kind, num_bytes: float, dtype: torch.dtype, work: Callable[[], Tensor]
+    ) -> Callable[[], Tensor]:
+        cost, wire = self._link.cost(kind, num_bytes, dtype), self._line.wire
+        fastest = min(cost.seconds, self._link.latency)
+        return functools.partial(wire.pass_time, cost, fastest, wire.now(), work)

@@ -1,0 +1,90 @@
+"""Means over ranks of a model's tensors, in place."""
+
+from __future__ import annotations
+
+import zlib
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_commhooks.collectives.errors import HookError
+from lightning_commhooks.collectives.group import Group
+
+# What is copied together for one collective; larger tensors go alone, without a copy.
+CHUNK_BYTES = 2**25
+
+
+def average_(tensors: Sequence[Tensor], group: Group) -> None:
+    """Replace tensors by their means over ranks, bit-identical on all of them.
+
+    Parameters keep their storage and layout, unlike with PyTorch's `average_parameters`, which moves them all into
+    one buffer. 16-bit tensors are summed, and sent, in float32.
+
+    Args:
+        tensors: floating-point or complex ones, in the same order on every rank; may require gradients.
+        group: the ranks.
+    """
+    if group.size == 1:
+        return
+    for parts in _chunks([flat_view(tensor) for tensor in tensors if tensor.numel()]):
+        wire = torch.promote_types(parts[0].dtype, torch.float32)
+        # Divided before the sum: buffers may have the largest number there is, as masks do.
+        if len(parts) == 1 and parts[0].dtype == wire and parts[0].is_contiguous():
+            group.all_reduce_(parts[0].div_(group.size))  # no copy
+            continue
+        mean = group.all_reduce_(torch.cat([part.reshape(-1).to(wire) for part in parts]).div_(group.size))
+        for part, own in zip(parts, mean.split([part.numel() for part in parts]), strict=True):
+            part.copy_(own.view(part.shape))
+
+
+def check_same(what: str, group: Group) -> None:
+    """Fail on all ranks alike when they are not about to average the same.
+
+    Raises:
+        HookError: some rank averages something else, or for another reason.
+    """
+    with group.counters.paused():
+        digest = torch.tensor([zlib.crc32(what.encode())], device=group.device)
+        digests = group.all_gather(digest).view(-1)
+    if (digests != digests[0]).any():
+        raise HookError(
+            f"ranks do not average the same: rank {group.global_rank} is about to {what}. All ranks must take the same "
+            "steps, and evaluate and save together; on one rank alone only after a barrier that shows the average"
+        )
+
+
+def flat_view(tensor: Tensor) -> Tensor:
+    """The elements of a tensor in memory order, shape `(numel,)`, as a view that autograd ignores.
+
+    Twice as many elements for a complex one. A tensor that is not dense has no such view; it keeps its shape.
+    """
+    data = tensor.data
+    if data.is_complex():
+        data = torch.view_as_real(data)
+    if torch.ops.aten.is_non_overlapping_and_dense(data):
+        return data.as_strided((data.numel(),), (1,), data.storage_offset())
+    return data
+
+
+def _chunks(parts: list[Tensor]) -> Iterator[list[Tensor]]:
+    """Lists of tensors of one dtype and device, each at most `CHUNK_BYTES` large or a single tensor."""
+    kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
+    for part in parts:
+        kinds[part.device, part.dtype].append(part)
+    for same in kinds.values():
+        chunk: list[Tensor] = []
+        size = 0
+        for part in same:
+            num_bytes = part.numel() * part.element_size()
+            if num_bytes >= CHUNK_BYTES:
+                yield [part]
+                continue
+            if size + num_bytes > CHUNK_BYTES:
+                yield chunk
+                chunk, size = [], 0
+            chunk.append(part)
+            size += num_bytes
+        if chunk:
+            yield chunk

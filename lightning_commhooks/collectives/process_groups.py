@@ -1,0 +1,108 @@
+"""The process groups of the communication thread: made and destroyed."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
+
+from lightning_commhooks.collectives import gloo_abort
+
+
+def backend_for(process_group: dist.ProcessGroup, device: torch.device) -> str:
+    """Name of the backend that serves tensors on `device`: groups may have one for each device type."""
+    configured = dist.get_backend_config(process_group)
+    return dist.BackendConfig(dist.Backend(configured)).get_device_backend_map().get(device.type, configured)
+
+
+def own_group(process_group: dist.ProcessGroup, device: torch.device) -> tuple[dist.ProcessGroup, Callable[[], None]]:
+    """A group over the same ranks for the communication thread.
+
+    DDP and users issue collectives from other threads; on one group they would interleave with the hook's
+    differently on each rank.
+
+    Returns:
+        the group, and a function that aborts it from any thread: collectives under way fail at once, here and
+        on the peers that wait for this rank. The function does not keep the group alive.
+    """
+    timeout = getattr(getattr(process_group._get_backend(device), "options", None), "_timeout", None)
+    before = gloo_abort.listening()
+    own = _new_group(process_group, device, timeout)
+    if backend_for(process_group, device) != dist.Backend.GLOO:
+        return own, lambda: None
+    return own, gloo_abort.make(own, gloo_abort.listening() - before)
+
+
+def _new_group(process_group: dist.ProcessGroup, device: torch.device, timeout: timedelta | None) -> dist.ProcessGroup:
+    if process_group.size() < dist.get_world_size():
+        return _own_subgroup(process_group, device, timeout or dist.default_pg_timeout)
+    own: dist.ProcessGroup = dist.new_group(
+        backend=backend_for(process_group, device), timeout=timeout, group_desc="lightning_commhooks"
+    )
+    return own
+
+
+def _own_subgroup(process_group: dist.ProcessGroup, device: torch.device, timeout: timedelta) -> dist.ProcessGroup:
+    # `new_group` needs every process of the world; with `use_local_synchronization` only these ranks, but then it
+    # names the group by how many others there are, and ranks that belong to different groups disagree on that.
+    name = [uuid.uuid4().hex]
+    dist.broadcast_object_list(name, src=dist.get_global_rank(process_group, 0), group=process_group)
+    return _gloo_group(name[0], process_group.rank(), process_group.size(), device, timeout)
+
+
+def _gloo_group(name: str, rank: int, size: int, device: torch.device, timeout: timedelta) -> dist.ProcessGroup:
+    store = PrefixStore(f"lightning_commhooks/{name}/", dist.distributed_c10d._get_default_store())
+    backend = dist.ProcessGroupGloo(store, rank, size, timeout)
+    own = dist.ProcessGroup(store, rank, size)
+    own._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+    own._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
+    if device.type == "cuda":
+        own._register_backend(device, dist.ProcessGroup.BackendType.GLOO, backend)
+    return own
+
+
+def part_of(
+    process_group: dist.ProcessGroup, parts: Sequence[Sequence[int]], name: str, device: torch.device
+) -> tuple[dist.ProcessGroup, Callable[[], None]]:
+    """A group over those ranks of `process_group` that are in the same part as this one.
+
+    Collective.
+
+    Args:
+        process_group: of the communication thread.
+        parts: ranks in `process_group`, each in one part.
+        name: unlike that of any other group, equal on all ranks.
+        device: of the tensors.
+
+    Returns:
+        the group, and a function that aborts it, as [`own_group`][].
+    """
+    rank = process_group.rank()
+    backend = process_group._get_backend(device)
+    timeout = getattr(getattr(backend, "options", None), "_timeout", None) or dist.default_pg_timeout
+    if backend.name() == dist.Backend.GLOO:
+        index, part = next((i, part) for i, part in enumerate(parts) if rank in part)
+        before = gloo_abort.listening()
+        own = _gloo_group(f"{name}/{index}", part.index(rank), len(part), device, timeout)
+        return own, gloo_abort.make(own, gloo_abort.listening() - before)
+    world = dist.get_process_group_ranks(process_group)
+    groups = [
+        # Every process of the world takes part in making every group, unless there are processes without this hook.
+        dist.new_group(
+            [world[i] for i in part], timeout=timeout, use_local_synchronization=len(world) < dist.get_world_size()
+        )
+        for part in parts
+        if len(world) == dist.get_world_size() or rank in part
+    ]
+    return next(group for group in groups if group is not dist.GroupMember.NON_GROUP_MEMBER), lambda: None
+
+
+def destroy(process_groups: Iterable[dist.ProcessGroup | None]) -> None:
+    """Destroy groups made by [`own_group`][] and [`part_of`][], those that there still are."""
+    for own in process_groups:
+        if own is not None and dist.is_initialized() and own in dist.distributed_c10d._world.pg_map:
+            dist.destroy_process_group(own)

@@ -1,1 +1,0 @@
-"""Mechanism shared by every communication hook; knows no framework and no algorithm."""

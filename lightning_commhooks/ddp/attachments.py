@@ -1,0 +1,144 @@
+"""Attachments of all models in one training run, for adapters of frameworks that train several."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from lightning_commhooks.ddp.attachment import Attachment
+
+
+def attachment_of(model: DistributedDataParallel | None, attachments: Sequence[Attachment]) -> Attachment:
+    """The attachment of a model, or the only one.
+
+    Raises:
+        ValueError: there is none, or several and no model is given.
+    """
+    found = [attachment for attachment in attachments if model is None or attachment.is_attached_to(model)]
+    if not attachments:
+        raise ValueError("no model has a communication hook: wrap one first. In a single process there is none")
+    if len(found) != 1:
+        raise ValueError(f"{len(found)} of {len(attachments)} models with a hook may be meant: give the wrapped model")
+    return found[0]
+
+
+class Attachments:
+    """What adapters do with them together. A closed attachment, whose model has gone, takes no part any more.
+
+    Args:
+        resync: whether models are averaged for good when they are looked at.
+        strict_state: whether state that does not fit is an error.
+    """
+
+    def __init__(self, *, resync: bool, strict_state: bool) -> None:
+        self._resync = resync
+        self._strict_state = strict_state
+        self._attachments: list[Attachment] = []
+
+    def add(self, attachment: Attachment, optimizers: Iterable[Optimizer]) -> None:
+        """Add that of one more model, and let it know of optimizers.
+
+        Raises:
+            ValueError: an optimizer cannot step on one rank alone.
+        """
+        self._attachments = [*self.open(), attachment]
+        if attachment.averages_models:
+            attachment.evaluate_average(resync=self._resync)
+            for optimizer in optimizers:
+                attachment.add_optimizer(optimizer)
+
+    def open(self) -> list[Attachment]:
+        """Those whose models are in use."""
+        return [attachment for attachment in self._attachments if not attachment.is_closed]
+
+    def averaging(self) -> list[Attachment]:
+        """Those whose hooks average models."""
+        return [attachment for attachment in self.open() if attachment.averages_models]
+
+    def add_weight(self, weight: float | Tensor, model: DistributedDataParallel | None = None) -> None:
+        """Say how much the present micro-batch of a model counts: see `Attachment.add_weight`.
+
+        Args:
+            weight: a number of at least 0.
+            model: the model, as it was wrapped; not needed if there is one only.
+
+        Raises:
+            ValueError: no such number or model, several models and none given, or the hook does not use weights.
+        """
+        attachment_of(model, self.open()).add_weight(weight)
+
+    def add_optimizer(self, optimizer: Optimizer) -> None:
+        """Let them know of one more optimizer.
+
+        Raises:
+            ValueError: it cannot step on one rank alone.
+        """
+        for attachment in self.averaging():
+            attachment.add_optimizer(optimizer)
+
+    @contextmanager
+    def averaged(self, optimizers: Sequence[Optimizer]) -> Iterator[None]:
+        """Have averages in the place of models and of optimizers' state. Collective."""
+        with ExitStack() as stack:
+            for attachment in self.averaging():
+                if self._resync:
+                    attachment.average_weights()
+                else:
+                    stack.enter_context(attachment.averaged_weights())
+                for optimizer in optimizers:
+                    if self._resync:
+                        attachment.average_optimizer_state(optimizer)
+                    else:
+                        stack.enter_context(attachment.averaged_optimizer_state(optimizer))
+            yield
+
+    def show_average(self) -> None:
+        """Have averages in place until training goes on. Collective."""
+        for attachment in self.averaging():
+            attachment.show_average()
+
+    def average_for_good(self) -> None:
+        """Average models at the end of training. Collective."""
+        for attachment in self.averaging():
+            attachment.average_weights()
+
+    def state_dict(self) -> list[dict[str, Any]]:
+        """Their states, in order. Collective."""
+        return [attachment.state_dict() for attachment in self.open()]
+
+    def load_state_dict(self, states: Sequence[dict[str, Any]] | None, source: str) -> None:
+        """Take states over, after models and optimizers were loaded. Collective.
+
+        Args:
+            states: what `state_dict` returned, the same on all ranks; `None` gives a warning.
+            source: where they come from, for messages.
+
+        Raises:
+            ValueError: a state does not fit, or there are more or fewer than models.
+        """
+        attachments = self.open()
+        if not attachments:
+            return  # nothing to communicate, in a single process
+        if states is None:
+            for attachment in attachments:
+                attachment.reset_state()
+            if any(attachment.has_state for attachment in attachments):
+                warnings.warn(
+                    f"{source} has no state of communication hooks: it was saved without them. They begin anew, at "
+                    "step 0",
+                    stacklevel=3,
+                )
+            return
+        if len(states) != len(attachments):
+            raise ValueError(
+                f"{source} has the state of {len(states)} communication hooks, but {len(attachments)} models have one; "
+                "prepare the same models as when it was saved"
+            )
+        for attachment, state in zip(attachments, states, strict=True):
+            attachment.load_state_dict(state, strict_state=self._strict_state)

@@ -1,0 +1,160 @@
+"""Hook state as tensors and primitives; loads on another world size, and says what does not fit."""
+
+from __future__ import annotations
+
+import logging
+import zlib
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from lightning_commhooks.collectives.group import Group
+from lightning_commhooks.interface.hook import BoundHook, CommHook
+
+if TYPE_CHECKING:
+    from lightning_commhooks.interface.models import Models
+
+from lightning_commhooks.interface.hook_state import load_hook, save_hook
+from lightning_commhooks.interface.state import PerRank, StateError, StateReader, StateWriter
+
+# A name that users may have in the set-up of their logs.
+logger = logging.getLogger("lightning_commhooks.core.checkpoint")
+
+FORMAT = 1
+_KEYS = {"format", "steps", "world_size", "per_rank", "parameters", "num_tensors", "hook"}
+
+
+def save(
+    hook: CommHook, bound: BoundHook, steps: int, shapes: Mapping[str, tuple[int, ...]], kind: PerRank, models: Models
+) -> dict[str, Any]:
+    """State of a hook as tensors and primitives, equal on all ranks. Collective."""
+    with bound.group.counters.paused():
+        writer = StateWriter(bound.group, kind)
+        state = save_hook(hook, bound, writer)
+        own_models = models.state_dict(writer)
+    return complete(state, own_models, bound.group, steps, shapes, kind)
+
+
+def complete(
+    state: dict[str, Any],
+    own_models: dict[str, Any],
+    group: Group,
+    steps: int,
+    shapes: Mapping[str, tuple[int, ...]],
+    kind: PerRank,
+) -> dict[str, Any]:
+    """The state of a hook and of models, with what is needed to load it."""
+    return {
+        "format": FORMAT,
+        "steps": steps,
+        "world_size": group.size,
+        "per_rank": kind,
+        "parameters": {name: list(shape) for name, shape in shapes.items()},
+        "num_tensors": _num_tensors(state, own_models),
+        "hook": state,
+        "models": own_models,
+    }
+
+
+def load(
+    saved: Any, hook: CommHook, bound: BoundHook, shapes: Mapping[str, tuple[int, ...]], strict: bool, models: Models
+) -> tuple[int, list[str]]:
+    """Let a hook take over what [`save`][] returned. Collective, on the engine.
+
+    Returns:
+        the step count, 0 of what is no state, and what was left out because it does not fit; nothing when `strict`.
+
+    Raises:
+        StateError: on all ranks, if on one of them the state does not fit, or ranks have different states.
+    """
+    error, problem = "", ""
+    differences: list[str] = []
+    staged: list[tuple[Tensor, Tensor]] = []
+    try:
+        problem = _problem(saved)
+        differences, staged = _load(saved, problem, hook, bound, shapes, strict, models)
+    except Exception as reason:
+        error = str(reason) if isinstance(reason, ValueError) else f"the state cannot be read: {reason!r}"
+    with bound.group.counters.paused():
+        digest = -1 if error else 0 if problem else _digest(saved)
+        digests = bound.group.all_gather(torch.tensor([digest], device=bound.group.device)).view(-1).tolist()
+    if error:
+        raise StateError(error)
+    if -1 in digests:
+        raise StateError(f"the state of the communication hook does not fit on rank {digests.index(-1)} of its group")
+    if len(set(digests)) > 1:
+        raise StateError("ranks were given different states of the communication hook; load the same on all of them")
+    models.restore(staged, saved["models"] if staged else {})
+    return 0 if problem else saved["steps"], differences
+
+
+def _load(
+    saved: Any,
+    problem: str,
+    hook: CommHook,
+    bound: BoundHook,
+    shapes: Mapping[str, tuple[int, ...]],
+    strict: bool,
+    models: Models,
+) -> tuple[list[str], list[tuple[Tensor, Tensor]]]:
+    if problem:
+        if strict:
+            raise StateError(f"not the state of a communication hook: {problem}. With strict_state=False it is ignored")
+        return [f"the whole state, {problem}"], []
+    reader = StateReader(saved, shapes, bound.group, strict)
+    if bound.has_memory and saved["hook"].get("name") == hook.name:
+        reader.check_parameters()
+    load_hook(saved["hook"], hook, bound, reader)
+    own_models = saved.get("models") if reader.is_exact else None
+    staged = models.stage(own_models, reader) if own_models else []
+    if bound.has_memory and saved["world_size"] != bound.group.size and bound.group.rank == 0:
+        logger.info(
+            "state of hook %r: saved on %d ranks, loaded on %d; each begins with the mean of what the ranks still owed",
+            hook.name,
+            saved["world_size"],
+            bound.group.size,
+        )
+    return reader.differences, staged
+
+
+def _problem(saved: Any) -> str:
+    """Why this is nothing that [`save`][] returned, empty if it is."""
+    if not isinstance(saved, Mapping):
+        return f"it is a {type(saved).__name__}"
+    if saved.get("format") != FORMAT:
+        return f"its format is {saved.get('format')!r}, not {FORMAT}"
+    if missing := _KEYS - saved.keys():
+        return f"it has no {sorted(missing)[0]!r}"
+    if not isinstance(saved["hook"], Mapping) or not isinstance(saved["parameters"], Mapping):
+        return "its hook or parameters are no dictionary"
+    for key in ("steps", "world_size"):
+        if type(saved[key]) is not int or saved[key] < 0:
+            return f"its {key!r} is {saved[key]!r}"
+    num_tensors = _num_tensors(saved["hook"], saved.get("models"))
+    if num_tensors != saved["num_tensors"]:
+        return f"it is truncated: {num_tensors} tensors of {saved['num_tensors']}"
+    return ""
+
+
+def _num_tensors(*states: Any) -> int:
+    return sum(isinstance(leaf, Tensor) for state in states for leaf in _leaves(state))
+
+
+def _leaves(state: Any) -> Iterator[Any]:
+    if isinstance(state, Mapping):
+        for key in state:
+            yield key
+            yield from _leaves(state[key])
+    else:
+        yield state
+
+
+def _digest(saved: Any) -> int:
+    """A number that differs for different states, from a part of each tensor."""
+    digest = 0
+    for leaf in _leaves(saved):
+        some = leaf.reshape(-1)[:64].tolist() if isinstance(leaf, Tensor) else leaf
+        digest = zlib.crc32(repr(some).encode(), digest)
+    return digest

@@ -1,0 +1,102 @@
+"""What a hook has taken over for good, for readers in any thread while the next step is under way."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+
+from lightning_commhooks.collectives.errors import HookError
+from lightning_commhooks.interface.hook import BoundHook, CommHook
+from lightning_commhooks.interface.hook_state import is_readable, save_hook
+from lightning_commhooks.interface.state import StateWriter
+
+logger = logging.getLogger(__name__)
+
+# A hook takes over without waiting for peers. Whoever reads in a signal handler may have interrupted just that.
+_LONGEST_SECONDS = 1.0
+
+
+class Committed:
+    """The part of a hook's state that is equal on all ranks, as the last step left it.
+
+    No lock: a reader may be a signal handler, and the hook wait for peers. Hooks whose state is replaced, never changed
+    (`BoundHook.replaces_state`), are read when somebody asks; of others a copy is kept after each step.
+
+    Args:
+        config: of the hook.
+        bound: the hook.
+    """
+
+    def __init__(self, config: CommHook, bound: BoundHook) -> None:
+        self._config = config
+        self._bound = bound
+        # Odd while the hook takes over.
+        self._number = 0
+        self._copy: dict[str, Any] = {}
+        self._problem = ""
+        self.keep()
+
+    @property
+    def _is_readable(self) -> bool:
+        return is_readable(self._bound)
+
+    @contextmanager
+    def taking_over(self) -> Iterator[None]:
+        """While the hook takes over what a step has staged."""
+        self._number += 1
+        try:
+            yield
+        finally:
+            self._number += 1
+
+    def keep(self) -> None:
+        """Keep a copy, if one is needed; called where the hook runs, when no step is under way."""
+        if self._is_readable:
+            return
+        try:
+            self._copy = save_hook(self._config, self._bound, _Keeper(self._bound.group, "none"))
+            self._problem = ""
+        except Exception as error:  # of a state_dict() that cannot do without the other ranks
+            self._problem = f"{type(self._bound).__name__}.state_dict() of what ranks share, kind='none': {error!r}"
+
+    def read(self) -> dict[str, Any]:
+        """The state, on CPU.
+
+        Raises:
+            HookError: the hook's `state_dict` has failed.
+        """
+        if self._problem:
+            raise HookError(self._problem)
+        writer = StateWriter(self._bound.group, "none")
+        if not self._is_readable:
+            copied: dict[str, Any] = _copied(self._copy, writer.shared)
+            return copied
+        deadline = time.monotonic() + _LONGEST_SECONDS
+        while True:
+            number = self._number
+            is_late = time.monotonic() > deadline
+            if number % 2 == 0 or is_late:
+                state = save_hook(self._config, self._bound, writer)
+                if self._number == number:
+                    if is_late and number % 2:
+                        logger.warning("state of hook %r: read while a step was taken over", self._config.name)
+                    return state
+            time.sleep(0.001)
+
+
+class _Keeper(StateWriter):
+    """Copies tensors where they are, so that no device is waited for."""
+
+    def shared(self, tensor: Tensor) -> Tensor:
+        return tensor.detach().clone()
+
+
+def _copied(state: Any, copy: Callable[[Tensor], Tensor]) -> Any:
+    if isinstance(state, Tensor):
+        return copy(state)
+    return {key: _copied(value, copy) for key, value in state.items()} if isinstance(state, Mapping) else state

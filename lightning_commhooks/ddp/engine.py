@@ -1,0 +1,281 @@
+"""Runs a bound hook on buckets, one after another, in the order in which DDP hands them over.
+
+Collectives are issued in that order and no other, so ranks cannot disagree. Where the overlap with the
+backward pass comes from depends on the device: see [`ThreadEngine`][] and [`StreamEngine`][].
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import os
+import threading
+import time
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future as HostFuture
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.futures import Future
+
+from lightning_commhooks.collectives.errors import HookError
+
+T = TypeVar("T")
+
+# Work that is under way when an engine closes belongs to a backward that was broken off; usually it waits for peers.
+GRACE_SECONDS = 1.0
+
+CLOSED = "the communication hook was closed; attach a hook to a new DistributedDataParallel"
+
+
+@functools.cache
+def _let_gloo_finish_at_exit() -> None:
+    """At exit, give gloo's threads the time to drop the tensors of their last collective.
+
+    They do so shortly after the collective is done, and need the interpreter for it. If that is shutting down
+    already, the process aborts: "terminate called without an active exception".
+    """
+    atexit.register(time.sleep, 0.05)
+
+
+def call_at_end_of_backward(function: Callable[[], None]) -> None:
+    """Let autograd call `function` when the present backward is done; outside of one, do nothing."""
+    try:
+        torch.autograd.Variable._execution_engine.queue_callback(function)
+    except RuntimeError:
+        return
+
+
+class Engine(ABC):
+    """Runs work items in the order of submission."""
+
+    @abstractmethod
+    def submit(self, work: Callable[[], Tensor], device: torch.device) -> Future[Tensor]:
+        """Run `work`, return a future of its result for DDP."""
+
+    @abstractmethod
+    def call(self, function: Callable[[], T]) -> T:
+        """Run `function` after all submitted work and return its result.
+
+        Raises:
+            HookError: earlier work failed; `function` did not run.
+        """
+
+    @contextmanager
+    def aborting(self) -> Iterator[None]:
+        """Whatever raises within, in any thread, ends the work of all ranks: peers would wait for this one."""
+        try:
+            yield
+        except BaseException as failure:
+            # A new exception: this one collects the frames of the user's code, and would keep them alive.
+            later = HookError(str(failure) or repr(failure))
+            later.__cause__ = failure.__cause__
+            self._fail(later)
+            raise
+
+    @abstractmethod
+    def _fail(self, failure: BaseException) -> None:
+        """Abort collectives under way, here and on peers; later work raises `HookError`."""
+
+    @abstractmethod
+    def raise_if_unusable(self) -> None:
+        """Raise `HookError` if earlier work failed or the engine is closed."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Wait for submitted work and release threads. Later submissions raise `HookError`.
+
+        Work that does not end soon is aborted.
+        """
+
+
+class ThreadEngine(Engine):
+    """One communication thread, for CPU tensors and for gloo.
+
+    After the first failure no further work runs: this rank's collectives would not match its peers'. So that the
+    peers need not wait for the timeout of the process group, a failure aborts it, of work or of what comes before it
+    (`aborting`). So does an interruption (Ctrl-C, a signal handler that raises) of the main thread while it waits for
+    work.
+
+    Args:
+        device: of the tensors.
+        abort: makes collectives under way fail, called from any thread and perhaps more than once.
+    """
+
+    def __init__(self, device: torch.device, abort: Callable[[], None] = lambda: None) -> None:
+        _let_gloo_finish_at_exit()
+        _close_before_threads_are_joined()
+        self._device = device
+        self._abort = abort
+        self._process = os.getpid()
+        # Without recording, for a backward with create_graph=True.
+        self._executor = ThreadPoolExecutor(
+            1, "lightning_commhooks", initializer=torch.set_grad_enabled, initargs=(False,)
+        )
+        self._failure: BaseException | None = None
+        self._last: HostFuture[Any] | None = None
+        self._closed = False
+        _open_engines.add(self)
+
+    def submit(self, work: Callable[[], Tensor], device: torch.device) -> Future[Tensor]:
+        self.raise_if_unusable()
+        devices: list[int | str | torch.device] | None = [device] if device.type == "cuda" else None
+        raw: Future[Tensor | None] = Future(devices=devices)
+        ready = _record(device)
+
+        def run() -> None:
+            result = None
+            try:
+                if self._failure is None:
+                    if ready is not None:
+                        torch.cuda.current_stream(device).wait_event(ready)
+                    result = work()
+            except BaseException as failure:
+                self._fail(failure)
+            finally:
+                raw.set_result(result)
+
+        def unwrap(done: Future[Tensor | None]) -> Tensor:
+            result = done.value()
+            if result is None:
+                raise self._error()
+            return result
+
+        result = raw.then(unwrap)
+        self._last = self._executor.submit(run)
+        return result
+
+    def call(self, function: Callable[[], T]) -> T:
+        self.raise_if_unusable()
+        ready, done = _record(self._device), torch.cuda.Event() if self._device.type == "cuda" else None
+
+        def run() -> T:
+            self._raise_if_failed()
+            if ready is not None:
+                torch.cuda.current_stream(self._device).wait_event(ready)
+            try:
+                with self.aborting():
+                    return function()
+            finally:
+                if done is not None:
+                    done.record(torch.cuda.current_stream(self._device))
+
+        called = self._executor.submit(run)
+        self._last = called
+        self._wait_for(called)
+        self._last = None  # it holds the result
+        result = called.result()
+        if done is not None:
+            torch.cuda.current_stream(self._device).wait_event(done)
+        return result
+
+    def close(self) -> None:
+        self._closed = True
+        if self._process != os.getpid():
+            return  # a forked child has not got the thread
+        if self._last is not None and wait([self._last], timeout=GRACE_SECONDS).not_done:
+            self._fail(HookError("the communication hook was closed before its work was done"))
+        self._executor.shutdown(wait=True)
+
+    def _wait_for(self, work: HostFuture[Any]) -> None:
+        try:
+            work.exception()
+        except BaseException as interruption:
+            self._fail(HookError(f"the communication hook was interrupted by {interruption!r}"))
+            raise
+
+    def _fail(self, failure: BaseException) -> None:
+        if self._failure is None:
+            self._failure = failure
+        if self._process == os.getpid():  # a forked child shares the connections
+            self._abort()
+
+    def _error(self) -> HookError:
+        # A new exception: the stored one would collect the frames of the user's code, and keep them alive.
+        failure = self._failure
+        error = HookError(str(failure))
+        error.__cause__ = failure.__cause__ if isinstance(failure, HookError) else failure
+        return error
+
+    def _raise_if_failed(self) -> None:
+        if self._failure is not None:
+            raise self._error()
+
+    def raise_if_unusable(self) -> None:
+        self._raise_if_failed()
+        _raise_if_closed(self._closed)
+
+
+def _record(device: torch.device) -> torch.cuda.Event | None:
+    """What the caller's stream has to do before the work, on CUDA."""
+    return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
+
+
+_open_engines: weakref.WeakSet[ThreadEngine] = weakref.WeakSet()
+
+
+@functools.cache
+def _close_before_threads_are_joined() -> None:
+    """At exit, close the engines before the interpreter waits for their threads.
+
+    Such a thread may be in a collective that a peer never joins. Functions of `atexit` run too late, after the
+    threads; `concurrent.futures` ends its own threads in this way.
+    """
+    threading._register_atexit(_close_engines)  # type: ignore[attr-defined]
+
+
+def _close_engines() -> None:
+    for engine in list(_open_engines):
+        engine.close()
+
+
+class StreamEngine(Engine):
+    """A side stream, for CUDA tensors on NCCL: the hook's kernels and collectives queue up on it, inline.
+
+    A blocking NCCL collective blocks the side stream only, so that the backward goes on beside it.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)
+        self._closed = False
+
+    def submit(self, work: Callable[[], Tensor], device: torch.device) -> Future[Tensor]:
+        _raise_if_closed(self._closed)
+        self._stream.wait_stream(torch.cuda.current_stream(device))
+        with self._context():
+            future: Future[Tensor] = Future(devices=[device])
+            future.set_result(work())
+        return future
+
+    def call(self, function: Callable[[], T]) -> T:
+        _raise_if_closed(self._closed)
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        with self._context():
+            result = function()
+        torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+        return result
+
+    def raise_if_unusable(self) -> None:
+        _raise_if_closed(self._closed)
+
+    def _fail(self, failure: BaseException) -> None:
+        """NCCL's own watchdog ends what peers wait for."""
+
+    def close(self) -> None:
+        self._closed = True
+
+    @contextmanager
+    def _context(self) -> Iterator[None]:
+        # A backward may run inside the user's autocast, which must not round the hook's own products.
+        with torch.cuda.stream(self._stream), torch.autocast("cuda", enabled=False), torch.no_grad():
+            yield
+
+
+def _raise_if_closed(closed: bool) -> None:
+    if closed:
+        raise HookError(CLOSED)

@@ -1,0 +1,93 @@
+"""Ends steps: whether one was finite, on all ranks alike."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from lightning_commhooks.ddp.running import RunningHook
+from lightning_commhooks.interface.averages_models import is_local
+from lightning_commhooks.interface.memory import all_finite
+
+
+class FiniteSteps:
+    """Ends the steps of a hook with memory, and those that ranks take alone under a scaler, on all ranks alike.
+
+    Args:
+        running: the hook.
+        grad_scaler: which skips steps, if any does.
+    """
+
+    def __init__(self, running: RunningHook, grad_scaler: torch.amp.GradScaler | None = None) -> None:
+        self._running = running
+        self._grad_scaler = grad_scaler
+        self._is_local = False
+        self._finite: list[Tensor] = []
+        self._reduced: list[Tensor] = []
+
+    def forget(self) -> None:
+        """Let go of the buckets of the present step."""
+        self._finite, self._reduced = [], []
+
+    def add(self, reduced: Tensor, finite: Tensor | None, step: int, is_late: bool) -> None:
+        """Note the result of a bucket; called on the engine.
+
+        Args:
+            reduced: averaged gradients, which DDP has not given to the parameters yet.
+            finite: whether they are, if that is known.
+            step: number of the step.
+            is_late: whether it will be too late to change `reduced` when the step ends.
+        """
+        self._is_local = is_local(self._running.bound, step) and (self._running.bound.has_memory or self._may_skip())
+        if self._running.bound.has_memory or self._is_local:
+            finite = all_finite(reduced) if finite is None else finite
+            if self._is_local and is_late:
+                finite = self._agreed(finite)
+                _spoil_unless(finite, reduced)
+            self._finite.append(finite)
+            self._reduced.append(reduced)
+
+    def _may_skip(self) -> bool:
+        return self._grad_scaler is not None and self._grad_scaler.is_enabled()
+
+    def _agreed(self, finite: Tensor) -> Tensor:
+        """Whether gradients are finite on all ranks; one scalar all-reduce."""
+        num_bad = finite.logical_not().to(torch.float32).view(1)
+        return self._running.bound.group.all_reduce_(num_bad).eq(0).view(())
+
+    def end(self, in_time: bool, complete: bool) -> None:
+        """Let the hook take over its new memory, or make all gradients of the step NaN.
+
+        Args:
+            in_time: whether the gradients are still there. Later the buckets may be in use for the next step.
+            complete: whether there was a bucket for each gradient. What a broken-off backward sent went nowhere.
+        """
+        self._running.call(lambda: self._end(in_time, complete))
+
+    def _end(self, in_time: bool, complete: bool) -> None:
+        if self._finite:
+            with self._running.bound.group.counters.timing.work():
+                self._settle(in_time, complete)
+        self._running.committed.keep()
+
+    def _settle(self, in_time: bool, complete: bool) -> None:
+        finite, reduced = torch.stack(self._finite).all(), self._reduced
+        if not complete:
+            finite = torch.zeros_like(finite)
+        if self._is_local:
+            finite = self._agreed(finite)
+        self.forget()
+        with self._running.committed.taking_over():
+            self._running.bound.end_step(finite)
+        self._running.counters.nonfinite_steps += finite.logical_not() if finite.is_cuda else int(not finite)
+        if in_time:
+            for gradients in reduced:
+                _spoil_unless(finite, gradients)
+
+
+def _spoil_unless(finite: Tensor, gradients: Tensor) -> None:
+    """Make gradients NaN; does not wait for a CUDA device to know whether to."""
+    if finite.is_cuda or not finite:
+        gradients.add_(torch.where(finite, 0.0, math.nan).to(gradients.dtype))

@@ -1,0 +1,255 @@
+"""Between optimizers and a hook that averages models: called on the main thread, works in turn with the hook."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_commhooks.collectives.errors import HookError
+from lightning_commhooks.collectives.group import Group
+from lightning_commhooks.ddp.optimizers import Optimizers, check_optimizer
+from lightning_commhooks.ddp.running import RunningHook
+from lightning_commhooks.interface.averages_models import AveragesModels, averages_models, is_local
+from lightning_commhooks.interface.hook import BoundHook
+from lightning_commhooks.interface.layout import Layout
+from lightning_commhooks.interface.models import Models, OptimizerStep
+
+# Backwards that may be accumulated for one step, before one is missed.
+MANY_STEPS = 256
+
+
+class LocalSteps:
+    """Reports optimizer steps to a hook and averages models when they are looked at.
+
+    Args:
+        running: the hook.
+        group: all ranks.
+
+    Attributes:
+        models: what differs between ranks.
+        find_optimizers: gives the optimizers when they are needed for the first time.
+        reported_by_user: whether optimizers may step that are not known yet.
+        evaluates_average: whether forwards of evaluation use the average.
+        resync: whether the average that is shown stays.
+        awaits_backward: whether a forward has trained whose backward has not begun.
+    """
+
+    def __init__(self, running: RunningHook, group: Group) -> None:
+        self._running = running
+        self._optimizers = Optimizers(self._before_hooked_step, self._after_hooked_step)
+        self.models = Models(group, self._optimizers.by_key)
+        self.find_optimizers: Callable[[], Iterable[Optimizer]] = list
+        self.reported_by_user = False
+        self.evaluates_average = False
+        self.resync = False
+        self.awaits_backward = False
+        self._warned: set[str] = set()
+        self._last_reported = -1
+        self._checked = False
+
+    def add(self, optimizer: Optimizer) -> None:
+        """Watch an optimizer.
+
+        Raises:
+            ValueError: it is sharded, averages models itself, or has no step hooks.
+        """
+        self._optimizers.add(optimizer)
+        self.models.stepped(optimizer, -1)  # makes its key known to a state that is loaded
+        self._checked = False
+
+    def check_optimizers(self) -> None:
+        """Called in each backward of ranks that step alone.
+
+        Raises:
+            HookError: no optimizer of this model is known, so its parameters would never be averaged.
+        """
+        for optimizer in self.find_optimizers():
+            if not self._optimizers.is_hooked(optimizer):
+                self.add(optimizer)
+        self._check_steps()
+        if self._checked:
+            return
+        self._checked = True
+        name, known = self._running.name, self._optimizers.parameters()
+        unknown = [name for name, p in self.models.layout.trained.items() if p not in known]
+        if self.reported_by_user or not unknown:
+            return
+        fix = f"attach(model, {name!r}, optimizers=[...]), or Attachment.add_optimizer()"
+        if len(unknown) == len(self.models.layout.trained):
+            raise HookError(f"hook {name!r} averages models after optimizer steps, but knows no optimizer of it: {fix}")
+        warnings.warn(
+            f"{len(unknown)} trained parameters, {unknown[0]!r} first, are in no optimizer that hook {name!r} knows "
+            f"and are never averaged. If something trains them: {fix}",
+            stacklevel=2,
+        )
+
+    def _check_steps(self) -> None:
+        steps = self._running.clock.steps
+        if self._last_reported < 0:
+            self._last_reported = steps
+        if steps - self._last_reported > MANY_STEPS:
+            self._warn_once(
+                "steps",
+                f"hook {self._running.name!r}: no optimizer that it knows has stepped in {MANY_STEPS} "
+                "backwards, so models were not averaged. For one that steps otherwise than by step(): attach(model, "
+                "hook, optimizers=[]), and Attachment.after_optimizer_step(optimizer) after each of its steps",
+            )
+
+    def _before_hooked_step(self, optimizer: Optimizer) -> None:
+        self.awaits_backward = False
+        if not self.models.is_swapped or self.models.stepped(optimizer, -1) is None:
+            return
+        self.hide_average()
+        with self._running.aborting():
+            self._refuse_while_swapped()
+
+    def _refuse_while_swapped(self) -> None:
+        if self.models.is_swapped:
+            raise HookError("an optimizer stepped within averaged_weights(), which is for evaluation and saving")
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        """The user reports a step.
+
+        Raises:
+            ValueError: the optimizer is sharded, or reports its steps by itself.
+        """
+        check_optimizer(optimizer)
+        if self._optimizers.is_hooked(optimizer):
+            raise ValueError(
+                f"{type(optimizer).__name__} reports its steps by itself since it was given to the hook; call "
+                "after_optimizer_step() for optimizers that were not"
+            )
+        self._after_hooked_step(optimizer)
+
+    def _after_hooked_step(self, optimizer: Optimizer) -> None:
+        stepped = self.models.stepped(optimizer, self._running.clock.steps - 1)
+        if stepped is None:
+            return
+        self._last_reported = self._running.clock.steps
+        with self._running.aborting():
+            self._refuse_while_swapped()
+        with self._running.counters.timing.wait():
+            self._running.call(lambda: self._tell(stepped))
+
+    def _tell(self, stepped: OptimizerStep) -> None:
+        bound = self._running.bound
+        try:
+            with self._running.counters.timing.work():
+                self._average_after(stepped, bound)
+            self._running.committed.keep()
+        except Exception as error:
+            where = f"after the optimizer's step {stepped.step} ({stepped.optimizer}, ...)"
+            raise self._running.failed(bound.group, where, error) from error
+
+    def _average_after(self, stepped: OptimizerStep, bound: BoundHook) -> None:
+        if isinstance(bound, AveragesModels):
+            bound.after_optimizer_step(stepped)
+        # After a phase of a schedule in which ranks stepped alone.
+        if stepped.step < 0 or is_local(bound, stepped.step):
+            return
+        if not self.models.drifted.isdisjoint(stepped.parameters):
+            self.models.average_(stepped.parameters)
+        if self.models.state_drifted(stepped):
+            self.models.average_state_(stepped)
+
+    @property
+    def keeps_own_buffers(self) -> bool:
+        """Whether each rank had buffers of its own in the last backward."""
+        bound, step = self._running.bound, self._running.clock.steps - 1
+        return averages_models(bound) and bound.average_buffers and step >= 0 and bound.is_local(step)
+
+    def average(self, everything: bool = False) -> None:
+        """Average what differs between ranks, or all of the model, for good."""
+        self._running.clock.end()
+        self._running.call(lambda: self.models.average_drifted_(everything))
+
+    def show_average(self) -> None:
+        """Have the averages in place of each rank's own model until the next forward that trains, or for good."""
+        if self.resync:
+            self.average()
+        elif not self.models.is_swapped:
+            self._running.clock.end()
+            self._running.call(self.models.swap_in)
+            self.models.is_shown = True
+
+    def hide_average(self) -> None:
+        """Put each rank's own model back after `show_average`."""
+        if self.models.is_shown:
+            self.models.swap_out()
+
+    def evaluate(self) -> None:
+        """Called before each forward in eval mode without gradients."""
+        if not self.evaluates_average:
+            return
+        if self.awaits_backward and self.models.differ:
+            # Part of training: the backward needs the parameters as they are.
+            self._warn_once(
+                "evaluated",
+                f"hook {self._running.name!r}: the model was evaluated between a forward and its backward, so "
+                "it is this rank's own and not the average. Run forwards that no backward follows under no_grad()",
+            )
+            return
+        self.show_average()
+
+    def backward_begins(self) -> None:
+        """Called for each gradient."""
+        self.awaits_backward = False
+
+    def buffers_change(self) -> None:
+        """Called before each forward in training mode."""
+        if self.keeps_own_buffers:
+            self.models.buffers_drift()
+
+    def _warn_once(self, key: str, text: str) -> None:
+        if key not in self._warned:
+            self._warned.add(key)
+            warnings.warn(text, stacklevel=2)
+
+    def average_state(self, optimizer: Optimizer) -> None:
+        """Average the state of an optimizer, for good."""
+        stepped = self.models.stepped(optimizer, -1)
+        if stepped is not None and self.models.state_drifted(stepped):
+            self._running.call(lambda: self.models.average_state_(stepped))
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Have the averages in place of each rank's own model."""
+        if self.models.is_swapped:
+            yield
+            return
+        self._running.clock.end()
+        self._running.call(self.models.swap_in)
+        try:
+            yield
+        finally:
+            self.models.swap_out()
+
+    @contextmanager
+    def averaged_state(self, optimizer: Optimizer) -> Iterator[None]:
+        """Have the averages in place of each rank's own state of an optimizer."""
+        stepped = self.models.stepped(optimizer, -1)
+        if stepped is None or not self._running.call(lambda: self.models.swap_state_in(stepped)):
+            yield
+            return
+        try:
+            yield
+        finally:
+            self.models.swap_state_out(stepped)
+
+    def close(self) -> list[str]:
+        """Let go of model and optimizers; returns what the user should know."""
+        drifted = len(self.models.drifted)
+        self._optimizers.close()
+        self.evaluates_average = False
+        self.models.layout = Layout(nn.Module())
+        if not drifted or self.models.is_swapped:
+            self.models.keep_averages()
+            return []
+        return [
+            f"hook={self._running.name!r} ended while {drifted} parameters differed between ranks; call "
+            "Attachment.average_weights() at the end of training"
+        ]

@@ -1,0 +1,228 @@
+"""What an attachment does, as values to log while training and one line at its end."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, Protocol, get_args
+
+from lightning_commhooks.collectives.link import Link
+from lightning_commhooks.ddp.attachment import Attachment
+from lightning_commhooks.interface.error_sample import DEFAULT_NUMEL
+
+PREFIX = "comm/"
+MetricName = Literal[
+    "bytes_sent",
+    "compression_ratio",
+    "relative_error",
+    "residual_norm",
+    "exposed_ms",
+    "codec_ms",
+    "averagings",
+    "nonfinite_steps",
+]
+# In the order in which they are shown.
+NAMES: tuple[MetricName, ...] = get_args(MetricName)
+_LINK_BUDGET = 0.5
+
+
+class Attached(Protocol):
+    """What `attach` and `attach_fsdp` return, as far as both have it."""
+
+    @property
+    def name(self) -> str:
+        """Name of the hook."""
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether it is over."""
+
+    @property
+    def num_steps(self) -> int:
+        """Synchronized backwards so far. Waits for nothing."""
+
+    def metrics(self) -> dict[str, float]:
+        """Cumulative counts of this rank."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MonitorOptions:
+    """What adapters of frameworks let their users choose, checked before there is a model.
+
+    Attributes:
+        every_n_steps: see `CommHookMonitor`, as all of them.
+        error_every_n_steps: see there.
+        error_numel: see there.
+        closing_line: see there.
+        measure_link: see there.
+
+    Raises:
+        ValueError: a value is out of range or of another type.
+    """
+
+    every_n_steps: int = 50
+    error_every_n_steps: int = 100
+    error_numel: int | None = DEFAULT_NUMEL
+    closing_line: bool = True
+    measure_link: bool = True
+
+    def __post_init__(self) -> None:
+        for name, least in (("every_n_steps", 1), ("error_every_n_steps", 0), ("error_numel", 1)):
+            value, more = getattr(self, name), ""
+            if name == "error_numel":
+                more = ", or None for all elements"
+                if value is None:
+                    continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ValueError(f"{name} must be an integer of at least {least}{more}, is {value!r}")
+        for name in ("closing_line", "measure_link"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be True or False, is {getattr(self, name)!r}")
+
+    def monitor(self, attachment: Attached) -> Monitor:
+        """Monitor an attachment. Collective."""
+        return Monitor(
+            attachment,
+            error_every_n_steps=self.error_every_n_steps,
+            error_numel=self.error_numel,
+            # It is for the closing line alone.
+            measure_link=self.measure_link and self.closing_line,
+        )
+
+
+class Monitor:
+    """Asks one attachment now and then what it did.
+
+    Collective: make it on all ranks with the same arguments, outside of a backward. Then every rank may ask for itself.
+
+    Args:
+        attachment: of `attach` or `attach_fsdp`.
+        error_every_n_steps: `every` of `Attachment.sample_error`; 0: leave that as it is.
+        error_numel: see there.
+        measure_link: whether to measure, once and for about half a second, what the network can do, for the seconds
+            saved in `summary`.
+
+    Raises:
+        ValueError: see `Attachment.sample_error`.
+    """
+
+    def __init__(
+        self,
+        attachment: Attached,
+        *,
+        error_every_n_steps: int = 100,
+        error_numel: int | None = DEFAULT_NUMEL,
+        measure_link: bool = True,
+    ) -> None:
+        self.attachment = attachment
+        self._link: Link | None = None
+        if isinstance(attachment, Attachment) and attachment.bound is not None:
+            if error_every_n_steps:
+                attachment.sample_error(error_every_n_steps, error_numel)
+            if measure_link and attachment.bound.group.size > 1:
+                self._link = attachment.measure_link(_LINK_BUDGET)
+        self._first = self._last = self._last_sent = attachment.metrics()
+        self._first_reasons = self._reasons()
+        self._sampled = self._sampled_step()
+
+    @property
+    def num_new_steps(self) -> int:
+        """Synchronized backwards since the last call of `values`. Waits for nothing."""
+        # Not of metrics(), which on CUDA wait for the device.
+        return self.attachment.num_steps - int(self._last["steps"])
+
+    def values(self) -> dict[str, float]:
+        """What to log, on any rank alone, outside of a backward; what is not known yet, or never, is left out.
+
+        `comm/bytes_sent`, `comm/averagings` and `comm/nonfinite_steps` since `attach`. `comm/compression_ratio`, and
+        `comm/exposed_ms` and `comm/codec_ms` per step, since the last call. `comm/relative_error` if it was sampled
+        since then, in a step without inf or NaN. `comm/residual_norm` now. Those of hooks that have no such thing are
+        0. Of a user's own function there is nothing, of sharded gradients bytes and ratio only. See
+        `Attachment.metrics`.
+        """
+        now, last = self.attachment.metrics(), self._last
+        self._last = now
+        if isinstance(self.attachment, Attachment) and self.attachment.bound is None:
+            return {}
+        values = {name: now.get(name, math.nan) for name in NAMES}
+        values["compression_ratio"] = _ratio(now, self._last_sent)
+        if now["bytes_sent"] > self._last_sent["bytes_sent"]:
+            # Ranks that step alone may send nothing in between, which then belongs to the next averaging.
+            self._last_sent = now
+        for name in ("exposed_ms", "codec_ms"):
+            values[name] = _per_timed_step(name, now, last)
+        sampled, self._sampled = self._sampled, self._sampled_step()
+        if sampled == self._sampled:
+            values["relative_error"] = math.nan
+        if isinstance(self.attachment, Attachment) and not self.attachment.is_closed:
+            values["residual_norm"] = self.attachment.residual_norm()
+        return {PREFIX + name: float(value) for name, value in values.items() if math.isfinite(value)}
+
+    def summary(self) -> str:
+        """One line on all of training; also after the attachment was closed. Not collective."""
+        now, first = self.attachment.metrics(), self._first
+        steps = int(now["steps"] - first["steps"])
+        sent, dense = now["bytes_sent"] - first["bytes_sent"], now["bytes_dense"] - first["bytes_dense"]
+        text = f"Communication hook {self.attachment.name!r}: "
+        if math.isnan(sent):
+            return f"{text}{_steps(steps)}; what a hook function sends is not known"
+        if not dense:
+            return f"{text}nothing to send in {_steps(steps)}"
+        text += f"{_size(sent)} sent in {_steps(steps)} instead of {_size(dense)}"
+        if sent and abs(dense / sent - 1) > 0.005:
+            text += f" ({dense / sent:.3g} times fewer)" if sent < dense else f" ({sent / dense:.3g} times as many)"
+        saved = self._seconds_saved(steps, dense, now, first)
+        if saved is not None:
+            text += f"; about {abs(saved):,.1f} s {'saved' if saved >= 0 else 'lost'} against plain DDP"
+        reasons = {reason: num - self._first_reasons.get(reason, 0) for reason, num in self._reasons().items()}
+        reasons = {reason: num for reason, num in reasons.items() if num}
+        if reasons:
+            why = [reason if len(reasons) == 1 else f"{num:,}: {reason}" for reason, num in reasons.items()]
+            text += f"; {_steps(sum(reasons.values()))} not compressed ({'; '.join(why)})"
+        if nonfinite := now.get("nonfinite_steps", 0) - first.get("nonfinite_steps", 0):
+            text += f"; {_steps(int(nonfinite))} with inf or NaN"
+        return text
+
+    def _sampled_step(self) -> int:
+        sampler = self.attachment._runtime.watch.sampler if isinstance(self.attachment, Attachment) else None
+        return -1 if sampler is None else sampler.last_finite()[0]
+
+    def _reasons(self) -> dict[str, int]:
+        return self.attachment.steps_not_compressed() if isinstance(self.attachment, Attachment) else {}
+
+    def _seconds_saved(
+        self, steps: int, dense: float, now: Mapping[str, float], first: Mapping[str, float]
+    ) -> float | None:
+        """Time that plain DDP would have waited, less that of the hook, both without waiting for slower ranks."""
+        exposed, overlap, codec = (_per_timed_step(k, now, first) for k in ("exposed_ms", "overlap_ms", "codec_ms"))
+        num = (now["collectives"] - first["collectives"]) / steps
+        if self._link is None or math.isnan(exposed):
+            return None
+        dense_ms = 1e3 * self._link.cost("all_reduce", dense / steps).seconds
+        sent = (now["bytes_sent"] - first["bytes_sent"]) / steps
+        wire_ms = 1e3 * num * self._link.cost("all_reduce", sent / num).seconds if num else 0.0
+        # Of what was waited, some was for slower ranks, for which plain DDP would have waited too.
+        return steps * (max(0.0, dense_ms - overlap) - min(exposed, codec + wire_ms)) / 1e3
+
+
+def _ratio(now: Mapping[str, float], last: Mapping[str, float]) -> float:
+    sent, dense = (now[key] - last[key] for key in ("bytes_sent", "bytes_dense"))
+    return dense / sent if sent else math.nan
+
+
+def _per_timed_step(name: str, now: Mapping[str, float], last: Mapping[str, float]) -> float:
+    steps = now.get("timed_steps", 0) - last.get("timed_steps", 0)
+    return (now[name] - last[name]) / steps if steps else math.nan
+
+
+def _steps(num: int) -> str:
+    return f"{num:,} step{'' if num == 1 else 's'}"
+
+
+def _size(num_bytes: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if num_bytes < 999.5:
+            return f"{num_bytes:.3g} {unit}"
+        num_bytes /= 1000
+    return f"{num_bytes:,.3g} TB" if num_bytes < 999.5 else f"{num_bytes:,.0f} TB"

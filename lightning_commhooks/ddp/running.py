@@ -1,0 +1,87 @@
+"""A hook where it runs: what the parts of a runtime share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+from lightning_commhooks.collectives.counters import Counters
+from lightning_commhooks.collectives.errors import HookError
+from lightning_commhooks.collectives.group import Group
+from lightning_commhooks.ddp.committed import Committed
+from lightning_commhooks.ddp.engine import Engine
+from lightning_commhooks.ddp.steps import StepClock
+from lightning_commhooks.interface.hook import BoundHook, CommHook
+from lightning_commhooks.wrappers.scale import unscaled
+
+T = TypeVar("T")
+
+
+class RunningHook:
+    """A bound hook, and the engine that it runs on.
+
+    Args:
+        config: of the hook.
+        counters: of what it does.
+        end_step: see [`StepClock`][].
+
+    Attributes:
+        method: the configuration that users and checkpoints know, without the division of accumulated gradients.
+        bound: the hook.
+        committed: what it has taken over.
+        clock: counts its steps.
+    """
+
+    bound: BoundHook
+    committed: Committed
+
+    def __init__(self, config: CommHook, counters: Counters, end_step: Callable[[bool, bool], None]) -> None:
+        self.config = config
+        self.method = unscaled(config)
+        self.counters = counters
+        self.clock = StepClock(counters, end_step)
+        # None of a user's own function.
+        self._engine: Engine | None = None
+
+    def take_over(self, bound: BoundHook) -> None:
+        """Go on with this bound hook."""
+        self.bound, self.committed = bound, Committed(self.method, bound)
+
+    @property
+    def name(self) -> str:
+        """Name of the hook, or `module.function` of a user's own."""
+        return self.method.name
+
+    @contextmanager
+    def aborting(self) -> Iterator[None]:
+        """For what this thread does while peers may wait for it already: whatever raises within ends all ranks.
+
+        Of a user's own function nothing can be aborted: its collectives are the user's.
+        """
+        if self._engine is None:
+            yield
+            return
+        self._engine.raise_if_unusable()
+        with self._engine.aborting():
+            yield
+
+    def call(self, function: Callable[[], T]) -> T:
+        """Run a function in turn with the hook. Whatever it raises ends all ranks.
+
+        Raises:
+            HookError: it failed, or what ran before.
+        """
+        return self._engine.call(lambda: self._named(function)) if self._engine is not None else function()
+
+    def _named(self, function: Callable[[], T]) -> T:
+        try:
+            return function()
+        except HookError:
+            raise
+        except Exception as error:
+            raise self.failed(self.bound.group, f"after {self.clock.steps} steps", error) from error
+
+    def failed(self, group: Group, where: str, error: Exception) -> HookError:
+        """What a user is told of an error of the hook."""
+        return HookError(f"communication hook {self.name!r} failed on rank {group.global_rank} {where}: {error}")

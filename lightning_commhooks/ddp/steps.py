@@ -1,0 +1,57 @@
+"""Where a step begins and ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from lightning_commhooks.collectives.counters import Counters
+from lightning_commhooks.ddp.engine import call_at_end_of_backward
+
+
+class StepClock:
+    """Counts synchronized backwards from the order in which DDP hands over its buckets.
+
+    A step ends with its backward: with the last bucket, where DDP itself finishes. (Not with the first, which
+    reentrant activation checkpointing hands over in a backward inside the backward.) When DDP may skip the last bucket,
+    as it does with `skip_all_reduce_unused_params=True`, the step ends with the backward in which it began. Outside of
+    a backward (`join()`) an index that does not rise begins a new step, and the last one ends then.
+
+    Args:
+        counters: where steps are counted too.
+        end_step: called once for each step, `end_step(in_time, complete)`: whether DDP has not given the gradients to
+            the parameters yet, which it has for a step outside of a backward; and whether all buckets were handed
+            over, which they were not if the backward broke off.
+
+    Attributes:
+        steps: synchronized backwards that began, since the beginning of training.
+    """
+
+    def __init__(self, counters: Counters, end_step: Callable[[bool, bool], None] = lambda *_: None) -> None:
+        self._counters = counters
+        self._end_step = end_step
+        self._previous_index: int | None = None
+        self._is_open = False
+        self._is_complete = False
+        self.steps = 0
+
+    def step_of(self, index: int, is_last: bool, last_may_be_skipped: bool) -> int:
+        """Number of the step that a bucket belongs to, from 0 on; called once for each bucket."""
+        begins = self._previous_index is None or index <= self._previous_index
+        if begins:
+            self.end()
+            self.steps += 1
+            self._counters.steps += 1
+            self._counters.timing.begin_step(self.steps - 1)
+            self._is_open = True
+        self._is_complete = is_last or last_may_be_skipped
+        if begins if last_may_be_skipped else is_last:
+            call_at_end_of_backward(lambda: self.end(in_time=True))
+        self._previous_index = None if is_last else index
+        return self.steps - 1
+
+    def end(self, *, in_time: bool = False) -> None:
+        """End the present step, if there is one."""
+        self._previous_index = None
+        if self._is_open:
+            self._is_open = False
+            self._end_step(in_time, self._is_complete)

@@ -1,0 +1,77 @@
+"""Gradients of sharded models encoded by a codec: a quarter of the bytes of float32, or less."""
+
+from __future__ import annotations
+
+import zlib
+
+import torch
+from torch import Tensor
+
+from lightning_commhooks.collectives.encoded import PART_NUMEL, Part
+from lightning_commhooks.fsdp.dense import DenseReduction
+from lightning_commhooks.fsdp.reduction import ShardedReduction, reduces_shards_of
+from lightning_commhooks.fsdp.shard_group import ShardGroup
+from lightning_commhooks.hooks._quantized import QuantizedConfig
+from lightning_commhooks.hooks.fp8 import FP8
+from lightning_commhooks.hooks.int4 import Int4
+from lightning_commhooks.hooks.int8 import Int8
+
+
+class EncodedReduction(ShardedReduction):
+    """Send blocks that a codec has encoded, decode them and sum in float32.
+
+    Error of one element of a share: the mean over ranks of `Codec.error_bound` for its block; with int8, of the
+    largest magnitude of the block over 254. Gradients that are not sharded take a second shot, so a second error.
+
+    Args:
+        config: codec, `min_bytes` and `random_seed`.
+        group: see `ShardedReduction`.
+    """
+
+    def __init__(self, config: QuantizedConfig, group: ShardGroup) -> None:
+        super().__init__(group)
+        assert config.codec.block_size is not None
+        self._block_size = config.codec.block_size
+        self._config = config
+        self._kernels = group.kernels(config.codec, feedback=False, two_shot=True)
+        self._dense = DenseReduction(group, None, in_float32=False)
+        self._num_calls = 0
+
+    def reduce_scatter(self, flat: Tensor, out: Tensor, factor: float) -> None:
+        chunks = flat.view(self.group.size, -1)
+        if not self._is_worth_it(flat, chunks.shape[1]):
+            return self._dense.reduce_scatter(flat, out, factor)
+        self.group.counters.numel_compressed += flat.numel()
+        total = self.group.reduce_scatter_encoded(chunks, self._kernels, self._seed())
+        out.copy_(total.mul_(factor))
+        return None
+
+    def all_reduce_(self, flat: Tensor, factor: float) -> None:
+        if not self._is_worth_it(flat, flat.numel() // self.group.size):
+            return self._dense.all_reduce_(flat, factor)
+        self.group.counters.numel_compressed += flat.numel()
+        unit = self._block_size * self.group.num_owners()
+        padded = flat.new_zeros(-(-flat.numel() // unit) * unit, dtype=torch.promote_types(flat.dtype, torch.float32))
+        padded[: flat.numel()] = flat
+        seed = self._seed()
+        parts = [
+            Part(chunk.view(-1, self._block_size), None, None, (seed + i) % 2**30)
+            for i, chunk in enumerate(padded.split(max(unit, PART_NUMEL // unit * unit)))
+        ]
+        self.group.average_encoded_(parts, self._kernels)
+        flat.copy_(padded[: flat.numel()].mul_(factor * self.group.size))
+        return None
+
+    def _is_worth_it(self, flat: Tensor, numel_of_share: int) -> bool:
+        # A block is sent as a whole, however little of it is filled.
+        fills_block = numel_of_share >= self._block_size
+        return self.group.size > 1 and fills_block and flat.numel() * flat.element_size() >= self._config.min_bytes
+
+    def _seed(self) -> int:
+        self._num_calls += 1
+        return zlib.crc32(f"{self._config.random_seed}:{self.group.rank}:{self._num_calls}".encode()) % 2**30
+
+
+@reduces_shards_of(Int8, Int4, FP8, use_error_feedback=False, compress_1d=True)
+def _encoded(hook: QuantizedConfig, group: ShardGroup) -> EncodedReduction:
+    return EncodedReduction(hook, group)

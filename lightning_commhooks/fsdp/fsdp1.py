@@ -1,0 +1,115 @@
+"""The only file that knows `FullyShardedDataParallel`, and its `register_comm_hook`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+
+from lightning_commhooks.fsdp.runtime import ShardedRuntime
+from lightning_commhooks.interface.hook import CommHook
+
+HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
+
+
+class _State:
+    """What FSDP keeps and gives back with each unit's gradients; FSDP takes it for good."""
+
+    def __init__(self, runtime: ShardedRuntime, process_group: dist.ProcessGroup) -> None:
+        self.runtime = runtime
+        self.process_group = process_group
+
+
+def _hook(state: _State, grad: Tensor, output: Tensor | None = None) -> None:
+    """Reduce the flat gradient of one unit, as FSDP asks: without `output`, it is not sharded."""
+    factor = 1 / state.process_group.size()
+    if output is None:
+        state.runtime.all_reduce_(grad, state.process_group, factor)
+    else:
+        state.runtime.reduce_scatter(grad, output, state.process_group, factor)
+
+
+def units(model: nn.Module) -> list[FullyShardedDataParallel]:
+    """All modules of a model that are wrapped, `model` included."""
+    return [module for module in model.modules() if isinstance(module, FullyShardedDataParallel)]
+
+
+def attach(model: nn.Module, hook: CommHook) -> ShardedRuntime:
+    """Register a hook with all units of a model. Collective.
+
+    Raises:
+        ValueError: FSDP does not take a hook here, or has one.
+    """
+    wrapped = units(model)
+    process_group = _process_group(wrapped)
+    states: list[Any] = [unit._comm_hook_state for unit in wrapped if unit._comm_hook is not None]
+    # FSDP never lets go of a hook; one of ours that was closed can serve another runtime.
+    is_free = all(isinstance(state, _State) and state.runtime.is_closed for state in states)
+    if states and not (is_free and len(states) == len(wrapped)):
+        raise ValueError("the FSDP model has a communication hook already, and FSDP takes one; leave that one out")
+    device = wrapped[0].compute_device
+    assert device is not None
+    runtime = ShardedRuntime(hook, device)
+    runtime.reduction(process_group)
+    for state in states:
+        state.runtime, state.process_group = runtime, process_group
+    if not states:
+        new = _State(runtime, process_group)
+        for root in _outermost(model):
+            root.register_comm_hook(new, _hook)
+        assert all(unit._comm_hook is _hook for unit in wrapped)
+    return runtime
+
+
+def _process_group(wrapped: list[FullyShardedDataParallel]) -> dist.ProcessGroup:
+    """The group in which all units are sharded.
+
+    Raises:
+        ValueError: there is not one such group, or no hook is possible in it.
+    """
+    if any(unit.sharding_strategy in HYBRID for unit in wrapped):
+        raise ValueError(
+            "FullyShardedDataParallel takes no communication hook with HYBRID_SHARD. What it has for these strategies "
+            "is mixed_precision=MixedPrecision(reduce_dtype=torch.bfloat16); FSDP2, with fully_shard on a mesh of two "
+            "dimensions, takes hooks"
+        )
+    groups = {unit.process_group for unit in wrapped}
+    if len(groups) > 1:
+        raise ValueError(
+            f"the FSDP units of the model are sharded in {len(groups)} process groups, and a communication hook is not "
+            "told which unit it is called for; wrap all of them with the same process_group"
+        )
+    (process_group,) = groups
+    assert process_group is not None
+    if process_group.size() == 1 < dist.get_world_size():
+        raise ValueError(
+            f"FSDP shards this model in a process group of one rank out of {dist.get_world_size()}, so that gradients "
+            "would not be reduced at all; pass process_group=, or with HYBRID_SHARD device_mesh="
+        )
+    return process_group
+
+
+def _outermost(module: nn.Module) -> Iterator[FullyShardedDataParallel]:
+    if isinstance(module, FullyShardedDataParallel):
+        yield module
+        return
+    for child in module.children():
+        yield from _outermost(child)
+
+
+def check_reduce_dtype(model: nn.Module, dtype: torch.dtype) -> None:
+    """Refuse a model that FSDP does not reduce in `dtype` by itself.
+
+    Raises:
+        ValueError: a unit was wrapped with another `MixedPrecision`.
+    """
+    for unit in units(model):
+        if (found := unit.mixed_precision.reduce_dtype) != dtype:
+            raise ValueError(
+                f"an FSDP unit reduces gradients in {found} instead of {dtype}: wrap it with "
+                f"mixed_precision=MixedPrecision(reduce_dtype={dtype})"
+            )

@@ -1,0 +1,104 @@
+"""What runs for one sharded model, whichever FSDP shards it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_commhooks.collectives.counters import Counters
+from lightning_commhooks.collectives.errors import HookError
+from lightning_commhooks.fsdp.reduction import ShardedReduction, bind_sharded
+from lightning_commhooks.fsdp.shard_group import ShardGroup
+from lightning_commhooks.interface.hook import CommHook
+
+
+class ShardedRuntime:
+    """A hook's reductions, one for each group of ranks, and its counts.
+
+    Runs where FSDP calls it, in FSDP's own process groups: FSDP waits for the result there anyway, and issues its own
+    collectives from the same place, so that all ranks have them in the same order.
+
+    Args:
+        hook: from `resolve_sharded_hook`.
+        device: of the gradients.
+
+    Attributes:
+        reductions: those in use, by group.
+        has_warned: whether the user was told of replicas that the hook does not average.
+    """
+
+    def __init__(self, hook: CommHook, device: torch.device) -> None:
+        self.hook = hook
+        self.counters = Counters()
+        self.is_closed = False
+        self.has_warned = False
+        self._device = device
+        self.reductions: dict[dist.ProcessGroup, ShardedReduction] = {}
+        self._backward = -1
+
+    def reduction(self, process_group: dist.ProcessGroup) -> ShardedReduction:
+        """What reduces gradients among these ranks. Collective when they are asked for the first time."""
+        if process_group not in self.reductions:
+            group = ShardGroup(process_group, self.counters, self._device)
+            self.reductions[process_group] = bind_sharded(self.hook, group)
+        return self.reductions[process_group]
+
+    def reduce_scatter(self, flat: Tensor, out: Tensor, process_group: dist.ProcessGroup, factor: float) -> None:
+        """See `ShardedReduction`."""
+        with self._running(flat):
+            reduction = self.reduction(process_group)
+            self.counters.bytes_dense += reduction.group.shard_bytes(flat.numel(), _dense_itemsize(flat))
+            reduction.reduce_scatter(flat, out, factor)
+
+    def all_reduce_(self, flat: Tensor, process_group: dist.ProcessGroup, factor: float) -> None:
+        """See `ShardedReduction`."""
+        with self._running(flat):
+            reduction = self.reduction(process_group)
+            self.counters.bytes_dense += 2 * reduction.group.shard_bytes(flat.numel(), _dense_itemsize(flat))
+            reduction.all_reduce_(flat, factor)
+
+    @contextmanager
+    def _running(self, flat: Tensor) -> Iterator[None]:
+        if self.is_closed:
+            raise HookError("the communication hook was closed; attach another one to go on training")
+        # FSDP says neither where a backward begins nor where it ends.
+        backward = torch._C._current_graph_task_id()
+        if backward != self._backward:
+            self._backward = backward
+            self.counters.steps += 1
+        try:
+            # A backward may run inside the user's autocast, which must not round the hook's own products.
+            with torch.no_grad(), torch.autocast(flat.device.type, enabled=False):
+                yield
+        except Exception as error:
+            raise HookError(
+                f"communication hook {self.hook.name!r} failed on rank {dist.get_rank()} at step "
+                f"{self.counters.steps - 1}, gradients of {flat.numel()} elements: {error}"
+            ) from error
+
+    def closing_warnings(self) -> list[str]:
+        """What the user should know at the end of training, one text each."""
+        counters = self.counters
+        is_plain = not hasattr(self.hook, "min_bytes")
+        if is_plain or not counters.steps or counters.numel_compressed or not counters.bytes_sent:
+            return []
+        return [
+            f"hook={self.hook.name!r} compressed nothing: every unit that FSDP reduces by itself has less than "
+            f"min_bytes of gradients, or a share of less than a block: wrap larger units, or change {self.hook!r}"
+        ]
+
+    def close(self) -> None:
+        """Let go of the process groups."""
+        self.is_closed = True
+        for reduction in self.reductions.values():
+            reduction.group.release()
+        self.reductions.clear()
+
+
+def _dense_itemsize(flat: Tensor) -> int:
+    # Gradients may come in 16 bit already; float32 is what they would be sent in without any mixed precision.
+    return max(4, flat.element_size())

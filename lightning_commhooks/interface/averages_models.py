@@ -1,0 +1,64 @@
+"""Hooks that let ranks step alone and average their models."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import TypeGuard
+
+from lightning_commhooks.interface.hook import BoundHook
+from lightning_commhooks.interface.models import OptimizerStep
+
+
+class AveragesModels(BoundHook):
+    """A hook that lets ranks step alone, and averages their models after steps of an optimizer.
+
+    Attributes:
+        averages_models: whether it ever does; wrappers may not.
+        average_buffers: whether floating-point buffers of the model are averaged with its parameters. DDP then does not
+            broadcast them while ranks step alone.
+    """
+
+    averages_models: bool = True
+    average_buffers: bool = False
+
+    @abstractmethod
+    def is_local(self, step: int) -> bool:
+        """Whether the gradients of a step may differ between ranks after `reduce`. Equal on all ranks.
+
+        Args:
+            step: number of synchronized backwards before it.
+        """
+
+    @abstractmethod
+    def after_optimizer_step(self, stepped: OptimizerStep) -> None:
+        """Average models, if it is time to. Called on all ranks when an optimizer has changed parameters.
+
+        Args:
+            stepped: which ones, and the rest of the model.
+        """
+
+
+def averages_models(hook: BoundHook) -> TypeGuard[AveragesModels]:
+    """Whether a hook averages models, in this step or a later one."""
+    return isinstance(hook, AveragesModels) and hook.averages_models
+
+
+def is_local(hook: BoundHook, step: int) -> bool:
+    """Whether ranks step alone: see [`AveragesModels`][]."""
+    return averages_models(hook) and hook.is_local(step)
+
+
+def common_choice_of_buffers(hooks: list[BoundHook], where: str) -> bool:
+    """`average_buffers` of hooks that work together.
+
+    Args:
+        hooks: all of them.
+        where: the wrapper, for the message.
+
+    Raises:
+        ValueError: they differ.
+    """
+    choices = {hook.average_buffers for hook in hooks if averages_models(hook)}
+    if len(choices) > 1:
+        raise ValueError(f"hooks of a {where} that average models must have the same average_buffers")
+    return True in choices

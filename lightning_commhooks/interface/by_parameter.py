@@ -1,0 +1,156 @@
+"""Memory by parameter name, which survives that DDP rebuilds its buckets, checkpoints, and another hook taking over."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import Any, Generic, TypeVar
+
+from torch import Tensor
+
+from lightning_commhooks.collectives.group import Group
+from lightning_commhooks.interface.bucket import Bucket, Slot
+from lightning_commhooks.interface.hook import BoundHook
+from lightning_commhooks.interface.memory import Memory
+from lightning_commhooks.interface.state import StateReader, StateWriter
+
+# What is remembered of one parameter; "residual" among it: what this rank owes, shape of its slot.
+Entry = dict[str, Tensor]
+
+
+class Plan(ABC):
+    """What to do with one bucket, and its memory."""
+
+    @property
+    @abstractmethod
+    def memories(self) -> list[Memory]:
+        """All memory."""
+
+    @abstractmethod
+    def entries(self) -> dict[str, Entry]:
+        """The memory by key, views or copies. May be collective."""
+
+    @abstractmethod
+    def owed(self) -> Iterator[Tensor]:
+        """What this rank owes."""
+
+
+P = TypeVar("P", bound=Plan)
+
+
+class BoundByParameter(BoundHook, Generic[P]):
+    """Hooks with error feedback.
+
+    The plans of subclasses lay memory out in larger tensors for one bucket at a time. What is in no plan is stored by
+    key: the name of a parameter, or the names of several.
+    """
+
+    has_memory = True
+    replaces_state = True
+
+    def __init__(self, group: Group) -> None:
+        super().__init__(group)
+        self._plans: dict[tuple[str, ...], P] = {}
+        self._stored: dict[str, Entry] = {}
+        self._drained: list[str] = []
+        self._show()
+
+    def _show(self) -> None:
+        """Let readers in other threads see where memory is now: all of it before it moves, or after."""
+        self._shown = list(self._plans.values()), dict(self._stored)
+
+    def _plan(self, flat: Tensor, bucket: Bucket) -> P:
+        if bucket.names not in self._plans:
+            # The first time, or DDP has rebuilt its buckets: memory moves along by name.
+            self._store_plans_of(bucket)
+            self._plans[bucket.names] = self._make_plan(flat, bucket)
+            self._show()
+        return self._plans[bucket.names]
+
+    @abstractmethod
+    def _make_plan(self, flat: Tensor, bucket: Bucket) -> P:
+        """Lay out the memory of one bucket, with what is stored of its parameters."""
+
+    @abstractmethod
+    def _settled(self, entry: Entry) -> Tensor:
+        """What a parameter with a residual is owed."""
+
+    @abstractmethod
+    def _saved(self, entry: Entry, writer: StateWriter) -> Entry:
+        """A copy for a checkpoint."""
+
+    @abstractmethod
+    def _loaded(self, key: str, part: Any, shapes: list[tuple[int, ...]], reader: StateReader) -> Entry | None:
+        """What fits of a saved entry; `None` if its parameters, of these shapes, are not compressed."""
+
+    def end_step(self, finite: Tensor) -> None:
+        for plan in self._plans.values():
+            for memory in plan.memories:
+                memory.end_step(finite)
+        # A CUDA device is waited for here: in the first step of another phase of a `Schedule`.
+        if self._drained and finite:
+            for name in self._drained:
+                self._stored.pop(name, None)
+            self._show()
+        self._drained = []
+
+    def _store_plans_of(self, bucket: Bucket) -> None:
+        self._store([names for names in self._plans if set(names) & set(bucket.names)])
+
+    def _store(self, plans: list[tuple[str, ...]]) -> None:
+        for names in plans:
+            self._stored |= self._plans.pop(names).entries()
+
+    def _pay_off_(self, flat: Tensor, bucket: Bucket) -> None:
+        """Add what is owed to gradients that are not compressed any more, since DDP has rebuilt its buckets."""
+        self._store_plans_of(bucket)
+        self._show()
+        owed = [slot for slot in bucket.slots if "residual" in self._stored.get(slot.name, {})]
+        if owed and bucket.unused is not None:
+            # DDP throws away what a hook returns for a parameter that no rank used.
+            used = self.group.all_reduce_(bucket.used(owed, flat)).tolist()
+            owed = [slot for slot, is_used in zip(owed, used, strict=True) if is_used]
+        self._drain_(flat, owed, bucket.loss_scale)
+
+    def drain_(self, flat: Tensor, bucket: Bucket) -> None:
+        self._store(list(self._plans))
+        self._show()
+        self._drain_(flat, bucket.slots, bucket.loss_scale)
+
+    def _drain_(self, flat: Tensor, slots: Sequence[Slot], loss_scale: float | Tensor) -> None:
+        for slot in slots:
+            entry = self._stored.get(slot.name, {})
+            if "residual" in entry:
+                slot.view(flat).add_(self._settled(entry) * loss_scale)
+                self._drained.append(slot.name)
+
+    def owed(self) -> Iterator[Tensor]:
+        for plan in self._plans.values():
+            yield from plan.owed()
+        for entry in self._stored.values():
+            if "residual" in entry:
+                yield self._settled(entry)
+
+    def state_dict(self, writer: StateWriter) -> dict[str, Any]:
+        plans, stored = self._shown
+        entries = {key: entry for part in (stored, *(plan.entries() for plan in plans)) for key, entry in part.items()}
+        return {"entries": {key: self._saved(entries[key], writer) for key in sorted(entries)}}
+
+    def load_state_dict(self, state: dict[str, Any], reader: StateReader) -> None:
+        stored = {}
+        for key, part in reader.section(state, "entries").items():
+            shapes = [shape for name in key.split("\n") if (shape := reader.shape_of(name)) is not None]
+            if len(shapes) <= key.count("\n"):
+                reader.differs(f"it has memory of {key!r}, but the model no such parameter, or another hook has it")
+            elif (entry := self._loaded(key, part, shapes, reader)) is None:
+                reader.differs(
+                    f"parameter {key!r} is compressed in the state and not any more, or without error feedback"
+                )
+            else:
+                stored[key] = entry
+        self._plans, self._stored = {}, stored
+        self._show()
+
+    def release(self) -> None:
+        self._plans, self._stored, self._drained = {}, {}, []
+        self._show()

@@ -1,0 +1,159 @@
+"""Hooks with error feedback: the base that leaves one function to write."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_commhooks.collectives.group import Group
+from lightning_commhooks.interface.accumulation import scale_
+from lightning_commhooks.interface.bucket import Bucket, Slot
+from lightning_commhooks.interface.by_parameter import BoundByParameter, Entry, Plan
+from lightning_commhooks.interface.memory import Memory, all_finite
+from lightning_commhooks.interface.precision import add_unscaled, to_gradient, work_dtype
+from lightning_commhooks.interface.state import StateReader, StateWriter
+
+
+@dataclass
+class _Remembered(Plan):
+    """The memory of one bucket.
+
+    Attributes:
+        slots: the parameters in it.
+        residual: what this rank owes, one gradient after another, shape of the bucket.
+        common: what is equal on all ranks, by parameter. Replaced, not changed, for readers in other threads.
+    """
+
+    slots: tuple[Slot, ...]
+    residual: Memory
+    common: dict[str, Memory]
+
+    @property
+    def memories(self) -> list[Memory]:
+        return [self.residual, *self.common.values()]
+
+    def entries(self) -> dict[str, Entry]:
+        common = {name: {"common": memory.value} for name, memory in self.common.items()}
+        return {
+            slot.name: {"residual": slot.view(self.residual.value), **common.get(slot.name, {})} for slot in self.slots
+        }
+
+    def owed(self) -> Iterator[Tensor]:
+        yield self.residual.value
+
+
+class ErrorFeedback(BoundByParameter[_Remembered]):
+    """A hook that sends an approximation, and owes the rest: subclasses write `average`.
+
+    Error feedback (Seide et al. 2014; Karimireddy et al. 2019, https://arxiv.org/abs/1901.09847, algorithm 2): what a
+    step leaves out is added to the gradients of the next one. This keeps it by the name of the parameter, at least in
+    float32 and in units of the loss itself, through loss scales, steps with inf or NaN, buckets that DDP builds anew,
+    parameters that are not used, checkpoints, other numbers of ranks, and a `Schedule` that hands over to another hook.
+
+    Args:
+        group: the collectives the hook may use.
+        hook: what `average` reads options from, as `self.hook`; the `CommHook` whose `bind` this is made in.
+    """
+
+    scales_gradients = True
+
+    def __init__(self, group: Group, hook: Any = None) -> None:
+        super().__init__(group)
+        self.hook = hook
+
+    @abstractmethod
+    def average(self, owed: Tensor, bucket: Bucket) -> tuple[Tensor, Tensor]:
+        """Approximate the mean over ranks of `owed`.
+
+        Called for one bucket after another, in the same order on all ranks. Collectives of `self.group` block.
+
+        Args:
+            owed: shape `(numel,)`, float32 or float64: this rank's gradients and what it owed before. To be left as it
+                is. NaN all over when any of it is inf or NaN, so that whatever is sent tells the other ranks.
+            bucket: what lies where in `owed`, as `bucket.slots`.
+
+        Returns:
+            the approximation, equal on all ranks; and what of `owed` this rank has sent. Both of the shape of `owed`.
+        """
+
+    def remembered(self, slot: Slot, bucket: Bucket, make: Callable[[], Tensor]) -> Memory:
+        """What the hook remembers of a parameter that is equal on all ranks, such as a start for the next step.
+
+        Args:
+            slot: the parameter, one of `bucket.slots`.
+            bucket: the bucket that `average` is called for.
+            make: gives the first value, floating-point, equal on all ranks; a saved one of another shape is dropped.
+
+        Returns:
+            a memory. Read `value`, and write the next one, all of it, to `next()`.
+        """
+        plan = self._plans[bucket.names]
+        if slot.name not in plan.common:
+            first, saved = make(), self._stored.get(slot.name, {}).pop("common", None)
+            if saved is not None and saved.shape == first.shape:
+                first = saved.to(first)
+            plan.common = {**plan.common, slot.name: Memory(first)}
+        return plan.common[slot.name]
+
+    def reduce(self, flat: Tensor, bucket: Bucket) -> None:
+        if not flat.is_floating_point() or not flat.numel():
+            self.group.counters.numel_uncompressed += flat.numel()
+            self.group.all_reduce_mean_(scale_(flat, bucket.scale))
+            return
+        self.group.counters.numel_compressed += flat.numel()
+        residual = self._plan(flat, bucket).residual
+        owed = add_unscaled(residual.value, flat, bucket.divisor, out=residual.next())
+        _spoil_unless_finite_(owed)
+        mean, sent = self.average(owed, bucket)
+        rounded = to_gradient(mean * bucket.loss_scale, flat.dtype)
+        owed.sub_(sent)
+        if flat.dtype != owed.dtype:
+            owed.add_(mean - rounded.to(owed.dtype) / bucket.loss_scale)
+        flat.copy_(rounded)
+        if bucket.unused is not None:
+            self._keep_what_no_rank_uses_(owed, residual.value, bucket)
+
+    def _keep_what_no_rank_uses_(self, owed: Tensor, before: Tensor, bucket: Bucket) -> None:
+        """DDP throws away what a hook returns for a parameter that no rank uses: it is owed as before."""
+        used = self.group.all_reduce_(bucket.used(bucket.slots, owed)) > 0
+        for slot, is_used in zip(bucket.slots, used, strict=True):
+            slot.view(owed).copy_(torch.where(is_used, slot.view(owed), slot.view(before)))
+
+    def _make_plan(self, flat: Tensor, bucket: Bucket) -> _Remembered:
+        residual = flat.new_zeros(flat.shape, dtype=work_dtype(flat.dtype))
+        for slot in bucket.slots:
+            entry = self._stored.get(slot.name, {})
+            if "residual" in entry:
+                slot.view(residual).copy_(entry.pop("residual"))
+        return _Remembered(bucket.slots, Memory(residual), {})
+
+    def _settled(self, entry: Entry) -> Tensor:
+        return entry["residual"]
+
+    def _saved(self, entry: Entry, writer: StateWriter) -> Entry:
+        saved = {"common": writer.shared(entry["common"])} if "common" in entry else {}
+        if "residual" in entry and writer.kind != "none":
+            saved["residual"] = writer.per_rank(entry["residual"])
+        return saved
+
+    def _loaded(self, key: str, part: Any, shapes: list[tuple[int, ...]], reader: StateReader) -> Entry:
+        saved = reader.section({key: part}, key)
+        entry = {"common": reader.shared(saved["common"])} if "common" in saved else {}
+        if "residual" in saved:
+            entry["residual"] = reader.per_rank(saved["residual"])
+        if "residual" in entry and entry["residual"].shape != shapes[0]:
+            reader.differs(f"the residual of {key!r} has shape {list(entry['residual'].shape)}, not {list(shapes[0])}")
+            return {}
+        return entry
+
+
+def _spoil_unless_finite_(owed: Tensor) -> None:
+    """Make all of it NaN if any of it is inf or NaN; does not wait for a CUDA device."""
+    finite = all_finite(owed)
+    if finite.is_cuda or not finite:
+        owed.add_(torch.where(finite, 0.0, torch.nan).to(owed.dtype))

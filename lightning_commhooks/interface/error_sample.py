@@ -1,0 +1,113 @@
+"""How far averaged gradients are from the exact mean, estimated now and then from a few of their elements."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_commhooks.collectives.group import Group
+from lightning_commhooks.interface.bucket import Bucket
+
+DEFAULT_NUMEL = 2**14
+
+
+@dataclass(frozen=True)
+class _Taken:
+    """Elements of this rank's gradients, before they were averaged.
+
+    Attributes:
+        places: where they are in the bucket, shape `(k,)`.
+        values: the elements, at least float32, shape `(k,)`.
+        weight: elements of the bucket that each of them stands for.
+    """
+
+    places: Tensor
+    values: Tensor
+    weight: float
+
+
+class ErrorSampler:
+    """Compares the result of a step with the mean of the same gradients in full precision.
+
+    The error is `|result - mean| / |mean|`, Euclidean norms over the gradients of all parameters, estimated from
+    elements that are drawn anew in each sampled step, the same on all ranks.
+
+    Args:
+        every: sample steps whose number is a multiple of this.
+        numel: elements to compare in a step, in all buckets together; `None`: all of them.
+        numel_model: elements of all gradients.
+
+    Attributes:
+        step: the last step that was sampled; -1 before.
+    """
+
+    def __init__(self, every: int, numel: int | None, numel_model: int) -> None:
+        self._every = every
+        self._fraction = 1.0 if numel is None else min(1.0, numel / max(1, numel_model))
+        self.step = -1
+        # Sums of squares: of the difference, and of the mean.
+        self._sums: Tensor | None = None
+        # Those of the last step in which gradients were finite, and its number.
+        self._finite: Tensor | None = None
+
+    def take(self, flat: Tensor, bucket: Bucket) -> _Taken | None:
+        """Call before a bucket is reduced; `None` in other steps, and for what is sparse or not real."""
+        if bucket.step % self._every or flat.is_sparse or not flat.is_floating_point() or not flat.numel():
+            return None
+        if bucket.step != self.step:
+            self._keep_finite()
+            self.step, self._sums = bucket.step, None
+        numel = flat.numel()
+        count = max(1, round(numel * self._fraction))
+        if count == numel:
+            places = torch.arange(numel)
+        else:
+            # Not the global generator, and the same places on every rank.
+            generator = torch.Generator().manual_seed(1_000_003 * bucket.step + bucket.index)
+            places = torch.randint(numel, (count,), generator=generator)
+        if flat.is_cuda:
+            places = places.pin_memory().to(flat.device, non_blocking=True)
+        values = flat[places].to(torch.promote_types(flat.dtype, torch.float32))
+        return _Taken(places, values, numel / count)
+
+    def compare(self, taken: _Taken, flat: Tensor, bucket: Bucket, group: Group) -> None:
+        """Call after the bucket was reduced, on all ranks: one all-reduce of the elements that were taken."""
+        values = taken.values * self._factors(taken, bucket) if bucket.accumulated is not None else taken.values
+        with group.counters.paused():
+            mean = group.all_reduce_mean_(values)
+        difference = flat[taken.places].to(mean.dtype) - mean
+        sums = torch.stack([difference.double().square().sum(), mean.double().square().sum()]) * taken.weight
+        self._sums = sums if self._sums is None else self._sums + sums
+
+    def _factors(self, taken: _Taken, bucket: Bucket) -> Tensor:
+        """What each element was multiplied by before it was averaged."""
+        assert bucket.accumulated is not None
+        factors = [bucket.accumulated.factors.get(name, 1.0) for name in bucket.names]
+        values = taken.values
+        table = torch.stack([torch.as_tensor(f, dtype=values.dtype, device=values.device).view(()) for f in factors])
+        ends = torch.tensor([slot.offset + slot.numel for slot in bucket.slots], device=values.device)
+        return table[torch.bucketize(taken.places, ends, right=True)]
+
+    def _keep_finite(self) -> None:
+        if self._sums is not None:
+            own = torch.cat([self._sums, self._sums.new_tensor([self.step])])
+            before = torch.full_like(own, math.nan) if self._finite is None else self._finite
+            self._finite = torch.where(own.isfinite().all(), own, before)
+
+    def last_finite(self) -> tuple[int, float]:
+        """The last sampled step whose gradients were finite, and its error; -1 and NaN before. Waits for the device."""
+        self._keep_finite()
+        if self._finite is None:
+            return -1, math.nan
+        difference, mean, step = self._finite.tolist()
+        if math.isnan(step):
+            return -1, math.nan
+        return int(step), math.sqrt(difference / mean) if mean > 0 else (0.0 if difference == 0 else math.inf)
+
+    @property
+    def relative_error(self) -> float:
+        """Of the last sampled step whose gradients were finite; NaN before. Waits for the device."""
+        return self.last_finite()[1]

@@ -1,0 +1,188 @@
+"""The two types that every communication method is made of.
+
+* [`CommHook`][]: what a user writes. Frozen, picklable, no process group inside.
+* [`BoundHook`][]: what runs. Owns buffers, random numbers and memory.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from lightning_commhooks.collectives.group import Group
+from lightning_commhooks.interface.bucket import Bucket
+from lightning_commhooks.interface.state import StateReader, StateWriter
+
+
+class CommHook(ABC):
+    """Configuration of a communication method: a frozen dataclass, validated when it is made.
+
+    Subclasses are `@dataclass(frozen=True, kw_only=True)`, set `name`, validate in `__post_init__` with
+    `ValueError` naming field, value and allowed range, and return their runtime object from `bind`.
+
+    Attributes:
+        name: the string by which users choose the hook.
+        aliases: other accepted spellings, such as Accelerate's.
+        is_outermost: whether this is a wrapper that others do not go around.
+    """
+
+    name: ClassVar[str]
+    aliases: ClassVar[tuple[str, ...]] = ()
+    is_outermost: ClassVar[bool] = False
+
+    @property
+    def inner_hooks(self) -> tuple[CommHook, ...]:
+        """The hooks that this one is made of; none unless it is a wrapper."""
+        return ()
+
+    def check_parameters(self, names: Sequence[str]) -> list[str]:
+        """Called when the hook is attached to a model.
+
+        Args:
+            names: of the parameters that are trained.
+
+        Returns:
+            what the user should know, one text each.
+
+        Raises:
+            ValueError: the hook does not fit them.
+        """
+        return [text for hook in self.inner_hooks for text in hook.check_parameters(names)]
+
+    @abstractmethod
+    def bind(self, group: Group) -> BoundHook:
+        """Make the runtime object for one model and one process group.
+
+        Args:
+            group: the collectives the hook may use.
+
+        Returns:
+            a new runtime object with fresh state.
+        """
+
+
+class BoundHook(ABC):
+    """Runtime state of a communication method for one model.
+
+    The engine calls `reduce` for one bucket after another, in the same order on every rank, never two at
+    once, and `end_step` after the last one of a step. Code in `reduce` is straight-line: collectives of
+    `group` block until their result is there.
+
+    A hook whose result depends on earlier steps has memory. It says so (`has_memory`), stages what `reduce`
+    changes (see `interface.memory.Memory`), and takes it over in `end_step` when the step was finite. The engine
+    makes all gradients of other steps NaN, on all ranks, so that a `GradScaler` or the user's own check skips
+    them everywhere.
+
+    A hook with error feedback is an [`ErrorFeedback`][], one that lets ranks step alone and averages their models
+    instead an [`AveragesModels`][].
+
+    Args:
+        group: the collectives the hook may use.
+
+    Attributes:
+        has_memory: whether results depend on the gradients of earlier steps.
+        scales_gradients: whether `reduce` multiplies gradients by `Bucket.scale`, in a pass over them that it makes
+            anyway. If not, they are multiplied before.
+        replaces_state: whether what `state_dict` reads when `writer.kind` is `"none"` is replaced by new objects in
+            `end_step` and `after_optimizer_step`, as by `Memory`, and never changed. It is read in the middle of a step
+            then; if not, the engine calls `state_dict` after each step, to have a copy.
+    """
+
+    has_memory: bool = False
+    scales_gradients: bool = False
+    replaces_state: bool = False
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+
+    @abstractmethod
+    def reduce(self, flat: Tensor, bucket: Bucket) -> Tensor | None:
+        """Replace a flat gradient bucket by its average over all ranks, in place.
+
+        Args:
+            flat: shape `(numel,)`, any dtype, this rank's gradients; after the call, the averaged gradients.
+            bucket: what lies where in `flat`.
+
+        Returns:
+            whether the result is finite, boolean, one element on the device of `flat`, equal on all ranks; `None`
+            to have `flat` looked at. Of use to hooks with memory that know it from something smaller.
+        """
+
+    def end_step(self, finite: Tensor) -> None:  # noqa: B027  # optional to override
+        """Take over what the step's calls of `reduce` and `drain_` staged, if the step was finite.
+
+        Args:
+            finite: boolean, one element on the gradients' device, equal on all ranks: whether all gradients of the
+                step are finite on all ranks.
+        """
+
+    def reduce_sparse(self, grad: Tensor, bucket: Bucket) -> Tensor:
+        """Average a sparse COO gradient over all ranks; dense values of it are never compressed.
+
+        Args:
+            grad: this rank's sparse gradient of the only parameter in `bucket`.
+            bucket: metadata with one slot.
+
+        Returns:
+            the averaged sparse gradient, coalesced.
+        """
+        self.group.counters.numel_uncompressed += grad._values().numel()
+        return self.group.all_reduce_sparse_mean(grad)
+
+    def drain_(self, flat: Tensor, bucket: Bucket) -> None:  # noqa: B027  # optional to override
+        """Add what this hook still owes the parameters in `bucket` to `flat`; with `end_step` it is forgotten.
+
+        Called once for each parameter when another hook takes over (`Schedule`), again if the step was not
+        finite. The default does nothing, right for hooks without error feedback.
+        """
+
+    def owed(self) -> Iterator[Tensor]:
+        """What this rank has not sent yet, for error feedback: one tensor after another, in units of the loss.
+
+        Not collective. The default has nothing, right for hooks without error feedback.
+        """
+        yield from ()
+
+    def why_not_compressed(self, step: int) -> str | None:
+        """Why nothing is compressed in a step; `None` if there is no reason but that gradients are too small.
+
+        Args:
+            step: number of synchronized backwards before it.
+        """
+        return None
+
+    def state_dict(self, writer: StateWriter) -> dict[str, Any]:
+        """State as tensors and primitives. Collective: every rank calls it, every rank gets the same.
+
+        With `writer.kind == "none"` it is not collective, and has what is equal on all ranks anyway.
+
+        Args:
+            writer: makes copies of tensors, and of those that differ between ranks one for all.
+        """
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any], reader: StateReader) -> None:
+        """Take over what `state_dict` of the same hook returned, with other options or on another world size even.
+
+        Not collective: ranks agree afterwards whether it fits on all of them.
+
+        Args:
+            state: the state.
+            reader: gives this rank's part of a saved tensor; is told of what does not fit and is left out.
+        """
+        for key in state:
+            reader.differs(f"{key!r} is in the state, but {type(self).__name__} keeps no state")
+
+    def release(self) -> None:  # noqa: B027  # optional to override
+        """Free large memory; called once, when the hook has been used for the last time."""
+
+    def closing_warnings(self, steps: int) -> list[str]:
+        """What the user should know at the end of training, one text each.
+
+        Args:
+            steps: synchronized backwards so far.
+        """
+        return []

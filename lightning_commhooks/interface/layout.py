@@ -1,0 +1,106 @@
+"""From DDP's flat buckets to named gradients; survives bucket rebuilds."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from lightning_commhooks.interface.bucket import Slot
+
+
+def memory_shape(parameter: Tensor) -> tuple[int, ...]:
+    """Sizes of `parameter` ordered by stride, outermost first.
+
+    DDP lays a gradient out with the strides of its parameter when that is dense and non-overlapping
+    (`reducer.cpp`, `initialize_bucket_views`), and contiguously otherwise.
+    """
+    # DDP gives hooks complex gradients as pairs of real numbers.
+    pair = (2,) if parameter.is_complex() else ()
+    if not torch.ops.aten.is_non_overlapping_and_dense(parameter):
+        return (*parameter.shape, *pair)
+    strides = parameter.stride()
+    order = sorted(range(parameter.dim()), key=lambda dim: -strides[dim])
+    return (*(parameter.shape[dim] for dim in order), *pair)
+
+
+class Layout:
+    """Names the parameters of one model.
+
+    Args:
+        module: the module that DDP wraps. A parameter shared between modules has its first name.
+    """
+
+    def __init__(self, module: Module) -> None:
+        # torch.compile puts "_orig_mod." into names; the state of a hook must not depend on it.
+        self._names: dict[Tensor, str] = {p: n.replace("_orig_mod.", "") for n, p in module.named_parameters()}
+        self._frozen = {p: name for p, name in self._names.items() if not p.requires_grad}
+        # Not the module itself: it may hold the DDP wrapper, which holds this, invisibly to the garbage collector.
+        self._module = weakref.ref(module)
+        # With the number of elements in all of them.
+        self._slots: dict[tuple[str, ...], tuple[tuple[Slot, ...], int]] = {}
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape in memory order of every parameter, trained or not."""
+        return {name: memory_shape(parameter) for parameter, name in self._names.items()}
+
+    def name_of(self, parameter: Tensor) -> str | None:
+        """Name of a parameter; `None` if the model has not got it."""
+        return self._names.get(parameter)
+
+    @property
+    def trained(self) -> dict[str, Tensor]:
+        """Parameters by name, without those that have been frozen all the time."""
+        return {name: p for p, name in self._names.items() if p.requires_grad or p not in self._frozen}
+
+    def trained_among(self, parameters: Iterable[Tensor]) -> dict[str, Tensor]:
+        """Of `parameters` those in `trained`, by name."""
+        named = ((self._names.get(p), p) for p in parameters if p.requires_grad or p not in self._frozen)
+        return {name: p for name, p in named if name is not None}
+
+    def float_buffers(self) -> dict[str, Tensor]:
+        """Floating-point buffers of the module by name, as they are now: modules may replace them."""
+        module = self._module()
+        named = [] if module is None else module.named_buffers()
+        return {name.replace("_orig_mod.", ""): b for name, b in named if b.is_floating_point() or b.is_complex()}
+
+    def unfrozen(self) -> list[str]:
+        """Names of parameters that are trained now, but were not when this layout was made."""
+        return [name for p, name in self._frozen.items() if p.requires_grad]
+
+    def slots(self, parameters: Sequence[Tensor], numel: int) -> tuple[Slot, ...]:
+        """Slots of a bucket that holds the gradients of `parameters` one after another.
+
+        Args:
+            parameters: as `GradBucket.parameters()` returns them.
+            numel: length of the flat bucket.
+
+        Raises:
+            RuntimeError: a parameter is not in the model, or the gradients do not fill the bucket.
+        """
+        try:
+            names = tuple(self._names[p] for p in parameters)
+        except KeyError:
+            raise RuntimeError(
+                "DDP reduces a parameter that the model did not have when the hook was attached; "
+                "replace parameters before wrapping the model in DistributedDataParallel"
+            ) from None
+        if names not in self._slots:
+            packed = _pack(names, parameters)
+            self._slots[names] = packed, sum(slot.numel for slot in packed)
+        slots, num_packed = self._slots[names]
+        if num_packed != numel:
+            raise RuntimeError(f"bucket of {numel} elements does not match its parameters {list(names)}")
+        return slots
+
+
+def _pack(names: tuple[str, ...], parameters: Sequence[Tensor]) -> tuple[Slot, ...]:
+    slots, offset = [], 0
+    for name, parameter in zip(names, parameters, strict=True):
+        slots.append(Slot(name, memory_shape(parameter), offset, parameter))
+        offset += slots[-1].numel
+    return tuple(slots)

@@ -1,0 +1,47 @@
+"""Hooks as users write them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lightning_commhooks.interface.hook import CommHook
+from lightning_commhooks.interface.registry import get_hook_class
+
+
+def code(hook: CommHook) -> str:
+    """A hook as Python code, as short as it can be."""
+    options = _options(hook)
+    if not options and _is_registered(hook):
+        return f'"{hook.name}"'
+    return f"{type(hook).__name__}({', '.join(f'{key}={_code(value)}' for key, value in options.items())})"
+
+
+def _options(hook: CommHook) -> dict[str, Any]:
+    """Fields that are not at their defaults."""
+    options = {}
+    for field in dataclasses.fields(hook):  # type: ignore[arg-type]  # all of them are dataclasses
+        value, default = getattr(hook, field.name), field.default
+        if field.default_factory is not dataclasses.MISSING:
+            default = field.default_factory()
+        if field.init and value != default:
+            options[field.name] = value
+    return options
+
+
+def _code(value: object) -> str:
+    if isinstance(value, CommHook):
+        return code(value)
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{_code(k)}: {_code(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return "[" + ", ".join(map(_code, value)) + "]"
+    return f'"{value}"' if isinstance(value, str) else repr(value)
+
+
+def _is_registered(hook: CommHook) -> bool:
+    try:
+        return get_hook_class(getattr(hook, "name", "")) is type(hook)
+    except ValueError:
+        return False

@@ -1,0 +1,118 @@
+"""Names of hooks: built in, or added by third parties through entry points."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Sequence
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any, TypeVar
+
+from lightning_commhooks.interface.hook import CommHook
+
+ENTRY_POINT_GROUP = "lightning_commhooks.hooks"
+
+_HookClass = TypeVar("_HookClass", bound=type[CommHook])
+_classes: dict[str, type[CommHook]] = {}
+_aliases: dict[str, str] = {}
+
+
+def register(hook_class: _HookClass) -> _HookClass:
+    """Class decorator: make a [`CommHook`][] known by its `name` and `aliases`.
+
+    Raises:
+        ValueError: another class has that name already.
+    """
+    for name in (hook_class.name, *hook_class.aliases):
+        taken = _classes.get(_aliases.get(name, name))
+        if taken is not None and taken is not hook_class:
+            raise ValueError(f"the hook name {name!r} is taken by {taken.__module__}.{taken.__qualname__}")
+    _classes[hook_class.name] = hook_class
+    _aliases.update(dict.fromkeys(hook_class.aliases, hook_class.name))
+    return hook_class
+
+
+def _third_party() -> dict[str, EntryPoint]:
+    return {entry.name: entry for entry in entry_points(group=ENTRY_POINT_GROUP)}
+
+
+def available_hooks() -> list[str]:
+    """Names that `get_hook`, `attach` and every adapter accept, sorted; those of entry points included."""
+    return sorted({*_classes, *_third_party()})
+
+
+def get_hook_class(name: str) -> type[CommHook]:
+    """Return the configuration class of a hook.
+
+    Args:
+        name: one of `available_hooks()` or an alias of one.
+
+    Raises:
+        ValueError: there is no such hook; the message has the known names and the closest one. Or the entry
+            point of that name is not a `CommHook` class.
+    """
+    resolved = _aliases.get(name, name)
+    if resolved in _classes:
+        return _classes[resolved]
+    if resolved in (others := _third_party()):
+        loaded = others[resolved].load()
+        if not (isinstance(loaded, type) and issubclass(loaded, CommHook)):
+            raise ValueError(
+                f"entry point {resolved!r} of group {ENTRY_POINT_GROUP!r} must be a CommHook class, is {loaded!r}"
+            )
+        return loaded
+    known = available_hooks()
+    raise ValueError(f"unknown hook {name!r}; {_closest(name, [*known, *_aliases])}available hooks: {', '.join(known)}")
+
+
+def get_hook(hook: str | CommHook, **options: Any) -> CommHook:
+    """Return the hook of that name.
+
+    Args:
+        hook: one of `available_hooks()`, an alias, or a `CommHook`, which is returned as it is.
+        **options: fields of the hook's class.
+
+    Raises:
+        ValueError: unknown name, unknown option, a value out of range, or options given with a `CommHook`.
+    """
+    if isinstance(hook, CommHook):
+        if options:
+            raise ValueError(
+                f"options {sorted(options)} were given beside a configured {type(hook).__name__}; "
+                f"set them there: {type(hook).__name__}({', '.join(f'{k}=...' for k in sorted(options))})"
+            )
+        return hook
+    if not isinstance(hook, str):
+        raise ValueError(
+            f"hook must be a name or a CommHook, is {hook!r}"
+            + (f"; did you mean {hook.__name__}()?" if isinstance(hook, type) else "")
+        )
+    hook_class = get_hook_class(hook)
+    has_fields: bool = dataclasses.is_dataclass(hook_class)
+    fields = [field.name for field in dataclasses.fields(hook_class) if field.init] if has_fields else []  # type: ignore[arg-type]
+    known = f"its options are: {', '.join(fields) or 'none'}"
+    unknown = sorted(set(options) - set(fields))
+    if unknown and has_fields:
+        raise ValueError(f"{hook_class.__name__}: unknown option {unknown[0]!r}; {_closest(unknown[0], fields)}{known}")
+    try:
+        return hook_class(**options)
+    except TypeError as error:
+        raise ValueError(f"{hook_class.__name__}: {str(error).split(') ', 1)[-1]}; {known}") from error
+
+
+def _closest(name: str, known: Sequence[str]) -> str:
+    close = difflib.get_close_matches(name, known, n=1)
+    return f"did you mean {close[0]!r}? " if close else ""
+
+
+def get_inner_hook(hook: str | CommHook) -> CommHook:
+    """Return a hook for another one to go around.
+
+    Raises:
+        ValueError: see [`get_hook`][]; or it is a wrapper that goes around all others.
+    """
+    inner = get_hook(hook)
+    if inner.is_outermost:
+        name = type(inner).__name__
+        raise ValueError(f"{name} goes around all other hooks; it was put inside of one")
+    return inner

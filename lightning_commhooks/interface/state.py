@@ -1,0 +1,131 @@
+"""What a hook saves its state with, and loads it from: on another world size, saying what does not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from lightning_commhooks.collectives.group import Group
+
+# What a state has of the tensors that differ between ranks: their mean, those of each rank, or nothing.
+PerRank = Literal["mean", "exact", "none"]
+
+
+class StateError(ValueError):
+    """A state does not fit the hook. Raised on all ranks alike; the hook goes on as it was."""
+
+
+class StateWriter:
+    """Copies tensors into a state, on CPU so that it can be loaded anywhere.
+
+    Args:
+        group: the ranks.
+        kind: what to keep of the tensors that differ between ranks.
+    """
+
+    def __init__(self, group: Group, kind: PerRank) -> None:
+        self._group = group
+        self.kind = kind
+
+    def shared(self, tensor: Tensor) -> Tensor:
+        """A copy of a tensor that is equal on all ranks."""
+        return tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)
+
+    def per_rank(self, tensor: Tensor) -> Tensor:
+        """Of a tensor that differs between ranks the mean, or all of them, shape `(w, *shape)`, if `kind` is so."""
+        assert self.kind != "none"
+        if self.kind == "exact":
+            return self._group.all_gather(tensor.reshape(-1)).view(-1, *tensor.shape).cpu()
+        mean = tensor.clone(memory_format=torch.contiguous_format)
+        return self._group.all_reduce_mean_(mean).cpu()
+
+
+class StateReader:
+    """Gives a hook its part of a saved state.
+
+    Args:
+        saved: what [`save`][] returned.
+        shapes: of all parameters of the model, by name.
+        group: the ranks now.
+        strict: whether a difference is an error.
+
+    Attributes:
+        is_exact: whether each rank gets back exactly what it saved.
+        has_per_rank: whether anything was saved of the tensors that differ between ranks.
+        differences: what was left out so far, one text each.
+    """
+
+    def __init__(self, saved: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], group: Group, strict: bool):
+        self._group = group
+        self._strict = strict
+        self._options = ""
+        self._saved_exact = saved["per_rank"] == "exact"
+        self.has_per_rank = saved["per_rank"] != "none"
+        self.is_exact = self._saved_exact and saved["world_size"] == group.size
+        self.differences: list[str] = []
+        saved_shapes = {name: tuple(shape) for name, shape in saved["parameters"].items()}
+        self._shapes = {name: shape for name, shape in shapes.items() if saved_shapes.get(name) == shape}
+        self._parameters = saved_shapes, dict(shapes)
+
+    def differs(self, problem: str) -> None:
+        """Tell of a part of the state that does not fit. Returns only when that part may be left out.
+
+        Raises:
+            StateError: the state is to fit exactly.
+        """
+        if self._strict:
+            raise StateError(
+                f"the state of the communication hook does not fit: {problem}{self._options}. With strict_state=False "
+                "entries that do not fit begin anew"
+            )
+        self.differences.append(problem)
+
+    def check_parameters(self) -> None:
+        """Tell of the parameters that are not the same as when the state was saved."""
+        saved, now = self._parameters
+        for name in {**saved, **now}:
+            if name not in now:
+                self.differs(f"parameter {name!r} of the state is not in the model")
+            elif name not in saved:
+                self.differs(f"parameter {name!r} of the model is not in the state")
+            elif saved[name] != now[name]:
+                self.differs(f"parameter {name!r} has shape {list(saved[name])} in the state and {list(now[name])} now")
+
+    def section(self, state: Any, key: str) -> Mapping[str, Any]:
+        """The dictionary `state[key]`; an empty one if there is none."""
+        section = state.get(key) if isinstance(state, Mapping) else None
+        if isinstance(section, Mapping):
+            return section
+        self.differs(f"it has no {key!r}")
+        return {}
+
+    def shape_of(self, name: str) -> tuple[int, ...] | None:
+        """Shape of a parameter in memory order; `None` if the model now has none of that name and shape."""
+        return self._shapes.get(name)
+
+    def shared(self, tensor: Tensor) -> Tensor:
+        """A copy on the gradients' device of what `StateWriter.shared` saved."""
+        return tensor.to(self._group.device, copy=True)
+
+    def per_rank(self, tensor: Tensor) -> Tensor:
+        """This rank's part of what `StateWriter.per_rank` saved: its own or the mean, whose sum is the same."""
+        if self._saved_exact:
+            tensor = tensor[self._group.rank] if self.is_exact else tensor.mean(dim=0)
+        return tensor.to(self._group.device, copy=True)
+
+    @contextmanager
+    def of_hook(self, options: str, has: Callable[[str], bool]) -> Iterator[None]:
+        """While a hook inside of another one loads its part.
+
+        Args:
+            options: what to add to messages of what does not fit.
+            has: whether a parameter of the model, by name, is one of this hook's.
+        """
+        before = self._options, self._shapes
+        self._options, self._shapes = options, {name: shape for name, shape in self._shapes.items() if has(name)}
+        yield
+        self._options, self._shapes = before

@@ -1,0 +1,115 @@
+"""Stock and user-written DDP hooks, `hook(state, bucket) -> Future`, run unchanged."""
+
+# No `from __future__ import annotations`: this file compares real annotations, as DDP does.
+
+import inspect
+import warnings
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import GradBucket
+
+from lightning_commhooks.collectives.group import Group
+from lightning_commhooks.interface.bucket import Bucket
+from lightning_commhooks.interface.hook import BoundHook, CommHook
+
+DDPHook = Callable[[object, GradBucket], torch.futures.Future[torch.Tensor]]
+
+_FUTURE = torch.futures.Future[torch.Tensor]
+_STOCK = "torch.distributed.algorithms.ddp_comm_hooks"
+_REPLACED_ON_GLOO = {
+    f"{_STOCK}.powerSGD_hook.powerSGD_hook": ("aborts as soon as DDP has two buckets", "powersgd"),
+    f"{_STOCK}.powerSGD_hook.batched_powerSGD_hook": ("fails on an assertion", "batched_powersgd"),
+    f"{_STOCK}.quantization_hooks.quantization_pertensor_hook": ("runs on CUDA only", "bf16"),
+    f"{_STOCK}.quantization_hooks.quantization_perchannel_hook": ("runs on CUDA only", "bf16"),
+}
+
+
+class UserFunction(CommHook):
+    """Stands for a DDP hook function where a `CommHook` is expected: it has no state that we know of.
+
+    Args:
+        function: called by DDP, with gradients that `reduce` has left as they are.
+    """
+
+    def __init__(self, function: DDPHook) -> None:
+        module, name = getattr(function, "__module__", ""), getattr(function, "__qualname__", None)
+        self.name = f"{module}.{name or type(function).__qualname__}"  # type: ignore[misc]  # of the instance here
+        self.function = function
+
+    def __repr__(self) -> str:
+        return self.name
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, UserFunction) and self.function == other.function
+
+    def __hash__(self) -> int:
+        return hash(self.function)
+
+    def bind(self, group: Group) -> BoundHook:
+        return _NoState(group)
+
+
+class _NoState(BoundHook):
+    def reduce(self, flat: Tensor, bucket: Bucket) -> None:
+        return None
+
+    def reduce_sparse(self, grad: Tensor, bucket: Bucket) -> Tensor:
+        return grad
+
+
+def check_user_hook(hook: object) -> None:
+    """Make the checks that DDP makes, with messages that say what to change.
+
+    Mirrors `DistributedDataParallel._check_comm_hook`, except its refusal of functions *named*
+    `bf16_compress_hook` on CPU: gloo reduces bfloat16.
+
+    Args:
+        hook: a callable `(state, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]`.
+
+    Raises:
+        ValueError: not callable, no parameter named `bucket`, not two positional parameters, or an annotation
+            that is not DDP's.
+    """
+    name = getattr(hook, "__qualname__", repr(hook))
+    if not callable(hook):
+        raise ValueError(f"hook must be a name, a CommHook or a callable (state, bucket), is {hook!r}")
+    signature = inspect.signature(hook)
+    if "bucket" not in signature.parameters:
+        raise ValueError(
+            f"hook {name}{signature} needs a parameter named 'bucket': def {name}(state, bucket: dist.GradBucket)"
+        )
+    try:
+        signature.bind(None, None)
+    except TypeError as error:
+        raise ValueError(f"hook {name}{signature} must take (state, bucket): {error}") from error
+    expected = (
+        ("parameter 'bucket'", signature.parameters["bucket"].annotation, GradBucket, "dist.GradBucket"),
+        ("return value", signature.return_annotation, _FUTURE, "torch.futures.Future[torch.Tensor]"),
+    )
+    for what, annotation, wanted, spelling in expected:
+        if annotation is inspect.Signature.empty or annotation == wanted:
+            continue
+        text = " as text (drop `from __future__ import annotations`)" if isinstance(annotation, str) else ""
+        raise ValueError(
+            f"hook {name}: the {what} is annotated {annotation!r}{text}; DDP wants {spelling} or no annotation"
+        )
+
+
+def warn_if_broken_here(hook: DDPHook, backend: str) -> None:
+    """Warn when a stock hook is known to fail on gloo, naming the hook here that does the same and works.
+
+    Looks into PyTorch's wrappers too: their hook is a variable of a closure.
+    """
+    if backend != dist.Backend.GLOO:
+        return
+    wrapped = [cell.cell_contents for cell in getattr(hook, "__closure__", None) or ()]
+    for function in filter(inspect.isfunction, (hook, *wrapped)):
+        key = f"{function.__module__}.{function.__qualname__}"
+        if key in _REPLACED_ON_GLOO:
+            what, instead = _REPLACED_ON_GLOO[key]
+            warnings.warn(
+                f"PyTorch's {function.__qualname__} {what} on the gloo backend; use hook={instead!r}", stacklevel=4
+            )

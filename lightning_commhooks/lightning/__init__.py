@@ -1,0 +1,1 @@
+"""Lightning: strategies, callbacks, Fabric, names of strategies."""

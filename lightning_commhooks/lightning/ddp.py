@@ -1,0 +1,362 @@
+"""What the DDP strategies of `lightning` and `pytorch_lightning` share."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import logging
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, ClassVar
+
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_commhooks.ddp.attach import attach, resolve_hook
+from lightning_commhooks.ddp.attachment import Attachment, hook_name
+from lightning_commhooks.ddp.copies import registered_name
+from lightning_commhooks.interface.hook import CommHook
+from lightning_commhooks.wrappers.hook_name import HookName
+from lightning_commhooks.wrappers.scale import Accumulation
+
+logger = logging.getLogger(__name__)
+
+CHECKPOINT_KEY = "lightning_commhooks"
+
+_REPLACED = {
+    "ddp_comm_hook": "pass it as hook=... (with hook_state=... for a function), or use a hook's name",
+    "ddp_comm_state": "pass it as hook_state=..., or set the options of a hook: hook=PowerSGD(...)",
+    "ddp_comm_wrapper": "use hook=Cast(hook, 'fp16') or hook=Cast(hook, 'bf16')",
+    "model_averaging_period": "use hook=PostLocalSGD(period=...)",
+}
+
+
+@contextmanager
+def refusals_as(misconfiguration: type[Exception], strategy: object) -> Iterator[None]:
+    """Raise a `ValueError` as Lightning's own exception, which names the strategy."""
+    try:
+        yield
+    except ValueError as error:
+        raise misconfiguration(f"{type(strategy).__name__}: {error}") from error
+
+
+class AverageFirst:
+    """Has models averaged before other callbacks see them; put before a `Callback` in a class's bases."""
+
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        """Evaluate the average, until the strategy's `on_validation_end`."""
+        trainer.strategy.begin_evaluation()
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """End with the average."""
+        trainer.strategy.average_for_good()
+
+
+class CompressedDDPMixin:
+    """Lightning's `DDPStrategy` with a communication hook, on CPU and GPU alike.
+
+    `Trainer(strategy=CompressedDDPStrategy(hook="powersgd"))`.
+
+    Args:
+        hook: name of a hook (`lightning_commhooks.available_hooks()`), a configured hook such as
+            `PowerSGD(matrix_approximation_rank=4)`, or a DDP hook function `(state, bucket)`.
+        hook_state: the state of such a function.
+        exact_state: save what differs between ranks for each of them, so that a run resumes bit by bit on CPU. Makes
+            checkpoints larger by the size of the gradients times the number of ranks, instead of once.
+        strict_state: whether hook state in a checkpoint that does not fit the model or the hook is an error. If not,
+            what does not fit begins anew, with a warning.
+        resync: with hooks that let ranks step alone, validation and checkpoints have the average of their models. If
+            true, training goes on from that average too, on all ranks, and a run that resumes from a checkpoint is the
+            same as one that went on. If not, each rank goes on from its own model as if nothing was.
+        accumulation: what gradients are divided by that are accumulated over batches: `"framework"`: by
+            `accumulate_grad_batches`, also in the last window of an epoch, which may be shorter, and by nothing in
+            manual optimization. `"mean"`: by the batches that there were. `"sum"`, an integer or `"weighted"`: see
+            [`ScaleByGradAccumulation`][].
+        **kwargs: arguments of `DDPStrategy` and of `torch.nn.parallel.DistributedDataParallel`, without
+            `ddp_comm_state`, `ddp_comm_hook`, `ddp_comm_wrapper` and `model_averaging_period`.
+
+    Raises:
+        MisconfigurationException: unknown hook, a function that DDP would refuse, or one of the arguments
+            that `hook` replaces.
+    """
+
+    _misconfiguration: ClassVar[type[Exception]]
+    # An `AverageFirst`.
+    _callback_class: ClassVar[type[Any]]
+    model: Any
+
+    def __init__(
+        self,
+        hook: CommHook | HookName | Callable[..., Any],
+        hook_state: object | None = None,
+        exact_state: bool = False,
+        strict_state: bool = True,
+        resync: bool = False,
+        accumulation: Accumulation = "framework",
+        **kwargs: Any,
+    ) -> None:
+        for argument, replacement in _REPLACED.items():
+            if kwargs.get(argument) is not None:
+                raise self._misconfiguration(
+                    f"{type(self).__name__} does not take {argument}={kwargs[argument]!r}: {replacement}"
+                )
+        # Lightning hands over to DDP what it does not know, and that is not before training.
+        ours, ddp = (inspect.signature(takes).parameters for takes in (super().__init__, DistributedDataParallel))
+        if unknown := sorted(kwargs.keys() - {*ours, *ddp}):
+            raise self._misconfiguration(
+                f"{type(self).__name__} has no option {unknown[0]!r}, and neither has DistributedDataParallel"
+            )
+        with refusals_as(self._misconfiguration, self):
+            self._hook = resolve_hook(hook, hook_state, accumulation)
+        self._hook_state = hook_state
+        self._exact_state = exact_state
+        self._strict_state = strict_state
+        self._resync = resync
+        self._callback: Any = None
+        self._evaluation: AbstractContextManager[None] | None = None
+        self._attachment: Attachment | None = None
+        # For checkpoints that Lightning writes when the model is out of DDP again.
+        self._last_state: dict[str, Any] | None = None
+        super().__init__(**kwargs)
+
+    @property
+    def hook(self) -> CommHook | Callable[..., Any]:
+        """The configuration: what a name stands for, or a DDP hook function."""
+        return self._hook
+
+    @property
+    def attachment(self) -> Attachment | None:
+        """The hook at work in the last `fit` of this process, for `metrics()`; `None` before the first.
+
+        With `start_method` "spawn", "fork" or "forkserver" training happens in other processes: read it there,
+        in a callback or the module.
+        """
+        return self._attachment
+
+    def add_weight(self, weight: float | Tensor) -> None:
+        """With `accumulation="weighted"`, say how much the present batch counts, as by its number of tokens.
+
+        In `training_step`: `self.trainer.strategy.add_weight(num_tokens)`, before `manual_backward` if there is one;
+        the loss is to be a sum over tokens. See `Attachment.add_weight`.
+
+        Raises:
+            MisconfigurationException: no number of at least 0, the strategy has another `accumulation`, or training has
+                not begun.
+        """
+        if self._attachment is None:
+            raise self._misconfiguration(f"{type(self).__name__}.add_weight() is for a training_step; no fit has begun")
+        with refusals_as(self._misconfiguration, self):
+            self._attachment.add_weight(weight)
+
+    def _loss_divided_by(self) -> float:
+        module = self.lightning_module  # type: ignore[attr-defined]
+        return float(module.trainer.accumulate_grad_batches) if module.automatic_optimization else 1.0
+
+    def _register_ddp_hooks(self) -> None:
+        # Lightning forgets to reset this: a second fit with static_graph and manual optimization would not
+        # synchronize at all.
+        self._pl_static_graph_delay_done = False
+        self._last_state = None
+        model = self.model
+        assert isinstance(model, DistributedDataParallel)
+        with refusals_as(self._misconfiguration, self):
+            self._attachment = attach(
+                model,
+                self._hook,
+                hook_state=self._hook_state,
+                grad_scaler=getattr(self.precision_plugin, "scaler", None),  # type: ignore[attr-defined]
+                exact_state=self._exact_state,
+                optimizers=lambda: self.optimizers,  # type: ignore[attr-defined]
+                loss_divided_by=self._loss_divided_by,
+            )
+        self._check_registered(model)
+
+    def setup_optimizers(self, trainer: Any) -> None:
+        """Make the optimizers; let a hook that averages models know of them."""
+        super().setup_optimizers(trainer)  # type: ignore[misc]
+        attachment = self._averaging()
+        if attachment is None:
+            return
+        with refusals_as(self._misconfiguration, self):
+            for optimizer in self.optimizers:  # type: ignore[attr-defined]
+                attachment.add_optimizer(optimizer)
+        self._callback = self._callback_class()
+        trainer.callbacks.insert(0, self._callback)
+
+    def _check_registered(self, model: DistributedDataParallel) -> None:
+        assert self._attachment is not None
+        if self._attachment.name not in registered_name(model):
+            raise self._misconfiguration(
+                f"DDP reports the hook {registered_name(model)!r} instead of {self._attachment.name!r}; another "
+                "plugin or a configure_model() that registers a communication hook is in the way"
+            )
+        logger.info("communication hook %r registered on %s", self._hook, self.root_device)  # type: ignore[attr-defined]
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Wrap the model again if parameters were unfrozen, which DDP would not average; then the step itself."""
+        if self._attachment is not None and not self._attachment.is_closed and self._attachment.unfrozen():
+            self._wrap_again()
+        return super().training_step(*args, **kwargs)  # type: ignore[misc]
+
+    def _wrap_again(self) -> None:
+        assert self._attachment is not None
+        unfrozen = self._attachment.unfrozen()
+        # DDP gives all ranks the model of rank 0.
+        self._attachment.average_weights()
+        self._pl_static_graph_delay_done = False
+        model = self._setup_model(self.lightning_module)  # type: ignore[attr-defined]
+        self._attachment.move_to(model)
+        self.model = model
+        self._check_registered(self.model)
+        logger.info("wrapped the model again: %d parameters were unfrozen, %r first", len(unfrozen), unfrozen[0])
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        """Add the hook's state to a checkpoint that training can resume from, and write it."""
+        if "optimizer_states" in checkpoint and (state := self._state(str(filepath))) is not None:
+            checkpoint[CHECKPOINT_KEY] = state
+        super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)  # type: ignore[misc]
+
+    def _state(self, filepath: str) -> dict[str, Any] | None:
+        if self._attachment is None and getattr(self, "_start_method", None) != "popen":
+            warnings.warn(
+                f"{filepath} has no state of hook {hook_name(self._hook)!r}: training ran in other processes. Save it "
+                "there, with ModelCheckpoint",
+                stacklevel=3,
+            )
+        if self._attachment is None or self._attachment.is_closed:
+            return self._last_state
+        if self._is_alone():
+            logger.warning("the checkpoint %s has no error feedback of hook %r", filepath, self._attachment.name)
+            return self._attachment.shared_state_dict()
+        return self._attachment.state_dict()
+
+    def _is_alone(self) -> bool:
+        """Whether ranks may be at different places of the program, where they cannot average what differs."""
+        frame = sys._getframe()
+        while (caller := frame.f_back) is not None:
+            frame = caller
+            # Lightning's handler of SLURM's signal, which saves a checkpoint wherever it comes.
+            if frame.f_code.co_name == "_slurm_sigusr_handler_fn":
+                return True
+        return bool(self.lightning_module.trainer.interrupted)  # type: ignore[attr-defined]
+
+    def _averaging(self) -> Attachment | None:
+        """The attachment if its hook averages models and can do so now."""
+        attachment = self._attachment
+        if attachment is None or attachment.is_closed or not attachment.averages_models:
+            return None
+        return attachment
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """State of the module for a checkpoint, averaged over ranks where it differs."""
+        attachment = self._averaging()
+        if attachment is None:
+            return super().lightning_module_state_dict()  # type: ignore[misc, no-any-return]
+        if self._is_alone():
+            logger.warning("the checkpoint has the model of rank %d, which was not averaged", self.global_rank)  # type: ignore[attr-defined]
+            return super().lightning_module_state_dict()  # type: ignore[misc, no-any-return]
+        with self._averaged(attachment):
+            return _copied(super().lightning_module_state_dict())  # type: ignore[misc, no-any-return]
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """State of an optimizer for a checkpoint, averaged over ranks where it differs."""
+        attachment = self._averaging()
+        if attachment is None or self._is_alone():
+            return super().optimizer_state(optimizer)  # type: ignore[misc, no-any-return]
+        if self._resync:
+            attachment.average_optimizer_state(optimizer)
+        with attachment.averaged_optimizer_state(optimizer):
+            return _copied(super().optimizer_state(optimizer))  # type: ignore[misc, no-any-return]
+
+    def _averaged(self, attachment: Attachment) -> AbstractContextManager[None]:
+        if not self._resync:
+            return attachment.averaged_weights()
+        attachment.average_weights()
+        return nullcontext()
+
+    def begin_evaluation(self) -> None:
+        """Put averages in the place of each rank's own model, for validation while training."""
+        attachment = self._averaging()
+        if attachment is not None and self._evaluation is None:
+            self._evaluation = self._averaged(attachment)
+            self._evaluation.__enter__()
+
+    def on_validation_end(self) -> None:
+        """Go on from each rank's own model. Checkpoints that callbacks write after validation are done by now."""
+        super().on_validation_end()  # type: ignore[misc]
+        if self._evaluation is not None:
+            evaluation, self._evaluation = self._evaluation, None
+            evaluation.__exit__(None, None, None)
+
+    def average_for_good(self) -> None:
+        """Average models, and the state of optimizers, at the end of training."""
+        attachment = self._averaging()
+        if attachment is not None:
+            attachment.average_weights()
+            for optimizer in self.optimizers:  # type: ignore[attr-defined]
+                attachment.average_optimizer_state(optimizer)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Load the state of optimizers and of the hook, when a fit resumes or Lightning's tuner goes back."""
+        super().load_optimizer_state_dict(checkpoint)  # type: ignore[misc]
+        self._load(checkpoint.get(CHECKPOINT_KEY, {}))
+
+    def _load(self, state: Mapping[str, Any]) -> None:
+        attachment = self._attachment
+        if attachment is None:
+            raise self._misconfiguration(
+                f"{type(self).__name__} has no hook that could take over the checkpoint's state: the model is not in "
+                "DistributedDataParallel. A subclass with its own configure_ddp() must call super().configure_ddp()"
+            )
+        if state:
+            with refusals_as(self._misconfiguration, self):
+                attachment.load_state_dict(state, strict_state=self._strict_state)
+            return
+        attachment.reset_state()
+        if attachment.has_state and self.is_global_zero:  # type: ignore[attr-defined]
+            warnings.warn(
+                f"the checkpoint has no state of hook {attachment.name!r}: it was saved with another strategy, or with "
+                "save_weights_only=True. The hook begins anew, at step 0",
+                stacklevel=2,
+            )
+
+    def on_train_end(self) -> None:
+        """Keep the hook's state for a `Trainer.save_checkpoint()` after training."""
+        super().on_train_end()  # type: ignore[misc]
+        # StochasticWeightAveraging and its like have put there what each rank had by itself.
+        if (averaging := self._averaging()) is not None:
+            averaging.average_weights(everything=True)
+        if self._attachment is not None and not self._attachment.is_closed:
+            state = self._attachment.state_dict()
+            self._last_state = state if self.is_global_zero else None  # type: ignore[attr-defined]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_evaluation": None}  # type: ignore[dict-item]  # of Strategy
+
+    def teardown(self) -> None:
+        """Close the hook, then tear the strategy down."""
+        try:
+            if self._attachment is not None:
+                self._attachment.close()
+        finally:
+            self._evaluation = None
+            callbacks = [] if self._callback is None else self.lightning_module.trainer.callbacks  # type: ignore[attr-defined]
+            # Lightning's tuner puts others there, which stay when it fails.
+            if self._callback in callbacks:
+                callbacks.remove(self._callback)
+            self._callback = None
+            super().teardown()  # type: ignore[misc]
+
+
+def _copied(state: Any) -> Any:
+    """The same nested state with copies of its tensors, which otherwise are the live ones."""
+    if isinstance(state, Tensor):
+        return state.detach().clone()
+    if isinstance(state, dict):
+        # Also the `_metadata` of a module's state, which `OrderedDict.copy()` drops.
+        copied = copy.copy(state)
+        copied.update((key, _copied(value)) for key, value in state.items())
+        return copied
+    return [_copied(value) for value in state] if isinstance(state, list) else state

@@ -1,0 +1,150 @@
+"""`CompressedDDPFabricStrategy` for `lightning.fabric`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from torch.nn import Module
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+try:
+    from lightning.fabric.strategies.ddp import DDPStrategy
+    from lightning.fabric.utilities.exceptions import MisconfigurationException
+    from lightning.fabric.wrappers import _FabricModule
+except ImportError as error:
+    raise ImportError(
+        "CompressedDDPFabricStrategy needs Lightning: pip install 'lightning-commhooks[lightning]'"
+    ) from error
+
+from lightning_commhooks.ddp.attach import attach, resolve_hook
+from lightning_commhooks.ddp.attachment import Attachment
+from lightning_commhooks.ddp.attachments import Attachments
+from lightning_commhooks.interface.hook import CommHook
+from lightning_commhooks.lightning.ddp import CHECKPOINT_KEY, refusals_as
+from lightning_commhooks.wrappers.hook_name import HookName
+from lightning_commhooks.wrappers.scale import Accumulation
+
+
+class CompressedDDPFabricStrategy(DDPStrategy):
+    """Fabric's `DDPStrategy` with a communication hook, on CPU and GPU alike.
+
+    `Fabric(strategy=CompressedDDPFabricStrategy(hook="powersgd"))`. Checkpoints by `fabric.save` have the hook's state
+    when there is a model in them, and `fabric.load` takes it over. With hooks that average models, the average is in
+    place in `fabric.save`, after `fabric.barrier()`, and in forwards in eval mode without gradients; each rank's own
+    model is back in the next forward with gradients.
+
+    Args:
+        hook: name of a hook (`lightning_commhooks.available_hooks()`), a configured hook such as
+            `PowerSGD(matrix_approximation_rank=4)`, or a DDP hook function `(state, bucket)`.
+        hook_state: the state of such a function.
+        exact_state: save what differs between ranks for each of them, so that a run resumes bit by bit on CPU.
+        strict_state: whether hook state that does not fit is an error. If not, what does not fit begins anew, with a
+            warning.
+        resync: whether ranks go on from the average after they saw it, instead of from their own models.
+        accumulation: what gradients are divided by that are accumulated with `fabric.no_backward_sync`: see
+            [`ScaleByGradAccumulation`][].
+        loss_divided_by: what you divide the loss of each micro-batch by before `fabric.backward`, which divides by
+            nothing; or a function that returns it.
+        **kwargs: arguments of Fabric's `DDPStrategy` and of `DistributedDataParallel`.
+
+    Attributes:
+        attachments: one for each module set up so far, in order, for `metrics()`.
+
+    Raises:
+        MisconfigurationException: unknown hook, or an option out of range; in `setup`, an optimizer that cannot step on
+            one rank alone; in `load`, hook state that does not fit.
+    """
+
+    def __init__(
+        self,
+        hook: CommHook | HookName | Callable[..., Any],
+        hook_state: object | None = None,
+        exact_state: bool = False,
+        strict_state: bool = True,
+        resync: bool = False,
+        accumulation: Accumulation = "framework",
+        loss_divided_by: float | Callable[[], float] = 1,
+        **kwargs: Any,
+    ) -> None:
+        with refusals_as(MisconfigurationException, self):
+            self._hook = resolve_hook(hook, hook_state, accumulation)
+        self._loss_divided_by = loss_divided_by
+        self._hook_state = hook_state
+        self._exact_state = exact_state
+        self.attachments: list[Attachment] = []
+        self._together = Attachments(resync=resync, strict_state=strict_state)
+        self._optimizers: list[Optimizer] = []
+        super().__init__(**kwargs)
+
+    @property
+    def hook(self) -> CommHook | Callable[..., Any]:
+        """The configuration: what a name stands for, or a DDP hook function."""
+        return self._hook
+
+    def setup_module(self, module: Module) -> DistributedDataParallel:
+        """Wrap a module in DDP and register the hook."""
+        model = super().setup_module(module)
+        with refusals_as(MisconfigurationException, self):
+            attachment = attach(
+                model,
+                self._hook,
+                hook_state=self._hook_state,
+                grad_scaler=getattr(self.precision, "scaler", None),
+                exact_state=self._exact_state,
+                loss_divided_by=self._loss_divided_by,
+            )
+            self.attachments.append(attachment)
+            self._together.add(attachment, self._optimizers)
+        return model
+
+    def add_weight(self, weight: float | Tensor, model: Module | None = None) -> None:
+        """With `accumulation="weighted"`, say how much the present micro-batch counts, as by its number of tokens.
+
+        Before its `fabric.backward`: `fabric.strategy.add_weight(num_tokens)`. See `Attachment.add_weight`.
+
+        Args:
+            weight: a number of at least 0.
+            model: what `fabric.setup` returned; not needed for one model.
+
+        Raises:
+            MisconfigurationException: see `Attachment.add_weight`; or several models, and none given.
+        """
+        wrapped = model._forward_module if isinstance(model, _FabricModule) else model
+        with refusals_as(MisconfigurationException, self):
+            self._together.add_weight(weight, wrapped)  # type: ignore[arg-type]
+
+    def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        """Let hooks that average models know of an optimizer."""
+        optimizer = super().setup_optimizer(optimizer)
+        with refusals_as(MisconfigurationException, self):
+            self._together.add_optimizer(optimizer)
+        self._optimizers.append(optimizer)
+        return optimizer
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        """Wait for all ranks; afterwards models are looked at."""
+        super().barrier(*args, **kwargs)
+        self._together.show_average()
+
+    def save_checkpoint(self, path: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        """Save averages, and the hooks' state."""
+        self._together.show_average()  # still there in the barrier that follows
+        with self._together.averaged(self._optimizers):
+            if _has_model(state):
+                state = {**state, CHECKPOINT_KEY: self._together.state_dict()}
+            super().save_checkpoint(path, state, *args, **kwargs)
+
+    def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Load, and after the models the hooks' state."""
+        rest = super().load_checkpoint(path, state, *args, **kwargs)
+        if isinstance(state, dict) and _has_model(state):
+            with refusals_as(MisconfigurationException, self):
+                self._together.load_state_dict(rest.pop(CHECKPOINT_KEY, None), str(path))
+        return rest
+
+
+def _has_model(state: dict[str, Any]) -> bool:
+    return any(isinstance(value, DistributedDataParallel) for value in state.values())

@@ -1,0 +1,150 @@
+"""What the `CommHookMonitor` callbacks of `lightning` and `pytorch_lightning` share."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+from lightning_commhooks.ddp.monitor import NAMES, PREFIX, MetricName, Monitor, MonitorOptions
+from lightning_commhooks.interface.error_sample import DEFAULT_NUMEL
+from lightning_commhooks.lightning.ddp import refusals_as
+
+
+class CommHookMonitorMixin:
+    """Logs what a communication hook does while it trains, and says at the end what it was good for.
+
+    `Trainer(strategy=CompressedDDPStrategy(hook="int8"), callbacks=[CommHookMonitor()])`.
+
+    To every logger of the Trainer, at the step of `LightningModule.log`: `comm/bytes_sent`, `comm/averagings` and
+    `comm/nonfinite_steps` since `fit` began; `comm/compression_ratio`, and `comm/exposed_ms` and `comm/codec_ms` per
+    step, since they were logged last; `comm/relative_error` if it was sampled since then; `comm/residual_norm` now.
+    They are those of rank 0. What is unknown is left out: with a hook function of your own all of it, with FSDP all but
+    bytes and ratio.
+
+    A step is a synchronized backward: with gradient accumulation one in several batches, with several optimizers
+    several in one batch.
+
+    Args:
+        every_n_steps: log so often, and once more when training ends.
+        error_every_n_steps: sample the error of averaged gradients so often, at the cost of an all-reduce of
+            `error_numel` numbers; 0: never.
+        error_numel: number of gradient elements to estimate the error from; `None`: all.
+        progress_bar: which values to show there, by their names without `comm/`.
+        closing_line: whether to show one line when training ends, above the progress bar or in Lightning's log: bytes
+            sent and saved, seconds saved against plain DDP (an estimate), and steps that were not compressed, with the
+            reason.
+        measure_link: whether to measure the network for that estimate, for half a second when training begins. If not,
+            the closing line has no seconds.
+
+    Raises:
+        MisconfigurationException: a value is out of range; in `fit`, when the strategy has no communication hook.
+    """
+
+    _misconfiguration: ClassVar[type[Exception]]
+    _rank_zero_info: ClassVar[Callable[..., None]]
+    _strategy: ClassVar[str]
+
+    def __init__(
+        self,
+        every_n_steps: int = 50,
+        error_every_n_steps: int = 100,
+        error_numel: int | None = DEFAULT_NUMEL,
+        progress_bar: Sequence[MetricName] = ("compression_ratio", "exposed_ms"),
+        closing_line: bool = True,
+        measure_link: bool = True,
+    ) -> None:
+        with refusals_as(self._misconfiguration, self):
+            self._options = MonitorOptions(
+                every_n_steps=every_n_steps,
+                error_every_n_steps=error_every_n_steps,
+                error_numel=error_numel,
+                closing_line=closing_line,
+                measure_link=measure_link,
+            )
+            self._progress_bar = _checked_names(progress_bar)
+        self._monitor: Monitor | None = None
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Refuse strategies without a communication hook."""
+        if stage == "fit" and not hasattr(trainer.strategy, "attachment"):
+            raise self._misconfiguration(
+                f"{type(self).__name__} shows what a communication hook does, and {type(trainer.strategy).__name__} "
+                f"has none: use Trainer(strategy={self._strategy}(hook='powersgd')) or strategy='ddp_powersgd', or "
+                "leave the callback out"
+            )
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Begin to count. Collective."""
+        attachment = trainer.strategy.attachment
+        if attachment is None:
+            raise self._misconfiguration(
+                f"{type(self).__name__} has nothing to show with {type(trainer.strategy).__name__} and "
+                f"sharding_strategy={trainer.strategy.sharding_strategy}: FSDP takes no communication hook there and "
+                "reduces by itself. Leave the callback out, or use sharding_strategy='FULL_SHARD'"
+            )
+        self._monitor = self._options.monitor(attachment)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Log every so many steps, on rank 0."""
+        if (
+            not trainer.is_global_zero
+            or self._monitor is None
+            or self._monitor.num_new_steps < self._options.every_n_steps
+        ):
+            return
+        values = self._log(trainer, self._monitor, trainer.fit_loop.epoch_loop._batches_that_stepped)
+        # Not by LightningModule.log, which would add to `callback_metrics`, too.
+        shown = {name: values[PREFIX + name] for name in self._progress_bar if PREFIX + name in values}
+        trainer.progress_bar_metrics.update(shown)
+
+    def _log(self, trainer: Any, monitor: Monitor, step: int) -> dict[str, float]:
+        # At the step of LightningModule.log and of Lightning's own callbacks: `global_step` counts each optimizer's.
+        values = monitor.values()
+        for logger in trainer.loggers if values else ():
+            logger.log_metrics(dict(values), step=step)
+        return values
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Log what is left, and the closing line."""
+        if trainer.is_global_zero and self._monitor is not None and self._monitor.num_new_steps:
+            # Which has been counted by now.
+            self._log(trainer, self._monitor, trainer.fit_loop.epoch_loop._batches_that_stepped - 1)
+        self._close(trainer)
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Say the closing line; on CUDA this would wait for collectives that other ranks may have left."""
+        if trainer.strategy.root_device.type == "cpu":
+            # What went wrong is to be reported, whatever comes of this.
+            with contextlib.suppress(Exception):
+                self._close(trainer)
+
+    def _close(self, trainer: Any) -> None:
+        monitor, self._monitor = self._monitor, None
+        if monitor is None or not self._options.closing_line or not trainer.is_global_zero:
+            return
+        bar = trainer.progress_bar_callback
+        # Progress bars of users' own need not say so.
+        if getattr(bar, "is_enabled", False):
+            # That of rich is drawn over what is written to the terminal by others.
+            bar.print(monitor.summary())
+        else:
+            self._rank_zero_info(monitor.summary())
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Let go of the hook."""
+        self._monitor = None
+
+
+def _checked_names(names: object) -> tuple[MetricName, ...]:
+    """Names of values for the progress bar.
+
+    Raises:
+        ValueError: there is no such value.
+    """
+    if isinstance(names, str) or not isinstance(names, Sequence):
+        raise ValueError(f"progress_bar must be a list of names, is {names!r}; () shows nothing")
+    for name in names:
+        if name not in NAMES:
+            raise ValueError(f"progress_bar has {name!r}; there are {', '.join(NAMES)}")
+    return tuple(names)

@@ -1,0 +1,50 @@
+"""Strategy names such as `ddp_powersgd`, `fsdp_bf16`: registered when Lightning is imported, without importing it."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from types import ModuleType
+from typing import Any
+
+import wrapt
+
+from lightning_commhooks.fsdp.reduction import sharded_hooks
+from lightning_commhooks.interface.registry import available_hooks
+
+_PACKAGES = {
+    "lightning.pytorch.strategies": {
+        "ddp": ("lightning_commhooks.lightning.of_lightning", "CompressedDDPStrategy"),
+        "fsdp": ("lightning_commhooks.lightning.of_lightning", "CompressedFSDPStrategy"),
+    },
+    "pytorch_lightning.strategies": {
+        "ddp": ("lightning_commhooks.lightning.of_pytorch_lightning", "CompressedDDPStrategyPL"),
+        "fsdp": ("lightning_commhooks.lightning.of_pytorch_lightning", "CompressedFSDPStrategyPL"),
+    },
+}
+
+
+def register_strategy_names() -> None:
+    """Register `ddp_<hook>` for every hook and `fsdp_<hook>` for those that work with FSDP.
+
+    With Lightning's `StrategyRegistry`, now for each of `lightning` and `pytorch_lightning` that is imported already,
+    and for the other as soon as it is imported. Imports neither.
+    """
+    for module_name in _PACKAGES:
+        wrapt.register_post_import_hook(_register, module_name)
+
+
+def _register(strategies: ModuleType) -> None:
+    hooks = {"ddp": available_hooks(), "fsdp": sharded_hooks()}
+    for kind, (module_name, class_name) in _PACKAGES[strategies.__name__].items():
+        make = functools.partial(_make, module_name, class_name)
+        for hook in hooks[kind]:
+            name = f"{kind}_{hook}"
+            if name not in strategies.StrategyRegistry:
+                strategies.StrategyRegistry.register(
+                    name, make, description=f"{kind.upper()} with the communication hook {hook!r}", hook=hook
+                )
+
+
+def _make(module_name: str, class_name: str, **init_params: Any) -> Any:
+    return getattr(importlib.import_module(module_name), class_name)(**init_params)

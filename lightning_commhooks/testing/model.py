@@ -1,0 +1,161 @@
+"""A model whose gradients are chosen, and what a hook makes of them."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_commhooks.ddp.attach import attach
+from lightning_commhooks.ddp.attachment import Attachment
+from lightning_commhooks.interface.hook import CommHook
+
+Shapes = Mapping[str, tuple[int, ...]]
+Gradients = dict[str, Tensor]
+# Gradients of a rank and step.
+Make = Callable[[int, int, Shapes, torch.dtype], Gradients]
+
+# Matrices of equal and of other shapes, a convolution, vectors, and what is as small as can be.
+SHAPES: Shapes = {
+    "first": (24, 40),
+    "bias": (40,),
+    "scalar": (),
+    "second": (40, 24),
+    "conv": (16, 8, 3, 3),
+    "one": (1,),
+    "third": (24, 40),
+    "small": (3, 2),
+    "row": (1, 50),
+}
+# Several buckets of these, in MB.
+SMALL_BUCKETS = 4e-3
+
+# What a hook that is used for a few steps may say.
+_EXPECTED_WARNINGS = ("hook=", "training ended after", "Grad strides do not match")
+
+
+class Params(nn.Module):
+    """Parameters of given shapes whose gradients are the arguments of `forward`, exactly."""
+
+    def __init__(self, shapes: Shapes, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        for name, shape in shapes.items():
+            self.register_parameter(name, nn.Parameter(torch.zeros(shape, dtype=dtype)))
+
+    def forward(self, gradients: Gradients) -> Tensor:
+        """A loss that has these gradients; parameters without one are not used."""
+        terms = ((self.get_parameter(name) * gradient).sum().double() for name, gradient in gradients.items())
+        return sum(terms, torch.zeros((), dtype=torch.float64))
+
+
+def low_rank_gradients(
+    rank: int, step: int, shapes: Shapes, dtype: torch.dtype = torch.float32, rows: int = 2
+) -> Gradients:
+    """Gradients of one rank and step: matrices span the same `rows` dimensions, always and on all ranks."""
+    shared = torch.Generator().manual_seed(0)
+    own = torch.Generator().manual_seed(1000 + 100 * step + rank)
+    gradients = {}
+    for name, shape in shapes.items():
+        if len(shape) < 2:
+            gradients[name] = torch.randn(shape, generator=own, dtype=torch.float64).to(dtype)
+            continue
+        left = torch.randn(shape[0], rows, generator=shared, dtype=torch.float64)
+        right = torch.randn(rows, torch.Size(shape[1:]).numel(), generator=shared, dtype=torch.float64)
+        weights = torch.randn(rows, 1, generator=own, dtype=torch.float64)
+        gradients[name] = (left @ (weights * right)).view(shape).to(dtype)
+    return gradients
+
+
+def full_rank_gradients(rank: int, step: int, shapes: Shapes, dtype: torch.dtype = torch.float32) -> Gradients:
+    """Gradients of one rank and step: independent numbers around a mean that all ranks share."""
+    own = torch.Generator().manual_seed(100 * step + rank)
+    shared = torch.Generator().manual_seed(-1 - step)
+    return {
+        name: (torch.randn(shape, generator=own) + torch.randn(shape, generator=shared)).to(dtype)
+        for name, shape in shapes.items()
+    }
+
+
+def zero_gradients(rank: int, step: int, shapes: Shapes, dtype: torch.dtype = torch.float32) -> Gradients:
+    """Gradients that are zero."""
+    return {name: torch.zeros(shape, dtype=dtype) for name, shape in shapes.items()}
+
+
+def mean_gradients(
+    make: Make, world: int, step: int, shapes: Shapes = SHAPES, dtype: torch.dtype = torch.float32
+) -> Gradients:
+    """The mean over ranks in float64; of a parameter that a rank does not use, with zero for it."""
+    ranks = [make(rank, step, shapes, dtype) for rank in range(world)]
+    zeros = zero_gradients(0, step, shapes, torch.float64)
+    return {name: sum((own[name].double() for own in ranks if name in own), zeros[name]) / world for name in shapes}
+
+
+def backward(ddp: DistributedDataParallel, gradients: Gradients) -> Gradients:
+    """One backward; what DDP leaves in `.grad`, by name."""
+    ddp.zero_grad(set_to_none=True)
+    ddp(gradients).backward()
+    return {name: p.grad.clone() for name, p in ddp.module.named_parameters() if p.grad is not None}
+
+
+@contextmanager
+def attached(
+    hook: CommHook | str,
+    shapes: Shapes = SHAPES,
+    dtype: torch.dtype = torch.float32,
+    exact_state: bool = False,
+    grad_scaler: torch.amp.GradScaler | None = None,
+    **ddp_options: Any,
+) -> Iterator[tuple[DistributedDataParallel, Attachment]]:
+    """`(ddp, attachment)` of a `Params` model, closed at the end."""
+    ddp = DistributedDataParallel(Params(shapes, dtype), **{"bucket_cap_mb": SMALL_BUCKETS, **ddp_options})
+    attachment = attach(ddp, hook, exact_state=exact_state, grad_scaler=grad_scaler)
+    with warnings.catch_warnings():
+        for message in _EXPECTED_WARNINGS:
+            warnings.filterwarnings("ignore", message=message)
+        yield ddp, attachment
+        attachment.close()
+
+
+def outputs(
+    rank: int,
+    world: int,
+    hook: CommHook,
+    make: Make,
+    steps: int,
+    shapes: Shapes = SHAPES,
+    dtype: torch.dtype = torch.float32,
+    options: Mapping[str, Any] | None = None,
+) -> tuple[list[Gradients], dict[str, Any], dict[str, float]]:
+    """Averaged gradients of every step, final state and metrics."""
+    with attached(hook, shapes, dtype, **(options or {})) as (ddp, attachment):
+        means = [backward(ddp, make(rank, step, shapes, dtype)) for step in range(steps)]
+        metrics = attachment.metrics()  # first: what a state_dict() sends is counted too
+        return means, attachment.state_dict(), metrics
+
+
+def norm(gradients: Gradients) -> float:
+    """Frobenius norm over all parameters, in float64."""
+    return float(torch.cat([g.double().reshape(-1) for g in gradients.values()]).norm())
+
+
+def distance(a: Gradients, b: Gradients) -> float:
+    """Norm of the difference."""
+    assert a.keys() == b.keys()
+    return norm({name: a[name].double() - b[name].double() for name in a})
+
+
+def same(a: Gradients, b: Gradients) -> bool:
+    """Whether two sets of gradients are equal bit by bit."""
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def equal_states(a: Any, b: Any) -> bool:
+    """Whether two states are equal bit by bit."""
+    if isinstance(a, dict):
+        return isinstance(b, dict) and a.keys() == b.keys() and all(equal_states(a[key], b[key]) for key in a)
+    return torch.equal(a, b) if isinstance(a, Tensor) else bool(a == b)

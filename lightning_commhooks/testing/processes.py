@@ -1,0 +1,131 @@
+"""Ranks that are processes: each call is made on a new gloo process group."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import pickle
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from multiprocessing import connection, get_context
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+# Of the ranks: compiling takes seconds, and what is compiled is not for gradients as small as these; and DDP warns, to
+# stderr, of parameters that may be unused and are not.
+_ENVIRONMENT = {"TORCH_COMPILE_DISABLE": "1", "TORCH_CPP_LOG_LEVEL": "ERROR", "OMP_NUM_THREADS": "1"}
+
+
+@contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Environment variables of processes that are started meanwhile; those that are set stay as they are."""
+    ours = {key: value for key, value in variables.items() if key not in os.environ}
+    os.environ.update(ours)
+    try:
+        yield
+    finally:
+        for key in ours:
+            del os.environ[key]
+
+
+class Processes:
+    """Calls functions on up to `size` ranks, each a process of its own; a context manager.
+
+    Args:
+        size: number of processes.
+        seconds: that a collective, and twice of which a call, may take.
+    """
+
+    def __init__(self, size: int, seconds: float) -> None:
+        self._size = size
+        self._seconds = seconds
+        self._numbers = itertools.count()
+        self._ranks: list[tuple[Any, connection.Connection]] = []
+
+    def __enter__(self) -> Processes:
+        self._store = _store(0, is_master=True)
+        # Not forked: a process that has trained has threads.
+        context = get_context("spawn")
+        with _environment(_ENVIRONMENT):
+            for _ in range(self._size):
+                ours, theirs = context.Pipe()
+                process = context.Process(target=_work, args=(theirs, self._store.port, self._seconds), daemon=True)
+                process.start()
+                theirs.close()
+                self._ranks.append((process, ours))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for process, pipe in self._ranks:
+            pipe.close()
+            process.join(1)
+            process.kill()
+        self._ranks = []
+
+    def __call__(self, function: Callable[..., Any], *args: Any, world: int) -> list[Any]:
+        """Call `function(rank, world, *args)` on `world` ranks; the results by rank.
+
+        Raises:
+            RuntimeError: it failed on some ranks, or not all of them came to an end.
+        """
+        prefix = f"call{next(self._numbers)}"
+        pipes = [pipe for _, pipe in self._ranks[:world]]
+        for rank, pipe in enumerate(pipes):
+            pipe.send_bytes(pickle.dumps((prefix, rank, world, function, args)))
+        deadline = time.monotonic() + 2 * self._seconds
+        replies: dict[int, tuple[bool, Any]] = {}
+        while len(replies) < world:
+            waiting = [pipe for rank, pipe in enumerate(pipes) if rank not in replies]
+            ready = connection.wait(waiting, max(0.0, deadline - time.monotonic()))
+            if not ready:
+                break
+            for rank, pipe in enumerate(pipes):
+                if pipe in ready:
+                    try:
+                        replies[rank] = pickle.loads(pipe.recv_bytes())
+                    except EOFError:
+                        replies[rank] = False, "the process died"
+        failed = [f"rank {rank}: {text}" for rank, (is_fine, text) in sorted(replies.items()) if not is_fine]
+        failed += [f"rank {rank}: no end after {2 * self._seconds:g} s" for rank in range(world) if rank not in replies]
+        if failed:
+            raise RuntimeError("\n".join(failed))
+        return [replies[rank][1] for rank in range(world)]
+
+
+def _store(port: int, is_master: bool) -> Any:
+    return dist.TCPStore(  # type: ignore[attr-defined]  # documented
+        "127.0.0.1", port, is_master=is_master, wait_for_workers=False
+    )
+
+
+def _work(pipe: connection.Connection, port: int, seconds: float) -> None:
+    """A rank: make calls until the other end closes."""
+    torch.set_num_threads(1)
+    store = _store(port, is_master=False)
+    while True:
+        try:
+            message = pipe.recv_bytes()
+        except EOFError:
+            return
+        try:
+            prefix, rank, world, function, args = pickle.loads(message)
+            own = dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]  # documented
+            timeout = timedelta(seconds=seconds)
+            dist.init_process_group("gloo", store=own, rank=rank, world_size=world, timeout=timeout)
+            torch.manual_seed(0)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                reply = True, function(rank, world, *args)
+            dist.barrier()
+            dist.destroy_process_group()
+        except BaseException as error:
+            reply = False, "".join(traceback.format_exception(error))
+            if dist.is_initialized():
+                dist.destroy_process_group()
+        pipe.send_bytes(pickle.dumps(reply))

@@ -1,0 +1,306 @@
+"""What every hook owes, in each step: one rule per function.
+
+A rule gets `run`, which calls a function on so many ranks, and a [`Case`][], and raises [`BrokenRule`][] with the rule
+in words. Whatever runs on a rank is a function of a module, so that it can be sent there.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_commhooks.interface.hook import CommHook
+from lightning_commhooks.testing.model import (
+    SHAPES,
+    Gradients,
+    attached,
+    backward,
+    distance,
+    equal_states,
+    full_rank_gradients,
+    low_rank_gradients,
+    mean_gradients,
+    norm,
+    outputs,
+    same,
+    zero_gradients,
+)
+
+# Half a unit in the last place of what a 16-bit number has at most.
+ROUNDING_OF_16_BIT = 2**-7
+
+
+class BrokenRule(AssertionError):
+    """A hook does not do what every hook owes."""
+
+
+class Run(Protocol):
+    """Calls `function(rank, world, *args)` on each of `world` ranks; returns the results by rank."""
+
+    def __call__(self, function: Callable[..., Any], *args: Any, world: int) -> list[Any]: ...
+
+
+@dataclass(frozen=True)
+class Case:
+    """A hook, and what is expected of it.
+
+    Attributes:
+        hook: with options that show what it does within a few steps.
+        error: largest error of one step, as a fraction of the gradients' norm, for matrices of rank 2.
+        rounding: what may be lost in a step though there is error feedback, as a fraction of the gradients' norm.
+        bytes_sent: bytes that a rank sends in the third step, by the number of ranks, for one bucket of `SHAPES` in
+            float32; `None`: whatever is measured.
+        depends_on_buckets: whether the result depends on where DDP's buckets begin and end.
+        goes_on_from_mean: whether a run resumed from the mean of the ranks' memory has to go on as it would have.
+    """
+
+    hook: CommHook
+    error: float = 1.0
+    rounding: float = 1e-5
+    bytes_sent: Callable[[int], float] | None = None
+    depends_on_buckets: bool = False
+    goes_on_from_mean: bool = False
+
+
+def demand(condition: object, rule: str) -> None:
+    """Raise [`BrokenRule`][] unless a condition holds."""
+    if not condition:
+        raise BrokenRule(rule)
+
+
+def largest_norm(world: int, step: int, dtype: torch.dtype = torch.float32) -> float:
+    """Norm of the largest rank's gradients."""
+    return max(norm(low_rank_gradients(rank, step, SHAPES, dtype)) for rank in range(world))
+
+
+def check_result(means: list[Gradients], world: int, step: int, bound: float, dtype: torch.dtype) -> None:
+    """All ranks have the same, and it is the mean of `low_rank_gradients`."""
+    demand(all(same(means[0], other) for other in means[1:]), f"all ranks get the same; step {step} differs")
+    error = distance(means[0], mean_gradients(low_rank_gradients, world, step, dtype=dtype))
+    error /= largest_norm(world, step, dtype)
+    demand(
+        error <= bound,
+        f"the result is the mean over ranks, up to error={bound:.3g} of the gradients' norm; in step {step} it is "
+        f"off by {error:.3g}. Gradients are to be divided by the number of ranks",
+    )
+
+
+def ranks_agree_on_the_mean(run: Run, case: Case, world: int) -> None:
+    """All ranks get the same, and it is the mean over ranks up to the stated error."""
+    results = run(outputs, case.hook, low_rank_gradients, 3, world=world)
+    for step in range(3):
+        check_result([means[step] for means, _, _ in results], world, step, case.error + 1e-5, torch.float32)
+
+
+def all_dtypes(run: Run, case: Case, world: int) -> None:
+    """Gradients of 64, 32 and 16 bit come back in their own dtype."""
+    for dtype in (torch.float64, torch.float16, torch.bfloat16):
+        results = run(outputs, case.hook, low_rank_gradients, 2, SHAPES, dtype, world=world)
+        for means, _, _ in results:
+            demand(all(mean.dtype == dtype for mean in means[1].values()), f"gradients of {dtype} keep their dtype")
+        rounding = 1e-9 if dtype == torch.float64 else 8 * ROUNDING_OF_16_BIT
+        check_result([means[1] for means, _, _ in results], world, 1, case.error + rounding, dtype)
+
+
+def zero_gradients_stay_zero(run: Run, case: Case, world: int) -> None:
+    """Gradients that are zero on all ranks stay zero."""
+    for find_unused in (False, True):
+        options = {"find_unused_parameters": find_unused}
+        for means, _, _ in run(outputs, case.hook, zero_gradients, 4, SHAPES, torch.float32, options, world=world):
+            demand(all(not mean.any() for step in means for mean in step.values()), "zero gradients stay zero")
+
+
+def _with_rng(rank: int, world: int, hook: CommHook) -> tuple[list[list[Gradients]], bool]:
+    torch.manual_seed(rank)
+    before = torch.get_rng_state()
+    results = [outputs(rank, world, hook, full_rank_gradients, 4)[0] for _ in range(2)]
+    return results, torch.equal(before, torch.get_rng_state())
+
+
+def deterministic(run: Run, case: Case, world: int) -> None:
+    """The same gradients give the same results, bit by bit, and the global random state is left alone."""
+    for (once, again), is_untouched in run(_with_rng, case.hook, world=world):
+        demand(all(same(a, b) for a, b in zip(once, again, strict=True)), "a second run has the same bits")
+        demand(is_untouched, "the global random state is not touched; draw from a generator of the hook's own")
+
+
+_STEPS = 5
+
+
+def _with_bad_step(
+    rank: int, world: int, hook: CommHook, bad_step: int | None, at: str, value: float
+) -> tuple[list[Gradients], Any, float, Gradients, bool]:
+    """Outputs of the good steps, with a bad one between them or none; state, count, and what the bad one gave."""
+    means, bad = [], {}
+    with attached(hook, find_unused_parameters=True) as (ddp, attachment):
+        for step in range(_STEPS):
+            if step == bad_step:
+                gradients = full_rank_gradients(rank, 100, SHAPES)
+                if rank == world - 1:
+                    gradients[at].view(-1)[-1] = value
+                bad = backward(ddp, gradients)
+            means.append(backward(ddp, full_rank_gradients(rank, step, SHAPES)))
+        has_memory = attachment.bound is not None and attachment.bound.has_memory
+        return means, attachment.state_dict()["hook"], attachment.metrics()["nonfinite_steps"], bad, has_memory
+
+
+def _with_bad_steps(rank: int, world: int, hook: CommHook, bad_steps: list[tuple[Any, ...]]) -> list[Any]:
+    return [_with_bad_step(rank, world, hook, *arguments) for arguments in bad_steps]
+
+
+# The step before which it comes, the parameter and its value; first none.
+_BAD_STEPS = [
+    (None, "first", 0.0),
+    (3, "first", float("inf")),
+    (3, "bias", float("nan")),
+    (1, "row", float("-inf")),
+    (0, "conv", float("inf")),
+]
+
+
+def bad_steps_never_happened(run: Run, case: Case, world: int) -> None:
+    """A step with inf or NaN on one rank is NaN on all, and leaves no trace in a memory."""
+    # What is particular about the others does not depend on the number of ranks.
+    tried = _BAD_STEPS if world == 2 else _BAD_STEPS[:2]
+    for (expected, good_state, none, _, has_memory), *others in run(_with_bad_steps, case.hook, tried, world=world):
+        for (means, state, one, bad, _), (step, at, value) in zip(others, tried[1:], strict=True):
+            where = f"; step {step} had {value} in {at!r} of the last rank"
+            good = all(same(a, b) for a, b in zip(expected, means, strict=True))
+            demand(good, f"the steps after one with inf or NaN are as if it had not been{where}")
+            demand(equal_states(good_state, state), f"memory does not change in a step with inf or NaN{where}")
+            finite = [bool(mean.isfinite().all()) for mean in bad.values()]
+            demand(not all(finite), f"inf or NaN on one rank is seen on all{where}")
+            if has_memory:
+                demand(not any(finite), f"a step that memory disregards is NaN in all gradients{where}")
+                demand((none, one) == (0, 1), f"such a step is counted once{where}")
+
+
+_SCALES = [2.0**16, 2.0**17, 2.0**17, 2.0**5, 1.0, 3.0, 2.0**10, 2.0**9]
+
+
+def _scaled_and_not(rank: int, world: int, hook: CommHook) -> list[tuple[list[Gradients], float]]:
+    """Outputs without a scaler, and with one whose scale grows and shrinks, divided by the scale; overflows."""
+    results = []
+    for scaler in (None, torch.amp.GradScaler("cpu")):
+        means = []
+        with attached(hook, grad_scaler=scaler) as (ddp, attachment):
+            for step, scale in enumerate(_SCALES):
+                gradients = full_rank_gradients(rank, step, SHAPES)
+                if scaler is None:
+                    means.append(backward(ddp, gradients))
+                    continue
+                ddp.zero_grad()
+                scaler.scale(torch.ones(()))  # makes the scale; the loss is of float64 here
+                scaler.update(scale)
+                (ddp(gradients) * scale).backward()
+                means.append({name: _gradient(p) / scale for name, p in ddp.module.named_parameters()})
+            results.append((means, attachment.metrics()["numel_overflowed"]))
+    return results
+
+
+def _gradient(parameter: Tensor) -> Tensor:
+    assert parameter.grad is not None
+    return parameter.grad
+
+
+def loss_scale_makes_no_difference(run: Run, case: Case, world: int) -> None:
+    """Under a `GradScaler` whose scale changes, results are those without, times the scale."""
+    bound = max(2 * case.rounding, 1e-5)
+    for (plain, _), (scaled, overflowed) in run(_scaled_and_not, case.hook, world=world):
+        for step, (a, b) in enumerate(zip(plain, scaled, strict=True)):
+            if overflowed and _SCALES[step] >= 2**16:
+                continue  # of what is sent in float16
+            demand(
+                distance(a, b) <= bound * norm(a),
+                f"the scale of a GradScaler makes no difference, up to rounding={case.rounding:.3g}; in step "
+                f"{step}, after scales {_SCALES[: step + 1]}, it is off by {distance(a, b) / norm(a):.3g}. Memory is "
+                "kept in units of the loss: divide gradients by bucket.loss_scale on the way in, multiply on the way out",
+            )
+
+
+def config_is_frozen_and_pickles(run: Run, case: Case, world: int) -> None:
+    """A configuration cannot be changed, and pickles."""
+    demand(pickle.loads(pickle.dumps(case.hook)) == case.hook, "a configuration pickles")
+    try:
+        case.hook.anything = 1  # type: ignore[attr-defined]
+    except AttributeError:
+        return
+    raise BrokenRule("a configuration cannot be changed: make it a frozen dataclass")
+
+
+# What a rank sends for a call, by the function: all tensors of it, times this.
+_SENDERS: dict[str, tuple[int, Callable[[int], float]]] = {
+    "all_reduce": (0, lambda w: 2 * (w - 1) / w),
+    "all_gather": (1, lambda w: w - 1),
+    "all_gather_into_tensor": (1, lambda w: w - 1),
+    "all_to_all_single": (1, lambda w: (w - 1) / w),
+    "reduce_scatter_tensor": (1, lambda w: (w - 1) / w),
+    "broadcast": (0, lambda w: 1),
+}
+
+
+@contextmanager
+def _measuring() -> Iterator[list[float]]:
+    """Bytes that are given to PyTorch's collectives meanwhile, as a list of numbers."""
+    sent: list[float] = []
+    originals = {name: getattr(dist, name) for name in _SENDERS}
+
+    def measuring(name: str) -> Callable[..., Any]:
+        place, factor = _SENDERS[name]
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            tensor = args[place]
+            sent.append(factor(dist.get_world_size(kwargs.get("group"))) * tensor.numel() * tensor.element_size())
+            return originals[name](*args, **kwargs)
+
+        return call
+
+    for name in _SENDERS:
+        setattr(dist, name, measuring(name))
+    try:
+        yield sent
+    finally:
+        for name, original in originals.items():
+            setattr(dist, name, original)
+
+
+def _measured(rank: int, world: int, hook: CommHook) -> tuple[dict[str, float], float]:
+    """What is counted in a step, and what is sent; not in the first two, after which DDP builds its buckets anew."""
+    with attached(hook, bucket_cap_mb=25) as (ddp, attachment):
+        for step in range(2):
+            backward(ddp, full_rank_gradients(rank, step, SHAPES))
+        before = attachment.metrics()
+        with _measuring() as sent:
+            backward(ddp, full_rank_gradients(rank, 2, SHAPES))
+        counted = attachment.metrics()
+        return {key: counted[key] - before[key] for key in _COUNTED}, sum(sent)
+
+
+_COUNTED = ("bytes_sent", "bytes_dense", "numel_compressed", "numel_uncompressed", "steps", "collectives")
+
+
+def bytes_are_counted(run: Run, case: Case, world: int) -> None:
+    """`bytes_sent` is what a rank gives to PyTorch's collectives, and what the hook is stated to send."""
+    numel = sum(torch.Size(shape).numel() for shape in SHAPES.values())
+    for metrics, sent in run(_measured, case.hook, world=world):
+        counted = metrics["bytes_sent"]
+        demand(_close(counted, sent), f"bytes are counted as they are sent; counted {counted:.0f}, sent {sent:.0f}")
+        if case.bytes_sent is not None:
+            stated = case.bytes_sent(world)
+            demand(_close(counted, stated), f"a step sends {stated:.0f} bytes as stated; counted {counted:.0f}")
+        elements = metrics["numel_compressed"] + metrics["numel_uncompressed"]
+        demand(elements == numel, f"each of {numel} gradient elements is counted once; counted {elements:.0f}")
+        demand(metrics["steps"] == 1 and metrics["collectives"] > 0, "steps and collectives are counted")
+        dense = 2 * (world - 1) / world * 4 * numel
+        demand(_close(metrics["bytes_dense"], dense), f"plain DDP would send {dense:.0f}")
+
+
+def _close(a: float, b: float) -> bool:
+    return abs(a - b) <= 1e-6 * max(abs(a), abs(b))

@@ -1,0 +1,200 @@
+"""What every hook owes over several steps: error feedback, unused parameters, checkpoints. See `rules.py`.
+
+What a hook still owes is asked for as a `Schedule` does, when another hook takes over: it is added to the gradients of
+the first step of the successor, here to zero.
+"""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import torch
+
+from lightning_commhooks.interface.hook import CommHook
+from lightning_commhooks.testing.model import (
+    SHAPES,
+    Gradients,
+    Shapes,
+    attached,
+    backward,
+    distance,
+    equal_states,
+    full_rank_gradients,
+    mean_gradients,
+    norm,
+    outputs,
+    same,
+    zero_gradients,
+)
+from lightning_commhooks.testing.rules import ROUNDING_OF_16_BIT, Case, Run, demand
+from lightning_commhooks.wrappers.schedule import Schedule
+
+
+def _until_handed_over(
+    rank: int, world: int, hook: CommHook, steps: int, shapes: Shapes = SHAPES
+) -> tuple[list[Gradients], bool]:
+    """Outputs of some steps and of one more, in which another hook takes over; whether there is a memory."""
+    with attached(Schedule({0: hook, steps: "allreduce"}), shapes) as (ddp, attachment):
+        means = [backward(ddp, full_rank_gradients(rank, step, shapes)) for step in range(steps)]
+        means.append(backward(ddp, zero_gradients(rank, steps, shapes)))
+        assert attachment.bound is not None
+        return means, attachment.bound.has_memory
+
+
+def _total(means: list[Gradients]) -> Gradients:
+    return {name: torch.stack([mean[name].double() for mean in means]).sum(0) for name in means[0]}
+
+
+def error_feedback_loses_nothing(run: Run, case: Case, world: int) -> None:
+    """What was sent and what is owed together is what was produced."""
+    for steps in (3, 6):
+        (means, has_memory), *_ = run(_until_handed_over, case.hook, steps, world=world)
+        if not has_memory:
+            return
+        expected = [mean_gradients(full_rank_gradients, world, step) for step in range(steps)]
+        size = sum(norm(mean) for mean in expected)
+        lost = distance(_total(means), _total(expected)) / size
+        demand(
+            lost <= case.rounding,
+            f"what was sent and what drain_() hands over make up the gradients of all {steps} steps, up to "
+            f"rounding={case.rounding:.3g}; {lost:.3g} of them is missing",
+        )
+
+
+def _used(rank: int, step: int, shapes: Shapes, dtype: torch.dtype = torch.float32) -> Gradients:
+    """Gradients without those of parameters that this rank, or all ranks, do not use in a step."""
+    gradients = full_rank_gradients(rank, step, shapes, dtype)
+    if step % 2:
+        del gradients["first"], gradients["bias"]
+    if rank % 2 == step % 2:
+        del gradients["second"]
+    return gradients
+
+
+def _with_unused(rank: int, world: int, hook: CommHook, steps: int) -> tuple[list[Gradients], bool, list[Gradients]]:
+    """As `_until_handed_over`, with unused parameters, whose outputs are zero if DDP leaves none; outputs as left."""
+    shown = []
+    with attached(Schedule({0: hook, steps: "allreduce"}), find_unused_parameters=True) as (ddp, attachment):
+        for step in range(steps):
+            shown.append(backward(ddp, _used(rank, step, SHAPES)))
+        last = backward(ddp, zero_gradients(rank, steps, SHAPES))
+        assert attachment.bound is not None
+        zeros = zero_gradients(rank, 0, SHAPES)
+        return [{**zeros, **mean} for mean in [*shown, last]], attachment.bound.has_memory, shown
+
+
+def unused_parameters_keep_their_memory(run: Run, case: Case, world: int) -> None:
+    """A parameter that no rank uses gets nothing, and its memory is not spent on it."""
+    steps = 4
+    results = run(_with_unused, case.hook, steps, world=world)
+    for _, _, shown in results:
+        for step, gradients in enumerate(shown):
+            demand(
+                ("first" in gradients) == (step % 2 == 0),
+                f"a parameter that no rank uses gets no gradient; 'first' has one in step {step}",
+            )
+            demand(
+                all(same({name: mean}, {name: results[0][2][step][name]}) for name, mean in gradients.items()),
+                f"all ranks get the same where some rank does not use a parameter; step {step} differs",
+            )
+    means, has_memory, _ = results[0]
+    if has_memory:
+        expected = [mean_gradients(_used, world, step) for step in range(steps)]
+        lost = distance(_total(means), _total(expected)) / sum(norm(mean) for mean in expected)
+        demand(
+            lost <= case.rounding,
+            f"memory of a parameter is kept in a step in which no rank uses it: see Bucket.unused; {lost:.3g} of the "
+            "gradients is missing",
+        )
+
+
+def _interrupted(
+    rank: int, world: int, hook: CommHook, options: dict[str, Any], steps: int, stop: int
+) -> tuple[list[Gradients], Any]:
+    """Outputs of `steps` steps, with the state saved and loaded into a new model at `stop`; the final state."""
+    means, state = [], None
+    for first, last in [(0, stop), (stop, steps)]:
+        with attached(hook, dtype=torch.float64, **options) as (ddp, attachment):
+            if state is not None:
+                attachment.load_state_dict(state)
+            for step in range(first, last):
+                means.append(backward(ddp, full_rank_gradients(rank, step, SHAPES, torch.float64)))
+            state = _through_a_file(attachment.state_dict())
+    return means, state
+
+
+def _through_a_file(state: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+_STEPS, _STOP = 8, 3
+
+
+def a_resumed_run_goes_on(run: Run, case: Case, world: int) -> None:
+    """A run that is saved and resumed goes on as if nothing was, with the same buckets or others."""
+    for rebuilds, exact in ((False, True), (True, False), (True, True)):
+        if rebuilds and case.depends_on_buckets:
+            if exact:
+                continue
+            rebuilds = False
+        options = {"find_unused_parameters": not rebuilds, "exact_state": exact}
+        whole = run(outputs, case.hook, full_rank_gradients, _STEPS, SHAPES, torch.float64, options, world=world)
+        if not (exact and not rebuilds) and not whole[0][1]["hook"]["state"]:
+            continue  # with nothing to save, one way of saving it is enough
+        parts = run(_interrupted, case.hook, options, _STEPS, _STOP, world=world)
+        how = f"exact_state={exact}, {'other' if rebuilds else 'the same'} buckets"
+        for (expected, state, _), (means, resumed) in zip(whole, parts, strict=True):
+            for step, (a, b) in enumerate(zip(expected, means, strict=True)):
+                rule = f"a resumed run goes on as if nothing was; with {how} step {step} differs"
+                # More than two numbers are summed in another order where a bucket has them in another place.
+                if exact and (world == 2 or not rebuilds):
+                    demand(same(a, b), f"{rule} in some bits")
+                    continue
+                # What is rounded in another way grows apart.
+                bound = 1e-10 if case.goes_on_from_mean else 2 * case.error + 4 * ROUNDING_OF_16_BIT
+                if case.goes_on_from_mean or step < _STOP + 3:
+                    demand(distance(a, b) <= bound * norm(a), f"{rule} by {distance(a, b) / norm(a):.3g}")
+            demand(resumed["steps"] == state["steps"] == _STEPS, f"the step count is resumed, with {how}")
+        demand(all(equal_states(state, parts[0][1]) for _, state in parts), "all ranks save the same state")
+
+
+def _leg(
+    rank: int, world: int, hook: CommHook, state: Any, steps: int, exact: bool, is_last: bool
+) -> tuple[list[Gradients], Any, bool]:
+    """Some steps after a checkpoint, and perhaps the one in which another hook takes over; the next checkpoint."""
+    with attached(hook, dtype=torch.float64, exact_state=exact) as (ddp, attachment):
+        if state is not None:
+            attachment.load_state_dict(state)
+        means = [backward(ddp, full_rank_gradients(rank, step, SHAPES, torch.float64)) for step in range(steps)]
+        if is_last:
+            means.append(backward(ddp, zero_gradients(rank, 0, SHAPES, torch.float64)))
+        assert attachment.bound is not None
+        return means, _through_a_file(attachment.state_dict()), attachment.bound.has_memory
+
+
+def other_numbers_of_ranks_keep_what_is_owed(run: Run, case: Case, world: int) -> None:
+    """A state loads on more ranks and on fewer, and what was owed then is owed still."""
+    legs, steps = (2, world, 1, 2), 3
+    hook = Schedule({0: case.hook, steps * len(legs): "allreduce"})
+    for exact in (False, True):
+        state, received, produced = None, [], []
+        for i, ranks in enumerate(legs):
+            results = run(_leg, hook, state, steps, exact, i == len(legs) - 1, world=ranks)
+            received += results[0][0]
+            produced += [mean_gradients(full_rank_gradients, ranks, step, dtype=torch.float64) for step in range(steps)]
+            _, state, has_memory = results[0]
+            demand(state["steps"] == len(received), f"the step count is resumed on {ranks} ranks")
+            for means, _, _ in results[1:]:
+                demand(same(means[-1], results[0][0][-1]), f"all ranks get the same after resuming on {ranks} ranks")
+        if not has_memory:
+            continue
+        lost = distance(_total(received), _total(produced)) / sum(norm(mean) for mean in produced)
+        demand(
+            lost <= case.rounding,
+            f"a state has what is owed, on any number of ranks; after {legs} ranks with exact_state={exact} {lost:.3g} "
+            "of the gradients is missing",
+        )

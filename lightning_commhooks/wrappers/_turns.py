@@ -1,0 +1,121 @@
+"""Hooks that take turns: one at a time, for all parameters."""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_commhooks.collectives.group import Group
+from lightning_commhooks.interface.averages_models import AveragesModels, averages_models, is_local
+from lightning_commhooks.interface.bucket import Bucket, Slot
+from lightning_commhooks.interface.hook import CommHook
+from lightning_commhooks.interface.hook_state import is_readable, load_hook, save_hook
+from lightning_commhooks.interface.models import OptimizerStep
+from lightning_commhooks.interface.state import StateReader, StateWriter
+
+
+class BoundSwitch(AveragesModels):
+    """Does in each step what one of several hooks does.
+
+    What a hook with error feedback still owes is added to the gradients of the first step of its successor.
+
+    Args:
+        hooks: configurations by a key of the subclass.
+        group: see `BoundHook`.
+    """
+
+    def __init__(self, hooks: Mapping[int, CommHook], group: Group) -> None:
+        super().__init__(group)
+        self._hooks = hooks
+        self._phases = {key: hook.bind(group) for key, hook in hooks.items()}
+        self.has_memory = any(phase.has_memory for phase in self._phases.values())
+        self.averages_models = any(averages_models(phase) for phase in self._phases.values())
+        self.replaces_state = all(is_readable(phase) for phase in self._phases.values())
+        # For each parameter, the phase that last averaged it; and what that will be after this step.
+        self._last_phase: dict[str, int] = {}
+        self._next_phase: dict[str, int] = {}
+        # Parameters that this rank has used, where DDP looks for those that it has not.
+        self._ever_used: set[str] = set()
+
+    @abstractmethod
+    def _phase(self, step: int) -> int:
+        """Key of the hook whose turn it is, equal on all ranks. Called in any order and thread."""
+
+    def reduce(self, flat: Tensor, bucket: Bucket) -> Tensor | None:
+        phase = self._phase(bucket.step)
+        if self.has_memory:
+            self._hand_over(flat, bucket, phase)
+        return self._phases[phase].reduce(flat, bucket)
+
+    def _hand_over(self, flat: Tensor, bucket: Bucket, phase: int) -> None:
+        changing = [slot for slot in bucket.slots if self._last_phase.setdefault(slot.name, phase) != phase]
+        if changing and bucket.unused is not None:
+            changing = self._used_ones(changing, flat, bucket, phase)
+        for slot in changing:
+            self._phases[self._last_phase[slot.name]].drain_(flat, dataclasses.replace(bucket, slots=(slot,)))
+            self._next_phase[slot.name] = phase
+        if bucket.unused is not None:
+            self._ever_used.update(set(bucket.names) - bucket.unused)
+
+    def _used_ones(self, changing: list[Slot], flat: Tensor, bucket: Bucket, phase: int) -> list[Slot]:
+        """Those that a rank uses. For others DDP throws away what a hook returns: they are handed over later."""
+        before = dataclasses.replace(bucket, unused=frozenset(bucket.names) - self._ever_used)
+        counts = torch.cat([bucket.used(changing, flat), before.used(changing, flat)])
+        now, before_now = (self.group.all_reduce_(counts) > 0).view(2, -1).tolist()
+        for slot, is_used, was_used in zip(changing, now, before_now, strict=True):
+            if not is_used and not was_used:  # and so is owed nothing
+                self._last_phase[slot.name] = phase
+        return [slot for slot, is_used in zip(changing, now, strict=True) if is_used]
+
+    def is_local(self, step: int) -> bool:
+        return is_local(self._phases[self._phase(step)], step)
+
+    def after_optimizer_step(self, stepped: OptimizerStep) -> None:
+        phase = self._phases[self._phase(max(stepped.step, 0))]
+        if stepped.step >= 0 and isinstance(phase, AveragesModels):
+            phase.after_optimizer_step(stepped)
+
+    def end_step(self, finite: Tensor) -> None:
+        for hook in self._phases.values():
+            hook.end_step(finite)
+        # The one time that a CUDA device is waited for: in the first step of a phase.
+        if self._next_phase and finite:
+            self._last_phase |= self._next_phase
+        self._next_phase = {}
+
+    def reduce_sparse(self, grad: Tensor, bucket: Bucket) -> Tensor:
+        return self._phases[self._phase(bucket.step)].reduce_sparse(grad, bucket)
+
+    def drain_(self, flat: Tensor, bucket: Bucket) -> None:
+        for hook in self._phases.values():
+            hook.drain_(flat, bucket)
+
+    def owed(self) -> Iterator[Tensor]:
+        for hook in self._phases.values():
+            yield from hook.owed()
+
+    def why_not_compressed(self, step: int) -> str | None:
+        return self._phases[self._phase(step)].why_not_compressed(step)
+
+    def _save_phases(self, writer: StateWriter) -> dict[str, Any]:
+        phases = {str(key): save_hook(self._hooks[key], phase, writer) for key, phase in self._phases.items()}
+        return {"phases": phases, "last_phase": dict(self._last_phase)}
+
+    def _load_phases(self, state: dict[str, Any], reader: StateReader) -> None:
+        """Load those that are in the state."""
+        saved = reader.section(state, "phases")
+        for key, phase in self._phases.items():
+            if str(key) in saved:
+                load_hook(saved[str(key)], self._hooks[key], phase, reader)
+        last = reader.section(state, "last_phase")
+        self._last_phase = {name: key for name, key in last.items() if key in self._phases}
+        self._ever_used = set(self._last_phase)
+
+    def release(self) -> None:
+        for hook in self._phases.values():
+            hook.release()

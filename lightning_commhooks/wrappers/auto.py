@@ -1,0 +1,292 @@
+"""Tries hooks in the first steps of training and stays with the fastest."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import logging
+import math
+import statistics
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from lightning_commhooks.collectives.group import Group
+from lightning_commhooks.hooks.allreduce import AllReduce
+from lightning_commhooks.hooks.noop import Noop
+from lightning_commhooks.interface.averages_models import averages_models
+from lightning_commhooks.interface.bucket import Bucket
+from lightning_commhooks.interface.checks import check_integer
+from lightning_commhooks.interface.error_sample import DEFAULT_NUMEL, ErrorSampler
+from lightning_commhooks.interface.hook import BoundHook, CommHook
+from lightning_commhooks.interface.hook_state import describe
+from lightning_commhooks.interface.python_code import code
+from lightning_commhooks.interface.registry import get_hook, get_hook_class, get_inner_hook, register
+from lightning_commhooks.interface.state import StateReader, StateWriter
+from lightning_commhooks.wrappers._turns import BoundSwitch
+
+# Steps of each candidate that are not timed: in the first it also pays what its predecessor owed, in the others its
+# error is sampled.
+_LEAD_IN = 3
+
+_logger = logging.getLogger("lightning_commhooks")
+
+
+@register
+@dataclass(frozen=True, kw_only=True)
+class Auto(CommHook):
+    """Measure hooks in the first steps of training, and go on with the fastest, or with none if that is no slower.
+
+    Plain averaging comes first, then the candidates take turns, a few steps each, in which training goes on: all of
+    them average gradients, and what a hook with error feedback owes is passed on. Then all ranks agree on the hook with
+    the shortest step of those whose error is acceptable, say why, and keep to it; so does a resumed run. A step is the
+    time from one backward to the next, whatever happens in between. Takes `warmup_steps + timed_steps +
+    len(candidates) * (timed_steps + 3)` steps, 46 by default.
+
+    Args:
+        candidates: names or configured hooks, which compress from the first step on: with `start_powerSGD_iter=0` and
+            the like, which are set so where a hook is given by name. Hooks that average models are none: they change
+            what is learned, not only its speed. A `Schedule` is measured in the phase that it begins with.
+        max_error: highest acceptable error of the averaged gradients of one step, `|averaged - mean| / |mean|`; int8
+            has about 0.01, int4 0.1, PowerSGD up to 1 in one step, which error feedback makes up for later.
+        min_gain: plain averaging stays unless a hook makes steps that much shorter, as a fraction.
+        warmup_steps: steps before measuring: in the first ones DDP rebuilds its buckets, and memory is allocated.
+        timed_steps: steps of each hook that are timed; the median counts.
+
+    Raises:
+        ValueError: no candidates, an unknown one, one that begins later, or a value out of range. When it is attached:
+            a candidate that averages models.
+    """
+
+    name: ClassVar[str] = "auto"
+    is_outermost: ClassVar[bool] = True
+
+    candidates: Sequence[str | CommHook] = ("bf16", "int8", "int4")
+    max_error: float = 0.3
+    min_gain: float = 0.05
+    warmup_steps: int = 5
+    timed_steps: int = 8
+
+    def __post_init__(self) -> None:
+        if isinstance(self.candidates, str) or not isinstance(self.candidates, Sequence) or not self.candidates:
+            raise ValueError(f"candidates must be one hook or more, in a list, is {self.candidates!r}")
+        candidates = [_beginning_at_once(hook) for hook in self.candidates]
+        for hook in candidates:
+            if candidates.count(hook) > 1:
+                raise ValueError(f"candidates: {hook.name!r} is there twice")
+        object.__setattr__(self, "candidates", tuple(candidates))
+        if not isinstance(self.max_error, (int, float)) or not self.max_error > 0:
+            raise ValueError(f"max_error must be above 0, is {self.max_error!r}")
+        if not isinstance(self.min_gain, (int, float)) or not 0 <= self.min_gain < 1:
+            raise ValueError(f"min_gain must be in [0, 1), is {self.min_gain!r}")
+        for field, lowest in (("warmup_steps", 0), ("timed_steps", 1)):
+            check_integer(field, getattr(self, field), lowest)
+
+    @property
+    def inner_hooks(self) -> tuple[CommHook, ...]:
+        return (AllReduce(), *(get_hook(hook) for hook in self.candidates))
+
+    def bind(self, group: Group) -> BoundHook:
+        return _BoundAuto(self, group)
+
+
+def _beginning_at_once(hook: str | CommHook) -> CommHook:
+    if hook == Noop.name or isinstance(hook, Noop):
+        raise ValueError("candidates: 'noop' does not average, so the models of the ranks would diverge; leave it out")
+    if isinstance(hook, str):
+        fields = dataclasses.fields(get_hook_class(hook))  # type: ignore[arg-type]
+        return get_inner_hook(get_hook(hook, **{field.name: 0 for field in fields if _is_start(field.name)}))
+    hook = get_inner_hook(hook)
+    for inner in _with_inner(hook):
+        for field in filter(_is_start, vars(inner)):
+            if getattr(inner, field):
+                raise ValueError(
+                    f"candidates: {inner.name!r} compresses from {field}={getattr(inner, field)} on only, so it cannot "
+                    f"be measured before; set {field}=0"
+                )
+    return hook
+
+
+def _with_inner(hook: CommHook) -> Iterator[CommHook]:
+    yield hook
+    for inner in hook.inner_hooks:
+        yield from _with_inner(inner)
+
+
+def _is_start(field: str) -> bool:
+    return field.startswith("start_") and field.endswith("_iter")
+
+
+class _BoundAuto(BoundSwitch):
+    """Keys are positions in `Auto.inner_hooks`: 0 is plain averaging."""
+
+    def __init__(self, config: Auto, group: Group) -> None:
+        super().__init__(dict(enumerate(config.inner_hooks)), group)
+        for key, phase in self._phases.items():
+            if averages_models(phase):
+                raise ValueError(
+                    f"hook='auto': candidate {self._hooks[key].name!r} averages models instead of gradients, which "
+                    "changes what is learned; choose it yourself if that is what you want"
+                )
+        self._config = config
+        # Alone, there is nothing to choose.
+        self._choice: int | None = 0 if group.size == 1 else None
+        self._is_tidy = False
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        self._first_step: int | None = None
+        self._moments: list[Any] = []
+        self._numel = 0
+        self._samplers: dict[int, ErrorSampler] = {}
+
+    @property
+    def chosen(self) -> CommHook | None:
+        return None if self._choice is None else self._hooks[self._choice]
+
+    def _begins(self, key: int) -> int:
+        """First step of a hook, counted from the beginning of measuring; of the one after the last, the last step."""
+        if key == 0:
+            return 0
+        config = self._config
+        return config.warmup_steps + config.timed_steps + (key - 1) * (_LEAD_IN + config.timed_steps)
+
+    def _phase(self, step: int) -> int:
+        if self._choice is not None:
+            return self._choice
+        elapsed = 0 if self._first_step is None else step - self._first_step
+        return max(key for key in self._phases if self._begins(key) <= elapsed)
+
+    def is_local(self, step: int) -> bool:
+        return False
+
+    def reduce(self, flat: Tensor, bucket: Bucket) -> Tensor | None:
+        sampler = self._enter(bucket, flat.numel())
+        # It is what this hook gets that is to be averaged.
+        bucket = dataclasses.replace(bucket, accumulated=None)
+        taken = sampler.take(flat, bucket) if sampler is not None else None
+        finite = super().reduce(flat, bucket)
+        if sampler is not None and taken is not None:
+            sampler.compare(taken, flat, bucket, self.group)
+        return finite
+
+    def reduce_sparse(self, grad: Tensor, bucket: Bucket) -> Tensor:
+        self._enter(bucket, grad._values().numel())
+        return super().reduce_sparse(grad, bucket)
+
+    def _enter(self, bucket: Bucket, numel: int) -> ErrorSampler | None:
+        """Called for each bucket; returns what samples the errors of this step, if they are to be."""
+        if self._choice is not None:
+            return None
+        if self._first_step is None or not 0 <= bucket.step - self._first_step - len(self._moments) + 1 <= 1:
+            self._begin_anew()
+            self._first_step = bucket.step
+        elapsed = bucket.step - self._first_step
+        if elapsed == len(self._moments):
+            self._moments.append(self.group.counters.timing.now())
+            if elapsed == self._begins(len(self._phases)):
+                self._choose()
+                return None
+        self._numel += numel if elapsed == 0 else 0
+        key = self._phase(bucket.step)
+        if key == 0 or not 1 <= elapsed - self._begins(key) < _LEAD_IN:
+            return None
+        if key not in self._samplers:
+            self._samplers[key] = ErrorSampler(1, DEFAULT_NUMEL, self._numel)
+        return self._samplers[key]
+
+    def _choose(self) -> None:
+        own = [self._samplers[key].relative_error if key in self._samplers else math.nan for key in self._phases]
+        agreed = self._agreed([*(self._step_ms(key) for key in self._phases), *own])
+        times, errors = agreed[: len(own)], agreed[len(own) :]
+        acceptable = [key for key in self._phases if key == 0 or errors[key] <= self._config.max_error]
+        best = min(acceptable, key=times.__getitem__)
+        self._choice = best if times[best] <= times[0] * (1 - self._config.min_gain) else 0
+        if self.group.rank == 0:
+            _announce(self._explain(times, errors))
+
+    def _step_ms(self, key: int) -> float:
+        end = self._begins(key + 1)
+        moments = self._moments[end - self._config.timed_steps : end + 1]
+        timing = self.group.counters.timing
+        return statistics.median(timing.ms(a, b) for a, b in itertools.pairwise(moments))
+
+    def _agreed(self, numbers: list[float]) -> list[float]:
+        """Means over ranks, bit-identical on all of them."""
+        own = torch.tensor(numbers, dtype=torch.float64, device=self.group.device)
+        with self.group.counters.paused():
+            means: list[float] = self.group.all_reduce_mean_(own).tolist()
+        return means
+
+    def _explain(self, times: list[float], errors: list[float]) -> str:
+        assert self._choice is not None
+        names = [code(hook).strip('"') for hook in self._hooks.values()]
+        rows = [f"{name} {ms:.1f} ms" for name, ms in zip(names, times, strict=True)]
+        rows = [f"{row}, error {errors[key]:.2g}" if key else row for key, row in enumerate(rows)]
+        if self._choice:
+            gain = times[0] / times[self._choice]
+            why = f"steps are {gain:.2f} times as fast as with plain averaging"
+        else:
+            why = (
+                f"no candidate with an error of at most {self._config.max_error:g} makes steps "
+                f"{self._config.min_gain:.0%} shorter, so compressing does not pay here"
+            )
+        return f"hook='auto' chose {names[self._choice]}: {why}. Per step: {'; '.join(rows)}"
+
+    def end_step(self, finite: Tensor) -> None:
+        super().end_step(finite)
+        if self._choice is None or self._is_tidy:
+            return
+        # Until then somebody is owed something by the others.
+        if all(phase == self._choice for phase in self._last_phase.values()):
+            self._is_tidy = True
+            self.has_memory = self._phases[self._choice].has_memory
+            for key, phase in self._phases.items():
+                if key != self._choice:
+                    phase.release()
+
+    def state_dict(self, writer: StateWriter) -> dict[str, Any]:
+        choice = {} if self._choice is None else {"choice": describe(self._hooks[self._choice])}
+        return {**self._save_phases(writer), **choice}
+
+    def load_state_dict(self, state: dict[str, Any], reader: StateReader) -> None:
+        self._load_phases(state, reader)
+        self._begin_anew()
+        if "choice" in state and self.group.size > 1:
+            known = {key: describe(hook) for key, hook in self._hooks.items()}
+            self._choice = next((key for key, hook in known.items() if hook == state["choice"]), None)
+            if self._choice is None:
+                reader.differs(f"it has chosen {state['choice']!r}, which is no candidate now: it will measure again")
+        if any(key not in self._phases for key in reader.section(state, "last_phase").values()):
+            reader.differs("it is of more candidates, and one that is none now owes gradients")
+
+    @property
+    def compression_stats(self) -> Any:
+        """That of the hook in use, if it has any."""
+        return getattr(self._phases[self._choice or 0], "compression_stats", None)
+
+    def closing_warnings(self, steps: int) -> list[str]:
+        if self._choice is not None:
+            return self._phases[self._choice].closing_warnings(steps)
+        if not self._moments:
+            return []
+        num = self._begins(len(self._phases)) + 1
+        return [
+            f"training ended after {len(self._moments)} steps of measuring, before hook='auto' had chosen, which takes "
+            f"{num}: use fewer candidates or timed_steps"
+        ]
+
+
+def _announce(text: str) -> None:
+    """Log a line at level INFO; where logging is not set up, which would swallow it, print it to stderr.
+
+    To silence it: `logging.getLogger("lightning_commhooks").setLevel(logging.WARNING)`.
+    """
+    if _logger.isEnabledFor(logging.INFO):
+        _logger.info(text)
+    elif _logger.level == logging.NOTSET:
+        print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,176 @@
+"""Top-k with error feedback, and what can be wrong with a hook: one hook for each rule of the testing kit."""
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+import torch.distributed as dist
+
+import lightning_commhooks as lc
+
+frozen = dataclass(frozen=True, kw_only=True)
+
+
+@frozen
+class TopK(lc.CommHook):
+    """Send the largest elements of each gradient, owe the rest."""
+
+    name: ClassVar[str] = "topk"
+
+    ratio: float = 0.1
+
+    def bind(self, group):
+        return BoundTopK(self, group)
+
+
+class BoundTopK(lc.ErrorFeedback):
+    def __init__(self, config, group):
+        super().__init__(group)
+        self._ratio = config.ratio
+
+    def average(self, owed, bucket):
+        picked = torch.cat([slot.offset + self._largest(slot.view(owed).reshape(-1)) for slot in bucket.slots])
+        indices, values = self.group.all_gather(picked), self.group.all_gather(owed[picked])
+        mean = torch.zeros_like(owed).index_add_(0, indices.view(-1), values.view(-1) / self.group.size)
+        return mean, torch.zeros_like(owed).index_copy_(0, picked, owed[picked])
+
+    def _largest(self, gradient):
+        return gradient.abs().topk(max(1, int(self._ratio * gradient.numel())), sorted=False).indices
+
+
+@frozen
+class Broken(TopK):
+    """Top-k with a bound hook of another class."""
+
+    name: ClassVar[str] = "broken"
+    bound: ClassVar[type] = BoundTopK
+
+    def bind(self, group):
+        return self.bound(self, group)
+
+
+class _SumBound(BoundTopK):
+    def average(self, owed, bucket):
+        mean, sent = super().average(owed, bucket)
+        return mean * self.group.size, sent
+
+
+@frozen
+class NotDivided(Broken):
+    bound: ClassVar[type] = _SumBound
+
+
+class _SkippingBound(BoundTopK):
+    def average(self, owed, bucket):
+        if bucket.step == 1 and self.group.rank == 1:
+            return torch.zeros_like(owed), torch.zeros_like(owed)
+        return super().average(owed, bucket)
+
+
+@frozen
+class Skipping(Broken):
+    bound: ClassVar[type] = _SkippingBound
+
+
+class _HastyBound(BoundTopK):
+    def reduce(self, flat, bucket):
+        super().reduce(flat, bucket)
+        for memory in self._plans[bucket.names].memories:
+            memory.end_step(torch.tensor(True))
+
+
+@frozen
+class Hasty(Broken):
+    """Its memory changes in bad steps, too."""
+
+    bound: ClassVar[type] = _HastyBound
+
+
+class _ForgetfulBound(BoundTopK):
+    def state_dict(self, writer):
+        return {"entries": {}}
+
+
+@frozen
+class Forgetful(Broken):
+    bound: ClassVar[type] = _ForgetfulBound
+
+
+class _SecretBound(BoundTopK):
+    def average(self, owed, bucket):
+        extra = owed.clone()
+        dist.all_reduce(extra, group=self.group.process_group)
+        return super().average(owed, bucket)
+
+
+@frozen
+class Secret(Broken):
+    """Sends what it does not count."""
+
+    bound: ClassVar[type] = _SecretBound
+
+
+class _ScaledBound(BoundTopK):
+    def reduce(self, flat, bucket):
+        super().reduce(flat, replace(bucket, loss_scale=1.0))
+
+
+@frozen
+class Scaled(Broken):
+    """Ignores the loss scale."""
+
+    bound: ClassVar[type] = _ScaledBound
+
+
+class _SpendingBound(BoundTopK):
+    def _keep_what_no_rank_uses_(self, owed, before, bucket):
+        pass
+
+
+@frozen
+class Spending(Broken):
+    """Spends its memory of parameters that nobody uses."""
+
+    bound: ClassVar[type] = _SpendingBound
+
+
+class _RandomBound(BoundTopK):
+    def average(self, owed, bucket):
+        torch.rand(1)
+        return super().average(owed, bucket)
+
+
+@frozen
+class Random(Broken):
+    """Draws from the global generator."""
+
+    bound: ClassVar[type] = _RandomBound
+
+
+class _LossyBound(BoundTopK):
+    def average(self, owed, bucket):
+        mean, _ = super().average(owed, bucket)
+        return mean, owed.clone()
+
+
+@frozen
+class Lossy(Broken):
+    """Owes nothing."""
+
+    bound: ClassVar[type] = _LossyBound
+
+
+@frozen
+class Sum(lc.CommHook):
+    """Does not divide, and has no memory that would show it."""
+
+    name: ClassVar[str] = "sum"
+
+    def bind(self, group):
+        return _BoundSum(group)
+
+
+class _BoundSum(lc.BoundHook):
+    def reduce(self, flat, bucket):
+        self.group.counters.numel_uncompressed += flat.numel()
+        self.group.all_reduce_(flat)

@@ -1,0 +1,60 @@
+"""The testing kit: a hook that is right passes, and each thing that can be wrong breaks the rule that is about it."""
+
+import re
+
+import broken_hooks
+import pytest
+
+from lightning_commhooks.testing import BrokenRule, check_hook
+from lightning_commhooks.testing.check import RULES, check_rule, title
+from lightning_commhooks.testing.processes import Processes
+from lightning_commhooks.testing.rules import Case
+
+BY_NAME = {rule.__name__: rule for rule in RULES}
+
+
+@pytest.mark.parametrize("rule", BY_NAME)
+def test_top_k_passes(run, rule):
+    check_rule(BY_NAME[rule], run, Case(broken_hooks.TopK()), 2)
+
+
+@pytest.mark.parametrize(
+    ("hook", "rule", "text"),
+    [
+        (broken_hooks.NotDivided, "error_feedback_loses_nothing", "is missing"),
+        (broken_hooks.Hasty, "bad_steps_never_happened", "inf or NaN"),
+        (broken_hooks.Forgetful, "a_resumed_run_goes_on", "goes on as if nothing was"),
+        (broken_hooks.Forgetful, "other_numbers_of_ranks_keep_what_is_owed", "a state has what is owed"),
+        (broken_hooks.Secret, "bytes_are_counted", "counted as they are sent"),
+        (broken_hooks.Scaled, "loss_scale_makes_no_difference", "bucket.loss_scale"),
+        (broken_hooks.Spending, "unused_parameters_keep_their_memory", "no rank uses"),
+        (broken_hooks.Random, "deterministic", "global random state"),
+        (broken_hooks.Lossy, "error_feedback_loses_nothing", "is missing"),
+    ],
+)
+def test_what_is_wrong_is_said(run, hook, rule, text):
+    with pytest.raises(BrokenRule, match=rf"^{hook.__name__}\(.* on 2 ranks: .*{re.escape(text)}"):
+        check_rule(BY_NAME[rule], run, Case(hook()), 2)
+
+
+def test_sum_in_place_of_a_mean(run):
+    with pytest.raises(BrokenRule, match=r"^Sum\(\) on 4 ranks: .*divided by the number of ranks"):
+        check_rule(BY_NAME["ranks_agree_on_the_mean"], run, Case(broken_hooks.Sum()), 4)
+
+
+def test_processes_of_its_own(capsys):
+    """What a user calls: a hook that is right, and one whose ranks get out of step."""
+    check_hook("allreduce", error=0, num_ranks=(2,))
+    printed = capsys.readouterr().out
+    assert printed.splitlines() == ["AllReduce()", *(f"  {title(rule)}: yes" for rule in RULES)]
+    with pytest.raises(BrokenRule, match=r"(?s)^Skipping\(.* on 2 ranks failed.*same collectives in the same order"):
+        check_hook(broken_hooks.Skipping(), num_ranks=(2,), seconds=3)
+
+
+def test_what_fails_on_a_rank_is_shown():
+    with Processes(2, 10) as processes, pytest.raises(RuntimeError, match=r"(?s)rank 1: .*ZeroDivisionError"):
+        processes(_divide, world=2)
+
+
+def _divide(rank, world):
+    return 1 / (1 - rank)
