@@ -221,7 +221,8 @@ def loss_scale_makes_no_difference(run: Run, case: Case, world: int) -> None:
                 distance(a, b) <= bound * norm(a),
                 f"the scale of a GradScaler makes no difference, up to rounding={case.rounding:.3g}; in step "
                 f"{step}, after scales {_SCALES[: step + 1]}, it is off by {distance(a, b) / norm(a):.3g}. Memory is "
-                "kept in units of the loss: divide gradients by bucket.loss_scale on the way in, multiply on the way out",
+                "kept in units of the loss: divide gradients by bucket.loss_scale on the way in, multiply on the way "
+                "out",
             )
 
 
