@@ -149,7 +149,7 @@ class TrainerMonitor:
 
 
 class Monitors:
-    """Of several models. Collective: make it on all ranks.
+    """Monitors of several models. Collective: make it on all ranks.
 
     Args:
         attachments: of the models.

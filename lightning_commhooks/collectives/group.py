@@ -1,6 +1,6 @@
 """The collectives that a hook may use, with a count of the bytes each of them sends.
 
-All are blocking: on CPU tensors they return when the result is there, on NCCL they block the current
+Public ones block: on CPU tensors they return when the result is there, on NCCL they block the current
 stream only. Counts are payload bytes sent by this rank under the usual bandwidth-optimal algorithms
 (Thakur et al. 2005, "Optimization of Collective Communication Operations in MPICH"): ring all-reduce
 2(w-1)/w of the payload, ring all-gather w-1 times the rank's part, all-to-all (w-1)/w of the payload.

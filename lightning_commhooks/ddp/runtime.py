@@ -1,4 +1,4 @@
-"""What runs for one attachment. Together with `ddp.py` the only file that knows DDP's buckets."""
+"""What runs for one attachment: between the buckets of DDP and a bound hook."""
 
 # No `from __future__ import annotations`: DDP compares the annotations of the hooks that are made here.
 

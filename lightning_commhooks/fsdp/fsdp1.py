@@ -1,4 +1,4 @@
-"""The only file that knows `FullyShardedDataParallel`, and its `register_comm_hook`."""
+"""Hooks on `FullyShardedDataParallel`, by its `register_comm_hook`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The only file that knows `fully_shard`, its `set_custom_reduce_scatter` and `set_all_reduce_hook`."""
+"""Hooks on modules of `fully_shard`, by `set_custom_reduce_scatter` and `set_all_reduce_hook`."""
 
 from __future__ import annotations
 

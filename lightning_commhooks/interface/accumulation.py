@@ -38,7 +38,7 @@ class Accumulated:
 
     Attributes:
         num_micro_batches: micro-batches of this rank since the last synchronized backward.
-        weight: of these, as the user gave it.
+        weight: of these micro-batches, as the user gave it.
         num_weightless: those that the user gave no weight for.
         divided_by: what the loss of each was divided by already.
         held: for parameters that are accumulated over several synchronized backwards, what they had before this one.
