@@ -27,8 +27,8 @@ PYTEST = $(BIN)/python -m pytest $(PARALLEL)
 test: install
 	$(PYTEST)
 
-# What sees most of what may go wrong, on two ranks: two minutes, after each edit.
-FAST := contract registry wrappers lifecycle powersgd quantized local_sgd_stock failure
+# What sees most of what may go wrong, on two ranks: a good minute, after each edit.
+FAST := contract registry wrappers lifecycle powersgd failure
 
 test-fast: install
 	$(PYTEST) --two-ranks $(FAST:%=tests/test_%.py)
