@@ -155,3 +155,17 @@ def test_one_infinite_step_poisons_nothing(run, world, hook, value):
         assert received.isfinite().all()
         # All that was owed before that step is paid or owed after it, but for the elements that were infinite.
         torch.testing.assert_close(received.view(-1)[1:], expected.view(-1)[1:], rtol=1e-4, atol=1e-4)
+
+
+def without_first_row_and_column(rank, step, shapes, dtype=torch.float32):
+    """Nothing in the first step; then always the same matrix of rank 1, to which an arbitrary basis is orthogonal."""
+    left, right = torch.arange(24.0), torch.arange(40.0)
+    return {"first": (left.view(-1, 1) * right * (step > 0)).to(dtype)}
+
+
+def test_a_factor_that_was_zero_is_drawn_anew(run):
+    hook = lc.PowerSGD(matrix_approximation_rank=1, start_powerSGD_iter=0)
+    for means, _, _ in run(outputs, hook, without_first_row_and_column, 3, {"first": (24, 40)}):
+        for step in (1, 2):
+            expected = mean_gradients(without_first_row_and_column, 2, step, {"first": (24, 40)})
+            assert distance(means[step], expected) <= 1e-5 * norm(expected)

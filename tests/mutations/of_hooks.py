@@ -70,6 +70,14 @@ MUTATIONS = [
         "tests/test_powersgd.py -k 'stock'",
     ),
     Mutation(
+        "dead_rows_stay",
+        f"{HOOKS}/_low_rank.py",
+        "return torch.where(alive, rows, fresh)",
+        "return rows",
+        "After a step of zeros PowerSGD may send nothing for ever.",
+        "tests/test_powersgd_degenerate.py -k 'drawn_anew'",
+    ),
+    Mutation(
         "powersgd_sums",
         f"{HOOKS}/_low_rank.py",
         "torch.bmm(p, matrix).div_(group.size).to(wire_dtype)",
