@@ -26,7 +26,6 @@ HOOKS = {label: case.hook for label, case in CASES.items()} | {"noop": lc.Noop()
 NOT_AVERAGING = "hook='noop' does not average"
 NOTHING_COMPRESSED = "hook='.*' compressed nothing"
 TOO_EARLY = "training ended after .* before"
-WEIGHTS_ALIAS = "Grad strides do not match bucket view strides"
 
 
 def owes(hook):

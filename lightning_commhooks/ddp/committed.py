@@ -41,10 +41,6 @@ class Committed:
         self._problem = ""
         self.keep()
 
-    @property
-    def _is_readable(self) -> bool:
-        return is_readable(self._bound)
-
     @contextmanager
     def taking_over(self) -> Iterator[None]:
         """While the hook takes over what a step has staged."""
@@ -56,7 +52,7 @@ class Committed:
 
     def keep(self) -> None:
         """Keep a copy, if one is needed; called where the hook runs, when no step is under way."""
-        if self._is_readable:
+        if is_readable(self._bound):
             return
         try:
             self._copy = save_hook(self._config, self._bound, _Keeper(self._bound.group, "none"))
@@ -73,7 +69,7 @@ class Committed:
         if self._problem:
             raise HookError(self._problem)
         writer = StateWriter(self._bound.group, "none")
-        if not self._is_readable:
+        if not is_readable(self._bound):
             copied: dict[str, Any] = _copied(self._copy, writer.shared)
             return copied
         deadline = time.monotonic() + _LONGEST_SECONDS

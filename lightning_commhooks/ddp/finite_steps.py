@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
 from lightning_commhooks.ddp.running import RunningHook
 from lightning_commhooks.interface.averages_models import is_local
-from lightning_commhooks.interface.memory import all_finite
+from lightning_commhooks.interface.memory import all_finite, spoil_unless_
 
 
 class FiniteSteps:
@@ -45,7 +43,7 @@ class FiniteSteps:
             finite = all_finite(reduced) if finite is None else finite
             if self._is_local and is_late:
                 finite = self._agreed(finite)
-                _spoil_unless(finite, reduced)
+                spoil_unless_(finite, reduced)
             self._finite.append(finite)
             self._reduced.append(reduced)
 
@@ -84,10 +82,4 @@ class FiniteSteps:
         self._running.counters.nonfinite_steps += finite.logical_not() if finite.is_cuda else int(not finite)
         if in_time:
             for gradients in reduced:
-                _spoil_unless(finite, gradients)
-
-
-def _spoil_unless(finite: Tensor, gradients: Tensor) -> None:
-    """Make gradients NaN; does not wait for a CUDA device to know whether to."""
-    if finite.is_cuda or not finite:
-        gradients.add_(torch.where(finite, 0.0, math.nan).to(gradients.dtype))
+                spoil_unless_(finite, gradients)

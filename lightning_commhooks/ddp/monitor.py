@@ -9,6 +9,7 @@ from typing import Literal, Protocol, get_args
 
 from lightning_commhooks.collectives.link import Link
 from lightning_commhooks.ddp.attachment import Attachment
+from lightning_commhooks.interface.checks import check_bool
 from lightning_commhooks.interface.error_sample import DEFAULT_NUMEL
 
 PREFIX = "comm/"
@@ -77,8 +78,7 @@ class MonitorOptions:
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ValueError(f"{name} must be an integer of at least {least}{more}, is {value!r}")
         for name in ("closing_line", "measure_link"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name} must be True or False, is {getattr(self, name)!r}")
+            check_bool(name, getattr(self, name))
 
     def monitor(self, attachment: Attached) -> Monitor:
         """Monitor an attachment. Collective."""

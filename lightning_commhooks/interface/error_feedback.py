@@ -14,7 +14,7 @@ from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.interface.accumulation import scale_
 from lightning_commhooks.interface.bucket import Bucket, Slot
 from lightning_commhooks.interface.by_parameter import BoundByParameter, Entry, Plan
-from lightning_commhooks.interface.memory import Memory, all_finite
+from lightning_commhooks.interface.memory import Memory, all_finite, spoil_unless_
 from lightning_commhooks.interface.precision import add_unscaled, to_gradient, work_dtype
 from lightning_commhooks.interface.state import StateReader, StateWriter
 
@@ -108,7 +108,7 @@ class ErrorFeedback(BoundByParameter[_Remembered]):
         self.group.counters.numel_compressed += flat.numel()
         residual = self._plan(flat, bucket).residual
         owed = add_unscaled(residual.value, flat, bucket.divisor, out=residual.next())
-        _spoil_unless_finite_(owed)
+        spoil_unless_(all_finite(owed), owed)
         mean, sent = self.average(owed, bucket)
         rounded = to_gradient(mean * bucket.loss_scale, flat.dtype)
         owed.sub_(sent)
@@ -150,10 +150,3 @@ class ErrorFeedback(BoundByParameter[_Remembered]):
             reader.differs(f"the residual of {key!r} has shape {list(entry['residual'].shape)}, not {list(shapes[0])}")
             return {}
         return entry
-
-
-def _spoil_unless_finite_(owed: Tensor) -> None:
-    """Make all of it NaN if any of it is inf or NaN; does not wait for a CUDA device."""
-    finite = all_finite(owed)
-    if finite.is_cuda or not finite:
-        owed.add_(torch.where(finite, 0.0, torch.nan).to(owed.dtype))

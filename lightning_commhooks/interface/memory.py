@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -58,6 +60,12 @@ def all_finite(tensor: Tensor) -> Tensor:
     # On CPU a sum takes a fiftieth of the time of isfinite(). It may overflow, so it cannot say no.
     finite = bool(tensor.sum().isfinite())
     return torch.tensor(finite or bool(tensor.max().isfinite() and tensor.min().isfinite()))
+
+
+def spoil_unless_(finite: Tensor, tensor: Tensor) -> None:
+    """Make all of a tensor NaN unless `finite`, boolean, one element; does not wait for a CUDA device to know."""
+    if finite.is_cuda or not finite:
+        tensor.add_(torch.where(finite, 0.0, math.nan).to(tensor.dtype))
 
 
 def num_overflowed(exact: Tensor, half: Tensor) -> int | Tensor:

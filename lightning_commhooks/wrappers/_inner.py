@@ -7,12 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_commhooks.interface.averages_models import (
-    AveragesModels,
-    averages_models,
-    common_choice_of_buffers,
-    is_local,
-)
+from lightning_commhooks.interface.averages_models import AveragesModels, averages_models, is_local
 from lightning_commhooks.interface.bucket import Bucket
 from lightning_commhooks.interface.hook import BoundHook, CommHook
 from lightning_commhooks.interface.hook_state import is_readable
@@ -30,7 +25,7 @@ class BoundAround(AveragesModels):
     def __init__(self, inner: BoundHook) -> None:
         super().__init__(inner.group)
         self.averages_models = averages_models(inner)
-        self.average_buffers = common_choice_of_buffers([inner], type(self).__name__)
+        self.average_buffers = averages_models(inner) and inner.average_buffers
         self.scales_gradients = inner.scales_gradients
         self.replaces_state = is_readable(inner)
         self._inner = inner

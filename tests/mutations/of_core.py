@@ -87,7 +87,7 @@ MUTATIONS = [
     ),
     Mutation(
         "bad_step_is_taken",
-        f"{PACKAGE}/ddp/finite_steps.py",
+        f"{PACKAGE}/interface/memory.py",
         "    if finite.is_cuda or not finite:\n",
         "    if finite.is_cuda:\n",
         "Gradients of a step that memory disregards are not made NaN, so optimizers take it.",
