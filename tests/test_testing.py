@@ -32,6 +32,10 @@ def test_what_is_wrong_is_said(run, hook, rule, text):
         check_rule(BY_NAME[rule], run, Case(hook()), 2)
 
 
+def test_inf_in_what_is_not_sent_is_seen_on_all_ranks(run):
+    check_rule(BY_NAME["bad_steps_never_happened"], run, Case(broken_hooks.First()), 2)
+
+
 def test_sum_in_place_of_a_mean(run):
     with pytest.raises(BrokenRule, match=r"^Sum\(\) on 4 ranks: .*divided by the number of ranks"):
         check_rule(BY_NAME["ranks_agree_on_the_mean"], run, Case(broken_hooks.Sum()), 4)

@@ -78,6 +78,14 @@ MUTATIONS = [
         "tests/test_powersgd_degenerate.py -k 'drawn_anew'",
     ),
     Mutation(
+        "inf_stays_on_its_rank",
+        f"{PACKAGE}/interface/error_feedback.py",
+        "        spoil_unless_(all_finite(owed), owed)\n",
+        "",
+        "inf that a hook does not send gets into the memory of its rank.",
+        "tests/test_testing.py -k 'not_sent'",
+    ),
+    Mutation(
         "powersgd_sums",
         f"{HOOKS}/_low_rank.py",
         "torch.bmm(p, matrix).div_(group.size).to(wire_dtype)",
