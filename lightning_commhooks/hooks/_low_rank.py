@@ -3,7 +3,7 @@
 Factors are stored rank-first, P as `(k, r, n)` and Q as `(k, r, m)`: multiplying a wide matrix by a few rows
 from the left is several times faster than by a few columns from the right.
 
-Legend: k matrices of equal shape, n rows, m columns, r rank, w ranks (processes).
+Legend: k matrices of equal shape, n rows, m columns, r rank.
 """
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ import zlib
 
 import torch
 from torch import Tensor
-
-from lightning_commhooks.collectives.group import Group
 
 
 def random_factor(key: str, shape: tuple[int, ...], seed: int, step: int, like: Tensor) -> Tensor:
@@ -59,32 +57,6 @@ def revive(rows: Tensor, fresh: Tensor, epsilon: float) -> Tensor:
     norm = torch.linalg.vector_norm(rows, ord=1, dim=2, keepdim=True)
     alive = norm > (epsilon * norm.amax(dim=1, keepdim=True) if epsilon else 0)
     return torch.where(alive, rows, fresh)
-
-
-def power_iteration(
-    loaded: list[tuple[Tensor, Tensor]], extra: list[Tensor], group: Group, wire_dtype: torch.dtype
-) -> tuple[list[Tensor], list[Tensor]]:
-    """Approximate the mean over ranks of each matrix M by P^T Q.
-
-    PowerSGD, algorithm 1 of Vogels et al. 2019, https://arxiv.org/abs/1905.13727, from its second line on. Two
-    collectives per dtype; `Cast` may have the factors encoded.
-
-    Args:
-        loaded: this rank's matrices, batches of shape `(k, n, m)`, float32 or float64, each with its product
-            with the last Q (orthonormal, equal on all ranks), shape `(k, r, n)`.
-        extra: contiguous tensors that become their sum over ranks, in the first of the collectives.
-        group: the ranks.
-        wire_dtype: dtype in which factors travel.
-
-    Returns:
-        `(ps, qs)`: orthonormal P, batches of shape `(k, r, n)`, and Q, `(k, r, m)`, equal on all ranks.
-    """
-    ps = [product.to(wire_dtype) for _, product in loaded]
-    group.all_reduce_factors_(extra, ps)
-    ps = [orthonormal_basis(p.to(matrix.dtype)) for p, (matrix, _) in zip(ps, loaded, strict=True)]
-    qs = [torch.bmm(p, matrix).div_(group.size).to(wire_dtype) for p, (matrix, _) in zip(ps, loaded, strict=True)]
-    group.all_reduce_factors_([], qs)
-    return ps, [q.to(matrix.dtype) for q, (matrix, _) in zip(qs, loaded, strict=True)]
 
 
 def factor_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import zlib
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,12 +18,12 @@ from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.hooks._parts import Parts
 from lightning_commhooks.interface.accumulation import scale_
 from lightning_commhooks.interface.bucket import Bucket, Slot
-from lightning_commhooks.interface.by_parameter import BoundByParameter, Entry, Plan
+from lightning_commhooks.interface.by_parameter import BoundByParameter, Entry, Plan, Shapes
 from lightning_commhooks.interface.checks import check_bool, check_integer
 from lightning_commhooks.interface.hook import BoundHook, CommHook
 from lightning_commhooks.interface.memory import Memory, all_finite
 from lightning_commhooks.interface.precision import to_gradient, work_dtype
-from lightning_commhooks.interface.state import StateReader, StateWriter
+from lightning_commhooks.interface.state import StateWriter
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,32 +200,16 @@ class _BoundQuantized(BoundByParameter[_Plan]):
         own = torch.cat([carried[place] for place, _ in parts.shares(self.group.rank)])
         return _Plan(dense, slots, parts, Memory(residual), Memory(own), self.group)
 
-    def _settled(self, entry: Entry) -> Tensor:
+    def _settled(self, entry: Mapping[str, Tensor]) -> Tensor:
         return entry["residual"] + entry["carried"] if "carried" in entry else entry["residual"]
-
-    def _saved(self, entry: Entry, writer: StateWriter) -> Entry:
-        if writer.kind != "exact":
-            return {"residual": writer.per_rank(self._settled(entry))}
-        saved = {"residual": writer.per_rank(entry["residual"])}
-        return {**saved, "carried": writer.shared(entry["carried"])} if "carried" in entry else saved
 
     def state_dict(self, writer: StateWriter) -> dict[str, Any]:
         # Making the entries is collective.
         return {"entries": {}} if writer.kind == "none" else super().state_dict(writer)
 
-    def _loaded(self, key: str, part: Any, shapes: list[tuple[int, ...]], reader: StateReader) -> Entry | None:
-        if not self._config.use_error_feedback or not self._config.compresses(shapes[0]):
-            return None
-        saved = reader.section({key: part}, key)
-        entry = {name: reader.shared(saved[name]) for name in ("carried",) if name in saved}
-        entry |= {name: reader.per_rank(saved[name]) for name in ("residual",) if name in saved}
-        for name, tensor in entry.items():
-            if tensor.shape != shapes[0]:
-                reader.differs(
-                    f"the {name} of {key!r} has shape {list(tensor.shape)} in the state and {list(shapes[0])} now"
-                )
-                return {}
-        return entry
+    def _entry_shapes(self, shapes: list[tuple[int, ...]]) -> Shapes:
+        owes = self._config.use_error_feedback and self._config.compresses(shapes[0])
+        return {"residual": shapes[0], "carried": shapes[0]} if owes else {}
 
     def closing_warnings(self, steps: int) -> list[str]:
         if self._numel_compressed or not steps:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from typing import Any, Generic, TypeVar
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar, Generic, TypeVar
 
 from torch import Tensor
 
@@ -14,8 +14,11 @@ from lightning_commhooks.interface.hook import BoundHook
 from lightning_commhooks.interface.memory import Memory
 from lightning_commhooks.interface.state import StateReader, StateWriter
 
-# What is remembered of one parameter; "residual" among it: what this rank owes, shape of its slot.
+# What is remembered of one parameter. "residual", shape of its slot: what this rank owes, before what else is there of
+# that is taken into account (`settled`). All else is equal on all ranks.
 Entry = dict[str, Tensor]
+# Of the parts that an entry may have, the shape; `None`: any.
+Shapes = dict[str, tuple[int, ...] | None]
 
 
 class Plan(ABC):
@@ -43,8 +46,12 @@ class BoundByParameter(BoundHook, Generic[P]):
 
     The plans of subclasses lay memory out in larger tensors for one bucket at a time. What is in no plan is stored by
     key: the name of a parameter, or the names of several.
+
+    Attributes:
+        lasting: parts of an entry that a hook goes on from whether or not what is owed goes on exactly.
     """
 
+    lasting: ClassVar[tuple[str, ...]] = ()
     has_memory = True
     replaces_state = True
 
@@ -72,16 +79,12 @@ class BoundByParameter(BoundHook, Generic[P]):
         """Lay out the memory of one bucket, with what is stored of its parameters."""
 
     @abstractmethod
-    def _settled(self, entry: Entry) -> Tensor:
+    def _entry_shapes(self, shapes: list[tuple[int, ...]]) -> Shapes:
+        """Parts of an entry whose parameters have these shapes; none if they are not compressed."""
+
+    def _settled(self, entry: Mapping[str, Tensor]) -> Tensor:
         """What a parameter with a residual is owed."""
-
-    @abstractmethod
-    def _saved(self, entry: Entry, writer: StateWriter) -> Entry:
-        """A copy for a checkpoint."""
-
-    @abstractmethod
-    def _loaded(self, key: str, part: Any, shapes: list[tuple[int, ...]], reader: StateReader) -> Entry | None:
-        """What fits of a saved entry; `None` if its parameters, of these shapes, are not compressed."""
+        return entry["residual"]
 
     def end_step(self, finite: Tensor) -> None:
         for plan in self._plans.values():
@@ -136,21 +139,55 @@ class BoundByParameter(BoundHook, Generic[P]):
         entries = {key: entry for part in (stored, *(plan.entries() for plan in plans)) for key, entry in part.items()}
         return {"entries": {key: self._saved(entries[key], writer) for key in sorted(entries)}}
 
+    def _saved(self, entry: Entry, writer: StateWriter) -> Entry:
+        # The mean over ranks of what is owed is all that ranks other than these can go on from.
+        exact = writer.kind == "exact"
+        parts = (part for part in entry if part != "residual" and (exact or part in self.lasting))
+        saved = {part: writer.shared(entry[part]) for part in parts}
+        if "residual" in entry and writer.kind != "none":
+            saved["residual"] = writer.per_rank(entry["residual"] if exact else self._settled(entry))
+        return saved
+
     def load_state_dict(self, state: dict[str, Any], reader: StateReader) -> None:
         stored = {}
         for key, part in reader.section(state, "entries").items():
             shapes = [shape for name in key.split("\n") if (shape := reader.shape_of(name)) is not None]
             if len(shapes) <= key.count("\n"):
                 reader.differs(f"it has memory of {key!r}, but the model no such parameter, or another hook has it")
-            elif (entry := self._loaded(key, part, shapes, reader)) is None:
+            elif not (expected := self._entry_shapes(shapes)):
                 reader.differs(
                     f"parameter {key!r} is compressed in the state and not any more, or without error feedback"
                 )
             else:
-                stored[key] = entry
+                stored[key] = self._loaded(key, reader.section({key: part}, key), expected, reader)
         self._plans, self._stored = {}, stored
         self._show()
+
+    def _loaded(self, key: str, saved: Mapping[str, Tensor], expected: Shapes, reader: StateReader) -> Entry:
+        """What fits of a saved entry."""
+        entry = {part: reader.shared(tensor) for part, tensor in saved.items() if part != "residual"}
+        if "residual" in saved:
+            entry["residual"] = reader.per_rank(saved["residual"])
+            if not (reader.is_exact and all(_fits(tensor, expected.get(part)) for part, tensor in entry.items())):
+                kept = {part: tensor for part, tensor in entry.items() if part in self.lasting}
+                entry = {**kept, "residual": self._settled(entry)}
+        elif "residual" in expected and reader.has_per_rank:
+            reader.differs(f"it has no error feedback of {key!r}")
+        for part, tensor in list(entry.items()):
+            if part not in expected:
+                reader.differs(f"it has error feedback of {key!r}")
+            elif not _fits(tensor, expected[part]):
+                now = f"{list(tensor.shape)} in the state and {list(expected[part] or ())} now"
+                reader.differs(f"the {part} of {key!r} has shape {now}")
+            else:
+                continue
+            del entry[part]
+        return entry
 
     def release(self) -> None:
         self._plans, self._stored, self._drained = {}, {}, []
         self._show()
+
+
+def _fits(tensor: Tensor, shape: tuple[int, ...] | None) -> bool:
+    return shape is None or tensor.shape == shape

@@ -11,12 +11,11 @@ import torch
 from torch import Tensor
 
 from lightning_commhooks.collectives.group import Group
-from lightning_commhooks.interface.accumulation import scale_
+from lightning_commhooks.interface.accumulation import is_one, scale_
 from lightning_commhooks.interface.bucket import Bucket, Slot
-from lightning_commhooks.interface.by_parameter import BoundByParameter, Entry, Plan
+from lightning_commhooks.interface.by_parameter import BoundByParameter, Entry, Plan, Shapes
 from lightning_commhooks.interface.memory import Memory, all_finite, spoil_unless_
 from lightning_commhooks.interface.precision import add_unscaled, to_gradient, work_dtype
-from lightning_commhooks.interface.state import StateReader, StateWriter
 
 
 @dataclass
@@ -61,6 +60,7 @@ class ErrorFeedback(BoundByParameter[_Remembered]):
     """
 
     scales_gradients = True
+    lasting = ("common",)
 
     def __init__(self, group: Group, hook: Any = None) -> None:
         super().__init__(group)
@@ -110,7 +110,7 @@ class ErrorFeedback(BoundByParameter[_Remembered]):
         owed = add_unscaled(residual.value, flat, bucket.divisor, out=residual.next())
         spoil_unless_(all_finite(owed), owed)
         mean, sent = self.average(owed, bucket)
-        rounded = to_gradient(mean * bucket.loss_scale, flat.dtype)
+        rounded = to_gradient(mean if is_one(bucket.loss_scale) else mean * bucket.loss_scale, flat.dtype)
         owed.sub_(sent)
         if flat.dtype != owed.dtype:
             owed.add_(mean - rounded.to(owed.dtype) / bucket.loss_scale)
@@ -132,21 +132,5 @@ class ErrorFeedback(BoundByParameter[_Remembered]):
                 slot.view(residual).copy_(entry.pop("residual"))
         return _Remembered(bucket.slots, Memory(residual), {})
 
-    def _settled(self, entry: Entry) -> Tensor:
-        return entry["residual"]
-
-    def _saved(self, entry: Entry, writer: StateWriter) -> Entry:
-        saved = {"common": writer.shared(entry["common"])} if "common" in entry else {}
-        if "residual" in entry and writer.kind != "none":
-            saved["residual"] = writer.per_rank(entry["residual"])
-        return saved
-
-    def _loaded(self, key: str, part: Any, shapes: list[tuple[int, ...]], reader: StateReader) -> Entry:
-        saved = reader.section({key: part}, key)
-        entry = {"common": reader.shared(saved["common"])} if "common" in saved else {}
-        if "residual" in saved:
-            entry["residual"] = reader.per_rank(saved["residual"])
-        if "residual" in entry and entry["residual"].shape != shapes[0]:
-            reader.differs(f"the residual of {key!r} has shape {list(entry['residual'].shape)}, not {list(shapes[0])}")
-            return {}
-        return entry
+    def _entry_shapes(self, shapes: list[tuple[int, ...]]) -> Shapes:
+        return {"residual": shapes[0], "common": None}

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_commhooks.codecs import Int8Codec
 from lightning_commhooks.collectives.group import Group
-from lightning_commhooks.hooks._low_rank_base import LowRankConfig
+from lightning_commhooks.hooks._low_rank_options import LowRankConfig
 from lightning_commhooks.interface.accumulation import scale_
 from lightning_commhooks.interface.bucket import Bucket
 from lightning_commhooks.interface.hook import BoundHook, CommHook

@@ -1,0 +1,58 @@
+"""Options that `powersgd` and `batched_powersgd` share."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lightning_commhooks.interface.bucket import Slot
+from lightning_commhooks.interface.checks import check_bool, check_integer
+from lightning_commhooks.interface.hook import CommHook
+
+
+@dataclass(frozen=True, kw_only=True)
+class LowRankConfig(CommHook):
+    """Options of `torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook.PowerSGDState`, same names and defaults."""
+
+    matrix_approximation_rank: int = 1
+    start_powerSGD_iter: int = 1_000
+    use_error_feedback: bool = True
+    warm_start: bool = True
+    orthogonalization_epsilon: float = 0
+    random_seed: int = 0
+    compression_stats_logging_frequency: int = 10_000
+
+    def __post_init__(self) -> None:
+        for field, lowest in (
+            ("matrix_approximation_rank", 1),
+            ("start_powerSGD_iter", 0),
+            ("compression_stats_logging_frequency", 1),
+        ):
+            check_integer(field, getattr(self, field), lowest)
+        for field in ("use_error_feedback", "warm_start"):
+            check_bool(field, getattr(self, field))
+        check_integer("random_seed", self.random_seed)
+        if not isinstance(self.orthogonalization_epsilon, (int, float)) or not 0 <= self.orthogonalization_epsilon < 1:
+            raise ValueError(f"orthogonalization_epsilon must be in [0, 1), is {self.orthogonalization_epsilon!r}")
+
+    @abstractmethod
+    def matrices(self, slots: Sequence[Slot]) -> dict[tuple[int, int], list[tuple[Slot, ...]]]:
+        """The matrices that gradients of a bucket make up, by their shape `(n, m)`.
+
+        Args:
+            slots: the gradients, in memory order.
+
+        Returns:
+            the gradients of each matrix: neighbours in the bucket, zeros after the last. What is in no matrix is sent
+            as it is.
+        """
+
+    def rank(self, n: int, m: int) -> int:
+        """Rank of the approximation of a matrix of that shape."""
+        return min(n, m, self.matrix_approximation_rank)
+
+    @property
+    def multiplies_at_once(self) -> bool:
+        """Whether matrices of one shape are multiplied together, on CPU too."""
+        return False

@@ -1,0 +1,218 @@
+"""Gradients as matrices, with what a rank owes of them: read, multiplied and written in as few passes as can be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
+
+import torch
+from torch import Tensor
+
+from lightning_commhooks.hooks._low_rank import factor_dtype, sent_is_finite
+from lightning_commhooks.interface.accumulation import is_one
+from lightning_commhooks.interface.bucket import Bucket, Slot
+from lightning_commhooks.interface.by_parameter import Entry
+from lightning_commhooks.interface.memory import Memory
+from lightning_commhooks.interface.precision import add_unscaled, to_gradient, work_dtype
+
+# 1 MB of float32: half of what a core's second-level cache holds on common servers.
+_BLOCK_NUMEL = 2**18
+
+
+def settled(entry: Mapping[str, Tensor]) -> Tensor:
+    """What is owed of one gradient: a copy of the residual, after what was sent is taken from it."""
+    residual = entry["residual"].clone(memory_format=torch.contiguous_format)
+    if "sent_p" in entry:
+        residual.view(residual.shape[0], -1).addmm_(entry["sent_p"].t(), entry["sent_q"], alpha=-1)
+    return residual
+
+
+class Matrices:
+    """The k matrices of one shape `(n, m)` in a bucket, and what is remembered of them.
+
+    What was sent in a step, P^T Q, is taken from the memory in the next one, when the memory passes through the
+    processor's cache anyway; at once where P^T Q is not what the gradients get: in 16 bit, or as part of a matrix.
+
+    Args:
+        gradients: those of each matrix, neighbours in the bucket; the matrix has zeros after the last.
+        shape: `(n, m)`.
+        fresh: random Q, shape `(k, r, m)`.
+        dtype: of the gradients.
+        has_feedback: whether what is left out is owed.
+        at_once: whether matrices are multiplied together.
+
+    Attributes:
+        keys: names of the parameters of each matrix.
+        slots: all gradients.
+        fresh: as given.
+        factor: Q of the last step, shape `(k, r, m)`.
+        wire_dtype: dtype in which factors travel.
+    """
+
+    def __init__(
+        self,
+        gradients: Sequence[tuple[Slot, ...]],
+        shape: tuple[int, int],
+        fresh: Tensor,
+        dtype: torch.dtype,
+        has_feedback: bool,
+        at_once: bool,
+    ) -> None:
+        (k, r, m), n = fresh.shape, shape[0]
+        self._gradients, self._shape, self._at_once = gradients, shape, at_once
+        self.keys = ["\n".join(slot.name for slot in slots) for slots in gradients]
+        self.slots = list(chain.from_iterable(gradients))
+        self.fresh = fresh
+        self.wire_dtype = factor_dtype(dtype)
+        self.factor = Memory(fresh.clone())
+        self._loaded: Tensor | None = None
+        # What is owed, before what was sent in the last step is taken from it.
+        self._residual: Memory | None = None
+        self._sent: tuple[Memory, Memory] | None = None
+        if has_feedback:
+            self._residual = Memory(fresh.new_zeros((k, n, m)))
+            if dtype == work_dtype(dtype) and all(slots[0].numel == n * m for slots in gradients):
+                self._sent = Memory(fresh.new_zeros((k, r, n))), Memory(fresh.new_zeros((k, r, m)))
+
+    @property
+    def value(self) -> Tensor:
+        """What is to be sent, shape `(k, n, m)`, from `load` on."""
+        assert self._loaded is not None
+        return self._loaded
+
+    @property
+    def memories(self) -> list[Memory]:
+        """All memory."""
+        return [memory for memory in (self.factor, self._residual, *(self._sent or ())) if memory is not None]
+
+    def _flat(self, i: int, matrices: Tensor) -> Iterator[tuple[Slot, Tensor]]:
+        """Each gradient of the i-th matrix with its place, in the gradient's shape."""
+        first = self._gradients[i][0].offset
+        for slot in self._gradients[i]:
+            yield slot, matrices[i].view(-1)[slot.offset - first :][: slot.numel].view(slot.shape)
+
+    def _of_bucket(self, flat: Tensor) -> Iterator[Tensor]:
+        """The gradients of each matrix, one behind the other, as a view of a flat bucket."""
+        for slots in self._gradients:
+            yield flat[slots[0].offset : slots[-1].offset + slots[-1].numel]
+
+    def restore(self, stored: Mapping[str, Entry]) -> None:
+        """Take over what is stored by the names of parameters."""
+        for i, key in enumerate(self.keys):
+            if "factor" in stored.get(key, {}):
+                self.factor.value[i] = stored[key]["factor"]
+            for slot, place in self._flat(i, self._residual.value) if self._residual is not None else ():
+                entry = stored.get(slot.name, {})
+                if "sent_p" in entry and self._sent is not None:
+                    place.copy_(entry["residual"])
+                    self._sent[0].value[i], self._sent[1].value[i] = entry.pop("sent_p"), entry.pop("sent_q")
+                elif "residual" in entry:
+                    place.copy_(settled(entry))
+                entry.pop("residual", None)
+
+    def entries(self) -> dict[str, Entry]:
+        """What is remembered, by names of parameters."""
+        entries: dict[str, Entry] = {}
+        for i, key in enumerate(self.keys):
+            for slot, place in self._flat(i, self._residual.value) if self._residual is not None else ():
+                entries[slot.name] = {"residual": place}
+            entries.setdefault(key, {})["factor"] = self.factor.value[i]
+            if self._sent is not None:
+                entries[key] |= {"sent_p": self._sent[0].value[i], "sent_q": self._sent[1].value[i]}
+        return entries
+
+    def load(self, flat: Tensor, start: Tensor, bucket: Bucket) -> Tensor:
+        """Add the gradients to what is owed, which is `value` then: M, shape `(k, n, m)`.
+
+        On CPU in blocks of rows that stay in the cache until they are multiplied.
+
+        Args:
+            flat: the bucket.
+            start: shape `(k, r, m)`.
+            bucket: its metadata.
+
+        Returns:
+            the products of `start` with M^T, shape `(k, r, n)`.
+        """
+        (k, r, m), n = start.shape, self._shape[0]
+        matrices = self._loaded = start.new_empty((k, n, m)) if self._residual is None else self._residual.next()
+        product = start.new_empty((k, r, n))
+        rows = n if self._at_once else max(1, _BLOCK_NUMEL // m)
+        for i, gradients in enumerate(self._of_bucket(flat)):
+            for first in range(0, n, rows):
+                block = matrices[i, first : first + rows]
+                self._add(gradients[first * m :][: block.numel()], i, first, bucket.divisor, block)
+                if not self._at_once:
+                    if self._sent is not None:
+                        p, q = self._sent[0].value[i, :, first : first + rows], self._sent[1].value[i]
+                        block.addmm_(p.t(), q, alpha=-1)
+                    torch.mm(start[i], block.t(), out=product[i, :, first : first + rows])
+        if self._at_once:
+            if self._sent is not None:
+                matrices.baddbmm_(self._sent[0].value.mT, self._sent[1].value, alpha=-1)
+            torch.bmm(start, matrices.mT, out=product)
+        return product
+
+    def _add(self, gradients: Tensor, i: int, row: int, divisor: float | Tensor, block: Tensor) -> None:
+        whole, numel = block.view(-1), gradients.numel()
+        old = whole.new_zeros(())
+        if self._residual is not None:
+            old = self._residual.value[i, row : row + block.shape[0]].view(-1)[:numel]
+        add_unscaled(old, gradients, divisor, out=whole[:numel])
+        if numel < whole.numel():
+            whole[numel:].zero_()
+
+    def send(self, flat: Tensor, p: Tensor, q: Tensor, used: Tensor | None, bucket: Bucket) -> Tensor:
+        """Write P^T Q to the gradients, and owe the rest.
+
+        Args:
+            flat: the bucket.
+            p: shape `(k, r, n)`.
+            q: shape `(k, r, m)`.
+            used: boolean, for each of `slots`, whether any rank used it. DDP throws away what a hook returns for those
+                that none did: they get 0, and are owed as before. `None`: all are used.
+            bucket: metadata.
+
+        Returns:
+            whether the gradients are finite, boolean, one element.
+        """
+        self.factor.next().copy_(q)
+        if self._sent is not None:
+            q = q if used is None else q * used.view(-1, 1, 1)
+            for memory, factor in zip(self._sent, (p, q), strict=True):
+                memory.next().copy_(factor)
+        scaled = q * bucket.loss_scale
+        for i, gradients in enumerate(self._of_bucket(flat)):
+            if gradients.dtype == q.dtype and gradients.numel() == self.value[i].numel():
+                torch.mm(p[i].t(), scaled[i], out=gradients.view(self._shape))
+            else:
+                mean = torch.mm(p[i].t(), scaled[i]).view(-1)[: gradients.numel()]
+                gradients.copy_(to_gradient(mean, flat.dtype))
+        if self._sent is None:
+            self._take_at_once(flat, used, bucket.loss_scale)
+        if used is not None:
+            self._keep_what_no_rank_uses(used, bucket)
+        self._loaded = None
+        return sent_is_finite(scaled, flat.dtype)
+
+    def _take_at_once(self, flat: Tensor, used: Tensor | None, loss_scale: float | Tensor) -> None:
+        for slot, is_used in zip(self.slots, used if used is not None else (), strict=False):
+            slot.view(flat).mul_(is_used)
+        if self._residual is not None:
+            for gradients, owed in zip(self._of_bucket(flat), self.value, strict=True):
+                sent = gradients.to(owed.dtype)
+                owed.view(-1)[: sent.numel()].sub_(sent if is_one(loss_scale) else sent / loss_scale)
+
+    def _keep_what_no_rank_uses(self, used: Tensor, bucket: Bucket) -> None:
+        """In the place of gradients that this rank has not got in this backward are those of an earlier one."""
+        if self._residual is None:
+            return
+        numbers = iter(used)
+        for i in range(len(self._gradients)):
+            places = self._flat(i, self._residual.value), self._flat(i, self.value)
+            for ((slot, old), (_, new)), is_used in zip(zip(*places, strict=True), numbers, strict=False):
+                if slot.name in (bucket.unused or ()):
+                    entry = {"residual": old}
+                    if self._sent is not None:
+                        entry |= {"sent_p": self._sent[0].value[i], "sent_q": self._sent[1].value[i]}
+                    new.copy_(torch.where(is_used, new, settled(entry)))
