@@ -54,7 +54,6 @@ IGNORED = (
     "hook='diloco': gradients go on being averaged",
     "torch.cuda.amp.GradScaler is enabled",
     # Trainings of two steps, of small models.
-    "hook='.+' compressed nothing",
     "training ended after",
     "You're resuming from a checkpoint that ended before the epoch ended",
     "The 'train_dataloader' does not have many workers",

@@ -24,7 +24,6 @@ from lightning_commhooks.testing.model import (  # noqa: F401  # for tests to ha
 HOOKS = {label: case.hook for label, case in CASES.items()} | {"noop": lc.Noop()}
 
 NOT_AVERAGING = "hook='noop' does not average"
-NOTHING_COMPRESSED = "hook='.*' compressed nothing"
 TOO_EARLY = "training ended after .* before"
 
 

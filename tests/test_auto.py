@@ -203,7 +203,8 @@ def warned_early(rank, world):
 
 def test_ending_before_the_choice_is_said(run):
     with pytest.raises(
-        WorkerError, match=r"ended after 1 steps of measuring, before hook='auto' had chosen, which takes 47: use"
+        WorkerError,
+        match=r"ended after 1 steps, before hook='auto' did what it is for: it chooses after 47 steps of measuring; use",
     ):
         run(warned_early)
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-from driver import HOOKS, NOT_AVERAGING, NOTHING_COMPRESSED, SHAPES, TOO_EARLY, Params, distance, full_rank_gradients
+from driver import HOOKS, NOT_AVERAGING, SHAPES, TOO_EARLY, Params, distance, full_rank_gradients
 from pool import ignoring
 from torch.nn.parallel import DistributedDataParallel
 
@@ -55,7 +55,7 @@ def test_hook(label):
     """One rank's gradients come back as they were, but for what the hook leaves out."""
     device = torch.device("cuda", 0)
     ddp = DistributedDataParallel(Params(SHAPES).to(device), device_ids=[0], bucket_cap_mb=4e-3)
-    with ignoring(NOT_AVERAGING, NOTHING_COMPRESSED, TOO_EARLY):
+    with ignoring(NOT_AVERAGING, TOO_EARLY):
         attachment = lc.attach(ddp, HOOKS[label])
         for step in range(3):
             gradients = full_rank_gradients(0, step, SHAPES)
@@ -76,7 +76,7 @@ def test_hook(label):
 def test_weights_on_the_device(hook):
     device = torch.device("cuda", 0)
     ddp = DistributedDataParallel(Params(SHAPES).to(device), device_ids=[0], bucket_cap_mb=4e-3)
-    with ignoring(NOT_AVERAGING, NOTHING_COMPRESSED, TOO_EARLY):
+    with ignoring(NOT_AVERAGING, TOO_EARLY):
         attachment = lc.attach(ddp, hook, accumulation="weighted")
         for weight in (2, 6):
             gradients = full_rank_gradients(0, 0, SHAPES)
@@ -93,7 +93,7 @@ def test_many_tokens_and_gradients_in_16_bit(hook):
     """Their number is beyond float16."""
     device = torch.device("cuda", 0)
     ddp = DistributedDataParallel(Params(SHAPES, torch.float16).to(device), device_ids=[0], bucket_cap_mb=4e-3)
-    with ignoring(NOT_AVERAGING, NOTHING_COMPRESSED, TOO_EARLY):
+    with ignoring(NOT_AVERAGING, TOO_EARLY):
         attachment = lc.attach(ddp, hook, accumulation="weighted")
         gradients = {name: 1e3 * g for name, g in full_rank_gradients(0, 0, SHAPES).items()}
         attachment.add_weight(torch.tensor(100_000, device=device))
@@ -109,7 +109,7 @@ def test_times_and_errors(hook):
     """One step in ten is timed, by events that nothing waits for."""
     device = torch.device("cuda", 0)
     ddp = DistributedDataParallel(Params(SHAPES).to(device), device_ids=[0], bucket_cap_mb=4e-3)
-    with ignoring(NOT_AVERAGING, NOTHING_COMPRESSED, TOO_EARLY):
+    with ignoring(NOT_AVERAGING, TOO_EARLY):
         attachment = lc.attach(ddp, hook)
         attachment.sample_error(1, None)
         for step in range(21):
@@ -132,7 +132,7 @@ def test_times_and_errors(hook):
 def test_auto_chooses():
     device = torch.device("cuda", 0)
     ddp = DistributedDataParallel(Params(SHAPES).to(device), device_ids=[0], bucket_cap_mb=4e-3)
-    with ignoring(NOT_AVERAGING, NOTHING_COMPRESSED, TOO_EARLY):
+    with ignoring(NOT_AVERAGING, TOO_EARLY):
         attachment = lc.attach(ddp, lc.Auto(candidates=["bf16", "int8"], warmup_steps=2, timed_steps=3))
         for step in range(20):
             gradients = full_rank_gradients(0, step, SHAPES)

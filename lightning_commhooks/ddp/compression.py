@@ -13,7 +13,7 @@ from lightning_commhooks.interface.bucket import Bucket
 from lightning_commhooks.interface.error_sample import ErrorSampler
 from lightning_commhooks.interface.hook import BoundHook
 
-_TOO_SMALL = "gradients too small to gain from it"
+_AS_THEY_ARE = "the hook sends gradients of this size as they are"
 
 
 class Watch:
@@ -47,13 +47,13 @@ class Watch:
     def _add(self, bound: BoundHook, step: int, sent: float, dense: float) -> None:
         if step != self._step:
             self._end_step()
-            self._step, self._why = step, bound.why_not_compressed(step)
+            self._step, self._why = step, bound.not_begun(step)
         self._sent += sent
         self._dense += dense
 
     def _end_step(self) -> None:
         if self._dense and self._sent >= self._dense:
-            self._not_compressed[self._why or _TOO_SMALL] += 1
+            self._not_compressed[self._why.partition(";")[0] if self._why else _AS_THEY_ARE] += 1
         self._sent = self._dense = 0.0
 
     def not_compressed(self) -> dict[str, int]:

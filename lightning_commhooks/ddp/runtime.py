@@ -268,10 +268,16 @@ class Runtime(RunningHook):
         destroy([self._owned, *self.bound.group.release()])
         self._owned = None  # with the last reference its connections close, and peers that wait for this rank fail
         # All ranks have the same to say. Last: where warnings are errors, nothing else may be left to do.
-        texts = texts + self.bound.closing_warnings(self.clock.steps) if self.bound.group.rank == 0 else []
+        texts = texts + self._not_begun() if self.bound.group.rank == 0 else []
         self.bound.release()
         for text in texts:
             warnings.warn(text, stacklevel=4)
+
+    def _not_begun(self) -> list[str]:
+        steps = self.clock.steps
+        reason = self.bound.not_begun(steps - 1) if steps else None
+        ended = f"training ended after {steps} steps, before hook={self.name!r} did what it is for"
+        return [f"{ended}: {reason}"] if reason is not None else []
 
 
 def _call_all(functions: list[Callable[[], None]]) -> None:

@@ -127,20 +127,12 @@ class BoundLocalSGD(AveragesModels):
     def load_state_dict(self, state: dict[str, Any], reader: StateReader) -> None:
         self._num_steps = dict(reader.section(state, "num_steps"))
 
-    def why_not_compressed(self, step: int) -> str | None:
+    def not_begun(self, step: int) -> str | None:
         start = self._config.start_localSGD_iter
-        return f"start_localSGD_iter={start}" if step < start else None
-
-    def closing_warnings(self, steps: int) -> list[str]:
-        start, name = self._config.start_localSGD_iter, self._config.name
-        if 0 < steps <= start:
-            return [
-                f"training ended after {steps} steps, before hook={name!r} began to do without averaging gradients "
-                f"over all ranks: start_localSGD_iter={start}"
-            ]
-        if steps and self.is_local(steps) and not self.group.counters.averagings:
-            return [f"hook={name!r} never averaged models: training ended before the first period did"]
-        return []
+        if step < start:
+            return f"start_localSGD_iter={start}"
+        never = self.is_local(step + 1) and not self.group.counters.averagings
+        return "models were never averaged, the first period of steps has not ended" if never else None
 
 
 def consecutive(num_ranks: int, size: int) -> list[list[int]]:

@@ -158,21 +158,13 @@ class MatrixFeedback(BoundByParameter[_Plan]):
         rate = self._numel_before / self._numel_after if self._numel_after else 0.0
         return rate, self._numel_before, self._numel_after
 
-    def why_not_compressed(self, step: int) -> str | None:
+    def not_begun(self, step: int) -> str | None:
         start = self.hook.start_powerSGD_iter
-        return f"start_powerSGD_iter={start}" if step < start else None
-
-    def closing_warnings(self, steps: int) -> list[str]:
-        start = self.hook.start_powerSGD_iter
-        if 0 < steps <= start:
-            return [
-                f"training ended after {steps} steps, before start_powerSGD_iter={start}: hook={self.hook.name!r} "
-                f"never compressed anything. Set start_powerSGD_iter to about a tenth of training, {steps // 10} here"
-            ]
-        if self._numel_before and not self._numel_compressed:
-            return [
-                f"hook={self.hook.name!r} compressed nothing: no gradient is a matrix that shrinks enough at "
-                f"matrix_approximation_rank={self.hook.matrix_approximation_rank}. Lower it, lower "
-                "min_compression_rate, or use hook='bf16'"
-            ]
-        return []
+        if step < start:
+            return f"start_powerSGD_iter={start}; set it to about a tenth of training, {(step + 1) // 10} here"
+        if self._numel_compressed or not self._numel_before:
+            return None
+        return (
+            "no gradient is a matrix that shrinks enough at matrix_approximation_rank="
+            f"{self.hook.matrix_approximation_rank}; lower it, lower min_compression_rate, or use hook='bf16'"
+        )

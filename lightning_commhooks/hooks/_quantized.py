@@ -211,16 +211,15 @@ class _BoundQuantized(BoundByParameter[_Plan]):
         owes = self._config.use_error_feedback and self._config.compresses(shapes[0])
         return {"residual": shapes[0], "carried": shapes[0]} if owes else {}
 
-    def closing_warnings(self, steps: int) -> list[str]:
-        if self._numel_compressed or not steps:
-            return []
+    def not_begun(self, step: int) -> str | None:
+        if self._numel_compressed:
+            return None
         config = self._config
-        return [
-            f"hook={config.name!r} compressed nothing: no bucket has min_bytes={config.min_bytes} bytes of gradients "
-            f"with block_size={config.codec.block_size} elements or more"
-            f"{'' if config.compress_1d else ' in two dimensions'} (compress_1d={config.compress_1d}). Lower min_bytes "
-            "or block_size, or use hook='bf16'"
-        ]
+        return (
+            f"no bucket has min_bytes={config.min_bytes} bytes of gradients with block_size={config.codec.block_size} "
+            f"elements or more{'' if config.compress_1d else ' in two dimensions'} (compress_1d={config.compress_1d}); "
+            "lower min_bytes or block_size, or use hook='bf16'"
+        )
 
 
 def _restore(plan: _Plan, slot: Slot, is_used: Tensor) -> None:

@@ -37,6 +37,3 @@ class _BoundAllGather(BoundHook):
         gathered = self.group.all_gather(flat)
         accumulator = torch.promote_types(flat.dtype, torch.float32) if flat.is_floating_point() else flat.dtype
         flat.copy_(gathered.mean(dim=0, dtype=accumulator))
-
-    def why_not_compressed(self, step: int) -> str:
-        return "hook='allgather' sends gradients as they are"

@@ -35,6 +35,3 @@ class _BoundAllReduce(BoundHook):
     def reduce(self, flat: Tensor, bucket: Bucket) -> None:
         self.group.counters.numel_uncompressed += flat.numel()
         self.group.all_reduce_mean_(flat, bucket.scale)
-
-    def why_not_compressed(self, step: int) -> str:
-        return "hook='allreduce' sends gradients as they are"

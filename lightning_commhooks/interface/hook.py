@@ -146,8 +146,11 @@ class BoundHook(ABC):
         """
         yield from ()
 
-    def why_not_compressed(self, step: int) -> str | None:
-        """Why nothing is compressed in a step; `None` if there is no reason but that gradients are too small.
+    def not_begun(self, step: int) -> str | None:
+        """What kept this hook from what it is for until and in a step, and what to do about it; `None` if nothing did.
+
+        Shown for steps that are not compressed, and as a warning when training ends with such a step. A reason, and
+        perhaps a semicolon and advice: `"start_powerSGD_iter=1000; set it to about a tenth of training"`.
 
         Args:
             step: number of synchronized backwards before it.
@@ -178,11 +181,3 @@ class BoundHook(ABC):
 
     def release(self) -> None:  # noqa: B027  # optional to override
         """Free large memory; called once, when the hook has been used for the last time."""
-
-    def closing_warnings(self, steps: int) -> list[str]:
-        """What the user should know at the end of training, one text each.
-
-        Args:
-            steps: synchronized backwards so far.
-        """
-        return []

@@ -57,8 +57,8 @@ class BoundAround(AveragesModels):
     def owed(self) -> Iterator[Tensor]:
         return self._inner.owed()
 
-    def why_not_compressed(self, step: int) -> str | None:
-        return self._inner.why_not_compressed(step)
+    def not_begun(self, step: int) -> str | None:
+        return self._inner.not_begun(step)
 
     def state_dict(self, writer: StateWriter) -> dict[str, Any]:
         return self._inner.state_dict(writer)
@@ -75,9 +75,6 @@ class BoundAround(AveragesModels):
     def compression_stats(self) -> Any:
         """That of the hook inside, if it has any."""
         return getattr(self._inner, "compression_stats", None)
-
-    def closing_warnings(self, steps: int) -> list[str]:
-        return self._inner.closing_warnings(steps)
 
     def release(self) -> None:
         self._inner.release()

@@ -99,8 +99,8 @@ class BoundSwitch(AveragesModels):
         for hook in self._phases.values():
             yield from hook.owed()
 
-    def why_not_compressed(self, step: int) -> str | None:
-        return self._phases[self._phase(step)].why_not_compressed(step)
+    def not_begun(self, step: int) -> str | None:
+        return self._phases[self._phase(step)].not_begun(step)
 
     def _save_phases(self, writer: StateWriter) -> dict[str, Any]:
         phases = {str(key): save_hook(self._hooks[key], phase, writer) for key, phase in self._phases.items()}

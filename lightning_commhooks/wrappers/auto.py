@@ -269,16 +269,13 @@ class _BoundAuto(BoundSwitch):
         """That of the hook in use, if it has any."""
         return getattr(self._phases[self._choice or 0], "compression_stats", None)
 
-    def closing_warnings(self, steps: int) -> list[str]:
+    def not_begun(self, step: int) -> str | None:
         if self._choice is not None:
-            return self._phases[self._choice].closing_warnings(steps)
+            return self._phases[self._choice].not_begun(step)
         if not self._moments:
-            return []
+            return None
         num = self._begins(len(self._phases)) + 1
-        return [
-            f"training ended after {len(self._moments)} steps of measuring, before hook='auto' had chosen, which takes "
-            f"{num}: use fewer candidates or timed_steps"
-        ]
+        return f"it chooses after {num} steps of measuring; use fewer candidates or timed_steps"
 
 
 def _announce(text: str) -> None:

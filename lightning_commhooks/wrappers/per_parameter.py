@@ -174,9 +174,8 @@ class _BoundPerParameter(AveragesModels):
         for hook in self._hooks:
             yield from hook.owed()
 
-    def why_not_compressed(self, step: int) -> str | None:
-        reasons = (hook.why_not_compressed(step) for hook in self._hooks)
-        return next((reason for reason in reasons if reason is not None), None)
+    def not_begun(self, step: int) -> str | None:
+        return "; ".join(dict.fromkeys(text for hook in self._hooks if (text := hook.not_begun(step)))) or None
 
     def state_dict(self, writer: StateWriter) -> dict[str, Any]:
         return {"hooks": {str(i): save_hook(hook, bound, writer) for i, (hook, bound) in self._numbered()}}
@@ -203,9 +202,6 @@ class _BoundPerParameter(AveragesModels):
     def compression_stats(self) -> Any:
         """That of the first hook that has any."""
         return next((stats for hook in self._hooks if (stats := getattr(hook, "compression_stats", None))), None)
-
-    def closing_warnings(self, steps: int) -> list[str]:
-        return [text for hook in self._hooks for text in hook.closing_warnings(steps)]
 
     def release(self) -> None:
         for hook in self._hooks:

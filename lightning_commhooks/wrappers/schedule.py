@@ -77,12 +77,11 @@ class _BoundSchedule(BoundSwitch):
         """That of the present phase, if it has any."""
         return getattr(self._phases[max(self._last_phase.values(), default=0)], "compression_stats", None)
 
-    def closing_warnings(self, steps: int) -> list[str]:
-        unused = [start for start in self._phases if start >= steps > 0]
-        texts = (
-            [f"training ended after {steps} steps, before the phases of hook=Schedule at {unused}"] if unused else []
-        )
-        ends = [*list(self._phases)[1:], steps]
-        for end, hook in zip(ends, self._phases.values(), strict=True):
-            texts += hook.closing_warnings(min(end, steps))
-        return texts
+    def not_begun(self, step: int) -> str | None:
+        starts = list(self._phases)
+        ends = [*starts[1:], step + 1]
+        reached = [(start, min(end, step + 1)) for start, end in zip(starts, ends, strict=True) if start <= step]
+        texts = [self._phases[start].not_begun(end - 1) for start, end in reversed(reached)]
+        later = [start for start in starts if start > step]
+        texts += [f"the phases of hook=Schedule at {later}"] if later else []
+        return "; ".join(text for text in texts if text is not None) or None
