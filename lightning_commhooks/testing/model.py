@@ -31,6 +31,7 @@ SHAPES: Shapes = {
     "third": (24, 40),
     "small": (3, 2),
     "row": (1, 50),
+    "empty": (0, 3),
 }
 # Several buckets of these, in MB.
 SMALL_BUCKETS = 4e-3

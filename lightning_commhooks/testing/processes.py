@@ -59,6 +59,8 @@ class Processes:
                 process.start()
                 theirs.close()
                 self._ranks.append((process, ours))
+        for _, pipe in self._ranks:
+            pipe.recv_bytes()  # it has started, which may take longer than a call on a busy machine
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -108,6 +110,7 @@ def _work(pipe: connection.Connection, port: int, seconds: float) -> None:
     """A rank: make calls until the other end closes."""
     torch.set_num_threads(1)
     store = _store(port, is_master=False)
+    pipe.send_bytes(b"")
     while True:
         try:
             message = pipe.recv_bytes()
