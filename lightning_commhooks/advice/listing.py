@@ -17,7 +17,7 @@ from torch import nn
 from torch._C._distributed_c10d import HashStore
 
 from lightning_commhooks import wrappers
-from lightning_commhooks.advice.candidates import Candidate, at_once, shortened
+from lightning_commhooks.advice.candidates import Candidate, candidate
 from lightning_commhooks.advice.emulated import EmulatedGroup
 from lightning_commhooks.advice.task import Task
 from lightning_commhooks.advice.timing import amortized
@@ -122,10 +122,8 @@ def _default(field: dataclasses.Field[Any]) -> str | None:
 
 def fractions_sent(hook: CommHook) -> dict[int, float]:
     """Bytes that a rank sends in a step over those of dense averaging, by number of ranks; counted in a short run."""
-    measured, factor = shortened(at_once(hook))
-    candidate = Candidate(hook.name, hook, measured, factor)
     with _alone() as group, _uncompiled():
-        return {world: _fraction_sent(candidate, world, group) for world in WORLDS}
+        return {world: _fraction_sent(candidate(hook.name, hook), world, group) for world in WORLDS}
 
 
 def _fraction_sent(candidate: Candidate, world: int, group: dist.ProcessGroup) -> float:
