@@ -223,7 +223,7 @@ TORCH = [
     Use("._set_default_backend", (GROUPS,), "hooks on subgroups fail", _process_group_takes_backends),
     Use("._comm_hook", (f"{PACKAGE}/fsdp/fsdp1.py",), "attach_fsdp fails", _fsdp_keeps_its_hook),
     Use("._comm_hook_state", (f"{PACKAGE}/fsdp/fsdp1.py",), "attach_fsdp fails after close()", _fsdp_keeps_its_hook),
-    Use("._nnz", (f"{PACKAGE}/collectives/group.py",), "sparse gradients fail", lambda: _sparse()._nnz() == 1),
+    Use("._nnz", (f"{PACKAGE}/collectives/communicator.py",), "sparse gradients fail", lambda: _sparse()._nnz() == 1),
     Use("._values", SPARSE, "sparse gradients fail", lambda: _sparse()._values().tolist() == [2.0]),
     Use("._version", (MICRO_BATCHES, f"{PACKAGE}/interface/models.py"), "accumulation fails", _counts_changes),
     Use(

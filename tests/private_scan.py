@@ -16,6 +16,7 @@ OURS = {
     "_codec",
     "_events",
     "_connect",
+    "_encoding",
     "_evaluation",
     "_finalizer",
     "_iter",

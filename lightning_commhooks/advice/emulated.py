@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_commhooks.advice.ensemble import WHY_NO_PROCESS_GROUP
-from lightning_commhooks.codecs.codec import Codec
 from lightning_commhooks.collectives.counters import Counters
 from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.collectives.link import Cost, Kind, Link
@@ -199,50 +198,25 @@ class EmulatedGroup(Group):
             nothing = torch.empty(0, device=self.device)
             self._pass_time(kind, num_bytes, nothing, lambda: nothing)
 
-    def _split(self, parts: tuple[tuple[int, ...], ...]) -> Group:
-        if len(parts) == 1:
-            return self
-        own = next(part for part in parts if self.rank in part)
+    def _split(self, subgroups: tuple[tuple[int, ...], ...]) -> Group:
+        own = next(ranks for ranks in subgroups if self.rank in ranks)
         link = self._link
         if self._node_link is not None and any(set(own) <= set(node) for node in self._nodes):
             link = self._node_link
-        return self._like(link.scaled(len(own)), own.index(self.rank))
-
-    def _twin(self, codec: Codec) -> Group:
-        group = self._like(self._link, self.rank)
-        group._codec = codec
-        return group
-
-    def _like(self, link: Link, rank: int) -> EmulatedGroup:
+        link, rank = link.scaled(len(own)), own.index(self.rank)
         group = EmulatedGroup(link, rank, self.counters, self.device, on_stream=self._on_stream)
-        group.global_rank = self.global_rank
         group._line = self._line
         return group
 
-    def all_reduce_(self, tensor: Tensor) -> Tensor:
-        if self.size > 1 and tensor.numel():
-            num_bytes = self.ring_bytes(tensor)
-            self._count(num_bytes)
-            with self.counters.timing.comm():
-                self._pass_time("all_reduce", num_bytes, tensor, lambda: tensor.mul_(self.size))
-        return tensor
+    def _sum_(self, tensor: Tensor) -> None:
+        self._pass_time("all_reduce", self.ring_bytes(tensor), tensor, lambda: tensor.mul_(self.size))
 
-    def _start_all_gather(self, tensor: Tensor) -> Callable[[], Tensor]:
-        own = tensor.view(1, -1)
-        return self._start_gather_shares(tensor, lambda: own.repeat(self.size, 1))
+    def _gather(self, tensor: Tensor, of_equals: Callable[[], Tensor] | None) -> Callable[[], Tensor]:
+        num_bytes = (self.size - 1) * tensor.numel() * tensor.element_size()
+        return self._start("all_gather", num_bytes, tensor, of_equals or (lambda: tensor.repeat(self.size, 1)))
 
-    def _start_gather_shares(self, share: Tensor, of_equals: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        if self.size == 1:
-            return share.view(1, -1).clone
-        num_bytes = (self.size - 1) * share.numel() * share.element_size()
-        self._count(num_bytes)
-        return self._start("all_gather", num_bytes, share, of_equals)
-
-    def _start_all_to_all(self, chunks: Tensor) -> Callable[[], Tensor]:
-        if self.size == 1:
-            return lambda: chunks
+    def _exchange(self, chunks: Tensor) -> Callable[[], Tensor]:
         num_bytes = (self.size - 1) / self.size * chunks.numel() * chunks.element_size()
-        self._count(num_bytes)
         own = chunks[self.rank : self.rank + 1]
         return self._start("all_to_all", num_bytes, chunks, lambda: own.repeat(self.size, 1))
 

@@ -6,6 +6,7 @@ ever are found out, and of what ranks receive there is only one in memory.
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
@@ -14,7 +15,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from lightning_commhooks.codecs.codec import Codec
 from lightning_commhooks.collectives.counters import Counters
 from lightning_commhooks.collectives.group import Group
 
@@ -184,53 +184,35 @@ class EnsembleGroup(Group):
 
     _why_no_process_group = WHY_NO_PROCESS_GROUP
 
-    def __init__(
-        self, table: _Table, rank: int, global_rank: int, counters: Counters, device: torch.device, codec: Codec | None
-    ) -> None:
-        super().__init__(None, counters, device, codec=codec)
+    def __init__(self, table: _Table, rank: int, global_rank: int, counters: Counters, device: torch.device) -> None:
+        super().__init__(None, counters, device)
         self.size = table.size
         self.rank = rank
         self.global_rank = global_rank
         # Each on a host of its own.
         self._nodes = [[rank] for rank in range(self.size)]
         self._table = table
-        self._num_started = 0
+        self._numbers = itertools.count()
 
-    def _split(self, parts: tuple[tuple[int, ...], ...]) -> Group:
-        if len(parts) == 1:
-            return self
-        own = next(part for part in parts if self.rank in part)
-        table = self._table.further((parts, own), len(own))
-        return EnsembleGroup(table, own.index(self.rank), self.global_rank, self.counters, self.device, None)
+    def _split(self, subgroups: tuple[tuple[int, ...], ...]) -> Group:
+        own = next(ranks for ranks in subgroups if self.rank in ranks)
+        table = self._table.further((subgroups, own), len(own))
+        return EnsembleGroup(table, own.index(self.rank), self.global_rank, self.counters, self.device)
 
-    def _twin(self, codec: Codec) -> Group:
-        table = self._table.further(codec, self.size)
-        return EnsembleGroup(table, self.rank, self.global_rank, self.counters, self.device, codec)
+    def _sum_(self, tensor: Tensor) -> None:
+        tensor.copy_(self._give("all_reduce", tensor, lambda collective: collective.sum())())
 
-    def all_reduce_(self, tensor: Tensor) -> Tensor:
-        if self.size > 1 and tensor.numel():
-            self._count(self.ring_bytes(tensor))
-            tensor.copy_(self._give("all_reduce", tensor, lambda collective: collective.sum())())
-        return tensor
+    def _gather(self, tensor: Tensor, of_equals: Callable[[], Tensor] | None) -> Callable[[], Tensor]:
+        return self._give("all_gather", tensor, lambda collective: torch.stack(collective.in_order()))
 
-    def _start_all_gather(self, tensor: Tensor) -> Callable[[], Tensor]:
-        if self.size > 1:
-            self._count((self.size - 1) * tensor.numel() * tensor.element_size())
-        return self._give("all_gather", tensor.reshape(-1), lambda collective: torch.stack(collective.in_order()))
-
-    def _start_all_to_all(self, chunks: Tensor) -> Callable[[], Tensor]:
-        if self.size == 1:
-            return lambda: chunks
-        self._count((self.size - 1) / self.size * chunks.numel() * chunks.element_size())
-
+    def _exchange(self, chunks: Tensor) -> Callable[[], Tensor]:
         def take(collective: _Collective) -> Tensor:
             return torch.stack([theirs[self.rank] for theirs in collective.in_order()])
 
         return self._give("all_to_all", chunks, take)
 
     def _give(self, kind: str, tensor: Tensor, take: Callable[[_Collective], Tensor]) -> Callable[[], Tensor]:
-        number, self._num_started = self._num_started, self._num_started + 1
-        return self._table.give(number, self.rank, self.global_rank, kind, tensor.clone(), take)
+        return self._table.give(next(self._numbers), self.rank, self.global_rank, kind, tensor.clone(), take)
 
 
 def run_ranks(size: int, device: torch.device, work: Callable[[Group], Any]) -> list[Any]:
@@ -253,6 +235,6 @@ def run_ranks(size: int, device: torch.device, work: Callable[[Group], Any]) -> 
     def live(rank: int) -> Any:
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        return work(EnsembleGroup(table, rank, rank, Counters(), device, None))
+        return work(EnsembleGroup(table, rank, rank, Counters(), device))
 
     return turns.run(live)

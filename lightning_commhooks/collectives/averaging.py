@@ -45,10 +45,8 @@ def check_same(what: str, group: Group) -> None:
     Raises:
         HookError: some rank averages something else, or for another reason.
     """
-    with group.counters.paused():
-        digest = torch.tensor([zlib.crc32(what.encode())], device=group.device)
-        digests = group.all_gather(digest).view(-1)
-    if (digests != digests[0]).any():
+    digests = group.all_gather_quietly([zlib.crc32(what.encode())])
+    if any(digest != digests[0] for digest in digests):
         raise HookError(
             f"ranks do not average the same: rank {group.global_rank} is about to {what}. All ranks must take the same "
             "steps, and evaluate and save together; on one rank alone only after a barrier that shows the average"
