@@ -29,15 +29,17 @@ def own_group(process_group: dist.ProcessGroup, device: torch.device) -> tuple[d
         the group, and a function that aborts it from any thread: collectives under way fail at once, here and
         on the peers that wait for this rank. The function does not keep the group alive.
     """
-    timeout = getattr(getattr(process_group._get_backend(device), "options", None), "_timeout", None)
-    before = gloo_abort.listening()
-    own = _new_group(process_group, device, timeout)
     if backend_for(process_group, device) != dist.Backend.GLOO:
-        return own, lambda: None
-    return own, gloo_abort.make(own, gloo_abort.listening() - before)
+        return _new_group(process_group, device), lambda: None
+    return gloo_abort.with_abort(lambda: _new_group(process_group, device))
 
 
-def _new_group(process_group: dist.ProcessGroup, device: torch.device, timeout: timedelta | None) -> dist.ProcessGroup:
+def _timeout_of(process_group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
+    return getattr(getattr(process_group._get_backend(device), "options", None), "_timeout", None)
+
+
+def _new_group(process_group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
+    timeout = _timeout_of(process_group, device)
     if process_group.size() < dist.get_world_size():
         # `new_group` needs every process of the world; with `use_local_synchronization` only these ranks, but then it
         # names the group by how many others there are, and ranks that belong to different groups disagree on that.
@@ -79,13 +81,11 @@ def own_subgroup(
         the group, and a function that aborts it, as [`own_group`][].
     """
     rank = process_group.rank()
-    backend = process_group._get_backend(device)
-    timeout = getattr(getattr(backend, "options", None), "_timeout", None) or dist.default_pg_timeout
-    if backend.name() == dist.Backend.GLOO:
+    timeout = _timeout_of(process_group, device) or dist.default_pg_timeout
+    if process_group._get_backend(device).name() == dist.Backend.GLOO:
         index, ranks = next((i, ranks) for i, ranks in enumerate(subgroups) if rank in ranks)
-        before = gloo_abort.listening()
-        own = _gloo_group(f"{name}/{index}", ranks.index(rank), len(ranks), device, timeout)
-        return own, gloo_abort.make(own, gloo_abort.listening() - before)
+        place = ranks.index(rank), len(ranks)
+        return gloo_abort.with_abort(lambda: _gloo_group(f"{name}/{index}", *place, device, timeout))
     world = dist.get_process_group_ranks(process_group)
     groups = [
         # Every process of the world takes part in making every group, unless there are processes without this hook.
