@@ -48,34 +48,51 @@ class HostClock:
             self._target.copy_(self._source)
 
 
-class Wire:
-    """One link, used by one collective after another.
-
-    Args:
-        clock: passes the time.
-        burst_seconds: what the link lets through at once when it was idle: see `Link`.
-    """
+class _Wire:
+    """One link, used by one collective after another, and the thread of those that go on by themselves."""
 
     def __init__(self, clock: HostClock, burst_seconds: float) -> None:
-        self._clock = clock
+        self.clock = clock
         self._burst = burst_seconds
         self._saved = burst_seconds
         self._free = clock.now()
+        self._lock = threading.Lock()
+        self._executor: ThreadPoolExecutor | None = None
+        self._last: Future[Tensor] | None = None
 
-    def now(self) -> float:
-        """Seconds, by the clock."""
-        return self._clock.now()
+    def run(self, collective: Callable[[], Tensor]) -> Tensor:
+        """Have it done, behind all that were started."""
+        if self._last is not None and not self._last.done():
+            return self.start(collective)()
+        with self._lock:
+            return collective()
+
+    def start(self, collective: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        """Have it done in the thread; returns what waits for the result."""
+        if self._executor is None:
+            self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="lightning_commhooks_wire")
+
+        def run() -> Tensor:
+            with self._lock, torch.no_grad():
+                return collective()
+
+        self._last = self._executor.submit(run)
+        return self._last.result
+
+    def close(self) -> None:
+        """End the thread."""
+        if self._executor is not None:
+            self._executor.shutdown(wait=True)
+        self._executor = None
+        self._last = None
 
     def pass_time(self, cost: Cost, fastest: float, started: float, work: Callable[[], Tensor]) -> Tensor:
-        """Take the time of one collective, and let `work` be a part of it.
+        """Take the time of one collective, and let `work`, which makes its result, be a part of it.
 
-        Args:
-            cost: of the collective.
-            fastest: seconds that it takes at least, however long the link was idle.
-            started: when it was started, by the clock; what was started before keeps the link for some time from then.
-            work: makes its result.
+        What was started before keeps the link for some time from `started`, by the clock. It takes `fastest` seconds
+        at least, however long the link was idle.
         """
-        clock = self._clock
+        clock = self.clock
         cpu_begin, before = clock.cpu(), self._free
         # A token bucket, in seconds of the link.
         self._saved = min(self._burst, self._saved + max(0.0, started - before))
@@ -110,40 +127,6 @@ def _cycles_per_second(device: torch.device) -> float:
     end.record(stream)
     end.synchronize()
     return float(cycles / (begin.elapsed_time(end) / 1e3))
-
-
-class _Line:
-    """The wire of all groups that were split off one, and the thread of collectives that go on by themselves."""
-
-    def __init__(self, wire: Wire) -> None:
-        self.wire = wire
-        self._lock = threading.Lock()
-        self._executor: ThreadPoolExecutor | None = None
-        self._last: Future[Tensor] | None = None
-
-    def run(self, pass_time: Callable[[], Tensor]) -> Tensor:
-        """Behind all that were started."""
-        if self._last is not None and not self._last.done():
-            return self.start(pass_time)()
-        with self._lock:
-            return pass_time()
-
-    def start(self, pass_time: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        if self._executor is None:
-            self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="lightning_commhooks_wire")
-
-        def run() -> Tensor:
-            with self._lock, torch.no_grad():
-                return pass_time()
-
-        self._last = self._executor.submit(run)
-        return self._last.result
-
-    def close(self) -> None:
-        if self._executor is not None:
-            self._executor.shutdown(wait=True)
-        self._executor = None
-        self._last = None
 
 
 class EmulatedGroup(Group):
@@ -186,10 +169,10 @@ class EmulatedGroup(Group):
         self._node_link = node_link
         self._nodes = [list(node) for node in nodes] if nodes is not None else [[rank] for rank in range(self.size)]
         self._on_stream = on_stream
-        self._line = _Line(Wire(clock or HostClock(), link.burst_seconds))
+        self._wire = _Wire(clock or HostClock(), link.burst_seconds)
 
     def release(self) -> list[dist.ProcessGroup | None]:
-        self._line.close()
+        self._wire.close()
         return super().release()
 
     def spend(self, kind: Kind, num_bytes: float) -> None:
@@ -205,7 +188,7 @@ class EmulatedGroup(Group):
             link = self._node_link
         link, rank = link.scaled(len(own)), own.index(self.rank)
         group = EmulatedGroup(link, rank, self.counters, self.device, on_stream=self._on_stream)
-        group._line = self._line
+        group._wire = self._wire
         return group
 
     def _sum_(self, tensor: Tensor) -> None:
@@ -225,7 +208,7 @@ class EmulatedGroup(Group):
             with self.counters.timing.comm():
                 result = self._pass_time(kind, num_bytes, tensor, work)
             return lambda: result
-        arrived = self._line.start(self._on_wire(kind, num_bytes, tensor.dtype, work))
+        arrived = self._wire.start(self._on_wire(kind, num_bytes, tensor.dtype, work))
 
         def wait() -> Tensor:
             with self.counters.timing.comm():
@@ -240,11 +223,11 @@ class EmulatedGroup(Group):
             return work()
         if tensor.is_cuda:  # gloo waits for the device
             torch.cuda.current_stream(tensor.device).synchronize()
-        return self._line.run(self._on_wire(kind, num_bytes, tensor.dtype, work))
+        return self._wire.run(self._on_wire(kind, num_bytes, tensor.dtype, work))
 
     def _on_wire(
         self, kind: Kind, num_bytes: float, dtype: torch.dtype, work: Callable[[], Tensor]
     ) -> Callable[[], Tensor]:
-        cost, wire = self._link.cost(kind, num_bytes, dtype), self._line.wire
+        cost = self._link.cost(kind, num_bytes, dtype)
         fastest = min(cost.seconds, self._link.latency)
-        return functools.partial(wire.pass_time, cost, fastest, wire.now(), work)
+        return functools.partial(self._wire.pass_time, cost, fastest, self._wire.clock.now(), work)
