@@ -186,7 +186,8 @@ TORCH = [
     Use("torch._C._distributed_c10d.PrefixStore", (LAUNCH, GROUPS), IMPORTED),
     *(Use(name, (LAUNCH,), "`headroom`, `bench` and `advise` fail") for name in STORES),
     Use("torch._C._current_graph_task_id", (f"{PACKAGE}/fsdp/runtime.py",), "steps under FSDP", _task_has_an_id),
-    Use("torch._dynamo.config.disable", (LISTING, f"{PACKAGE}/codecs/codec.py"), "quantized hooks, and `list`, fail"),
+    Use("torch._dynamo.config.disable", (f"{PACKAGE}/codecs/codec.py",), "quantized hooks fail"),
+    Use("torch._dynamo.config.patch", (LISTING,), "`list` fails"),
     Use("torch._dynamo.mark_dynamic", (f"{PACKAGE}/codecs/codec.py",), "codecs are not compiled, with a warning"),
     Use("torch._dynamo.mark_static", (f"{PACKAGE}/codecs/codec.py",), "codecs are not compiled, with a warning"),
     Use("torch._foreach_norm", (MICRO_BATCHES,), "accumulation cannot tell cleared gradients"),
@@ -223,7 +224,7 @@ TORCH = [
     Use("._set_default_backend", (GROUPS,), "hooks on subgroups fail", _process_group_takes_backends),
     Use("._comm_hook", (f"{PACKAGE}/fsdp/fsdp1.py",), "attach_fsdp fails", _fsdp_keeps_its_hook),
     Use("._comm_hook_state", (f"{PACKAGE}/fsdp/fsdp1.py",), "attach_fsdp fails after close()", _fsdp_keeps_its_hook),
-    Use("._nnz", (f"{PACKAGE}/collectives/group.py",), "sparse gradients fail", lambda: _sparse()._nnz() == 1),
+    Use("._nnz", (f"{PACKAGE}/collectives/communicator.py",), "sparse gradients fail", lambda: _sparse()._nnz() == 1),
     Use("._values", SPARSE, "sparse gradients fail", lambda: _sparse()._values().tolist() == [2.0]),
     Use("._version", (MICRO_BATCHES, f"{PACKAGE}/interface/models.py"), "accumulation fails", _counts_changes),
     Use(

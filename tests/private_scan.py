@@ -16,16 +16,17 @@ OURS = {
     "_codec",
     "_events",
     "_connect",
+    "_encoding",
     "_evaluation",
     "_finalizer",
     "_iter",
-    "_line",
     "_process_group",
     "_runtime",
     "_set_optimizers",
     "_settle",
     "_start_all_gather",
     "_start_all_to_all",
+    "_wire",
 }
 
 

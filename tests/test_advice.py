@@ -14,9 +14,9 @@ import lightning_commhooks as lc
 from lightning_commhooks.advice.candidates import DEFAULT, at_once, candidates, code, parse, shortened
 from lightning_commhooks.advice.load import load_task
 from lightning_commhooks.advice.ranking import Row, decide, headroom, ranked
+from lightning_commhooks.advice.step_time import amortized, undisturbed
 from lightning_commhooks.advice.study import Result, WhatIf, _notes, _setting
 from lightning_commhooks.advice.task import try_task
-from lightning_commhooks.advice.timing import amortized, undisturbed
 from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.collectives.link import Cost, Link
 

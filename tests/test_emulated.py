@@ -13,7 +13,6 @@ import lightning_commhooks as lc
 from lightning_commhooks.advice.emulated import EmulatedGroup
 from lightning_commhooks.codecs import Int8Codec
 from lightning_commhooks.codecs.codec import Kernels
-from lightning_commhooks.collectives import encoded
 from lightning_commhooks.collectives.encoded import Part
 from lightning_commhooks.collectives.link import Cost, Link
 from lightning_commhooks.ddp.attach import attach_emulated
@@ -194,7 +193,7 @@ def test_what_is_not_the_hooks_own_is_not_counted():
 
 
 def test_encoding_counts_together(monkeypatch):
-    monkeypatch.setattr(encoded, "compiled", lambda codec, *_: Kernels(codec))
+    monkeypatch.setattr("lightning_commhooks.collectives.group.compiled", lambda codec, *_: Kernels(codec))
     with emulated(Link.given(**INSTANT, world_size=4)) as (group, _):
         encoding = group.encoding(Int8Codec())
         assert encoding.size == 4
@@ -206,7 +205,7 @@ def test_encoding_counts_together(monkeypatch):
 @pytest.mark.parametrize("world", [2, 4])
 def test_averages_of_equal_ranks_are_what_each_has(monkeypatch, world):
     """In two shots, too, though every emulated rank owns the same share."""
-    monkeypatch.setattr(encoded, "compiled", lambda codec, *_: Kernels(codec))
+    monkeypatch.setattr("lightning_commhooks.collectives.group.compiled", lambda codec, *_: Kernels(codec))
     gradient = torch.linspace(-1, 1, 4096)
     with emulated(Link.given(**INSTANT, world_size=world)) as (group, _):
         blocks = gradient.clone().view(8, 512)

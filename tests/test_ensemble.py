@@ -19,7 +19,6 @@ from lightning_commhooks.advice.errors import errors_among, num_averaged
 from lightning_commhooks.advice.task import Task
 from lightning_commhooks.codecs import Int8Codec
 from lightning_commhooks.codecs.codec import Kernels
-from lightning_commhooks.collectives import encoded
 from lightning_commhooks.collectives.group import Group
 
 CPU = torch.device("cpu")
@@ -131,7 +130,7 @@ def _alone():
 
 @pytest.fixture
 def _uncompiled(monkeypatch):
-    monkeypatch.setattr(encoded, "compiled", lambda codec, *_: Kernels(codec))
+    monkeypatch.setattr("lightning_commhooks.collectives.group.compiled", lambda codec, *_: Kernels(codec))
 
 
 @pytest.mark.usefixtures("_alone", "_uncompiled")

@@ -7,6 +7,7 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
+from codec_reference import encoded_bytes, error_bound
 from fsdp_driver import (
     HOOKS,
     INT8,
@@ -278,9 +279,9 @@ def encoded(rank, world, numel, part_numel):
             own = [chunks[rank] for chunks in ranks]
             size = codec.block_size
             blocks = [torch.nn.functional.pad(row, (0, -numel % size)).view(-1, size) for row in own]
-            bounds = sum(codec.error_bound(b).expand_as(b) for b in blocks).reshape(-1)[:numel]
+            bounds = sum(error_bound(codec, b).expand_as(b) for b in blocks).reshape(-1)[:numel]
             worst = ((result - sum(own)).abs() / (bounds + 1e-5)).max().item()
-            found.append((worst, group.counters.bytes_sent, (world - 1) * codec.encoded_bytes(numel)))
+            found.append((worst, group.counters.bytes_sent, (world - 1) * encoded_bytes(codec, numel)))
     finally:
         shard_group.PART_NUMEL = before
     return found

@@ -8,7 +8,7 @@ import importlib
 import math
 import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from lightning_commhooks.hooks import AllReduce, Noop
 from lightning_commhooks.interface.hook import CommHook
 from lightning_commhooks.interface.python_code import code
 from lightning_commhooks.interface.registry import get_hook, get_hook_class
-from lightning_commhooks.wrappers.schedule import Schedule
+from lightning_commhooks.wrappers.late_start import at_once, late_starts
 
 DENSE = "dense"
 NOOP = "noop"
@@ -35,7 +35,6 @@ DEFAULT = {
 # A period of local steps is measured at no more steps than this.
 _LONGEST_PERIOD = 8
 _SHORT_PERIOD = 4
-_STARTS = ("start_powerSGD_iter", "start_localSGD_iter")
 
 
 @dataclass(frozen=True)
@@ -74,7 +73,7 @@ class Candidate:
         """How what was measured differs."""
         if self.hook is None or self.hook == self.measured:
             return []
-        starts = {start: value for hook in _all(self.hook) for start in _STARTS if (value := getattr(hook, start, 0))}
+        starts = {name: steps for _, name, steps in late_starts(self.hook)}
         notes = [f"measured from the first compressed step on ({k}={v} steps come before)" for k, v in starts.items()]
         if self.period_factor > 1:
             period = self.period * self.period_factor
@@ -98,9 +97,14 @@ def candidates(specs: Iterable[str] | None) -> list[Candidate]:
     found = {DENSE: Candidate(DENSE, None, None), NOOP: Candidate(NOOP, Noop(), Noop())}
     for label, hook in chosen:
         if label not in found:
-            measured, factor = shortened(at_once(hook))
-            found[label] = Candidate(label, hook, measured, factor)
+            found[label] = candidate(label, hook)
     return list(found.values())
+
+
+def candidate(label: str, hook: CommHook) -> Candidate:
+    """A hook that is measured from its first compressed step on, with a period of few steps."""
+    measured, factor = shortened(at_once(hook))
+    return Candidate(label, hook, measured, factor)
 
 
 def parse(spec: str) -> list[tuple[str, CommHook]]:
@@ -169,21 +173,6 @@ def _imported(module: str, attribute: str) -> CommHook:
     return found
 
 
-def at_once(hook: CommHook) -> CommHook:
-    """The same hook beginning with what it does in the long run, and the last phase of a schedule."""
-    if isinstance(hook, Schedule):
-        *_, last = hook.inner_hooks
-        return at_once(last)
-    changes: dict[str, Any] = {start: 0 for start in _STARTS if getattr(hook, start, 0)}
-    for field in dataclasses.fields(hook):  # type: ignore[arg-type]
-        value = getattr(hook, field.name)
-        if isinstance(value, CommHook):
-            changes[field.name] = at_once(value)
-        elif isinstance(value, Mapping) and any(isinstance(inner, CommHook) for inner in value.values()):
-            changes[field.name] = {key: at_once(inner) for key, inner in value.items()}
-    return dataclasses.replace(hook, **changes) if changes else hook  # type: ignore[type-var]
-
-
 def shortened(hook: CommHook) -> tuple[CommHook, int]:
     """The same hook with a period of few steps, and by what that is shorter."""
     period = getattr(hook, "period", None)
@@ -207,7 +196,3 @@ def _period(hook: CommHook | None) -> int | None:
     own = getattr(hook, "period", None) or max(getattr(hook, "period_group_size_dict", ()), default=None)
     inner: Sequence[int] = [p for inner in hook.inner_hooks if (p := _period(inner)) is not None]
     return own if own is not None else max(inner, default=None)
-
-
-def _all(hook: CommHook) -> list[CommHook]:
-    return [hook, *(found for inner in hook.inner_hooks for found in _all(inner))]

@@ -11,7 +11,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from enum import Enum
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 import torch
 import typer
@@ -98,9 +98,9 @@ def headroom(
     plot: Plot = None,
 ) -> None:
     """Measure how much communication costs at most: your model with dense averaging against one that sends nothing."""
-    with _usage_errors():
-        chosen = candidates([])
-    _measured(factory, nproc, device, as_json, plot, chosen, rounds, "headroom")
+    chosen = candidates([])
+    turns = rounds * len(chosen)
+    _run(factory, nproc, device, as_json, plot, turns, lambda b, t: measured(b, chosen, rounds, "headroom", t))
 
 
 @app.command()
@@ -115,7 +115,8 @@ def bench(
 ) -> None:
     """Measure hooks on your model: step time, what of it is waiting, bytes sent, error of the gradient."""
     chosen = _chosen(hooks)
-    _measured(factory, nproc, device, as_json, plot, chosen, rounds, "bench")
+    turns = rounds * len(chosen)
+    _run(factory, nproc, device, as_json, plot, turns, lambda b, t: measured(b, chosen, rounds, "bench", t))
 
 
 @app.command()
@@ -211,27 +212,9 @@ def _usage_errors() -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        _fail(str(error))
-
-
-def _fail(message: str) -> NoReturn:
-    if os.environ.get("RANK", "0") == "0":
-        print(f"error: {message}", file=sys.stderr)
-    raise typer.Exit(launch.USAGE_ERROR)
-
-
-def _measured(
-    factory: str,
-    nproc: int | None,
-    device: Device,
-    as_json: bool,
-    plot: str | None,
-    chosen: list[Candidate],
-    rounds: int,
-    command: str,
-) -> None:
-    turns = rounds * len(chosen)
-    _run(factory, nproc, device, as_json, plot, turns, lambda b, tell: measured(b, chosen, rounds, command, tell))
+        if os.environ.get("RANK", "0") == "0":
+            print(f"error: {error}", file=sys.stderr)
+        raise typer.Exit(launch.USAGE_ERROR) from error
 
 
 def _run(
@@ -273,33 +256,24 @@ def _run(
 def _study(
     factory: str, device: Device, place: Place, num_turns: int, study: Callable[[Bench, Tell], Result]
 ) -> Result:
-    own, error, task = torch.device("cpu"), None, None
+    own, wrong = torch.device("cpu"), None
     try:
         own = launch.choose_device(device.value, place)
-    except ValueError as wrong:
-        error = wrong
+    except ValueError as error:
+        wrong = error
     # What a factory prints does not belong in the output.
     with launch.nothing_on_stdout(), launch.joined(place, own):
-        try:
-            task = load_task(factory, own, place.rank) if error is None else None
-        except ValueError as wrong:
-            error = wrong
-        launch.agree_on_errors(error, place)
-        assert task is not None
-        try:
+        with launch.agreed(place, ValueError):
+            if wrong is not None:
+                raise wrong
+            task = load_task(factory, own, place.rank)
+        with launch.agreed(place, ValueError):
             try_task(factory, task)
-        except ValueError as wrong:
-            error = wrong
-        launch.agree_on_errors(error, place)
         with _progress(place, num_turns) as tell, warnings.catch_warnings():
             if not place.is_first:
                 warnings.simplefilter("ignore")
-            try:
-                result = study(Bench(task), tell)
-            except UnfitError as wrong:
-                launch.agree_on_errors(wrong, place)
-                raise
-            return result
+            with launch.agreed(place, UnfitError):
+                return study(Bench(task), tell)
 
 
 @contextlib.contextmanager

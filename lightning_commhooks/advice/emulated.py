@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_commhooks.advice.ensemble import WHY_NO_PROCESS_GROUP
-from lightning_commhooks.codecs.codec import Codec
 from lightning_commhooks.collectives.counters import Counters
 from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.collectives.link import Cost, Kind, Link
@@ -49,34 +48,51 @@ class HostClock:
             self._target.copy_(self._source)
 
 
-class Wire:
-    """One link, used by one collective after another.
-
-    Args:
-        clock: passes the time.
-        burst_seconds: what the link lets through at once when it was idle: see `Link`.
-    """
+class _Wire:
+    """One link, used by one collective after another, and the thread of those that go on by themselves."""
 
     def __init__(self, clock: HostClock, burst_seconds: float) -> None:
-        self._clock = clock
+        self.clock = clock
         self._burst = burst_seconds
         self._saved = burst_seconds
         self._free = clock.now()
+        self._lock = threading.Lock()
+        self._executor: ThreadPoolExecutor | None = None
+        self._last: Future[Tensor] | None = None
 
-    def now(self) -> float:
-        """Seconds, by the clock."""
-        return self._clock.now()
+    def run(self, collective: Callable[[], Tensor]) -> Tensor:
+        """Have it done, behind all that were started."""
+        if self._last is not None and not self._last.done():
+            return self.start(collective)()
+        with self._lock:
+            return collective()
+
+    def start(self, collective: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        """Have it done in the thread; returns what waits for the result."""
+        if self._executor is None:
+            self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="lightning_commhooks_wire")
+
+        def run() -> Tensor:
+            with self._lock, torch.no_grad():
+                return collective()
+
+        self._last = self._executor.submit(run)
+        return self._last.result
+
+    def close(self) -> None:
+        """End the thread."""
+        if self._executor is not None:
+            self._executor.shutdown(wait=True)
+        self._executor = None
+        self._last = None
 
     def pass_time(self, cost: Cost, fastest: float, started: float, work: Callable[[], Tensor]) -> Tensor:
-        """Take the time of one collective, and let `work` be a part of it.
+        """Take the time of one collective, and let `work`, which makes its result, be a part of it.
 
-        Args:
-            cost: of the collective.
-            fastest: seconds that it takes at least, however long the link was idle.
-            started: when it was started, by the clock; what was started before keeps the link for some time from then.
-            work: makes its result.
+        What was started before keeps the link for some time from `started`, by the clock. It takes `fastest` seconds
+        at least, however long the link was idle.
         """
-        clock = self._clock
+        clock = self.clock
         cpu_begin, before = clock.cpu(), self._free
         # A token bucket, in seconds of the link.
         self._saved = min(self._burst, self._saved + max(0.0, started - before))
@@ -111,40 +127,6 @@ def _cycles_per_second(device: torch.device) -> float:
     end.record(stream)
     end.synchronize()
     return float(cycles / (begin.elapsed_time(end) / 1e3))
-
-
-class _Line:
-    """The wire of all groups that were split off one, and the thread of collectives that go on by themselves."""
-
-    def __init__(self, wire: Wire) -> None:
-        self.wire = wire
-        self._lock = threading.Lock()
-        self._executor: ThreadPoolExecutor | None = None
-        self._last: Future[Tensor] | None = None
-
-    def run(self, pass_time: Callable[[], Tensor]) -> Tensor:
-        """Behind all that were started."""
-        if self._last is not None and not self._last.done():
-            return self.start(pass_time)()
-        with self._lock:
-            return pass_time()
-
-    def start(self, pass_time: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        if self._executor is None:
-            self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="lightning_commhooks_wire")
-
-        def run() -> Tensor:
-            with self._lock, torch.no_grad():
-                return pass_time()
-
-        self._last = self._executor.submit(run)
-        return self._last.result
-
-    def close(self) -> None:
-        if self._executor is not None:
-            self._executor.shutdown(wait=True)
-        self._executor = None
-        self._last = None
 
 
 class EmulatedGroup(Group):
@@ -187,10 +169,10 @@ class EmulatedGroup(Group):
         self._node_link = node_link
         self._nodes = [list(node) for node in nodes] if nodes is not None else [[rank] for rank in range(self.size)]
         self._on_stream = on_stream
-        self._line = _Line(Wire(clock or HostClock(), link.burst_seconds))
+        self._wire = _Wire(clock or HostClock(), link.burst_seconds)
 
     def release(self) -> list[dist.ProcessGroup | None]:
-        self._line.close()
+        self._wire.close()
         return super().release()
 
     def spend(self, kind: Kind, num_bytes: float) -> None:
@@ -199,50 +181,25 @@ class EmulatedGroup(Group):
             nothing = torch.empty(0, device=self.device)
             self._pass_time(kind, num_bytes, nothing, lambda: nothing)
 
-    def _split(self, parts: tuple[tuple[int, ...], ...]) -> Group:
-        if len(parts) == 1:
-            return self
-        own = next(part for part in parts if self.rank in part)
+    def _split(self, subgroups: tuple[tuple[int, ...], ...]) -> Group:
+        own = next(ranks for ranks in subgroups if self.rank in ranks)
         link = self._link
         if self._node_link is not None and any(set(own) <= set(node) for node in self._nodes):
             link = self._node_link
-        return self._like(link.scaled(len(own)), own.index(self.rank))
-
-    def _twin(self, codec: Codec) -> Group:
-        group = self._like(self._link, self.rank)
-        group._codec = codec
-        return group
-
-    def _like(self, link: Link, rank: int) -> EmulatedGroup:
+        link, rank = link.scaled(len(own)), own.index(self.rank)
         group = EmulatedGroup(link, rank, self.counters, self.device, on_stream=self._on_stream)
-        group.global_rank = self.global_rank
-        group._line = self._line
+        group._wire = self._wire
         return group
 
-    def all_reduce_(self, tensor: Tensor) -> Tensor:
-        if self.size > 1 and tensor.numel():
-            num_bytes = self.ring_bytes(tensor)
-            self._count(num_bytes)
-            with self.counters.timing.comm():
-                self._pass_time("all_reduce", num_bytes, tensor, lambda: tensor.mul_(self.size))
-        return tensor
+    def _sum_(self, tensor: Tensor) -> None:
+        self._pass_time("all_reduce", self.ring_bytes(tensor), tensor, lambda: tensor.mul_(self.size))
 
-    def _start_all_gather(self, tensor: Tensor) -> Callable[[], Tensor]:
-        own = tensor.view(1, -1)
-        return self._start_gather_shares(tensor, lambda: own.repeat(self.size, 1))
+    def _gather(self, tensor: Tensor, of_equals: Callable[[], Tensor] | None) -> Callable[[], Tensor]:
+        num_bytes = (self.size - 1) * tensor.numel() * tensor.element_size()
+        return self._start("all_gather", num_bytes, tensor, of_equals or (lambda: tensor.repeat(self.size, 1)))
 
-    def _start_gather_shares(self, share: Tensor, of_equals: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        if self.size == 1:
-            return share.view(1, -1).clone
-        num_bytes = (self.size - 1) * share.numel() * share.element_size()
-        self._count(num_bytes)
-        return self._start("all_gather", num_bytes, share, of_equals)
-
-    def _start_all_to_all(self, chunks: Tensor) -> Callable[[], Tensor]:
-        if self.size == 1:
-            return lambda: chunks
+    def _exchange(self, chunks: Tensor) -> Callable[[], Tensor]:
         num_bytes = (self.size - 1) / self.size * chunks.numel() * chunks.element_size()
-        self._count(num_bytes)
         own = chunks[self.rank : self.rank + 1]
         return self._start("all_to_all", num_bytes, chunks, lambda: own.repeat(self.size, 1))
 
@@ -251,7 +208,7 @@ class EmulatedGroup(Group):
             with self.counters.timing.comm():
                 result = self._pass_time(kind, num_bytes, tensor, work)
             return lambda: result
-        arrived = self._line.start(self._on_wire(kind, num_bytes, tensor.dtype, work))
+        arrived = self._wire.start(self._on_wire(kind, num_bytes, tensor.dtype, work))
 
         def wait() -> Tensor:
             with self.counters.timing.comm():
@@ -266,11 +223,11 @@ class EmulatedGroup(Group):
             return work()
         if tensor.is_cuda:  # gloo waits for the device
             torch.cuda.current_stream(tensor.device).synchronize()
-        return self._line.run(self._on_wire(kind, num_bytes, tensor.dtype, work))
+        return self._wire.run(self._on_wire(kind, num_bytes, tensor.dtype, work))
 
     def _on_wire(
         self, kind: Kind, num_bytes: float, dtype: torch.dtype, work: Callable[[], Tensor]
     ) -> Callable[[], Tensor]:
-        cost, wire = self._link.cost(kind, num_bytes, dtype), self._line.wire
+        cost = self._link.cost(kind, num_bytes, dtype)
         fastest = min(cost.seconds, self._link.latency)
-        return functools.partial(wire.pass_time, cost, fastest, wire.now(), work)
+        return functools.partial(self._wire.pass_time, cost, fastest, self._wire.clock.now(), work)

@@ -6,6 +6,8 @@ ever are found out, and of what ranks receive there is only one in memory.
 
 from __future__ import annotations
 
+import functools
+import itertools
 import threading
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
@@ -14,7 +16,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from lightning_commhooks.codecs.codec import Codec
 from lightning_commhooks.collectives.counters import Counters
 from lightning_commhooks.collectives.group import Group
 
@@ -103,40 +104,27 @@ class _Turns:
 
 @dataclass
 class _Collective:
-    """One collective: what each rank has put into it."""
+    """One collective, and what each rank has put into it, which nobody changes any more."""
 
     kind: str
     given: dict[int, Tensor] = field(default_factory=dict)
-    num_taken: int = 0
-    total: Tensor | None = None
 
-    def give(self, rank: int, kind: str, tensor: Tensor) -> None:
-        """Put in a tensor that nobody changes any more.
-
-        Raises:
-            RuntimeError: it does not fit what other ranks have put in.
-        """
-        for other, theirs in self.given.items():
+    def check(self, rank: int, kind: str, tensor: Tensor) -> None:
+        for other, theirs in itertools.islice(self.given.items(), 1):
             if (kind, tensor.shape, tensor.dtype) != (self.kind, theirs.shape, theirs.dtype):
                 raise RuntimeError(
                     f"rank {rank} calls {kind} with {tensor.dtype}{list(tensor.shape)} where rank {other} calls "
                     f"{self.kind} with {theirs.dtype}{list(theirs.shape)}: all must issue the same collectives"
                 )
-            break
-        self.given[rank] = tensor
 
     def in_order(self) -> list[Tensor]:
         """What all ranks have put in, by rank."""
         return [self.given[rank] for rank in range(len(self.given))]
 
-    def sum(self) -> Tensor:
-        """Of all ranks, made once."""
-        if self.total is None:
-            first, *others = self.in_order()
-            self.total = first.clone()
-            for other in others:
-                self.total.add_(other)
-        return self.total
+    @functools.cached_property
+    def total(self) -> Tensor:
+        """Sum over ranks, made once."""
+        return functools.reduce(torch.add, self.in_order())
 
 
 class _Table:
@@ -144,39 +132,27 @@ class _Table:
 
     def __init__(self, turns: _Turns, size: int) -> None:
         self.size = size
-        self._turns = turns
+        self.turns = turns
+        # By the number of collectives that a rank has started before; those that some rank has not started yet.
         self._collectives: dict[int, _Collective] = {}
-        self._further: dict[Hashable, _Table] = {}
+        self._of_subgroups: dict[Hashable, _Table] = {}
 
-    def further(self, key: Hashable, size: int) -> _Table:
-        """One more, the same for all ranks that ask for this key."""
-        return self._further.setdefault(key, _Table(self._turns, size))
+    def of_subgroup(self, key: Hashable, size: int) -> _Table:
+        """That of some of the ranks, the same for all that ask for this key."""
+        return self._of_subgroups.setdefault(key, _Table(self.turns, size))
 
-    def give(
-        self, number: int, rank: int, global_rank: int, kind: str, tensor: Tensor, take: Callable[[_Collective], Tensor]
-    ) -> Callable[[], Tensor]:
-        """Put a tensor into the collective of that number; returns what waits for the result.
+    def put(self, number: int, rank: int, kind: str, tensor: Tensor) -> _Collective:
+        """Put a tensor into a collective.
 
-        Args:
-            number: of collectives that this rank has started before.
-            rank: within this group.
-            global_rank: among all.
-            kind: of the collective.
-            tensor: which nobody changes any more.
-            take: makes this rank's result when all have given.
+        Raises:
+            RuntimeError: it does not fit what other ranks have put in.
         """
         collective = self._collectives.setdefault(number, _Collective(kind))
-        collective.give(rank, kind, tensor)
-
-        def wait() -> Tensor:
-            self._turns.wait_until(global_rank, lambda: len(collective.given) == self.size, kind)
-            result = take(collective)
-            collective.num_taken += 1
-            if collective.num_taken == self.size:
-                del self._collectives[number]
-            return result
-
-        return wait
+        collective.check(rank, kind, tensor)
+        collective.given[rank] = tensor
+        if len(collective.given) == self.size:
+            del self._collectives[number]
+        return collective
 
 
 class EnsembleGroup(Group):
@@ -184,64 +160,48 @@ class EnsembleGroup(Group):
 
     _why_no_process_group = WHY_NO_PROCESS_GROUP
 
-    def __init__(
-        self, table: _Table, rank: int, global_rank: int, counters: Counters, device: torch.device, codec: Codec | None
-    ) -> None:
-        super().__init__(None, counters, device, codec=codec)
+    def __init__(self, table: _Table, rank: int, global_rank: int, counters: Counters, device: torch.device) -> None:
+        super().__init__(None, counters, device)
         self.size = table.size
         self.rank = rank
         self.global_rank = global_rank
         # Each on a host of its own.
         self._nodes = [[rank] for rank in range(self.size)]
         self._table = table
-        self._num_started = 0
+        self._numbers = itertools.count()
 
-    def _split(self, parts: tuple[tuple[int, ...], ...]) -> Group:
-        if len(parts) == 1:
-            return self
-        own = next(part for part in parts if self.rank in part)
-        table = self._table.further((parts, own), len(own))
-        return EnsembleGroup(table, own.index(self.rank), self.global_rank, self.counters, self.device, None)
+    def _split(self, subgroups: tuple[tuple[int, ...], ...]) -> Group:
+        own = next(ranks for ranks in subgroups if self.rank in ranks)
+        table = self._table.of_subgroup((subgroups, own), len(own))
+        return EnsembleGroup(table, own.index(self.rank), self.global_rank, self.counters, self.device)
 
-    def _twin(self, codec: Codec) -> Group:
-        table = self._table.further(codec, self.size)
-        return EnsembleGroup(table, self.rank, self.global_rank, self.counters, self.device, codec)
+    def _sum_(self, tensor: Tensor) -> None:
+        tensor.copy_(self._give("all_reduce", tensor, lambda collective: collective.total)())
 
-    def all_reduce_(self, tensor: Tensor) -> Tensor:
-        if self.size > 1 and tensor.numel():
-            self._count(self.ring_bytes(tensor))
-            tensor.copy_(self._give("all_reduce", tensor, lambda collective: collective.sum())())
-        return tensor
+    def _gather(self, tensor: Tensor, of_equals: Callable[[], Tensor] | None) -> Callable[[], Tensor]:
+        return self._give("all_gather", tensor, lambda collective: torch.stack(collective.in_order()))
 
-    def _start_all_gather(self, tensor: Tensor) -> Callable[[], Tensor]:
-        if self.size > 1:
-            self._count((self.size - 1) * tensor.numel() * tensor.element_size())
-        return self._give("all_gather", tensor.reshape(-1), lambda collective: torch.stack(collective.in_order()))
-
-    def _start_all_to_all(self, chunks: Tensor) -> Callable[[], Tensor]:
-        if self.size == 1:
-            return lambda: chunks
-        self._count((self.size - 1) / self.size * chunks.numel() * chunks.element_size())
-
+    def _exchange(self, chunks: Tensor) -> Callable[[], Tensor]:
         def take(collective: _Collective) -> Tensor:
             return torch.stack([theirs[self.rank] for theirs in collective.in_order()])
 
         return self._give("all_to_all", chunks, take)
 
     def _give(self, kind: str, tensor: Tensor, take: Callable[[_Collective], Tensor]) -> Callable[[], Tensor]:
-        number, self._num_started = self._num_started, self._num_started + 1
-        return self._table.give(number, self.rank, self.global_rank, kind, tensor.clone(), take)
+        table = self._table
+        collective = table.put(next(self._numbers), self.rank, kind, tensor.clone())
+
+        def wait() -> Tensor:
+            table.turns.wait_until(self.global_rank, lambda: len(collective.given) == table.size, kind)
+            return take(collective)
+
+        return wait
 
 
 def run_ranks(size: int, device: torch.device, work: Callable[[Group], Any]) -> list[Any]:
     """Call `work(group)` for each of some ranks, in a thread of its own, and return the results by rank.
 
     Whatever they exchange by methods of their groups is exchanged, in memory. Nothing about time can be learned.
-
-    Args:
-        size: number of ranks.
-        device: where tensors are.
-        work: of one rank.
 
     Raises:
         Exception: what the first rank that failed has raised.
@@ -253,6 +213,6 @@ def run_ranks(size: int, device: torch.device, work: Callable[[Group], Any]) -> 
     def live(rank: int) -> Any:
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        return work(EnsembleGroup(table, rank, rank, Counters(), device, None))
+        return work(EnsembleGroup(table, rank, rank, Counters(), device))
 
     return turns.run(live)

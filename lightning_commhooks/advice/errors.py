@@ -38,13 +38,7 @@ _SAMPLED_NUMEL = 2**18
 
 
 def num_averaged(world_size: int, gradient_bytes: int, seconds: float) -> int:
-    """Among how many of `world_size` ranks errors are measured.
-
-    Args:
-        world_size: number of ranks.
-        gradient_bytes: of each.
-        seconds: that making a batch and its gradients takes.
-    """
+    """Among how many of `world_size` ranks errors are measured, if a batch and its gradients take so many seconds."""
     affordable = min(_MAX_RANKS, _MAX_BYTES // max(1, gradient_bytes), int(_MAX_SECONDS / max(1e-6, seconds)))
     return min(world_size, max(_MIN_RANKS, affordable))
 
@@ -59,15 +53,8 @@ def errors_among(
 ) -> dict[str, list[float]]:
     """Relative errors of the averaged gradient in some steps, by label; none of hooks with which ranks step alone.
 
-    Each rank has the gradients of a batch of its own, the same in all steps. Collective.
-
-    Args:
-        num_ranks: number of ranks that average.
-        world_size: number of ranks that they stand for; hooks that do not fit fewer get as many.
-        task: the model, as it is now.
-        alone: this process.
-        chosen: the hooks.
-        tell: called before each hook.
+    Each of `num_ranks` ranks has the gradients of a batch of its own, the same in all steps. They stand for
+    `world_size` ranks; hooks that do not fit fewer get as many. Collective; `alone` is the group of this process.
 
     Raises:
         ValueError: a hook does not fit, or there are no batches for other ranks. Raised in all processes.

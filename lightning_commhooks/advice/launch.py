@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
 import socket
@@ -13,7 +14,6 @@ import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -96,11 +96,7 @@ def launched_place() -> Place | None:
 
 
 def spawn(num_processes: int, arguments: Sequence[str]) -> int:
-    """Run this command in several processes of this machine; the first one prints.
-
-    Args:
-        num_processes: how many.
-        arguments: of the command line.
+    """Run the command with these arguments in several processes of this machine; the first one prints.
 
     Returns:
         the exit code: that of the first process that failed, or 0.
@@ -123,18 +119,17 @@ def spawn(num_processes: int, arguments: Sequence[str]) -> int:
 
 
 def _wait(processes: list[subprocess.Popen[bytes]]) -> int:
-    failed_at, first = 0.0, 0
+    first, deadline = 0, math.inf
     while True:
         codes = [process.poll() for process in processes]
-        if None not in codes and not first:
-            first = next((code for code in codes if code), 0)
-        elif not first and any(codes):
-            first, failed_at = next(code for code in codes if code), time.monotonic()
-        if None not in codes or (first and time.monotonic() - failed_at > _GRACE_SECONDS):
-            if first < 0:
-                print(f"error: a process was ended by signal {-first}", file=sys.stderr)
-            return first if first >= 0 else FAILURE
+        if not first and any(codes):
+            first, deadline = next(filter(None, codes)), time.monotonic() + _GRACE_SECONDS
+        if None not in codes or time.monotonic() > deadline:
+            break
         time.sleep(0.05)
+    if first < 0:
+        print(f"error: a process was ended by signal {-first}", file=sys.stderr)
+    return first if first >= 0 else FAILURE
 
 
 def _free_port() -> int:
@@ -209,14 +204,22 @@ def _reason(failure: BaseException) -> str:
     return f"{type(failure).__name__}: {text}" if text else type(failure).__name__
 
 
-def agree_on_errors(error: ValueError | None, place: Place) -> None:
-    """End all ranks when what the user gave is wrong on one; the lowest such rank's reason is printed once. Collective.
+@contextlib.contextmanager
+def agreed(place: Place, kind: type[ValueError]) -> Iterator[None]:
+    """End all ranks when the body raises an error of a kind on one, which says what the user gave wrongly. Collective.
+
+    The lowest such rank's reason is printed, once.
 
     Raises:
         Failed: with exit code 2.
     """
-    texts: list[Any] = [None] * place.world_size
-    dist.all_gather_object(texts, None if error is None else str(error))
+    own = None
+    try:
+        yield
+    except kind as error:
+        own = str(error)
+    texts: list[str | None] = [None] * place.world_size
+    dist.all_gather_object(texts, own)
     wrong = [rank for rank, text in enumerate(texts) if text is not None]
     if not wrong:
         return

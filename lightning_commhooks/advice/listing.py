@@ -17,10 +17,10 @@ from torch import nn
 from torch._C._distributed_c10d import HashStore
 
 from lightning_commhooks import wrappers
-from lightning_commhooks.advice.candidates import Candidate, at_once, shortened
+from lightning_commhooks.advice.candidates import Candidate, candidate
 from lightning_commhooks.advice.emulated import EmulatedGroup
+from lightning_commhooks.advice.step_time import amortized
 from lightning_commhooks.advice.task import Task
-from lightning_commhooks.advice.timing import amortized
 from lightning_commhooks.collectives.link import Link
 from lightning_commhooks.ddp.attach import attach_emulated
 from lightning_commhooks.interface.docstrings import documented_arguments
@@ -65,10 +65,7 @@ class Listed:
 
 
 def listed(only: str | None = None) -> list[Listed]:
-    """All hooks, then wrappers; or one.
-
-    Args:
-        only: name of a hook or wrapper.
+    """All hooks, then wrappers; or the one of a name.
 
     Raises:
         ValueError: there is none of that name.
@@ -83,18 +80,20 @@ def listed(only: str | None = None) -> list[Listed]:
 
 
 def _hook(name: str) -> Listed:
-    cls = get_hook_class(name)
-    summary = _summary(cls)
     sends = {}
     with contextlib.suppress(ValueError):  # of others, which cannot be made without options
         hook = get_hook(name)
         # One that uses several hooks sends what those send.
         sends = {} if hook.inner_hooks else fractions_sent(hook)
-    return Listed(cls.name, cls.__name__, cls.aliases, summary, sends, _options(cls), False)
+    return _listed(get_hook_class(name), sends, False)
 
 
 def _wrapper(cls: type[CommHook]) -> Listed:
-    return Listed(cls.name, cls.__name__, cls.aliases, _summary(cls), {}, _options(cls), True)
+    return _listed(cls, {}, True)
+
+
+def _listed(cls: type[CommHook], sends: dict[int, float], is_wrapper: bool) -> Listed:
+    return Listed(cls.name, cls.__name__, cls.aliases, _summary(cls), sends, _options(cls), is_wrapper)
 
 
 def _summary(cls: type) -> str:
@@ -122,10 +121,9 @@ def _default(field: dataclasses.Field[Any]) -> str | None:
 
 def fractions_sent(hook: CommHook) -> dict[int, float]:
     """Bytes that a rank sends in a step over those of dense averaging, by number of ranks; counted in a short run."""
-    measured, factor = shortened(at_once(hook))
-    candidate = Candidate(hook.name, hook, measured, factor)
-    with _alone() as group, _uncompiled():
-        return {world: _fraction_sent(candidate, world, group) for world in WORLDS}
+    # Uncompiled: only bytes count.
+    with _alone() as group, torch._dynamo.config.patch(disable=True):
+        return {world: _fraction_sent(candidate(hook.name, hook), world, group) for world in WORLDS}
 
 
 def _fraction_sent(candidate: Candidate, world: int, group: dist.ProcessGroup) -> float:
@@ -161,12 +159,3 @@ def _alone() -> Iterator[dist.ProcessGroup]:
         yield dist.group.WORLD
     finally:
         dist.destroy_process_group()
-
-
-@contextlib.contextmanager
-def _uncompiled() -> Iterator[None]:
-    before, torch._dynamo.config.disable = torch._dynamo.config.disable, True  # only bytes count
-    try:
-        yield
-    finally:
-        torch._dynamo.config.disable = before

@@ -60,11 +60,9 @@ def load_task(spec: str, device: torch.device, seed: int) -> Task:
             f"{spec}() returned a loss function and a batch of {len(batch)}, in a {type(batch).__name__}: with "
             "loss_fn(output, target) the batch is (inputs, target); with loss_fn(output) it is the inputs alone"
         )
-    task = Task(module, _moved(batch, device), loss_fn, [], dict(options), device)
-    task.optimizers = _optimizers(spec, parts.get("optimizer"), module)
-    task.further = (_moved(batch, device) for batch in _further(spec, factory, seed, parts["batch"]))
-    task.load_seconds = load_seconds
-    return task
+    further = (_moved(batch, device) for batch in _further(spec, factory, seed, parts["batch"]))
+    optimizers = _optimizers(spec, parts.get("optimizer"), module)
+    return Task(module, _moved(batch, device), loss_fn, optimizers, dict(options), device, further, load_seconds)
 
 
 def _made(spec: str, factory: Callable[[], object], seed: int) -> dict[str, Any]:
@@ -122,8 +120,6 @@ def _parts(spec: str, made: object) -> dict[str, Any]:
         parts = dict(made)
     elif isinstance(made, (tuple, list)) and len(made) in (2, 3):
         parts = dict(zip(("model", "batch", "loss_fn"), made, strict=False))
-    elif hasattr(made, "model") and hasattr(made, "batch"):
-        parts = {key: getattr(made, key) for key in _FIELDS if hasattr(made, key)}
     else:
         raise ValueError(f"{spec}() returned {type(made).__name__}; {_EXPECTED}")
     if missing := [key for key in ("model", "batch") if parts.get(key) is None]:

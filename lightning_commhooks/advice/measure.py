@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import itertools
-import math
 import statistics
 import time
 import warnings
@@ -22,12 +22,12 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_commhooks.advice.candidates import Candidate
 from lightning_commhooks.advice.emulated import EmulatedGroup
 from lightning_commhooks.advice.errors import errors_among, num_averaged
+from lightning_commhooks.advice.step_time import StepTime, Turn, own_step_time
 from lightning_commhooks.advice.task import Task
-from lightning_commhooks.advice.timing import Timing, Turn, own_timing
-from lightning_commhooks.collectives.counters import Counters
 from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.collectives.link import Link
 from lightning_commhooks.collectives.process_groups import backend_for
+from lightning_commhooks.collectives.timing import DeviceTiming, HostTiming, Timing
 from lightning_commhooks.ddp.attach import attach, attach_emulated
 from lightning_commhooks.ddp.attachment import Attachment
 
@@ -35,13 +35,11 @@ from lightning_commhooks.ddp.attachment import Attachment
 # that take long, one must do.
 _WARM_UP_STEPS = 2
 _LONG_MS = 700
-# Seconds of one hook's turn, and the fewest and the most steps in it.
+# Seconds of one hook's turn, and the most steps in it.
 _TURN_SECONDS = 0.4
-_MIN_STEPS = 1
 _MAX_STEPS = 12
 _ERROR_STEPS = 2
 _BURN_IN_MS = 1000.0
-_TIMES = ("exposed_ms", "codec_ms")
 
 
 class UnfitError(ValueError):
@@ -64,21 +62,16 @@ class Setting:
 
 
 class Bench:
-    """Runs the steps of one task with one hook after another. All methods are collective.
+    """Runs the steps of one task, the same on all ranks, with one hook after another. All methods are collective."""
 
-    Args:
-        task: the model, the same on all ranks.
-        seed: of random numbers in the model.
-    """
-
-    def __init__(self, task: Task, seed: int = 0) -> None:
+    def __init__(self, task: Task) -> None:
         self.task = task
         world = dist.group.WORLD
         assert world is not None
         self.group = Group(world, device=task.device)
-        self._seed = seed
         self._alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
         self._on_stream = backend_for(world, task.device) == dist.Backend.NCCL
+        self._clock: Timing[Any] = DeviceTiming(task.device) if task.device.type == "cuda" else HostTiming()
         task.wrap(make_equal=True)
         task.save()
         self._seconds_per_batch = self._slowest(task.load_seconds) + self._burn_in() / 1e3
@@ -89,7 +82,7 @@ class Bench:
         rounds: int,
         over: Sequence[Setting | None] = (None,),
         tell: Callable[[str, str], None] = lambda what, label: None,
-    ) -> list[dict[str, Timing]]:
+    ) -> list[dict[str, StepTime]]:
         """Time steps, hook by hook in each of some rounds.
 
         Args:
@@ -101,19 +94,17 @@ class Bench:
             tell: called before each turn, with what is done and the label of the hook.
 
         Returns:
-            for each of `over`, timings by label.
+            for each of `over`, what a step takes, by label.
         """
         turns: dict[tuple[int, str], list[Turn]] = defaultdict(list)
-        setups: dict[tuple[int, str], float] = defaultdict(float)
         guesses: dict[str, float] = {}
         for index, candidate, place in itertools.product(range(rounds), chosen, range(len(over))):
             # In every other round the other way round: who comes second finds the caches filled.
             place = place if index % 2 == 0 else len(over) - 1 - place
             label, setting = candidate.label, over[place]
             tell("measuring" if setting is None else "predicting", label)
-            turn, setup_ms = self._turn(candidate, setting, guesses.get(label))
+            turn = self._turn(candidate, setting, guesses.get(label))
             turns[place, label].append(turn)
-            setups[place, label] = max(setups[place, label], setup_ms)
             guesses[label] = self._slowest(statistics.median(turn.seconds)) * 1e3
         self.task.restore()
         last = over[-1]
@@ -121,10 +112,7 @@ class Bench:
             for label, errors in self._errors_among(chosen, last.link.world_size, tell).items():
                 turns[len(over) - 1, label][0].errors = errors
         return [
-            {
-                c.label: self._agreed(own_timing(turns[place, c.label], c.period_factor, setups[place, c.label]))
-                for c in chosen
-            }
+            {c.label: self._agreed(own_step_time(turns[place, c.label], c.period_factor)) for c in chosen}
             for place in range(len(over))
         ]
 
@@ -162,9 +150,9 @@ class Bench:
         dist.all_reduce(own, dist.ReduceOp.MAX)
         return own.item()
 
-    def _turn(self, candidate: Candidate, setting: Setting | None, expected_ms: float | None) -> tuple[Turn, float]:
+    def _turn(self, candidate: Candidate, setting: Setting | None, expected_ms: float | None) -> Turn:
         self.task.restore()
-        torch.manual_seed(self._seed)
+        torch.manual_seed(0)
         gc.collect()
         dist.barrier()
         begin = time.perf_counter()
@@ -179,7 +167,8 @@ class Bench:
                 turn = self._steps(model, attachment, steps)
                 if setting is None:
                     turn.errors = self._errors(model, attachment)
-                return turn, setup_ms
+                turn.setup_ms = setup_ms
+                return turn
 
     def _warm_up(self, model: nn.Module, steps: int) -> float:
         """Milliseconds of one of so many steps, on the slowest rank."""
@@ -191,21 +180,21 @@ class Bench:
 
     def _steps(self, model: DistributedDataParallel, attachment: Attachment | None, steps: int) -> Turn:
         before = attachment.metrics() if attachment is not None else {}
-        sent, moments = [_sent(attachment)], [self._moment()]
+        sent, moments = [_sent(attachment)], [self._clock.now()]
         for _ in range(steps):
             self.task.step(model)
-            moments.append(self._moment())
+            moments.append(self._clock.now())
             sent.append(_sent(attachment))
         self._wait()
-        seconds = [_seconds(begin, end) for begin, end in itertools.pairwise(moments)]
+        seconds = [self._clock.ms(begin, end) / 1e3 for begin, end in itertools.pairwise(moments)]
         if attachment is None:
-            dense = self._dense_bytes()
+            dense = 2 * (self.group.size - 1) / self.group.size * self.task.gradient_bytes
             return Turn(seconds, [dense] * steps, dense)
-        after = attachment.metrics()
-        timed = after["timed_steps"] - before["timed_steps"]
-        times = {key: (after[key] - before[key]) / timed if timed else math.nan for key in _TIMES}
-        per_step = [end - begin for begin, end in itertools.pairwise(sent)]
-        return Turn(seconds, per_step, (after["bytes_dense"] - before["bytes_dense"]) / steps, times)
+        gained = {key: value - before[key] for key, value in attachment.metrics().items()}
+        turn = Turn(seconds, [end - begin for begin, end in itertools.pairwise(sent)], gained["bytes_dense"] / steps)
+        if timed := gained["timed_steps"]:
+            turn.exposed_ms, turn.codec_ms = gained["exposed_ms"] / timed, gained["codec_ms"] / timed
+        return turn
 
     def _errors(self, model: DistributedDataParallel, attachment: Attachment | None) -> list[float]:
         """Relative errors of the averaged gradient in some more steps; NaN where ranks step alone."""
@@ -217,16 +206,6 @@ class Bench:
             self.task.step(model)
             errors.append(attachment.metrics()["relative_error"])
         return errors
-
-    def _dense_bytes(self) -> float:
-        return 2 * (self.group.size - 1) / self.group.size * self.task.gradient_bytes
-
-    def _moment(self) -> Any:
-        if self.task.device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
 
     def _wait(self) -> None:
         if self.task.device.type == "cuda":
@@ -254,38 +233,32 @@ class Bench:
                 attachment.close()
 
     def _emulated(self, model: DistributedDataParallel, candidate: Candidate, setting: Setting) -> Attachment:
-        link = setting.link
-        made: list[EmulatedGroup] = []
-
-        def make_group(counters: Counters) -> Group:
-            rank = dist.get_rank() % link.world_size
-            group = EmulatedGroup(
-                link,
-                rank,
-                counters,
-                self.task.device,
-                nodes=setting.nodes,
-                node_link=setting.node_link,
-                on_stream=self._on_stream,
-            )
-            made.append(group)
-            return group
-
+        make_group = functools.partial(
+            EmulatedGroup,
+            setting.link,
+            dist.get_rank() % setting.link.world_size,
+            device=self.task.device,
+            nodes=setting.nodes,
+            node_link=setting.node_link,
+            on_stream=self._on_stream,
+        )
         attachment = attach_emulated(model, candidate.emulated, make_group, self.task.optimizers)
         buffers = sum(b.numel() * b.element_size() for b in self.task.module.buffers())
 
         def broadcast_buffers(model: DistributedDataParallel, inputs: object) -> None:
-            if model.will_sync_module_buffers():
-                made[0].spend("all_gather", buffers)
+            if model.will_sync_module_buffers() and attachment.bound is not None:
+                group = attachment.bound.group
+                assert isinstance(group, EmulatedGroup)
+                group.spend("all_gather", buffers)
 
         model.register_forward_pre_hook(broadcast_buffers)
         return attachment
 
-    def _agreed(self, own: Timing) -> Timing:
+    def _agreed(self, own: StepTime) -> StepTime:
         """That of the slowest rank: all wait for it, or would if they were trained together, with noop as well."""
         every: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(every, own)
-        slowest: Timing = max(every, key=lambda timing: timing.step_ms)
+        slowest: StepTime = max(every, key=lambda timing: timing.step_ms)
         return slowest
 
 
@@ -293,10 +266,6 @@ def _sent(attachment: Attachment | None) -> float:
     return attachment.bound.group.counters.bytes_sent if attachment is not None and attachment.bound else 0.0
 
 
-def _seconds(begin: Any, end: Any) -> float:
-    return float(end - begin if isinstance(begin, float) else begin.elapsed_time(end) / 1e3)
-
-
 def _num_steps(expected_ms: float, period: int) -> int:
-    steps = max(_MIN_STEPS, min(_MAX_STEPS, round(_TURN_SECONDS * 1e3 / max(expected_ms, 1e-3))))
+    steps = max(1, min(_MAX_STEPS, round(_TURN_SECONDS * 1e3 / max(expected_ms, 1e-3))))
     return -(-steps // period) * period

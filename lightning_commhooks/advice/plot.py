@@ -11,9 +11,7 @@ _COMPUTE, _EXPOSED, _PREDICTED = "#4c72b0", "#dd8452", "#222222"
 def save_plot(result: Result, path: str) -> None:
     """Bars of step times, divided into compute and what communication adds; predictions as marks.
 
-    Args:
-        result: of any study.
-        path: of the file; its ending says which format.
+    The ending of the path says which format the file has.
 
     Raises:
         ValueError: matplotlib is missing, or cannot write such a file.

@@ -116,23 +116,17 @@ def set_apart(rows: list[Row], max_error: float) -> dict[str, str]:
     return apart
 
 
-def decide(rows: list[Row], max_error: float, min_gain: float = MIN_GAIN) -> Verdict:
-    """Recommend a hook, or none.
-
-    Args:
-        rows: of all hooks, dense and noop.
-        max_error: of one step's averaged gradient.
-        min_gain: the part of dense's step that a hook must save, at least, and more than noise.
-    """
+def decide(rows: list[Row], max_error: float) -> Verdict:
+    """Recommend one of the hooks, dense and noop among them, or none, with an error of a step up to `max_error`."""
     dense = next(row for row in rows if row.label == DENSE)
     room, apart = headroom(rows), set_apart(rows, max_error)
     eligible = [row for row in rows if row.label not in (DENSE, NOOP, *apart)]
     best = _best(eligible)
     gain = 1 - best.step_ms / dense.step_ms if best is not None else 0.0
-    fastest = best if best is not None and gain > min_gain else dense
-    averaging = [row for row in rows if row.averages_models and row.step_ms < fastest.step_ms * (1 - min_gain)]
+    fastest = best if best is not None and gain > MIN_GAIN else dense
+    averaging = [row for row in rows if row.averages_models and row.step_ms < fastest.step_ms * (1 - MIN_GAIN)]
     alternative = min(averaging, key=lambda row: row.step_ms).label if averaging else None
-    reason = _reason_against(best, dense, room, min_gain)
+    reason = _reason_against(best, dense, room)
     if reason or best is None:
         return Verdict(None, max(0.0, gain), room, reason, "", apart, alternative)
     reason = f"a step takes {best.step_ms:.1f} ms instead of {dense.step_ms:.1f} ms, {gain:.0%} less"
@@ -146,16 +140,16 @@ def _best(rows: list[Row]) -> Row | None:
     return min((row for row in rows if row.step_ms <= fastest * AS_FAST), key=lambda row: (row.error, row.step_ms))
 
 
-def _reason_against(best: Row | None, dense: Row, room: float, min_gain: float) -> str:
-    if room < min_gain:
+def _reason_against(best: Row | None, dense: Row, room: float) -> str:
+    if room < MIN_GAIN:
         return (
             f"a step that sends nothing takes {room:.0%} less time than dense averaging, so no hook can save more; "
-            f"less than {min_gain:.0%} is not worth it"
+            f"less than {MIN_GAIN:.0%} is not worth it"
         )
     if best is None:
         return "no hook is within the error that is allowed"
     gain_ms = dense.step_ms - best.step_ms
-    if gain_ms < min_gain * dense.step_ms:
+    if gain_ms < MIN_GAIN * dense.step_ms:
         return (
             f"the best hook, {best.label}, takes {best.step_ms:.1f} ms a step against {dense.step_ms:.1f} ms of dense "
             f"averaging: compressing costs what sending less saves"

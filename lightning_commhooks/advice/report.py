@@ -77,18 +77,18 @@ def _columns(result: Result) -> list[Column]:
     dense = next(row for row in result.rows if row.label == DENSE)
     columns: list[Column] = []
     if any(row.predicted_ms is not None for row in result.rows):
-        columns.append(("predicted\nms", lambda row: _number(row.predicted_ms, 1)))
+        columns.append(("predicted\nms", lambda row: _ms(row.predicted_ms)))
     if any(row.measured_ms is not None for row in result.rows):
-        columns.append(("measured\nms", lambda row: _number(row.measured_ms, 1)))
-    columns.append(("±", lambda row: _number(row.spread_ms, 1)))
+        columns.append(("measured\nms", lambda row: _ms(row.measured_ms)))
+    columns.append(("±", lambda row: _ms(row.spread_ms)))
     if len(columns) == 3:
         columns.append(("off\nby", lambda row: _percent(row.prediction_error)))
     if result.command == "headroom":
         return columns
     columns += [
         ("of\ndense", lambda row: f"{row.step_ms / dense.step_ms:.2f}x"),
-        ("exposed\nms", lambda row: _number(row.exposed_ms, 1)),
-        ("codec\nms", lambda row: _number(row.codec_ms, 1)),
+        ("exposed\nms", lambda row: _ms(row.exposed_ms)),
+        ("codec\nms", lambda row: _ms(row.codec_ms)),
         ("MB\nsent", lambda row: f"{row.bytes_sent / 1e6:.3g}"),
         ("fewer\nbytes", lambda row: "-" if math.isinf(row.ratio) else f"{row.ratio:.3g}x"),
         ("error of\na step", _error),
@@ -116,8 +116,8 @@ def _table(result: Result) -> Table:
     return table
 
 
-def _number(value: float | None, digits: int) -> str:
-    return "-" if value is None or math.isnan(value) else f"{value:.{digits}f}"
+def _ms(value: float | None) -> str:
+    return "-" if value is None or math.isnan(value) else f"{value:.1f}"
 
 
 def _percent(value: float) -> str:
@@ -140,7 +140,6 @@ def _print_headroom(result: Result, console: Console) -> None:
 def _print_verdict(result: Result, console: Console) -> None:
     verdict = result.verdict
     assert verdict is not None
-    by_label = {row.label: row for row in result.rows}
     for reason in dict.fromkeys(verdict.apart.values()):
         labels = " and ".join(label for label, own in verdict.apart.items() if own == reason)
         console.print(Text(f"Not recommended unasked: {labels}; {reason}.", style="dim"))
@@ -154,7 +153,7 @@ def _print_verdict(result: Result, console: Console) -> None:
         console.print(Text(f"Use {verdict.choice}", style="bold green").append(f": {verdict.reason}."))
         console.print(Text(f"    {verdict.line}", style="bold"))
     if verdict.alternative is not None:
-        row = by_label[verdict.alternative]
+        row = next(row for row in result.rows if row.label == verdict.alternative)
         console.print(
             f"Faster still, {row.step_ms:.1f} ms a step, but another algorithm, whose result has to be checked:"
         )

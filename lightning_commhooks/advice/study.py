@@ -15,7 +15,7 @@ import torch.distributed as dist
 from lightning_commhooks.advice.candidates import DENSE, NOOP, Candidate
 from lightning_commhooks.advice.measure import Bench, Setting, UnfitError
 from lightning_commhooks.advice.ranking import Row, Verdict, decide, headroom, ranked
-from lightning_commhooks.advice.timing import Timing
+from lightning_commhooks.advice.step_time import StepTime
 from lightning_commhooks.collectives.link import Link, measure_link
 
 
@@ -92,6 +92,7 @@ class Result:
         return _plain(found)  # type: ignore[no-any-return]
 
 
+# Called before each part of the work, with what it is and the label of the hook.
 Tell = Callable[[str, str], None]
 
 
@@ -110,15 +111,7 @@ def measured(bench: Bench, chosen: list[Candidate], rounds: int, command: str, t
 def advised(
     bench: Bench, chosen: list[Candidate], rounds: int, what_if: WhatIf | None, max_error: float, tell: Tell
 ) -> Result:
-    """Measure the link, predict steps over it, measure them, and recommend.
-
-    Args:
-        bench: of the model.
-        chosen: hooks to compare.
-        rounds: in which they take turns.
-        what_if: the network to predict for, instead of measuring.
-        max_error: see `ranking.decide`.
-        tell: called before each part of the work, with what it is and the label of the hook.
+    """Measure the link, predict steps over it, measure them too unless the network is a `what_if`, and recommend.
 
     Raises:
         UnfitError: there is no link to measure, and none is given.
@@ -175,7 +168,7 @@ def _notes(link: Link, device: torch.device) -> tuple[str, ...]:
 
 
 def _result(
-    bench: Bench, chosen: list[Candidate], command: str, predicted: dict[str, Timing], timings: dict[str, Timing]
+    bench: Bench, chosen: list[Candidate], command: str, predicted: dict[str, StepTime], timings: dict[str, StepTime]
 ) -> Result:
     found = timings or predicted
     idle = found[NOOP].step_ms

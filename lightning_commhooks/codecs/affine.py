@@ -38,22 +38,13 @@ class AffineCodec(Codec):
             check_block_size(self.block_size, 4)
 
     def quantize(self, blocks: Tensor, seed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        low, scale, divisor = _range(blocks)
-        zero_point = (-(low / divisor).round()).clamp(0, 255)
+        low, high = blocks.amin(dim=1, keepdim=True).clamp_max(0), blocks.amax(dim=1, keepdim=True).clamp_min(0)
+        extent = torch.where((high <= LARGEST) & (low >= -LARGEST), high - low, torch.nan)
+        scale, divisor = scale_of(extent.to(torch.float32), 255)
+        zero_point = (-(low.to(torch.float32) / divisor).round()).clamp(0, 255)
         levels = ((blocks / divisor).round() + zero_point).clamp(0, 255)
         return levels.to(torch.uint8), torch.cat([scale, zero_point], dim=1), scale * (levels - zero_point)
 
     def dequantize(self, codes: Tensor, scales: Tensor) -> Tensor:
         scale, zero_point = scales[..., :1], scales[..., 1:]
         return scale * (codes.to(scales.dtype) - zero_point)
-
-    def error_bound(self, blocks: Tensor) -> Tensor:
-        _, scale, _ = _range(blocks)
-        return torch.where(scale == 0, blocks.abs().amax(dim=1, keepdim=True), scale * (1 + 1e-4))
-
-
-def _range(blocks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Smallest number of each block or 0, scale and divisor, shapes `(b, 1)`, float32."""
-    low, high = blocks.amin(dim=1, keepdim=True).clamp_max(0), blocks.amax(dim=1, keepdim=True).clamp_min(0)
-    extent = torch.where((high <= LARGEST) & (low >= -LARGEST), high - low, torch.nan)
-    return low.to(torch.float32), *scale_of(extent.to(torch.float32), 255)

@@ -46,48 +46,21 @@ class Codec(ABC):
             seed: int32, one element, for random rounding.
 
         Returns:
-            codes, shape `(b, code_bytes(s))`, of `code_dtype`; scales, shape `(b, num_scales)`, float32; and what
+            codes, shape `(b, bytes of a block)`, of `code_dtype`; scales, shape `(b, num_scales)`, float32; and what
             `dequantize` makes of them, shape and dtype of `blocks`. Where a scale is NaN, codes are arbitrary.
         """
 
     @abstractmethod
     def dequantize(self, codes: Tensor, scales: Tensor) -> Tensor:
-        """Numbers from codes, shape `(..., code_bytes(s))`, and scales, `(..., num_scales)`.
+        """Numbers from codes, shape `(..., bytes of a block)`, and scales, `(..., num_scales)`.
 
         Returns:
             shape `(..., s)`, or more dimensions instead of the last; dtype of `scales`.
         """
 
-    @abstractmethod
-    def error_bound(self, blocks: Tensor) -> Tensor:
-        """Largest magnitude of an error after decoding, shape `(b, 1)`, for finite blocks of shape `(b, s)`."""
-
-    def code_bytes(self, block_size: int) -> int:
-        """Bytes of the codes of one block."""
-        return block_size
-
-    def encoded_bytes(self, numel: int) -> int:
-        """Bytes of an encoded flat tensor, whose last block is filled up with zeros."""
-        size = self.block_size or max(numel, 1)
-        return -(-numel // size) * (4 * self.num_scales + self.code_bytes(size))
-
-    def encode(self, flat: Tensor, seed: int = 0) -> Tensor:
-        """Bytes of a flat tensor, shape `(n,)`, float32 or float64: shape `(encoded_bytes(n),)`, uint8."""
-        size = self.block_size or max(flat.numel(), 1)
-        padded = flat.new_zeros(-(-flat.numel() // size) * size)
-        padded[: flat.numel()] = flat
-        codes, scales, _ = self.quantize(padded.view(-1, size), seed_tensor(seed, flat.device))
-        return pack(codes, scales).view(-1)
-
-    def decode(self, payload: Tensor, numel: int) -> Tensor:
-        """The numbers that `encode` turned into `payload`, shape `(numel,)`, float32."""
-        size = self.block_size or max(numel, 1)
-        codes, scales = unpack(self, payload.view(-1, 4 * self.num_scales + self.code_bytes(size)))
-        return self.dequantize(codes, scales).reshape(-1)[:numel]
-
 
 def pack(codes: Tensor, scales: Tensor) -> Tensor:
-    """Scales and codes of each block behind one another: shape `(b, 4 * num_scales + code_bytes)`, uint8."""
+    """Scales and codes of each block behind one another: shape `(b, 4 * num_scales + bytes of codes)`, uint8."""
     head = 4 * scales.shape[1]
     payload = codes.new_empty((codes.shape[0], head + codes.shape[1]), dtype=torch.uint8)
     if payload.numel():

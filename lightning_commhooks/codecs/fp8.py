@@ -61,10 +61,3 @@ class FP8Codec(Codec):
 
     def dequantize(self, codes: Tensor, scales: Tensor) -> Tensor:
         return codes.view(_FORMATS[self.format][0]).to(scales.dtype) * scales
-
-    def error_bound(self, blocks: Tensor) -> Tensor:
-        extent = largest(blocks)
-        scale, _ = scale_of(extent, self._limit)
-        relative = 1 / 28 if self.format == "e4m3" else 1 / 14
-        level = extent * relative * (2 if self.rounding == "stochastic" else 1) * (1 + 1e-4)
-        return torch.where(scale == 0, extent, level)

@@ -8,7 +8,6 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from lightning_commhooks.codecs._hadamard import hadamard
 from lightning_commhooks.codecs._rounding import (
     LARGEST,
     Rounding,
@@ -17,6 +16,7 @@ from lightning_commhooks.codecs._rounding import (
     largest,
     round_,
     scale_of,
+    uniform,
 )
 from lightning_commhooks.codecs.codec import Codec
 
@@ -56,9 +56,6 @@ class Int4Codec(Codec):
         if self.rotation and self.block_size & (self.block_size - 1):
             raise ValueError(f"block_size must be a power of 2 with rotation='hadamard', is {self.block_size}")
 
-    def code_bytes(self, block_size: int) -> int:
-        return block_size // 2
-
     def quantize(self, blocks: Tensor, seed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         blocks, extent = self._rotated(blocks)
         scale, divisor = scale_of(extent, 7)
@@ -74,12 +71,6 @@ class Int4Codec(Codec):
             levels = self._rotated_back(levels.flatten(-2)).view(levels.shape)
         return levels * scales.unsqueeze(-1)
 
-    def error_bound(self, blocks: Tensor) -> Tensor:
-        _, extent = self._rotated(blocks)
-        scale, _ = scale_of(extent, 7)
-        level = torch.where(scale == 0, extent, scale * (1 if self.rounding == "stochastic" else 0.5) * (1 + 1e-4))
-        return level * self.block_size if self.rotation else level
-
     def _rotated(self, blocks: Tensor) -> tuple[Tensor, Tensor]:
         """What is rounded, and its largest magnitudes."""
         extent = largest(blocks)
@@ -92,3 +83,20 @@ class Int4Codec(Codec):
     def _rotated_back(self, levels: Tensor) -> Tensor:
         # Sums of small integers: exact in any order, so equal on all machines.
         return levels @ hadamard(self.block_size, levels).t() if self.rotation else levels
+
+
+def hadamard(size: int, like: Tensor) -> Tensor:
+    """A matrix of 1 and -1 with orthogonal columns, shape `(size, size)`, dtype and device of `like`.
+
+    Sylvester's matrix, its rows multiplied by signs that are random but always the same: without them, a block of
+    equal numbers would become a single large one.
+
+    Args:
+        size: a power of 2.
+        like: gives dtype and device.
+    """
+    matrix = like.new_ones((1, 1))
+    while matrix.shape[0] < size:
+        matrix = torch.cat([torch.cat([matrix, matrix], dim=1), torch.cat([matrix, -matrix], dim=1)])
+    seed = torch.zeros((), dtype=torch.int32, device=like.device)
+    return torch.where(uniform(matrix[:, :1], seed) < 0.5, -matrix, matrix)

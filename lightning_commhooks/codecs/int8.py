@@ -44,8 +44,3 @@ class Int8Codec(Codec):
 
     def dequantize(self, codes: Tensor, scales: Tensor) -> Tensor:
         return codes.to(scales.dtype) * scales
-
-    def error_bound(self, blocks: Tensor) -> Tensor:
-        extent = largest(blocks)
-        scale, _ = scale_of(extent, 127)
-        return torch.where(scale == 0, extent, scale * (1 if self.rounding == "stochastic" else 0.5) * (1 + 1e-4))

@@ -28,15 +28,15 @@ def average_(tensors: Sequence[Tensor], group: Group) -> None:
     """
     if group.size == 1:
         return
-    for parts in _chunks([flat_view(tensor) for tensor in tensors if tensor.numel()]):
-        wire = torch.promote_types(parts[0].dtype, torch.float32)
+    for views in _chunks([flat_view(tensor) for tensor in tensors if tensor.numel()]):
+        wire = torch.promote_types(views[0].dtype, torch.float32)
         # Divided before the sum: buffers may have the largest number there is, as masks do.
-        if len(parts) == 1 and parts[0].dtype == wire and parts[0].is_contiguous():
-            group.all_reduce_(parts[0].div_(group.size))  # no copy
+        if len(views) == 1 and views[0].dtype == wire and views[0].is_contiguous():
+            group.all_reduce_(views[0].div_(group.size))  # no copy
             continue
-        mean = group.all_reduce_(torch.cat([part.reshape(-1).to(wire) for part in parts]).div_(group.size))
-        for part, own in zip(parts, mean.split([part.numel() for part in parts]), strict=True):
-            part.copy_(own.view(part.shape))
+        mean = group.all_reduce_(torch.cat([view.reshape(-1).to(wire) for view in views]).div_(group.size))
+        for view, own in zip(views, mean.split([view.numel() for view in views]), strict=True):
+            view.copy_(own.view(view.shape))
 
 
 def check_same(what: str, group: Group) -> None:
@@ -45,10 +45,8 @@ def check_same(what: str, group: Group) -> None:
     Raises:
         HookError: some rank averages something else, or for another reason.
     """
-    with group.counters.paused():
-        digest = torch.tensor([zlib.crc32(what.encode())], device=group.device)
-        digests = group.all_gather(digest).view(-1)
-    if (digests != digests[0]).any():
+    digests = group.all_gather_quietly([zlib.crc32(what.encode())])
+    if any(digest != digests[0] for digest in digests):
         raise HookError(
             f"ranks do not average the same: rank {group.global_rank} is about to {what}. All ranks must take the same "
             "steps, and evaluate and save together; on one rank alone only after a barrier that shows the average"
@@ -68,23 +66,23 @@ def flat_view(tensor: Tensor) -> Tensor:
     return data
 
 
-def _chunks(parts: list[Tensor]) -> Iterator[list[Tensor]]:
+def _chunks(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
     """Lists of tensors of one dtype and device, each at most `CHUNK_BYTES` large or a single tensor."""
     kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
-    for part in parts:
-        kinds[part.device, part.dtype].append(part)
+    for tensor in tensors:
+        kinds[tensor.device, tensor.dtype].append(tensor)
     for same in kinds.values():
         chunk: list[Tensor] = []
         size = 0
-        for part in same:
-            num_bytes = part.numel() * part.element_size()
+        for tensor in same:
+            num_bytes = tensor.numel() * tensor.element_size()
             if num_bytes >= CHUNK_BYTES:
-                yield [part]
+                yield [tensor]
                 continue
             if size + num_bytes > CHUNK_BYTES:
                 yield chunk
                 chunk, size = [], 0
-            chunk.append(part)
+            chunk.append(tensor)
             size += num_bytes
         if chunk:
             yield chunk

@@ -21,20 +21,19 @@ logger = logging.getLogger(__name__)
 ADDRESS_BYTES = 128
 
 
-def make(own: dist.ProcessGroup, opened: set[str]) -> Callable[[], None]:
-    """A function that aborts a group from any thread: its collectives fail at once, here and on waiting peers.
+def with_abort(make: Callable[[], dist.ProcessGroup]) -> tuple[dist.ProcessGroup, Callable[[], None]]:
+    """A new gloo group, and what aborts it from any thread: its collectives fail at once, here and on waiting peers.
 
-    Collective. The function does not keep the group alive. It does nothing where it cannot tell which connections
-    are the group's; peers then wait for the timeout of the group.
-
-    Args:
-        own: a new gloo group.
-        opened: addresses that this process accepts connections on since the group was made.
+    Collective. The function that aborts does not keep the group alive. It does nothing where it cannot tell which
+    connections are the group's; peers then wait for the timeout of the group.
     """
+    before = _listening()
+    own = make()
+    opened = _listening() - before
     mine = opened.pop() if len(opened) == 1 else None
     if mine is None:
         logger.info("after a failure here, other ranks wait for the timeout of the process group: no unique listener")
-    return functools.partial(_shut_down, mine, _gather_addresses(own, mine))
+    return own, functools.partial(_shut_down, mine, _gather_addresses(own, mine))
 
 
 def _gather_addresses(own: dist.ProcessGroup, mine: str | None) -> set[str]:
@@ -55,7 +54,7 @@ def _shut_down(mine: str | None, listeners: set[str]) -> None:
             continue
 
 
-def listening() -> set[str]:
+def _listening() -> set[str]:
     """Addresses on which this process accepts TCP connections."""
     addresses = set()
     for connection in _tcp_sockets():

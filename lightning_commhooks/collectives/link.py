@@ -118,8 +118,9 @@ class Link:
     @property
     def bandwidth(self) -> float:
         """Bytes per second that a rank sends in a large all-reduce of float32."""
-        curve = self.curves["all_reduce"]
-        return 1 / (_slope(curve, lambda cost: cost.seconds) or curve[-1].seconds / curve[-1].num_bytes)
+        low, high = _last_part(self.curves["all_reduce"])
+        seconds_per_byte = (high.seconds - low.seconds) / (high.num_bytes - low.num_bytes)
+        return 1 / (seconds_per_byte or high.seconds / high.num_bytes)
 
     @property
     def takes_processors(self) -> bool:
@@ -134,26 +135,19 @@ class Link:
             num_bytes: that a rank sends in it.
             dtype: what is summed, in an all-reduce.
         """
-        curve = self._curve(kind, dtype)
-        return Cost(
-            num_bytes,
-            _interpolated(curve, num_bytes, lambda cost: cost.seconds),
-            _interpolated(curve, num_bytes, lambda cost: cost.cpu_seconds),
-            _interpolated(curve, num_bytes, lambda cost: cost.occupancy),
-        )
-
-    def _curve(self, kind: str, dtype: torch.dtype) -> Curve:
         named = f"{kind}:{dtype}".replace("torch.", "")
-        return self.curves.get(named) or self.curves.get(kind) or self.curves["all_reduce"]
+        return _at(self.curves.get(named) or self.curves.get(kind) or self.curves["all_reduce"], num_bytes)
 
     def scaled(self, world_size: int) -> Link:
         """The same network with another number of ranks: more or fewer rounds of messages, the same bandwidth."""
         if world_size == self.world_size or self.world_size == 1:
             return replace(self, world_size=world_size)
-        factor = (world_size - 1) / (self.world_size - 1)
-        return replace(
-            self, world_size=world_size, curves={kind: _with_latency(c, factor) for kind, c in self.curves.items()}
-        )
+        more = (world_size - 1) / (self.world_size - 1) - 1
+        curves = {
+            kind: tuple(replace(cost, seconds=cost.seconds + more * curve[0].seconds) for cost in curve)
+            for kind, curve in self.curves.items()
+        }
+        return replace(self, world_size=world_size, curves=curves)
 
     def no_faster_than(self, other: Link) -> Link:
         """This link, but where the other one takes longer, as long; with the processor time of this one."""
@@ -161,14 +155,10 @@ class Link:
         for kind, own in self.curves.items():
             theirs = other.curves.get(kind) or other.curves[kind.split(":")[0]]
             sizes = sorted({cost.num_bytes for cost in (*own, *theirs)})
+            pairs = [(_at(own, size), _at(theirs, size)) for size in sizes]
             curves[kind] = tuple(
-                Cost(
-                    size,
-                    max(_interpolated(c, size, lambda cost: cost.seconds) for c in (own, theirs)),
-                    _interpolated(own, size, lambda cost: cost.cpu_seconds),
-                    max(_interpolated(c, size, lambda cost: cost.occupancy) for c in (own, theirs)),
-                )
-                for size in sizes
+                Cost(a.num_bytes, max(a.seconds, b.seconds), a.cpu_seconds, max(a.occupancy, b.occupancy))
+                for a, b in pairs
             )
         return Link(self.world_size, curves)
 
@@ -179,22 +169,29 @@ class Link:
         return {**summary, "burst_seconds": self.burst_seconds, "curves": curves}
 
 
-def _slope(curve: Curve, value: Callable[[Cost], float]) -> float:
-    """Of the last part of a curve, from at most a quarter of its largest size on: per byte."""
+def _last_part(curve: Curve) -> tuple[Cost, Cost]:
+    """The largest size, and the first of at least a quarter of it: beyond, costs go on along the line through both."""
     last = curve[-1]
-    first = next(cost for cost in curve if cost.num_bytes >= last.num_bytes / 4 or cost is curve[-2])
-    return max(0.0, (value(last) - value(first)) / (last.num_bytes - first.num_bytes))
+    return next(cost for cost in curve if cost.num_bytes >= last.num_bytes / 4 or cost is curve[-2]), last
 
 
-def _interpolated(curve: Curve, num_bytes: float, value: Callable[[Cost], float]) -> float:
-    if num_bytes >= curve[-1].num_bytes:
-        return value(curve[-1]) + (num_bytes - curve[-1].num_bytes) * _slope(curve, value)
-    index = bisect.bisect_right([cost.num_bytes for cost in curve], num_bytes)
+def _at(curve: Curve, num_bytes: float) -> Cost:
+    """The cost of a size, on the line between its neighbours."""
+    index = bisect.bisect_right(curve, num_bytes, key=lambda cost: cost.num_bytes)
     if index == 0:
-        return value(curve[0])
-    low, high = curve[index - 1], curve[index]
+        return replace(curve[0], num_bytes=num_bytes)
+    low, high = (curve[index - 1], curve[index]) if index < len(curve) else _last_part(curve)
     share = (num_bytes - low.num_bytes) / (high.num_bytes - low.num_bytes)
-    return value(low) + share * (value(high) - value(low))
+
+    def between(begin: float, end: float) -> float:
+        return begin + share * (end - begin)
+
+    return Cost(
+        num_bytes,
+        between(low.seconds, high.seconds),
+        between(low.cpu_seconds, high.cpu_seconds),
+        between(low.occupancy, high.occupancy),
+    )
 
 
 def _rising(curve: Sequence[Cost]) -> Curve:
@@ -206,11 +203,6 @@ def _rising(curve: Sequence[Cost]) -> Curve:
         busy_seconds = min(busy_seconds, cost.occupancy)
         rising.append(Cost(cost.num_bytes, seconds, cpu_seconds, busy_seconds))
     return tuple(reversed(rising))
-
-
-def _with_latency(curve: Curve, factor: float) -> Curve:
-    more = (factor - 1) * curve[0].seconds
-    return tuple(replace(cost, seconds=cost.seconds + more) for cost in curve)
 
 
 def check_ranks(group: Group) -> None:

@@ -29,29 +29,28 @@ def own_group(process_group: dist.ProcessGroup, device: torch.device) -> tuple[d
         the group, and a function that aborts it from any thread: collectives under way fail at once, here and
         on the peers that wait for this rank. The function does not keep the group alive.
     """
-    timeout = getattr(getattr(process_group._get_backend(device), "options", None), "_timeout", None)
-    before = gloo_abort.listening()
-    own = _new_group(process_group, device, timeout)
     if backend_for(process_group, device) != dist.Backend.GLOO:
-        return own, lambda: None
-    return own, gloo_abort.make(own, gloo_abort.listening() - before)
+        return _new_group(process_group, device), lambda: None
+    return gloo_abort.with_abort(lambda: _new_group(process_group, device))
 
 
-def _new_group(process_group: dist.ProcessGroup, device: torch.device, timeout: timedelta | None) -> dist.ProcessGroup:
+def _timeout_of(process_group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
+    return getattr(getattr(process_group._get_backend(device), "options", None), "_timeout", None)
+
+
+def _new_group(process_group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
+    timeout = _timeout_of(process_group, device)
     if process_group.size() < dist.get_world_size():
-        return _own_subgroup(process_group, device, timeout or dist.default_pg_timeout)
+        # `new_group` needs every process of the world; with `use_local_synchronization` only these ranks, but then it
+        # names the group by how many others there are, and ranks that belong to different groups disagree on that.
+        name = [uuid.uuid4().hex]
+        dist.broadcast_object_list(name, src=dist.get_global_rank(process_group, 0), group=process_group)
+        timeout = timeout or dist.default_pg_timeout
+        return _gloo_group(name[0], process_group.rank(), process_group.size(), device, timeout)
     own: dist.ProcessGroup = dist.new_group(
         backend=backend_for(process_group, device), timeout=timeout, group_desc="lightning_commhooks"
     )
     return own
-
-
-def _own_subgroup(process_group: dist.ProcessGroup, device: torch.device, timeout: timedelta) -> dist.ProcessGroup:
-    # `new_group` needs every process of the world; with `use_local_synchronization` only these ranks, but then it
-    # names the group by how many others there are, and ranks that belong to different groups disagree on that.
-    name = [uuid.uuid4().hex]
-    dist.broadcast_object_list(name, src=dist.get_global_rank(process_group, 0), group=process_group)
-    return _gloo_group(name[0], process_group.rank(), process_group.size(), device, timeout)
 
 
 def _gloo_group(name: str, rank: int, size: int, device: torch.device, timeout: timedelta) -> dist.ProcessGroup:
@@ -65,16 +64,16 @@ def _gloo_group(name: str, rank: int, size: int, device: torch.device, timeout: 
     return own
 
 
-def part_of(
-    process_group: dist.ProcessGroup, parts: Sequence[Sequence[int]], name: str, device: torch.device
+def own_subgroup(
+    process_group: dist.ProcessGroup, subgroups: Sequence[Sequence[int]], name: str, device: torch.device
 ) -> tuple[dist.ProcessGroup, Callable[[], None]]:
-    """A group over those ranks of `process_group` that are in the same part as this one.
+    """A group over those ranks of `process_group` that are in the same subgroup as this one.
 
     Collective.
 
     Args:
         process_group: of the communication thread.
-        parts: ranks in `process_group`, each in one part.
+        subgroups: ranks in `process_group`, each in one subgroup.
         name: unlike that of any other group, equal on all ranks.
         device: of the tensors.
 
@@ -82,27 +81,25 @@ def part_of(
         the group, and a function that aborts it, as [`own_group`][].
     """
     rank = process_group.rank()
-    backend = process_group._get_backend(device)
-    timeout = getattr(getattr(backend, "options", None), "_timeout", None) or dist.default_pg_timeout
-    if backend.name() == dist.Backend.GLOO:
-        index, part = next((i, part) for i, part in enumerate(parts) if rank in part)
-        before = gloo_abort.listening()
-        own = _gloo_group(f"{name}/{index}", part.index(rank), len(part), device, timeout)
-        return own, gloo_abort.make(own, gloo_abort.listening() - before)
+    timeout = _timeout_of(process_group, device) or dist.default_pg_timeout
+    if process_group._get_backend(device).name() == dist.Backend.GLOO:
+        index, ranks = next((i, ranks) for i, ranks in enumerate(subgroups) if rank in ranks)
+        place = ranks.index(rank), len(ranks)
+        return gloo_abort.with_abort(lambda: _gloo_group(f"{name}/{index}", *place, device, timeout))
     world = dist.get_process_group_ranks(process_group)
     groups = [
         # Every process of the world takes part in making every group, unless there are processes without this hook.
         dist.new_group(
-            [world[i] for i in part], timeout=timeout, use_local_synchronization=len(world) < dist.get_world_size()
+            [world[i] for i in ranks], timeout=timeout, use_local_synchronization=len(world) < dist.get_world_size()
         )
-        for part in parts
-        if len(world) == dist.get_world_size() or rank in part
+        for ranks in subgroups
+        if len(world) == dist.get_world_size() or rank in ranks
     ]
     return next(group for group in groups if group is not dist.GroupMember.NON_GROUP_MEMBER), lambda: None
 
 
 def destroy(process_groups: Iterable[dist.ProcessGroup | None]) -> None:
-    """Destroy groups made by [`own_group`][] and [`part_of`][], those that there still are."""
+    """Destroy groups made by [`own_group`][] and [`own_subgroup`][], those that there still are."""
     for own in process_groups:
         if own is not None and dist.is_initialized() and own in dist.distributed_c10d._world.pg_map:
             dist.destroy_process_group(own)

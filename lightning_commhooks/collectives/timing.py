@@ -24,10 +24,10 @@ _MAX_PENDING = 64
 class _Step(Generic[M]):
     """Moments of one step: begin and end each."""
 
+    handed_over: M
     comm: list[tuple[M, M]] = field(default_factory=list)
     work: list[tuple[M, M]] = field(default_factory=list)
     waits: list[tuple[M, M]] = field(default_factory=list)
-    handed_over: M | None = None
     backward_done: M | None = None
     # How much of the work belongs to the backward, once an optimizer has stepped.
     num_in_backward: int | None = None
@@ -62,7 +62,7 @@ class Timing(ABC, Generic[M]):
         """A synchronized backward hands over its first bucket."""
         self._settle()
         if self._is_timed(step):
-            self._step = _Step(handed_over=self.now())
+            self._step = _Step(self.now())
 
     def backward_done(self) -> None:
         """Nothing is left to compute in this backward: from here on the training thread waits."""
@@ -120,11 +120,10 @@ class Timing(ABC, Generic[M]):
 
     def _settle(self) -> None:
         step, self._step = self._step, None
-        if step is not None and step.backward_done is not None and step.handed_over is not None:
+        if step is not None and step.backward_done is not None:
             self._add(step)
 
     def _add(self, step: _Step[M]) -> None:
-        assert step.handed_over is not None
         assert step.backward_done is not None
         done = step.backward_done
         comm = sum(self.ms(*pair) for pair in step.comm)
@@ -157,11 +156,7 @@ class NoTiming(HostTiming):
 
 
 class DeviceTiming(Timing[torch.cuda.Event]):
-    """For work on a CUDA stream: one step in ten, by events that nothing waits for.
-
-    Args:
-        device: of the stream.
-    """
+    """For work on a CUDA stream: one step in ten, by events that nothing waits for."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()

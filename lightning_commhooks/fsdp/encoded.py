@@ -20,7 +20,7 @@ from lightning_commhooks.hooks.int8 import Int8
 class EncodedReduction(ShardedReduction):
     """Send blocks that a codec has encoded, decode them and sum in float32.
 
-    Error of one element of a share: the mean over ranks of `Codec.error_bound` for its block; with int8, of the
+    Error of one element of a share: the mean over ranks of the codec's largest error in its block; with int8, of the
     largest magnitude of the block over 254. Gradients that are not sharded take a second shot, so a second error.
 
     Args:

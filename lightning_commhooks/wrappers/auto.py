@@ -8,7 +8,7 @@ import logging
 import math
 import statistics
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -25,9 +25,10 @@ from lightning_commhooks.interface.error_sample import DEFAULT_NUMEL, ErrorSampl
 from lightning_commhooks.interface.hook import BoundHook, CommHook
 from lightning_commhooks.interface.hook_state import describe
 from lightning_commhooks.interface.python_code import code
-from lightning_commhooks.interface.registry import get_hook, get_hook_class, get_inner_hook, register
+from lightning_commhooks.interface.registry import get_hook, get_inner_hook, register
 from lightning_commhooks.interface.state import StateReader, StateWriter
 from lightning_commhooks.wrappers._turns import BoundSwitch
+from lightning_commhooks.wrappers.late_start import at_once, late_starts
 
 # Steps of each candidate that are not timed: in the first it also pays what its predecessor owed, in the others its
 # error is sampled.
@@ -74,7 +75,7 @@ class Auto(CommHook):
     def __post_init__(self) -> None:
         if isinstance(self.candidates, str) or not isinstance(self.candidates, Sequence) or not self.candidates:
             raise ValueError(f"candidates must be one hook or more, in a list, is {self.candidates!r}")
-        candidates = [_beginning_at_once(hook) for hook in self.candidates]
+        candidates = [_candidate(hook) for hook in self.candidates]
         for hook in candidates:
             if candidates.count(hook) > 1:
                 raise ValueError(f"candidates: {hook.name!r} is there twice")
@@ -94,31 +95,18 @@ class Auto(CommHook):
         return _BoundAuto(self, group)
 
 
-def _beginning_at_once(hook: str | CommHook) -> CommHook:
+def _candidate(hook: str | CommHook) -> CommHook:
     if hook == Noop.name or isinstance(hook, Noop):
         raise ValueError("candidates: 'noop' does not average, so the models of the ranks would diverge; leave it out")
     if isinstance(hook, str):
-        fields = dataclasses.fields(get_hook_class(hook))  # type: ignore[arg-type]
-        return get_inner_hook(get_hook(hook, **{field.name: 0 for field in fields if _is_start(field.name)}))
+        return at_once(get_inner_hook(hook))
     hook = get_inner_hook(hook)
-    for inner in _with_inner(hook):
-        for field in filter(_is_start, vars(inner)):
-            if getattr(inner, field):
-                raise ValueError(
-                    f"candidates: {inner.name!r} compresses from {field}={getattr(inner, field)} on only, so it cannot "
-                    f"be measured before; set {field}=0"
-                )
+    for inner, field, steps in late_starts(hook):
+        raise ValueError(
+            f"candidates: {inner.name!r} compresses from {field}={steps} on only, so it cannot be measured before; set "
+            f"{field}=0"
+        )
     return hook
-
-
-def _with_inner(hook: CommHook) -> Iterator[CommHook]:
-    yield hook
-    for inner in hook.inner_hooks:
-        yield from _with_inner(inner)
-
-
-def _is_start(field: str) -> bool:
-    return field.startswith("start_") and field.endswith("_iter")
 
 
 class _BoundAuto(BoundSwitch):

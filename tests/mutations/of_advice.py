@@ -56,7 +56,7 @@ MUTATIONS = [
     Mutation(
         "no_headroom_is_needed",
         f"{ADVICE}/ranking.py",
-        "    if room < min_gain:\n",
+        "    if room < MIN_GAIN:\n",
         "    if False:\n",
         "A hook is recommended where sending nothing saves nothing.",
         "tests/test_advice.py -k 'do_not_compress'",
@@ -79,7 +79,7 @@ MUTATIONS = [
     ),
     Mutation(
         "long_periods_cost_as_short_ones",
-        f"{ADVICE}/timing.py",
+        f"{ADVICE}/step_time.py",
         "/ len(values) / period_factor",
         "/ len(values)",
         "Steps that average models cost as if the period was as short as it was measured.",

@@ -7,7 +7,7 @@ PACKAGE = "lightning_commhooks"
 MUTATIONS = [
     Mutation(
         "sum_for_mean",
-        f"{PACKAGE}/collectives/group.py",
+        f"{PACKAGE}/collectives/communicator.py",
         "return self.all_reduce_(tensor.div_(self.size / scale))",
         "return self.all_reduce_(tensor.mul_(scale))",
         "Gradients are not divided by the number of ranks.",
@@ -23,7 +23,7 @@ MUTATIONS = [
     ),
     Mutation(
         "collective_skipped_on_one_rank",
-        f"{PACKAGE}/collectives/group.py",
+        f"{PACKAGE}/collectives/communicator.py",
         "        if self.size > 1 and tensor.numel():\n",
         "        if self.size > 1 and tensor.numel() and self.rank != 1:\n",
         "Rank 1 leaves its peers alone in all-reduces.",
@@ -31,7 +31,7 @@ MUTATIONS = [
     ),
     Mutation(
         "bytes_of_half_a_ring",
-        f"{PACKAGE}/collectives/group.py",
+        f"{PACKAGE}/collectives/communicator.py",
         "return 2 * (self.size - 1) / self.size * tensor.numel()",
         "return (self.size - 1) / self.size * tensor.numel()",
         "An all-reduce counts half of the bytes that it sends.",
@@ -39,7 +39,7 @@ MUTATIONS = [
     ),
     Mutation(
         "sum_in_16_bit",
-        f"{PACKAGE}/collectives/group.py",
+        f"{PACKAGE}/collectives/communicator.py",
         "self.all_to_all(chunks).sum(dim=0, dtype=torch.float32)",
         "sum(self.all_to_all(chunks))",
         "accumulate_dtype='float32' rounds sums in 16 bit as well.",

@@ -183,7 +183,7 @@ MUTATIONS = [
     ),
     Mutation(
         "error_of_the_mean_dropped",
-        f"{PACKAGE}/collectives/encoded.py",
+        f"{PACKAGE}/collectives/group.py",
         "kernels.encode(mean, part.carried, one, seed)",
         "kernels.encode(mean, None if part.carried is None else (torch.zeros_like(mean), part.carried[1]), one, seed)",
         "What the second shot leaves out is lost.",
@@ -191,7 +191,7 @@ MUTATIONS = [
     ),
     Mutation(
         "owner_sums_one_rank",
-        f"{PACKAGE}/collectives/encoded.py",
+        f"{PACKAGE}/collectives/group.py",
         ".view(self.size, b // self.size, -1), one, mean)",
         ".view(self.size, b // self.size, -1)[:1], one, mean)",
         "The owner of a share takes the first rank's numbers for the mean.",
@@ -199,7 +199,7 @@ MUTATIONS = [
     ),
     Mutation(
         "one_shot_for_two",
-        f"{PACKAGE}/collectives/encoded.py",
+        f"{PACKAGE}/collectives/group.py",
         "return self.size if two_shot and self.size > 2 else 1",
         "return 1",
         "Four ranks send all to each other.",

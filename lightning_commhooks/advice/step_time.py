@@ -1,4 +1,4 @@
-"""From the times of single steps to what a step takes."""
+"""What a hook's step takes, from the times of single steps."""
 
 from __future__ import annotations
 
@@ -15,19 +15,22 @@ class Turn:
         seconds: of each step.
         sent: bytes in each step.
         dense: bytes that dense averaging would have sent in each step.
-        times: milliseconds per step by the hook's own clock: `exposed_ms` and `codec_ms`, where there are any.
+        exposed_ms: per step, by the hook's own clock; NaN: unknown. So is `codec_ms`.
         errors: relative errors of the averaged gradient in some steps.
+        setup_ms: milliseconds that attaching took.
     """
 
     seconds: list[float]
     sent: list[float]
     dense: float
-    times: dict[str, float] = field(default_factory=dict)
+    exposed_ms: float = math.nan
+    codec_ms: float = math.nan
     errors: list[float] = field(default_factory=list)
+    setup_ms: float = 0.0
 
 
 @dataclass(frozen=True)
-class Timing:
+class StepTime:
     """A hook's step, agreed on by all ranks.
 
     Attributes:
@@ -51,21 +54,21 @@ class Timing:
     setup_ms: float
 
 
-def own_timing(turns: list[Turn], period_factor: int, setup_ms: float) -> Timing:
+def own_step_time(turns: list[Turn], period_factor: int) -> StepTime:
     """What one rank's turns come to; see [`amortized`][] for the period."""
     rounds = undisturbed([amortized(turn.seconds, turn.sent, period_factor) * 1e3 for turn in turns])
     sent = [num_bytes for turn in turns for num_bytes in turn.sent]
-    exposed = _median([turn.times.get("exposed_ms", math.nan) for turn in turns])
-    return Timing(
+    exposed = _median([turn.exposed_ms for turn in turns])
+    return StepTime(
         step_ms=statistics.mean(rounds),
         spread_ms=(max(rounds) - min(rounds)) / 2,
         bytes_sent=amortized(sent, sent, period_factor),
         bytes_dense=turns[0].dense,
         # Else it is that of steps that average models, more of which there are than in a long period.
         exposed_ms=exposed if period_factor == 1 else math.nan,
-        codec_ms=_median([turn.times.get("codec_ms", math.nan) for turn in turns]) / period_factor,
+        codec_ms=_median([turn.codec_ms for turn in turns]) / period_factor,
         error=_median([error for turn in turns for error in turn.errors]),
-        setup_ms=setup_ms,
+        setup_ms=max(turn.setup_ms for turn in turns),
     )
 
 

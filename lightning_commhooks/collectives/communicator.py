@@ -1,0 +1,200 @@
+"""Collectives among the ranks of one process group, with a count of the bytes each of them sends.
+
+Public ones block: on CPU tensors they return when the result is there, on NCCL they block the current
+stream only. Counts are payload bytes sent by this rank under the usual bandwidth-optimal algorithms
+(Thakur et al. 2005, "Optimization of Collective Communication Operations in MPICH"): ring all-reduce
+2(w-1)/w of the payload, ring all-gather w-1 times the rank's part, all-to-all (w-1)/w of the payload.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_commhooks.collectives.counters import Counters
+
+
+class Communicator:
+    """Collectives over one process group.
+
+    Args:
+        process_group: the ranks that average gradients together; `None` for a single process.
+        counters: where bytes are counted.
+        device: where the gradients are.
+
+    Attributes:
+        size: number of ranks.
+        rank: this process's rank among them.
+        global_rank: this process's rank among all processes.
+    """
+
+    _why_no_process_group = "the process group of this communication hook is gone: the hook was closed"
+
+    def __init__(
+        self,
+        process_group: dist.ProcessGroup | None,
+        counters: Counters | None = None,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self._process_group = process_group
+        self.counters = counters if counters is not None else Counters()
+        self.device = torch.device(device)
+        self.size: int = process_group.size() if process_group is not None else 1
+        self.rank: int = process_group.rank() if process_group is not None else 0
+        self.global_rank: int = dist.get_rank() if process_group is not None else 0
+
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        """The group; to PyTorch, `None` would mean all processes.
+
+        Raises:
+            RuntimeError: there is none, or it was released.
+        """
+        if self._process_group is None:
+            raise RuntimeError(self._why_no_process_group)
+        return self._process_group
+
+    def ring_bytes(self, tensor: Tensor) -> float:
+        """Payload bytes that each rank sends in a ring all-reduce of `tensor`."""
+        return 2 * (self.size - 1) / self.size * tensor.numel() * tensor.element_size()
+
+    def all_reduce_(self, tensor: Tensor) -> Tensor:
+        """Replace a contiguous `tensor` by its sum over ranks, bit-identical on all of them."""
+        if self.size > 1 and tensor.numel():
+            self._count(self.ring_bytes(tensor))
+            with self.counters.timing.comm():
+                self._sum_(tensor)
+        return tensor
+
+    def all_reduce_mean_(self, tensor: Tensor, scale: float | Tensor = 1.0) -> Tensor:
+        """Replace a contiguous floating-point `tensor` by `scale` times its mean.
+
+        Divides first, so that 16-bit sums fit.
+        """
+        return self.all_reduce_(tensor.div_(self.size / scale))
+
+    def all_reduce_in_float32(self, half: Tensor) -> Tensor:
+        """Sum over ranks of a 16-bit tensor, shape `(n,)`, in its dtype but rounded once only.
+
+        Each rank receives its share from all others, sums it in float32 and sends the sum: an all-to-all and an
+        all-gather, the same bytes as a ring all-reduce.
+        """
+        numel = half.numel()
+        # Every rank has an equal share.
+        padded = half.new_zeros(-(-numel // self.size) * self.size)
+        padded[:numel] = half
+        chunks = padded.view(self.size, -1)
+        share = self.all_to_all(chunks).sum(dim=0, dtype=torch.float32)
+        return self._start_all_gather(share.to(half.dtype), lambda: chunks * self.size)().view(-1)[:numel]
+
+    def all_reduce_coalesced_(self, tensors: Sequence[Tensor]) -> None:
+        """Replace each tensor by its sum over ranks, with one collective per dtype.
+
+        Args:
+            tensors: contiguous tensors on one device, in the same order on every rank; empty ones are allowed.
+        """
+        by_dtype: dict[torch.dtype, list[Tensor]] = defaultdict(list)
+        for tensor in tensors:
+            by_dtype[tensor.dtype].append(tensor.view(-1))
+        for flats in by_dtype.values():
+            if len(flats) == 1:
+                self.all_reduce_(flats[0])
+                continue
+            payload = self.all_reduce_(torch.cat(flats))
+            for flat, reduced in zip(flats, payload.split([flat.numel() for flat in flats]), strict=True):
+                flat.copy_(reduced)
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        """Gather `tensor`, shape `(n,)`, equal on all ranks, into a new tensor of shape `(w, n)`."""
+        return self._start_all_gather(tensor)()
+
+    def all_gather_quietly(self, numbers: list[int]) -> list[list[int]]:
+        """The numbers of each rank; not counted. Waits for the device."""
+        with self.counters.paused():
+            gathered: list[list[int]] = self.all_gather(torch.tensor(numbers, device=self.device)).tolist()
+        return gathered
+
+    def all_to_all(self, chunks: Tensor) -> Tensor:
+        """Send row i of `chunks`, shape `(w, n)`, to rank i; row i of the result came from rank i."""
+        return self._start_all_to_all(chunks)()
+
+    def all_reduce_sparse_mean(self, grad: Tensor) -> Tensor:
+        """Mean over ranks of a sparse COO tensor: an all-gather of padded indices and values.
+
+        Reads the number of entries on the host, so on CUDA this synchronizes.
+        """
+        grad = grad.coalesce()
+        if self.size == 1:
+            return grad
+        num_entries = self.all_gather(torch.tensor([grad._nnz()], device=grad.device)).view(-1).tolist()
+        longest = max(num_entries)
+        indices = grad.indices().new_zeros((longest, grad.sparse_dim()))
+        indices[: grad._nnz()] = grad.indices().t()
+        values = grad.values().new_zeros((longest, *grad.values().shape[1:]))
+        values[: grad._nnz()] = grad.values() / self.size
+        all_indices = self.all_gather(indices.view(-1)).view(self.size, *indices.shape)
+        all_values = self.all_gather(values.view(-1)).view(self.size, *values.shape)
+        return torch.sparse_coo_tensor(
+            torch.cat([rows[:n] for rows, n in zip(all_indices, num_entries, strict=True)]).t(),
+            torch.cat([rows[:n] for rows, n in zip(all_values, num_entries, strict=True)]),
+            grad.shape,
+            check_invariants=False,  # said explicitly, or PyTorch warns that it does not check
+        ).coalesce()
+
+    def _start_all_gather(self, tensor: Tensor, of_equals: Callable[[], Tensor] | None = None) -> Callable[[], Tensor]:
+        """Begin an `all_gather`; on CPU it goes on by itself. Returns what waits for the result.
+
+        Args:
+            tensor: this rank's, shape `(n,)`.
+            of_equals: what the result would be, shape `(w, n)`, if all ranks had what this one has; `None`: w times
+                its own tensor. Only emulated ranks need it.
+        """
+        if self.size == 1:
+            return tensor.view(1, -1).clone
+        self._count((self.size - 1) * tensor.numel() * tensor.element_size())
+        return self._gather(tensor.contiguous(), of_equals)
+
+    def _start_all_to_all(self, chunks: Tensor) -> Callable[[], Tensor]:
+        if self.size == 1:
+            return lambda: chunks
+        self._count((self.size - 1) / self.size * chunks.numel() * chunks.element_size())
+        return self._exchange(chunks)
+
+    def _count(self, num_bytes: float) -> None:
+        self.counters.count(num_bytes)
+
+    # What is different among emulated ranks. There are several ranks; nothing is counted.
+
+    def _sum_(self, tensor: Tensor) -> None:
+        dist.all_reduce(tensor, group=self.process_group)
+
+    def _gather(self, tensor: Tensor, of_equals: Callable[[], Tensor] | None) -> Callable[[], Tensor]:
+        gathered = tensor.new_empty((self.size, tensor.numel()))
+        if tensor.is_cuda:
+            return self._started(gathered, dist.all_gather_into_tensor, gathered, tensor)
+        return self._started(gathered, dist.all_gather, list(gathered.unbind()), tensor)
+
+    def _exchange(self, chunks: Tensor) -> Callable[[], Tensor]:
+        received = torch.empty_like(chunks)
+        return self._started(received, dist.all_to_all_single, received, chunks)
+
+    def _started(
+        self, result: Tensor, collective: Callable[..., dist.Work | None], *args: object
+    ) -> Callable[[], Tensor]:
+        if result.is_cuda:
+            with self.counters.timing.comm():
+                collective(*args, group=self.process_group)
+            return lambda: result
+        work = collective(*args, group=self.process_group, async_op=True)
+        assert work is not None
+
+        def wait() -> Tensor:
+            with self.counters.timing.comm():
+                work.wait()
+            return result
+
+        return wait
