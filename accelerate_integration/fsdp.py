@@ -11,7 +11,7 @@ from accelerate.utils import DDPCommunicationHookType, DistributedType
 
 from accelerate_integration.kwargs import from_environment
 from lightning_commhooks.fsdp.attach import FSDPAttachment, attach_fsdp
-from lightning_commhooks.fsdp.reduction import resolve_sharded_hook
+from lightning_commhooks.fsdp.supported import resolve_sharded_hook
 from lightning_commhooks.interface.hook import CommHook
 
 _INSTEAD = {
