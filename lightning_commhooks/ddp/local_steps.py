@@ -13,10 +13,10 @@ from lightning_commhooks.collectives.errors import HookError
 from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.ddp.optimizers import Optimizers, check_optimizer
 from lightning_commhooks.ddp.running import RunningHook
-from lightning_commhooks.interface.averages_models import AveragesModels, averages_models, is_local
-from lightning_commhooks.interface.hook import BoundHook
+from lightning_commhooks.interface.averages_models import averages_models
 from lightning_commhooks.interface.layout import Layout
 from lightning_commhooks.interface.models import Models, OptimizerStep
+from lightning_commhooks.wrappers._inner import after_optimizer_step
 
 # Backwards that may be accumulated for one step, before one is missed.
 MANY_STEPS = 256
@@ -25,13 +25,9 @@ MANY_STEPS = 256
 class LocalSteps:
     """Reports optimizer steps to a hook and averages models when they are looked at.
 
-    Args:
-        running: the hook.
-        group: all ranks.
-
     Attributes:
         models: what differs between ranks.
-        find_optimizers: gives the optimizers when they are needed for the first time.
+        find_optimizers: returns the optimizers; called in each backward of ranks that step alone.
         reported_by_user: whether optimizers may step that are not known yet.
         evaluates_average: whether forwards of evaluation use the average.
         resync: whether the average that is shown stays.
@@ -139,22 +135,11 @@ class LocalSteps:
         bound = self._running.bound
         try:
             with self._running.counters.timing.work():
-                self._average_after(stepped, bound)
+                after_optimizer_step(bound, stepped)
             self._running.committed.keep()
         except Exception as error:
             where = f"after the optimizer's step {stepped.step} ({stepped.optimizer}, ...)"
             raise self._running.failed(bound.group, where, error) from error
-
-    def _average_after(self, stepped: OptimizerStep, bound: BoundHook) -> None:
-        if isinstance(bound, AveragesModels):
-            bound.after_optimizer_step(stepped)
-        # After a phase of a schedule in which ranks stepped alone.
-        if stepped.step < 0 or is_local(bound, stepped.step):
-            return
-        if not self.models.drifted.isdisjoint(stepped.parameters):
-            self.models.average_(stepped.parameters)
-        if self.models.state_drifted(stepped):
-            self.models.average_state_(stepped)
 
     @property
     def keeps_own_buffers(self) -> bool:
