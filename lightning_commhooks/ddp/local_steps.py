@@ -48,21 +48,13 @@ class LocalSteps:
         self._checked = False
 
     def add(self, optimizer: Optimizer) -> None:
-        """Watch an optimizer.
-
-        Raises:
-            ValueError: it is sharded, averages models itself, or has no step hooks.
-        """
+        """Watch an optimizer."""
         self._optimizers.add(optimizer)
         self.models.stepped(optimizer, -1)  # makes its key known to a state that is loaded
         self._checked = False
 
     def check_optimizers(self) -> None:
-        """Called in each backward of ranks that step alone.
-
-        Raises:
-            HookError: no optimizer of this model is known, so its parameters would never be averaged.
-        """
+        """Called in each backward of ranks that step alone."""
         for optimizer in self.find_optimizers():
             if not self._optimizers.is_hooked(optimizer):
                 self.add(optimizer)
@@ -108,11 +100,7 @@ class LocalSteps:
             raise HookError("an optimizer stepped within averaged_weights(), which is for evaluation and saving")
 
     def after_step(self, optimizer: Optimizer) -> None:
-        """The user reports a step.
-
-        Raises:
-            ValueError: the optimizer is sharded, or reports its steps by itself.
-        """
+        """The user reports a step."""
         check_optimizer(optimizer)
         if self._optimizers.is_hooked(optimizer):
             raise ValueError(

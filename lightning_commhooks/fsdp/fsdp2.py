@@ -65,11 +65,7 @@ class _Finished(dist.Work):
 
 
 def _factor(op: Any, size: int) -> float:
-    """What the sum over `size` ranks is multiplied by.
-
-    Raises:
-        ValueError: `op` is no sum.
-    """
+    """What the sum over `size` ranks is multiplied by."""
     if op == dist.ReduceOp.SUM:
         return 1.0
     if op == dist.ReduceOp.AVG:
@@ -97,12 +93,7 @@ def units(model: nn.Module) -> list[FSDPModule]:
 
 
 def attach(model: nn.Module, hook: CommHook, replicate_group: dist.ProcessGroup | None) -> ShardedRuntime:
-    """Have all units of a model reduced by a hook. Collective.
-
-    Raises:
-        ValueError: PyTorch is too old, FSDP2 does not take a hook here, one is at work, nothing is sharded, or FSDP2
-            averages over replicas by itself.
-    """
+    """Have all units of a model reduced by a hook. Collective."""
     if not hasattr(FSDPModule, "set_custom_reduce_scatter"):
         raise ValueError(
             f"PyTorch {torch.__version__} has no FSDPModule.set_custom_reduce_scatter, which communication hooks for "
