@@ -53,11 +53,7 @@ class AcceleratorEvents:
         accelerator.register_load_state_pre_hook(NotCopied(self._remember_folder))
 
     def add(self, attachment: Attachment) -> None:
-        """Look after one more model.
-
-        Raises:
-            ValueError: an optimizer cannot step on one rank alone.
-        """
+        """Look after one more model."""
         self._attachments.add(attachment, self._optimizers())
 
     def _optimizers(self) -> list[Optimizer]:
@@ -90,11 +86,7 @@ class AcceleratorEvents:
         save({"attachments": states}, Path(folder, FILE_NAME), save_on_each_node=everywhere)
 
     def read(self, folder: str) -> None:
-        """Take the hooks' state over from a checkpoint's folder. Collective; after models and optimizers were loaded.
-
-        Raises:
-            ValueError: the state does not fit, or only some ranks find it.
-        """
+        """Take the hooks' state over from a checkpoint, after models and optimizers were loaded. Collective."""
         self._attachments.load_state_dict(_load_everywhere(Path(folder, FILE_NAME)), str(folder))
 
     def loss_divided_by(self) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import sys
@@ -28,22 +29,16 @@ from lightning_commhooks.wrappers import Cast
 from lightning_commhooks.wrappers.scale import Accumulation
 
 _NO = DDPCommunicationHookType.NO
-_OWN_FIELDS = (
-    "hook",
-    "hook_state",
-    "exact_state",
-    "strict_state",
-    "resync",
-    "accumulation",
-    "attachments",
-    "_events",
-)
 _REPLACED_FIELDS = ("comm_hook", "comm_wrapper", "comm_state_option")
-_ELSEWHERE = {
-    "FSDP": "FSDP shards the model, so call use_comm_hook(accelerator, hook) after prepare() instead",
+# Where gradients are not averaged by a hook, whichever it is.
+AVERAGED_ELSEWHERE = {
     "DEEPSPEED": "DeepSpeed averages gradients itself",
     "MEGATRON_LM": "Megatron-LM averages gradients itself",
     "XLA": "XLA averages gradients itself",
+}
+_REFUSED = {
+    "FSDP": "FSDP shards the model, so call use_comm_hook(accelerator, hook) after prepare() instead",
+    **AVERAGED_ELSEWHERE,
 }
 
 
@@ -150,7 +145,7 @@ class CommHookKwargs(DistributedDataParallelKwargs):
 
         def prepare(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             state = accelerator.state
-            if (reason := _ELSEWHERE.get(state.distributed_type.value)) is not None:
+            if (reason := _REFUSED.get(state.distributed_type.value)) is not None:
                 raise ValueError(
                     f"CommHookKwargs(hook={name!r}) works with DistributedDataParallel only: {reason}. Leave the "
                     "handler out"
@@ -164,7 +159,8 @@ class CommHookKwargs(DistributedDataParallelKwargs):
 
     def to_dict(self, ignore_keys: tuple[str, ...] = _REPLACED_FIELDS) -> dict[str, Any]:
         """The fields that go to `DistributedDataParallel`."""
-        return {key: value for key, value in vars(self).items() if key not in (*ignore_keys, *_OWN_FIELDS)}
+        names = [field.name for field in dataclasses.fields(DistributedDataParallelKwargs)]
+        return {name: getattr(self, name) for name in names if name not in ignore_keys}
 
     def events(self, accelerator: Accelerator) -> AcceleratorEvents:
         """What looks after an accelerator's checkpoints; one for each."""
@@ -187,7 +183,7 @@ class CommHookKwargs(DistributedDataParallelKwargs):
             ValueError: see `Attachment.add_weight`; or several models, and none given; or there is no hook, since
                 `prepare` was not called or training runs in one process.
         """
-        attachment_of(model, [own for own in self.attachments if not own.is_closed]).add_weight(weight)
+        attachment_of(model, self.attachments).add_weight(weight)
 
     def register_comm_hook(self, model: DistributedDataParallel) -> None:
         """Called by Accelerate for each model it wraps."""
@@ -213,7 +209,10 @@ def _restored(kind: type[CommHookKwargs], fields: dict[str, Any]) -> CommHookKwa
 
 
 def _accelerator_of(caller: FrameType | None) -> Accelerator | None:
-    """The `Accelerator` that calls a handler."""
+    """The `Accelerator` that calls a handler.
+
+    It hands over nothing but the model, and one that was pickled has none of the methods that could be replaced.
+    """
     while caller is not None:
         accelerator = caller.f_locals.get("self")
         if isinstance(accelerator, Accelerator):
@@ -223,11 +222,7 @@ def _accelerator_of(caller: FrameType | None) -> Accelerator | None:
 
 
 def from_environment(otherwise: str) -> CommHook:
-    """The hook that `COMMHOOKS_HOOK` and `COMMHOOKS_OPTIONS` name.
-
-    Raises:
-        ValueError: they name none, which begins with `otherwise`.
-    """
+    """The hook that `COMMHOOKS_HOOK` and `COMMHOOKS_OPTIONS` name."""
     name, options = os.environ.get("COMMHOOKS_HOOK"), os.environ.get("COMMHOOKS_OPTIONS") or "{}"
     if not name:
         raise ValueError(f"{otherwise} or a configured hook, or the environment variable COMMHOOKS_HOOK")

@@ -11,10 +11,10 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs, DistributedType
 
 from accelerate_integration.accelerator_events import AcceleratorEvents
-from accelerate_integration.fsdp import FSDPCommHook, attach_to_prepared
 from accelerate_integration.kwargs import CommHookKwargs
-from accelerate_integration.monitor import TrainerMonitor, trainer_options
+from accelerate_integration.prepared_models import FSDPCommHook, attach_to_prepared
 from accelerate_integration.replaced_methods import replace_method
+from accelerate_integration.trackers import TrainerMonitor, trainer_options
 from lightning_commhooks.interface.hook import CommHook
 from lightning_commhooks.wrappers.scale import Accumulation
 
@@ -84,8 +84,7 @@ def use_comm_hook(
         "resync": resync,
         "accumulation": accumulation,
     }
-    if monitor:
-        trainer_options(monitor)
+    monitor_options = trainer_options(monitor) if monitor else None
     if isinstance(trainer, Accelerator):
         if monitor:
             raise ValueError("monitor is for a transformers.Trainer: CommHookTracker(accelerator, use_comm_hook(...))")
@@ -101,8 +100,8 @@ def use_comm_hook(
     handler = CommHookKwargs(hook=hook, **options)
     trainer.comm_hook_handler = handler
     _TrainerEvents(trainer, handler)
-    if monitor:
-        TrainerMonitor(trainer, handler, monitor)
+    if monitor_options is not None:
+        TrainerMonitor(trainer, handler, monitor_options)
     return handler
 
 

@@ -9,7 +9,6 @@ from lightning_commhooks.collectives.errors import HookError
 from lightning_commhooks.ddp.attach import attach
 from lightning_commhooks.ddp.attachment import Attachment
 from lightning_commhooks.ddp.monitor import Monitor
-from lightning_commhooks.fsdp import DenseReduction as _DenseReduction  # noqa: F401  # registers what FSDP can use
 from lightning_commhooks.hooks import (
     BF16,
     FP8,

@@ -7,7 +7,8 @@ import torch
 from private_names import IMPORTED, Use, resolve
 
 MIXIN, TRAINER = "lightning_commhooks/lightning/ddp.py", "accelerate_integration/trainer.py"
-MONITOR, FABRIC = "lightning_commhooks/lightning/monitor.py", "lightning_commhooks/lightning/fabric.py"
+FSDP = "lightning_commhooks/lightning/fsdp_strategies.py"
+MONITOR, FABRIC = "lightning_commhooks/lightning/monitor_callback.py", "lightning_commhooks/lightning/fabric.py"
 
 
 QUIET = {
@@ -88,11 +89,16 @@ LIGHTNING = [
     ),
     Use(
         "._setup_model",
-        (MIXIN, "lightning_commhooks/lightning/fsdp.py"),
+        (MIXIN, FSDP),
         "FSDP on CPU fails; unfrozen parameters are not reduced",
         _called("_setup_model", "strategies.FSDPStrategy"),
     ),
-    Use("._state_dict_type", ("lightning_commhooks/lightning/fsdp.py",), "saving fails", _fsdp_says_how_it_saves),
+    Use(
+        "._state_dict_type",
+        (FSDP,),
+        "saving fails",
+        _fsdp_says_how_it_saves,
+    ),
     Use(
         '"scaler"',
         (MIXIN, FABRIC),
@@ -127,7 +133,7 @@ def _reads_class_of_handlers(accelerator):
 KWARGS = "accelerate_integration/kwargs.py"
 
 ACCELERATE = [
-    Use("._models", ("accelerate_integration/fsdp.py",), "FSDP: no model is found", _keeps_models),
+    Use("._models", ("accelerate_integration/prepared_models.py",), "FSDP: no model is found", _keeps_models),
     Use("._optimizers", ("accelerate_integration/accelerator_events.py",), "hooks are not attached", _keeps_models),
     Use(
         "__class__",

@@ -30,7 +30,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_commhooks as lc
-from lightning_commhooks.fsdp.reduction import predivide_factor, resolve_sharded_hook, sharded_hooks
+from lightning_commhooks.fsdp.dense import predivide_factor
+from lightning_commhooks.fsdp.supported import resolve_sharded_hook, sharded_hooks
 
 _measured = {}
 

@@ -190,8 +190,10 @@ class Attachment:
         of what differs between ranks the mean, which continues the run as well, or with `exact_state` all of it.
         Of a user's own function, the step count only.
         """
-        self._runtime.clock.end()
-        return self._runtime.call(lambda: self._save("exact" if self._exact_state else "mean"))
+        run = self._runtime
+        kind: PerRank = "exact" if self._exact_state else "mean"
+        run.clock.end()
+        return run.call(lambda: checkpoint.save(run, run.local.models, kind))
 
     def shared_state_dict(self) -> dict[str, Any]:
         """What of `state_dict` is equal on all ranks anyway: the step count, but not what is still owed.
@@ -204,14 +206,7 @@ class Attachment:
         """
         if self.is_closed:
             raise HookError("the communication hook was closed; its state is gone")
-        run = self._runtime
-        return checkpoint.complete(
-            run.committed.read(), {}, run.bound.group, run.clock.steps, run.layout.shapes, "none"
-        )
-
-    def _save(self, kind: PerRank) -> dict[str, Any]:
-        run = self._runtime
-        return checkpoint.save(run.method, run.bound, run.clock.steps, run.layout.shapes, kind, run.local.models)
+        return checkpoint.save_shared(self._runtime, self._runtime.local.models)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *, strict_state: bool = True) -> None:
         """Take over the state that `state_dict` returned, on this or another number of ranks.
@@ -411,16 +406,12 @@ class Attachment:
 
 
 class AttachmentCopy(Attachment):
-    """What a copy of an `Attachment` is: closed, since the hook stays with the model that it was attached to.
-
-    Args:
-        hook: the configuration.
-        metrics: until it was copied.
-        not_compressed: `steps_not_compressed()` until then.
-    """
+    """What a copy of an `Attachment` is: closed, since the hook stays with the model that it was attached to."""
 
     def __init__(self, hook: CommHook | DDPHook, metrics: dict[str, float], not_compressed: dict[str, int]) -> None:
         self.hook = hook
+        self._finalizer = None
+        self._model = lambda: None
         self._metrics = metrics
         self._not_compressed = not_compressed
 
@@ -441,20 +432,13 @@ class AttachmentCopy(Attachment):
 
     @property
     def num_steps(self) -> int:
-        """Synchronized backwards since `attach`; unlike `metrics()`, this never waits for a device."""
         return int(self._metrics["steps"])
-
-    def is_attached_to(self, model: DistributedDataParallel) -> bool:
-        return False
 
     def metrics(self) -> dict[str, float]:
         return dict(self._metrics)
 
     def steps_not_compressed(self) -> dict[str, int]:
         return dict(self._not_compressed)
-
-    def close(self) -> None:
-        return None
 
 
 def hook_name(hook: CommHook | DDPHook) -> str:

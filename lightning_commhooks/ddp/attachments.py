@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -15,21 +14,18 @@ from lightning_commhooks.ddp.attachment import Attachment
 
 
 def attachment_of(model: DistributedDataParallel | None, attachments: Sequence[Attachment]) -> Attachment:
-    """The attachment of a model, or the only one.
-
-    Raises:
-        ValueError: there is none, or several and no model is given.
-    """
-    found = [attachment for attachment in attachments if model is None or attachment.is_attached_to(model)]
-    if not attachments:
+    """The open attachment of a model, or the only one."""
+    in_use = [attachment for attachment in attachments if not attachment.is_closed]
+    found = [attachment for attachment in in_use if model is None or attachment.is_attached_to(model)]
+    if not in_use:
         raise ValueError("no model has a communication hook: wrap one first. In a single process there is none")
     if len(found) != 1:
-        raise ValueError(f"{len(found)} of {len(attachments)} models with a hook may be meant: give the wrapped model")
+        raise ValueError(f"{len(found)} of {len(in_use)} models with a hook may be meant: give the wrapped model")
     return found[0]
 
 
 class Attachments:
-    """What adapters do with them together. A closed attachment, whose model has gone, takes no part any more.
+    """What adapters do with attachments together. A closed one, whose model has gone, takes no part any more.
 
     Args:
         resync: whether models are averaged for good when they are looked at.
@@ -42,11 +38,7 @@ class Attachments:
         self._attachments: list[Attachment] = []
 
     def add(self, attachment: Attachment, optimizers: Iterable[Optimizer]) -> None:
-        """Add that of one more model, and let it know of optimizers.
-
-        Raises:
-            ValueError: an optimizer cannot step on one rank alone.
-        """
+        """Add the attachment of one more model, and let it know of optimizers."""
         self._attachments = [*self.open(), attachment]
         if attachment.averages_models:
             attachment.evaluate_average(resync=self._resync)
@@ -54,31 +46,15 @@ class Attachments:
                 attachment.add_optimizer(optimizer)
 
     def open(self) -> list[Attachment]:
-        """Those whose models are in use."""
+        """Attachments whose models are in use."""
         return [attachment for attachment in self._attachments if not attachment.is_closed]
 
     def averaging(self) -> list[Attachment]:
-        """Those whose hooks average models."""
+        """Open attachments whose hooks average models."""
         return [attachment for attachment in self.open() if attachment.averages_models]
 
-    def add_weight(self, weight: float | Tensor, model: DistributedDataParallel | None = None) -> None:
-        """Say how much the present micro-batch of a model counts: see `Attachment.add_weight`.
-
-        Args:
-            weight: a number of at least 0.
-            model: the model, as it was wrapped; not needed if there is one only.
-
-        Raises:
-            ValueError: no such number or model, several models and none given, or the hook does not use weights.
-        """
-        attachment_of(model, self.open()).add_weight(weight)
-
     def add_optimizer(self, optimizer: Optimizer) -> None:
-        """Let them know of one more optimizer.
-
-        Raises:
-            ValueError: it cannot step on one rank alone.
-        """
+        """Let all hooks that average models know of one more optimizer."""
         for attachment in self.averaging():
             attachment.add_optimizer(optimizer)
 
@@ -109,7 +85,7 @@ class Attachments:
             attachment.average_weights()
 
     def state_dict(self) -> list[dict[str, Any]]:
-        """Their states, in order. Collective."""
+        """States of the open attachments, in order. Collective."""
         return [attachment.state_dict() for attachment in self.open()]
 
     def load_state_dict(self, states: Sequence[dict[str, Any]] | None, source: str) -> None:

@@ -5,18 +5,14 @@ from __future__ import annotations
 import logging
 import zlib
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import torch
 from torch import Tensor
 
-from lightning_commhooks.collectives.group import Group
+from lightning_commhooks.ddp.running import RunningHook
 from lightning_commhooks.interface.hook import BoundHook, CommHook
-
-if TYPE_CHECKING:
-    from lightning_commhooks.interface.models import Models
-
 from lightning_commhooks.interface.hook_state import load_hook, save_hook
+from lightning_commhooks.interface.models import Models
 from lightning_commhooks.interface.state import PerRank, StateError, StateReader, StateWriter
 
 # A name that users may have in the set-up of their logs.
@@ -26,41 +22,36 @@ FORMAT = 1
 _KEYS = {"format", "steps", "world_size", "per_rank", "parameters", "num_tensors", "hook"}
 
 
-def save(
-    hook: CommHook, bound: BoundHook, steps: int, shapes: Mapping[str, tuple[int, ...]], kind: PerRank, models: Models
-) -> dict[str, Any]:
+def save(run: RunningHook, models: Models, kind: PerRank) -> dict[str, Any]:
     """State of a hook as tensors and primitives, equal on all ranks. Collective."""
-    with bound.group.counters.paused():
-        writer = StateWriter(bound.group, kind)
-        state = save_hook(hook, bound, writer)
-        own_models = models.state_dict(writer)
-    return complete(state, own_models, bound.group, steps, shapes, kind)
+    group = run.bound.group
+    with group.counters.paused():
+        writer = StateWriter(group, kind)
+        hook = save_hook(run.method, run.bound, writer)
+        return _complete(run, models, kind, hook, models.state_dict(writer))
 
 
-def complete(
-    state: dict[str, Any],
-    own_models: dict[str, Any],
-    group: Group,
-    steps: int,
-    shapes: Mapping[str, tuple[int, ...]],
-    kind: PerRank,
+def save_shared(run: RunningHook, models: Models) -> dict[str, Any]:
+    """What of [`save`][] is equal on all ranks anyway. Not collective, and allowed in any thread."""
+    return _complete(run, models, "none", run.committed.read(), {})
+
+
+def _complete(
+    run: RunningHook, models: Models, kind: PerRank, hook: dict[str, Any], own_models: dict[str, Any]
 ) -> dict[str, Any]:
-    """The state of a hook and of models, with what is needed to load it."""
     return {
         "format": FORMAT,
-        "steps": steps,
-        "world_size": group.size,
+        "steps": run.clock.steps,
+        "world_size": run.bound.group.size,
         "per_rank": kind,
-        "parameters": {name: list(shape) for name, shape in shapes.items()},
-        "num_tensors": _num_tensors(state, own_models),
-        "hook": state,
+        "parameters": {name: list(shape) for name, shape in models.layout.shapes.items()},
+        "num_tensors": _num_tensors(hook, own_models),
+        "hook": hook,
         "models": own_models,
     }
 
 
-def load(
-    saved: Any, hook: CommHook, bound: BoundHook, shapes: Mapping[str, tuple[int, ...]], strict: bool, models: Models
-) -> tuple[int, list[str]]:
+def load(saved: Any, hook: CommHook, bound: BoundHook, models: Models, strict: bool) -> tuple[int, list[str]]:
     """Let a hook take over what [`save`][] returned. Collective, on the engine.
 
     Returns:
@@ -73,13 +64,18 @@ def load(
     differences: list[str] = []
     staged: list[tuple[Tensor, Tensor]] = []
     try:
-        problem = _problem(saved)
-        differences, staged = _load(saved, problem, hook, bound, shapes, strict, models)
+        if problem := _problem(saved):
+            if strict:
+                raise StateError(
+                    f"not the state of a communication hook: {problem}. With strict_state=False it is ignored"
+                )
+            differences = [f"the whole state, {problem}"]
+        else:
+            differences, staged = _load(saved, hook, bound, models, strict)
     except Exception as reason:
         error = str(reason) if isinstance(reason, ValueError) else f"the state cannot be read: {reason!r}"
-    with bound.group.counters.paused():
-        digest = -1 if error else 0 if problem else _digest(saved)
-        digests = bound.group.all_gather(torch.tensor([digest], device=bound.group.device)).view(-1).tolist()
+    digest = -1 if error else 0 if problem else _digest(saved)
+    digests = [own for (own,) in bound.group.all_gather_quietly([digest])]
     if error:
         raise StateError(error)
     if -1 in digests:
@@ -91,19 +87,9 @@ def load(
 
 
 def _load(
-    saved: Any,
-    problem: str,
-    hook: CommHook,
-    bound: BoundHook,
-    shapes: Mapping[str, tuple[int, ...]],
-    strict: bool,
-    models: Models,
+    saved: Any, hook: CommHook, bound: BoundHook, models: Models, strict: bool
 ) -> tuple[list[str], list[tuple[Tensor, Tensor]]]:
-    if problem:
-        if strict:
-            raise StateError(f"not the state of a communication hook: {problem}. With strict_state=False it is ignored")
-        return [f"the whole state, {problem}"], []
-    reader = StateReader(saved, shapes, bound.group, strict)
+    reader = StateReader(saved, models.layout.shapes, bound.group, strict)
     if bound.has_memory and saved["hook"].get("name") == hook.name:
         reader.check_parameters()
     load_hook(saved["hook"], hook, bound, reader)

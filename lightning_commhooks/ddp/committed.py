@@ -26,10 +26,6 @@ class Committed:
 
     No lock: a reader may be a signal handler, and the hook wait for peers. Hooks whose state is replaced, never changed
     (`BoundHook.replaces_state`), are read when somebody asks; of others a copy is kept after each step.
-
-    Args:
-        config: of the hook.
-        bound: the hook.
     """
 
     def __init__(self, config: CommHook, bound: BoundHook) -> None:
@@ -61,11 +57,7 @@ class Committed:
             self._problem = f"{type(self._bound).__name__}.state_dict() of what ranks share, kind='none': {error!r}"
 
     def read(self) -> dict[str, Any]:
-        """The state, on CPU.
-
-        Raises:
-            HookError: the hook's `state_dict` has failed.
-        """
+        """The state, on CPU."""
         if self._problem:
             raise HookError(self._problem)
         writer = StateWriter(self._bound.group, "none")

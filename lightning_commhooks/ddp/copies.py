@@ -13,11 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 class LostHook:
-    """In a copy of a model in the place of its hook: a forward pre-hook that warns, once, when the copy is trained.
-
-    Args:
-        name: of the hook.
-    """
+    """In a copy of a model in the place of its hook: a forward pre-hook that warns, once, when the copy is trained."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -43,12 +39,7 @@ def nothing(*args: object) -> None:
 
 
 class NotCopied:
-    """A function that stays with the object that it is registered on.
-
-    Args:
-        function: the function.
-        in_copies: what copies of that object have in its place.
-    """
+    """A function that stays with the object that it is registered on; copies of that have `in_copies` instead."""
 
     def __init__(self, function: Callable[..., Any], in_copies: Callable[..., Any] = nothing) -> None:
         functools.update_wrapper(self, function)
@@ -59,10 +50,10 @@ class NotCopied:
         return self._function(*args)
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Callable[..., Any]]]:
-        return _itself, (self._in_copies,)
+        return _in_copies, (self._in_copies,)
 
 
-def _itself(function: Callable[..., Any]) -> Callable[..., Any]:
+def _in_copies(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 

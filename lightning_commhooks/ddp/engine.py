@@ -54,6 +54,8 @@ def call_at_end_of_backward(function: Callable[[], None]) -> None:
 class Engine(ABC):
     """Runs work items in the order of submission."""
 
+    _closed = False
+
     @abstractmethod
     def submit(self, work: Callable[[], Tensor], device: torch.device) -> Future[Tensor]:
         """Run `work`, return a future of its result for DDP."""
@@ -82,16 +84,14 @@ class Engine(ABC):
     def _fail(self, failure: BaseException) -> None:
         """Abort collectives under way, here and on peers; later work raises `HookError`."""
 
-    @abstractmethod
     def raise_if_unusable(self) -> None:
         """Raise `HookError` if earlier work failed or the engine is closed."""
+        if self._closed:
+            raise HookError(CLOSED)
 
-    @abstractmethod
     def close(self) -> None:
-        """Wait for submitted work and release threads. Later submissions raise `HookError`.
-
-        Work that does not end soon is aborted.
-        """
+        """Wait for submitted work, or abort it if it does not end soon, and release threads."""
+        self._closed = True
 
 
 class ThreadEngine(Engine):
@@ -102,9 +102,7 @@ class ThreadEngine(Engine):
     (`aborting`). So does an interruption (Ctrl-C, a signal handler that raises) of the main thread while it waits for
     work.
 
-    Args:
-        device: of the tensors.
-        abort: makes collectives under way fail, called from any thread and perhaps more than once.
+    `abort` makes collectives under way fail; it is called from any thread, perhaps more than once.
     """
 
     def __init__(self, device: torch.device, abort: Callable[[], None] = lambda: None) -> None:
@@ -119,7 +117,6 @@ class ThreadEngine(Engine):
         )
         self._failure: BaseException | None = None
         self._last: HostFuture[Any] | None = None
-        self._closed = False
         _open_engines.add(self)
 
     def submit(self, work: Callable[[], Tensor], device: torch.device) -> Future[Tensor]:
@@ -175,7 +172,7 @@ class ThreadEngine(Engine):
         return result
 
     def close(self) -> None:
-        self._closed = True
+        super().close()
         if self._process != os.getpid():
             return  # a forked child has not got the thread
         if self._last is not None and wait([self._last], timeout=GRACE_SECONDS).not_done:
@@ -208,7 +205,7 @@ class ThreadEngine(Engine):
 
     def raise_if_unusable(self) -> None:
         self._raise_if_failed()
-        _raise_if_closed(self._closed)
+        super().raise_if_unusable()
 
 
 def _record(device: torch.device) -> torch.cuda.Event | None:
@@ -242,10 +239,9 @@ class StreamEngine(Engine):
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
-        self._closed = False
 
     def submit(self, work: Callable[[], Tensor], device: torch.device) -> Future[Tensor]:
-        _raise_if_closed(self._closed)
+        self.raise_if_unusable()
         self._stream.wait_stream(torch.cuda.current_stream(device))
         with self._context():
             future: Future[Tensor] = Future(devices=[device])
@@ -253,29 +249,18 @@ class StreamEngine(Engine):
         return future
 
     def call(self, function: Callable[[], T]) -> T:
-        _raise_if_closed(self._closed)
+        self.raise_if_unusable()
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         with self._context():
             result = function()
         torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
         return result
 
-    def raise_if_unusable(self) -> None:
-        _raise_if_closed(self._closed)
-
     def _fail(self, failure: BaseException) -> None:
         """NCCL's own watchdog ends what peers wait for."""
-
-    def close(self) -> None:
-        self._closed = True
 
     @contextmanager
     def _context(self) -> Iterator[None]:
         # A backward may run inside the user's autocast, which must not round the hook's own products.
         with torch.cuda.stream(self._stream), torch.autocast("cuda", enabled=False), torch.no_grad():
             yield
-
-
-def _raise_if_closed(closed: bool) -> None:
-    if closed:
-        raise HookError(CLOSED)

@@ -11,14 +11,9 @@ from lightning_commhooks.interface.memory import all_finite, spoil_unless_
 
 
 class FiniteSteps:
-    """Ends the steps of a hook with memory, and those that ranks take alone under a scaler, on all ranks alike.
+    """Ends the steps of a hook with memory, and those that ranks take alone under a scaler, on all ranks alike."""
 
-    Args:
-        running: the hook.
-        grad_scaler: which skips steps, if any does.
-    """
-
-    def __init__(self, running: RunningHook, grad_scaler: torch.amp.GradScaler | None = None) -> None:
+    def __init__(self, running: RunningHook, grad_scaler: torch.amp.GradScaler | None) -> None:
         self._running = running
         self._grad_scaler = grad_scaler
         self._is_local = False
@@ -30,11 +25,11 @@ class FiniteSteps:
         self._finite, self._reduced = [], []
 
     def add(self, reduced: Tensor, finite: Tensor | None, step: int, is_late: bool) -> None:
-        """Note the result of a bucket; called on the engine.
+        """Note the averaged gradients of a bucket, which DDP has not given to the parameters yet; called on the engine.
 
         Args:
-            reduced: averaged gradients, which DDP has not given to the parameters yet.
-            finite: whether they are, if that is known.
+            reduced: the gradients.
+            finite: whether they are finite, if that is known.
             step: number of the step.
             is_late: whether it will be too late to change `reduced` when the step ends.
         """
@@ -67,10 +62,10 @@ class FiniteSteps:
     def _end(self, in_time: bool, complete: bool) -> None:
         if self._finite:
             with self._running.bound.group.counters.timing.work():
-                self._settle(in_time, complete)
+                self._take_over(in_time, complete)
         self._running.committed.keep()
 
-    def _settle(self, in_time: bool, complete: bool) -> None:
+    def _take_over(self, in_time: bool, complete: bool) -> None:
         finite, reduced = torch.stack(self._finite).all(), self._reduced
         if not complete:
             finite = torch.zeros_like(finite)

@@ -13,10 +13,10 @@ from lightning_commhooks.collectives.errors import HookError
 from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.ddp.optimizers import Optimizers, check_optimizer
 from lightning_commhooks.ddp.running import RunningHook
-from lightning_commhooks.interface.averages_models import AveragesModels, averages_models, is_local
-from lightning_commhooks.interface.hook import BoundHook
+from lightning_commhooks.interface.averages_models import averages_models
 from lightning_commhooks.interface.layout import Layout
 from lightning_commhooks.interface.models import Models, OptimizerStep
+from lightning_commhooks.wrappers._inner import after_optimizer_step
 
 # Backwards that may be accumulated for one step, before one is missed.
 MANY_STEPS = 256
@@ -25,13 +25,9 @@ MANY_STEPS = 256
 class LocalSteps:
     """Reports optimizer steps to a hook and averages models when they are looked at.
 
-    Args:
-        running: the hook.
-        group: all ranks.
-
     Attributes:
         models: what differs between ranks.
-        find_optimizers: gives the optimizers when they are needed for the first time.
+        find_optimizers: returns the optimizers; called in each backward of ranks that step alone.
         reported_by_user: whether optimizers may step that are not known yet.
         evaluates_average: whether forwards of evaluation use the average.
         resync: whether the average that is shown stays.
@@ -52,21 +48,13 @@ class LocalSteps:
         self._checked = False
 
     def add(self, optimizer: Optimizer) -> None:
-        """Watch an optimizer.
-
-        Raises:
-            ValueError: it is sharded, averages models itself, or has no step hooks.
-        """
+        """Watch an optimizer."""
         self._optimizers.add(optimizer)
         self.models.stepped(optimizer, -1)  # makes its key known to a state that is loaded
         self._checked = False
 
     def check_optimizers(self) -> None:
-        """Called in each backward of ranks that step alone.
-
-        Raises:
-            HookError: no optimizer of this model is known, so its parameters would never be averaged.
-        """
+        """Called in each backward of ranks that step alone."""
         for optimizer in self.find_optimizers():
             if not self._optimizers.is_hooked(optimizer):
                 self.add(optimizer)
@@ -112,11 +100,7 @@ class LocalSteps:
             raise HookError("an optimizer stepped within averaged_weights(), which is for evaluation and saving")
 
     def after_step(self, optimizer: Optimizer) -> None:
-        """The user reports a step.
-
-        Raises:
-            ValueError: the optimizer is sharded, or reports its steps by itself.
-        """
+        """The user reports a step."""
         check_optimizer(optimizer)
         if self._optimizers.is_hooked(optimizer):
             raise ValueError(
@@ -139,22 +123,11 @@ class LocalSteps:
         bound = self._running.bound
         try:
             with self._running.counters.timing.work():
-                self._average_after(stepped, bound)
+                after_optimizer_step(bound, stepped)
             self._running.committed.keep()
         except Exception as error:
             where = f"after the optimizer's step {stepped.step} ({stepped.optimizer}, ...)"
             raise self._running.failed(bound.group, where, error) from error
-
-    def _average_after(self, stepped: OptimizerStep, bound: BoundHook) -> None:
-        if isinstance(bound, AveragesModels):
-            bound.after_optimizer_step(stepped)
-        # After a phase of a schedule in which ranks stepped alone.
-        if stepped.step < 0 or is_local(bound, stepped.step):
-            return
-        if not self.models.drifted.isdisjoint(stepped.parameters):
-            self.models.average_(stepped.parameters)
-        if self.models.state_drifted(stepped):
-            self.models.average_state_(stepped)
 
     @property
     def keeps_own_buffers(self) -> bool:

@@ -63,12 +63,7 @@ class MicroBatches:
         self._witness: tuple[Tensor, int] | None = None
 
     def watch(self, model: DistributedDataParallel, parameters: Mapping[str, Tensor]) -> None:
-        """Count those of this model from now on.
-
-        Args:
-            model: the model.
-            parameters: those that are trained, by name.
-        """
+        """Count the micro-batches of this model from now on, by its trained parameters."""
         self._remove_hooks()
         self._parameters = dict(parameters)
 
@@ -96,11 +91,7 @@ class MicroBatches:
         self._handles, self._nodes = [], []
 
     def add_weight(self, weight: Number) -> None:
-        """Give the next micro-batch, whose gradients have not arrived yet, more weight; nothing without gradients.
-
-        Raises:
-            ValueError: it is no number of at least 0.
-        """
+        """Give the next micro-batch, whose gradients have not arrived yet, more weight; nothing without gradients."""
         if isinstance(weight, Tensor):
             if weight.numel() != 1:
                 raise ValueError(f"a weight must be a number, is a tensor of shape {list(weight.shape)}")

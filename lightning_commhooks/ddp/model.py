@@ -30,11 +30,7 @@ def unwrapped(model: object) -> object:
 
 
 def checked_model(model: object) -> DistributedDataParallel:
-    """The DDP model that a hook can be attached to, also inside of `torch.compile`.
-
-    Raises:
-        ValueError: no DDP model, one with a hook, or one under `torch.compile`'s `python_reducer`.
-    """
+    """The DDP model that a hook can be attached to, also inside of `torch.compile`."""
     model = unwrapped(model)
     if not isinstance(model, DistributedDataParallel):
         raise ValueError(
@@ -61,15 +57,10 @@ def checked_model(model: object) -> DistributedDataParallel:
 
 
 class _Registered(NotCopied):
-    """What DDP calls for each bucket.
-
-    Args:
-        trampoline: called without recording, as DDP does not in a backward with `create_graph=True`.
-        name: of the hook.
-        is_closed: whether the hook was closed.
-    """
+    """What DDP calls for each bucket, under the name of the hook."""
 
     def __init__(self, trampoline: Trampoline, name: str, is_closed: Callable[[], bool]) -> None:
+        # Without recording, which a backward with `create_graph=True` would do.
         super().__init__(torch.no_grad()(trampoline), LostHook(name))
         self.is_closed = is_closed
         self.__qualname__ = f"lightning_commhooks:{name}"
@@ -88,10 +79,7 @@ def register(
 class Usage:
     """Which parameters got gradients on this rank since the last synchronized backward, with `no_sync()` or not.
 
-    DDP knows, but tells only when hooks have run. Costs a call for each parameter and backward.
-
-    Args:
-        arrived: called for each gradient.
+    DDP knows, but tells only when hooks have run. Costs a call of `arrived` for each parameter and backward.
     """
 
     def __init__(self, arrived: Callable[[], None]) -> None:
@@ -124,13 +112,7 @@ class Usage:
 
 
 class LocalPhase:
-    """Looks after a DDP wrapper while its ranks step alone.
-
-    Args:
-        model: the wrapper.
-        local: what its optimizers and evaluation have to do with the hook.
-        may_be_local: whether the hook ever lets ranks step alone.
-    """
+    """Looks after a DDP wrapper while its ranks step alone, if the hook ever lets them."""
 
     def __init__(self, model: DistributedDataParallel, local: LocalSteps, may_be_local: bool) -> None:
         self._model = weakref.ref(model)
@@ -154,11 +136,7 @@ class LocalPhase:
             self._local.buffers_change()
 
     def begin(self, bound: BoundHook, step: int) -> bool:
-        """Called for each bucket; returns whether the gradients cannot be changed any more when the step ends.
-
-        Raises:
-            HookError: ranks cannot step alone like this.
-        """
+        """Called for each bucket; returns whether the gradients cannot be changed any more when the step ends."""
         if self._late_step == -1:
             self._late_step = step
         model = self._model()

@@ -9,7 +9,7 @@ from typing import Literal, Protocol, get_args
 
 from lightning_commhooks.collectives.link import Link
 from lightning_commhooks.ddp.attachment import Attachment
-from lightning_commhooks.interface.checks import check_bool
+from lightning_commhooks.interface.checks import check_bool, check_integer
 from lightning_commhooks.interface.error_sample import DEFAULT_NUMEL
 
 PREFIX = "comm/"
@@ -41,7 +41,7 @@ class Attached(Protocol):
 
     @property
     def num_steps(self) -> int:
-        """Synchronized backwards so far. Waits for nothing."""
+        """Synchronized backwards so far. Does not wait for a device."""
 
     def metrics(self) -> dict[str, float]:
         """Cumulative counts of this rank."""
@@ -51,12 +51,7 @@ class Attached(Protocol):
 class MonitorOptions:
     """What adapters of frameworks let their users choose, checked before there is a model.
 
-    Attributes:
-        every_n_steps: see `CommHookMonitor`, as all of them.
-        error_every_n_steps: see there.
-        error_numel: see there.
-        closing_line: see there.
-        measure_link: see there.
+    The fields are those of `CommHookMonitor`.
 
     Raises:
         ValueError: a value is out of range or of another type.
@@ -69,16 +64,13 @@ class MonitorOptions:
     measure_link: bool = True
 
     def __post_init__(self) -> None:
-        for name, least in (("every_n_steps", 1), ("error_every_n_steps", 0), ("error_numel", 1)):
-            value, more = getattr(self, name), ""
-            if name == "error_numel":
-                more = ", or None for all elements"
-                if value is None:
-                    continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ValueError(f"{name} must be an integer of at least {least}{more}, is {value!r}")
-        for name in ("closing_line", "measure_link"):
-            check_bool(name, getattr(self, name))
+        check_integer("every_n_steps", self.every_n_steps, 1)
+        check_integer("error_every_n_steps", self.error_every_n_steps, 0)
+        numel = self.error_numel
+        if numel is not None and (isinstance(numel, bool) or not isinstance(numel, int) or numel < 1):
+            raise ValueError(f"error_numel must be an integer of at least 1, or None for all elements, is {numel!r}")
+        check_bool("closing_line", self.closing_line)
+        check_bool("measure_link", self.measure_link)
 
     def monitor(self, attachment: Attached) -> Monitor:
         """Monitor an attachment. Collective."""
@@ -128,7 +120,7 @@ class Monitor:
 
     @property
     def num_new_steps(self) -> int:
-        """Synchronized backwards since the last call of `values`. Waits for nothing."""
+        """Synchronized backwards since the last call of `values`. Does not wait for a device."""
         # Not of metrics(), which on CUDA wait for the device.
         return self.attachment.num_steps - int(self._last["steps"])
 

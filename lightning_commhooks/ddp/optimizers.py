@@ -22,11 +22,7 @@ _REFUSED = {
 
 
 def check_optimizer(optimizer: object) -> None:
-    """Refuse an optimizer that cannot step on one rank alone.
-
-    Raises:
-        ValueError: with the reason and what to use instead.
-    """
+    """Refuse an optimizer that cannot step on one rank alone."""
     # Whoever has such an optimizer has imported this; importing it here would take a second and give a warning.
     theirs = sys.modules.get("torch.distributed.optim")
     for name, reason in _REFUSED.items():
@@ -37,14 +33,10 @@ def check_optimizer(optimizer: object) -> None:
 
 
 class Optimizers:
-    """Optimizers that report their steps.
-
-    Args:
-        before_step: called before each step of each of them, with the optimizer.
-        on_step: called after it.
+    """Optimizers that report their steps: `before_step` and `on_step` are called with the optimizer.
 
     Attributes:
-        by_key: those seen so far.
+        by_key: optimizers that were seen so far, also those that do not report, by the name of their first parameter.
     """
 
     def __init__(self, before_step: Callable[[Optimizer], None], on_step: Callable[[Optimizer], None]) -> None:
@@ -54,11 +46,7 @@ class Optimizers:
         self.by_key: dict[str, Optimizer] = {}
 
     def add(self, optimizer: Optimizer) -> None:
-        """Call `on_step` after each of the optimizer's steps from now on.
-
-        Raises:
-            ValueError: see [`check_optimizer`][]; or it has no step hooks, because it is not a `torch.optim.Optimizer`.
-        """
+        """Call `on_step` after each of the optimizer's steps from now on."""
         check_optimizer(optimizer)
         if optimizer in self._handles:
             return

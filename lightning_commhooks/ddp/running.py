@@ -21,11 +21,6 @@ T = TypeVar("T")
 class RunningHook:
     """A bound hook, and the engine that it runs on.
 
-    Args:
-        config: of the hook.
-        counters: of what it does.
-        end_step: see [`StepClock`][].
-
     Attributes:
         method: the configuration that users and checkpoints know, without the division of accumulated gradients.
         bound: the hook.
@@ -36,11 +31,11 @@ class RunningHook:
     bound: BoundHook
     committed: Committed
 
-    def __init__(self, config: CommHook, counters: Counters, end_step: Callable[[bool, bool], None]) -> None:
+    def __init__(self, config: CommHook, end_step: Callable[[bool, bool], None]) -> None:
         self.config = config
         self.method = unscaled(config)
-        self.counters = counters
-        self.clock = StepClock(counters, end_step)
+        self.counters = Counters()
+        self.clock = StepClock(self.counters, end_step)
         # None of a user's own function.
         self._engine: Engine | None = None
 

@@ -42,17 +42,8 @@ T = TypeVar("T")
 class Runtime(RunningHook):
     """A bound hook, its engine and its counts, on whatever DDP model they are attached to at present.
 
-    Args:
-        hook: configuration; of a user's own function, `UserFunction`.
-        process_group: of the model.
-        device: of its gradients.
-        hook_state: of a user's own function.
-        grad_scaler: which scales the loss, if any does.
-        loss_divided_by: what the loss of each micro-batch is divided by.
-        make_group: makes the collectives of the hook in place of those of `process_group`, to count by these counters.
-
-    Attributes:
-        is_closed: whether `close` was called.
+    Arguments are those of `attach`. `make_group` makes the collectives of the hook in place of those of
+    `process_group`, to count by the counters that it gets.
     """
 
     def __init__(
@@ -65,7 +56,7 @@ class Runtime(RunningHook):
         loss_divided_by: Callable[[], float],
         make_group: Callable[[Counters], Group] | None = None,
     ) -> None:
-        super().__init__(hook, Counters(), self._end_step)
+        super().__init__(hook, self._end_step)
         self.watch = Watch()
         self.hook_state = hook_state
         self.micro_batches = MicroBatches(loss_divided_by) if accumulation_of(hook) != "framework" else None
@@ -165,7 +156,7 @@ class Runtime(RunningHook):
 
     def _load(self, state: object, fresh: BoundHook, strict: bool) -> tuple[int, list[str]] | StateError:
         try:
-            return checkpoint.load(state, self.method, fresh, self.layout.shapes, strict, self.local.models)
+            return checkpoint.load(state, self.method, fresh, self.local.models, strict)
         except StateError as refusal:
             return refusal  # all ranks have agreed on it: no failure
 

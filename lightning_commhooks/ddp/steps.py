@@ -17,7 +17,7 @@ class StepClock:
     a backward (`join()`) an index that does not rise begins a new step, and the last one ends then.
 
     Args:
-        counters: where steps are counted too.
+        counters: count the steps since `attach`.
         end_step: called once for each step, `end_step(in_time, complete)`: whether DDP has not given the gradients to
             the parameters yet, which it has for a step outside of a backward; and whether all buckets were handed
             over, which they were not if the backward broke off.
@@ -26,7 +26,7 @@ class StepClock:
         steps: synchronized backwards that began, since the beginning of training.
     """
 
-    def __init__(self, counters: Counters, end_step: Callable[[bool, bool], None] = lambda *_: None) -> None:
+    def __init__(self, counters: Counters, end_step: Callable[[bool, bool], None]) -> None:
         self._counters = counters
         self._end_step = end_step
         self._previous_index: int | None = None

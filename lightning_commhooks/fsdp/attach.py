@@ -10,8 +10,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_commhooks.fsdp import fsdp1, fsdp2
-from lightning_commhooks.fsdp.reduction import resolve_sharded_hook
 from lightning_commhooks.fsdp.runtime import ShardedRuntime
+from lightning_commhooks.fsdp.supported import resolve_sharded_hook
 from lightning_commhooks.interface.hook import CommHook
 
 # They need several steps, or whole gradients.

@@ -5,10 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lightning_commhooks.fsdp.reduction import ShardedReduction, predivide_factor, reduces_shards_of
+from lightning_commhooks.fsdp.reduction import ShardedReduction
 from lightning_commhooks.fsdp.shard_group import ShardGroup
-from lightning_commhooks.hooks.allreduce import AllReduce
-from lightning_commhooks.hooks.half import BF16, FP16
 from lightning_commhooks.interface.memory import num_overflowed
 
 
@@ -23,8 +21,8 @@ class DenseReduction(ShardedReduction):
     has errors of up to 3e-8 times it.
 
     Args:
-        group: see `ShardedReduction`.
-        dtype: of the numbers that are sent; `None`: of the gradients.
+        group: the ranks.
+        dtype: of the numbers that are sent; `None`: that of the gradients.
         in_float32: whether 16-bit numbers are summed in float32. If not, it is up to the backend.
     """
 
@@ -67,11 +65,13 @@ def _write(total: Tensor, factor: float, out: Tensor) -> None:
         out.copy_(total).mul_(factor)
 
 
-@reduces_shards_of(AllReduce)
-def _plain(hook: AllReduce, group: ShardGroup) -> DenseReduction:
-    return DenseReduction(group, None, in_float32=False)
+def predivide_factor(size: int) -> int:
+    """What gradients are divided by before they are summed over `size` ranks, so that 16 bit hold them and their sum.
 
-
-@reduces_shards_of(FP16, BF16)
-def _half(hook: FP16 | BF16, group: ShardGroup) -> DenseReduction:
-    return DenseReduction(group, hook.dtype, in_float32=hook.accumulate_dtype == "float32")
+    About the square root of `size`, a power of 2: `DefaultState._get_gradient_predivide_factor` of
+    `torch.distributed.algorithms._comm_hooks.default_hooks`. What is left to divide by comes after the sum.
+    """
+    factor = 1
+    while size % factor == 0 and size / factor > factor:
+        factor *= 2
+    return factor

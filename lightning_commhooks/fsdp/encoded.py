@@ -9,12 +9,9 @@ from torch import Tensor
 
 from lightning_commhooks.collectives.encoded import PART_NUMEL, Part
 from lightning_commhooks.fsdp.dense import DenseReduction
-from lightning_commhooks.fsdp.reduction import ShardedReduction, reduces_shards_of
+from lightning_commhooks.fsdp.reduction import ShardedReduction
 from lightning_commhooks.fsdp.shard_group import ShardGroup
 from lightning_commhooks.hooks._quantized import QuantizedConfig
-from lightning_commhooks.hooks.fp8 import FP8
-from lightning_commhooks.hooks.int4 import Int4
-from lightning_commhooks.hooks.int8 import Int8
 
 
 class EncodedReduction(ShardedReduction):
@@ -22,10 +19,6 @@ class EncodedReduction(ShardedReduction):
 
     Error of one element of a share: the mean over ranks of the codec's largest error in its block; with int8, of the
     largest magnitude of the block over 254. Gradients that are not sharded take a second shot, so a second error.
-
-    Args:
-        config: codec, `min_bytes` and `random_seed`.
-        group: see `ShardedReduction`.
     """
 
     def __init__(self, config: QuantizedConfig, group: ShardGroup) -> None:
@@ -40,15 +33,16 @@ class EncodedReduction(ShardedReduction):
     def reduce_scatter(self, flat: Tensor, out: Tensor, factor: float) -> None:
         chunks = flat.view(self.group.size, -1)
         if not self._is_worth_it(flat, chunks.shape[1]):
-            return self._dense.reduce_scatter(flat, out, factor)
+            self._dense.reduce_scatter(flat, out, factor)
+            return
         self.group.counters.numel_compressed += flat.numel()
         total = self.group.reduce_scatter_encoded(chunks, self._kernels, self._seed())
         out.copy_(total.mul_(factor))
-        return None
 
     def all_reduce_(self, flat: Tensor, factor: float) -> None:
         if not self._is_worth_it(flat, flat.numel() // self.group.size):
-            return self._dense.all_reduce_(flat, factor)
+            self._dense.all_reduce_(flat, factor)
+            return
         self.group.counters.numel_compressed += flat.numel()
         unit = self._block_size * self.group.num_owners()
         padded = flat.new_zeros(-(-flat.numel() // unit) * unit, dtype=torch.promote_types(flat.dtype, torch.float32))
@@ -60,7 +54,6 @@ class EncodedReduction(ShardedReduction):
         ]
         self.group.average_encoded_(parts, self._kernels)
         flat.copy_(padded[: flat.numel()].mul_(factor * self.group.size))
-        return None
 
     def _is_worth_it(self, flat: Tensor, numel_of_share: int) -> bool:
         # A block is sent as a whole, however little of it is filled.
@@ -70,8 +63,3 @@ class EncodedReduction(ShardedReduction):
     def _seed(self) -> int:
         self._num_calls += 1
         return zlib.crc32(f"{self._config.random_seed}:{self.group.rank}:{self._num_calls}".encode()) % 2**30
-
-
-@reduces_shards_of(Int8, Int4, FP8, use_error_feedback=False, compress_1d=True)
-def _encoded(hook: QuantizedConfig, group: ShardGroup) -> EncodedReduction:
-    return EncodedReduction(hook, group)

@@ -39,11 +39,7 @@ def units(model: nn.Module) -> list[FullyShardedDataParallel]:
 
 
 def attach(model: nn.Module, hook: CommHook) -> ShardedRuntime:
-    """Register a hook with all units of a model. Collective.
-
-    Raises:
-        ValueError: FSDP does not take a hook here, or has one.
-    """
+    """Register a hook with all units of a model. Collective."""
     wrapped = units(model)
     process_group = _process_group(wrapped)
     states: list[Any] = [unit._comm_hook_state for unit in wrapped if unit._comm_hook is not None]
@@ -66,11 +62,7 @@ def attach(model: nn.Module, hook: CommHook) -> ShardedRuntime:
 
 
 def _process_group(wrapped: list[FullyShardedDataParallel]) -> dist.ProcessGroup:
-    """The group in which all units are sharded.
-
-    Raises:
-        ValueError: there is not one such group, or no hook is possible in it.
-    """
+    """The group in which all units are sharded."""
     if any(unit.sharding_strategy in HYBRID for unit in wrapped):
         raise ValueError(
             "FullyShardedDataParallel takes no communication hook with HYBRID_SHARD. What it has for these strategies "
@@ -102,11 +94,7 @@ def _outermost(module: nn.Module) -> Iterator[FullyShardedDataParallel]:
 
 
 def check_reduce_dtype(model: nn.Module, dtype: torch.dtype) -> None:
-    """Refuse a model that FSDP does not reduce in `dtype` by itself.
-
-    Raises:
-        ValueError: a unit was wrapped with another `MixedPrecision`.
-    """
+    """Refuse a model that FSDP does not reduce in `dtype` by itself."""
     for unit in units(model):
         if (found := unit.mixed_precision.reduce_dtype) != dtype:
             raise ValueError(

@@ -17,17 +17,12 @@ from lightning_commhooks.fsdp.runtime import ShardedRuntime
 from lightning_commhooks.interface.hook import CommHook
 
 _runtimes: WeakKeyDictionary[FSDPModule, ShardedRuntime] = WeakKeyDictionary()
-# Those whose shares we average over replicas.
+# Modules whose shares we average over replicas.
 _averaging: WeakSet[FSDPModule] = WeakSet()
 
 
 class _ReduceScatter:
-    """What FSDP2 calls instead of its own reduce-scatter: a `ReduceScatter` of `torch.distributed.fsdp`.
-
-    Args:
-        runtime: what reduces.
-        has_replicas: whether ranks hold replicas of the shards, which FSDP2 averages by itself.
-    """
+    """What FSDP2 calls instead of its own reduce-scatter: a `ReduceScatter` of `torch.distributed.fsdp`."""
 
     def __init__(self, runtime: ShardedRuntime, has_replicas: bool) -> None:
         self._runtime = runtime
@@ -70,11 +65,7 @@ class _Finished(dist.Work):
 
 
 def _factor(op: Any, size: int) -> float:
-    """What the sum over `size` ranks is multiplied by.
-
-    Raises:
-        ValueError: `op` is no sum.
-    """
+    """What the sum over `size` ranks is multiplied by."""
     if op == dist.ReduceOp.SUM:
         return 1.0
     if op == dist.ReduceOp.AVG:
@@ -86,8 +77,8 @@ def _factor(op: Any, size: int) -> float:
 
 
 def _warn_of_replicas(runtime: ShardedRuntime, dtype: torch.dtype) -> None:
-    if dist.get_rank() == 0 and not runtime.has_warned:
-        runtime.has_warned = True
+    if dist.get_rank() == 0 and not runtime.has_warned_of_replicas:
+        runtime.has_warned_of_replicas = True
         warnings.warn(
             f"hook={runtime.hook.name!r} has shares of gradients reduced in low precision; between replicas FSDP2 "
             f"averages them by itself, in {dtype}. To have both in low precision: attach_fsdp(replicate_group=...), or "
@@ -102,12 +93,7 @@ def units(model: nn.Module) -> list[FSDPModule]:
 
 
 def attach(model: nn.Module, hook: CommHook, replicate_group: dist.ProcessGroup | None) -> ShardedRuntime:
-    """Have all units of a model reduced by a hook. Collective.
-
-    Raises:
-        ValueError: PyTorch is too old, FSDP2 does not take a hook here, one is at work, nothing is sharded, or FSDP2
-            averages over replicas by itself.
-    """
+    """Have all units of a model reduced by a hook. Collective."""
     if not hasattr(FSDPModule, "set_custom_reduce_scatter"):
         raise ValueError(
             f"PyTorch {torch.__version__} has no FSDPModule.set_custom_reduce_scatter, which communication hooks for "
@@ -133,7 +119,7 @@ def attach(model: nn.Module, hook: CommHook, replicate_group: dist.ProcessGroup 
         )
     meshes = {p.device_mesh for p in model.parameters() if isinstance(p, DTensor)}
     runtime = ShardedRuntime(hook, torch.device(next(iter(meshes)).device_type) if meshes else torch.device("cpu"))
-    # Those of other shapes are made in the first backward: which of their dimensions FSDP2 has, it does not say.
+    # Groups of other meshes are made in the first backward: which of their dimensions FSDP2 has, it does not say.
     for mesh in sorted((mesh for mesh in meshes if mesh.ndim == 1), key=lambda mesh: mesh.mesh.tolist()):
         runtime.reduction(mesh.get_group())
     for unit in sharded:

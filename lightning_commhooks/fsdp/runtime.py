@@ -11,8 +11,9 @@ from torch import Tensor
 
 from lightning_commhooks.collectives.counters import Counters
 from lightning_commhooks.collectives.errors import HookError
-from lightning_commhooks.fsdp.reduction import ShardedReduction, bind_sharded
+from lightning_commhooks.fsdp.reduction import ShardedReduction
 from lightning_commhooks.fsdp.shard_group import ShardGroup
+from lightning_commhooks.fsdp.supported import bind_sharded
 from lightning_commhooks.interface.hook import CommHook
 
 
@@ -21,21 +22,13 @@ class ShardedRuntime:
 
     Runs where FSDP calls it, in FSDP's own process groups: FSDP waits for the result there anyway, and issues its own
     collectives from the same place, so that all ranks have them in the same order.
-
-    Args:
-        hook: from `resolve_sharded_hook`.
-        device: of the gradients.
-
-    Attributes:
-        reductions: those in use, by group.
-        has_warned: whether the user was told of replicas that the hook does not average.
     """
 
     def __init__(self, hook: CommHook, device: torch.device) -> None:
         self.hook = hook
         self.counters = Counters()
         self.is_closed = False
-        self.has_warned = False
+        self.has_warned_of_replicas = False
         self._device = device
         self.reductions: dict[dist.ProcessGroup, ShardedReduction] = {}
         self._backward = -1

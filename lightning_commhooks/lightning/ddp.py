@@ -6,6 +6,7 @@ import copy
 import inspect
 import logging
 import sys
+import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -16,7 +17,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_commhooks.ddp.attach import attach, resolve_hook
 from lightning_commhooks.ddp.attachment import Attachment, hook_name
-from lightning_commhooks.ddp.copies import registered_name
 from lightning_commhooks.interface.hook import CommHook
 from lightning_commhooks.wrappers.hook_name import HookName
 from lightning_commhooks.wrappers.scale import Accumulation
@@ -171,7 +171,7 @@ class CompressedDDPMixin:
                 optimizers=lambda: self.optimizers,  # type: ignore[attr-defined]
                 loss_divided_by=self._loss_divided_by,
             )
-        self._check_registered(model)
+        logger.info("communication hook %r registered on %s", self._hook, self.root_device)  # type: ignore[attr-defined]
 
     def setup_optimizers(self, trainer: Any) -> None:
         """Make the optimizers; let a hook that averages models know of them."""
@@ -184,15 +184,6 @@ class CompressedDDPMixin:
                 attachment.add_optimizer(optimizer)
         self._callback = self._callback_class()
         trainer.callbacks.insert(0, self._callback)
-
-    def _check_registered(self, model: DistributedDataParallel) -> None:
-        assert self._attachment is not None
-        if self._attachment.name not in registered_name(model):
-            raise self._misconfiguration(
-                f"DDP reports the hook {registered_name(model)!r} instead of {self._attachment.name!r}; another "
-                "plugin or a configure_model() that registers a communication hook is in the way"
-            )
-        logger.info("communication hook %r registered on %s", self._hook, self.root_device)  # type: ignore[attr-defined]
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Wrap the model again if parameters were unfrozen, which DDP would not average; then the step itself."""
@@ -209,7 +200,6 @@ class CompressedDDPMixin:
         model = self._setup_model(self.lightning_module)  # type: ignore[attr-defined]
         self._attachment.move_to(model)
         self.model = model
-        self._check_registered(self.model)
         logger.info("wrapped the model again: %d parameters were unfrozen, %r first", len(unfrozen), unfrozen[0])
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
@@ -234,13 +224,9 @@ class CompressedDDPMixin:
 
     def _is_alone(self) -> bool:
         """Whether ranks may be at different places of the program, where they cannot average what differs."""
-        frame = sys._getframe()
-        while (caller := frame.f_back) is not None:
-            frame = caller
-            # Lightning's handler of SLURM's signal, which saves a checkpoint wherever it comes.
-            if frame.f_code.co_name == "_slurm_sigusr_handler_fn":
-                return True
-        return bool(self.lightning_module.trainer.interrupted)  # type: ignore[attr-defined]
+        # Lightning's handler of SLURM's signal saves a checkpoint wherever it comes. Nothing else tells that it runs.
+        callers = (frame.f_code.co_name for frame, _ in traceback.walk_stack(sys._getframe()))
+        return "_slurm_sigusr_handler_fn" in callers or bool(self.lightning_module.trainer.interrupted)  # type: ignore[attr-defined]
 
     def _averaging(self) -> Attachment | None:
         """The attachment if its hook averages models and can do so now."""

@@ -21,7 +21,7 @@ except ImportError as error:
 
 from lightning_commhooks.ddp.attach import attach, resolve_hook
 from lightning_commhooks.ddp.attachment import Attachment
-from lightning_commhooks.ddp.attachments import Attachments
+from lightning_commhooks.ddp.attachments import Attachments, attachment_of
 from lightning_commhooks.interface.hook import CommHook
 from lightning_commhooks.lightning.ddp import CHECKPOINT_KEY, refusals_as
 from lightning_commhooks.wrappers.hook_name import HookName
@@ -114,7 +114,7 @@ class CompressedDDPFabricStrategy(DDPStrategy):
         """
         wrapped = model._forward_module if isinstance(model, _FabricModule) else model
         with refusals_as(MisconfigurationException, self):
-            self._together.add_weight(weight, wrapped)  # type: ignore[arg-type]
+            attachment_of(wrapped, self.attachments).add_weight(weight)  # type: ignore[arg-type]
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Let hooks that average models know of an optimizer."""

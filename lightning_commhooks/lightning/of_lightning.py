@@ -11,8 +11,8 @@ except ImportError as error:
     raise ImportError("this needs Lightning: pip install 'lightning-commhooks[lightning]'") from error
 
 from lightning_commhooks.lightning.ddp import AverageFirst, CompressedDDPMixin
-from lightning_commhooks.lightning.fsdp import CompressedFSDPMixin, CompressedModelParallelMixin
-from lightning_commhooks.lightning.monitor import CommHookMonitorMixin
+from lightning_commhooks.lightning.fsdp_strategies import CompressedFSDPMixin, CompressedModelParallelMixin
+from lightning_commhooks.lightning.monitor_callback import CommHookMonitorMixin
 
 
 class _AverageFirst(AverageFirst, Callback):

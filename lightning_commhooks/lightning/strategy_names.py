@@ -9,7 +9,7 @@ from typing import Any
 
 import wrapt
 
-from lightning_commhooks.fsdp.reduction import sharded_hooks
+from lightning_commhooks.fsdp.supported import sharded_hooks
 from lightning_commhooks.interface.registry import available_hooks
 
 _PACKAGES = {

@@ -1,8 +1,9 @@
-"""What wrappers of one hook have in common."""
+"""What wrappers of hooks have in common."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -15,20 +16,53 @@ from lightning_commhooks.interface.models import OptimizerStep
 from lightning_commhooks.interface.state import StateReader, StateWriter
 
 
-class BoundAround(AveragesModels):
-    """Does what the hook inside does; subclasses change what it gets to see.
+class BoundWrapper(AveragesModels):
+    """A hook made of hooks: what is the same for one inside and for several."""
 
-    Args:
-        inner: the hook inside.
-    """
+    def __init__(self, inner: Sequence[BoundHook]) -> None:
+        super().__init__(inner[0].group)
+        self._all_inner = inner
+        self.averages_models = any(averages_models(hook) for hook in inner)
+        self.replaces_state = all(is_readable(hook) for hook in inner)
+
+    @abstractmethod
+    def _at_work(self) -> Sequence[BoundHook]:
+        """The hooks inside that reduce gradients at present."""
+
+    def end_step(self, finite: Tensor) -> None:
+        for hook in self._all_inner:
+            hook.end_step(finite)
+
+    def drain_(self, flat: Tensor, bucket: Bucket) -> None:
+        for hook in self._all_inner:
+            hook.drain_(flat, bucket)
+
+    def owed(self) -> Iterator[Tensor]:
+        for hook in self._all_inner:
+            yield from hook.owed()
+
+    @property
+    def compression_stats(self) -> Any:
+        """That of the first hook at work that has any; by name, since only hooks that send factors have this method."""
+        found = (getattr(hook, "compression_stats", None) for hook in self._at_work())
+        return next((stats for stats in found if stats is not None), None)
+
+    def release(self) -> None:
+        for hook in self._all_inner:
+            hook.release()
+
+
+class BoundAround(BoundWrapper):
+    """Does what the hook inside does; subclasses change what it gets to see."""
 
     def __init__(self, inner: BoundHook) -> None:
-        super().__init__(inner.group)
-        self.averages_models = averages_models(inner)
+        super().__init__([inner])
         self.average_buffers = averages_models(inner) and inner.average_buffers
         self.scales_gradients = inner.scales_gradients
-        self.replaces_state = is_readable(inner)
         self._inner = inner
+
+    def _at_work(self) -> Sequence[BoundHook]:
+        return self._all_inner
 
     @property
     def has_memory(self) -> bool:  # type: ignore[override]  # `Auto` may choose a hook without
@@ -48,15 +82,6 @@ class BoundAround(AveragesModels):
         if isinstance(self._inner, AveragesModels):
             self._inner.after_optimizer_step(stepped)
 
-    def end_step(self, finite: Tensor) -> None:
-        self._inner.end_step(finite)
-
-    def drain_(self, flat: Tensor, bucket: Bucket) -> None:
-        self._inner.drain_(flat, bucket)
-
-    def owed(self) -> Iterator[Tensor]:
-        return self._inner.owed()
-
     def not_begun(self, step: int) -> str | None:
         return self._inner.not_begun(step)
 
@@ -68,13 +93,17 @@ class BoundAround(AveragesModels):
 
     @property
     def chosen(self) -> CommHook | None:
-        """What the hook inside has chosen to be, if it is one that chooses."""
+        """What the hook inside has chosen to be; by name, since only `Auto` chooses, which imports this."""
         return getattr(self._inner, "chosen", None)
 
-    @property
-    def compression_stats(self) -> Any:
-        """That of the hook inside, if it has any."""
-        return getattr(self._inner, "compression_stats", None)
 
-    def release(self) -> None:
-        self._inner.release()
+def after_optimizer_step(hook: BoundHook, stepped: OptimizerStep) -> None:
+    """Let a hook average models; those that ranks changed alone in an earlier phase of a schedule are averaged too."""
+    if isinstance(hook, AveragesModels):
+        hook.after_optimizer_step(stepped)
+    if stepped.step < 0 or is_local(hook, stepped.step):
+        return
+    if not stepped.models.drifted.isdisjoint(stepped.parameters):
+        stepped.models.average_(stepped.parameters)
+    if stepped.models.state_drifted(stepped):
+        stepped.models.average_state_(stepped)

@@ -4,38 +4,33 @@ from __future__ import annotations
 
 import dataclasses
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_commhooks.collectives.group import Group
-from lightning_commhooks.interface.averages_models import AveragesModels, averages_models, is_local
+from lightning_commhooks.interface.averages_models import AveragesModels, is_local
 from lightning_commhooks.interface.bucket import Bucket, Slot
-from lightning_commhooks.interface.hook import CommHook
-from lightning_commhooks.interface.hook_state import is_readable, load_hook, save_hook
+from lightning_commhooks.interface.hook import BoundHook, CommHook
+from lightning_commhooks.interface.hook_state import load_hook, save_hook
 from lightning_commhooks.interface.models import OptimizerStep
 from lightning_commhooks.interface.state import StateReader, StateWriter
+from lightning_commhooks.wrappers._inner import BoundWrapper
 
 
-class BoundSwitch(AveragesModels):
-    """Does in each step what one of several hooks does.
+class BoundSwitch(BoundWrapper):
+    """Does in each step what one of several hooks does, which have keys of the subclass.
 
     What a hook with error feedback still owes is added to the gradients of the first step of its successor.
-
-    Args:
-        hooks: configurations by a key of the subclass.
-        group: see `BoundHook`.
     """
 
     def __init__(self, hooks: Mapping[int, CommHook], group: Group) -> None:
-        super().__init__(group)
         self._hooks = hooks
         self._phases = {key: hook.bind(group) for key, hook in hooks.items()}
+        super().__init__(list(self._phases.values()))
         self.has_memory = any(phase.has_memory for phase in self._phases.values())
-        self.averages_models = any(averages_models(phase) for phase in self._phases.values())
-        self.replaces_state = all(is_readable(phase) for phase in self._phases.values())
         # For each parameter, the phase that last averaged it; and what that will be after this step.
         self._last_phase: dict[str, int] = {}
         self._next_phase: dict[str, int] = {}
@@ -63,7 +58,10 @@ class BoundSwitch(AveragesModels):
             self._ever_used.update(set(bucket.names) - bucket.unused)
 
     def _used_ones(self, changing: list[Slot], flat: Tensor, bucket: Bucket, phase: int) -> list[Slot]:
-        """Those that a rank uses. For others DDP throws away what a hook returns: they are handed over later."""
+        """Parameters of `changing` that some rank uses.
+
+        For others DDP throws away what a hook returns: they are handed over later.
+        """
         before = dataclasses.replace(bucket, unused=frozenset(bucket.names) - self._ever_used)
         counts = torch.cat([bucket.used(changing, flat), before.used(changing, flat)])
         now, before_now = (self.group.all_reduce_(counts) > 0).view(2, -1).tolist()
@@ -71,6 +69,9 @@ class BoundSwitch(AveragesModels):
             if not is_used and not was_used:  # and so is owed nothing
                 self._last_phase[slot.name] = phase
         return [slot for slot, is_used in zip(changing, now, strict=True) if is_used]
+
+    def _at_work(self) -> Sequence[BoundHook]:
+        return [self._phases[max(self._last_phase.values(), default=0)]]
 
     def is_local(self, step: int) -> bool:
         return is_local(self._phases[self._phase(step)], step)
@@ -81,8 +82,7 @@ class BoundSwitch(AveragesModels):
             phase.after_optimizer_step(stepped)
 
     def end_step(self, finite: Tensor) -> None:
-        for hook in self._phases.values():
-            hook.end_step(finite)
+        super().end_step(finite)
         # The one time that a CUDA device is waited for: in the first step of a phase.
         if self._next_phase and finite:
             self._last_phase |= self._next_phase
@@ -90,14 +90,6 @@ class BoundSwitch(AveragesModels):
 
     def reduce_sparse(self, grad: Tensor, bucket: Bucket) -> Tensor:
         return self._phases[self._phase(bucket.step)].reduce_sparse(grad, bucket)
-
-    def drain_(self, flat: Tensor, bucket: Bucket) -> None:
-        for hook in self._phases.values():
-            hook.drain_(flat, bucket)
-
-    def owed(self) -> Iterator[Tensor]:
-        for hook in self._phases.values():
-            yield from hook.owed()
 
     def not_begun(self, step: int) -> str | None:
         return self._phases[self._phase(step)].not_begun(step)
@@ -115,7 +107,3 @@ class BoundSwitch(AveragesModels):
         last = reader.section(state, "last_phase")
         self._last_phase = {name: key for name, key in last.items() if key in self._phases}
         self._ever_used = set(self._last_phase)
-
-    def release(self) -> None:
-        for hook in self._phases.values():
-            hook.release()

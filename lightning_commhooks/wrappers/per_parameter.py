@@ -13,18 +13,14 @@ import torch
 from torch import Tensor
 
 from lightning_commhooks.collectives.group import Group
-from lightning_commhooks.interface.averages_models import (
-    AveragesModels,
-    averages_models,
-    common_choice_of_buffers,
-    is_local,
-)
+from lightning_commhooks.interface.averages_models import averages_models, common_choice_of_buffers, is_local
 from lightning_commhooks.interface.bucket import Bucket, Slot
 from lightning_commhooks.interface.hook import BoundHook, CommHook
-from lightning_commhooks.interface.hook_state import is_readable, load_hook, save_hook
+from lightning_commhooks.interface.hook_state import load_hook, save_hook
 from lightning_commhooks.interface.models import OptimizerStep
 from lightning_commhooks.interface.registry import get_hook, get_inner_hook
 from lightning_commhooks.interface.state import StateReader, StateWriter
+from lightning_commhooks.wrappers._inner import BoundWrapper, after_optimizer_step
 from lightning_commhooks.wrappers.hook_name import HookName
 
 
@@ -102,15 +98,13 @@ class PerParameter(CommHook):
         return _BoundPerParameter(self, group)
 
 
-class _BoundPerParameter(AveragesModels):
+class _BoundPerParameter(BoundWrapper):
     def __init__(self, config: PerParameter, group: Group) -> None:
-        super().__init__(group)
         self._config = config
         self._configs = config.inner_hooks
         self._hooks = [hook.bind(group) for hook in self._configs]
+        super().__init__(self._hooks)
         self.has_memory = any(hook.has_memory for hook in self._hooks)
-        self.averages_models = any(averages_models(hook) for hook in self._hooks)
-        self.replaces_state = all(is_readable(hook) for hook in self._hooks)
         self.averages_parts = len({averages_models(hook) for hook in self._hooks}) > 1
         self.average_buffers = common_choice_of_buffers(self._hooks, "PerParameter")
         self._found: dict[str, BoundHook] = {}
@@ -150,29 +144,12 @@ class _BoundPerParameter(AveragesModels):
     def after_optimizer_step(self, stepped: OptimizerStep) -> None:
         for hook in self._hooks:
             own = {name: p for name, p in stepped.parameters.items() if self._find(name) is hook}
-            if not own:
-                continue
-            own_step = dataclasses.replace(stepped, parameters=own)
-            if isinstance(hook, AveragesModels):
-                hook.after_optimizer_step(own_step)
-            # After a phase of a schedule in which ranks stepped alone.
-            if stepped.step >= 0 and not is_local(hook, stepped.step):
-                if stepped.models.drifted & own.keys():
-                    stepped.models.average_(own)
-                if stepped.models.state_drifted(own_step):
-                    stepped.models.average_state_(own_step)
-
-    def end_step(self, finite: Tensor) -> None:
-        for hook in self._hooks:
-            hook.end_step(finite)
+            if own:
+                after_optimizer_step(hook, dataclasses.replace(stepped, parameters=own))
 
     def drain_(self, flat: Tensor, bucket: Bucket) -> None:
         for hook, slots in self._by_hook(bucket.slots).items():
             hook.drain_(flat, dataclasses.replace(bucket, slots=tuple(slots)))
-
-    def owed(self) -> Iterator[Tensor]:
-        for hook in self._hooks:
-            yield from hook.owed()
 
     def not_begun(self, step: int) -> str | None:
         return "; ".join(dict.fromkeys(text for hook in self._hooks if (text := hook.not_begun(step)))) or None
@@ -198,14 +175,8 @@ class _BoundPerParameter(AveragesModels):
                 # What has another hook now is no parameter of this one.
                 load_hook(saved[str(i)], hook, bound, reader, functools.partial(self._has, bound))
 
-    @property
-    def compression_stats(self) -> Any:
-        """That of the first hook that has any."""
-        return next((stats for hook in self._hooks if (stats := getattr(hook, "compression_stats", None))), None)
-
-    def release(self) -> None:
-        for hook in self._hooks:
-            hook.release()
+    def _at_work(self) -> Sequence[BoundHook]:
+        return self._hooks
 
 
 def _moved_together(slots: Sequence[Slot]) -> tuple[Slot, ...]:

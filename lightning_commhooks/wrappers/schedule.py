@@ -72,11 +72,6 @@ class _BoundSchedule(BoundSwitch):
             reader.differs(f"a phase of the schedule begins at step {begin} {'then' if begin in saved else 'now'} only")
         self._load_phases(state, reader)
 
-    @property
-    def compression_stats(self) -> Any:
-        """That of the present phase, if it has any."""
-        return getattr(self._phases[max(self._last_phase.values(), default=0)], "compression_stats", None)
-
     def not_begun(self, step: int) -> str | None:
         starts = list(self._phases)
         ends = [*starts[1:], step + 1]

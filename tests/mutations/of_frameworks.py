@@ -39,7 +39,7 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp_strategy_without_hook",
-        f"{PACKAGE}/lightning/fsdp.py",
+        f"{PACKAGE}/lightning/fsdp_strategies.py",
         "self._attachment = attach_fsdp(self.model, self._hook)",
         "self._attachment = attach_fsdp(self.model, AllReduce())",
         "Lightning's FSDP strategies train without their hook.",
@@ -47,7 +47,7 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp_of_accelerate_without_hook",
-        f"{ACCELERATE}/fsdp.py",
+        f"{ACCELERATE}/prepared_models.py",
         "[attach_fsdp(model, resolved) for model in accelerator._models]",
         "[attach_fsdp(model, resolve_sharded_hook('allreduce')) for model in accelerator._models]",
         "Models that Accelerate shards train without the hook.",
@@ -176,7 +176,7 @@ MUTATIONS = [
     Mutation(
         "accelerate_refuses_nothing",
         f"{ACCELERATE}/kwargs.py",
-        "(reason := _ELSEWHERE.get(state.distributed_type.value)) is not None",
+        "(reason := _REFUSED.get(state.distributed_type.value)) is not None",
         "(reason := None) is not None",
         "With DeepSpeed and the like the hook does nothing, and nobody is told.",
         "tests/test_accelerate.py -k 'refused'",
@@ -207,7 +207,7 @@ MUTATIONS = [
     ),
     Mutation(
         "trainer_logs_nothing",
-        f"{ACCELERATE}/monitor.py",
+        f"{ACCELERATE}/trackers.py",
         '("loss" in logs or "train_runtime" in logs)',
         '("train_runtime" in logs)',
         "A transformers.Trainer logs the hook's values at the end only.",
@@ -215,7 +215,7 @@ MUTATIONS = [
     ),
     Mutation(
         "every_rank_logs",
-        f"{PACKAGE}/lightning/monitor.py",
+        f"{PACKAGE}/lightning/monitor_callback.py",
         "            not trainer.is_global_zero\n            or self._monitor is None\n",
         "            self._monitor is None\n",
         "Ranks other than 0 log.",

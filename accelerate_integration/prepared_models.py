@@ -9,17 +9,12 @@ from typing import Any
 from accelerate import Accelerator
 from accelerate.utils import DDPCommunicationHookType, DistributedType
 
-from accelerate_integration.kwargs import from_environment
+from accelerate_integration.kwargs import AVERAGED_ELSEWHERE, from_environment
 from lightning_commhooks.fsdp.attach import FSDPAttachment, attach_fsdp
-from lightning_commhooks.fsdp.reduction import resolve_sharded_hook
+from lightning_commhooks.fsdp.supported import resolve_sharded_hook
 from lightning_commhooks.interface.hook import CommHook
 
-_INSTEAD = {
-    "NO": "training runs in one process, and there is nothing to reduce",
-    "DEEPSPEED": "DeepSpeed averages gradients itself",
-    "MEGATRON_LM": "Megatron-LM averages gradients itself",
-    "XLA": "XLA averages gradients itself",
-}
+_INSTEAD = {"NO": "training runs in one process, and there is nothing to reduce", **AVERAGED_ELSEWHERE}
 _IN_DDP = (
     "models are in DistributedDataParallel, for which there is Accelerator(kwargs_handlers=[CommHookKwargs("
     "hook={hook!r})])"
@@ -42,16 +37,7 @@ class FSDPCommHook:
 def attach_to_prepared(
     accelerator: Accelerator, hook: str | CommHook | Callable[..., Any] | None, options: Sequence[str]
 ) -> FSDPCommHook:
-    """Attach a hook to all models of an accelerator. Collective.
-
-    Args:
-        accelerator: after `prepare`.
-        hook: name or configuration; by default what `COMMHOOKS_HOOK` names.
-        options: names of further arguments of `use_comm_hook` that do not have their default.
-
-    Raises:
-        ValueError: see `use_comm_hook`.
-    """
+    """Attach a hook to all models of an accelerator. Collective."""
     kind = accelerator.distributed_type
     if kind != DistributedType.FSDP:
         reason = _INSTEAD.get(kind.value, _IN_DDP.format(hook=hook))

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, Sha
 
 from lightning_commhooks.fsdp import fsdp1
 from lightning_commhooks.fsdp.attach import FSDPAttachment, attach_fsdp
-from lightning_commhooks.fsdp.reduction import resolve_sharded_hook
+from lightning_commhooks.fsdp.supported import resolve_sharded_hook
 from lightning_commhooks.hooks import BF16, FP16, AllReduce
 from lightning_commhooks.interface.hook import CommHook
 from lightning_commhooks.lightning.ddp import refusals_as

@@ -137,11 +137,7 @@ class CommHookMonitorMixin:
 
 
 def _checked_names(names: object) -> tuple[MetricName, ...]:
-    """Names of values for the progress bar.
-
-    Raises:
-        ValueError: there is no such value.
-    """
+    """Names of values for the progress bar."""
     if isinstance(names, str) or not isinstance(names, Sequence):
         raise ValueError(f"progress_bar must be a list of names, is {names!r}; () shows nothing")
     for name in names:

@@ -9,8 +9,8 @@ from typing import Any
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 
-from accelerate_integration.fsdp import FSDPCommHook
 from accelerate_integration.kwargs import CommHookKwargs
+from accelerate_integration.prepared_models import FSDPCommHook
 from accelerate_integration.replaced_methods import replace_method
 from lightning_commhooks.ddp.attachment import Attachment
 from lightning_commhooks.ddp.monitor import PREFIX, Monitor, MonitorOptions
@@ -109,21 +109,12 @@ class CommHookTracker:
 
 
 class TrainerMonitor:
-    """Adds what communication hooks do to the training log of a `transformers.Trainer`.
+    """Adds what communication hooks do to the training log of a `transformers.Trainer`."""
 
-    Args:
-        trainer: the trainer.
-        handler: its hook.
-        options: `True`, or some of `MonitorOptions` by name.
-
-    Raises:
-        ValueError: they are none.
-    """
-
-    def __init__(self, trainer: Any, handler: CommHookKwargs, options: bool | Mapping[str, Any]) -> None:
+    def __init__(self, trainer: Any, handler: CommHookKwargs, options: MonitorOptions) -> None:
         self._trainer = trainer
         self._handler = handler
-        self._options = trainer_options(options)
+        self._options = options
         self._monitors: Monitors | None = None
         replace_method(trainer.callback_handler, "on_train_begin", self._begin)
         replace_method(trainer.callback_handler, "on_train_end", self._end)
@@ -149,12 +140,7 @@ class TrainerMonitor:
 
 
 class Monitors:
-    """Monitors of several models. Collective: make it on all ranks.
-
-    Args:
-        attachments: of the models.
-        options: for all of them.
-    """
+    """Monitors of several models. Collective: make it on all ranks."""
 
     def __init__(self, attachments: Sequence[Attachment | FSDPAttachment], options: MonitorOptions) -> None:
         self._monitors: list[Monitor] = [options.monitor(attachment) for attachment in attachments]
@@ -180,11 +166,7 @@ class Monitors:
 
 
 def trainer_options(options: object) -> MonitorOptions:
-    """What `use_comm_hook(trainer, hook, monitor=...)` stands for.
-
-    Raises:
-        ValueError: `options` are no such options.
-    """
+    """What `use_comm_hook(trainer, hook, monitor=...)` stands for."""
     if options is True:
         return MonitorOptions()
     if not isinstance(options, Mapping) or (unknown := sorted(options.keys() - set(_OF_TRAINER), key=str)):
@@ -195,7 +177,7 @@ def trainer_options(options: object) -> MonitorOptions:
 
 
 def open_attachments(handler: CommHookKwargs | FSDPCommHook) -> list[Attachment | FSDPAttachment]:
-    """Those of models in use."""
+    """Attachments of models in use."""
     return [attachment for attachment in handler.attachments if not attachment.is_closed]
 
 

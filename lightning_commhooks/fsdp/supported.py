@@ -1,0 +1,73 @@
+"""Which hooks work with sharded models, with which options, and what reduces gradients for each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning_commhooks.fsdp.dense import DenseReduction
+from lightning_commhooks.fsdp.encoded import EncodedReduction
+from lightning_commhooks.fsdp.reduction import ShardedReduction
+from lightning_commhooks.fsdp.shard_group import ShardGroup
+from lightning_commhooks.hooks import BF16, FP8, FP16, AllReduce, Int4, Int8
+from lightning_commhooks.hooks._quantized import QuantizedConfig
+from lightning_commhooks.interface.hook import CommHook
+from lightning_commhooks.interface.registry import get_hook, get_hook_class
+
+# PyTorch's FSDP has a hook of that name; here each plain hook does what the sharding strategy needs.
+_SYNONYMS = {"reduce_scatter": "allreduce"}
+# Values that options must have with sharded gradients; a hook that is given by name has them.
+_FLAT_AND_FORGOTTEN = {"use_error_feedback": False, "compress_1d": True}
+_REQUIRED: dict[type[CommHook], dict[str, Any]] = {
+    AllReduce: {},
+    FP16: {},
+    BF16: {},
+    Int8: _FLAT_AND_FORGOTTEN,
+    Int4: _FLAT_AND_FORGOTTEN,
+    FP8: _FLAT_AND_FORGOTTEN,
+}
+
+
+def sharded_hooks() -> list[str]:
+    """Names of the hooks that work with sharded models, sorted."""
+    return sorted([*_SYNONYMS, *(hook_class.name for hook_class in _REQUIRED)])
+
+
+def resolve_sharded_hook(hook: object) -> CommHook:
+    """Check what a user passed as `hook=`, without a model.
+
+    Raises:
+        ValueError: unknown name; a hook that does not work with sharded models, or not with these options.
+    """
+    if isinstance(hook, str):
+        hook_class = get_hook_class(_SYNONYMS.get(hook, hook))
+        if hook_class in _REQUIRED:
+            return get_hook(hook_class.name, **_REQUIRED[hook_class])
+    elif isinstance(hook, CommHook) and type(hook) in _REQUIRED:
+        _check_options(hook)
+        return hook
+    raise ValueError(
+        f"hook={hook.name if isinstance(hook, CommHook) else hook!r} does not work with FSDP; these do: "
+        f"{', '.join(sharded_hooks())}, or one of them configured. "
+        "Other methods need whole gradients, their shapes or models on every rank, which FSDP does not have"
+    )
+
+
+def _check_options(hook: CommHook) -> None:
+    wrong = {key: value for key, value in _REQUIRED[type(hook)].items() if getattr(hook, key) != value}
+    if wrong:
+        asked = ", ".join(f"{key}={getattr(hook, key)!r}" for key in wrong)
+        needed = ", ".join(f"{key}={value!r}" for key, value in wrong.items())
+        raise ValueError(
+            f"{type(hook).__name__}({asked}) does not work with FSDP, which hands gradients over as flat shares "
+            "without their shapes, and keeps no memory of what was not sent: it would be as large as the model before "
+            f"it was sharded. Set {needed}"
+        )
+
+
+def bind_sharded(hook: CommHook, group: ShardGroup) -> ShardedReduction:
+    """Make what reduces gradients, for a hook from `resolve_sharded_hook`. Collective."""
+    if isinstance(hook, QuantizedConfig):
+        return EncodedReduction(hook, group)
+    if isinstance(hook, (FP16, BF16)):
+        return DenseReduction(group, hook.dtype, in_float32=hook.accumulate_dtype == "float32")
+    return DenseReduction(group, None, in_float32=False)
