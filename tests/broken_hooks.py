@@ -35,7 +35,8 @@ class BoundTopK(lc.ErrorFeedback):
         return mean, torch.zeros_like(owed).index_copy_(0, picked, owed[picked])
 
     def _largest(self, gradient):
-        return gradient.abs().topk(max(1, int(self._ratio * gradient.numel())), sorted=False).indices
+        k = int(self._ratio * gradient.numel()) + 1
+        return gradient.abs().topk(min(k, gradient.numel()), sorted=False).indices
 
 
 @frozen

@@ -38,4 +38,5 @@ class BoundTopK(lc.ErrorFeedback):
         return mean, sent
 
     def _largest(self, gradient):
-        return gradient.abs().topk(max(1, int(self.hook.ratio * gradient.numel()))).indices
+        k = int(self.hook.ratio * gradient.numel()) + 1
+        return gradient.abs().topk(min(k, gradient.numel())).indices

@@ -39,7 +39,7 @@ class StateWriter:
         """Of a tensor that differs between ranks the mean, or all of them, shape `(w, *shape)`, if `kind` is so."""
         assert self.kind != "none"
         if self.kind == "exact":
-            return self._group.all_gather(tensor.reshape(-1)).view(-1, *tensor.shape).cpu()
+            return self._group.all_gather(tensor.reshape(-1)).view(self._group.size, *tensor.shape).cpu()
         mean = tensor.clone(memory_format=torch.contiguous_format)
         return self._group.all_reduce_mean_(mean).cpu()
 
