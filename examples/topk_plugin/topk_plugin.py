@@ -38,5 +38,4 @@ class BoundTopK(lc.ErrorFeedback):
         return mean, sent
 
     def _largest(self, gradient):
-        k = int(self.hook.ratio * gradient.numel()) + 1
-        return gradient.abs().topk(min(k, gradient.numel())).indices
+        return gradient.abs().topk(min(gradient.numel(), int(self.hook.ratio * gradient.numel()) + 1)).indices
