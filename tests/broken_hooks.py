@@ -52,7 +52,7 @@ class Broken(TopK):
 
 class _FirstBound(BoundTopK):
     def _largest(self, gradient):
-        return torch.arange(max(1, gradient.numel() // 2))
+        return torch.arange((gradient.numel() + 1) // 2)
 
 
 @frozen

@@ -4,12 +4,16 @@ import math
 
 import pytest
 import torch
+from broken_hooks import TopK
 from driver import (
     HOOKS,
     SMALL_BUCKETS,
     TOO_EARLY,
     Params,
+    attached,
+    backward,
     full_rank_gradients,
+    mean_gradients,
     mean_residuals,
     norm,
     owes,
@@ -155,3 +159,31 @@ def test_what_was_sent_and_what_is_owed_is_what_was_produced(run, label):
         assert all(torch.equal(received[name], others[name]) for name in SHAPES)
 
     check()
+
+
+def in_16_bit(rank, world, hook):
+    """What is missing of the gradients of some steps, as a fraction of them."""
+    steps, names = 3, list(SHAPES)
+    with attached(hook, SHAPES, torch.bfloat16) as (ddp, attachment):
+        means = [backward(ddp, full_rank_gradients(rank, step, SHAPES, torch.bfloat16)) for step in range(steps)]
+        owed = mean_residuals(attachment.state_dict(), SHAPES)
+    expected = [mean_gradients(full_rank_gradients, world, step, SHAPES, torch.bfloat16) for step in range(steps)]
+    total = {name: sum(mean[name].double() for mean in means) + owed[name] for name in names}
+    produced = {name: sum(mean[name] for mean in expected) for name in names}
+    return {name: ((total[name] - produced[name]).norm() / produced[name].norm()).item() for name in names}
+
+
+@pytest.mark.parametrize(
+    "hook",
+    [
+        TopK(ratio=1.0),
+        lc.Int8(min_bytes=0, block_size=8, compress_1d=True),
+        lc.PowerSGD(start_powerSGD_iter=0, matrix_approximation_rank=2),
+        lc.BatchedPowerSGD(start_powerSGD_iter=0),
+    ],
+    ids=lambda hook: hook.name,
+)
+def test_what_rounding_to_16_bit_leaves_is_owed(run, hook):
+    for lost in run(in_16_bit, hook):
+        # PowerSGD averages vectors as they are.
+        assert all(fraction <= 1e-6 for name, fraction in lost.items() if name != "bias"), lost

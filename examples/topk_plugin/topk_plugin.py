@@ -38,4 +38,4 @@ class BoundTopK(lc.ErrorFeedback):
         return mean, sent
 
     def _largest(self, gradient):
-        return gradient.abs().topk(min(gradient.numel(), int(self.hook.ratio * gradient.numel()) + 1)).indices
+        return gradient.abs().topk(min(gradient.numel(), max(1, int(self.hook.ratio * gradient.numel())))).indices
