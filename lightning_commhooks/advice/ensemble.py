@@ -159,11 +159,11 @@ class EnsembleGroup(Group):
 
     _why_no_process_group = WHY_NO_PROCESS_GROUP
 
-    def __init__(self, table: _Table, rank: int, global_rank: int, counters: Counters, device: torch.device) -> None:
+    def __init__(self, table: _Table, rank: int, counters: Counters, device: torch.device) -> None:
         super().__init__(None, counters, device)
         self.size = table.size
         self.rank = rank
-        self.global_rank = global_rank
+        self.global_rank = rank
         # Each on a host of its own.
         self._nodes = [[rank] for rank in range(self.size)]
         self._table = table
@@ -172,7 +172,7 @@ class EnsembleGroup(Group):
     def _split(self, subgroups: tuple[tuple[int, ...], ...]) -> Group:
         own = next(ranks for ranks in subgroups if self.rank in ranks)
         table = self._table.of_subgroup((subgroups, own), len(own))
-        return EnsembleGroup(table, own.index(self.rank), self.global_rank, self.counters, self.device)
+        return EnsembleGroup(table, own.index(self.rank), self.counters, self.device)
 
     def _sum_(self, tensor: Tensor) -> None:
         tensor.copy_(self._give("all_reduce", tensor, lambda collective: collective.total)())
@@ -212,6 +212,6 @@ def run_ranks(size: int, device: torch.device, work: Callable[[Group], Any]) -> 
     def live(rank: int) -> Any:
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        return work(EnsembleGroup(table, rank, rank, Counters(), device))
+        return work(EnsembleGroup(table, rank, Counters(), device))
 
     return turns.run(live)

@@ -163,7 +163,7 @@ def joined(place: Place, device: torch.device) -> Iterator[None]:
     """
     backend = "nccl" if device.type == "cuda" else "gloo"
     alone = HashStore() if place.world_size == 1 else None  # several meet as the environment says
-    dist.init_process_group(backend, None, _TIMEOUT, place.world_size, place.rank, alone)
+    dist.init_process_group(backend, timeout=_TIMEOUT, world_size=place.world_size, rank=place.rank, store=alone)
     store: Store = dist.distributed_c10d._get_default_store()
     try:
         yield
