@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from lightning_commhooks.interface.hook import CommHook
-from lightning_commhooks.wrappers.schedule import Schedule
 
 
 def late_starts(hook: CommHook) -> Iterator[tuple[CommHook, str, int]]:
@@ -19,11 +19,9 @@ def late_starts(hook: CommHook) -> Iterator[tuple[CommHook, str, int]]:
         yield from late_starts(inner)
 
 
+@functools.singledispatch
 def at_once(hook: CommHook) -> CommHook:
     """The same hook beginning with what it does in the long run, and the last phase of a schedule."""
-    if isinstance(hook, Schedule):
-        *_, last = hook.inner_hooks
-        return at_once(last)
     changes: dict[str, Any] = {name: 0 for owner, name, _ in late_starts(hook) if owner is hook}
     for name, value in vars(hook).items():
         if isinstance(value, CommHook):
