@@ -164,7 +164,6 @@ def _process_group_takes_backends():
 
 
 IMPORTED = "import of the package fails"
-STORES = ("torch._C._distributed_c10d.Store", "torch._C._distributed_c10d.TCPStore")
 SPARSE = (
     f"{PACKAGE}/interface/hook.py",
     MICRO_BATCHES,
@@ -183,8 +182,8 @@ TORCH = [
         IMPORTED,
     ),
     Use("torch._C._distributed_c10d.HashStore", (LAUNCH, LISTING), "`list` and `advise` fail"),
-    Use("torch._C._distributed_c10d.PrefixStore", (LAUNCH, GROUPS), IMPORTED),
-    *(Use(name, (LAUNCH,), "`headroom`, `bench` and `advise` fail") for name in STORES),
+    Use("torch._C._distributed_c10d.Store", (LAUNCH,), "`headroom`, `bench` and `advise` fail"),
+    Use("torch._C._distributed_c10d.PrefixStore", (GROUPS,), IMPORTED),
     Use("torch._C._current_graph_task_id", (f"{PACKAGE}/fsdp/runtime.py",), "steps under FSDP", _task_has_an_id),
     Use("torch._dynamo.config.disable", (f"{PACKAGE}/codecs/codec.py",), "quantized hooks fail"),
     Use("torch._dynamo.config.patch", (LISTING,), "`list` fails"),
@@ -197,7 +196,11 @@ TORCH = [
         "the end of a step is never seen",
     ),
     Use("torch.cuda._sleep", (f"{PACKAGE}/advice/emulated.py",), "`advise` on CUDA fails"),
-    Use("torch.distributed.distributed_c10d._get_default_store", (GROUPS,), "hooks on subgroups fail"),
+    Use(
+        "torch.distributed.distributed_c10d._get_default_store",
+        (LAUNCH, GROUPS),
+        "`advise`, hooks on subgroups",
+    ),
     Use("torch.distributed.distributed_c10d._world.pg_map", (GROUPS,), "closing an attachment fails"),
     Use("torch.distributed.fsdp.ShardingStrategy._HYBRID_SHARD_ZERO2", (f"{PACKAGE}/fsdp/fsdp1.py",), IMPORTED),
     Use("threading._register_atexit", (f"{PACKAGE}/ddp/engine.py",), "a process that failed waits for peers at exit"),

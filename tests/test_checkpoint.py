@@ -229,7 +229,7 @@ def nonfinite_hand_over(rank, world, value):
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
 def test_hand_over_in_a_bad_step_happens_in_the_next(run, world, value):
     for means, state in run(nonfinite_hand_over, value, world=world):
-        assert not any(mean.isfinite().all() for mean in means[2].values())
+        assert not any(mean.isfinite().all() for mean in means[2].values() if mean.numel())
         good = [0, 1, 3, 4]
         expected = [mean_gradients(full_rank_gradients, world, step, SHAPES, torch.float64) for step in good]
         received = {name: sum(means[step][name] for step in good) for name in SHAPES}

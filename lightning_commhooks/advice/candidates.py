@@ -42,7 +42,7 @@ class Candidate:
     """One way to average gradients.
 
     Attributes:
-        label: as the user gave it.
+        label: name of the hook, as the user gave it.
         hook: the configuration; `None` for DDP without any hook.
         measured: what is measured in its place: without warm-up, and with a shorter period.
         period_factor: how many times shorter its period is.
@@ -65,12 +65,12 @@ class Candidate:
 
     @property
     def code(self) -> str:
-        """As the user writes it: `"bf16"`, or `PowerSGD(matrix_approximation_rank=4)`."""
+        """The hook as the user writes it: `"bf16"`, or `PowerSGD(matrix_approximation_rank=4)`."""
         return "None" if self.hook is None else code(self.hook)
 
     @property
     def notes(self) -> list[str]:
-        """How what was measured differs."""
+        """How what was measured differs from what the user gave, in sentences."""
         if self.hook is None or self.hook == self.measured:
             return []
         starts = {name: steps for _, name, steps in late_starts(self.hook)}
@@ -174,7 +174,7 @@ def _imported(module: str, attribute: str) -> CommHook:
 
 
 def shortened(hook: CommHook) -> tuple[CommHook, int]:
-    """The same hook with a period of few steps, and by what that is shorter."""
+    """The hook with a period of few steps, and by what factor that period is shorter."""
     period = getattr(hook, "period", None)
     if isinstance(period, int) and period > _LONGEST_PERIOD:
         short = max(_SHORT_PERIOD, getattr(hook, "fragments", 1))

@@ -24,8 +24,8 @@ from lightning_commhooks.advice.listing import listed
 from lightning_commhooks.advice.load import load_task
 from lightning_commhooks.advice.measure import Bench, UnfitError
 from lightning_commhooks.advice.plot import save_plot
-from lightning_commhooks.advice.study import Result, Tell, WhatIf, advised, measured
-from lightning_commhooks.advice.task import try_task
+from lightning_commhooks.advice.study import Result, WhatIf, advised, measured
+from lightning_commhooks.advice.task import Tell, try_task
 
 app = typer.Typer(
     name="lightning-commhooks",

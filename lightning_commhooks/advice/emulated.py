@@ -117,7 +117,7 @@ class _Wire:
 
 @functools.cache
 def _cycles_per_second(device: torch.device) -> float:
-    """Of `torch.cuda._sleep`."""
+    """Cycles that `torch.cuda._sleep` waits for in a second."""
     cycles = 20_000_000
     stream = torch.cuda.current_stream(device)
     torch.cuda._sleep(1000)

@@ -9,17 +9,16 @@ from __future__ import annotations
 import functools
 import itertools
 import threading
+from collections import deque
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_commhooks.collectives.counters import Counters
 from lightning_commhooks.collectives.group import Group
-
-T = TypeVar("T")
 
 WHY_NO_PROCESS_GROUP = (
     "ranks are emulated here, so there is no process group of torch.distributed: use the methods of the hook's group, "
@@ -35,35 +34,35 @@ class _Turns:
     """Gives threads their turns, in order of rank."""
 
     def __init__(self, size: int) -> None:
-        self._size = size
         self._turns = [threading.Semaphore(0) for _ in range(size)]
-        self._ended: set[int] = set()
+        # Ranks that have not ended; it is the turn of the first.
+        self._running = deque(range(size))
         # Turns in a row in which nobody got on.
         self._in_vain = 0
-        self.failure: BaseException | None = None
+        self._failure: BaseException | None = None
 
-    def run(self, work: Callable[[int], T]) -> list[T]:
+    def run(self, work: Callable[[int], Any]) -> list[Any]:
         """Call `work(rank)` for each rank, and return the results.
 
         Raises:
             Exception: what the first rank that failed has raised.
         """
-        results: dict[int, T] = {}
+        results = [None for _ in self._turns]
 
         def live(rank: int) -> None:
             self._turns[rank].acquire()
             try:
-                if self.failure is None:
+                if self._failure is None:
                     with torch.no_grad():  # gradients are on in a new thread
                         results[rank] = work(rank)
             except BaseException as failure:
-                self.failure = self.failure or failure
+                self._failure = self._failure or failure
             finally:
-                self._ended.add(rank)
                 self._in_vain = 0
-                self._pass_on(rank)
+                self._running.popleft()
+                self._begin_turn()
 
-        threads = [threading.Thread(target=live, args=(rank,), name=f"rank {rank}") for rank in range(self._size)]
+        threads = [threading.Thread(target=live, args=(rank,), name=f"rank {rank}") for rank in self._running]
         for thread in threads:
             thread.start()
         self._turns[0].release()
@@ -71,35 +70,35 @@ class _Turns:
             for thread in threads:
                 thread.join()
         except BaseException as interruption:
-            self.failure = self.failure or interruption
+            self._failure = self._failure or interruption
             raise
-        if self.failure is not None:
-            raise self.failure
-        return [results[rank] for rank in range(self._size)]
+        if self._failure is not None:
+            raise self._failure
+        return results
 
-    def wait_until(self, rank: int, is_so: Callable[[], bool], what: str) -> None:
+    def wait_until(self, is_so: Callable[[], bool], what: str) -> None:
         """Let other ranks run until something is so.
 
         Raises:
             RuntimeError: it never will be, since all wait.
         """
+        rank = self._running[0]
         while not is_so():
-            if self._in_vain > self._size:
+            if self._in_vain > len(self._turns):
                 raise RuntimeError(
                     f"rank {rank} waits in {what} for ranks that never call it: all must issue the same collectives"
                 )
             self._in_vain += 1
-            self._pass_on(rank)
+            self._running.rotate(-1)
+            self._begin_turn()
             self._turns[rank].acquire()
-            if self.failure is not None:
+            if self._failure is not None:
                 raise _EndedError
         self._in_vain = 0
 
-    def _pass_on(self, rank: int) -> None:
-        following = ((rank + i) % self._size for i in range(1, self._size + 1))
-        heir = next((other for other in following if other not in self._ended), None)
-        if heir is not None:
-            self._turns[heir].release()
+    def _begin_turn(self) -> None:
+        if self._running:
+            self._turns[self._running[0]].release()
 
 
 @dataclass
@@ -138,7 +137,7 @@ class _Table:
         self._of_subgroups: dict[Hashable, _Table] = {}
 
     def of_subgroup(self, key: Hashable, size: int) -> _Table:
-        """That of some of the ranks, the same for all that ask for this key."""
+        """The table of a subgroup, one for all ranks that ask for this key."""
         return self._of_subgroups.setdefault(key, _Table(self.turns, size))
 
     def put(self, number: int, rank: int, kind: str, tensor: Tensor) -> _Collective:
@@ -160,11 +159,11 @@ class EnsembleGroup(Group):
 
     _why_no_process_group = WHY_NO_PROCESS_GROUP
 
-    def __init__(self, table: _Table, rank: int, global_rank: int, counters: Counters, device: torch.device) -> None:
+    def __init__(self, table: _Table, rank: int, counters: Counters, device: torch.device) -> None:
         super().__init__(None, counters, device)
         self.size = table.size
         self.rank = rank
-        self.global_rank = global_rank
+        self.global_rank = rank
         # Each on a host of its own.
         self._nodes = [[rank] for rank in range(self.size)]
         self._table = table
@@ -173,7 +172,7 @@ class EnsembleGroup(Group):
     def _split(self, subgroups: tuple[tuple[int, ...], ...]) -> Group:
         own = next(ranks for ranks in subgroups if self.rank in ranks)
         table = self._table.of_subgroup((subgroups, own), len(own))
-        return EnsembleGroup(table, own.index(self.rank), self.global_rank, self.counters, self.device)
+        return EnsembleGroup(table, own.index(self.rank), self.counters, self.device)
 
     def _sum_(self, tensor: Tensor) -> None:
         tensor.copy_(self._give("all_reduce", tensor, lambda collective: collective.total)())
@@ -192,7 +191,7 @@ class EnsembleGroup(Group):
         collective = table.put(next(self._numbers), self.rank, kind, tensor.clone())
 
         def wait() -> Tensor:
-            table.turns.wait_until(self.global_rank, lambda: len(collective.given) == table.size, kind)
+            table.turns.wait_until(lambda: len(collective.given) == table.size, kind)
             return take(collective)
 
         return wait
@@ -213,6 +212,6 @@ def run_ranks(size: int, device: torch.device, work: Callable[[Group], Any]) -> 
     def live(rank: int) -> Any:
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        return work(EnsembleGroup(table, rank, rank, Counters(), device))
+        return work(EnsembleGroup(table, rank, Counters(), device))
 
     return turns.run(live)

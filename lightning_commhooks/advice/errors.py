@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lightning_commhooks.advice.candidates import DENSE, NOOP, Candidate
 from lightning_commhooks.advice.ensemble import run_ranks
-from lightning_commhooks.advice.task import Task
+from lightning_commhooks.advice.task import Task, Tell
 from lightning_commhooks.collectives.errors import HookError
 from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.ddp.attach import attach
@@ -49,7 +49,7 @@ def errors_among(
     task: Task,
     alone: dist.ProcessGroup,
     chosen: Sequence[Candidate],
-    tell: Callable[[str, str], None] = lambda what, label: None,
+    tell: Tell = lambda what, label: None,
 ) -> dict[str, list[float]]:
     """Relative errors of the averaged gradient in some steps, by label; none of hooks with which ranks step alone.
 
@@ -96,7 +96,7 @@ class _Recorded:
     bucket: Bucket
 
     def at(self, step: int, hook: CommHook) -> Bucket:
-        """The same in a step with no other bucket."""
+        """This bucket in a step that has no other one."""
         accumulated = self.bucket.accumulated if accumulation_of(hook) != "framework" else None
         if accumulated is not None:
             accumulated = dataclasses.replace(accumulated, total_weight=None, factors={})

@@ -17,7 +17,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
+from torch._C._distributed_c10d import HashStore, Store
 
 # A rank that has not answered for so long never will.
 _TIMEOUT = timedelta(minutes=10)
@@ -162,17 +162,9 @@ def joined(place: Place, device: torch.device) -> Iterator[None]:
         Failed: something went wrong, here or elsewhere.
     """
     backend = "nccl" if device.type == "cuda" else "gloo"
-    store: Store
-    if place.world_size == 1:
-        store = HashStore()
-    else:
-        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        # torchrun has one there already.
-        serves = place.is_first and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-        store = TCPStore(address, port, place.world_size, serves, _TIMEOUT, wait_for_workers=False)
-    dist.init_process_group(
-        backend, store=PrefixStore("advice", store), rank=place.rank, world_size=place.world_size, timeout=_TIMEOUT
-    )
+    alone = HashStore() if place.world_size == 1 else None  # several meet as the environment says
+    dist.init_process_group(backend, timeout=_TIMEOUT, world_size=place.world_size, rank=place.rank, store=alone)
+    store: Store = dist.distributed_c10d._get_default_store()
     try:
         yield
         dist.barrier()

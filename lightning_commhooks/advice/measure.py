@@ -10,7 +10,7 @@ import statistics
 import time
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,7 @@ from lightning_commhooks.advice.candidates import Candidate
 from lightning_commhooks.advice.emulated import EmulatedGroup
 from lightning_commhooks.advice.errors import errors_among, num_averaged
 from lightning_commhooks.advice.step_time import StepTime, Turn, own_step_time
-from lightning_commhooks.advice.task import Task
+from lightning_commhooks.advice.task import Task, Tell
 from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.collectives.link import Link
 from lightning_commhooks.collectives.process_groups import backend_for
@@ -80,8 +80,8 @@ class Bench:
         self,
         chosen: list[Candidate],
         rounds: int,
-        over: Sequence[Setting | None] = (None,),
-        tell: Callable[[str, str], None] = lambda what, label: None,
+        over: Sequence[Setting | None],
+        tell: Tell,
     ) -> list[dict[str, StepTime]]:
         """Time steps, hook by hook in each of some rounds.
 
@@ -120,9 +120,7 @@ class Bench:
         """Among how many of `world_size` emulated ranks errors are measured."""
         return num_averaged(world_size, self.task.gradient_bytes, self._seconds_per_batch)
 
-    def _errors_among(
-        self, chosen: list[Candidate], world_size: int, tell: Callable[[str, str], None]
-    ) -> dict[str, list[float]]:
+    def _errors_among(self, chosen: list[Candidate], world_size: int, tell: Tell) -> dict[str, list[float]]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             try:
@@ -132,11 +130,7 @@ class Bench:
                 raise UnfitError(str(error)) from error
 
     def _burn_in(self) -> float:
-        """Steps whose times say little: memory is new, and processors may have been asleep.
-
-        Returns:
-            milliseconds of one of them.
-        """
+        """Milliseconds of a step. Before, times say little: memory is new, and processors may have been asleep."""
         left_ms, steps = _BURN_IN_MS, 1
         while left_ms > 0:  # on all ranks alike: a model may have collectives of its own
             step_ms = self._warm_up(self.task.module, steps)
@@ -158,16 +152,16 @@ class Bench:
         begin = time.perf_counter()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that noop does not train, and the like
-            with self._attached(candidate, setting) as (model, attachment):
+            model, attachment = self._attached(candidate, setting)
+            with contextlib.closing(attachment) if attachment is not None else contextlib.nullcontext():
                 setup_ms = (time.perf_counter() - begin) * 1e3
                 if expected_ms is None:
                     expected_ms = self._warm_up(model, 1)
                 self._warm_up(model, _WARM_UP_STEPS if expected_ms < _LONG_MS else 1)
-                steps = _num_steps(expected_ms, candidate.period)
-                turn = self._steps(model, attachment, steps)
+                turn = self._steps(model, attachment, _num_steps(expected_ms, candidate.period))
+                turn.setup_ms = setup_ms
                 if setting is None:
                     turn.errors = self._errors(model, attachment)
-                turn.setup_ms = setup_ms
                 return turn
 
     def _warm_up(self, model: nn.Module, steps: int) -> float:
@@ -211,26 +205,19 @@ class Bench:
         if self.task.device.type == "cuda":
             torch.cuda.synchronize(self.task.device)
 
-    @contextlib.contextmanager
     def _attached(
         self, candidate: Candidate, setting: Setting | None
-    ) -> Iterator[tuple[DistributedDataParallel, Attachment | None]]:
-        attachment = None
+    ) -> tuple[DistributedDataParallel, Attachment | None]:
         try:
             if setting is not None:
                 model = self.task.wrap(self._alone)
-                attachment = self._emulated(model, candidate, setting)
-            else:
-                model = self.task.wrap()
-                if candidate.measured is not None:
-                    attachment = attach(model, candidate.measured, optimizers=self.task.optimizers)
+                return model, self._emulated(model, candidate, setting)
+            model = self.task.wrap()
+            if candidate.measured is None:
+                return model, None
+            return model, attach(model, candidate.measured, optimizers=self.task.optimizers)
         except ValueError as error:
             raise UnfitError(f"hook {candidate.label}: {error}") from error
-        try:
-            yield model, attachment
-        finally:
-            if attachment is not None:
-                attachment.close()
 
     def _emulated(self, model: DistributedDataParallel, candidate: Candidate, setting: Setting) -> Attachment:
         make_group = functools.partial(
@@ -255,7 +242,7 @@ class Bench:
         return attachment
 
     def _agreed(self, own: StepTime) -> StepTime:
-        """That of the slowest rank: all wait for it, or would if they were trained together, with noop as well."""
+        """The step of the slowest rank: all wait for it, or would if they were trained together, with noop as well."""
         every: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(every, own)
         slowest: StepTime = max(every, key=lambda timing: timing.step_ms)

@@ -18,15 +18,15 @@ class Row:
     """What is known about one hook.
 
     Attributes:
-        label: as the user gave it.
-        code: as the user writes it.
+        label: name of the hook, as the user gave it.
+        code: the hook as the user writes it.
         predicted_ms: milliseconds of a step over the emulated link; `None`: not predicted.
         measured_ms: milliseconds of a real step; `None`: not measured.
         spread_ms: half of what the rounds differ by that count.
         exposed_ms: of a step, in which training waits for communication.
         codec_ms: of a step, in which the hook works itself; NaN: unknown.
         bytes_sent: per step and rank.
-        bytes_dense: the same with dense averaging.
+        bytes_dense: per step and rank, with dense averaging.
         error: of one step's averaged gradient, relative to its norm; NaN: there is none.
         averages_models: whether ranks step alone.
         setup_ms: milliseconds that attaching took.

@@ -15,7 +15,8 @@ class Turn:
         seconds: of each step.
         sent: bytes in each step.
         dense: bytes that dense averaging would have sent in each step.
-        exposed_ms: per step, by the hook's own clock; NaN: unknown. So is `codec_ms`.
+        exposed_ms: per step, in which training waited for the hook, by its own clock; NaN: unknown.
+        codec_ms: per step, in which the hook worked, by its own clock; NaN: unknown.
         errors: relative errors of the averaged gradient in some steps.
         setup_ms: milliseconds that attaching took.
     """
@@ -37,7 +38,7 @@ class StepTime:
         step_ms: milliseconds of a step, on the slowest rank.
         spread_ms: half of what the rounds differ by that count: see [`undisturbed`][].
         bytes_sent: per step and rank.
-        bytes_dense: the same with dense averaging.
+        bytes_dense: per step and rank, with dense averaging.
         exposed_ms: of a step, in which the training thread waited for the hook; NaN: unknown.
         codec_ms: of a step, in which the hook worked and did not wait for others; NaN: unknown.
         error: of the averaged gradient, relative to its norm; NaN: ranks step alone.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import platform
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +15,7 @@ from lightning_commhooks.advice.candidates import DENSE, NOOP, Candidate
 from lightning_commhooks.advice.measure import Bench, Setting, UnfitError
 from lightning_commhooks.advice.ranking import Row, Verdict, decide, headroom, ranked
 from lightning_commhooks.advice.step_time import StepTime
+from lightning_commhooks.advice.task import Tell
 from lightning_commhooks.collectives.link import Link, measure_link
 
 
@@ -92,10 +92,6 @@ class Result:
         return _plain(found)  # type: ignore[no-any-return]
 
 
-# Called before each part of the work, with what it is and the label of the hook.
-Tell = Callable[[str, str], None]
-
-
 def measured(bench: Bench, chosen: list[Candidate], rounds: int, command: str, tell: Tell) -> Result:
     """Time hooks for real: `headroom`, with dense and noop alone, and `bench`.
 
@@ -104,7 +100,7 @@ def measured(bench: Bench, chosen: list[Candidate], rounds: int, command: str, t
     """
     if bench.group.size == 1:
         raise UnfitError("one process sends nothing: use --nproc or torchrun; `advise --bandwidth` predicts with one")
-    (timings,) = bench.times(chosen, rounds, tell=tell)
+    (timings,) = bench.times(chosen, rounds, [None], tell)
     return _result(bench, chosen, command, {}, timings)
 
 
@@ -119,10 +115,8 @@ def advised(
     tell("link", "")
     setting = _setting(bench, what_if)
     is_what_if = what_if is not None
-    over = [setting] if is_what_if else [setting, None]
-    predicted, *rest = bench.times(chosen, rounds, over, tell)
-    timings = rest[0] if rest else {}
-    result = _result(bench, chosen, "advise", predicted, timings)
+    predicted, *timed = bench.times(chosen, rounds, [setting] if is_what_if else [setting, None], tell)
+    result = _result(bench, chosen, "advise", predicted, timed[0] if timed else {})
     result.link, result.world_size = setting.link, setting.link.world_size
     result.is_what_if = is_what_if
     result.notes = _notes(setting.link, bench.task.device)

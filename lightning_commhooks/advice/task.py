@@ -13,6 +13,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+# Called before each part of the work, with what it is and the label of the hook.
+Tell = Callable[[str, str], None]
+
 
 @dataclass
 class Task:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
 Rounding = Literal["nearest", "stochastic"]
-ROUNDINGS = ("nearest", "stochastic")
+ROUNDINGS = get_args(Rounding)
 
 # Below, a scale is so close to the denormal numbers that its inverse could overflow: such a block is sent as zeros.
 SMALLEST_SCALE = 2.0**-100

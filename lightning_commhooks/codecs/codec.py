@@ -46,13 +46,13 @@ class Codec(ABC):
             seed: int32, one element, for random rounding.
 
         Returns:
-            codes, shape `(b, bytes of a block)`, of `code_dtype`; scales, shape `(b, num_scales)`, float32; and what
+            codes, shape `(b, bytes of codes)`, of `code_dtype`; scales, shape `(b, num_scales)`, float32; and what
             `dequantize` makes of them, shape and dtype of `blocks`. Where a scale is NaN, codes are arbitrary.
         """
 
     @abstractmethod
     def dequantize(self, codes: Tensor, scales: Tensor) -> Tensor:
-        """Numbers from codes, shape `(..., bytes of a block)`, and scales, `(..., num_scales)`.
+        """Numbers from codes, shape `(..., bytes of codes)`, and scales, `(..., num_scales)`.
 
         Returns:
             shape `(..., s)`, or more dimensions instead of the last; dtype of `scales`.

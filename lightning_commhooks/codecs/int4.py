@@ -20,8 +20,6 @@ from lightning_commhooks.codecs._rounding import (
 )
 from lightning_commhooks.codecs.codec import Codec
 
-ROTATIONS = (None, "hadamard")
-
 
 @dataclass(frozen=True, kw_only=True)
 class Int4Codec(Codec):
@@ -51,8 +49,8 @@ class Int4Codec(Codec):
     def __post_init__(self) -> None:
         check_block_size(self.block_size, 8)
         check_rounding(self.rounding)
-        if self.rotation not in ROTATIONS:
-            raise ValueError(f"rotation must be one of {ROTATIONS}, is {self.rotation!r}")
+        if self.rotation not in (None, "hadamard"):
+            raise ValueError(f"rotation must be one of (None, 'hadamard'), is {self.rotation!r}")
         if self.rotation and self.block_size & (self.block_size - 1):
             raise ValueError(f"block_size must be a power of 2 with rotation='hadamard', is {self.block_size}")
 

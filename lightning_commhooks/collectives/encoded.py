@@ -19,7 +19,8 @@ class Part:
         numbers: shape `(b, s)`, float32 or float64, this rank's; b is a multiple of w for a two-shot average.
         owed: of this rank: what it owed before, and where to write what it owes then, both of shape `(b, s)`. `None`:
             no error feedback.
-        carried: the same of the rank's share of the mean, shape `(b / w, s)`; `None` unless there are two shots.
+        carried: of the rank's share of the mean: what was owed before, and where to write what is owed then, both of
+            shape `(b / w, s)`; `None` unless there are two shots.
         seed: for random rounding; of this rank, step and part alone. Below 2^30.
     """
 

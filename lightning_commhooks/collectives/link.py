@@ -52,7 +52,7 @@ class Cost:
         num_bytes: that it sends, by the formulas in `collectives.group`.
         seconds: from begin to end, one of many in a row.
         cpu_seconds: of this process's processors, kernel included.
-        busy_seconds: of each, when several are under way at once; `None`: as `seconds`.
+        busy_seconds: of each call, when several are under way at once; `None`: as `seconds`.
     """
 
     num_bytes: float

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -161,7 +163,7 @@ class DeviceTiming(Timing[torch.cuda.Event]):
     def __init__(self, device: torch.device) -> None:
         super().__init__()
         self._device = device
-        self._pending: list[_Step[torch.cuda.Event]] = []
+        self._pending: deque[_Step[torch.cuda.Event]] = deque(maxlen=_MAX_PENDING)
 
     def _is_timed(self, step: int) -> bool:
         return step % DEVICE_EVERY == 0
@@ -177,15 +179,14 @@ class DeviceTiming(Timing[torch.cuda.Event]):
         return elapsed
 
     def _add(self, step: _Step[torch.cuda.Event]) -> None:
-        self._pending = [*self._pending, step][-_MAX_PENDING:]
+        self._pending.append(step)
 
     def _settle(self) -> None:
         super()._settle()
         while self._pending and _is_over(self._pending[0]):
-            super()._add(self._pending.pop(0))
+            super()._add(self._pending.popleft())
 
 
 def _is_over(step: _Step[torch.cuda.Event]) -> bool:
-    pairs = [*step.comm, *step.work, *step.waits]
-    moments = [moment for pair in pairs for moment in pair]
-    return all(moment is not None and moment.query() for moment in (step.handed_over, step.backward_done, *moments))
+    events = [step.handed_over, step.backward_done, *itertools.chain(*step.comm, *step.work, *step.waits)]
+    return all(event.query() for event in events if event is not None)

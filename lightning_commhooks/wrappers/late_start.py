@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -18,11 +19,9 @@ def late_starts(hook: CommHook) -> Iterator[tuple[CommHook, str, int]]:
         yield from late_starts(inner)
 
 
+@functools.singledispatch
 def at_once(hook: CommHook) -> CommHook:
     """The same hook beginning with what it does in the long run, and the last phase of a schedule."""
-    if hook.name == "schedule":  # whose file imports that of `Auto`, which imports this
-        *_, last = hook.inner_hooks
-        return at_once(last)
     changes: dict[str, Any] = {name: 0 for owner, name, _ in late_starts(hook) if owner is hook}
     for name, value in vars(hook).items():
         if isinstance(value, CommHook):

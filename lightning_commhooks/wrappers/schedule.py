@@ -13,6 +13,7 @@ from lightning_commhooks.interface.registry import get_hook, get_inner_hook
 from lightning_commhooks.interface.state import StateReader, StateWriter
 from lightning_commhooks.wrappers._turns import BoundSwitch
 from lightning_commhooks.wrappers.hook_name import HookName
+from lightning_commhooks.wrappers.late_start import at_once
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,12 @@ class Schedule(CommHook):
 
     def bind(self, group: Group) -> BoundHook:
         return _BoundSchedule({step: get_hook(hook) for step, hook in self.hooks.items()}, group)
+
+
+@at_once.register(Schedule)
+def _last_at_once(hook: Schedule) -> CommHook:
+    *_, last = hook.inner_hooks
+    return at_once(last)
 
 
 class _BoundSchedule(BoundSwitch):
