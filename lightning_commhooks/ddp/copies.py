@@ -47,7 +47,6 @@ class NotCopied:
         self._in_copies = in_copies
 
     def __call__(self, *args: Any) -> Any:
-        # Without keywords, which would make torch.compile cut a model elsewhere.
         return self._function(*args)
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Callable[..., Any]]]:
