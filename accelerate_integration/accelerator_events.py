@@ -26,11 +26,6 @@ FILE_NAME = "lightning_commhooks.bin"
 class AcceleratorEvents:
     """Has the methods of one `Accelerator` take averaged models and hook state into account from now on.
 
-    Args:
-        accelerator: the accelerator.
-        resync: whether models are averaged for good when they are looked at.
-        strict_state: whether hook state that does not fit is an error.
-
     Attributes:
         divided_before: what a trainer divides the loss by before it calls `backward`.
     """

@@ -6,32 +6,20 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+from lightning_commhooks.ddp.copies import NotCopied
+
 
 def replace_method(target: object, name: str, replacement: Callable[..., Any]) -> None:
     """Replace a method of one object by `replacement(original, *args, **kwargs)`.
 
     For the events that Accelerate and transformers have no callback for. The class stays as it is.
-
-    Args:
-        target: the object.
-        name: of the method.
-        replacement: gets the method that there was as its first argument.
     """
-    setattr(target, name, _Replaced(target, name, replacement))
+    original = getattr(target, name)
+    replaced = functools.update_wrapper(functools.partial(replacement, original), original)
+    # A copy of the object, as a pickled one, has the method of its class.
+    setattr(target, name, _Replaced(replaced, in_copies=original))
 
 
-class _Replaced:
-    """A replaced method; in a copy of its object, as a pickled one, the method of the class is back."""
-
-    def __init__(self, target: object, name: str, replacement: Callable[..., Any]) -> None:
-        original = getattr(target, name)
-        functools.update_wrapper(self, original)
-        self._method = functools.partial(replacement, original)
-        self._place = target, name
-
+class _Replaced(NotCopied):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._method(*args, **kwargs)
-
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[object, str]]:
-        # Called before the copy has got attributes of its own.
-        return getattr, self._place
+        return self._function(*args, **kwargs)

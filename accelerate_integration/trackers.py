@@ -78,7 +78,7 @@ class CommHookTracker:
                 "the handler that the accelerator was made with"
             )
         self._accelerator = accelerator
-        self._monitors = Monitors(attachments, self._options)
+        self._monitors = [self._options.monitor(attachment) for attachment in attachments]
         self._step: int | None = None
         replace_method(accelerator, "end_training", self._end_training)
 
@@ -89,20 +89,29 @@ class CommHookTracker:
             step: as in `accelerator.log`.
         """
         self._step = step
-        if self._monitors.num_new_steps >= self._options.every_n_steps:
-            self._log()
+        self._log_after(self._options.every_n_steps)
 
     def summary(self) -> list[str]:
         """The closing line of each model so far. Not collective."""
-        return self._monitors.summary()
+        return [monitor.summary() for monitor in self._monitors]
 
-    def _log(self) -> None:
-        if self._accelerator.is_main_process and (values := self._monitors.values()):
+    def _log_after(self, num_steps: int) -> None:
+        """Log on the main process, if some model had so many steps since it was logged last."""
+        is_time = any(monitor.num_new_steps >= num_steps for monitor in self._monitors)
+        if is_time and self._accelerator.is_main_process and (values := self._values()):
             self._accelerator.log(values, step=self._step)
 
+    def _values(self) -> dict[str, float]:
+        if len(self._monitors) == 1:
+            return self._monitors[0].values()
+        return {
+            f"{PREFIX}{index}/{name.removeprefix(PREFIX)}": value
+            for index, monitor in enumerate(self._monitors)
+            for name, value in monitor.values().items()
+        }
+
     def _end_training(self, original: Callable[[], None]) -> None:
-        if self._monitors.num_new_steps:
-            self._log()
+        self._log_after(1)
         original()
         if self._options.closing_line:
             _print(self._accelerator, self.summary())
@@ -115,54 +124,29 @@ class TrainerMonitor:
         self._trainer = trainer
         self._handler = handler
         self._options = options
-        self._monitors: Monitors | None = None
+        self._monitor: Monitor | None = None
         replace_method(trainer.callback_handler, "on_train_begin", self._begin)
         replace_method(trainer.callback_handler, "on_train_end", self._end)
         replace_method(trainer, "log", self._log)
 
     def _begin(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         # Models of earlier trials of a search may still be there.
-        self._monitors = Monitors(open_attachments(self._handler)[-1:], self._options)
+        attachments = open_attachments(self._handler)
+        self._monitor = self._options.monitor(attachments[-1]) if attachments else None
         return original(*args, **kwargs)
 
     def _log(self, original: Callable[..., None], logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        # Of training, and at its end; not of evaluation.
-        if self._monitors is not None and ("loss" in logs or "train_runtime" in logs) and self._monitors.num_new_steps:
-            logs = {**logs, **self._monitors.values()}
+        # The logs of training and of its end; not those of evaluation.
+        if self._monitor is not None and ("loss" in logs or "train_runtime" in logs) and self._monitor.num_new_steps:
+            logs = {**logs, **self._monitor.values()}
         original(logs, *args, **kwargs)
 
     def _end(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
-        monitors, self._monitors = self._monitors, None
-        if monitors is not None and self._options.closing_line:
-            _print(self._trainer.accelerator, monitors.summary())
+        monitor, self._monitor = self._monitor, None
+        if monitor is not None and self._options.closing_line:
+            _print(self._trainer.accelerator, [monitor.summary()])
         return result
-
-
-class Monitors:
-    """Monitors of several models. Collective: make it on all ranks."""
-
-    def __init__(self, attachments: Sequence[Attachment | FSDPAttachment], options: MonitorOptions) -> None:
-        self._monitors: list[Monitor] = [options.monitor(attachment) for attachment in attachments]
-
-    @property
-    def num_new_steps(self) -> int:
-        """Steps since the last call of `values`, of the model with the most."""
-        return max((monitor.num_new_steps for monitor in self._monitors), default=0)
-
-    def values(self) -> dict[str, float]:
-        """See `Monitor.values`."""
-        if len(self._monitors) == 1:
-            return self._monitors[0].values()
-        return {
-            f"{PREFIX}{index}/{name.removeprefix(PREFIX)}": value
-            for index, monitor in enumerate(self._monitors)
-            for name, value in monitor.values().items()
-        }
-
-    def summary(self) -> list[str]:
-        """See `Monitor.summary`; one line for each model."""
-        return [monitor.summary() for monitor in self._monitors]
 
 
 def trainer_options(options: object) -> MonitorOptions:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, overload
 
@@ -88,8 +87,8 @@ def use_comm_hook(
     if isinstance(trainer, Accelerator):
         if monitor:
             raise ValueError("monitor is for a transformers.Trainer: CommHookTracker(accelerator, use_comm_hook(...))")
-        parameters = inspect.signature(use_comm_hook).parameters
-        return attach_to_prepared(trainer, hook, [k for k, v in options.items() if v != parameters[k].default])
+        given = [name for name, value in options.items() if value != getattr(CommHookKwargs, name)]
+        return attach_to_prepared(trainer, hook, given)
     if trainer.accelerator.distributed_type == DistributedType.FSDP:
         raise ValueError(
             "this trainer shards its model by FSDP, in the course of train(): call use_comm_hook(trainer.accelerator, "

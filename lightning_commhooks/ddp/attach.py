@@ -32,11 +32,7 @@ logger = logging.getLogger(__name__)
 def resolve_hook(
     hook: object, hook_state: object = None, accumulation: Accumulation = "framework"
 ) -> CommHook | DDPHook:
-    """Check what a user passed as `hook=`, `hook_state=` and `accumulation=`, without a model.
-
-    Raises:
-        ValueError: see [`attach`][].
-    """
+    """Check what a user passed as `hook=`, `hook_state=` and `accumulation=` of [`attach`][], without a model."""
     resolved: Any = hook
     if isinstance(hook, (str, CommHook)) or (isinstance(hook, type) and issubclass(hook, CommHook)):
         resolved = get_hook(hook)  # type: ignore[arg-type]  # refuses a class, naming the call to make
@@ -78,7 +74,7 @@ def attach(
             scale changes.
         exact_state: whether `state_dict()` keeps what differs between ranks for each of them. A run then resumes
             bit by bit on CPU, and the state is as many times larger as there are ranks.
-        optimizers: those that train the model, for hooks that average models after their steps; or a function that
+        optimizers: what trains the model, for hooks that average models after their steps; or a function that
             returns them, called when they are needed. Not given: `Attachment.add_optimizer`. Empty: you call
             `Attachment.after_optimizer_step` yourself.
         accumulation: how gradients are scaled that are accumulated over micro-batches: see
@@ -147,14 +143,7 @@ def attach_emulated(
 ) -> Attachment:
     """Attach a hook to a model whose process group is this rank alone, with other collectives than that group's.
 
-    Args:
-        model: the wrapped model.
-        hook: the hook.
-        make_group: makes the collectives, to count by the counters it gets.
-        optimizers: those that train the model.
-
-    Raises:
-        ValueError: see [`attach`][].
+    `make_group` makes them, to count by the counters it gets.
     """
     model = checked_model(model)
     device = next(p.device for p in model.module.parameters() if p.requires_grad)

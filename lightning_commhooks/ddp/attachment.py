@@ -177,6 +177,7 @@ class Attachment:
         """
         if self.bound is None:
             raise ValueError(f"{self.name} is not a hook of this library; ask its own state")
+        # By name: it is no method of `BoundHook`, since only hooks that send factors count this.
         stats = getattr(self.bound, "compression_stats", None)
         if stats is None:
             raise ValueError(f"hook {self.name!r} keeps no compression_stats(); use metrics()")

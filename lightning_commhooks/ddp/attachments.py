@@ -27,9 +27,7 @@ def attachment_of(model: DistributedDataParallel | None, attachments: Sequence[A
 class Attachments:
     """What adapters do with attachments together. A closed one, whose model has gone, takes no part any more.
 
-    Args:
-        resync: whether models are averaged for good when they are looked at.
-        strict_state: whether state that does not fit is an error.
+    With `resync` models are averaged for good when they are looked at.
     """
 
     def __init__(self, *, resync: bool, strict_state: bool) -> None:
@@ -89,14 +87,9 @@ class Attachments:
         return [attachment.state_dict() for attachment in self.open()]
 
     def load_state_dict(self, states: Sequence[dict[str, Any]] | None, source: str) -> None:
-        """Take states over, after models and optimizers were loaded. Collective.
+        """Take over what `state_dict` returned, after models and optimizers were loaded; `None` gives a warning.
 
-        Args:
-            states: what `state_dict` returned, the same on all ranks; `None` gives a warning.
-            source: where they come from, for messages.
-
-        Raises:
-            ValueError: a state does not fit, or there are more or fewer than models.
+        Collective. `source` says where the states come from, in messages.
         """
         attachments = self.open()
         if not attachments:

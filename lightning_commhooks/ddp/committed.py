@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -62,8 +63,8 @@ class Committed:
             raise HookError(self._problem)
         writer = StateWriter(self._bound.group, "none")
         if not is_readable(self._bound):
-            copied: dict[str, Any] = _copied(self._copy, writer.shared)
-            return copied
+            state: dict[str, Any] = copied(self._copy, writer.shared)
+            return state
         deadline = time.monotonic() + _LONGEST_SECONDS
         while True:
             number = self._number
@@ -84,7 +85,13 @@ class _Keeper(StateWriter):
         return tensor.detach().clone()
 
 
-def _copied(state: Any, copy: Callable[[Tensor], Tensor]) -> Any:
+def copied(state: Any, copy_tensor: Callable[[Tensor], Tensor]) -> Any:
+    """The same nested state with copies of its tensors."""
     if isinstance(state, Tensor):
-        return copy(state)
-    return {key: _copied(value, copy) for key, value in state.items()} if isinstance(state, Mapping) else state
+        return copy_tensor(state)
+    if isinstance(state, dict):
+        # Also the `_metadata` of a module's state, which `OrderedDict.copy()` drops.
+        new = copy.copy(state)
+        new.update((key, copied(value, copy_tensor)) for key, value in state.items())
+        return new
+    return [copied(value, copy_tensor) for value in state] if isinstance(state, list) else state

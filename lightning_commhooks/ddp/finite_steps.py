@@ -25,13 +25,9 @@ class FiniteSteps:
         self._finite, self._reduced = [], []
 
     def add(self, reduced: Tensor, finite: Tensor | None, step: int, is_late: bool) -> None:
-        """Note the averaged gradients of a bucket, which DDP has not given to the parameters yet; called on the engine.
+        """Note the averaged gradients of a bucket, and whether they are finite if that is known; called on the engine.
 
-        Args:
-            reduced: the gradients.
-            finite: whether they are finite, if that is known.
-            step: number of the step.
-            is_late: whether it will be too late to change `reduced` when the step ends.
+        DDP has not given them to the parameters yet. With `is_late` it will have when the step ends.
         """
         self._is_local = is_local(self._running.bound, step) and (self._running.bound.has_memory or self._may_skip())
         if self._running.bound.has_memory or self._is_local:
@@ -53,9 +49,7 @@ class FiniteSteps:
     def end(self, in_time: bool, complete: bool) -> None:
         """Let the hook take over its new memory, or make all gradients of the step NaN.
 
-        Args:
-            in_time: whether the gradients are still there. Later the buckets may be in use for the next step.
-            complete: whether there was a bucket for each gradient. What a broken-off backward sent went nowhere.
+        Not `in_time`, the buckets may be in use for the next step. Not `complete`, what was sent went nowhere.
         """
         self._running.call(lambda: self._end(in_time, complete))
 

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from lightning_commhooks.collectives.errors import HookError
 from lightning_commhooks.collectives.group import Group
-from lightning_commhooks.ddp.optimizers import Optimizers, check_optimizer
+from lightning_commhooks.ddp.optimizers import check_optimizer, register_step_hooks
 from lightning_commhooks.ddp.running import RunningHook
 from lightning_commhooks.interface.averages_models import averages_models
 from lightning_commhooks.interface.layout import Layout
-from lightning_commhooks.interface.models import Models, OptimizerStep
+from lightning_commhooks.interface.models import Models, OptimizerStep, parameters_of
 from lightning_commhooks.wrappers._inner import after_optimizer_step
 
 # Backwards that may be accumulated for one step, before one is missed.
@@ -31,38 +34,48 @@ class LocalSteps:
         reported_by_user: whether optimizers may step that are not known yet.
         evaluates_average: whether forwards of evaluation use the average.
         resync: whether the average that is shown stays.
-        awaits_backward: whether a forward has trained whose backward has not begun.
     """
 
     def __init__(self, running: RunningHook, group: Group) -> None:
         self._running = running
-        self._optimizers = Optimizers(self._before_hooked_step, self._after_hooked_step)
-        self.models = Models(group, self._optimizers.by_key)
+        # Of optimizers that report their steps; and all that were seen, by the name of their first parameter.
+        self._handles: dict[Optimizer, list[RemovableHandle]] = {}
+        self._optimizers: dict[str, Optimizer] = {}
+        self.models = Models(group, self._optimizers)
         self.find_optimizers: Callable[[], Iterable[Optimizer]] = list
         self.reported_by_user = False
         self.evaluates_average = False
         self.resync = False
-        self.awaits_backward = False
+        # Whether a forward has trained whose backward has not begun.
+        self._awaits_backward = False
         self._warned: set[str] = set()
         self._last_reported = -1
         self._checked = False
 
     def add(self, optimizer: Optimizer) -> None:
         """Watch an optimizer."""
-        self._optimizers.add(optimizer)
+        check_optimizer(optimizer)
+        if optimizer not in self._handles:
+            hooks = self._before_hooked_step, self._after_hooked_step
+            self._handles[optimizer] = register_step_hooks(optimizer, *hooks)
         self.models.stepped(optimizer, -1)  # makes its key known to a state that is loaded
         self._checked = False
+
+    def _is_hooked(self, optimizer: Optimizer) -> bool:
+        """Whether the optimizer, or what it is a wrapper of, reports its steps by itself."""
+        return any(optimizer.param_groups is hooked.param_groups for hooked in self._handles)
 
     def check_optimizers(self) -> None:
         """Called in each backward of ranks that step alone."""
         for optimizer in self.find_optimizers():
-            if not self._optimizers.is_hooked(optimizer):
+            if not self._is_hooked(optimizer):
                 self.add(optimizer)
         self._check_steps()
         if self._checked:
             return
         self._checked = True
-        name, known = self._running.name, self._optimizers.parameters()
+        name, optimizers = self._running.name, {*self._handles, *self._optimizers.values()}
+        known = {p for optimizer in optimizers for p in parameters_of(optimizer)}
         unknown = [name for name, p in self.models.layout.trained.items() if p not in known]
         if self.reported_by_user or not unknown:
             return
@@ -88,7 +101,7 @@ class LocalSteps:
             )
 
     def _before_hooked_step(self, optimizer: Optimizer) -> None:
-        self.awaits_backward = False
+        self._awaits_backward = False
         if not self.models.is_swapped or self.models.stepped(optimizer, -1) is None:
             return
         self.hide_average()
@@ -102,7 +115,7 @@ class LocalSteps:
     def after_step(self, optimizer: Optimizer) -> None:
         """The user reports a step."""
         check_optimizer(optimizer)
-        if self._optimizers.is_hooked(optimizer):
+        if self._is_hooked(optimizer):
             raise ValueError(
                 f"{type(optimizer).__name__} reports its steps by itself since it was given to the hook; call "
                 "after_optimizer_step() for optimizers that were not"
@@ -154,11 +167,20 @@ class LocalSteps:
         if self.models.is_shown:
             self.models.swap_out()
 
-    def evaluate(self) -> None:
-        """Called before each forward in eval mode without gradients."""
+    def before_forward(self, is_training: bool) -> None:
+        """Called before each forward of the DDP model."""
+        if torch.is_grad_enabled():
+            self.hide_average()
+            self._awaits_backward = is_training
+        elif not is_training:
+            self._evaluate()
+        if is_training and self.keeps_own_buffers:
+            self.models.buffers_drift()
+
+    def _evaluate(self) -> None:
         if not self.evaluates_average:
             return
-        if self.awaits_backward and self.models.differ:
+        if self._awaits_backward and self.models.differ:
             # Part of training: the backward needs the parameters as they are.
             self._warn_once(
                 "evaluated",
@@ -170,12 +192,7 @@ class LocalSteps:
 
     def backward_begins(self) -> None:
         """Called for each gradient."""
-        self.awaits_backward = False
-
-    def buffers_change(self) -> None:
-        """Called before each forward in training mode."""
-        if self.keeps_own_buffers:
-            self.models.buffers_drift()
+        self._awaits_backward = False
 
     def _warn_once(self, key: str, text: str) -> None:
         if key not in self._warned:
@@ -216,7 +233,10 @@ class LocalSteps:
     def close(self) -> list[str]:
         """Let go of model and optimizers; returns what the user should know."""
         drifted = len(self.models.drifted)
-        self._optimizers.close()
+        for handle in itertools.chain(*self._handles.values()):
+            handle.remove()
+        self._handles.clear()
+        self._optimizers.clear()
         self.evaluates_average = False
         self.models.layout = Layout(nn.Module())
         if not drifted or self.models.is_swapped:

@@ -28,8 +28,7 @@ class MicroBatches:
     was before it was scaled, so that all micro-batches count the same. In one more backward after the same forward, as
     of a second network, the micro-batch counts for the parameters that do not have it yet.
 
-    Args:
-        divided_by: what the loss is divided by, asked for in each synchronized backward.
+    What the loss is divided by is asked for in each synchronized backward.
     """
 
     def __init__(self, divided_by: Callable[[], float]) -> None:
@@ -56,7 +55,7 @@ class MicroBatches:
         self._weight: Number = 0.0
         self._held: dict[str, Held] = {}
         self._stale: set[str] = set()
-        # Stale gradients as they were before such a backward.
+        # Stale gradients as they were before one more backward of the same micro-batch.
         self._before: dict[str, Tensor] = {}
         self._used: set[str] = set()
         # The last gradient that arrived.
@@ -73,7 +72,7 @@ class MicroBatches:
 
         self._handles.append(model.register_forward_pre_hook(NotCopied(torch.compiler.disable(before_forward))))
         for name, parameter in self._parameters.items():
-            # Of what accumulates gradients: hooks of the parameter itself are called by torch.autograd.grad() too.
+            # A hook of the node that accumulates: those of the parameter are called by torch.autograd.grad() too.
             node = torch.autograd.graph.get_gradient_edge(parameter).node
             self._nodes.append(node)
             self._handles.append(node.register_prehook(self._arrival(name, parameter)))
@@ -151,7 +150,7 @@ class MicroBatches:
         gradient = parameter.grad
         assert gradient is not None
         if self._is_within and not gradient.is_sparse:
-            # It may be of a penalty that is not synchronized: then nothing is to change.
+            # This backward may be of a penalty that is not synchronized: then nothing is to change.
             self._before[name] = gradient.detach().clone()
             return
         self._stale.remove(name)

@@ -127,13 +127,7 @@ class LocalPhase:
     def _before_forward(self, model: DistributedDataParallel, inputs: object) -> None:
         if self._local.keeps_own_buffers:
             model.broadcast_buffers = False  # also in the first forward of a wrapper, when training resumes
-        if torch.is_grad_enabled():
-            self._local.hide_average()
-            self._local.awaits_backward = model.training
-        elif not model.training:
-            self._local.evaluate()
-        if model.training:
-            self._local.buffers_change()
+        self._local.before_forward(model.training)
 
     def begin(self, bound: BoundHook, step: int) -> bool:
         """Called for each bucket; returns whether the gradients cannot be changed any more when the step ends."""

@@ -37,7 +37,7 @@ class Attached(Protocol):
 
     @property
     def is_closed(self) -> bool:
-        """Whether it is over."""
+        """Whether the hook is at work no more."""
 
     @property
     def num_steps(self) -> int:
@@ -78,7 +78,7 @@ class MonitorOptions:
             attachment,
             error_every_n_steps=self.error_every_n_steps,
             error_numel=self.error_numel,
-            # It is for the closing line alone.
+            # Seconds saved are in the closing line alone.
             measure_link=self.measure_link and self.closing_line,
         )
 
@@ -194,7 +194,7 @@ class Monitor:
         dense_ms = 1e3 * self._link.cost("all_reduce", dense / steps).seconds
         sent = (now["bytes_sent"] - first["bytes_sent"]) / steps
         wire_ms = 1e3 * num * self._link.cost("all_reduce", sent / num).seconds if num else 0.0
-        # Of what was waited, some was for slower ranks, for which plain DDP would have waited too.
+        # Some of the waiting was for slower ranks, for which plain DDP would have waited too.
         return steps * (max(0.0, dense_ms - overlap) - min(exposed, codec + wire_ms)) / 1e3
 
 

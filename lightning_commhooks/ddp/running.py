@@ -23,9 +23,7 @@ class RunningHook:
 
     Attributes:
         method: the configuration that users and checkpoints know, without the division of accumulated gradients.
-        bound: the hook.
-        committed: what it has taken over.
-        clock: counts its steps.
+        committed: what the bound hook has taken over.
     """
 
     bound: BoundHook
@@ -65,7 +63,7 @@ class RunningHook:
         """Run a function in turn with the hook. Whatever it raises ends all ranks.
 
         Raises:
-            HookError: it failed, or what ran before.
+            HookError: the function failed, or what ran before.
         """
         return self._engine.call(lambda: self._named(function)) if self._engine is not None else function()
 

@@ -106,7 +106,7 @@ class Runtime(RunningHook):
 
     def _bind_again(self) -> BoundHook:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # they were given when the hook was attached
+            warnings.simplefilter("ignore")  # the user got them when the hook was attached
             return self._bind(self.bound.group)
 
     def _bind(self, group: Group) -> BoundHook:
@@ -130,7 +130,7 @@ class Runtime(RunningHook):
         return self.local.models.layout
 
     def _end_step(self, in_time: bool, complete: bool) -> None:
-        # One that broke off ends when the next one has begun.
+        # A step that broke off ends when the next one has begun.
         if self.micro_batches is not None:
             self.micro_batches.end_step()
         if in_time:
@@ -277,7 +277,7 @@ def _call_all(functions: list[Callable[[], None]]) -> None:
 
 
 def _forget_infinities(flat: Tensor, bucket: Bucket) -> None:
-    # They are from an earlier backward, as in a GAN, whose two networks take turns: no reason to skip this step.
+    # Gradients of unused parameters are from an earlier backward, as in a GAN, whose two networks take turns.
     for slot in bucket.slots:
         if bucket.unused and slot.name in bucket.unused:
             slot.view(flat).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
@@ -288,7 +288,7 @@ def _count_dense(group: Group, flat: Tensor) -> None:
 
 
 def _current_scale(grad_scaler: torch.amp.GradScaler | None) -> float | Tensor:
-    # Not get_scale(): that waits for the device. None as long as the scaler has scaled nothing.
+    # get_scale() would wait for the device. The scale is None as long as the scaler has scaled nothing.
     scale: Tensor | None = getattr(grad_scaler, "_scale", None)
     if scale is None:
         return 1.0

@@ -14,7 +14,7 @@ from lightning_commhooks.fsdp.runtime import ShardedRuntime
 from lightning_commhooks.fsdp.supported import resolve_sharded_hook
 from lightning_commhooks.interface.hook import CommHook
 
-# They need several steps, or whole gradients.
+# Metrics that need several steps, or whole gradients.
 _NOT_OF_SHARDS = ("averagings", "nonfinite_steps")
 
 
@@ -73,9 +73,9 @@ class FSDPAttachment:
         if not self._finalizer.detach():
             return
         is_first = any(reduction.group.global_rank == 0 for reduction in self._runtime.reductions.values())
-        texts = self._runtime.closing_warnings() if is_first else []
+        text = self._runtime.closing_warning() if is_first else ""
         self._runtime.close()
-        for text in texts:
+        if text:
             warnings.warn(text, stacklevel=2)
 
 

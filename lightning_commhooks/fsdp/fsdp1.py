@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -25,12 +24,9 @@ class _State:
 
 
 def _hook(state: _State, grad: Tensor, output: Tensor | None = None) -> None:
-    """Reduce the flat gradient of one unit, as FSDP asks: without `output`, it is not sharded."""
+    """Reduce the flat gradient of one unit, as FSDP asks."""
     factor = 1 / state.process_group.size()
-    if output is None:
-        state.runtime.all_reduce_(grad, state.process_group, factor)
-    else:
-        state.runtime.reduce_scatter(grad, output, state.process_group, factor)
+    state.runtime.reduce(grad, output, state.process_group, factor)
 
 
 def units(model: nn.Module) -> list[FullyShardedDataParallel]:
@@ -55,7 +51,7 @@ def attach(model: nn.Module, hook: CommHook) -> ShardedRuntime:
         state.runtime, state.process_group = runtime, process_group
     if not states:
         new = _State(runtime, process_group)
-        for root in _outermost(model):
+        for root in FullyShardedDataParallel.fsdp_modules(model, root_only=True):
             root.register_comm_hook(new, _hook)
         assert all(unit._comm_hook is _hook for unit in wrapped)
     return runtime
@@ -83,14 +79,6 @@ def _process_group(wrapped: list[FullyShardedDataParallel]) -> dist.ProcessGroup
             "would not be reduced at all; pass process_group=, or with HYBRID_SHARD device_mesh="
         )
     return process_group
-
-
-def _outermost(module: nn.Module) -> Iterator[FullyShardedDataParallel]:
-    if isinstance(module, FullyShardedDataParallel):
-        yield module
-        return
-    for child in module.children():
-        yield from _outermost(child)
 
 
 def check_reduce_dtype(model: nn.Module, dtype: torch.dtype) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -17,8 +17,6 @@ from lightning_commhooks.fsdp.runtime import ShardedRuntime
 from lightning_commhooks.interface.hook import CommHook
 
 _runtimes: WeakKeyDictionary[FSDPModule, ShardedRuntime] = WeakKeyDictionary()
-# Modules whose shares we average over replicas.
-_averaging: WeakSet[FSDPModule] = WeakSet()
 
 
 class _ReduceScatter:
@@ -41,7 +39,7 @@ class _ReduceScatter:
         async_op: bool = False,
     ) -> dist.Work | None:
         """Reduce; on CUDA on the current stream, which is FSDP2's stream for this."""
-        self._runtime.reduce_scatter(input_tensor, output_tensor, group, _factor(op, group.size()))
+        self._runtime.reduce(input_tensor, output_tensor, group, _factor(op, group.size()))
         compresses = self._runtime.counters.numel_compressed > 0
         if self._has_replicas and compresses and output_tensor.element_size() > 2:
             _warn_of_replicas(self._runtime, output_tensor.dtype)
@@ -126,11 +124,10 @@ def attach(model: nn.Module, hook: CommHook, replicate_group: dist.ProcessGroup 
         unit.set_custom_reduce_scatter(_ReduceScatter(runtime, _has_replicas(unit)))  # type: ignore[arg-type]
         if replicate_group is not None:
             unit.set_all_reduce_hook(_average_over(replicate_group, runtime))
-            _averaging.add(unit)
-        elif unit in _averaging:
+        elif unit in _runtimes and _runtimes[unit].averages_replicas:
             unit.set_all_reduce_hook(None)  # type: ignore[arg-type]  # of a closed hook of ours
-            _averaging.remove(unit)
         _runtimes[unit] = runtime
+    runtime.averages_replicas = replicate_group is not None
     return runtime
 
 
@@ -139,7 +136,7 @@ def _average_over(replicate_group: dist.ProcessGroup, runtime: ShardedRuntime) -
     runtime.reduction(replicate_group)
 
     def average(share: Tensor) -> None:
-        runtime.all_reduce_(share, replicate_group, 1 / replicate_group.size())
+        runtime.reduce(share, None, replicate_group, 1 / replicate_group.size())
 
     return average
 

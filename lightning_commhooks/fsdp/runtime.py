@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -14,6 +11,7 @@ from lightning_commhooks.collectives.errors import HookError
 from lightning_commhooks.fsdp.reduction import ShardedReduction
 from lightning_commhooks.fsdp.shard_group import ShardGroup
 from lightning_commhooks.fsdp.supported import bind_sharded
+from lightning_commhooks.hooks._quantized import QuantizedConfig
 from lightning_commhooks.interface.hook import CommHook
 
 
@@ -28,6 +26,7 @@ class ShardedRuntime:
         self.hook = hook
         self.counters = Counters()
         self.is_closed = False
+        self.averages_replicas = False
         self.has_warned_of_replicas = False
         self._device = device
         self.reductions: dict[dist.ProcessGroup, ShardedReduction] = {}
@@ -40,22 +39,8 @@ class ShardedRuntime:
             self.reductions[process_group] = bind_sharded(self.hook, group)
         return self.reductions[process_group]
 
-    def reduce_scatter(self, flat: Tensor, out: Tensor, process_group: dist.ProcessGroup, factor: float) -> None:
-        """See `ShardedReduction`."""
-        with self._running(flat):
-            reduction = self.reduction(process_group)
-            self.counters.bytes_dense += reduction.group.shard_bytes(flat.numel(), _dense_itemsize(flat))
-            reduction.reduce_scatter(flat, out, factor)
-
-    def all_reduce_(self, flat: Tensor, process_group: dist.ProcessGroup, factor: float) -> None:
-        """See `ShardedReduction`."""
-        with self._running(flat):
-            reduction = self.reduction(process_group)
-            self.counters.bytes_dense += 2 * reduction.group.shard_bytes(flat.numel(), _dense_itemsize(flat))
-            reduction.all_reduce_(flat, factor)
-
-    @contextmanager
-    def _running(self, flat: Tensor) -> Iterator[None]:
+    def reduce(self, flat: Tensor, out: Tensor | None, process_group: dist.ProcessGroup, factor: float) -> None:
+        """Reduce gradients: this rank's share of them to `out`; in place without it, where they are not sharded."""
         if self.is_closed:
             raise HookError("the communication hook was closed; attach another one to go on training")
         # FSDP says neither where a backward begins nor where it ends.
@@ -66,23 +51,30 @@ class ShardedRuntime:
         try:
             # A backward may run inside the user's autocast, which must not round the hook's own products.
             with torch.no_grad(), torch.autocast(flat.device.type, enabled=False):
-                yield
+                reduction = self.reduction(process_group)
+                # Gradients may come in 16 bit already; without mixed precision they would be sent in float32.
+                dense = reduction.group.shard_bytes(flat.numel(), max(4, flat.element_size()))
+                self.counters.bytes_dense += 2 * dense if out is None else dense
+                if out is None:
+                    reduction.all_reduce_(flat, factor)
+                else:
+                    reduction.reduce_scatter(flat, out, factor)
         except Exception as error:
             raise HookError(
                 f"communication hook {self.hook.name!r} failed on rank {dist.get_rank()} at step "
                 f"{self.counters.steps - 1}, gradients of {flat.numel()} elements: {error}"
             ) from error
 
-    def closing_warnings(self) -> list[str]:
-        """What the user should know at the end of training, one text each."""
+    def closing_warning(self) -> str:
+        """What the user should know at the end of training, empty for nothing."""
         counters = self.counters
-        is_plain = not hasattr(self.hook, "min_bytes")
+        is_plain = not isinstance(self.hook, QuantizedConfig)
         if is_plain or not counters.steps or counters.numel_compressed or not counters.bytes_sent:
-            return []
-        return [
+            return ""
+        return (
             f"hook={self.hook.name!r} compressed nothing: every unit that FSDP reduces by itself has less than "
             f"min_bytes of gradients, or a share of less than a block: wrap larger units, or change {self.hook!r}"
-        ]
+        )
 
     def close(self) -> None:
         """Let go of the process groups."""
@@ -90,8 +82,3 @@ class ShardedRuntime:
         for reduction in self.reductions.values():
             reduction.group.release()
         self.reductions.clear()
-
-
-def _dense_itemsize(flat: Tensor) -> int:
-    # Gradients may come in 16 bit already; float32 is what they would be sent in without any mixed precision.
-    return max(4, flat.element_size())

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 import logging
 import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -17,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_commhooks.ddp.attach import attach, resolve_hook
 from lightning_commhooks.ddp.attachment import Attachment, hook_name
+from lightning_commhooks.ddp.committed import copied
 from lightning_commhooks.interface.hook import CommHook
 from lightning_commhooks.wrappers.hook_name import HookName
 from lightning_commhooks.wrappers.scale import Accumulation
@@ -115,7 +115,7 @@ class CompressedDDPMixin:
         self._strict_state = strict_state
         self._resync = resync
         self._callback: Any = None
-        self._evaluation: AbstractContextManager[None] | None = None
+        self._evaluation = ExitStack()
         self._attachment: Attachment | None = None
         # For checkpoints that Lightning writes when the model is out of DDP again.
         self._last_state: dict[str, Any] | None = None
@@ -244,7 +244,7 @@ class CompressedDDPMixin:
             logger.warning("the checkpoint has the model of rank %d, which was not averaged", self.global_rank)  # type: ignore[attr-defined]
             return super().lightning_module_state_dict()  # type: ignore[misc, no-any-return]
         with self._averaged(attachment):
-            return _copied(super().lightning_module_state_dict())  # type: ignore[misc, no-any-return]
+            return copied(super().lightning_module_state_dict(), _clone)  # type: ignore[misc, no-any-return]
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """State of an optimizer for a checkpoint, averaged over ranks where it differs."""
@@ -254,7 +254,7 @@ class CompressedDDPMixin:
         if self._resync:
             attachment.average_optimizer_state(optimizer)
         with attachment.averaged_optimizer_state(optimizer):
-            return _copied(super().optimizer_state(optimizer))  # type: ignore[misc, no-any-return]
+            return copied(super().optimizer_state(optimizer), _clone)  # type: ignore[misc, no-any-return]
 
     def _averaged(self, attachment: Attachment) -> AbstractContextManager[None]:
         if not self._resync:
@@ -265,16 +265,13 @@ class CompressedDDPMixin:
     def begin_evaluation(self) -> None:
         """Put averages in the place of each rank's own model, for validation while training."""
         attachment = self._averaging()
-        if attachment is not None and self._evaluation is None:
-            self._evaluation = self._averaged(attachment)
-            self._evaluation.__enter__()
+        if attachment is not None:
+            self._evaluation.enter_context(self._averaged(attachment))
 
     def on_validation_end(self) -> None:
         """Go on from each rank's own model. Checkpoints that callbacks write after validation are done by now."""
         super().on_validation_end()  # type: ignore[misc]
-        if self._evaluation is not None:
-            evaluation, self._evaluation = self._evaluation, None
-            evaluation.__exit__(None, None, None)
+        self._evaluation.close()
 
     def average_for_good(self) -> None:
         """Average models, and the state of optimizers, at the end of training."""
@@ -319,7 +316,7 @@ class CompressedDDPMixin:
             self._last_state = state if self.is_global_zero else None  # type: ignore[attr-defined]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_evaluation": None}  # type: ignore[dict-item]  # of Strategy
+        return {**super().__getstate__(), "_evaluation": ExitStack()}  # type: ignore[dict-item]  # of Strategy
 
     def teardown(self) -> None:
         """Close the hook, then tear the strategy down."""
@@ -327,7 +324,7 @@ class CompressedDDPMixin:
             if self._attachment is not None:
                 self._attachment.close()
         finally:
-            self._evaluation = None
+            self._evaluation.close()
             callbacks = [] if self._callback is None else self.lightning_module.trainer.callbacks  # type: ignore[attr-defined]
             # Lightning's tuner puts others there, which stay when it fails.
             if self._callback in callbacks:
@@ -336,13 +333,5 @@ class CompressedDDPMixin:
             super().teardown()  # type: ignore[misc]
 
 
-def _copied(state: Any) -> Any:
-    """The same nested state with copies of its tensors, which otherwise are the live ones."""
-    if isinstance(state, Tensor):
-        return state.detach().clone()
-    if isinstance(state, dict):
-        # Also the `_metadata` of a module's state, which `OrderedDict.copy()` drops.
-        copied = copy.copy(state)
-        copied.update((key, _copied(value)) for key, value in state.items())
-        return copied
-    return [_copied(value) for value in state] if isinstance(state, list) else state
+def _clone(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone()

@@ -108,7 +108,7 @@ class CommHookMonitorMixin:
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Log what is left, and the closing line."""
         if trainer.is_global_zero and self._monitor is not None and self._monitor.num_new_steps:
-            # Which has been counted by now.
+            # The last batch has been counted by now.
             self._log(trainer, self._monitor, trainer.fit_loop.epoch_loop._batches_that_stepped - 1)
         self._close(trainer)
 
@@ -124,9 +124,9 @@ class CommHookMonitorMixin:
         if monitor is None or not self._options.closing_line or not trainer.is_global_zero:
             return
         bar = trainer.progress_bar_callback
-        # Progress bars of users' own need not say so.
+        # Progress bars of users' own need not have `is_enabled`.
         if getattr(bar, "is_enabled", False):
-            # That of rich is drawn over what is written to the terminal by others.
+            # The bar of rich is drawn over what others write to the terminal.
             bar.print(monitor.summary())
         else:
             self._rank_zero_info(monitor.summary())

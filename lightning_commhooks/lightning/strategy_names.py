@@ -12,15 +12,9 @@ import wrapt
 from lightning_commhooks.fsdp.supported import sharded_hooks
 from lightning_commhooks.interface.registry import available_hooks
 
-_PACKAGES = {
-    "lightning.pytorch.strategies": {
-        "ddp": ("lightning_commhooks.lightning.of_lightning", "CompressedDDPStrategy"),
-        "fsdp": ("lightning_commhooks.lightning.of_lightning", "CompressedFSDPStrategy"),
-    },
-    "pytorch_lightning.strategies": {
-        "ddp": ("lightning_commhooks.lightning.of_pytorch_lightning", "CompressedDDPStrategyPL"),
-        "fsdp": ("lightning_commhooks.lightning.of_pytorch_lightning", "CompressedFSDPStrategyPL"),
-    },
+_CLASSES = {
+    "lightning.pytorch.strategies": {"ddp": "CompressedDDPStrategy", "fsdp": "CompressedFSDPStrategy"},
+    "pytorch_lightning.strategies": {"ddp": "CompressedDDPStrategyPL", "fsdp": "CompressedFSDPStrategyPL"},
 }
 
 
@@ -30,14 +24,14 @@ def register_strategy_names() -> None:
     With Lightning's `StrategyRegistry`, now for each of `lightning` and `pytorch_lightning` that is imported already,
     and for the other as soon as it is imported. Imports neither.
     """
-    for module_name in _PACKAGES:
+    for module_name in _CLASSES:
         wrapt.register_post_import_hook(_register, module_name)
 
 
 def _register(strategies: ModuleType) -> None:
     hooks = {"ddp": available_hooks(), "fsdp": sharded_hooks()}
-    for kind, (module_name, class_name) in _PACKAGES[strategies.__name__].items():
-        make = functools.partial(_make, module_name, class_name)
+    for kind, class_name in _CLASSES[strategies.__name__].items():
+        make = functools.partial(_make, class_name)
         for hook in hooks[kind]:
             name = f"{kind}_{hook}"
             if name not in strategies.StrategyRegistry:
@@ -46,5 +40,5 @@ def _register(strategies: ModuleType) -> None:
                 )
 
 
-def _make(module_name: str, class_name: str, **init_params: Any) -> Any:
-    return getattr(importlib.import_module(module_name), class_name)(**init_params)
+def _make(class_name: str, **init_params: Any) -> Any:
+    return getattr(importlib.import_module("lightning_commhooks"), class_name)(**init_params)

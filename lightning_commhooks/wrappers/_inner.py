@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
 
+from lightning_commhooks.interface.accumulation import Number, scale_
 from lightning_commhooks.interface.averages_models import AveragesModels, averages_models, is_local
 from lightning_commhooks.interface.bucket import Bucket
 from lightning_commhooks.interface.hook import BoundHook, CommHook
@@ -17,13 +19,20 @@ from lightning_commhooks.interface.state import StateReader, StateWriter
 
 
 class BoundWrapper(AveragesModels):
-    """A hook made of hooks: what is the same for one inside and for several."""
+    """A hook made of hooks: what is the same for one inside and for several.
+
+    Attributes:
+        mixes_averages: whether it averages gradients of some parameters and models of others, in one step.
+    """
+
+    mixes_averages: bool
 
     def __init__(self, inner: Sequence[BoundHook]) -> None:
         super().__init__(inner[0].group)
         self._all_inner = inner
         self.averages_models = any(averages_models(hook) for hook in inner)
         self.replaces_state = all(is_readable(hook) for hook in inner)
+        self.mixes_averages = any(isinstance(hook, BoundWrapper) and hook.mixes_averages for hook in inner)
 
     @abstractmethod
     def _at_work(self) -> Sequence[BoundHook]:
@@ -43,7 +52,7 @@ class BoundWrapper(AveragesModels):
 
     @property
     def compression_stats(self) -> Any:
-        """That of the first hook at work that has any; by name, since only hooks that send factors have this method."""
+        """The method of the first hook at work that has it; by name, since only hooks that send factors have it."""
         found = (getattr(hook, "compression_stats", None) for hook in self._at_work())
         return next((stats for stats in found if stats is not None), None)
 
@@ -71,6 +80,12 @@ class BoundAround(BoundWrapper):
 
     def reduce(self, flat: Tensor, bucket: Bucket) -> Tensor | None:
         return self._inner.reduce(flat, bucket)
+
+    def _reduce_scaled(self, flat: Tensor, bucket: Bucket, factor: Number) -> Tensor | None:
+        """Let the hook inside reduce gradients times `factor`, in a pass that it makes anyway if it does."""
+        if self._inner.scales_gradients:
+            return self._inner.reduce(flat, dataclasses.replace(bucket, scale=factor))
+        return self._inner.reduce(scale_(flat, factor), dataclasses.replace(bucket, scale=1.0))
 
     def reduce_sparse(self, grad: Tensor, bucket: Bucket) -> Tensor:
         return self._inner.reduce_sparse(grad, bucket)

@@ -83,7 +83,7 @@ class BoundSwitch(BoundWrapper):
 
     def end_step(self, finite: Tensor) -> None:
         super().end_step(finite)
-        # The one time that a CUDA device is waited for: in the first step of a phase.
+        # `finite` waits for a CUDA device, in the first step of a phase only.
         if self._next_phase and finite:
             self._last_phase |= self._next_phase
         self._next_phase = {}

@@ -12,7 +12,6 @@ from torch import Tensor
 from lightning_commhooks.codecs import Int8Codec
 from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.hooks._low_rank_options import LowRankConfig
-from lightning_commhooks.interface.accumulation import scale_
 from lightning_commhooks.interface.bucket import Bucket
 from lightning_commhooks.interface.hook import BoundHook, CommHook
 from lightning_commhooks.interface.hook_state import load_hook, save_hook
@@ -86,18 +85,13 @@ class _BoundCast(BoundAround):
 
     def reduce(self, flat: Tensor, bucket: Bucket) -> Tensor | None:
         if not self._casts(flat):
-            return self._reduce_as_is(flat, bucket)
+            return self._reduce_scaled(flat, bucket, bucket.scale)
         half = torch.empty_like(flat, dtype=self._dtype)
         torch.mul(flat, bucket.scale, out=half)
         self.group.counters.numel_overflowed += num_overflowed(flat, half)
         finite = self._inner.reduce(half, dataclasses.replace(bucket, scale=1.0))
         flat.copy_(half)
         return finite
-
-    def _reduce_as_is(self, flat: Tensor, bucket: Bucket) -> Tensor | None:
-        if self._inner.scales_gradients:
-            return self._inner.reduce(flat, bucket)
-        return self._inner.reduce(scale_(flat, bucket.scale), dataclasses.replace(bucket, scale=1.0))
 
     def reduce_sparse(self, grad: Tensor, bucket: Bucket) -> Tensor:
         if not self._casts(grad):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import warnings
 from collections.abc import Callable
@@ -19,7 +18,7 @@ from lightning_commhooks.interface.bucket import Bucket
 from lightning_commhooks.interface.hook import BoundHook, CommHook
 from lightning_commhooks.interface.registry import get_hook, get_inner_hook
 from lightning_commhooks.interface.user_function import UserFunction, check_user_hook
-from lightning_commhooks.wrappers._inner import BoundAround
+from lightning_commhooks.wrappers._inner import BoundAround, BoundWrapper
 from lightning_commhooks.wrappers.hook_name import HookName
 
 Accumulation = Literal["framework", "mean", "sum", "weighted"] | int
@@ -86,7 +85,7 @@ class ScaleByGradAccumulation(CommHook):
 
     def bind(self, group: Group) -> BoundHook:
         inner = self.inner_hooks[0].bind(group)
-        if self.accumulation == "weighted" and getattr(inner, "averages_parts", False):
+        if self.accumulation == "weighted" and isinstance(inner, BoundWrapper) and inner.mixes_averages:
             raise ValueError(
                 "accumulation='weighted' does not work with a PerParameter of which some hooks average models and "
                 "others gradients: ranks would divide by their own weights and by those of all. Use accumulation='mean'"
@@ -117,11 +116,8 @@ class _BoundScale(BoundAround):
         if any(factor is not first for factor in factors.values()):
             for slot in bucket.slots:
                 scale_(slot.view(flat), factors[slot.name])
-        elif self._inner.scales_gradients:
-            bucket = dataclasses.replace(bucket, scale=first)
-        else:
-            scale_(flat, first)
-        return self._inner.reduce(flat, bucket)
+            return self._inner.reduce(flat, bucket)
+        return self._reduce_scaled(flat, bucket, first)
 
     def reduce_sparse(self, grad: Tensor, bucket: Bucket) -> Tensor:
         factor = next(iter(self._factors(bucket).values()), 1.0)
@@ -141,7 +137,7 @@ class _BoundScale(BoundAround):
         factors: dict[str, Number] = {}
         for name in bucket.names:
             held = accumulated.held.get(name, none)
-            # The same object for parameters that have the same, so that nobody has to look at numbers on a device.
+            # Parameters with equal factors share one object, so that nobody has to look at numbers on a device.
             key = held.num_micro_batches, id(held.weight), held.has_present
             if key not in known:
                 known[key] = self._factor(accumulated, held, bucket)
@@ -163,7 +159,7 @@ class _BoundScale(BoundAround):
             return accumulated.divided_by / num_micro_batches
         num_ranks = 1 if is_local(self._inner, bucket.step) else self.group.size
         if isinstance(total, Tensor):
-            # Of one dimension, or 16-bit gradients would be multiplied by it in 16 bit.
+            # By a tensor of no dimension 16-bit gradients would be multiplied in 16 bit.
             return torch.where(total == 0, 1.0, num_ranks * accumulated.divided_by / total).to(torch.float32).view(1)
         # Without tokens there are no gradients either.
         return num_ranks * accumulated.divided_by / total if total > 0 else 1.0
@@ -179,7 +175,7 @@ class _BoundScale(BoundAround):
         )
 
     def _total_weight(self, accumulated: Accumulated, bucket: Bucket) -> Number:
-        # A copy of a number would wait for the device.
+        # Made on the device: copying a number there would wait for it.
         total = torch.zeros(2, dtype=torch.float64, device=self.group.device)
         total[0] += accumulated.weight
         total[1] += accumulated.num_weightless
@@ -191,5 +187,5 @@ class _BoundScale(BoundAround):
                 f"accumulation='weighted': {count} micro-batches of this step have no weight. Call "
                 "add_weight(num_tokens) between the forward and the backward of each"
             )
-        # Other ranks' devices are not waited for: their gradients become NaN.
+        # A device is not waited for: without a weight on another rank gradients become NaN.
         return torch.where(total[1] == 0, total[:1], math.nan) if total.is_cuda else total[0].item()

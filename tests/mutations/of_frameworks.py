@@ -120,8 +120,8 @@ MUTATIONS = [
     Mutation(
         "validation_leaves_the_average",
         f"{PACKAGE}/lightning/ddp.py",
-        "evaluation.__exit__(None, None, None)",
-        "self._attachment._runtime.local.models.keep_averages()",
+        "        super().on_validation_end()  # type: ignore[misc]\n        self._evaluation.close()",
+        "        super().on_validation_end()\n        self._attachment._runtime.local.models.keep_averages()",
         "After validation, ranks go on from the average.",
         "tests/test_local_sgd_lightning_state.py -k 'leave_training_alone'",
     ),
