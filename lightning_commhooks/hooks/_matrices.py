@@ -137,12 +137,16 @@ class Matrices:
         (k, r, m), n = start.shape, self._shape[0]
         matrices = self._loaded = start.new_empty((k, n, m)) if self._residual is None else self._residual.next()
         product = start.new_empty((k, r, n))
+        nothing = start.new_zeros(()).expand(n * m)
         rows = n if self._at_once else max(1, _BLOCK_NUMEL // m)
         for i, gradients in enumerate(self._of_bucket(flat)):
+            old, new = nothing if self._residual is None else self._residual.value[i].view(-1), matrices[i].view(-1)
+            new[gradients.numel() :].zero_()
             for first in range(0, n, rows):
-                block = matrices[i, first : first + rows]
-                self._add(gradients[first * m :][: block.numel()], i, first, bucket.divisor, block)
+                numbers = slice(first * m, min((first + rows) * m, gradients.numel()))
+                add_unscaled(old[numbers], gradients[numbers], bucket.divisor, out=new[numbers])
                 if not self._at_once:
+                    block = matrices[i, first : first + rows]
                     if self._sent is not None:
                         p, q = self._sent[0].value[i, :, first : first + rows], self._sent[1].value[i]
                         block.addmm_(p.t(), q, alpha=-1)
@@ -152,15 +156,6 @@ class Matrices:
                 matrices.baddbmm_(self._sent[0].value.mT, self._sent[1].value, alpha=-1)
             torch.bmm(start, matrices.mT, out=product)
         return product
-
-    def _add(self, gradients: Tensor, i: int, row: int, divisor: float | Tensor, block: Tensor) -> None:
-        whole, numel = block.view(-1), gradients.numel()
-        old = whole.new_zeros(())
-        if self._residual is not None:
-            old = self._residual.value[i, row : row + block.shape[0]].view(-1)[:numel]
-        add_unscaled(old, gradients, divisor, out=whole[:numel])
-        if numel < whole.numel():
-            whole[numel:].zero_()
 
     def send(self, flat: Tensor, p: Tensor, q: Tensor, used: Tensor | None, bucket: Bucket) -> Tensor:
         """Write P^T Q to the gradients, and owe the rest.
