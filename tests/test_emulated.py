@@ -13,7 +13,7 @@ import lightning_commhooks as lc
 from lightning_commhooks.advice.emulated import EmulatedGroup
 from lightning_commhooks.codecs import Int8Codec
 from lightning_commhooks.codecs.codec import Kernels
-from lightning_commhooks.collectives.encoded import Part
+from lightning_commhooks.collectives.chunk import Chunk
 from lightning_commhooks.collectives.link import Cost, Link
 from lightning_commhooks.ddp.attach import attach_emulated
 
@@ -209,7 +209,7 @@ def test_averages_of_equal_ranks_are_what_each_has(monkeypatch, world):
     gradient = torch.linspace(-1, 1, 4096)
     with emulated(Link.given(**INSTANT, world_size=world)) as (group, _):
         blocks = gradient.clone().view(8, 512)
-        group.average_encoded_([Part(blocks, None, None, seed=0)], Kernels(Int8Codec()))
+        group.average_encoded_([Chunk(blocks, None, None, seed=0)], Kernels(Int8Codec()))
         assert blocks.view(-1).sub(gradient).abs().max() < 0.02
         assert group.all_reduce_in_float32(gradient.bfloat16()).equal(gradient.bfloat16() * world)
 

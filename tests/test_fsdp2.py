@@ -268,7 +268,7 @@ CODECS = [Int8Codec(block_size=16), Int8Codec(block_size=16, rounding="stochasti
 def encoded(rank, world, numel, part_numel):
     """Whether each element of a share is within the codec's bound, how close the worst is, and bytes."""
     found = []
-    before, shard_group.PART_NUMEL = shard_group.PART_NUMEL, part_numel
+    before, shard_group.CHUNK_NUMEL = shard_group.CHUNK_NUMEL, part_numel
     try:
         for codec in CODECS:
             group = ShardGroup(dist.group.WORLD)
@@ -283,7 +283,7 @@ def encoded(rank, world, numel, part_numel):
             worst = ((result - sum(own)).abs() / (bounds + 1e-5)).max().item()
             found.append((worst, group.counters.bytes_sent, (world - 1) * encoded_bytes(codec, numel)))
     finally:
-        shard_group.PART_NUMEL = before
+        shard_group.CHUNK_NUMEL = before
     return found
 
 

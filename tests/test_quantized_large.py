@@ -1,11 +1,11 @@
-"""Large gradients, which are cut into parts, against plain quantization of one gradient after another in float64."""
+"""Large gradients, which are cut into chunks, against plain quantization of one gradient after another in float64."""
 
 import pytest
 import torch
 from driver import attached, backward
 
 import lightning_commhooks as lc
-from lightning_commhooks.hooks._parts import PART_NUMEL, Parts
+from lightning_commhooks.hooks._chunks import CHUNK_NUMEL, Chunks
 from lightning_commhooks.interface.bucket import Slot
 
 STEPS = 3
@@ -110,36 +110,36 @@ def slots_of(shapes):
 
 @pytest.mark.parametrize("block_size", [64, 512, 4096, None])
 @pytest.mark.parametrize("num_owners", [1, 3, 4])
-def test_parts_cover_each_gradient_once(block_size, num_owners):
+def test_chunks_cover_each_gradient_once(block_size, num_owners):
     slots = slots_of(SHAPES)
     flat = torch.arange(1, 1 + sum(slot.numel for slot in slots), dtype=torch.float32)
-    parts = Parts(slots, block_size, num_owners)
-    numbers = [part.gather(flat, torch.float32) for part in parts.parts]
+    chunks = Chunks(slots, block_size, num_owners)
+    numbers = [place.gather(flat, torch.float32) for place in chunks.places]
     everything = torch.cat([own.reshape(-1) for own in numbers])
-    assert everything.numel() == parts.numel
+    assert everything.numel() == chunks.numel
     assert torch.equal(everything[everything > 0].sort().values, flat)
-    shares = [parts.shares(rank) for rank in range(num_owners)]
-    memory = torch.zeros(parts.numel)
+    shares = [chunks.shares(rank) for rank in range(num_owners)]
+    memory = torch.zeros(chunks.numel)
     for own in shares:
         for place, _ in own:
             memory[place] += 1
     assert (memory == 1).all()
     assert len({sum(place.stop - place.start for place, _ in own) for own in shares}) == 1
     for slot in slots:
-        assert torch.equal(parts.gradient(slot, everything), slot.view(flat))
-        parts.write(slot, slot.view(flat), memory)
-        assert torch.equal(parts.gradient(slot, memory), slot.view(flat))
-    for part, own in zip(parts.parts, numbers, strict=True):
+        assert torch.equal(chunks.gradient(slot, everything), slot.view(flat))
+        chunks.write(slot, slot.view(flat), memory)
+        assert torch.equal(chunks.gradient(slot, memory), slot.view(flat))
+    for place, own in zip(chunks.places, numbers, strict=True):
         assert own.shape[0] % num_owners == 0
-        is_view = own.data_ptr() == part.segments[0].of(flat).data_ptr()
-        assert is_view == (len(part.segments) == 1 and part.segments[0].numel == own.numel())
+        is_view = own.data_ptr() == place.segments[0].of(flat).data_ptr()
+        assert is_view == (len(place.segments) == 1 and place.segments[0].numel == own.numel())
         if block_size:
-            assert own.numel() <= 2 * PART_NUMEL
-            # A block begins with each gradient and goes on where another part of it ends.
-            assert all(segment.start % block_size == segment.first % block_size == 0 for segment in part.segments)
-            part.scatter(own, flat)
+            assert own.numel() <= 2 * CHUNK_NUMEL
+            # A block begins with each gradient and goes on where another stretch of it ends.
+            assert all(segment.start % block_size == segment.first % block_size == 0 for segment in place.segments)
+            place.scatter(own, flat)
             assert torch.equal(flat, torch.arange(1, 1 + flat.numel(), dtype=torch.float32))
-            part.scatter(-own.clone(), flat)
-            for segment in part.segments:
+            place.scatter(-own.clone(), flat)
+            for segment in place.segments:
                 assert (segment.of(flat) < 0).all()
             flat.abs_()

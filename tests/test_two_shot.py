@@ -9,7 +9,7 @@ from codec_reference import encoded_bytes, error_bound, there_and_back
 
 from lightning_commhooks.codecs import AffineCodec, FP8Codec, Int4Codec, Int8Codec
 from lightning_commhooks.codecs.codec import Kernels
-from lightning_commhooks.collectives.encoded import Part
+from lightning_commhooks.collectives.chunk import Chunk
 from lightning_commhooks.collectives.group import Group
 
 CODECS = {
@@ -124,7 +124,7 @@ def one_part(ranks, flat, memory, seed, **options):
     own = flat.view(-1, 64).clone()
     new = [None if old is None else torch.empty_like(old) for old in memory]
     pairs = [None if old is None else (old, after) for old, after in zip(memory, new, strict=True)]
-    part = Part(own, *pairs, seed=seed)
+    part = Chunk(own, *pairs, seed=seed)
     finite = ranks.average_encoded_([part], Kernels(options.pop("codec")), **options)
     memory[:] = new
     return part.numbers, finite

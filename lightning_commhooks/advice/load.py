@@ -71,7 +71,7 @@ def _made(spec: str, factory: Callable[[], object], seed: int) -> dict[str, Any]
         made = factory()
     except Exception as error:
         raise ValueError(f"{spec}() failed: {type(error).__name__}: {error}") from error
-    return _parts(spec, made)
+    return _fields_of(spec, made)
 
 
 def _first(batch: object) -> object:
@@ -113,7 +113,7 @@ def _factory(spec: str) -> Callable[[], object]:
     return factory  # type: ignore[no-any-return]
 
 
-def _parts(spec: str, made: object) -> dict[str, Any]:
+def _fields_of(spec: str, made: object) -> dict[str, Any]:
     if isinstance(made, Mapping):
         if unknown := sorted(set(made) - _FIELDS):
             raise ValueError(f"{spec}() returned a dict with {unknown}; known are {sorted(_FIELDS)}")

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from lightning_commhooks.codecs.codec import Codec, Kernels, compiled, seed_tensor
 from lightning_commhooks.collectives import process_groups as groups
+from lightning_commhooks.collectives.chunk import CHUNK_NUMEL, Chunk
 from lightning_commhooks.collectives.communicator import Communicator
 from lightning_commhooks.collectives.counters import Counters
-from lightning_commhooks.collectives.encoded import PART_NUMEL, Part
 
 # Number of this process's node, as Lightning, torchrun and SLURM tell it.
 _NODE_VARIABLES = ("NODE_RANK", "GROUP_RANK", "SLURM_NODEID")
@@ -136,23 +136,23 @@ class Group(Communicator):
 
     def average_encoded_(
         self,
-        parts: Sequence[Part],
+        chunks: Sequence[Chunk],
         kernels: Kernels,
         *,
         loss_scale: float | Tensor = 1.0,
         scale: float | Tensor = 1.0,
         two_shot: bool = True,
     ) -> Tensor:
-        """Replace the numbers of each part by their mean over ranks, encoded on the way, equal on all ranks.
+        """Replace the numbers of each chunk by their mean over ranks, encoded on the way, equal on all ranks.
 
         Two-shot, as CGX (Markov et al. 2022, https://arxiv.org/abs/2111.08617) and ZeRO++ (Wang et al. 2023,
-        https://arxiv.org/abs/2306.10209, section 3.3) do it: each rank receives its share of all parts from the others,
-        sums it in at least float32, encodes the mean and sends it to all; 2(w-1)/w of the encoded size. Two ranks send
-        all to each other instead, the same bytes and one rounding less. Encoding and decoding of one part go on while
-        others are under way.
+        https://arxiv.org/abs/2306.10209, section 3.3) do it: each rank receives its share of all chunks from the
+        others, sums it in at least float32, encodes the mean and sends it to all; 2(w-1)/w of the encoded size. Two
+        ranks send all to each other instead, the same bytes and one rounding less. Encoding and decoding of one chunk
+        go on while others are under way.
 
         Args:
-            parts: the same on every rank.
+            chunks: the same on every rank.
             kernels: of this group.
             loss_scale: what numbers are divided by before they are added to what is owed, and the mean multiplied by.
             scale: what numbers are multiplied by, those with error feedback only.
@@ -161,20 +161,20 @@ class Group(Communicator):
         Returns:
             whether all means are finite before they are multiplied, boolean, one element.
         """
-        if not parts:
+        if not chunks:
             return torch.ones((), dtype=torch.bool, device=self.device)
-        one = parts[0].numbers.new_ones(())
+        one = chunks[0].numbers.new_ones(())
         way_in, way_out = (one * (scale / loss_scale)).view(()), (one * loss_scale).view(())
         has_owners = self.num_owners(two_shot) > 1
-        sent = [self._send(part, kernels, way_in, has_owners) for part in parts]
+        sent = [self._send(chunk, kernels, way_in, has_owners) for chunk in chunks]
         if has_owners:
-            sent = [self._send_mean(part, kernels, one, *of_part) for part, of_part in zip(parts, sent, strict=True)]
+            sent = [self._send_mean(chunk, kernels, one, *it) for chunk, it in zip(chunks, sent, strict=True)]
         finite = []
-        for part, (_, arrived) in zip(parts, sent, strict=True):
+        for chunk, (_, arrived) in zip(chunks, sent, strict=True):
             num_senders = 1 if has_owners else self.size
-            payloads = arrived().view(num_senders, part.numbers.shape[0], -1)
-            factor = way_out if part.owed is not None else one
-            finite.append(kernels.decode_mean(payloads, factor, part.numbers))
+            payloads = arrived().view(num_senders, chunk.numbers.shape[0], -1)
+            factor = way_out if chunk.owed is not None else one
+            finite.append(kernels.decode_mean(payloads, factor, chunk.numbers))
         return torch.stack(finite).all()
 
     def average_tensors_encoded_(self, tensors: Sequence[Tensor], kernels: Kernels) -> None:
@@ -195,8 +195,8 @@ class Group(Communicator):
         places = flat[: sum(filled)].split(filled)
         for tensor, place in zip(tensors, places, strict=True):
             place[: tensor.numel()] = tensor.reshape(-1)
-        chunks = flat.split(max(unit, PART_NUMEL // unit * unit))
-        self.average_encoded_([Part(chunk.view(-1, size), None, None, seed=0) for chunk in chunks], kernels)
+        pieces = flat.split(max(unit, CHUNK_NUMEL // unit * unit))
+        self.average_encoded_([Chunk(piece.view(-1, size), None, None, seed=0) for piece in pieces], kernels)
         for tensor, place in zip(tensors, places, strict=True):
             tensor.copy_(place[: tensor.numel()].view(tensor.shape))
 
@@ -218,20 +218,20 @@ class Group(Communicator):
         for factor in large:
             factor.mul_(self.size)
 
-    def _send(self, part: Part, kernels: Kernels, factor: Tensor, to_owners: bool) -> _Sent:
-        payload = kernels.encode(part.numbers, part.owed, factor, seed_tensor(part.seed, self.device)).view(-1)
+    def _send(self, chunk: Chunk, kernels: Kernels, factor: Tensor, to_owners: bool) -> _Sent:
+        payload = kernels.encode(chunk.numbers, chunk.owed, factor, seed_tensor(chunk.seed, self.device)).view(-1)
         if to_owners:
             return payload, self._start_all_to_all(payload.view(self.size, -1))
         return payload, self._start_all_gather(payload)
 
     def _send_mean(
-        self, part: Part, kernels: Kernels, one: Tensor, payload: Tensor, arrived: Callable[[], Tensor]
+        self, chunk: Chunk, kernels: Kernels, one: Tensor, payload: Tensor, arrived: Callable[[], Tensor]
     ) -> _Sent:
         """The second shot: this rank's share of the mean."""
-        b, s = part.numbers.shape
-        mean = part.numbers.new_empty((b // self.size, s))
+        b, s = chunk.numbers.shape
+        mean = chunk.numbers.new_empty((b // self.size, s))
         kernels.decode_mean(arrived().view(self.size, b // self.size, -1), one, mean)
-        seed = seed_tensor(part.seed + 2**30, self.device)
-        share = kernels.encode(mean, part.carried, one, seed).view(-1)
+        seed = seed_tensor(chunk.seed + 2**30, self.device)
+        share = kernels.encode(mean, chunk.carried, one, seed).view(-1)
         # The mean of what equal ranks send is what each of them sends.
         return share, self._start_all_gather(share, lambda: payload.view(self.size, -1).clone())

@@ -7,11 +7,11 @@ import zlib
 import torch
 from torch import Tensor
 
-from lightning_commhooks.collectives.encoded import PART_NUMEL, Part
+from lightning_commhooks.collectives.chunk import CHUNK_NUMEL, Chunk
 from lightning_commhooks.fsdp.dense import DenseReduction
 from lightning_commhooks.fsdp.reduction import ShardedReduction
 from lightning_commhooks.fsdp.shard_group import ShardGroup
-from lightning_commhooks.hooks._quantized import QuantizedConfig
+from lightning_commhooks.hooks._codec_feedback import CodecConfig
 
 
 class EncodedReduction(ShardedReduction):
@@ -21,7 +21,7 @@ class EncodedReduction(ShardedReduction):
     largest magnitude of the block over 254. Gradients that are not sharded take a second shot, so a second error.
     """
 
-    def __init__(self, config: QuantizedConfig, group: ShardGroup) -> None:
+    def __init__(self, config: CodecConfig, group: ShardGroup) -> None:
         super().__init__(group)
         assert config.codec.block_size is not None
         self._block_size = config.codec.block_size
@@ -48,11 +48,11 @@ class EncodedReduction(ShardedReduction):
         padded = flat.new_zeros(-(-flat.numel() // unit) * unit, dtype=torch.promote_types(flat.dtype, torch.float32))
         padded[: flat.numel()] = flat
         seed = self._seed()
-        parts = [
-            Part(chunk.view(-1, self._block_size), None, None, (seed + i) % 2**30)
-            for i, chunk in enumerate(padded.split(max(unit, PART_NUMEL // unit * unit)))
+        chunks = [
+            Chunk(chunk.view(-1, self._block_size), None, None, (seed + i) % 2**30)
+            for i, chunk in enumerate(padded.split(max(unit, CHUNK_NUMEL // unit * unit)))
         ]
-        self.group.average_encoded_(parts, self._kernels)
+        self.group.average_encoded_(chunks, self._kernels)
         flat.copy_(padded[: flat.numel()].mul_(factor * self.group.size))
 
     def _is_worth_it(self, flat: Tensor, numel_of_share: int) -> bool:

@@ -11,7 +11,7 @@ from lightning_commhooks.collectives.errors import HookError
 from lightning_commhooks.fsdp.reduction import ShardedReduction
 from lightning_commhooks.fsdp.shard_group import ShardGroup
 from lightning_commhooks.fsdp.supported import bind_sharded
-from lightning_commhooks.hooks._quantized import QuantizedConfig
+from lightning_commhooks.hooks._codec_feedback import CodecConfig
 from lightning_commhooks.interface.hook import CommHook
 
 
@@ -68,7 +68,7 @@ class ShardedRuntime:
     def closing_warning(self) -> str:
         """What the user should know at the end of training, empty for nothing."""
         counters = self.counters
-        is_plain = not isinstance(self.hook, QuantizedConfig)
+        is_plain = not isinstance(self.hook, CodecConfig)
         if is_plain or not counters.steps or counters.numel_compressed or not counters.bytes_sent:
             return ""
         return (

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_commhooks.codecs.codec import Kernels, seed_tensor
-from lightning_commhooks.collectives.encoded import PART_NUMEL
+from lightning_commhooks.collectives.chunk import CHUNK_NUMEL
 from lightning_commhooks.collectives.group import Group
 
 
@@ -54,12 +54,12 @@ class ShardGroup(Group):
         assert size is not None
         blocks = _in_blocks(chunks, size)
         total, one = torch.empty_like(blocks[0]), blocks.new_ones(())
-        at_once = max(1, PART_NUMEL // (self.size * size))
+        at_once = max(1, CHUNK_NUMEL // (self.size * size))
         starts = range(0, total.shape[0], at_once)
         sent = []
         for start in starts:
-            part = blocks[:, start : start + at_once].reshape(-1, size)
-            payload = kernels.encode(part, None, one, seed_tensor(seed + start, self.device))
+            some = blocks[:, start : start + at_once].reshape(-1, size)
+            payload = kernels.encode(some, None, one, seed_tensor(seed + start, self.device))
             sent.append(self._start_all_to_all(payload.view(self.size, -1)))
         for start, arrived in zip(starts, sent, strict=True):
             out = total[start : start + at_once]

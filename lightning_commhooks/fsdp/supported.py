@@ -9,7 +9,7 @@ from lightning_commhooks.fsdp.encoded import EncodedReduction
 from lightning_commhooks.fsdp.reduction import ShardedReduction
 from lightning_commhooks.fsdp.shard_group import ShardGroup
 from lightning_commhooks.hooks import BF16, FP8, FP16, AllReduce, Int4, Int8
-from lightning_commhooks.hooks._quantized import QuantizedConfig
+from lightning_commhooks.hooks._codec_feedback import CodecConfig
 from lightning_commhooks.interface.hook import CommHook
 from lightning_commhooks.interface.registry import get_hook, get_hook_class
 
@@ -66,7 +66,7 @@ def _check_options(hook: CommHook) -> None:
 
 def bind_sharded(hook: CommHook, group: ShardGroup) -> ShardedReduction:
     """Make what reduces gradients, for a hook from `resolve_sharded_hook`. Collective."""
-    if isinstance(hook, QuantizedConfig):
+    if isinstance(hook, CodecConfig):
         return EncodedReduction(hook, group)
     if isinstance(hook, (FP16, BF16)):
         return DenseReduction(group, hook.dtype, in_float32=hook.accumulate_dtype == "float32")

@@ -58,7 +58,7 @@ class BoundLocalSGD(AveragesModels):
         self._config = config
         self.average_buffers = config.average_buffers
         # None: gradients stay as they are.
-        self._subgroup = group.split(self._parts()) if config.post_local_gradient_allreduce else None
+        self._subgroup = group.split(self._subgroups()) if config.post_local_gradient_allreduce else None
         if self._subgroup is not None and 1 < self._subgroup.size == group.size and group.rank == 0:
             warnings.warn(
                 f"hook={config.name!r}: gradients go on being averaged over all {group.size} ranks at every step, "
@@ -69,7 +69,7 @@ class BoundLocalSGD(AveragesModels):
         # Steps that each optimizer has taken since ranks step alone.
         self._num_steps: dict[str, int] = {}
 
-    def _parts(self) -> list[list[int]]:
+    def _subgroups(self) -> list[list[int]]:
         size = self._config.subgroup_size
         if size is None:
             return self.group.nodes()
@@ -114,7 +114,7 @@ class BoundLocalSGD(AveragesModels):
             stepped: what it changed.
         """
 
-    def _settle_optimizer(self, stepped: OptimizerStep, group: Group) -> None:
+    def _follow_up_optimizer(self, stepped: OptimizerStep, group: Group) -> None:
         """Do to the state of the stepped parameters what `optimizer_state` says, when `group` has averaged them."""
         if self._config.optimizer_state == "average":
             stepped.models.average_state_(stepped, group)

@@ -140,8 +140,8 @@ class _BoundDiLoCo(BoundLocalSGD):
         period, fragments = self._config.period, self._config.fragments
         # Spread over the period, the last at its end.
         due = [k for k in range(fragments) if (num_steps - (k + 1) * period // fragments) % period == 0]
-        parts = _fragments(stepped.parameters, fragments) if due else []
-        for names in [parts[k] for k in due if parts[k]]:
+        groups = _fragments(stepped.parameters, fragments) if due else []
+        for names in [groups[k] for k in due if groups[k]]:
             fragment = {name: stepped.parameters[name] for name in names}
             self._outer_step(dataclasses.replace(stepped, parameters=fragment))
         if num_steps % period == 0:
@@ -168,7 +168,7 @@ class _BoundDiLoCo(BoundLocalSGD):
         # What was in no backward has no anchor.
         average_([p for name, p in stepped.parameters.items() if name not in self._anchors], self.group)
         stepped.models.averaged(stepped.parameters)
-        self._settle_optimizer(stepped, self.group)
+        self._follow_up_optimizer(stepped, self.group)
 
     def _average_(self, moves: list[Tensor]) -> None:
         if self._config.pseudo_gradient == "fp32":

@@ -7,13 +7,13 @@ from typing import ClassVar, Literal
 
 from lightning_commhooks.codecs import FP8Codec
 from lightning_commhooks.codecs._rounding import Rounding
-from lightning_commhooks.hooks._quantized import QuantizedConfig
+from lightning_commhooks.hooks._codec_feedback import CodecConfig
 from lightning_commhooks.interface.registry import register
 
 
 @register
 @dataclass(frozen=True, kw_only=True)
-class FP8(QuantizedConfig):
+class FP8(CodecConfig):
     """Average gradients as blocks of 8-bit floating-point numbers with a scale each, with error feedback.
 
     As `Int8`, at the same size; small gradients beside large ones are more precise and large ones less. See `FP8Codec`.

@@ -89,5 +89,5 @@ class _BoundHierarchicalLocalSGD(BoundLocalSGD):
         for period, group in self._levels.items():
             if num_steps % period == 0:
                 stepped.models.average_(stepped.parameters, group)
-                self._settle_optimizer(stepped, group)
+                self._follow_up_optimizer(stepped, group)
                 return

@@ -7,13 +7,13 @@ from typing import ClassVar
 
 from lightning_commhooks.codecs import Int8Codec
 from lightning_commhooks.codecs._rounding import Rounding
-from lightning_commhooks.hooks._quantized import QuantizedConfig
+from lightning_commhooks.hooks._codec_feedback import CodecConfig
 from lightning_commhooks.interface.registry import register
 
 
 @register
 @dataclass(frozen=True, kw_only=True)
-class Int8(QuantizedConfig):
+class Int8(CodecConfig):
     """Average gradients as blocks of 8-bit integers with a scale each, with error feedback.
 
     A two-shot all-reduce (`Group.average_encoded_`): sends a quarter of what float32 does, at every number of ranks.

@@ -59,4 +59,4 @@ class _BoundPostLocalSGD(BoundLocalSGD):
     def _after_local_step(self, num_steps: int, stepped: OptimizerStep) -> None:
         if num_steps % self._config.period == 0 and self.is_local(stepped.step):
             stepped.models.average_(stepped.parameters)
-            self._settle_optimizer(stepped, self.group)
+            self._follow_up_optimizer(stepped, self.group)

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from lightning_commhooks.codecs import AffineCodec
 from lightning_commhooks.codecs._rounding import check_block_size
-from lightning_commhooks.collectives.encoded import Part
+from lightning_commhooks.collectives.chunk import Chunk
 from lightning_commhooks.collectives.group import Group
-from lightning_commhooks.hooks._parts import Parts
+from lightning_commhooks.hooks._chunks import Chunks
 from lightning_commhooks.interface.bucket import Bucket, Slot
 from lightning_commhooks.interface.hook import BoundHook, CommHook
 from lightning_commhooks.interface.precision import to_gradient, work_dtype
@@ -96,7 +96,7 @@ class _BoundQuantize(BoundHook):
         super().__init__(group)
         self._two_shot = two_shot
         self._kernels = group.kernels(codec, feedback=False, two_shot=two_shot)
-        self._parts: dict[int, Parts] = {}
+        self._layouts: dict[int, Chunks] = {}
 
     def reduce(self, flat: Tensor, bucket: Bucket) -> None:
         if not flat.is_floating_point() or not flat.numel():
@@ -106,15 +106,15 @@ class _BoundQuantize(BoundHook):
         self.group.counters.numel_compressed += flat.numel()
         layout = self._layout(flat.numel())
         dtype = work_dtype(flat.dtype)
-        parts = [Part(part.gather(flat, dtype), None, None, seed=0) for part in layout.parts]
-        self.group.average_encoded_(parts, self._kernels, two_shot=self._two_shot)
-        for part, mean in zip(layout.parts, parts, strict=True):
-            part.scatter(mean.numbers if dtype == flat.dtype else to_gradient(mean.numbers, flat.dtype), flat)
+        chunks = [Chunk(place.gather(flat, dtype), None, None, seed=0) for place in layout.places]
+        self.group.average_encoded_(chunks, self._kernels, two_shot=self._two_shot)
+        for place, mean in zip(layout.places, chunks, strict=True):
+            place.scatter(mean.numbers if dtype == flat.dtype else to_gradient(mean.numbers, flat.dtype), flat)
 
-    def _layout(self, numel: int) -> Parts:
-        if numel not in self._parts:
+    def _layout(self, numel: int) -> Chunks:
+        if numel not in self._layouts:
             # PyTorch's hooks take no notice of parameters.
             whole = [Slot("", (numel,), 0)]
             num_owners = self.group.num_owners(self._two_shot)
-            self._parts[numel] = Parts(whole, self._kernels.codec.block_size, num_owners)
-        return self._parts[numel]
+            self._layouts[numel] = Chunks(whole, self._kernels.codec.block_size, num_owners)
+        return self._layouts[numel]

@@ -17,7 +17,7 @@ from lightning_commhooks.interface.state import StateReader, StateWriter
 # What is remembered of one parameter. "residual", shape of its slot: what this rank owes, before what else is there of
 # that is taken into account (`settled`). All else is equal on all ranks.
 Entry = dict[str, Tensor]
-# Of the parts that an entry may have, the shape; `None`: any.
+# Shapes of the tensors that an entry may have, by their keys; `None`: any.
 Shapes = dict[str, tuple[int, ...] | None]
 
 
@@ -48,7 +48,7 @@ class BoundByParameter(BoundHook, Generic[P]):
     key: the name of a parameter, or the names of several.
 
     Attributes:
-        lasting: parts of an entry that a hook goes on from whether or not what is owed goes on exactly.
+        lasting: keys of what a hook goes on from whether or not what is owed goes on exactly.
     """
 
     lasting: ClassVar[tuple[str, ...]] = ()
@@ -80,7 +80,7 @@ class BoundByParameter(BoundHook, Generic[P]):
 
     @abstractmethod
     def _entry_shapes(self, shapes: list[tuple[int, ...]]) -> Shapes:
-        """Parts of an entry whose parameters have these shapes; none if they are not compressed."""
+        """Chunks of an entry whose parameters have these shapes; none if they are not compressed."""
 
     def _settled(self, entry: Mapping[str, Tensor]) -> Tensor:
         """What a parameter with a residual is owed."""
@@ -136,21 +136,21 @@ class BoundByParameter(BoundHook, Generic[P]):
 
     def state_dict(self, writer: StateWriter) -> dict[str, Any]:
         plans, stored = self._shown
-        entries = {key: entry for part in (stored, *(plan.entries() for plan in plans)) for key, entry in part.items()}
+        entries = {key: entry for some in (stored, *(plan.entries() for plan in plans)) for key, entry in some.items()}
         return {"entries": {key: self._saved(entries[key], writer) for key in sorted(entries)}}
 
     def _saved(self, entry: Entry, writer: StateWriter) -> Entry:
         # The mean over ranks of what is owed is all that ranks other than these can go on from.
         exact = writer.kind == "exact"
-        parts = (part for part in entry if part != "residual" and (exact or part in self.lasting))
-        saved = {part: writer.shared(entry[part]) for part in parts}
+        kinds = (kind for kind in entry if kind != "residual" and (exact or kind in self.lasting))
+        saved = {kind: writer.shared(entry[kind]) for kind in kinds}
         if "residual" in entry and writer.kind != "none":
             saved["residual"] = writer.per_rank(entry["residual"] if exact else self._settled(entry))
         return saved
 
     def load_state_dict(self, state: dict[str, Any], reader: StateReader) -> None:
         stored = {}
-        for key, part in reader.section(state, "entries").items():
+        for key, saved in reader.section(state, "entries").items():
             shapes = [shape for name in key.split("\n") if (shape := reader.shape_of(name)) is not None]
             if len(shapes) <= key.count("\n"):
                 reader.differs(f"it has memory of {key!r}, but the model no such parameter, or another hook has it")
@@ -159,29 +159,29 @@ class BoundByParameter(BoundHook, Generic[P]):
                     f"parameter {key!r} is compressed in the state and not any more, or without error feedback"
                 )
             else:
-                stored[key] = self._loaded(key, reader.section({key: part}, key), expected, reader)
+                stored[key] = self._loaded(key, reader.section({key: saved}, key), expected, reader)
         self._plans, self._stored = {}, stored
         self._show()
 
     def _loaded(self, key: str, saved: Mapping[str, Tensor], expected: Shapes, reader: StateReader) -> Entry:
         """What fits of a saved entry."""
-        entry = {part: reader.shared(tensor) for part, tensor in saved.items() if part != "residual"}
+        entry = {kind: reader.shared(tensor) for kind, tensor in saved.items() if kind != "residual"}
         if "residual" in saved:
             entry["residual"] = reader.per_rank(saved["residual"])
-            if not (reader.is_exact and all(_fits(tensor, expected.get(part)) for part, tensor in entry.items())):
-                kept = {part: tensor for part, tensor in entry.items() if part in self.lasting}
+            if not (reader.is_exact and all(_fits(tensor, expected.get(kind)) for kind, tensor in entry.items())):
+                kept = {kind: tensor for kind, tensor in entry.items() if kind in self.lasting}
                 entry = {**kept, "residual": self._settled(entry)}
         elif "residual" in expected and reader.has_per_rank:
             reader.differs(f"it has no error feedback of {key!r}")
-        for part, tensor in list(entry.items()):
-            if part not in expected:
+        for kind, tensor in list(entry.items()):
+            if kind not in expected:
                 reader.differs(f"it has error feedback of {key!r}")
-            elif not _fits(tensor, expected[part]):
-                now = f"{list(tensor.shape)} in the state and {list(expected[part] or ())} now"
-                reader.differs(f"the {part} of {key!r} has shape {now}")
+            elif not _fits(tensor, expected[kind]):
+                now = f"{list(tensor.shape)} in the state and {list(expected[kind] or ())} now"
+                reader.differs(f"the {kind} of {key!r} has shape {now}")
             else:
                 continue
-            del entry[part]
+            del entry[kind]
         return entry
 
     def release(self) -> None:

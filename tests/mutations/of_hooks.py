@@ -167,7 +167,7 @@ MUTATIONS = [
     ),
     Mutation(
         "rounding_seed_of_all_ranks",
-        f"{HOOKS}/_quantized.py",
+        f"{HOOKS}/_codec_feedback.py",
         ":{bucket.step}:{self.group.rank}:",
         ":{bucket.step}:",
         "Random rounding is the same on all ranks, so that errors add up.",
@@ -184,7 +184,7 @@ MUTATIONS = [
     Mutation(
         "error_of_the_mean_dropped",
         f"{PACKAGE}/collectives/group.py",
-        "kernels.encode(mean, part.carried, one, seed)",
+        "kernels.encode(mean, chunk.carried, one, seed)",
         "kernels.encode(mean, None if part.carried is None else (torch.zeros_like(mean), part.carried[1]), one, seed)",
         "What the second shot leaves out is lost.",
         "tests/test_two_shot.py -k 'telescopes'",

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from lightning_commhooks.codecs.codec import Codec
-from lightning_commhooks.collectives.encoded import Part
+from lightning_commhooks.collectives.chunk import Chunk
 from lightning_commhooks.collectives.group import Group
-from lightning_commhooks.hooks._parts import Parts
+from lightning_commhooks.hooks._chunks import Chunks
 from lightning_commhooks.interface.accumulation import scale_
 from lightning_commhooks.interface.bucket import Bucket, Slot
 from lightning_commhooks.interface.by_parameter import BoundByParameter, Entry, Plan, Shapes
@@ -27,7 +27,7 @@ from lightning_commhooks.interface.state import StateWriter
 
 
 @dataclass(frozen=True, kw_only=True)
-class QuantizedConfig(CommHook):
+class CodecConfig(CommHook):
     """Options of hooks that encode gradients and have error feedback."""
 
     use_error_feedback: bool = True
@@ -54,7 +54,7 @@ class QuantizedConfig(CommHook):
         return fills_block and (self.compress_1d or len(shape) > 1)
 
     def bind(self, group: Group) -> BoundHook:
-        return _BoundQuantized(self, group)
+        return CodecFeedback(self, group)
 
 
 @dataclass(frozen=True)
@@ -64,16 +64,16 @@ class _Plan(Plan):
     Attributes:
         dense: gradients that are sent as they are.
         slots: the others.
-        parts: where they are in the memory.
-        residual: what this rank owes, shape `(parts.numel,)`.
-        carried: what is owed of this rank's share of the mean, shape `(parts.numel / w,)`; `None` unless there are
+        layout: where they are in the memory.
+        residual: what this rank owes, shape `(layout.numel,)`.
+        carried: what is owed of this rank's share of the mean, shape `(layout.numel / w,)`; `None` unless there are
             two shots.
         group: the ranks.
     """
 
     dense: list[Slot]
     slots: list[Slot]
-    parts: Parts
+    layout: Chunks
     residual: Memory | None
     carried: Memory | None
     group: Group
@@ -85,16 +85,16 @@ class _Plan(Plan):
     def entries(self) -> dict[str, Entry]:
         if self.residual is None:
             return {}
-        entries = {slot.name: {"residual": self.parts.gradient(slot, self.residual.value)} for slot in self.slots}
+        entries = {slot.name: {"residual": self.layout.gradient(slot, self.residual.value)} for slot in self.slots}
         if self.carried is not None:
             # Each rank has its share; who has which depends on the bucket.
             whole = torch.zeros_like(self.residual.value)
-            for place, own in self.parts.shares(self.group.rank):
+            for place, own in self.layout.shares(self.group.rank):
                 whole[place] = self.carried.value[own]
             with self.group.counters.paused():
                 self.group.all_reduce_(whole)
             for slot in self.slots:
-                entries[slot.name]["carried"] = self.parts.gradient(slot, whole)
+                entries[slot.name]["carried"] = self.layout.gradient(slot, whole)
         return entries
 
     def owed(self) -> Iterator[Tensor]:
@@ -102,7 +102,7 @@ class _Plan(Plan):
             yield memory.value
 
 
-class _BoundQuantized(BoundByParameter[_Plan]):
+class CodecFeedback(BoundByParameter[_Plan]):
     """Error feedback at both ends of a two-shot average.
 
     A rank owes what its own payload left out, and adds it to its next gradient. What the payload of the mean left out
@@ -110,7 +110,7 @@ class _BoundQuantized(BoundByParameter[_Plan]):
     https://arxiv.org/abs/1905.05957, algorithm 1).
     """
 
-    def __init__(self, config: QuantizedConfig, group: Group) -> None:
+    def __init__(self, config: CodecConfig, group: Group) -> None:
         super().__init__(group)
         self._config = config
         self._kernels = group.kernels(config.codec, feedback=config.use_error_feedback, two_shot=True)
@@ -156,26 +156,26 @@ class _BoundQuantized(BoundByParameter[_Plan]):
 
     def _average_encoded(self, flat: Tensor, bucket: Bucket, plan: _Plan) -> Tensor:
         dtype = work_dtype(flat.dtype)
-        shares = plan.parts.shares(self.group.rank) if plan.carried is not None else []
-        parts = []
-        for i, part in enumerate(plan.parts.parts):
+        shares = plan.layout.shares(self.group.rank) if plan.carried is not None else []
+        chunks = []
+        for i, place in enumerate(plan.layout.places):
             owed = carried = None
             if plan.residual is not None:
-                owed = part.of(plan.residual.value), part.of(plan.residual.next())
+                owed = place.of(plan.residual.value), place.of(plan.residual.next())
             if plan.carried is not None:
-                size, (_, own) = part.shape[1], shares[i]
+                size, (_, own) = place.shape[1], shares[i]
                 carried = plan.carried.value[own].view(-1, size), plan.carried.next()[own].view(-1, size)
-            seed = f"{self._config.random_seed}:{bucket.step}:{self.group.rank}:{part.segments[0].key}"
-            parts.append(Part(part.gather(flat, dtype), owed, carried, zlib.crc32(seed.encode()) % 2**30))
-        finite = self.group.average_encoded_(parts, self._kernels, loss_scale=bucket.loss_scale, scale=bucket.scale)
-        for part, mean in zip(plan.parts.parts, parts, strict=True):
+            seed = f"{self._config.random_seed}:{bucket.step}:{self.group.rank}:{place.segments[0].key}"
+            chunks.append(Chunk(place.gather(flat, dtype), owed, carried, zlib.crc32(seed.encode()) % 2**30))
+        finite = self.group.average_encoded_(chunks, self._kernels, loss_scale=bucket.loss_scale, scale=bucket.scale)
+        for place, mean in zip(plan.layout.places, chunks, strict=True):
             if dtype != flat.dtype:
                 rounded = to_gradient(mean.numbers, flat.dtype)
                 if mean.owed is not None:
                     # Equal on all ranks, so it is owed to the mean.
                     mean.owed[1].add_((mean.numbers - rounded.to(dtype)) / bucket.loss_scale)
                 mean.numbers = rounded
-            part.scatter(mean.numbers, flat)
+            place.scatter(mean.numbers, flat)
         numel = sum(slot.numel for slot in plan.slots)
         self.group.counters.numel_compressed += numel
         self._numel_compressed += numel
@@ -184,21 +184,21 @@ class _BoundQuantized(BoundByParameter[_Plan]):
     def _make_plan(self, flat: Tensor, bucket: Bucket) -> _Plan:
         slots = [slot for slot in bucket.slots if self._config.compresses(slot.shape)]
         dense = [slot for slot in bucket.slots if not self._config.compresses(slot.shape)]
-        parts = Parts(slots, self._config.codec.block_size, self.group.num_owners())
+        layout = Chunks(slots, self._config.codec.block_size, self.group.num_owners())
         if not self._config.use_error_feedback:
-            return _Plan(dense, slots, parts, None, None, self.group)
-        residual = flat.new_zeros(parts.numel, dtype=work_dtype(flat.dtype))
+            return _Plan(dense, slots, layout, None, None, self.group)
+        residual = flat.new_zeros(layout.numel, dtype=work_dtype(flat.dtype))
         carried = torch.zeros_like(residual)
         for slot in slots:
             entry = self._stored.pop(slot.name, {})
             if "residual" in entry:
-                parts.write(slot, entry["residual"], residual)
+                layout.write(slot, entry["residual"], residual)
             if "carried" in entry:
-                parts.write(slot, entry["carried"], carried)
+                layout.write(slot, entry["carried"], carried)
         if self.group.num_owners() == 1:
-            return _Plan(dense, slots, parts, Memory(residual.add_(carried)), None, self.group)
-        own = torch.cat([carried[place] for place, _ in parts.shares(self.group.rank)])
-        return _Plan(dense, slots, parts, Memory(residual), Memory(own), self.group)
+            return _Plan(dense, slots, layout, Memory(residual.add_(carried)), None, self.group)
+        own = torch.cat([carried[place] for place, _ in layout.shares(self.group.rank)])
+        return _Plan(dense, slots, layout, Memory(residual), Memory(own), self.group)
 
     def _settled(self, entry: Mapping[str, Tensor]) -> Tensor:
         return entry["residual"] + entry["carried"] if "carried" in entry else entry["residual"]
@@ -226,10 +226,10 @@ def _restore(plan: _Plan, slot: Slot, is_used: Tensor) -> None:
     """Leave the memory of a gradient as it was unless a rank used it: DDP throws away what a hook returns for it."""
     if plan.residual is None:
         return
-    ranges = [slice(segment.start, segment.start + segment.numel) for segment in plan.parts.segments(slot.name)]
+    ranges = [slice(segment.start, segment.start + segment.numel) for segment in plan.layout.segments(slot.name)]
     changed = [(plan.residual, ranges)]
     if plan.carried is not None:
-        changed.append((plan.carried, _within(ranges, plan.parts.shares(plan.group.rank))))
+        changed.append((plan.carried, _within(ranges, plan.layout.shares(plan.group.rank))))
     for memory, stretches in changed:
         for stretch in stretches:
             new = memory.next()[stretch]
@@ -237,7 +237,7 @@ def _restore(plan: _Plan, slot: Slot, is_used: Tensor) -> None:
 
 
 def _within(ranges: list[slice], shares: list[tuple[slice, slice]]) -> list[slice]:
-    """Where `ranges` of the parts are in a rank's share."""
+    """Where `ranges` of the layout are in a rank's share."""
     found = []
     for stretch in ranges:
         for place, own in shares:

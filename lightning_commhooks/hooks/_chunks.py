@@ -1,4 +1,4 @@
-"""How the compressed gradients of a bucket are cut into parts that are encoded and sent together."""
+"""How the compressed gradients of a bucket are cut into chunks that are encoded and sent together."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from lightning_commhooks.collectives.encoded import PART_NUMEL
+from lightning_commhooks.collectives.chunk import CHUNK_NUMEL
 from lightning_commhooks.interface.bucket import Slot
 
 # A gradient of fewer elements is copied together with others.
@@ -22,7 +22,7 @@ class Segment:
     Attributes:
         slot: the gradient.
         first: first element of the stretch in the gradient.
-        start: its first element in the parts, one part behind the other.
+        start: its first element in the chunks, one behind the other.
         numel: its length.
     """
 
@@ -42,7 +42,7 @@ class Segment:
 
 
 @dataclass(frozen=True)
-class Stretch:
+class Place:
     """What is encoded and sent together: segments, each filled up with zeros to whole blocks.
 
     Attributes:
@@ -61,7 +61,7 @@ class Stretch:
         return self.shape[0] * self.shape[1]
 
     def of(self, memory: Tensor) -> Tensor:
-        """The stretch of a tensor laid out as the parts, shape `(b, s)`."""
+        """This chunk of a tensor laid out as all of them, shape `(b, s)`."""
         return memory[self.start : self.start + self.numel].view(self.shape)
 
     def gather(self, flat: Tensor, dtype: torch.dtype) -> Tensor:
@@ -81,25 +81,25 @@ class Stretch:
 
 
 @dataclass
-class Parts:
-    """The parts of a bucket, and where its gradients are in tensors that are laid out as the parts.
+class Chunks:
+    """The chunks of a bucket, and where its gradients are in tensors that are laid out as the chunks.
 
     Each gradient begins a block, so that what a block has does not depend on the bucket.
 
     Args:
         slots: the gradients.
         block_size: elements of a block; `None`: all gradients together are one block for each owner.
-        num_owners: ranks that each own as many blocks of each part.
+        num_owners: ranks that each own as many blocks of each chunk.
 
     Attributes:
-        parts: the parts.
+        places: where each chunk is.
         numel: elements of all of them.
     """
 
     slots: Sequence[Slot]
     block_size: int | None
     num_owners: int
-    parts: list[Stretch] = field(default_factory=list)
+    places: list[Place] = field(default_factory=list)
     numel: int = 0
     _segments: dict[str, list[Segment]] = field(default_factory=dict)
 
@@ -107,7 +107,7 @@ class Parts:
         total = sum(slot.numel for slot in self.slots)
         self._size = self.block_size or -(-total // self.num_owners)
         unit = self._size * self.num_owners
-        at_once = max(unit, PART_NUMEL // unit * unit)
+        at_once = max(unit, CHUNK_NUMEL // unit * unit)
         together: list[tuple[Slot, int, int]] = []
         for slot in self.slots:
             alone = slot.numel // unit * unit if slot.numel >= _ALONE_NUMEL else 0
@@ -132,7 +132,7 @@ class Parts:
             end += self._filled(numel)
         unit = self._size * self.num_owners
         rows = -(-(end - self.numel) // unit) * self.num_owners
-        self.parts.append(Stretch(tuple(segments), self.numel, (rows, self._size)))
+        self.places.append(Place(tuple(segments), self.numel, (rows, self._size)))
         self.numel += rows * self._size
 
     def segments(self, name: str) -> list[Segment]:
@@ -140,21 +140,21 @@ class Parts:
         return self._segments.get(name, [])
 
     def gradient(self, slot: Slot, memory: Tensor) -> Tensor:
-        """What a tensor that is laid out as the parts has of one gradient: a copy, in the gradient's shape."""
+        """What a tensor that is laid out as the chunks has of one gradient: a copy, in the gradient's shape."""
         stretches = [memory[segment.start :][: segment.numel] for segment in self.segments(slot.name)]
         return torch.cat([memory[:0], *stretches]).view(slot.shape)
 
     def write(self, slot: Slot, gradient: Tensor, memory: Tensor) -> None:
-        """Put one gradient, in its shape, into a tensor that is laid out as the parts."""
+        """Put one gradient, in its shape, into a tensor that is laid out as the chunks."""
         for segment in self.segments(slot.name):
             memory[segment.start :][: segment.numel] = gradient.reshape(-1)[segment.first :][: segment.numel]
 
     def shares(self, rank: int) -> list[tuple[slice, slice]]:
-        """Where the blocks are that one rank owns: in the parts, and in a tensor of these blocks alone."""
+        """Where the blocks are that one rank owns: in the chunks, and in a tensor of these blocks alone."""
         shares, start = [], 0
-        for part in self.parts:
-            numel = part.numel // self.num_owners
-            first = part.start + rank * numel
+        for place in self.places:
+            numel = place.numel // self.num_owners
+            first = place.start + rank * numel
             shares.append((slice(first, first + numel), slice(start, start + numel)))
             start += numel
         return shares

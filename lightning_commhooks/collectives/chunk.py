@@ -8,11 +8,11 @@ from torch import Tensor
 
 # Elements that are encoded and sent together: so many that calls and latencies do not count, and few enough that on CPU
 # encoding some hides sending others.
-PART_NUMEL = 2**20
+CHUNK_NUMEL = 2**20
 
 
 @dataclass
-class Part:
+class Chunk:
     """Numbers that are encoded and sent together; see `Group.average_encoded_`.
 
     Attributes:
@@ -21,7 +21,7 @@ class Part:
             no error feedback.
         carried: of the rank's share of the mean: what was owed before, and where to write what is owed then, both of
             shape `(b / w, s)`; `None` unless there are two shots.
-        seed: for random rounding; of this rank, step and part alone. Below 2^30.
+        seed: for random rounding; of this rank, step and chunk alone. Below 2^30.
     """
 
     numbers: Tensor
