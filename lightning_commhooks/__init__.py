@@ -6,6 +6,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from lightning_commhooks.collectives.errors import HookError
+from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.ddp.attach import attach
 from lightning_commhooks.ddp.attachment import Attachment
 from lightning_commhooks.ddp.monitor import Monitor
@@ -27,12 +28,13 @@ from lightning_commhooks.hooks import (
     QuantizePerTensor,
 )
 from lightning_commhooks.interface.averages_models import AveragesModels
-from lightning_commhooks.interface.bucket import Bucket
+from lightning_commhooks.interface.bucket import Bucket, Slot
 from lightning_commhooks.interface.error_feedback import ErrorFeedback
 from lightning_commhooks.interface.hook import BoundHook, CommHook
+from lightning_commhooks.interface.memory import Memory
 from lightning_commhooks.interface.models import OptimizerStep
 from lightning_commhooks.interface.registry import available_hooks, get_hook, register
-from lightning_commhooks.interface.state import StateError
+from lightning_commhooks.interface.state import StateError, StateReader, StateWriter
 from lightning_commhooks.lightning.strategy_names import register_strategy_names
 from lightning_commhooks.wrappers import Auto, Cast, PerParameter, ScaleByGradAccumulation, Schedule
 
@@ -71,10 +73,12 @@ __all__ = [
     "CommHook",
     "DiLoCo",
     "ErrorFeedback",
+    "Group",
     "HierarchicalLocalSGD",
     "HookError",
     "Int4",
     "Int8",
+    "Memory",
     "Monitor",
     "Noop",
     "OptimizerStep",
@@ -85,7 +89,10 @@ __all__ = [
     "QuantizePerTensor",
     "ScaleByGradAccumulation",
     "Schedule",
+    "Slot",
     "StateError",
+    "StateReader",
+    "StateWriter",
     "attach",
     "available_hooks",
     "get_hook",

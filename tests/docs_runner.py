@@ -45,7 +45,7 @@ from torch.nn.parallel import DistributedDataParallel
 import accelerate_integration
 import lightning_commhooks as lc
 from lightning_commhooks.codecs import codec
-from lightning_commhooks.collectives import encoded
+from lightning_commhooks.collectives import group
 
 RANK, WORLD_SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 IGNORED = (
@@ -334,7 +334,7 @@ def main():
     lc.attach = recorder.attach
     dist.init_process_group = groups.init
     # Compiling takes seconds.
-    encoded.compiled = lambda hook_codec, *_: codec.Kernels(hook_codec)
+    group.compiled = lambda hook_codec, *_: codec.Kernels(hook_codec)
     results = {}
     for path in [ROOT / "README.md", *PAGES]:
         name = str(path.relative_to(ROOT))

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from forks import FOLDER, FORKS, PATIENCE, alone
 
 from lightning_commhooks.codecs import codec
-from lightning_commhooks.collectives import encoded
+from lightning_commhooks.collectives import group
 
 SIZE = 4
 WORKER = FOLDER / "pool_worker.py"
@@ -130,7 +130,7 @@ def work(address, port):
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"
     # Compiling takes seconds, and the gradients of most tests are too small to be given to what was compiled.
-    encoded.compiled = lambda hook_codec, *_: codec.Kernels(hook_codec)
+    group.compiled = lambda hook_codec, *_: codec.Kernels(hook_codec)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     while True:
         try:
@@ -184,11 +184,11 @@ def check_no_leaks(num_groups):
 @contextlib.contextmanager
 def compiling():
     """Let the codecs of hooks that are attached meanwhile be compiled."""
-    eager, encoded.compiled = encoded.compiled, codec.compiled
+    eager, group.compiled = group.compiled, codec.compiled
     try:
         yield
     finally:
-        encoded.compiled = eager
+        group.compiled = eager
 
 
 @contextlib.contextmanager

@@ -185,7 +185,7 @@ MUTATIONS = [
         "error_of_the_mean_dropped",
         f"{PACKAGE}/collectives/group.py",
         "kernels.encode(mean, chunk.carried, one, seed)",
-        "kernels.encode(mean, None if part.carried is None else (torch.zeros_like(mean), part.carried[1]), one, seed)",
+        "kernels.encode(mean, chunk.carried and (torch.zeros_like(mean), chunk.carried[1]), one, seed)",
         "What the second shot leaves out is lost.",
         "tests/test_two_shot.py -k 'telescopes'",
     ),
