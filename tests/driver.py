@@ -24,7 +24,7 @@ from lightning_commhooks.testing.model import (  # noqa: F401  # for tests to ha
 HOOKS = {label: case.hook for label, case in CASES.items()} | {"noop": lc.Noop()}
 
 NOT_AVERAGING = "hook='noop' does not average"
-TOO_EARLY = "training ended after .* before"
+TOO_EARLY = "training ended after"
 
 
 def owes(hook):

@@ -147,7 +147,7 @@ def sharded():
 
 def main():
     folder = sys.argv[1]
-    warnings.filterwarnings("ignore", message="hook='.*' never averaged")
+    warnings.filterwarnings("ignore", message="training ended after")
     results = {(name, exact): run_with(name, folder, exact) for name in HOOKS for exact in (False, True)}
     results["undisturbed"] = {name: undisturbed(name) for name in HOOKS}
     results["checkpoints"] = checkpoints(folder)

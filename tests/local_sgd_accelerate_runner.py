@@ -226,7 +226,7 @@ def in_one_process(path):
 
 def main():
     folder = sys.argv[1]
-    warnings.filterwarnings("ignore", message="hook='.*' never averaged")
+    warnings.filterwarnings("ignore", message="training ended after")
     results = {
         "trajectories": trajectories(),
         "overflows": overflows(),

@@ -23,7 +23,7 @@ OURS = {
     "_process_group",
     "_runtime",
     "_set_optimizers",
-    "_settle",
+    "_finish_step",
     "_start_all_gather",
     "_start_all_to_all",
     "_wire",

@@ -204,7 +204,7 @@ def warned_early(rank, world):
 def test_ending_before_the_choice_is_said(run):
     with pytest.raises(
         WorkerError,
-        match=r"ended after 1 steps, before hook='auto' did .*: it chooses after 47 steps of measuring; use",
+        match=r"ended after 1 steps, and hook='auto' has not chosen, which takes 47 steps of measuring; use",
     ):
         run(warned_early)
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from driver import SHAPES, attached, backward, distance, full_rank_gradients, norm
+from driver import SHAPES, attached, backward, distance, full_rank_gradients, mean_gradients, mean_residuals, norm
 from reference import batched_powersgd
 
 import lightning_commhooks as lc
@@ -36,3 +36,27 @@ def test_equal_to_reference(run, world, matrix_rank, feedback, warm):
         assert rate == before / after
         sides = [sum(torch.Size(SHAPES[name]).numel() for name in names) ** 0.5 for names in buckets]
         assert after == 5 * sum(2 * (-(-side // 1)) * min(matrix_rank, -(-side // 1)) for side in sides)
+
+
+def of_shapes(rank, world, shapes):
+    """What is missing of the gradients of some steps: what was sent and what is owed are all of them."""
+    hook = lc.BatchedPowerSGD(start_powerSGD_iter=0)
+    with attached(hook, shapes, find_unused_parameters=True) as (ddp, attachment):
+        means = [backward(ddp, full_rank_gradients(rank, step, shapes)) for step in range(3)]
+        owed = mean_residuals(attachment.state_dict(), shapes)
+        assert attachment.residual_norm() > 0
+    produced = [mean_gradients(full_rank_gradients, world, step, shapes) for step in range(3)]
+    return [
+        (sum(mean[name].double() for mean in means) + owed[name] - sum(mean[name] for mean in produced)).norm().item()
+        for name in shapes
+    ]
+
+
+@pytest.mark.parametrize(
+    "shapes",
+    [{"a": (9, 4)}, {"a": (16,)}, {"a": (4, 4), "b": (0, 3)}, {"a": (4, 4)}],
+    ids=str,
+)
+def test_buckets_that_fill_a_square(run, shapes):
+    for missing in run(of_shapes, shapes):
+        assert max(missing) <= 1e-5

@@ -141,7 +141,7 @@ def too_short(rank, world):
 
 def test_a_run_that_is_too_short_for_powersgd_is_told_a_number_that_suits_it(run):
     (text,), others = run(too_short)
-    assert text.endswith("start_powerSGD_iter=100; set it to about a tenth of training, 0 here")
+    assert text.endswith("start_powerSGD_iter=100 on; set it to about a tenth of training, 0 here")
     assert others == []
 
 

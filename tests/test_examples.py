@@ -118,7 +118,7 @@ def test_cli(tmp_path, config):
     assert "Starting with 2 processes" in stderr
     assert "`max_epochs=6` reached" in stderr
     # 6 epochs have 132 steps: more than the start in two of the files, fewer than the default of 1000.
-    assert ("before hook='powersgd' did what it is for" in stderr) == (config.stem == "powersgd")
+    assert ("hook='powersgd' compresses from start_powerSGD_iter=" in stderr) == (config.stem == "powersgd")
 
 
 @needs("sklearn")

@@ -130,7 +130,7 @@ def end(rank, world, hook, steps, average):
 
 
 DRIFTED = r"ended while 2 parameters differed between ranks; call Attachment.average_weights\(\)"
-NEVER = "training ended after .* steps, before .*: models were never averaged"
+NEVER = "training ended after .* steps, and hook='.*' has never averaged models"
 LATE = lc.PostLocalSGD(period=2, start_localSGD_iter=3, post_local_gradient_allreduce=False)
 
 
@@ -143,7 +143,7 @@ LATE = lc.PostLocalSGD(period=2, start_localSGD_iter=3, post_local_gradient_allr
         (POST, 1, True, []),
         (POST, 2, False, []),
         (POST, 3, False, [DRIFTED]),
-        (LATE, 2, False, ["training ended after 2 steps, before hook='post_localsgd' .*: start_localSGD_iter=3"]),
+        (LATE, 2, False, ["after 2 steps, and hook='post_localsgd' averages gradients .* until start_localSGD_iter=3"]),
         (LATE, 4, False, [DRIFTED, NEVER]),
         (LATE, 5, False, []),
         (lc.Cast(POST), 1, False, [DRIFTED, NEVER]),

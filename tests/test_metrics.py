@@ -124,7 +124,9 @@ def test_steps_that_ranks_take_alone_have_no_error(run):
     for values, not_compressed, metrics in run(no_error_alone):
         assert values[1] < 1e-6
         assert values[2] == values[3] == values[1], "of the last step that was sampled"
-        assert not_compressed == {"start_localSGD_iter=2": 2}
+        assert not_compressed == {
+            "hook='post_localsgd' averages gradients over all ranks until start_localSGD_iter=2": 2
+        }
         assert metrics["averagings"] == 1
         assert metrics["exposed_ms"] > 0
 
@@ -170,8 +172,8 @@ def not_compressed(rank, world, hook):
 
 
 TOO_SMALL = (
-    "no bucket has min_bytes=131072 bytes of gradients with block_size=512 elements or more in two dimensions "
-    "(compress_1d=False)"
+    "hook='int8' compresses nothing, no bucket has min_bytes=131072 bytes of gradients with block_size=512 elements or "
+    "more in two dimensions (compress_1d=False)"
 )
 
 
@@ -180,10 +182,10 @@ TOO_SMALL = (
     [
         ("bf16", {}),
         ("noop", {}),
-        ("allreduce", {"the hook sends gradients of this size as they are": 3}),
-        (lc.PowerSGD(start_powerSGD_iter=2), {"start_powerSGD_iter=2": 2}),
+        ("allreduce", {"gradients are sent as they are": 3}),
+        (lc.PowerSGD(start_powerSGD_iter=2), {"hook='powersgd' compresses from start_powerSGD_iter=2 on": 2}),
         ("int8", {TOO_SMALL: 3}),
-        (lc.Schedule({0: "allreduce", 1: "bf16"}), {"the phases of hook=Schedule at [1]": 1}),
+        (lc.Schedule({0: "allreduce", 1: "bf16"}), {"the phases of hook=Schedule at [1] have not begun": 1}),
         (lc.Cast(lc.PowerSGD(start_powerSGD_iter=2), "bf16"), {}),
     ],
     ids=str,

@@ -4,6 +4,7 @@ import re
 
 import broken_hooks
 import pytest
+from driver import SHAPES, full_rank_gradients, outputs, same
 
 from lightning_commhooks.testing import BrokenRule, check_hook
 from lightning_commhooks.testing.check import RULES, check_rule, title
@@ -34,6 +35,13 @@ def test_what_is_wrong_is_said(run, hook, rule, text):
 
 def test_inf_in_what_is_not_sent_is_seen_on_all_ranks(run):
     check_rule(BY_NAME["bad_steps_never_happened"], run, Case(broken_hooks.First()), 2)
+
+
+def test_what_is_owed_may_be_the_mean(run):
+    for rule in ("other_numbers_of_ranks_keep_what_is_owed", "all_dtypes"):
+        check_rule(BY_NAME[rule], run, Case(broken_hooks.Whole()), 2)
+    ((means, _, _),) = run(outputs, broken_hooks.Whole(), full_rank_gradients, 1, world=1)
+    assert same(means[0], full_rank_gradients(0, 0, SHAPES))
 
 
 def test_sum_in_place_of_a_mean(run):

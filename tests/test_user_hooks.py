@@ -15,7 +15,7 @@ import lightning_commhooks as lc
 from lightning_commhooks.ddp.attach import resolve_hook
 from lightning_commhooks.ddp.copies import registered_name
 
-MATRICES = {name: shape for name, shape in SHAPES.items() if shape}
+MATRICES = {name: shape for name, shape in SHAPES.items() if shape and 0 not in shape}
 
 
 def own(state, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:

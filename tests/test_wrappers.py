@@ -101,5 +101,5 @@ def close_before_last_phase(rank, world):
 
 def test_schedule_warns_of_phases_not_reached(run):
     (text,), others = run(close_before_last_phase)
-    assert "after 1 steps, before hook='schedule' did what it is for: the phases of hook=Schedule at [5]" in text
+    assert "after 1 steps, and the phases of hook=Schedule at [5] have not begun" in text
     assert not others

@@ -62,7 +62,7 @@ class Timing(ABC, Generic[M]):
 
     def begin_step(self, step: int) -> None:
         """A synchronized backward hands over its first bucket."""
-        self._end_step()
+        self._finish_step()
         if self._is_timed(step):
             self._step = _Step(self.now())
 
@@ -117,10 +117,10 @@ class Timing(ABC, Generic[M]):
 
     def totals(self) -> dict[str, float]:
         """Milliseconds of all timed steps, outside of a backward: see `Attachment.metrics`."""
-        self._end_step()
+        self._finish_step()
         return {"timed_steps": self.steps, **self._totals}
 
-    def _end_step(self) -> None:
+    def _finish_step(self) -> None:
         step, self._step = self._step, None
         if step is not None and step.backward_done is not None:
             self._add(step)
@@ -181,8 +181,8 @@ class DeviceTiming(Timing[torch.cuda.Event]):
     def _add(self, step: _Step[torch.cuda.Event]) -> None:
         self._pending.append(step)
 
-    def _end_step(self) -> None:
-        super()._end_step()
+    def _finish_step(self) -> None:
+        super()._finish_step()
         while self._pending and _is_over(self._pending[0]):
             super()._add(self._pending.popleft())
 

@@ -13,7 +13,7 @@ from lightning_commhooks.interface.bucket import Bucket
 from lightning_commhooks.interface.error_sample import ErrorSampler
 from lightning_commhooks.interface.hook import BoundHook
 
-_AS_THEY_ARE = "the hook sends gradients of this size as they are"
+_AS_THEY_ARE = "gradients are sent as they are"
 
 
 class Watch:

@@ -267,8 +267,7 @@ class Runtime(RunningHook):
     def _not_begun(self) -> list[str]:
         steps = self.clock.steps
         reason = self.bound.not_begun(steps - 1) if steps else None
-        ended = f"training ended after {steps} steps, before hook={self.name!r} did what it is for"
-        return [f"{ended}: {reason}"] if reason is not None else []
+        return [f"training ended after {steps} steps, and {reason}"] if reason is not None else []
 
 
 def _call_all(functions: list[Callable[[], None]]) -> None:

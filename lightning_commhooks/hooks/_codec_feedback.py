@@ -190,7 +190,7 @@ class CodecFeedback(BoundByParameter[_Plan]):
         residual = flat.new_zeros(layout.numel, dtype=work_dtype(flat.dtype))
         carried = torch.zeros_like(residual)
         for slot in slots:
-            entry = self._stored.pop(slot.name, {})
+            entry = self._take(slot.name, "residual", "carried")
             if "residual" in entry:
                 layout.write(slot, entry["residual"], residual)
             if "carried" in entry:
@@ -215,9 +215,10 @@ class CodecFeedback(BoundByParameter[_Plan]):
         if self._numel_compressed:
             return None
         config = self._config
+        which = "" if config.compress_1d else "in two dimensions "
         return (
-            f"no bucket has min_bytes={config.min_bytes} bytes of gradients with block_size={config.codec.block_size} "
-            f"elements or more{'' if config.compress_1d else ' in two dimensions'} (compress_1d={config.compress_1d}); "
+            f"hook={config.name!r} compresses nothing, no bucket has min_bytes={config.min_bytes} bytes of gradients "
+            f"with block_size={config.codec.block_size} elements or more {which}(compress_1d={config.compress_1d}); "
             "lower min_bytes or block_size, or use hook='bf16'"
         )
 

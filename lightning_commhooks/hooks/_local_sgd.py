@@ -128,11 +128,11 @@ class BoundLocalSGD(AveragesModels):
         self._num_steps = dict(reader.section(state, "num_steps"))
 
     def not_begun(self, step: int) -> str | None:
-        start = self._config.start_localSGD_iter
+        start, name = self._config.start_localSGD_iter, self._config.name
         if step < start:
-            return f"start_localSGD_iter={start}"
+            return f"hook={name!r} averages gradients over all ranks until start_localSGD_iter={start}"
         never = self.is_local(step + 1) and not self.group.counters.averagings
-        return "models were never averaged, the first period of steps has not ended" if never else None
+        return f"hook={name!r} has never averaged models, the first period of steps has not ended" if never else None
 
 
 def consecutive(num_ranks: int, size: int) -> list[list[int]]:

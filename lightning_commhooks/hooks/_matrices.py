@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 
 import torch
@@ -20,7 +20,10 @@ _BLOCK_NUMEL = 2**18
 
 
 def settled(entry: Mapping[str, Tensor]) -> Tensor:
-    """What is owed of one gradient: a copy of the residual, after what was sent is taken from it."""
+    """What is owed of one gradient: a copy of the residual, after what was sent is taken from it.
+
+    What was sent has the rows of the gradient.
+    """
     residual = entry["residual"].clone(memory_format=torch.contiguous_format)
     if "sent_p" in entry:
         residual.view(residual.shape[0], -1).addmm_(entry["sent_p"].t(), entry["sent_q"], alpha=-1)
@@ -31,7 +34,7 @@ class Matrices:
     """The k matrices of one shape `(n, m)` in a bucket, and what is remembered of them.
 
     What was sent in a step, P^T Q, is taken from the memory in the next one, when the memory passes through the
-    processor's cache anyway; at once where P^T Q is not what the gradients get: in 16 bit, or as part of a matrix.
+    processor's cache anyway; at once in 16 bit, to which P^T Q is rounded, and where a matrix is not one gradient.
 
     Args:
         gradients: those of each matrix, neighbours in the bucket; the matrix has zeros after the last.
@@ -71,12 +74,14 @@ class Matrices:
         self._sent: tuple[Memory, Memory] | None = None
         if has_feedback:
             self._residual = Memory(fresh.new_zeros((k, n, m)))
-            if dtype == work_dtype(dtype) and all(slots[0].numel == n * m for slots in gradients):
+            # One gradient each, with the rows of the matrix.
+            whole = all(len(slots) == 1 and slots[0].shape[:1] == (n,) for slots in gradients)
+            if dtype == work_dtype(dtype) and whole and all(slot.numel == n * m for slot in self.slots):
                 self._sent = Memory(fresh.new_zeros((k, r, n))), Memory(fresh.new_zeros((k, r, m)))
 
     @property
     def value(self) -> Tensor:
-        """What is to be sent, shape `(k, n, m)`, from `load` on."""
+        """What is to be sent, shape `(k, n, m)`, from `load_and_multiply` on."""
         assert self._loaded is not None
         return self._loaded
 
@@ -96,19 +101,18 @@ class Matrices:
         for slots in self._gradients:
             yield flat[slots[0].offset : slots[-1].offset + slots[-1].numel]
 
-    def restore(self, stored: Mapping[str, Entry]) -> None:
-        """Take over what is stored by the names of parameters."""
+    def restore(self, take: Callable[..., Entry]) -> None:
+        """Go on from what is stored, which `take(name, *kinds)` gives."""
         for i, key in enumerate(self.keys):
-            if "factor" in stored.get(key, {}):
-                self.factor.value[i] = stored[key]["factor"]
+            if entry := take(key, "factor"):
+                self.factor.value[i] = entry["factor"]
             for slot, place in self._flat(i, self._residual.value) if self._residual is not None else ():
-                entry = stored.get(slot.name, {})
+                entry = take(slot.name, "residual", "sent_p", "sent_q")
                 if "sent_p" in entry and self._sent is not None:
                     place.copy_(entry["residual"])
-                    self._sent[0].value[i], self._sent[1].value[i] = entry.pop("sent_p"), entry.pop("sent_q")
+                    self._sent[0].value[i], self._sent[1].value[i] = entry["sent_p"], entry["sent_q"]
                 elif "residual" in entry:
                     place.copy_(settled(entry))
-                entry.pop("residual", None)
 
     def entries(self) -> dict[str, Entry]:
         """What is remembered, by names of parameters."""
@@ -121,7 +125,7 @@ class Matrices:
                 entries[key] |= {"sent_p": self._sent[0].value[i], "sent_q": self._sent[1].value[i]}
         return entries
 
-    def load(self, flat: Tensor, start: Tensor, bucket: Bucket) -> Tensor:
+    def load_and_multiply(self, flat: Tensor, start: Tensor, bucket: Bucket) -> Tensor:
         """Add the gradients to what is owed, which is `value` then: M, shape `(k, n, m)`.
 
         On CPU in blocks of rows that stay in the cache until they are multiplied.

@@ -118,7 +118,7 @@ class MatrixFeedback(BoundByParameter[_Plan]):
             fresh = self.random(["\n".join(slot.name for slot in slots) for slots in gradients], empty, step=0)
             at_once = flat.is_cuda or self.hook.multiplies_at_once
             batch = Matrices(gradients, (n, m), fresh, flat.dtype, self.hook.use_error_feedback, at_once)
-            batch.restore(self._stored)
+            batch.restore(self._take)
             matrices.append(batch)
         in_matrices = {slot for batch in matrices for slot in batch.slots}
         return _Plan(matrices, [slot for slot in bucket.slots if slot not in in_matrices])
@@ -161,10 +161,12 @@ class MatrixFeedback(BoundByParameter[_Plan]):
     def not_begun(self, step: int) -> str | None:
         start = self.hook.start_powerSGD_iter
         if step < start:
-            return f"start_powerSGD_iter={start}; set it to about a tenth of training, {(step + 1) // 10} here"
+            advice = f"set it to about a tenth of training, {(step + 1) // 10} here"
+            return f"hook={self.hook.name!r} compresses from start_powerSGD_iter={start} on; {advice}"
         if self._numel_compressed or not self._numel_before:
             return None
+        rank = self.hook.matrix_approximation_rank
         return (
-            "no gradient is a matrix that shrinks enough at matrix_approximation_rank="
-            f"{self.hook.matrix_approximation_rank}; lower it, lower min_compression_rate, or use hook='bf16'"
+            f"hook={self.hook.name!r} compresses nothing, no gradient is a matrix that shrinks enough at "
+            f"matrix_approximation_rank={rank}; lower it, lower min_compression_rate, or use hook='bf16'"
         )

@@ -84,7 +84,7 @@ class PowerSGD(LowRankConfig):
 
 
 class BoundPowerSGD(MatrixFeedback):
-    """Algorithm 1 of Vogels et al. 2019, for all matrices of a bucket at once.
+    """Algorithm 1 of Vogels et al. 2019, for all matrices of a bucket at once; algorithm 2 is `MatrixFeedback`.
 
     Legend: M what a rank owes, its gradient included, shape `(n, m)`; P and Q factors of the mean of M over ranks,
     r rows each, so that it is about `P^T Q`. Matrices of one shape are a batch of k.
@@ -94,11 +94,12 @@ class BoundPowerSGD(MatrixFeedback):
         self, matrices: Sequence[Matrices], flat: Tensor, bucket: Bucket, along: Sequence[Tensor]
     ) -> tuple[list[Tensor], list[Tensor]]:
         starts = [self._start(batch, bucket.step) for batch in matrices]
-        products = [batch.load(flat, start, bucket) for batch, start in zip(matrices, starts, strict=True)]  # M Q
-        ps = [orthonormal_basis(p) for p in self.sum_over_ranks(products, matrices, along)]
-        products = [torch.bmm(p, batch.value) for p, batch in zip(ps, matrices, strict=True)]  # M^T P
-        qs = self.sum_over_ranks([product.div_(self.group.size) for product in products], matrices)
-        return ps, qs
+        # P = M Q, whose sum over ranks has the same basis as its mean.
+        ps = [batch.load_and_multiply(flat, start, bucket) for batch, start in zip(matrices, starts, strict=True)]
+        ps = [orthonormal_basis(p) for p in self.sum_over_ranks(ps, matrices, along)]
+        # Q = M^T P
+        qs = [torch.bmm(p, batch.value).div_(self.group.size) for p, batch in zip(ps, matrices, strict=True)]
+        return ps, self.sum_over_ranks(qs, matrices)
 
     def _start(self, batch: Matrices, step: int) -> Tensor:
         """Orthonormal Q to begin with, shape `(k, r, m)`: that of the last step, or a random one."""

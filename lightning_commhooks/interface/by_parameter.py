@@ -80,7 +80,7 @@ class BoundByParameter(BoundHook, Generic[P]):
 
     @abstractmethod
     def _entry_shapes(self, shapes: list[tuple[int, ...]]) -> Shapes:
-        """Chunks of an entry whose parameters have these shapes; none if they are not compressed."""
+        """Tensors of an entry whose parameters have these shapes; none if they are not compressed."""
 
     def _settled(self, entry: Mapping[str, Tensor]) -> Tensor:
         """What a parameter with a residual is owed."""
@@ -103,6 +103,15 @@ class BoundByParameter(BoundHook, Generic[P]):
     def _store(self, plans: list[tuple[str, ...]]) -> None:
         for names in plans:
             self._stored |= self._plans.pop(names).entries()
+
+    def _take(self, key: str, *kinds: str) -> Entry:
+        """Take these of what is stored by a key out of the store; readers in other threads go on seeing them there."""
+        entry = self._stored.get(key, {})
+        if left := {kind: tensor for kind, tensor in entry.items() if kind not in kinds}:
+            self._stored[key] = left
+        else:
+            self._stored.pop(key, None)
+        return {kind: tensor for kind, tensor in entry.items() if kind in kinds}
 
     def _pay_off_(self, flat: Tensor, bucket: Bucket) -> None:
         """Add what is owed to gradients that are not compressed any more, since DDP has rebuilt its buckets."""

@@ -94,7 +94,7 @@ class ErrorFeedback(BoundByParameter[_Remembered]):
         """
         plan = self._plans[bucket.names]
         if slot.name not in plan.common:
-            first, saved = make(), self._stored.get(slot.name, {}).pop("common", None)
+            first, saved = make(), self._take(slot.name, "common").get("common")
             if saved is not None and saved.shape == first.shape:
                 first = saved.to(first)
             plan.common = {**plan.common, slot.name: Memory(first)}
@@ -111,10 +111,12 @@ class ErrorFeedback(BoundByParameter[_Remembered]):
         spoil_unless_(all_finite(owed), owed)
         mean, sent = self.average(owed, bucket)
         rounded = to_gradient(mean if is_one(bucket.loss_scale) else mean * bucket.loss_scale, flat.dtype)
-        owed.sub_(sent)
-        if flat.dtype != owed.dtype:
-            owed.add_(mean - rounded.to(owed.dtype) / bucket.loss_scale)
         flat.copy_(rounded)
+        left = mean - rounded.to(owed.dtype) / bucket.loss_scale if flat.dtype != owed.dtype else None
+        # From here on: `mean` may be `owed`.
+        owed.sub_(sent)
+        if left is not None:
+            owed.add_(left)
         if bucket.unused is not None:
             self._keep_what_no_rank_uses_(owed, residual.value, bucket)
 
@@ -127,9 +129,8 @@ class ErrorFeedback(BoundByParameter[_Remembered]):
     def _make_plan(self, flat: Tensor, bucket: Bucket) -> _Remembered:
         residual = flat.new_zeros(flat.shape, dtype=work_dtype(flat.dtype))
         for slot in bucket.slots:
-            entry = self._stored.get(slot.name, {})
-            if "residual" in entry:
-                slot.view(residual).copy_(entry.pop("residual"))
+            if entry := self._take(slot.name, "residual"):
+                slot.view(residual).copy_(entry["residual"])
         return _Remembered(bucket.slots, Memory(residual), {})
 
     def _entry_shapes(self, shapes: list[tuple[int, ...]]) -> Shapes:

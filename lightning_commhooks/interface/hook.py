@@ -147,10 +147,11 @@ class BoundHook(ABC):
         yield from ()
 
     def not_begun(self, step: int) -> str | None:
-        """What kept this hook from what it is for until and in a step, and what to do about it; `None` if nothing did.
+        """What keeps this hook from what it is for in a step, and what to do about it; `None` if nothing does.
 
-        Shown for steps that are not compressed, and as a warning when training ends with such a step. A reason, and
-        perhaps a semicolon and advice: `"start_powerSGD_iter=1000; set it to about a tenth of training"`.
+        Shown for steps that are not compressed, and as a warning when training ends with such a step. A clause that
+        names the hook, and perhaps a semicolon and advice: `"hook='powersgd' compresses from start_powerSGD_iter=1000
+        on; set it to about a tenth of training"`.
 
         Args:
             step: number of synchronized backwards before it.

@@ -21,6 +21,8 @@ import torch.distributed as dist
 # stderr, of parameters that may be unused and are not.
 _ENVIRONMENT = {"TORCH_COMPILE_DISABLE": "1", "TORCH_CPP_LOG_LEVEL": "ERROR", "OMP_NUM_THREADS": "1"}
 
+_SECONDS_TO_START = 120.0
+
 
 @contextmanager
 def _environment(variables: Mapping[str, str]) -> Iterator[None]:
@@ -59,9 +61,23 @@ class Processes:
                 process.start()
                 theirs.close()
                 self._ranks.append((process, ours))
-        for _, pipe in self._ranks:
-            pipe.recv_bytes()  # it has started, which may take longer than a call on a busy machine
+        self._wait_until_started()
         return self
+
+    def _wait_until_started(self) -> None:
+        # On a busy machine this may take longer than a call.
+        deadline = time.monotonic() + max(_SECONDS_TO_START, self._seconds)
+        try:
+            for _, pipe in self._ranks:
+                if not pipe.poll(max(0.0, deadline - time.monotonic())):
+                    raise EOFError
+                pipe.recv_bytes()
+        except EOFError:
+            self.__exit__()
+            raise RuntimeError(
+                "a process ended before it had started, or took too long. In a script, call check_hook under "
+                '`if __name__ == "__main__":`'
+            ) from None
 
     def __exit__(self, *error: object) -> None:
         for process, pipe in self._ranks:

@@ -263,7 +263,7 @@ class _BoundAuto(BoundSwitch):
         if not self._moments:
             return None
         num = self._begins(len(self._phases)) + 1
-        return f"it chooses after {num} steps of measuring; use fewer candidates or timed_steps"
+        return f"hook='auto' has not chosen, which takes {num} steps of measuring; use fewer candidates or timed_steps"
 
 
 def _announce(text: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -13,7 +13,7 @@ from lightning_commhooks.interface.registry import get_hook, get_inner_hook
 from lightning_commhooks.interface.state import StateReader, StateWriter
 from lightning_commhooks.wrappers._turns import BoundSwitch
 from lightning_commhooks.wrappers.hook_name import HookName
-from lightning_commhooks.wrappers.late_start import at_once
+from lightning_commhooks.wrappers.late_start import at_once, late_starts
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,17 @@ class Schedule(CommHook):
     def inner_hooks(self) -> tuple[CommHook, ...]:
         return tuple(get_hook(hook) for hook in self.hooks.values())
 
+    def check_parameters(self, names: Sequence[str]) -> list[str]:
+        phases = [get_hook(hook) for hook in self.hooks.values()]
+        texts = [
+            f"the phase of hook=Schedule that begins at step {begin} ends at {end}, before {name}={value}: it does "
+            f"not compress. Lower {name}, or let the phase last longer"
+            for hook, begin, end in zip(phases, self.hooks, list(self.hooks)[1:], strict=False)
+            for _, name, value in late_starts(hook)
+            if value >= end
+        ]
+        return super().check_parameters(names) + texts
+
     def bind(self, group: Group) -> BoundHook:
         return _BoundSchedule({step: get_hook(hook) for step, hook in self.hooks.items()}, group)
 
@@ -80,10 +91,6 @@ class _BoundSchedule(BoundSwitch):
         self._load_phases(state, reader)
 
     def not_begun(self, step: int) -> str | None:
-        starts = list(self._phases)
-        ends = [*starts[1:], step + 1]
-        reached = [(start, min(end, step + 1)) for start, end in zip(starts, ends, strict=True) if start <= step]
-        texts = [self._phases[start].not_begun(end - 1) for start, end in reversed(reached)]
-        later = [start for start in starts if start > step]
-        texts += [f"the phases of hook=Schedule at {later}"] if later else []
-        return "; ".join(text for text in texts if text is not None) or None
+        later = [start for start in self._phases if start > step]
+        unreached = f"the phases of hook=Schedule at {later} have not begun" if later else None
+        return super().not_begun(step) or unreached

@@ -88,8 +88,8 @@ MUTATIONS = [
     Mutation(
         "powersgd_sums",
         f"{HOOKS}/powersgd.py",
-        "[product.div_(self.group.size) for product in products]",
-        "products",
+        "torch.bmm(p, batch.value).div_(self.group.size)",
+        "torch.bmm(p, batch.value)",
         "PowerSGD does not divide by the number of ranks.",
         "tests/test_powersgd.py -k 'stock'",
     ),
