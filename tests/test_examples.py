@@ -65,7 +65,7 @@ def test_lightning_digits(tmp_path):
 @needs("lightning", "sklearn", "tensorboard")
 def test_monitor_digits(tmp_path):
     stdout, stderr = on_two_ranks(EXAMPLES / "monitor_digits.py", "--epochs", "4", cwd=tmp_path)
-    line = r"Communication hook 'powersgd': [\d.]+ MB sent in 88 steps instead of .* \(start_powerSGD_iter=40\)"
+    line = r"Communication hook 'powersgd': [\d.]+ MB sent in 88 steps instead of .* start_powerSGD_iter=40 on\)"
     assert len(re.findall(line, stdout + stderr)) == 1, stdout + stderr
     assert list((tmp_path / "monitor_logs" / "powersgd").rglob("events.out.tfevents.*"))
 

@@ -82,7 +82,7 @@ def test_the_closing_line_says_why(run):
     for _, line in run(asked_after, POWERSGD, [2, 8]):
         pattern = (
             r"Communication hook 'powersgd': [\d.]+ kB sent in 8 steps instead of [\d.]+ kB \([\d.]+ times fewer\); "
-            r"2 steps not compressed \(start_powerSGD_iter=2\)"
+            r"2 steps not compressed \(hook='powersgd' compresses from start_powerSGD_iter=2 on\)"
         )
         assert re.fullmatch(pattern, line)
 

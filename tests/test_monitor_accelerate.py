@@ -76,7 +76,10 @@ def test_closing_lines_once(results, stdout):
     assert "sent in 5 steps" in lines[0]
     assert "sent in 7 steps" in lines[1]
     for line in lines:
-        assert "against plain DDP; 2 steps not compressed (start_powerSGD_iter=2)" in line
+        assert (
+            "against plain DDP; 2 steps not compressed (hook='powersgd' compresses from start_powerSGD_iter=2 on)"
+            in line
+        )
 
 
 def test_refusals(results):

@@ -48,6 +48,10 @@ class BatchedPowerSGD(LowRankConfig):
     def bind(self, group: Group) -> BoundHook:
         return BoundPowerSGD(group, self)
 
+    @property
+    def multiplies_at_once(self) -> bool:
+        return True  # there is one, and nothing to be taken from it while it is in the cache
+
     def matrices(self, slots: Sequence[Slot]) -> dict[tuple[int, int], list[tuple[Slot, ...]]]:
         side = math.isqrt(max(sum(slot.numel for slot in slots), 1) - 1) + 1
         return {(side, side): [tuple(slots)]}

@@ -114,10 +114,10 @@ def attached(
 ) -> Iterator[tuple[DistributedDataParallel, Attachment]]:
     """`(ddp, attachment)` of a `Params` model, closed at the end."""
     ddp = DistributedDataParallel(Params(shapes, dtype), **{"bucket_cap_mb": SMALL_BUCKETS, **ddp_options})
-    attachment = attach(ddp, hook, exact_state=exact_state, grad_scaler=grad_scaler)
     with warnings.catch_warnings():
         for message in _EXPECTED_WARNINGS:
             warnings.filterwarnings("ignore", message=message)
+        attachment = attach(ddp, hook, exact_state=exact_state, grad_scaler=grad_scaler)
         yield ddp, attachment
         attachment.close()
 

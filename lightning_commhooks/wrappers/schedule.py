@@ -55,8 +55,8 @@ class Schedule(CommHook):
     def check_parameters(self, names: Sequence[str]) -> list[str]:
         phases = [get_hook(hook) for hook in self.hooks.values()]
         texts = [
-            f"the phase of hook=Schedule that begins at step {begin} ends at {end}, before {name}={value}: it does "
-            f"not compress. Lower {name}, or let the phase last longer"
+            f"hook=Schedule: the phase that begins at step {begin} ends at {end}, before {name}={value}: it does not "
+            f"compress. Lower {name}, or let the phase last longer"
             for hook, begin, end in zip(phases, self.hooks, list(self.hooks)[1:], strict=False)
             for _, name, value in late_starts(hook)
             if value >= end
