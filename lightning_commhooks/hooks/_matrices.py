@@ -206,12 +206,8 @@ class Matrices:
         """In the place of gradients that this rank has not got in this backward are those of an earlier one."""
         if self._residual is None:
             return
-        numbers = iter(used)
-        for i in range(len(self._gradients)):
-            places = self._flat(i, self._residual.value), self._flat(i, self.value)
-            for ((slot, old), (_, new)), is_used in zip(zip(*places, strict=True), numbers, strict=False):
-                if slot.name in (bucket.unused or ()):
-                    entry = {"residual": old}
-                    if self._sent is not None:
-                        entry |= {"sent_p": self._sent[0].value[i], "sent_q": self._sent[1].value[i]}
-                    new.copy_(torch.where(is_used, new, settled(entry)))
+        entries = self.entries()
+        places = chain.from_iterable(self._flat(i, self.value) for i in range(len(self._gradients)))
+        for (slot, new), is_used in zip(places, used, strict=True):
+            if slot.name in (bucket.unused or ()):
+                new.copy_(torch.where(is_used, new, settled(entries[slot.name])))

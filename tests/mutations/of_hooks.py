@@ -40,7 +40,7 @@ MUTATIONS = [
     Mutation(
         "unused_parameter_pays",
         f"{HOOKS}/_matrices.py",
-        "new.copy_(torch.where(is_used, new, settled(entry)))",
+        "new.copy_(torch.where(is_used, new, settled(entries[slot.name])))",
         "new.copy_(new)",
         "What an earlier backward left in unused parameters goes into the memory.",
         "tests/test_defects.py -k 'unused_network and powersgd'",
