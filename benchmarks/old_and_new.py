@@ -2,9 +2,10 @@
 
 Two hosts (network namespaces) joined by a link, one process on each, pinned to one core; 8 x Linear(1024, 1024), 8.4 M
 parameters, or with `--small` 64 x Linear(128, 128), 1.1 M. The earlier code is imported under another name. Old and new
-take turns, so that a busy machine hurts both alike. Where the memory of a model lies makes up to a sixth of a step, and
-that depends on the order in which models are made: each hook has four of them, old, new, new, old. Reported are medians
-over rounds of the sum of both models' times, and of the ratio in a round.
+take turns, so that a busy machine hurts both alike. Where the memory of a model lies makes up to a fourth of a step,
+and that depends on the order in which models are made: each hook has four of them, old, new, new, old, and in every
+other launch of the processes new, old, old, new. Reported are medians over rounds of the mean of both models' times,
+and of the ratio in a round.
 
     python benchmarks/old_and_new.py 3ab51be
 """
@@ -47,7 +48,7 @@ HOOKS = {
     "fp8": ("FP8", {}),
     "quantize_per_channel": ("QuantizePerChannel", {}),
 }
-ORDER = (OLD, NEW, NEW, OLD)
+ORDERS = ((OLD, NEW, NEW, OLD), (NEW, OLD, OLD, NEW))
 
 
 def export(commit: str, folder: Path) -> None:
@@ -89,15 +90,15 @@ def work(args: argparse.Namespace) -> None:
     sys.path.insert(0, args.folder)
     libraries = {name: importlib.import_module(name) for name in (OLD, NEW)}
     data = torch.randn(4, 128 if args.small else 1024, generator=torch.Generator().manual_seed(rank))
-    found = {}
+    found, order = {}, ORDERS[args.launch % 2]
     for hook in args.hooks:
-        models = [make(libraries[name], hook, args.small) for name in ORDER]
+        models = [make(libraries[name], hook, args.small) for name in order]
         for model in models:
             milliseconds(model, data, 6)
         rounds = []
         for _ in range(args.rounds):
             times = dict.fromkeys((OLD, NEW), 0.0)
-            for name, model in zip(ORDER, models, strict=True):
+            for name, model in zip(order, models, strict=True):
                 milliseconds(model, data, 1)
                 dist.barrier()
                 times[name] += milliseconds(model, data, args.steps) / 2
@@ -113,12 +114,15 @@ def main() -> None:
     """Export the earlier code, run both hosts, print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("commit", help="of the earlier code")
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--launches", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=4, help="in a launch")
     parser.add_argument("--steps", type=int, default=4, help="steps per model and round")
     parser.add_argument("--gbit", type=float, default=10.0, help="of each host's link, per second")
     parser.add_argument("--small", action="store_true", help="many small layers")
     parser.add_argument("--hooks", nargs="*", default=list(HOOKS), choices=HOOKS, help="some of them only")
-    parser.add_argument("--folder", help=argparse.SUPPRESS)  # of the earlier code, for the two processes
+    # For the processes: where the earlier code is, and how many launches were before this one.
+    parser.add_argument("--folder", help=argparse.SUPPRESS)
+    parser.add_argument("--launch", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.folder is not None:
         work(args)
@@ -127,8 +131,12 @@ def main() -> None:
     print(f"# torch {torch.__version__}, {datetime.date.today()}, 2 hosts, {args.gbit:g} Gbit/s, one core each\n")
     with tempfile.TemporaryDirectory() as folder, hosts(2, rate=f"{int(args.gbit * 1000)}mbit") as network:
         export(args.commit, Path(folder))
-        arguments = [__file__, *sys.argv[1:], "--folder", folder]
-        found = json.loads(network.launch(arguments, timeout=1800)[0].splitlines()[-1])
+        found: dict[str, list[list[float]]] = {hook: [] for hook in args.hooks}
+        for launch in range(args.launches):
+            arguments = [__file__, *sys.argv[1:], "--folder", folder, "--launch", str(launch)]
+            printed = network.launch(arguments, timeout=1800)[0]
+            for hook, rounds in json.loads(printed.splitlines()[-1]).items():
+                found[hook] += rounds
     print(f"{'hook':<22}{'old ms':>9}{'new ms':>9}{'new / old':>11}{'quartiles':>16}")
     for hook, rounds in found.items():
         old, new = (statistics.median(times) for times in zip(*rounds, strict=True))

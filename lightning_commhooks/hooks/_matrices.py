@@ -182,28 +182,35 @@ class Matrices:
                 memory.next().copy_(factor)
         scaled = q * bucket.loss_scale
         for i, gradients in enumerate(self._of_bucket(flat)):
-            if gradients.dtype == q.dtype and gradients.numel() == self.value[i].numel():
-                torch.mm(p[i].t(), scaled[i], out=gradients.view(self._shape))
-            else:
-                mean = torch.mm(p[i].t(), scaled[i]).view(-1)[: gradients.numel()]
-                gradients.copy_(to_gradient(mean, flat.dtype))
-        if self._sent is None:
-            self._take_at_once(flat, used, bucket.loss_scale)
+            self._multiply(i, p[i], scaled[i], gradients, bucket.loss_scale)
         if used is not None:
-            self._keep_what_no_rank_uses(used, bucket)
+            self._keep_what_no_rank_uses(flat, used, bucket)
         self._loaded = None
         return sent_is_finite(scaled, flat.dtype)
 
-    def _take_at_once(self, flat: Tensor, used: Tensor | None, loss_scale: float | Tensor) -> None:
-        for slot, is_used in zip(self.slots, used if used is not None else (), strict=False):
-            slot.view(flat).mul_(is_used)
-        if self._residual is not None:
-            for gradients, owed in zip(self._of_bucket(flat), self.value, strict=True):
-                sent = gradients.to(owed.dtype)
-                owed.view(-1)[: sent.numel()].sub_(sent if is_one(loss_scale) else sent / loss_scale)
+    def _multiply(self, i: int, p: Tensor, q: Tensor, gradients: Tensor, loss_scale: float | Tensor) -> None:
+        """Write the i-th P^T Q to the gradients, and take it from what is owed unless that is done later."""
+        n, m = self._shape
+        takes = self._residual is not None and self._sent is None
+        if not takes and gradients.dtype == q.dtype and gradients.numel() == n * m:
+            torch.mm(p.t(), q, out=gradients.view(n, m))
+            return
+        rows = n if gradients.is_cuda else max(1, _BLOCK_NUMEL // m)
+        buffer = q.new_empty((rows, m))
+        for first in range(0, n, rows):
+            written = gradients[first * m : (first + rows) * m]
+            some = p[:, first : first + rows].t()
+            product = torch.mm(some, q, out=buffer[: len(some)]).view(-1)
+            written.copy_(to_gradient(product[: written.numel()], written.dtype))
+            if takes:
+                sent = written.to(q.dtype)
+                owed = self.value[i].view(-1)[first * m :][: written.numel()]
+                owed.sub_(sent if is_one(loss_scale) else sent / loss_scale)
 
-    def _keep_what_no_rank_uses(self, used: Tensor, bucket: Bucket) -> None:
+    def _keep_what_no_rank_uses(self, flat: Tensor, used: Tensor, bucket: Bucket) -> None:
         """In the place of gradients that this rank has not got in this backward are those of an earlier one."""
+        for slot, is_used in zip(self.slots, used, strict=True):
+            slot.view(flat).mul_(is_used)
         if self._residual is None:
             return
         entries = self.entries()
