@@ -107,6 +107,13 @@ def _joins_and_tells_by_what_it_divides():
         return model._divide_by_initial_world_size is False
 
 
+def _gloo_takes_devices():
+    options = dist.ProcessGroupGloo._Options()
+    device = dist.ProcessGroupGloo.create_default_device()
+    options._devices, options._threads, options._timeout = [device] * 2, 4, timedelta(seconds=5)
+    return len(options._devices) == 2 and options._threads == 4
+
+
 def _group_keeps_its_timeout():
     group = dist.new_group(backend="gloo", timeout=timedelta(seconds=77))
     found = group._get_backend(torch.device("cpu")).options._timeout
@@ -167,6 +174,7 @@ IMPORTED = "import of the package fails"
 SPARSE = (
     f"{PACKAGE}/interface/hook.py",
     MICRO_BATCHES,
+    f"{PACKAGE}/ddp/compression.py",
     f"{PACKAGE}/ddp/runtime.py",
     "lightning_commhooks/hooks/_local_sgd.py",
     "lightning_commhooks/wrappers/auto.py",
@@ -223,6 +231,9 @@ TORCH = [
     ),
     Use("._get_backend", (GROUPS,), "no attachment can be made", _group_keeps_its_timeout),
     Use("._timeout", (GROUPS,), "silent: hooks wait 30 minutes, whatever was set", _group_keeps_its_timeout),
+    Use("._Options", (GROUPS,), "no hook can be attached to far ranks or to subgroups", _gloo_takes_devices),
+    Use("._devices", (GROUPS,), "silent: one connection between far ranks", _gloo_takes_devices),
+    Use("._threads", (GROUPS,), "hooks on subgroups fail", _gloo_takes_devices),
     Use("._register_backend", (GROUPS,), "hooks on subgroups fail", _process_group_takes_backends),
     Use("._set_default_backend", (GROUPS,), "hooks on subgroups fail", _process_group_takes_backends),
     Use("._comm_hook", (f"{PACKAGE}/fsdp/fsdp1.py",), "attach_fsdp fails", _fsdp_keeps_its_hook),

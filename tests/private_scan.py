@@ -24,8 +24,11 @@ OURS = {
     "_runtime",
     "_set_optimizers",
     "_finish_step",
-    "_start_all_gather",
-    "_start_all_to_all",
+    "_begin_all_gather",
+    "_rounds_of_gather",
+    "_rounds_of_sum",
+    "_adds_halves_in_float32",
+    "_begin_all_to_all",
     "_wire",
 }
 

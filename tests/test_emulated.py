@@ -74,6 +74,8 @@ def test_sends_what_real_ranks_send(run, world):
     for by_label in run(both, world=world, timeout=120):
         assert by_label.keys() == ALL.keys()
         for label, (real, emulated) in by_label.items():
+            rounds = emulated.pop("rounds"), real.pop("rounds")  # which depend on the link
+            assert (rounds[0] > 0) == (rounds[1] > 0), label
             assert emulated == real, label
 
 
@@ -143,7 +145,7 @@ def test_started_collectives_follow_one_another():
     link = Link.given(bandwidth=1000, latency=0, world_size=2)
     with emulated(link) as (group, clock):
         begin = clock.time
-        waits = [group._start_all_gather(torch.ones(250)) for _ in range(3)]
+        waits = [group._begin_all_gather(torch.ones(250)) for _ in range(3)]
         group.all_reduce_(torch.ones(250))
         assert clock.time - begin == pytest.approx(4.0)
         assert [wait().shape for wait in waits] == [(2, 250)] * 3

@@ -202,7 +202,7 @@ def test_exchanges_what_real_ranks_do(run):
 
 def test_collectives_that_are_started_together():
     def work(group):
-        waits = [group._start_all_gather(torch.tensor([group.rank, i])) for i in range(3)]
+        waits = [group._begin_all_gather(torch.tensor([group.rank, i])) for i in range(3)]
         return [wait().tolist() for wait in reversed(waits)]
 
     assert run_ranks(2, CPU, work) == [[[[0, i], [1, i]] for i in (2, 1, 0)]] * 2

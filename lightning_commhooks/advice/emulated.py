@@ -13,7 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_commhooks.advice.ensemble import WHY_NO_PROCESS_GROUP
+from lightning_commhooks.collectives.communicator import Wait
 from lightning_commhooks.collectives.counters import Counters
+from lightning_commhooks.collectives.direct import takes_one_round
 from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.collectives.link import Cost, Kind, Link
 
@@ -191,14 +193,30 @@ class EmulatedGroup(Group):
         group._wire = self._wire
         return group
 
-    def _sum_(self, tensor: Tensor) -> None:
-        self._pass_time("all_reduce", self.ring_bytes(tensor), tensor, lambda: tensor.mul_(self.size))
+    @property
+    def _adds_halves_in_float32(self) -> bool:
+        return self.device.type == "cpu"
 
-    def _gather(self, tensor: Tensor, of_equals: Callable[[], Tensor] | None) -> Callable[[], Tensor]:
+    def _rounds_of_sum(self, tensor: Tensor) -> int:
+        if tensor.is_cuda:
+            return super()._rounds_of_sum(tensor)
+        # The smallest sum takes three times the latency.
+        return 1 if takes_one_round(tensor.numel() * tensor.element_size(), self.size, self._link.latency / 3) else 2
+
+    def _rounds_of_gather(self) -> int:
+        return super()._rounds_of_gather() if self.device.type == "cuda" else 1
+
+    def _sum_(self, tensor: Tensor) -> Wait:
+        num_bytes = self.ring_bytes(tensor)
+        if tensor.is_cuda:
+            return self._start("all_reduce", num_bytes, tensor, lambda: tensor.mul_(self.size))
+        return lambda: self._pass_time("all_reduce", num_bytes, tensor, lambda: tensor.mul_(self.size))
+
+    def _gather(self, tensor: Tensor, of_equals: Callable[[], Tensor] | None) -> Wait:
         num_bytes = (self.size - 1) * tensor.numel() * tensor.element_size()
         return self._start("all_gather", num_bytes, tensor, of_equals or (lambda: tensor.repeat(self.size, 1)))
 
-    def _exchange(self, chunks: Tensor) -> Callable[[], Tensor]:
+    def _exchange(self, chunks: Tensor) -> Wait:
         num_bytes = (self.size - 1) / self.size * chunks.numel() * chunks.element_size()
         own = chunks[self.rank : self.rank + 1]
         return self._start("all_to_all", num_bytes, chunks, lambda: own.repeat(self.size, 1))
@@ -208,13 +226,7 @@ class EmulatedGroup(Group):
             with self.counters.timing.comm():
                 result = self._pass_time(kind, num_bytes, tensor, work)
             return lambda: result
-        arrived = self._wire.start(self._on_wire(kind, num_bytes, tensor.dtype, work))
-
-        def wait() -> Tensor:
-            with self.counters.timing.comm():
-                return arrived()
-
-        return wait
+        return self._wire.start(self._on_wire(kind, num_bytes, tensor.dtype, work))
 
     def _pass_time(self, kind: Kind, num_bytes: float, tensor: Tensor, work: Callable[[], Tensor]) -> Tensor:
         if self._on_stream:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_commhooks.collectives.communicator import Wait
 from lightning_commhooks.collectives.counters import Counters
 from lightning_commhooks.collectives.group import Group
 
@@ -122,8 +123,11 @@ class _Collective:
 
     @functools.cached_property
     def total(self) -> Tensor:
-        """Sum over ranks, made once."""
-        return functools.reduce(torch.add, self.in_order())
+        """Sum over ranks, made once; of 16-bit numbers on CPU in float32, as `Direct` makes it."""
+        first, *others = self.in_order()
+        in_float32 = not first.is_cuda and first.dtype in (torch.float16, torch.bfloat16)
+        total = functools.reduce(torch.add, others, first.to(torch.float32) if in_float32 else first)
+        return total.to(first.dtype)
 
 
 class _Table:
@@ -174,13 +178,18 @@ class EnsembleGroup(Group):
         table = self._table.of_subgroup((subgroups, own), len(own))
         return EnsembleGroup(table, own.index(self.rank), self.counters, self.device)
 
-    def _sum_(self, tensor: Tensor) -> None:
-        tensor.copy_(self._give("all_reduce", tensor, lambda collective: collective.total)())
+    @property
+    def _adds_halves_in_float32(self) -> bool:
+        return self.device.type == "cpu"
 
-    def _gather(self, tensor: Tensor, of_equals: Callable[[], Tensor] | None) -> Callable[[], Tensor]:
+    def _sum_(self, tensor: Tensor) -> Wait:
+        wait = self._give("all_reduce", tensor, lambda collective: collective.total)
+        return lambda: tensor.copy_(wait())
+
+    def _gather(self, tensor: Tensor, of_equals: Callable[[], Tensor] | None) -> Wait:
         return self._give("all_gather", tensor, lambda collective: torch.stack(collective.in_order()))
 
-    def _exchange(self, chunks: Tensor) -> Callable[[], Tensor]:
+    def _exchange(self, chunks: Tensor) -> Wait:
         def take(collective: _Collective) -> Tensor:
             return torch.stack([theirs[self.rank] for theirs in collective.in_order()])
 

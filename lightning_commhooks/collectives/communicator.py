@@ -1,21 +1,28 @@
 """Collectives among the ranks of one process group, with a count of the bytes each of them sends.
 
-Public ones block: on CPU tensors they return when the result is there, on NCCL they block the current
-stream only. Counts are payload bytes sent by this rank under the usual bandwidth-optimal algorithms
-(Thakur et al. 2005, "Optimization of Collective Communication Operations in MPICH"): ring all-reduce
-2(w-1)/w of the payload, ring all-gather w-1 times the rank's part, all-to-all (w-1)/w of the payload.
+Public ones block, but those that begin something: on CPU tensors they return when the result is there, on NCCL they
+block the current stream only. Of CPU tensors, all but large sums between near ranks go directly from rank to rank
+(`direct`). Counts are payload bytes sent by this rank, on the mean over ranks, as under the usual bandwidth-optimal
+algorithms (Thakur et al. 2005, "Optimization of Collective Communication Operations in MPICH"): all-reduce 2(w-1)/w of
+the payload, all-gather w-1 times the rank's part, all-to-all (w-1)/w of the payload.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from lightning_commhooks.collectives.counters import Counters
+from lightning_commhooks.collectives.direct import Direct
+from lightning_commhooks.collectives.turns import lane, waiting
+
+# Waits for a result.
+Wait = Callable[[], Tensor]
 
 
 class Communicator:
@@ -25,6 +32,7 @@ class Communicator:
         process_group: the ranks that average gradients together; `None` for a single process.
         counters: where bytes are counted.
         device: where the gradients are.
+        direct: direct messages among the ranks, if there are.
 
     Attributes:
         size: number of ranks.
@@ -39,13 +47,20 @@ class Communicator:
         process_group: dist.ProcessGroup | None,
         counters: Counters | None = None,
         device: torch.device | str = "cpu",
+        direct: Direct | None = None,
     ) -> None:
         self._process_group = process_group
+        self._direct = direct
         self.counters = counters if counters is not None else Counters()
         self.device = torch.device(device)
         self.size: int = process_group.size() if process_group is not None else 1
         self.rank: int = process_group.rank() if process_group is not None else 0
         self.global_rank: int = dist.get_rank() if process_group is not None else 0
+
+    @property
+    def may_overlap(self) -> bool:
+        """Whether several threads may communicate beside each other, and it pays: far ranks, direct messages."""
+        return self._direct is not None and self._direct.always
 
     @property
     def process_group(self) -> dist.ProcessGroup:
@@ -64,10 +79,7 @@ class Communicator:
 
     def all_reduce_(self, tensor: Tensor) -> Tensor:
         """Replace a contiguous `tensor` by its sum over ranks, bit-identical on all of them."""
-        if self.size > 1 and tensor.numel():
-            self._count(self.ring_bytes(tensor))
-            with self.counters.timing.comm():
-                self._sum_(tensor)
+        self._begin_all_reduce_(tensor)()
         return tensor
 
     def all_reduce_mean_(self, tensor: Tensor, scale: float | Tensor = 1.0) -> Tensor:
@@ -81,15 +93,17 @@ class Communicator:
         """Sum over ranks of a 16-bit tensor, shape `(n,)`, in its dtype but rounded once only.
 
         Each rank receives its share from all others, sums it in float32 and sends the sum: an all-to-all and an
-        all-gather, the same bytes as a ring all-reduce.
+        all-gather, the same bytes as a ring all-reduce. Direct messages do so anyway.
         """
+        if self._adds_halves_in_float32:
+            return self.all_reduce_(half.clone())
         numel = half.numel()
         # Every rank has an equal share.
         padded = half.new_zeros(-(-numel // self.size) * self.size)
         padded[:numel] = half
         chunks = padded.view(self.size, -1)
         share = self.all_to_all(chunks).sum(dim=0, dtype=torch.float32)
-        return self._start_all_gather(share.to(half.dtype), lambda: chunks * self.size)().view(-1)[:numel]
+        return self._begin_all_gather(share.to(half.dtype), lambda: chunks * self.size)().view(-1)[:numel]
 
     def all_reduce_coalesced_(self, tensors: Sequence[Tensor]) -> None:
         """Replace each tensor by its sum over ranks, with one collective per dtype.
@@ -97,20 +111,37 @@ class Communicator:
         Args:
             tensors: contiguous tensors on one device, in the same order on every rank; empty ones are allowed.
         """
+        self.begin_all_reduce_coalesced_(tensors)()
+
+    def begin_all_reduce_coalesced_(self, tensors: Sequence[Tensor]) -> Callable[[], None]:
+        """Begin `all_reduce_coalesced_`, and go on with other work and other collectives meanwhile.
+
+        Args:
+            tensors: as there; not to be touched before it is finished.
+
+        Returns:
+            what finishes it.
+        """
         by_dtype: dict[torch.dtype, list[Tensor]] = defaultdict(list)
         for tensor in tensors:
             by_dtype[tensor.dtype].append(tensor.view(-1))
-        for flats in by_dtype.values():
-            if len(flats) == 1:
-                self.all_reduce_(flats[0])
-                continue
-            payload = self.all_reduce_(torch.cat(flats))
-            for flat, reduced in zip(flats, payload.split([flat.numel() for flat in flats]), strict=True):
-                flat.copy_(reduced)
+        begun = [
+            (flats, self._begin_all_reduce_(flats[0] if len(flats) == 1 else torch.cat(flats)))
+            for flats in by_dtype.values()
+        ]
+
+        def finish() -> None:
+            for flats, wait in begun:
+                total = wait()
+                for flat, own in zip(flats, total.split([flat.numel() for flat in flats]), strict=True):
+                    if len(flats) > 1:
+                        flat.copy_(own)
+
+        return finish
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         """Gather `tensor`, shape `(n,)`, equal on all ranks, into a new tensor of shape `(w, n)`."""
-        return self._start_all_gather(tensor)()
+        return self._begin_all_gather(tensor)()
 
     def all_gather_quietly(self, numbers: list[int]) -> list[list[int]]:
         """The numbers of each rank; not counted. Waits for the device."""
@@ -120,7 +151,7 @@ class Communicator:
 
     def all_to_all(self, chunks: Tensor) -> Tensor:
         """Send row i of `chunks`, shape `(w, n)`, to rank i; row i of the result came from rank i."""
-        return self._start_all_to_all(chunks)()
+        return self._begin_all_to_all(chunks)()
 
     def all_reduce_sparse_mean(self, grad: Tensor) -> Tensor:
         """Mean over ranks of a sparse COO tensor: an all-gather of padded indices and values.
@@ -145,7 +176,16 @@ class Communicator:
             check_invariants=False,  # said explicitly, or PyTorch warns that it does not check
         ).coalesce()
 
-    def _start_all_gather(self, tensor: Tensor, of_equals: Callable[[], Tensor] | None = None) -> Callable[[], Tensor]:
+    def _begin_all_reduce_(self, tensor: Tensor) -> Wait:
+        """Begin an `all_reduce_`. Returns what waits for the result."""
+        if self.size == 1 or not tensor.numel():
+            return lambda: tensor
+        self._count(self.ring_bytes(tensor))
+        if self._direct is not None and self._direct.goes_direct(tensor):
+            return self._counted(self._direct.sum_(tensor.view(-1)), self._direct.num_rounds(tensor))
+        return self._counted(self._sum_(tensor), self._rounds_of_sum(tensor))
+
+    def _begin_all_gather(self, tensor: Tensor, of_equals: Callable[[], Tensor] | None = None) -> Wait:
         """Begin an `all_gather`; on CPU it goes on by itself. Returns what waits for the result.
 
         Args:
@@ -153,38 +193,75 @@ class Communicator:
             of_equals: what the result would be, shape `(w, n)`, if all ranks had what this one has; `None`: w times
                 its own tensor. Only emulated ranks need it.
         """
-        if self.size == 1:
-            return tensor.view(1, -1).clone
-        self._count((self.size - 1) * tensor.numel() * tensor.element_size())
-        return self._gather(tensor.contiguous(), of_equals)
+        return self._expect_all_gather(tensor)(tensor, of_equals)
 
-    def _start_all_to_all(self, chunks: Tensor) -> Callable[[], Tensor]:
+    def _expect_all_gather(self, like: Tensor) -> Callable[[Tensor, Callable[[], Tensor] | None], Wait]:
+        """Announce an `all_gather` of tensors like this one, long before there is this rank's, to save a round trip.
+
+        Returns:
+            what begins it, with the arguments of `_begin_all_gather`.
+        """
+        if self.size == 1:
+            return lambda tensor, of_equals: tensor.view(1, -1).clone
+        send = self._direct.gather(like.numel(), like.dtype) if self._direct is not None else None
+
+        def begin(tensor: Tensor, of_equals: Callable[[], Tensor] | None) -> Wait:
+            self._count((self.size - 1) * tensor.numel() * tensor.element_size())
+            if send is not None:
+                return self._counted(send(tensor), 1)
+            return self._counted(self._gather(tensor.contiguous(), of_equals), self._rounds_of_gather())
+
+        return begin
+
+    def _begin_all_to_all(self, chunks: Tensor) -> Wait:
         if self.size == 1:
             return lambda: chunks
         self._count((self.size - 1) / self.size * chunks.numel() * chunks.element_size())
-        return self._exchange(chunks)
+        return self._counted(self._exchange(chunks) if self._direct is None else self._direct.exchange(chunks), 1)
 
     def _count(self, num_bytes: float) -> None:
         self.counters.count(num_bytes)
 
+    def _counted(self, wait: Wait, num_rounds: int) -> Wait:
+        """Count so many rounds of messages when it is waited for, and the time."""
+        end = self.counters.rounds_in_lane[lane()] + num_rounds
+
+        def counted() -> Tensor:
+            # On CUDA it was timed when it was queued.
+            with nullcontext() if self.device.type == "cuda" else self.counters.timing.comm():
+                result = wait()
+            self.counters.waited_for(end)
+            return result
+
+        return counted
+
     # What is different among emulated ranks. There are several ranks; nothing is counted.
 
-    def _sum_(self, tensor: Tensor) -> None:
-        dist.all_reduce(tensor, group=self.process_group)
+    @property
+    def _adds_halves_in_float32(self) -> bool:
+        """Whether sums of 16-bit numbers are made in float32, and rounded once."""
+        return self._direct is not None
 
-    def _gather(self, tensor: Tensor, of_equals: Callable[[], Tensor] | None) -> Callable[[], Tensor]:
+    def _rounds_of_sum(self, tensor: Tensor) -> int:
+        return 2 * (self.size - 1)
+
+    def _rounds_of_gather(self) -> int:
+        return self.size - 1
+
+    def _sum_(self, tensor: Tensor) -> Wait:
+        return self._begun(tensor, dist.all_reduce, tensor)
+
+    def _gather(self, tensor: Tensor, of_equals: Callable[[], Tensor] | None) -> Wait:
         gathered = tensor.new_empty((self.size, tensor.numel()))
         if tensor.is_cuda:
-            return self._started(gathered, dist.all_gather_into_tensor, gathered, tensor)
-        return self._started(gathered, dist.all_gather, list(gathered.unbind()), tensor)
+            return self._begun(gathered, dist.all_gather_into_tensor, gathered, tensor)
+        return self._begun(gathered, dist.all_gather, list(gathered.unbind()), tensor)
 
-    def _exchange(self, chunks: Tensor) -> Callable[[], Tensor]:
+    def _exchange(self, chunks: Tensor) -> Wait:
         received = torch.empty_like(chunks)
-        return self._started(received, dist.all_to_all_single, received, chunks)
+        return self._begun(received, dist.all_to_all_single, received, chunks)
 
-    def _started(
-        self, result: Tensor, collective: Callable[..., dist.Work | None], *args: object
-    ) -> Callable[[], Tensor]:
+    def _begun(self, result: Tensor, collective: Callable[..., dist.Work | None], *args: object) -> Wait:
         if result.is_cuda:
             with self.counters.timing.comm():
                 collective(*args, group=self.process_group)
@@ -193,7 +270,7 @@ class Communicator:
         assert work is not None
 
         def wait() -> Tensor:
-            with self.counters.timing.comm():
+            with waiting():
                 work.wait()
             return result
 

@@ -18,37 +18,43 @@ import torch.distributed as dist
 
 logger = logging.getLogger(__name__)
 
-ADDRESS_BYTES = 128
+ADDRESS_BYTES = 128  # of one of the group's listeners
 
 
-def with_abort(make: Callable[[], dist.ProcessGroup]) -> tuple[dist.ProcessGroup, Callable[[], None]]:
+def with_abort(
+    make: Callable[[], dist.ProcessGroup], num_listeners: int
+) -> tuple[dist.ProcessGroup, Callable[[], None]]:
     """A new gloo group, and what aborts it from any thread: its collectives fail at once, here and on waiting peers.
 
     Collective. The function that aborts does not keep the group alive. It does nothing where it cannot tell which
     connections are the group's; peers then wait for the timeout of the group.
+
+    Args:
+        make: makes the group.
+        num_listeners: of a rank: one for each network interface.
     """
     before = _listening()
     own = make()
-    opened = _listening() - before
-    mine = opened.pop() if len(opened) == 1 else None
-    if mine is None:
-        logger.info("after a failure here, other ranks wait for the timeout of the process group: no unique listener")
-    return own, functools.partial(_shut_down, mine, _gather_addresses(own, mine))
+    mine = _listening() - before
+    if len(mine) != num_listeners:
+        mine = set()
+        logger.info("after a failure here, other ranks wait for the timeout of the process group: unknown listeners")
+    return own, functools.partial(_shut_down, mine, _gather_addresses(own, mine, num_listeners))
 
 
-def _gather_addresses(own: dist.ProcessGroup, mine: str | None) -> set[str]:
+def _gather_addresses(own: dist.ProcessGroup, mine: set[str], num_listeners: int) -> set[str]:
     """Where the ranks of a gloo group listen for each other; every connection of the group has one such end."""
-    text = bytearray((mine or "").encode().ljust(ADDRESS_BYTES))
-    gathered = [torch.empty(ADDRESS_BYTES, dtype=torch.uint8) for _ in range(own.size())]
+    text = bytearray("\n".join(mine).encode().ljust(ADDRESS_BYTES * num_listeners))
+    gathered = [torch.empty(len(text), dtype=torch.uint8) for _ in range(own.size())]
     dist.all_gather(gathered, torch.frombuffer(text, dtype=torch.uint8), group=own)
-    return {bytes(part.tolist()).decode().strip() for part in gathered} - {""}
+    return {address.strip() for part in gathered for address in bytes(part.tolist()).decode().split("\n")} - {""}
 
 
-def _shut_down(mine: str | None, listeners: set[str]) -> None:
+def _shut_down(mine: set[str], listeners: set[str]) -> None:
     # A connection is not ours to close, but may be shut down under gloo's hands.
     for connection in _tcp_sockets():
         try:
-            if _address(connection.getpeername()) in listeners or _address(connection.getsockname()) == mine:
+            if _address(connection.getpeername()) in listeners or _address(connection.getsockname()) in mine:
                 connection.shutdown(socket.SHUT_RDWR)
         except OSError:  # listens, and must go on doing so: gloo aborts the process if it cannot
             continue

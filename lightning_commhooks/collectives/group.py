@@ -8,6 +8,7 @@ import os
 import random
 import socket
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -16,14 +17,27 @@ from torch import Tensor
 from lightning_commhooks.codecs.codec import Codec, Kernels, compiled, seed_tensor
 from lightning_commhooks.collectives import process_groups as groups
 from lightning_commhooks.collectives.chunk import CHUNK_NUMEL, Chunk
-from lightning_commhooks.collectives.communicator import Communicator
+from lightning_commhooks.collectives.communicator import Communicator, Wait
 from lightning_commhooks.collectives.counters import Counters
+from lightning_commhooks.collectives.direct import Direct
 
 # Number of this process's node, as Lightning, torchrun and SLURM tell it.
 _NODE_VARIABLES = ("NODE_RANK", "GROUP_RANK", "SLURM_NODEID")
 
-# What this rank sends, and what waits for what it receives.
-_Sent = tuple[Tensor, Callable[[], Tensor]]
+
+@dataclass
+class _FirstShot:
+    """What the ranks send to the owners of shares.
+
+    Attributes:
+        payload: this rank's, shape `(w, n)`.
+        arriving: waits for its share of all.
+        send_mean: begins the second shot.
+    """
+
+    payload: Tensor
+    arriving: Wait
+    send_mean: Callable[[Tensor, Callable[[], Tensor] | None], Wait]
 
 
 class Group(Communicator):
@@ -34,6 +48,7 @@ class Group(Communicator):
         counters: where bytes are counted.
         device: where the gradients are.
         aborts: where groups that are split off leave a function that aborts them.
+        direct: direct messages among the ranks, if there are.
     """
 
     def __init__(
@@ -42,8 +57,9 @@ class Group(Communicator):
         counters: Counters | None = None,
         device: torch.device | str = "cpu",
         aborts: list[Callable[[], None]] | None = None,
+        direct: Direct | None = None,
     ) -> None:
-        super().__init__(process_group, counters, device)
+        super().__init__(process_group, counters, device, direct)
         self._aborts = aborts if aborts is not None else []
         self._nodes: list[list[int]] = []
         self._split_off: dict[tuple[tuple[int, ...], ...], Group] = {}
@@ -64,7 +80,7 @@ class Group(Communicator):
         self._split_off.clear()
         for group in self._encoding.values():
             released += group.release()
-        self._process_group = None
+        self._process_group = self._direct = None
         return released
 
     def nodes(self) -> list[list[int]]:
@@ -98,9 +114,11 @@ class Group(Communicator):
     def _split(self, subgroups: tuple[tuple[int, ...], ...]) -> Group:
         # All ranks take part in making groups, also those that are alone.
         name = self.all_gather_quietly([random.SystemRandom().getrandbits(62)])[0][0]
-        own, abort = groups.own_subgroup(self.process_group, subgroups, str(name), self.device)
-        self._aborts.append(abort)
-        return Group(own, self.counters, self.device)
+        own = groups.own_subgroup(self.process_group, subgroups, str(name), self.device)
+        self._aborts.append(own.abort)
+        if own.direct is not None:
+            own.direct.always |= self.may_overlap
+        return Group(own.process_group, self.counters, self.device, direct=own.direct)
 
     def encoding(self, codec: Codec) -> Group:
         """The same ranks, with `all_reduce_factors_` encoding; counts bytes together with this group. Collective."""
@@ -166,13 +184,15 @@ class Group(Communicator):
         one = chunks[0].numbers.new_ones(())
         way_in, way_out = (one * (scale / loss_scale)).view(()), (one * loss_scale).view(())
         has_owners = self.num_owners(two_shot) > 1
-        sent = [self._send(chunk, kernels, way_in, has_owners) for chunk in chunks]
         if has_owners:
-            sent = [self._send_mean(chunk, kernels, one, *it) for chunk, it in zip(chunks, sent, strict=True)]
+            shots = [self._send_to_owners(chunk, kernels, way_in) for chunk in chunks]
+            arriving = [self._send_mean(chunk, kernels, one, shot) for chunk, shot in zip(chunks, shots, strict=True)]
+        else:
+            arriving = [self._begin_all_gather(self._encoded(chunk, kernels, way_in)) for chunk in chunks]
         finite = []
-        for chunk, (_, arrived) in zip(chunks, sent, strict=True):
+        for chunk, wait in zip(chunks, arriving, strict=True):
             num_senders = 1 if has_owners else self.size
-            payloads = arrived().view(num_senders, chunk.numbers.shape[0], -1)
+            payloads = wait().view(num_senders, chunk.numbers.shape[0], -1)
             factor = way_out if chunk.owed is not None else one
             finite.append(kernels.decode_mean(payloads, factor, chunk.numbers))
         return torch.stack(finite).all()
@@ -213,25 +233,28 @@ class Group(Communicator):
             return
         kernels = self.kernels(self._codec, feedback=False, two_shot=True)
         large = [factor for factor in factors if kernels.fills_block(factor)]
-        self.all_reduce_coalesced_([*exact, *(factor for factor in factors if not kernels.fills_block(factor))])
+        small = [factor for factor in factors if not kernels.fills_block(factor)]
+        finish = self.begin_all_reduce_coalesced_([*exact, *small])
         self.average_tensors_encoded_(large, kernels)
         for factor in large:
             factor.mul_(self.size)
+        finish()
 
-    def _send(self, chunk: Chunk, kernels: Kernels, factor: Tensor, to_owners: bool) -> _Sent:
-        payload = kernels.encode(chunk.numbers, chunk.owed, factor, seed_tensor(chunk.seed, self.device)).view(-1)
-        if to_owners:
-            return payload, self._start_all_to_all(payload.view(self.size, -1))
-        return payload, self._start_all_gather(payload)
+    def _encoded(self, chunk: Chunk, kernels: Kernels, factor: Tensor) -> Tensor:
+        seed = seed_tensor(chunk.seed, self.device)
+        return kernels.encode(chunk.numbers, chunk.owed, factor, seed).view(-1)
 
-    def _send_mean(
-        self, chunk: Chunk, kernels: Kernels, one: Tensor, payload: Tensor, arrived: Callable[[], Tensor]
-    ) -> _Sent:
+    def _send_to_owners(self, chunk: Chunk, kernels: Kernels, factor: Tensor) -> _FirstShot:
+        payload = self._encoded(chunk, kernels, factor).view(self.size, -1)
+        arriving = self._begin_all_to_all(payload)
+        return _FirstShot(payload, arriving, self._expect_all_gather(payload[0]))
+
+    def _send_mean(self, chunk: Chunk, kernels: Kernels, one: Tensor, shot: _FirstShot) -> Wait:
         """The second shot: this rank's share of the mean."""
         b, s = chunk.numbers.shape
         mean = chunk.numbers.new_empty((b // self.size, s))
-        kernels.decode_mean(arrived().view(self.size, b // self.size, -1), one, mean)
+        kernels.decode_mean(shot.arriving().view(self.size, b // self.size, -1), one, mean)
         seed = seed_tensor(chunk.seed + 2**30, self.device)
         share = kernels.encode(mean, chunk.carried, one, seed).view(-1)
         # The mean of what equal ranks send is what each of them sends.
-        return share, self._start_all_gather(share, lambda: payload.view(self.size, -1).clone())
+        return shot.send_mean(share, shot.payload.clone)

@@ -370,9 +370,9 @@ class _Meter:
     def _all_gather(self, num_bytes: int) -> Start:
         numel = max(1, round(num_bytes / (self._group.size - 1)))
         tensor = torch.zeros(numel, dtype=torch.uint8, device=self._group.device)
-        return lambda: self._group._start_all_gather(tensor)
+        return lambda: self._group._begin_all_gather(tensor)
 
     def _all_to_all(self, num_bytes: int) -> Start:
         numel = max(1, round(num_bytes / (self._group.size - 1)))
         tensor = torch.zeros((self._group.size, numel), dtype=torch.uint8, device=self._group.device)
-        return lambda: self._group._start_all_to_all(tensor)
+        return lambda: self._group._begin_all_to_all(tensor)

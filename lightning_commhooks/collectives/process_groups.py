@@ -1,16 +1,43 @@
-"""The process groups of the communication thread: made and destroyed."""
+"""The process groups of the communication threads: made and destroyed."""
 
 from __future__ import annotations
 
+import os
+import random
 import uuid
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
 from lightning_commhooks.collectives import gloo_abort
+from lightning_commhooks.collectives.direct import Direct, measure_latency, num_connections
+
+# The network interfaces that gloo uses, separated by commas; one that is named twice gets two connections.
+_INTERFACES = "GLOO_SOCKET_IFNAME"
+
+
+@dataclass(frozen=True)
+class OwnGroup:
+    """A group for communication threads.
+
+    DDP and users issue collectives from other threads; on one group they would interleave with the hook's differently
+    on each rank.
+
+    Attributes:
+        process_group: the group.
+        abort: aborts it from any thread: collectives under way fail at once, here and on the peers that wait for this
+            rank. Does not keep the group alive.
+        direct: direct messages among its ranks, of CPU tensors over gloo.
+    """
+
+    process_group: dist.ProcessGroup
+    abort: Callable[[], None] = lambda: None
+    direct: Direct | None = None
 
 
 def backend_for(process_group: dist.ProcessGroup, device: torch.device) -> str:
@@ -19,19 +46,38 @@ def backend_for(process_group: dist.ProcessGroup, device: torch.device) -> str:
     return dist.BackendConfig(dist.Backend(configured)).get_device_backend_map().get(device.type, configured)
 
 
-def own_group(process_group: dist.ProcessGroup, device: torch.device) -> tuple[dist.ProcessGroup, Callable[[], None]]:
-    """A group over the same ranks for the communication thread.
-
-    DDP and users issue collectives from other threads; on one group they would interleave with the hook's
-    differently on each rank.
-
-    Returns:
-        the group, and a function that aborts it from any thread: collectives under way fail at once, here and
-        on the peers that wait for this rank. The function does not keep the group alive.
-    """
+def own_group(process_group: dist.ProcessGroup, device: torch.device) -> OwnGroup:
+    """A group over the same ranks. Collective."""
     if backend_for(process_group, device) != dist.Backend.GLOO:
-        return _new_group(process_group, device), lambda: None
-    return gloo_abort.with_abort(lambda: _new_group(process_group, device))
+        return OwnGroup(_new_group(process_group, device))
+    own, abort = gloo_abort.with_abort(lambda: _new_group(process_group, device), len(_interfaces()))
+    return _with_direct(own, abort, device, _timeout_of(process_group, device) or dist.default_pg_timeout)
+
+
+def _with_direct(
+    own: dist.ProcessGroup, abort: Callable[[], None], device: torch.device, timeout: timedelta
+) -> OwnGroup:
+    if device.type != "cpu" or own.size() == 1:
+        return OwnGroup(own, abort)
+    backend: Any = own._get_backend(device)
+    backend = getattr(backend, "wrapped_pg", backend)  # with TORCH_DISTRIBUTED_DEBUG=DETAIL
+    latency = measure_latency(backend)
+    if len(_interfaces()) > 1 or (connections := num_connections(latency)) == 1:
+        return OwnGroup(own, abort, Direct(backend, latency))
+    number = torch.tensor([random.SystemRandom().getrandbits(62)])
+    name = str(Direct(backend).gather(1, number.dtype)(number)()[0].item())
+    place = own.rank(), own.size()
+    more, abort_more = gloo_abort.with_abort(lambda: _gloo_group(name, *place, device, timeout, connections), 1)
+
+    def abort_both() -> None:
+        abort()
+        abort_more()
+
+    return OwnGroup(own, abort_both, Direct(more._get_backend(device), latency))
+
+
+def _interfaces() -> list[str]:
+    return os.environ.get(_INTERFACES, "").split(",")
 
 
 def _timeout_of(process_group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
@@ -53,9 +99,16 @@ def _new_group(process_group: dist.ProcessGroup, device: torch.device) -> dist.P
     return own
 
 
-def _gloo_group(name: str, rank: int, size: int, device: torch.device, timeout: timedelta) -> dist.ProcessGroup:
+def _gloo_group(
+    name: str, rank: int, size: int, device: torch.device, timeout: timedelta, connections: int = 1
+) -> dist.ProcessGroup:
     store = PrefixStore(f"lightning_commhooks/{name}/", dist.distributed_c10d._get_default_store())
-    backend = dist.ProcessGroupGloo(store, rank, size, timeout)
+    gloo: Any = dist.ProcessGroupGloo
+    options = gloo._Options()
+    options._timeout = timeout
+    options._devices = [device for device in _devices() for _ in range(connections)]
+    options._threads = 2 * len(options._devices)
+    backend = gloo(store, rank, size, options)
     own = dist.ProcessGroup(store, rank, size)
     own._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
     own._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
@@ -64,28 +117,34 @@ def _gloo_group(name: str, rank: int, size: int, device: torch.device, timeout: 
     return own
 
 
+def _devices() -> list[dist.ProcessGroupGloo.Device]:
+    """As PyTorch makes them for a group without options."""
+    make = dist.ProcessGroupGloo
+    return [make.create_device(interface=name) if name else make.create_default_device() for name in _interfaces()]
+
+
 def own_subgroup(
     process_group: dist.ProcessGroup, subgroups: Sequence[Sequence[int]], name: str, device: torch.device
-) -> tuple[dist.ProcessGroup, Callable[[], None]]:
+) -> OwnGroup:
     """A group over those ranks of `process_group` that are in the same subgroup as this one.
 
     Collective.
 
     Args:
-        process_group: of the communication thread.
+        process_group: of the communication threads.
         subgroups: ranks in `process_group`, each in one subgroup.
         name: unlike that of any other group, equal on all ranks.
         device: of the tensors.
-
-    Returns:
-        the group, and a function that aborts it, as [`own_group`][].
     """
     rank = process_group.rank()
     timeout = _timeout_of(process_group, device) or dist.default_pg_timeout
     if process_group._get_backend(device).name() == dist.Backend.GLOO:
         index, ranks = next((i, ranks) for i, ranks in enumerate(subgroups) if rank in ranks)
         place = ranks.index(rank), len(ranks)
-        return gloo_abort.with_abort(lambda: _gloo_group(f"{name}/{index}", *place, device, timeout))
+        own, abort = gloo_abort.with_abort(
+            lambda: _gloo_group(f"{name}/{index}", *place, device, timeout), len(_interfaces())
+        )
+        return _with_direct(own, abort, device, timeout)
     world = dist.get_process_group_ranks(process_group)
     groups = [
         # Every process of the world takes part in making every group, unless there are processes without this hook.
@@ -95,7 +154,7 @@ def own_subgroup(
         for ranks in subgroups
         if len(world) == dist.get_world_size() or rank in ranks
     ]
-    return next(group for group in groups if group is not dist.GroupMember.NON_GROUP_MEMBER), lambda: None
+    return OwnGroup(next(group for group in groups if group is not dist.GroupMember.NON_GROUP_MEMBER))
 
 
 def destroy(process_groups: Iterable[dist.ProcessGroup | None]) -> None:

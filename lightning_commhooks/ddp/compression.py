@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
+from lightning_commhooks.collectives.turns import lane
 from lightning_commhooks.interface.averages_models import is_local
 from lightning_commhooks.interface.bucket import Bucket
 from lightning_commhooks.interface.error_sample import ErrorSampler
@@ -37,10 +38,12 @@ class Watch:
         # While ranks step alone their gradients are not meant to be the mean.
         sampler = None if is_local(bound, bucket.step) else self.sampler
         taken = sampler.take(flat, bucket) if sampler is not None else None
-        sent, dense = counters.bytes_sent, counters.bytes_dense
+        dense = bound.group.ring_bytes(flat._values() if flat.is_sparse else flat)
+        counters.bytes_dense += dense
+        sent = counters.sent_in_lane[lane()]
         with counters.timing.work():
             yield
-        self._add(bound, bucket.step, counters.bytes_sent - sent, counters.bytes_dense - dense)
+        self._add(bound, bucket.step, counters.sent_in_lane[lane()] - sent, dense)
         if sampler is not None and taken is not None:
             sampler.compare(taken, flat, bucket, bound.group)
 

@@ -1,7 +1,8 @@
-"""Runs a bound hook on buckets, one after another, in the order in which DDP hands them over.
+"""Runs a bound hook on buckets, in the order in which DDP hands them over.
 
-Collectives are issued in that order and no other, so ranks cannot disagree. Where the overlap with the
-backward pass comes from depends on the device: see [`ThreadEngine`][] and [`StreamEngine`][].
+Collectives are issued in that order and no other, or in lanes, whose messages have numbers of their own: ranks cannot
+disagree. Where the overlap with the backward pass comes from depends on the device: see [`ThreadEngine`][] and
+[`StreamEngine`][].
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from lightning_commhooks.collectives.errors import HookError
+from lightning_commhooks.collectives.turns import Turns
 
 T = TypeVar("T")
 
@@ -52,13 +54,20 @@ def call_at_end_of_backward(function: Callable[[], None]) -> None:
 
 
 class Engine(ABC):
-    """Runs work items in the order of submission."""
+    """Runs work items in the order of submission, those that may overlap in the order of their lane."""
 
     _closed = False
 
     @abstractmethod
-    def submit(self, work: Callable[[], Tensor], device: torch.device) -> Future[Tensor]:
-        """Run `work`, return a future of its result for DDP."""
+    def submit(self, work: Callable[[], Tensor], device: torch.device, index: int, overlaps: bool) -> Future[Tensor]:
+        """Run `work`, return a future of its result for DDP.
+
+        Args:
+            work: reduces a bucket.
+            device: of the bucket.
+            index: of the bucket, the same on all ranks.
+            overlaps: whether work on other buckets may go on while this waits for other ranks.
+        """
 
     @abstractmethod
     def call(self, function: Callable[[], T]) -> T:
@@ -95,31 +104,40 @@ class Engine(ABC):
 
 
 class ThreadEngine(Engine):
-    """One communication thread, for CPU tensors and for gloo.
+    """Communication threads, for CPU tensors and for gloo: the lanes, which take turns. One, unless ranks are far.
 
     After the first failure no further work runs: this rank's collectives would not match its peers'. So that the
     peers need not wait for the timeout of the process group, a failure aborts it, of work or of what comes before it
     (`aborting`). So does an interruption (Ctrl-C, a signal handler that raises) of the main thread while it waits for
     work.
 
-    `abort` makes collectives under way fail; it is called from any thread, perhaps more than once.
+    Args:
+        device: of the gradients.
+        abort: makes collectives under way fail; it is called from any thread, perhaps more than once.
+        num_lanes: how many buckets may be under way at once.
     """
 
-    def __init__(self, device: torch.device, abort: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, device: torch.device, abort: Callable[[], None] = lambda: None, num_lanes: int = 1) -> None:
         _let_gloo_finish_at_exit()
         _close_before_threads_are_joined()
         self._device = device
         self._abort = abort
         self._process = os.getpid()
         # Without recording, for a backward with create_graph=True.
-        self._executor = ThreadPoolExecutor(
-            1, "lightning_commhooks", initializer=torch.set_grad_enabled, initargs=(False,)
-        )
+        self._executors = [
+            ThreadPoolExecutor(1, "lightning_commhooks", initializer=torch.set_grad_enabled, initargs=(False,))
+            for _ in range(num_lanes)
+        ]
+        self._turns = Turns()
         self._failure: BaseException | None = None
-        self._last: HostFuture[Any] | None = None
+        # What was submitted last to each lane; and last of what does not overlap.
+        self._last: dict[int, HostFuture[Any]] = {}
+        self._last_alone: HostFuture[Any] | None = None
         _open_engines.add(self)
 
-    def submit(self, work: Callable[[], Tensor], device: torch.device) -> Future[Tensor]:
+    def submit(
+        self, work: Callable[[], Tensor], device: torch.device, index: int = 0, overlaps: bool = False
+    ) -> Future[Tensor]:
         self.raise_if_unusable()
         devices: list[int | str | torch.device] | None = [device] if device.type == "cuda" else None
         raw: Future[Tensor | None] = Future(devices=devices)
@@ -144,8 +162,27 @@ class ThreadEngine(Engine):
             return result
 
         result = raw.then(unwrap)
-        self._last = self._executor.submit(run)
+        self._enqueue(run, index, overlaps)
         return result
+
+    def _enqueue(self, run: Callable[[], T], index: int, overlaps: bool) -> HostFuture[T]:
+        """Have a function run in a lane: the same one on all ranks, which numbers its messages."""
+        lane = index % len(self._executors)
+        before = [self._last_alone] if overlaps and self._last_alone is not None else []
+        if not overlaps:
+            before = [last for other, last in self._last.items() if other != lane]
+
+        def in_turn() -> T:
+            wait(before)
+            before.clear()  # they hold results
+            with self._turns.turn(lane):
+                return run()
+
+        future = self._executors[lane].submit(in_turn)
+        self._last[lane] = future
+        if not overlaps:
+            self._last_alone = future
+        return future
 
     def call(self, function: Callable[[], T]) -> T:
         self.raise_if_unusable()
@@ -162,10 +199,9 @@ class ThreadEngine(Engine):
                 if done is not None:
                     done.record(torch.cuda.current_stream(self._device))
 
-        called = self._executor.submit(run)
-        self._last = called
+        called = self._enqueue(run, 0, overlaps=False)
         self._wait_for(called)
-        self._last = None  # it holds the result
+        self._last, self._last_alone = {}, None  # they hold the result
         result = called.result()
         if done is not None:
             torch.cuda.current_stream(self._device).wait_event(done)
@@ -174,10 +210,11 @@ class ThreadEngine(Engine):
     def close(self) -> None:
         super().close()
         if self._process != os.getpid():
-            return  # a forked child has not got the thread
-        if self._last is not None and wait([self._last], timeout=GRACE_SECONDS).not_done:
+            return  # a forked child has not got the threads
+        if wait(self._last.values(), timeout=GRACE_SECONDS).not_done:
             self._fail(HookError("the communication hook was closed before its work was done"))
-        self._executor.shutdown(wait=True)
+        for executor in self._executors:
+            executor.shutdown(wait=True)
 
     def _wait_for(self, work: HostFuture[Any]) -> None:
         try:
@@ -240,7 +277,7 @@ class StreamEngine(Engine):
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
 
-    def submit(self, work: Callable[[], Tensor], device: torch.device) -> Future[Tensor]:
+    def submit(self, work: Callable[[], Tensor], device: torch.device, index: int, overlaps: bool) -> Future[Tensor]:
         self.raise_if_unusable()
         self._stream.wait_stream(torch.cuda.current_stream(device))
         with self._context():

@@ -38,6 +38,9 @@ from lightning_commhooks.wrappers.scale import accumulation_of
 
 T = TypeVar("T")
 
+# Buckets that are under way at once between far ranks.
+NUM_LANES = 4
+
 
 class Runtime(RunningHook):
     """A bound hook, its engine and its counts, on whatever DDP model they are attached to at present.
@@ -64,6 +67,7 @@ class Runtime(RunningHook):
         self._warned = False
         self.is_closed = False
         self._owned: dist.ProcessGroup | None = None
+        self._buckets: set[tuple[str, ...]] = set()
         if isinstance(self.method, UserFunction):
             group = Group(process_group, self.counters, device)
             self.take_over(hook.bind(group))
@@ -77,19 +81,23 @@ class Runtime(RunningHook):
         self, process_group: dist.ProcessGroup, device: torch.device, make_group: Callable[[Counters], Group] | None
     ) -> Group:
         aborts: list[Callable[[], None]] = []
+        direct = None
         if device.type == "cuda" and backend_for(process_group, device) == dist.Backend.NCCL:
             self._engine = StreamEngine(device)
             self.counters.timing = DeviceTiming(device)
         else:
-            self._owned, abort = own_group(process_group, device)
-            aborts.append(abort)
-            self._engine = ThreadEngine(device, functools.partial(_call_all, aborts))
+            own = own_group(process_group, device)
+            self._owned, direct = own.process_group, own.direct
+            aborts.append(own.abort)
+            # Emulated ranks have one link, which is not this one.
+            is_far = direct is not None and direct.always and make_group is None
+            self._engine = ThreadEngine(device, functools.partial(_call_all, aborts), NUM_LANES if is_far else 1)
             if device.type == "cuda":
                 self.counters.timing = NoTiming()
         if make_group is not None:
             group = make_group(self.counters)
         else:
-            group = Group(self._owned or process_group, self.counters, device, aborts)
+            group = Group(self._owned or process_group, self.counters, device, aborts, direct)
         try:
             self.take_over(self._bind(group))
         except BaseException:
@@ -120,6 +128,7 @@ class Runtime(RunningHook):
 
     def _begin_at(self, fresh: BoundHook, steps: int) -> None:
         self.take_over(fresh)
+        self._buckets = set()
         self.clock.steps = steps
         if self.micro_batches is not None:
             self.micro_batches.restart()
@@ -183,9 +192,18 @@ class Runtime(RunningHook):
                 is_late = watched.begin(self.bound, plain.step)
                 if may_be_unused and watches:
                     plain = dataclasses.replace(plain, unused=usage.unused(plain.slots))
-                return engine.submit(lambda: self._reduce(flat, plain, is_late), flat.device)
+                overlaps = self._is_known(plain) and self.bound.overlaps(plain.step)
+                return engine.submit(lambda: self._reduce(flat, plain, is_late), flat.device, plain.index, overlaps)
 
         return trampoline
+
+    def _is_known(self, bucket: Bucket) -> bool:
+        """Whether the hook has got this bucket before, and none in between with some of its parameters."""
+        if bucket.names in self._buckets:
+            return True
+        names = set(bucket.names)
+        self._buckets = {other for other in self._buckets if names.isdisjoint(other)} | {bucket.names}
+        return False
 
     def _plain(self, bucket: GradBucket, flat: Tensor, last_may_be_skipped: bool) -> Bucket:
         slots = self.layout.slots(bucket.parameters(), flat.numel())
@@ -204,7 +222,6 @@ class Runtime(RunningHook):
             if not flat.is_sparse:
                 _forget_infinities(flat, bucket)
             with self.watch.reduction(self.bound, flat, bucket):
-                _count_dense(group, flat)
                 if flat.is_sparse:
                     flat = self.bound.reduce_sparse(flat, bucket)
                 else:

@@ -60,7 +60,7 @@ class ShardGroup(Group):
         for start in starts:
             some = blocks[:, start : start + at_once].reshape(-1, size)
             payload = kernels.encode(some, None, one, seed_tensor(seed + start, self.device))
-            sent.append(self._start_all_to_all(payload.view(self.size, -1)))
+            sent.append(self._begin_all_to_all(payload.view(self.size, -1)))
         for start, arrived in zip(starts, sent, strict=True):
             out = total[start : start + at_once]
             kernels.decode_mean(arrived().view(self.size, out.shape[0], -1), one * self.size, out)

@@ -119,6 +119,9 @@ class CodecFeedback(BoundByParameter[_Plan]):
         self.scales_gradients = config.use_error_feedback
         self._numel_compressed = 0
 
+    def overlaps(self, step: int) -> bool:
+        return True
+
     def reduce(self, flat: Tensor, bucket: Bucket) -> Tensor | None:
         if not flat.is_floating_point() or not self._is_worth_it(flat, bucket):
             scale_(flat, bucket.scale)
@@ -127,9 +130,17 @@ class CodecFeedback(BoundByParameter[_Plan]):
             self.group.all_reduce_mean_(flat)
             return None
         plan = self._plan(flat, bucket)
-        finite, used = self._average_dense(flat, bucket, plan)
-        finite = finite & self._average_encoded(flat, bucket, plan)
-        for slot, is_used in zip(plan.slots, used, strict=False):
+        dense = torch.cat([flat[:0], *(slot.view(flat).reshape(-1) for slot in plan.dense)])
+        dense.div_(self.group.size / bucket.scale)
+        used = bucket.used(plan.slots if bucket.unused is not None and self.has_memory else (), flat)
+        finish = self.group.begin_all_reduce_coalesced_([dense, used])
+        finite = self._average_encoded(flat, bucket, plan)
+        finish()
+        finite = finite & all_finite(dense)
+        for slot, mean in zip(plan.dense, dense.split([slot.numel for slot in plan.dense]), strict=True):
+            slot.view(flat).copy_(mean.view(slot.shape))
+        self.group.counters.numel_uncompressed += dense.numel()
+        for slot, is_used in zip(plan.slots, used > 0, strict=False):
             if slot.name in (bucket.unused or ()):
                 _restore(plan, slot, is_used)
         # The product with the scale may be infinite where the mean is not.
@@ -138,21 +149,6 @@ class CodecFeedback(BoundByParameter[_Plan]):
     def _is_worth_it(self, flat: Tensor, bucket: Bucket) -> bool:
         slots = [slot for slot in bucket.slots if self._config.compresses(slot.shape)]
         return bool(slots) and sum(slot.numel for slot in slots) * flat.element_size() >= self._config.min_bytes
-
-    def _average_dense(self, flat: Tensor, bucket: Bucket, plan: _Plan) -> tuple[Tensor, Tensor]:
-        """Average the gradients that are not encoded.
-
-        Returns:
-            whether they are finite, and for each other gradient, if DDP looks for unused ones, whether a rank used it.
-        """
-        dense = torch.cat([flat[:0], *(slot.view(flat).reshape(-1) for slot in plan.dense)])
-        dense.div_(self.group.size / bucket.scale)
-        used = bucket.used(plan.slots if bucket.unused is not None and self.has_memory else (), flat)
-        self.group.all_reduce_coalesced_([dense, used])
-        for slot, mean in zip(plan.dense, dense.split([slot.numel for slot in plan.dense]), strict=True):
-            slot.view(flat).copy_(mean.view(slot.shape))
-        self.group.counters.numel_uncompressed += dense.numel()
-        return all_finite(dense), used > 0
 
     def _average_encoded(self, flat: Tensor, bucket: Bucket, plan: _Plan) -> Tensor:
         dtype = work_dtype(flat.dtype)

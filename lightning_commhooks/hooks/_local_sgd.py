@@ -82,6 +82,9 @@ class BoundLocalSGD(AveragesModels):
     def _group_at(self, step: int) -> Group | None:
         return self.group if step < self._config.start_localSGD_iter else self._subgroup
 
+    def overlaps(self, step: int) -> bool:
+        return True
+
     def reduce(self, flat: Tensor, bucket: Bucket) -> Tensor | None:
         group = self._group_at(bucket.step)
         if group is not None:

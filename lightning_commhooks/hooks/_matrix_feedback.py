@@ -91,6 +91,9 @@ class MatrixFeedback(BoundByParameter[_Plan]):
         shape, seed = tuple(like.shape[1:]), self.hook.random_seed
         return torch.stack([random_factor(key, shape, seed, step, like) for key in keys])
 
+    def overlaps(self, step: int) -> bool:
+        return True
+
     def reduce(self, flat: Tensor, bucket: Bucket) -> Tensor | None:
         counters = self.group.counters
         if bucket.step < self.hook.start_powerSGD_iter or not flat.is_floating_point() or not flat.numel():

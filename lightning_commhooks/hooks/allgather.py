@@ -32,6 +32,9 @@ class AllGather(CommHook):
 
 
 class _BoundAllGather(BoundHook):
+    def overlaps(self, step: int) -> bool:
+        return True
+
     def reduce(self, flat: Tensor, bucket: Bucket) -> None:
         self.group.counters.numel_uncompressed += flat.numel()
         gathered = self.group.all_gather(flat)

@@ -32,6 +32,9 @@ class AllReduce(CommHook):
 class _BoundAllReduce(BoundHook):
     scales_gradients = True
 
+    def overlaps(self, step: int) -> bool:
+        return True
+
     def reduce(self, flat: Tensor, bucket: Bucket) -> None:
         self.group.counters.numel_uncompressed += flat.numel()
         self.group.all_reduce_mean_(flat, bucket.scale)

@@ -33,6 +33,9 @@ class Noop(CommHook):
 class _BoundNoop(BoundHook):
     _warned = False
 
+    def overlaps(self, step: int) -> bool:
+        return True
+
     def reduce(self, flat: Tensor, bucket: Bucket) -> None:
         if not self._warned and self.group.size > 1 and self.group.global_rank == 0:
             self._warned = True

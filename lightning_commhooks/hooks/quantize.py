@@ -98,6 +98,9 @@ class _BoundQuantize(BoundHook):
         self._kernels = group.kernels(codec, feedback=False, two_shot=two_shot)
         self._layouts: dict[int, Chunks] = {}
 
+    def overlaps(self, step: int) -> bool:
+        return True
+
     def reduce(self, flat: Tensor, bucket: Bucket) -> None:
         if not flat.is_floating_point() or not flat.numel():
             self.group.counters.numel_uncompressed += flat.numel()

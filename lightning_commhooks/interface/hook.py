@@ -67,9 +67,9 @@ class CommHook(ABC):
 class BoundHook(ABC):
     """Runtime state of a communication method for one model.
 
-    The engine calls `reduce` for one bucket after another, in the same order on every rank, never two at
-    once, and `end_step` after the last one of a step. Code in `reduce` is straight-line: collectives of
-    `group` block until their result is there.
+    The engine calls `reduce` for one bucket after another, in the same order on every rank, and `end_step` after the
+    last one of a step. Code in `reduce` is straight-line: collectives of `group` block until their result is there;
+    only if the hook `overlaps`, a call for another bucket goes on meanwhile.
 
     A hook whose result depends on earlier steps has memory. It says so (`has_memory`), stages what `reduce`
     changes (see `interface.memory.Memory`), and takes it over in `end_step` when the step was finite. The engine
@@ -110,6 +110,19 @@ class BoundHook(ABC):
             whether the result is finite, boolean, one element on the device of `flat`, equal on all ranks; `None`
             to have `flat` looked at. Of use to hooks with memory that know it from something smaller.
         """
+
+    def overlaps(self, step: int) -> bool:
+        """Whether `reduce` may be called for a bucket while a call for another one of the step waits for other ranks.
+
+        Between ranks that are far from each other that hides most of the waiting. Calls take turns: between two
+        collectives nobody else runs. What they share must not depend on which bucket comes first, and collectives must
+        be those of `group`, which keeps them apart. All buckets of a step are done before `end_step`, and a bucket that
+        is new, in the first step or since DDP has built its buckets anew, is reduced alone.
+
+        Args:
+            step: number of synchronized backwards before it.
+        """
+        return False
 
     def end_step(self, finite: Tensor) -> None:  # noqa: B027  # optional to override
         """Take over what the step's calls of `reduce` and `drain_` staged, if the step was finite.

@@ -38,6 +38,9 @@ class BoundWrapper(AveragesModels):
     def _at_work(self) -> Sequence[BoundHook]:
         """The hooks inside that reduce gradients at present."""
 
+    def overlaps(self, step: int) -> bool:
+        return all(hook.overlaps(step) for hook in self._all_inner)
+
     def end_step(self, finite: Tensor) -> None:
         for hook in self._all_inner:
             hook.end_step(finite)

@@ -41,6 +41,11 @@ class BoundSwitch(BoundWrapper):
     def _phase(self, step: int) -> int:
         """Key of the hook whose turn it is, equal on all ranks. Called in any order and thread."""
 
+    def overlaps(self, step: int) -> bool:
+        # While a hook is handed over to, parameters of any bucket may change hands.
+        phases = set(self._last_phase.values())
+        return phases <= {self._phase(step)} and self._phases[self._phase(step)].overlaps(step)
+
     def reduce(self, flat: Tensor, bucket: Bucket) -> Tensor | None:
         phase = self._phase(bucket.step)
         if self.has_memory:

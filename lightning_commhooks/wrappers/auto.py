@@ -152,6 +152,9 @@ class _BoundAuto(BoundSwitch):
     def is_local(self, step: int) -> bool:
         return False
 
+    def overlaps(self, step: int) -> bool:
+        return self._is_tidy and super().overlaps(step)
+
     def reduce(self, flat: Tensor, bucket: Bucket) -> Tensor | None:
         sampler = self._enter(bucket, flat.numel())
         # It is what this hook gets that is to be averaged.

@@ -110,6 +110,10 @@ class _BoundScale(BoundAround):
         self._accumulation = accumulation
         self._warned = False
 
+    def overlaps(self, step: int) -> bool:
+        # The first bucket finds out about the weights for all others.
+        return self._accumulation != "weighted" and super().overlaps(step)
+
     def reduce(self, flat: Tensor, bucket: Bucket) -> Tensor | None:
         factors = self._factors(bucket)
         first = next(iter(factors.values()), 1.0)

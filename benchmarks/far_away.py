@@ -1,0 +1,166 @@
+"""Time of a step between hosts with a delay: plain DDP, PyTorch's hooks, and ours, with this code and an earlier one.
+
+Hosts are network namespaces joined by links that `tc` holds to their rate and delay; a process each, pinned to a core,
+of which four hosts share two. The earlier code is imported under another name. All take turns in the same processes;
+reported are the median over rounds, and the share of plain DDP's step. A step is forward, backward and SGD.
+
+- gpt: 6.1 M parameters, two buckets of 25 MB at most.
+- mlp, 25 MB and 3 MB: 10 x Linear(1024, 1024), 10.5 M parameters, in buckets of that size at most.
+
+    python benchmarks/far_away.py db1fd9b
+
+`--only 3 5` runs configurations by number. `--rows` with other names of hooks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import statistics
+import sys
+import time
+import warnings
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import ModuleType
+
+import shapes
+import stock
+import torch
+import torch.distributed as dist
+from netns import INTERFACE, hosts, pin
+from old_and_new import NEW, OLD, export
+from records import command, machine
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+# Shape, hosts, Gbit/s, ms one way.
+CONFIGURATIONS = [
+    ("gpt", 2, 1.0, 10.0),
+    ("gpt", 4, 1.0, 10.0),
+    ("mlp, 25 MB", 2, 1.0, 10.0),
+    ("mlp, 25 MB", 4, 1.0, 10.0),
+    ("mlp, 3 MB", 4, 1.0, 10.0),
+    ("gpt", 2, 1.0, 40.0),
+    ("gpt", 4, 1.0, 40.0),
+    ("gpt", 4, 0.1, 10.0),
+    ("mlp, 3 MB", 2, 1.0, 0.0),
+    ("mlp, 3 MB", 4, 1.0, 0.0),
+    ("gpt", 4, 10.0, 0.0),
+]
+POWERSGD = {"start_powerSGD_iter": 0, "matrix_approximation_rank": 4}
+HOOKS = {
+    "noop": ("Noop", {}),
+    "allreduce": ("AllReduce", {}),
+    "bf16": ("BF16", {}),
+    "int8": ("Int8", {}),
+    "int4": ("Int4", {}),
+    "powersgd, rank 4": ("PowerSGD", POWERSGD),
+}
+STOCK = {"stock bf16": "bf16", "stock powersgd, rank 4": "powersgd-4"}
+ROWS = ["dense", *STOCK, "noop", *(f"{hook}, {which}" for hook in list(HOOKS)[1:] for which in ("before", "now"))]
+WARM_UP = 8
+
+
+def make(row: str, shape: str, libraries: dict[str, ModuleType]) -> tuple[DistributedDataParallel, tuple]:
+    """A wrapped model with a hook, and a batch."""
+    if shape == "gpt":
+        (model, batch), cap = shapes.make(shape, dist.get_rank()), 25
+    else:
+        torch.manual_seed(0)
+        model = nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(10)])
+        batch, cap = (torch.randn(2, 1024),), int(shape.split()[1])
+    ddp = DistributedDataParallel(model, bucket_cap_mb=cap)
+    if row in STOCK:
+        stock.register(ddp, STOCK[row])
+    elif row != "dense":
+        name, _, which = row.rpartition(", ") if row not in HOOKS else (row, "", "now")
+        kind, options = HOOKS[name]
+        library = libraries[OLD if which == "before" else NEW]
+        library.attach(ddp, getattr(library, kind)(**options))
+    return ddp, batch
+
+
+def run(ddp: DistributedDataParallel, batch: tuple, steps: int) -> None:
+    """Steps with plain SGD."""
+    for _ in range(steps):
+        ddp.zero_grad()
+        ddp(*batch).square().mean().backward()
+        with torch.no_grad():
+            for parameter in ddp.parameters():
+                parameter.sub_(parameter.grad, alpha=1e-5)
+
+
+def work(shape: str, folder: str, rows: list[str], rounds: int, steps: int) -> None:
+    """Time the rows in turn on this host; rank 0 prints JSON."""
+    pin(int(os.environ["RANK"]))
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    warnings.simplefilter("ignore")
+    sys.path.insert(0, folder)
+    needed = {OLD if row.endswith("before") else NEW for row in rows}
+    libraries = {name: importlib.import_module(name) for name in needed}
+    jobs = {row: make(row, shape, libraries) for row in rows}
+    for job in jobs.values():
+        run(*job, WARM_UP)
+    seconds: dict[str, list[float]] = {row: [] for row in rows}
+    for _ in range(rounds):
+        for row, job in jobs.items():
+            run(*job, 1)
+            took = []
+            for num in (0, steps):
+                dist.barrier()
+                start = time.perf_counter()
+                run(*job, num)
+                dist.barrier()
+                took.append(time.perf_counter() - start)
+            seconds[row].append((took[1] - took[0]) / steps * 1e3)
+    if dist.get_rank() == 0:
+        print(json.dumps(seconds))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def table(rows: dict[str, list[float]], dense: float) -> None:
+    """Medians, and shares of plain DDP's time."""
+    print(f"{'hook':<26}{'ms':>9}{'lowest':>9}{'highest':>9}{'of dense':>10}")
+    for row, ms in rows.items():
+        middle = statistics.median(ms)
+        print(f"{row:<26}{middle:>9.1f}{min(ms):>9.1f}{max(ms):>9.1f}{middle / dense:>10.2f}")
+
+
+def main() -> None:
+    """Export the earlier code, run all hosts, print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("commit", help="of the earlier code")
+    parser.add_argument("--only", nargs="*", type=int, default=range(len(CONFIGURATIONS)), help="numbers, from 0 on")
+    parser.add_argument("--rows", nargs="*", choices=ROWS, default=ROWS, metavar="ROW", help="hooks")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--connections", type=int, default=1, help="of plain DDP, between two ranks")
+    parser.add_argument("--work", nargs=2, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.work:
+        work(*args.work, args.rows, args.rounds, args.steps)
+        return
+    torch_row = {"torch": torch.__version__, "date": time.strftime("%Y-%m-%d"), "cores": os.cpu_count()}
+    print(f"$ {command()}\n# {machine([torch_row])}; {args.rounds} rounds of {args.steps} steps", flush=True)
+    env = {"GLOO_SOCKET_IFNAME": ",".join([INTERFACE] * args.connections)}
+    with TemporaryDirectory() as folder:
+        export(args.commit, Path(folder))
+        for number in args.only:
+            shape, world, gbit, delay_ms = CONFIGURATIONS[number]
+            arguments = [__file__, args.commit, "--work", shape, folder, "--rows", *args.rows]
+            arguments += ["--rounds", str(args.rounds), "--steps", str(args.steps)]
+            with hosts(world, rate=f"{gbit * 1000:g}mbit", delay_ms=delay_ms) as network:
+                printed = network.launch(arguments, timeout=900, env=env)[0]
+            rows = json.loads(printed.splitlines()[-1])
+            print(f"\n{number}. {shape}; {world} hosts, {gbit:g} Gbit/s, delay {delay_ms:g} ms one way")
+            table(rows, statistics.median(rows["dense"]) if "dense" in rows else float("nan"))
+            sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

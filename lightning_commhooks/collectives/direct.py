@@ -1,0 +1,280 @@
+"""Collectives of CPU tensors in which each rank sends to each other one directly, over gloo, in one round or two.
+
+Gloo's own go around a ring: an all-reduce is 2(w-1) rounds of messages, one after another, which is all that a small
+one takes between ranks that are far from each other. Here it is two rounds, of the same bytes. In each round gloo's
+sender asks first whether the receiver waits, unless it has said so already: here it says so for the second as early as
+for the first, so that a sum takes three times the latency of the link, and one in one round twice.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_commhooks.collectives.turns import lane, waiting
+
+_HALF = (torch.float16, torch.bfloat16)
+# With more latency than this, in seconds, several pieces are under way at once.
+FAR = 2e-3
+# What a byte takes longer than around gloo's ring when the link takes no time, and longer if two ranks add up all of a
+# tensor and not half of it each, in seconds.
+_SLOWER_THAN_RING = 0.25e-9
+_SLOWER_IN_ONE_ROUND = 0.2e-9
+_PIECE_BYTES = 2**20
+_MESSAGE_BYTES = 2**18
+# One connection carries a window of bytes in a round trip, and begins with a small one after each pause.
+_MAX_CONNECTIONS = 4
+_LATENCY_PER_CONNECTION = 10e-3
+_NUM_PINGS = 4
+_CLEARLY_FAR = 8e-3
+# Numbers of messages in the first round of a thread's collectives; as many more are those of the second.
+_NUMBERS = 2**23
+
+
+def goes_direct(num_bytes: int, world_size: int, latency: float) -> bool:
+    """Whether a sum over ranks is made directly, not around gloo's ring.
+
+    Args:
+        num_bytes: of the tensor.
+        world_size: number of ranks.
+        latency: seconds that a message takes, equal on all ranks.
+    """
+    # A ring has 2(w-1) rounds with a question and a message each.
+    fewer = 4 * (world_size - 1) - (2 if world_size == 2 else 3)
+    return num_bytes * _SLOWER_THAN_RING <= fewer * latency
+
+
+def takes_one_round(num_bytes: int, world_size: int, latency: float) -> bool:
+    """Whether two ranks send each other all of a tensor, not half of it and then half of the sum.
+
+    The same bytes. Arguments as of `goes_direct`.
+    """
+    return world_size == 2 and num_bytes * _SLOWER_IN_ONE_ROUND <= latency
+
+
+def num_pieces(num_bytes: int, world_size: int, latency: float) -> int:
+    """In how many pieces a tensor is summed, all of them at once. Arguments as of `goes_direct`."""
+    return max(1, num_bytes // max(_PIECE_BYTES, world_size * _MESSAGE_BYTES)) if latency > FAR else 1
+
+
+def num_connections(latency: float) -> int:
+    """Connections between two ranks for messages that take so many seconds."""
+    return max(1, min(_MAX_CONNECTIONS, round(latency / _LATENCY_PER_CONNECTION)))
+
+
+@dataclass
+class _Share:
+    """This rank's share of what is summed.
+
+    Attributes:
+        own: of its own tensor; in the end of the sum.
+        rows: of the tensors of the others, shape `(w-1, n)`.
+        arriving: what waits for each row.
+        number: of the messages with the sum.
+    """
+
+    own: Tensor
+    rows: Tensor
+    arriving: list[dist.Work]
+    number: int
+
+
+class Direct:
+    """Direct messages among the ranks of a gloo group that is used for nothing else but gloo's own collectives.
+
+    All ranks begin the same collectives in the same order; each has the same number on all of them. Threads that do so
+    beside each other have numbers of their own: see `turns.lane`.
+
+    Args:
+        backend: the ranks, a `ProcessGroupGloo`. If it has several contexts, messages take turns among them.
+        latency: seconds that a message takes, equal on all ranks.
+
+    Attributes:
+        latency: as given.
+        always: whether sums never go around gloo's ring, whose collectives all ranks would have to begin in one order,
+            whatever thread they are in. With far ranks there are several.
+    """
+
+    def __init__(self, backend: Any, latency: float = 0.0) -> None:
+        self.latency = latency
+        self.always = latency > FAR
+        self._backend = backend
+        self._size: int = backend.size()
+        self._rank: int = backend.rank()
+        # Not all ranks begin with the same one.
+        self._peers = [(self._rank + distance) % self._size for distance in range(1, self._size)]
+        # By lane.
+        self._numbers: dict[int, Iterator[int]] = {}
+        # Memory for what arrives: new memory would be handed back to the system, and cleared by it, each time.
+        self._spare: list[Tensor] = []
+
+    def goes_direct(self, tensor: Tensor) -> bool:
+        """Whether a tensor is to be summed by `sum_`, on all ranks. 16-bit ones are slow in gloo, and inexact."""
+        num_bytes = tensor.numel() * tensor.element_size()
+        return self.always or tensor.dtype in _HALF or goes_direct(num_bytes, self._size, self.latency)
+
+    def num_rounds(self, tensor: Tensor) -> int:
+        """Rounds of messages of `sum_`."""
+        return 1 if takes_one_round(tensor.numel() * tensor.element_size(), self._size, self.latency) else 2
+
+    def sum_(self, flat: Tensor) -> Callable[[], Tensor]:
+        """Begin to replace a tensor by its sum over ranks; returns what finishes it and gives the tensor.
+
+        Each rank adds up its share, in the order of ranks, 16-bit numbers in float32, and sends the sum to all:
+        bit-identical on all ranks, and the same wherever in a tensor a number is, which it is not around gloo's ring.
+
+        Args:
+            flat: shape `(n,)`, contiguous, not to be touched before it is finished.
+        """
+        num_bytes = flat.numel() * flat.element_size()
+        pieces = flat.tensor_split(num_pieces(num_bytes, self._size, self.latency))
+        if self.num_rounds(flat) == 1:
+            return self._swap(flat, pieces)
+        shares, sums, sent = [], [], []
+        splits = [piece.tensor_split(self._size) for piece in pieces]
+        sizes = [split[self._rank].numel() * len(self._peers) for split in splits]
+        memory, received = self._take_memory(flat, sum(sizes))
+        places = iter(received.split(sizes))
+        for split in splits:
+            number, own = self._number(), split[self._rank]
+            rows = next(places).view(len(self._peers), own.numel())
+            arriving = self._receive(list(rows), number)
+            sent += self._send([split[peer] for peer in self._peers], number)
+            sums += self._receive([split[peer] for peer in self._peers], number + _NUMBERS)
+            shares.append(_Share(own, rows, arriving, number + _NUMBERS))
+
+        def finish() -> Tensor:
+            for share in shares:
+                self._add_up(share)
+                sent.extend(self._send([share.own] * len(self._peers), share.number))
+            self._wait([*sums, *sent])
+            self._spare.append(memory)
+            return flat
+
+        return finish
+
+    def gather(self, numel: int, dtype: torch.dtype) -> Callable[[Tensor], Callable[[], Tensor]]:
+        """Wait for a tensor of each rank: returns what sends this rank's, and returns what waits for those of all.
+
+        Args:
+            numel: of each.
+            dtype: of each.
+        """
+        gathered, number = torch.empty((self._size, numel), dtype=dtype), self._number()
+        arriving = self._receive([gathered[peer] for peer in self._peers], number)
+
+        def send(tensor: Tensor) -> Callable[[], Tensor]:
+            own = gathered[self._rank].copy_(tensor)
+            sent = self._send([own] * len(self._peers), number)
+
+            def finish() -> Tensor:
+                self._wait([*arriving, *sent])
+                return gathered
+
+            return finish
+
+        return send
+
+    def exchange(self, chunks: Tensor) -> Callable[[], Tensor]:
+        """Begin to send row i of `chunks`, shape `(w, n)`, to rank i; row i of the result comes from rank i."""
+        received, number = torch.empty_like(chunks), self._number()
+        arriving = self._receive([received[peer] for peer in self._peers], number)
+        sent = self._send([chunks[peer] for peer in self._peers], number)
+        received[self._rank] = chunks[self._rank]
+
+        def finish() -> Tensor:
+            self._wait([*arriving, *sent])
+            return received
+
+        return finish
+
+    def _swap(self, flat: Tensor, pieces: Sequence[Tensor]) -> Callable[[], Tensor]:
+        """`sum_` of two ranks, which send each other all."""
+        memory, received = self._take_memory(flat, flat.numel())
+        places = received.split([piece.numel() for piece in pieces])
+        numbers = [self._number() for _ in pieces]
+        arriving = [self._receive([place], number) for place, number in zip(places, numbers, strict=True)]
+        sent = [self._send([piece], number) for piece, number in zip(pieces, numbers, strict=True)]
+
+        def finish() -> Tensor:
+            for piece, place, *works in zip(pieces, places, arriving, sent, strict=True):
+                self._wait(itertools.chain(*works))
+                piece.add_(place)
+            self._spare.append(memory)
+            return flat
+
+        return finish
+
+    def _add_up(self, share: _Share) -> None:
+        arriving = dict(zip(self._peers, share.arriving, strict=True)) if share.arriving else {}
+        rows = {**dict(zip(self._peers, share.rows, strict=True)), self._rank: share.own}
+        in_float32 = share.own.dtype in _HALF
+        total = share.own
+        for rank in range(self._size):
+            self._wait([arriving[rank]] if rank in arriving else [])
+            if rank == 0:
+                total = rows[0].to(torch.float32) if in_float32 else rows[0]
+            elif rank < self._size - 1 or in_float32:
+                total.add_(rows[rank])
+            else:
+                torch.add(total, rows[rank], out=share.own)
+        if in_float32:
+            share.own.copy_(total)
+
+    def _receive(self, places: Sequence[Tensor], number: int) -> list[dist.Work]:
+        """Say that this rank waits for a message of each peer; empty ones are not sent."""
+        pairs = zip(places, self._peers, strict=True)
+        return [self._backend.recv([place], peer, number) for place, peer in pairs if place.numel()]
+
+    def _send(self, tensors: Sequence[Tensor], number: int) -> list[dist.Work]:
+        pairs = zip(tensors, self._peers, strict=True)
+        return [self._backend.send([tensor], peer, number) for tensor, peer in pairs if tensor.numel()]
+
+    def _wait(self, works: Iterable[dist.Work]) -> None:
+        with waiting():
+            for work in works:
+                work.wait()
+
+    def _number(self) -> int:
+        number: int = next(self._numbers.setdefault(lane(), _numbers(lane())))
+        return number
+
+    def _take_memory(self, like: Tensor, numel: int) -> tuple[Tensor, Tensor]:
+        """Bytes, and so many elements that lie there."""
+        num_bytes = numel * like.element_size()
+        memory = self._spare.pop() if self._spare else None
+        if memory is None or memory.numel() < num_bytes:
+            memory = torch.empty(num_bytes, dtype=torch.uint8)
+        return memory, memory[:num_bytes].view(like.dtype)
+
+
+def _numbers(lane: int) -> Iterator[int]:
+    first = 2 * _NUMBERS * lane
+    return itertools.cycle(range(first, first + _NUMBERS))
+
+
+def measure_latency(backend: Any) -> float:
+    """Seconds that a message takes, of the slowest rank, equal on all of them. Collective."""
+    latency = _latency(backend, _NUM_PINGS)
+    # What busy processors make of a near link passes.
+    return latency if latency > _CLEARLY_FAR else min(latency, _latency(backend, 2 * _NUM_PINGS))
+
+
+def _latency(backend: Any, num_pings: int) -> float:
+    direct, best = Direct(backend), math.inf
+    own = torch.zeros(1, dtype=torch.float64)
+    for _ in range(num_pings):
+        begin = time.perf_counter()
+        direct.gather(1, own.dtype)(own)()
+        best = min(best, time.perf_counter() - begin)
+    # A question and a message.
+    slowest = direct.gather(1, own.dtype)(own.fill_(best / 2))().max()
+    return float(slowest)
