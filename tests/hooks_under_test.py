@@ -62,13 +62,13 @@ CASES = {
         lc.FP16(accumulate_dtype="float32"),
         error=FP16,
         rounding=FP16,
-        bytes_sent=lambda w: ring(w, 2 * NUMEL),
+        bytes_sent=lambda w: 2 * (w - 1) * 2 * -(-NUMEL // w),
     ),
     "bf16+float32": Case(
         lc.BF16(accumulate_dtype="float32"),
         error=BF16,
         rounding=BF16,
-        bytes_sent=lambda w: ring(w, 2 * NUMEL),
+        bytes_sent=lambda w: 2 * (w - 1) * 2 * -(-NUMEL // w),
     ),
     # Exact but for rounding, which the power iteration amplifies by the angle between Q and the gradient.
     "powersgd": Case(POWERSGD, error=1e-4, bytes_sent=lambda w: ring(w, 4 * (DENSE + FACTORS)), goes_on_from_mean=True),

@@ -25,9 +25,6 @@ OURS = {
     "_set_optimizers",
     "_finish_step",
     "_begin_all_gather",
-    "_rounds_of_gather",
-    "_rounds_of_sum",
-    "_adds_halves_in_float32",
     "_begin_all_to_all",
     "_wire",
 }

@@ -7,13 +7,12 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from driver import SHAPES, attached, backward, full_rank_gradients, mean_gradients, norm, same
+from driver import SHAPES, attached, backward, distance, full_rank_gradients, mean_gradients, norm, same
 
 import lightning_commhooks as lc
 from lightning_commhooks.collectives import direct
 from lightning_commhooks.collectives.direct import (
     Direct,
-    goes_direct,
     measure_latency,
     num_connections,
     num_pieces,
@@ -21,6 +20,7 @@ from lightning_commhooks.collectives.direct import (
 )
 from lightning_commhooks.collectives.process_groups import own_group
 from lightning_commhooks.collectives.turns import Turns, lane, waiting
+from lightning_commhooks.ddp import runtime
 from lightning_commhooks.ddp.engine import ThreadEngine
 
 CPU = torch.device("cpu")
@@ -105,11 +105,8 @@ def test_what_is_chosen():
     assert takes_one_round(100, 2, NEAR)
     assert not takes_one_round(2**20, 2, NEAR)
     assert not takes_one_round(100, 4, FAR)
-    assert goes_direct(100, 4, NEAR)
-    assert not goes_direct(2**25, 4, NEAR)
-    assert goes_direct(2**25, 4, FAR)
-    assert [num_pieces(2**25, 4, latency) for latency in (NEAR, FAR)] == [1, 32]
-    assert num_pieces(2**25, 64, FAR) == 2
+    assert [num_pieces(2**25, world) for world in (2, 4, 64)] == [32, 32, 2]
+    assert num_pieces(10, 2) == 1
     assert [num_connections(latency) for latency in (NEAR, 10e-3, 40e-3, 1.0)] == [1, 1, 4, 4]
 
 
@@ -122,6 +119,55 @@ def test_latency_is_equal_on_all_ranks(run):
     measured = run(latencies, world=4)
     assert len(set(measured)) == 1
     assert 0 < measured[0] < 1
+
+
+def with_variable(rank, world, texts):
+    with pytest.MonkeyPatch.context() as patch, messages(0.0) as ranks:
+        if texts[rank] is not None:
+            patch.setenv("COMMHOOKS_LATENCY_MS", texts[rank])
+        try:
+            return measure_latency(ranks._backend)
+        except ValueError as error:
+            return str(error)
+
+
+def test_latency_can_be_given(run):
+    assert run(with_variable, ["40", "40"]) == [0.04, 0.04]
+    assert run(with_variable, ["0", "0"]) == [0.0, 0.0]
+    assert run(with_variable, ["7000", None]) == [7.0, 7.0]
+    for texts in (["soon", "1"], ["-1", None], ["nan", "1"]):
+        errors = run(with_variable, texts)
+        assert all("COMMHOOKS_LATENCY_MS must be a number of milliseconds of at least 0" in error for error in errors)
+        assert repr(texts[0]) in errors[0]
+
+
+def on_interfaces(rank, world, names, latency):
+    """A sum, and whether aborting this rank's group ends what its peer waits for."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GLOO_SOCKET_IFNAME", names)
+        patch.setenv("COMMHOOKS_LATENCY_MS", latency)
+        own = own_group(dist.group.WORLD, CPU)
+        total = own.direct.sum_(torch.full((1_000_000,), rank + 1.0))().unique().tolist()
+        begin = time.monotonic()
+        if rank == 0:
+            own.abort()
+        with pytest.raises(RuntimeError):
+            own.direct.sum_(torch.ones(3))()
+        seconds = time.monotonic() - begin
+        connections = len(own.direct._backend.options._devices)
+        dist.barrier()
+        dist.destroy_process_group(own.process_group)
+    return total, seconds, connections
+
+
+@pytest.mark.parametrize(
+    ("names", "latency", "num"), [("lo", "5", 1), ("lo,lo", "5", 2), ("lo", "40", 4), ("lo,lo", "40", 2)]
+)
+def test_several_connections_are_used_and_aborted(run, names, latency, num):
+    for total, seconds, connections in run(on_interfaces, names, latency):
+        assert total == [3.0]
+        assert seconds < 10
+        assert connections == num
 
 
 # Several buckets at once ---------------------------------------------------------------------------------------
@@ -140,45 +186,76 @@ HOOKS = {
 
 
 @contextlib.contextmanager
-def as_if_far(is_far):
-    """Ranks seem far from each other, however near they are: several lanes, connections and pieces."""
-    before = direct.FAR, direct._LATENCY_PER_CONNECTION
-    if is_far:
-        direct.FAR, direct._LATENCY_PER_CONNECTION = -1.0, 1e-9
-    else:
-        direct.FAR = 1e9
-    try:
+def as_if_far(num_lanes=4):
+    """Ranks seem far from each other, however near they are: direct messages, several lanes and connections."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(direct, "FAR", -1.0)
+        patch.setattr(direct, "_LATENCY_PER_CONNECTION", 1e-9)
+        patch.setattr(runtime, "NUM_LANES", num_lanes)
         yield
-    finally:
-        direct.FAR, direct._LATENCY_PER_CONNECTION = before
 
 
-def steps(rank, world, hook, is_far):
-    with as_if_far(is_far), attached(hook, exact_state=True) as (ddp, attachment):
+def steps(rank, world, hook, num_lanes):
+    with as_if_far(num_lanes), attached(hook, exact_state=True) as (ddp, attachment):
         means = [backward(ddp, full_rank_gradients(rank, step, SHAPES)) for step in range(6)]
-        engine = attachment._runtime._engine
-        counts = {key: attachment.metrics()[key] for key in ("bytes_sent", "collectives", "numel_compressed", "steps")}
-        return means, counts, len(engine._executors), attachment.state_dict()["hook"]
+        metrics = attachment.metrics()
+        keys = ("bytes_sent", "collectives", "numel_compressed", "steps", "rounds")
+        return means, {key: metrics[key] for key in keys}, len(attachment._runtime._engine._executors)
 
 
 @pytest.mark.parametrize("hook", HOOKS)
 def test_lanes_do_not_change_results(run, hook):
-    near, far = (run(steps, HOOKS[hook], is_far, world=4) for is_far in (False, True))
-    assert near[0][2] == 1
-    assert far[0][2] > 1
-    for (means, counts, _, _), (far_means, far_counts, _, _) in zip(near, far, strict=True):
-        assert counts == far_counts
-        for step, (mean, far_mean) in enumerate(zip(means, far_means, strict=True)):
-            # Of a few numbers even sums are the same.
-            assert same(mean, far_mean), step
-            assert same(far_mean, far[0][0][step]), step
-    exact = mean_gradients(full_rank_gradients, 4, 5, SHAPES)
-    assert norm(exact) > 0
+    one, four = (run(steps, HOOKS[hook], num_lanes, world=4) for num_lanes in (1, 4))
+    assert [num_lanes for *_, num_lanes in (one[0], four[0])] == [1, 4]
+    for (means, counts, _), (in_lanes, counts_in_lanes, _) in zip(one, four, strict=True):
+        assert counts == counts_in_lanes
+        for step, (mean, mean_in_lanes) in enumerate(zip(means, in_lanes, strict=True)):
+            assert same(mean, mean_in_lanes), step
+            assert same(mean, one[0][0][step]), step
+
+
+def near_and_far(rank, world, hook):
+    found = []
+    for context in (contextlib.nullcontext(), as_if_far()):
+        with context, attached(hook) as (ddp, attachment):
+            means = [backward(ddp, full_rank_gradients(rank, step, SHAPES)) for step in range(3)]
+            found.append((means[-1], attachment.bound.group.may_overlap))
+    return found
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_far_ranks_average_as_near_ones(run, world):
+    exact = mean_gradients(full_rank_gradients, world, 2, SHAPES)
+    for hook in ("allreduce", "int8"):
+        for (near, _), (far, overlaps) in run(near_and_far, HOOKS[hook], world=world):
+            assert overlaps
+            assert distance(near, far) <= 1e-6 * norm(exact)
+
+
+def rounds_of_a_step(rank, world, hook):
+    with as_if_far(), attached(hook) as (ddp, attachment):
+        for step in range(3):
+            before = attachment.metrics()["rounds"]
+            backward(ddp, full_rank_gradients(rank, step, SHAPES))
+        return attachment.metrics()["rounds"] - before
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_rounds_of_messages(run, world):
+    found = {
+        hook: run(rounds_of_a_step, HOOKS[hook], world=world) for hook in ("allreduce", "bf16", "int8", "powersgd")
+    }
+    assert all(len(set(of_ranks)) == 1 for of_ranks in found.values())
+    num_buckets = found["allreduce"][0] / (1 if world == 2 else 2)
+    assert num_buckets > 1
+    assert found["bf16"] == found["allreduce"]
+    assert found["int8"] == found["allreduce"]  # what is not encoded travels beside
+    assert found["powersgd"][0] == 2 * found["allreduce"][0]
 
 
 def in_flight(rank, world):
     """How many buckets wait for others at once, at most; without a wait in between nobody runs."""
-    with as_if_far(True), attached(_Counting()) as (ddp, _):
+    with as_if_far(), attached(_Counting()) as (ddp, _):
         for step in range(3):
             backward(ddp, full_rank_gradients(rank, step, SHAPES))
     return _Counting.most, _Counting.at_work, _Counting.num_calls
@@ -214,7 +291,7 @@ def test_several_buckets_are_under_way(run):
 
 
 def fail_in_a_lane(rank, world):
-    with as_if_far(True), attached(_Failing()) as (ddp, _):
+    with as_if_far(), attached(_Failing()) as (ddp, _):
         for step in range(3):
             begin = time.monotonic()
             try:

@@ -74,8 +74,6 @@ def test_sends_what_real_ranks_send(run, world):
     for by_label in run(both, world=world, timeout=120):
         assert by_label.keys() == ALL.keys()
         for label, (real, emulated) in by_label.items():
-            rounds = emulated.pop("rounds"), real.pop("rounds")  # which depend on the link
-            assert (rounds[0] > 0) == (rounds[1] > 0), label
             assert emulated == real, label
 
 

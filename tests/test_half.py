@@ -39,14 +39,14 @@ def full_rank_outputs(rank, world, hook):
 
 
 @pytest.mark.parametrize(("hook_class", "unit"), [(lc.FP16, 2**-11), (lc.BF16, 2**-8)])
-def test_sums_are_rounded_once(run, hook_class, unit):
+def test_sums_in_float32_round_less(run, hook_class, unit):
     expected = mean_gradients(full_rank_gradients, 4, 0, SHAPES)
     plain, accumulated = (
         distance(run(full_rank_outputs, hook, world=4)[0], expected) / norm(expected)
         for hook in (hook_class(), hook_class(accumulate_dtype="float32"))
     )
-    # On CPU over gloo both do.
-    assert accumulated == plain < unit
+    assert accumulated < plain < 4 * unit
+    assert accumulated < unit
 
 
 @pytest.mark.parametrize("hook_class", [lc.FP16, lc.BF16])

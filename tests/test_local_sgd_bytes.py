@@ -46,7 +46,7 @@ SENT = {
     "diloco": (lc.DiLoCo(period=3, **{**ALONE}), [(0, 0), (0, 0), (ring(4), 1)] * 2),
     "diloco_bf16": (
         lc.DiLoCo(period=3, pseudo_gradient="bf16", **ALONE),
-        [(0, 0), (0, 0), (ring(4, NUM_BYTES / 2), 1)] * 2,
+        [(0, 0), (0, 0), (ring(4, NUM_BYTES / 2), 2)] * 2,
     ),
     "diloco_fragments": (lc.DiLoCo(period=4, fragments=4, **ALONE), [(ring(4, NUM_BYTES / 4), 1)] * 8),
     "diloco_two_fragments": (

@@ -15,7 +15,6 @@ from torch import Tensor
 from lightning_commhooks.advice.ensemble import WHY_NO_PROCESS_GROUP
 from lightning_commhooks.collectives.communicator import Wait
 from lightning_commhooks.collectives.counters import Counters
-from lightning_commhooks.collectives.direct import takes_one_round
 from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.collectives.link import Cost, Kind, Link
 
@@ -192,19 +191,6 @@ class EmulatedGroup(Group):
         group = EmulatedGroup(link, rank, self.counters, self.device, on_stream=self._on_stream)
         group._wire = self._wire
         return group
-
-    @property
-    def _adds_halves_in_float32(self) -> bool:
-        return self.device.type == "cpu"
-
-    def _rounds_of_sum(self, tensor: Tensor) -> int:
-        if tensor.is_cuda:
-            return super()._rounds_of_sum(tensor)
-        # The smallest sum takes three times the latency.
-        return 1 if takes_one_round(tensor.numel() * tensor.element_size(), self.size, self._link.latency / 3) else 2
-
-    def _rounds_of_gather(self) -> int:
-        return super()._rounds_of_gather() if self.device.type == "cuda" else 1
 
     def _sum_(self, tensor: Tensor) -> Wait:
         num_bytes = self.ring_bytes(tensor)

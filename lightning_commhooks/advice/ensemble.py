@@ -123,11 +123,8 @@ class _Collective:
 
     @functools.cached_property
     def total(self) -> Tensor:
-        """Sum over ranks, made once; of 16-bit numbers on CPU in float32, as `Direct` makes it."""
-        first, *others = self.in_order()
-        in_float32 = not first.is_cuda and first.dtype in (torch.float16, torch.bfloat16)
-        total = functools.reduce(torch.add, others, first.to(torch.float32) if in_float32 else first)
-        return total.to(first.dtype)
+        """Sum over ranks, made once."""
+        return functools.reduce(torch.add, self.in_order())
 
 
 class _Table:
@@ -177,10 +174,6 @@ class EnsembleGroup(Group):
         own = next(ranks for ranks in subgroups if self.rank in ranks)
         table = self._table.of_subgroup((subgroups, own), len(own))
         return EnsembleGroup(table, own.index(self.rank), self.counters, self.device)
-
-    @property
-    def _adds_halves_in_float32(self) -> bool:
-        return self.device.type == "cpu"
 
     def _sum_(self, tensor: Tensor) -> Wait:
         wait = self._give("all_reduce", tensor, lambda collective: collective.total)

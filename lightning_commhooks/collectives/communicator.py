@@ -1,7 +1,7 @@
 """Collectives among the ranks of one process group, with a count of the bytes each of them sends.
 
 Public ones block, but those that begin something: on CPU tensors they return when the result is there, on NCCL they
-block the current stream only. Of CPU tensors, all but large sums between near ranks go directly from rank to rank
+block the current stream only. CPU tensors of ranks that are far from each other go directly from one to another
 (`direct`). Counts are payload bytes sent by this rank, on the mean over ranks, as under the usual bandwidth-optimal
 algorithms (Thakur et al. 2005, "Optimization of Collective Communication Operations in MPICH"): all-reduce 2(w-1)/w of
 the payload, all-gather w-1 times the rank's part, all-to-all (w-1)/w of the payload.
@@ -59,8 +59,8 @@ class Communicator:
 
     @property
     def may_overlap(self) -> bool:
-        """Whether several threads may communicate beside each other, and it pays: far ranks, direct messages."""
-        return self._direct is not None and self._direct.always
+        """Whether several threads may communicate beside each other: direct messages, between far ranks."""
+        return self._direct is not None
 
     @property
     def process_group(self) -> dist.ProcessGroup:
@@ -95,7 +95,7 @@ class Communicator:
         Each rank receives its share from all others, sums it in float32 and sends the sum: an all-to-all and an
         all-gather, the same bytes as a ring all-reduce. Direct messages do so anyway.
         """
-        if self._adds_halves_in_float32:
+        if self._direct is not None:
             return self.all_reduce_(half.clone())
         numel = half.numel()
         # Every rank has an equal share.
@@ -181,9 +181,9 @@ class Communicator:
         if self.size == 1 or not tensor.numel():
             return lambda: tensor
         self._count(self.ring_bytes(tensor))
-        if self._direct is not None and self._direct.goes_direct(tensor):
+        if self._direct is not None:
             return self._counted(self._direct.sum_(tensor.view(-1)), self._direct.num_rounds(tensor))
-        return self._counted(self._sum_(tensor), self._rounds_of_sum(tensor))
+        return self._counted(self._sum_(tensor), 2 * (self.size - 1))
 
     def _begin_all_gather(self, tensor: Tensor, of_equals: Callable[[], Tensor] | None = None) -> Wait:
         """Begin an `all_gather`; on CPU it goes on by itself. Returns what waits for the result.
@@ -209,7 +209,7 @@ class Communicator:
             self._count((self.size - 1) * tensor.numel() * tensor.element_size())
             if send is not None:
                 return self._counted(send(tensor), 1)
-            return self._counted(self._gather(tensor.contiguous(), of_equals), self._rounds_of_gather())
+            return self._counted(self._gather(tensor.contiguous(), of_equals), self.size - 1)
 
         return begin
 
@@ -236,17 +236,6 @@ class Communicator:
         return counted
 
     # What is different among emulated ranks. There are several ranks; nothing is counted.
-
-    @property
-    def _adds_halves_in_float32(self) -> bool:
-        """Whether sums of 16-bit numbers are made in float32, and rounded once."""
-        return self._direct is not None
-
-    def _rounds_of_sum(self, tensor: Tensor) -> int:
-        return 2 * (self.size - 1)
-
-    def _rounds_of_gather(self) -> int:
-        return self.size - 1
 
     def _sum_(self, tensor: Tensor) -> Wait:
         return self._begun(tensor, dist.all_reduce, tensor)

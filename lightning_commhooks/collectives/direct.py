@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -22,47 +23,41 @@ from torch import Tensor
 from lightning_commhooks.collectives.turns import lane, waiting
 
 _HALF = (torch.float16, torch.bfloat16)
-# With more latency than this, in seconds, several pieces are under way at once.
+# Seconds. With more latency than this ranks are far from each other, and send directly; with less, messages are not
+# what costs, and gloo's ring takes less of processors.
 FAR = 2e-3
-# What a byte takes longer than around gloo's ring when the link takes no time, and longer if two ranks add up all of a
-# tensor and not half of it each, in seconds.
-_SLOWER_THAN_RING = 0.25e-9
+# What a byte takes longer if two ranks add up all of a tensor and not half of it each, in seconds.
 _SLOWER_IN_ONE_ROUND = 0.2e-9
 _PIECE_BYTES = 2**20
 _MESSAGE_BYTES = 2**18
 # One connection carries a window of bytes in a round trip, and begins with a small one after each pause.
 _MAX_CONNECTIONS = 4
 _LATENCY_PER_CONNECTION = 10e-3
+_MOST_SPARE_BYTES = 2**26
 _NUM_PINGS = 4
+# Environment variable by which a user states the latency, in ms one way.
+_LATENCY = "COMMHOOKS_LATENCY_MS"
 _CLEARLY_FAR = 8e-3
 # Numbers of messages in the first round of a thread's collectives; as many more are those of the second.
 _NUMBERS = 2**23
 
 
-def goes_direct(num_bytes: int, world_size: int, latency: float) -> bool:
-    """Whether a sum over ranks is made directly, not around gloo's ring.
+def takes_one_round(num_bytes: int, world_size: int, latency: float) -> bool:
+    """Whether two ranks send each other all of a tensor, not half of it and then half of the sum.
+
+    The same bytes.
 
     Args:
         num_bytes: of the tensor.
         world_size: number of ranks.
         latency: seconds that a message takes, equal on all ranks.
     """
-    # A ring has 2(w-1) rounds with a question and a message each.
-    fewer = 4 * (world_size - 1) - (2 if world_size == 2 else 3)
-    return num_bytes * _SLOWER_THAN_RING <= fewer * latency
-
-
-def takes_one_round(num_bytes: int, world_size: int, latency: float) -> bool:
-    """Whether two ranks send each other all of a tensor, not half of it and then half of the sum.
-
-    The same bytes. Arguments as of `goes_direct`.
-    """
     return world_size == 2 and num_bytes * _SLOWER_IN_ONE_ROUND <= latency
 
 
-def num_pieces(num_bytes: int, world_size: int, latency: float) -> int:
-    """In how many pieces a tensor is summed, all of them at once. Arguments as of `goes_direct`."""
-    return max(1, num_bytes // max(_PIECE_BYTES, world_size * _MESSAGE_BYTES)) if latency > FAR else 1
+def num_pieces(num_bytes: int, world_size: int) -> int:
+    """In how many pieces a tensor is summed, all of them at once. Arguments as of `takes_one_round`."""
+    return max(1, num_bytes // max(_PIECE_BYTES, world_size * _MESSAGE_BYTES))
 
 
 def num_connections(latency: float) -> int:
@@ -96,16 +91,10 @@ class Direct:
     Args:
         backend: the ranks, a `ProcessGroupGloo`. If it has several contexts, messages take turns among them.
         latency: seconds that a message takes, equal on all ranks.
-
-    Attributes:
-        latency: as given.
-        always: whether sums never go around gloo's ring, whose collectives all ranks would have to begin in one order,
-            whatever thread they are in. With far ranks there are several.
     """
 
     def __init__(self, backend: Any, latency: float = 0.0) -> None:
-        self.latency = latency
-        self.always = latency > FAR
+        self._latency = latency
         self._backend = backend
         self._size: int = backend.size()
         self._rank: int = backend.rank()
@@ -116,14 +105,9 @@ class Direct:
         # Memory for what arrives: new memory would be handed back to the system, and cleared by it, each time.
         self._spare: list[Tensor] = []
 
-    def goes_direct(self, tensor: Tensor) -> bool:
-        """Whether a tensor is to be summed by `sum_`, on all ranks. 16-bit ones are slow in gloo, and inexact."""
-        num_bytes = tensor.numel() * tensor.element_size()
-        return self.always or tensor.dtype in _HALF or goes_direct(num_bytes, self._size, self.latency)
-
     def num_rounds(self, tensor: Tensor) -> int:
         """Rounds of messages of `sum_`."""
-        return 1 if takes_one_round(tensor.numel() * tensor.element_size(), self._size, self.latency) else 2
+        return 1 if takes_one_round(tensor.numel() * tensor.element_size(), self._size, self._latency) else 2
 
     def sum_(self, flat: Tensor) -> Callable[[], Tensor]:
         """Begin to replace a tensor by its sum over ranks; returns what finishes it and gives the tensor.
@@ -135,7 +119,7 @@ class Direct:
             flat: shape `(n,)`, contiguous, not to be touched before it is finished.
         """
         num_bytes = flat.numel() * flat.element_size()
-        pieces = flat.tensor_split(num_pieces(num_bytes, self._size, self.latency))
+        pieces = flat.tensor_split(num_pieces(num_bytes, self._size))
         if self.num_rounds(flat) == 1:
             return self._swap(flat, pieces)
         shares, sums, sent = [], [], []
@@ -156,7 +140,7 @@ class Direct:
                 self._add_up(share)
                 sent.extend(self._send([share.own] * len(self._peers), share.number))
             self._wait([*sums, *sent])
-            self._spare.append(memory)
+            self._give_back(memory)
             return flat
 
         return finish
@@ -208,7 +192,7 @@ class Direct:
             for piece, place, *works in zip(pieces, places, arriving, sent, strict=True):
                 self._wait(itertools.chain(*works))
                 piece.add_(place)
-            self._spare.append(memory)
+            self._give_back(memory)
             return flat
 
         return finish
@@ -247,6 +231,10 @@ class Direct:
         number: int = next(self._numbers.setdefault(lane(), _numbers(lane())))
         return number
 
+    def _give_back(self, memory: Tensor) -> None:
+        if memory.numel() <= _MOST_SPARE_BYTES:
+            self._spare.append(memory)
+
     def _take_memory(self, like: Tensor, numel: int) -> tuple[Tensor, Tensor]:
         """Bytes, and so many elements that lie there."""
         num_bytes = numel * like.element_size()
@@ -262,19 +250,41 @@ def _numbers(lane: int) -> Iterator[int]:
 
 
 def measure_latency(backend: Any) -> float:
-    """Seconds that a message takes, of the slowest rank, equal on all of them. Collective."""
+    """Seconds that a message takes, of the slowest rank, equal on all of them. Collective.
+
+    Raises:
+        ValueError: `COMMHOOKS_LATENCY_MS`, which is taken instead, is no number of milliseconds on some rank.
+    """
     latency = _latency(backend, _NUM_PINGS)
     # What busy processors make of a near link passes.
     return latency if latency > _CLEARLY_FAR else min(latency, _latency(backend, 2 * _NUM_PINGS))
 
 
 def _latency(backend: Any, num_pings: int) -> float:
-    direct, best = Direct(backend), math.inf
+    direct, best, given = Direct(backend), math.inf, _given_latency()
     own = torch.zeros(1, dtype=torch.float64)
     for _ in range(num_pings):
         begin = time.perf_counter()
         direct.gather(1, own.dtype)(own)()
         best = min(best, time.perf_counter() - begin)
     # A question and a message.
-    slowest = direct.gather(1, own.dtype)(own.fill_(best / 2))().max()
-    return float(slowest)
+    own.fill_(best / 2 if given is None else given)
+    slowest = float(direct.gather(1, own.dtype)(own)().max())
+    if not slowest >= 0:
+        raise ValueError(
+            f"the environment variable {_LATENCY} must be a number of milliseconds of at least 0 on all ranks, is "
+            f"{os.environ.get(_LATENCY)!r} on this one"
+        )
+    return slowest
+
+
+def _given_latency() -> float | None:
+    """What the user says; NaN if that is no latency, for all ranks to see."""
+    text = os.environ.get(_LATENCY)
+    if text is None:
+        return None
+    try:
+        latency = float(text) / 1e3
+    except ValueError:
+        return math.nan
+    return latency if latency >= 0 else math.nan

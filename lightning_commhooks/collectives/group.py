@@ -114,10 +114,8 @@ class Group(Communicator):
     def _split(self, subgroups: tuple[tuple[int, ...], ...]) -> Group:
         # All ranks take part in making groups, also those that are alone.
         name = self.all_gather_quietly([random.SystemRandom().getrandbits(62)])[0][0]
-        own = groups.own_subgroup(self.process_group, subgroups, str(name), self.device)
+        own = groups.own_subgroup(self.process_group, subgroups, str(name), self.device, self.may_overlap)
         self._aborts.append(own.abort)
-        if own.direct is not None:
-            own.direct.always |= self.may_overlap
         return Group(own.process_group, self.counters, self.device, direct=own.direct)
 
     def encoding(self, codec: Codec) -> Group:

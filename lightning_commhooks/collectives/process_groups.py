@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
-from lightning_commhooks.collectives import gloo_abort
+from lightning_commhooks.collectives import direct, gloo_abort
 from lightning_commhooks.collectives.direct import Direct, measure_latency, num_connections
 
 # The network interfaces that gloo uses, separated by commas; one that is named twice gets two connections.
@@ -32,7 +32,7 @@ class OwnGroup:
         process_group: the group.
         abort: aborts it from any thread: collectives under way fail at once, here and on the peers that wait for this
             rank. Does not keep the group alive.
-        direct: direct messages among its ranks, of CPU tensors over gloo.
+        direct: direct messages among its ranks, of CPU tensors over gloo, if they are far from each other.
     """
 
     process_group: dist.ProcessGroup
@@ -51,17 +51,21 @@ def own_group(process_group: dist.ProcessGroup, device: torch.device) -> OwnGrou
     if backend_for(process_group, device) != dist.Backend.GLOO:
         return OwnGroup(_new_group(process_group, device))
     own, abort = gloo_abort.with_abort(lambda: _new_group(process_group, device), len(_interfaces()))
-    return _with_direct(own, abort, device, _timeout_of(process_group, device) or dist.default_pg_timeout)
+    timeout = _timeout_of(process_group, device) or dist.default_pg_timeout
+    return _with_direct(own, abort, device, timeout, is_part=False)
 
 
 def _with_direct(
-    own: dist.ProcessGroup, abort: Callable[[], None], device: torch.device, timeout: timedelta
+    own: dist.ProcessGroup, abort: Callable[[], None], device: torch.device, timeout: timedelta, *, is_part: bool
 ) -> OwnGroup:
+    """Add direct messages between far ranks, and in a part of them."""
     if device.type != "cpu" or own.size() == 1:
         return OwnGroup(own, abort)
     backend: Any = own._get_backend(device)
     backend = getattr(backend, "wrapped_pg", backend)  # with TORCH_DISTRIBUTED_DEBUG=DETAIL
     latency = measure_latency(backend)
+    if latency <= direct.FAR and not is_part:
+        return OwnGroup(own, abort)
     if len(_interfaces()) > 1 or (connections := num_connections(latency)) == 1:
         return OwnGroup(own, abort, Direct(backend, latency))
     number = torch.tensor([random.SystemRandom().getrandbits(62)])
@@ -124,7 +128,11 @@ def _devices() -> list[dist.ProcessGroupGloo.Device]:
 
 
 def own_subgroup(
-    process_group: dist.ProcessGroup, subgroups: Sequence[Sequence[int]], name: str, device: torch.device
+    process_group: dist.ProcessGroup,
+    subgroups: Sequence[Sequence[int]],
+    name: str,
+    device: torch.device,
+    is_far: bool,
 ) -> OwnGroup:
     """A group over those ranks of `process_group` that are in the same subgroup as this one.
 
@@ -135,6 +143,7 @@ def own_subgroup(
         subgroups: ranks in `process_group`, each in one subgroup.
         name: unlike that of any other group, equal on all ranks.
         device: of the tensors.
+        is_far: whether `process_group` has direct messages. Then the subgroup has, too: several threads may use it.
     """
     rank = process_group.rank()
     timeout = _timeout_of(process_group, device) or dist.default_pg_timeout
@@ -144,7 +153,7 @@ def own_subgroup(
         own, abort = gloo_abort.with_abort(
             lambda: _gloo_group(f"{name}/{index}", *place, device, timeout), len(_interfaces())
         )
-        return _with_direct(own, abort, device, timeout)
+        return _with_direct(own, abort, device, timeout, is_part=True) if is_far else OwnGroup(own, abort)
     world = dist.get_process_group_ranks(process_group)
     groups = [
         # Every process of the world takes part in making every group, unless there are processes without this hook.

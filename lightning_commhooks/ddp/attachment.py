@@ -83,6 +83,8 @@ class Attachment:
         Returns:
             `steps` (synchronized backwards since `attach`), `bytes_sent` and `bytes_dense` (payload bytes this rank
             sent, and would have sent with a plain all-reduce), `compression_ratio` (dense over sent), `collectives`,
+            `rounds` (of messages that were waited for one after another, for a bucket at a time; of NCCL's collectives
+            those of a ring),
             `numel_compressed` and `numel_uncompressed` (gradient elements that a compressing hook did and did
             not compress), `numel_overflowed` (gradient elements of this rank that are finite, but not in the float16
             they were sent in), `nonfinite_steps` (steps that a hook with memory disregarded, because a gradient was

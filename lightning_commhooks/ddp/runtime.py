@@ -90,7 +90,7 @@ class Runtime(RunningHook):
             self._owned, direct = own.process_group, own.direct
             aborts.append(own.abort)
             # Emulated ranks have one link, which is not this one.
-            is_far = direct is not None and direct.always and make_group is None
+            is_far = direct is not None and make_group is None
             self._engine = ThreadEngine(device, functools.partial(_call_all, aborts), NUM_LANES if is_far else 1)
             if device.type == "cuda":
                 self.counters.timing = NoTiming()

@@ -39,11 +39,19 @@ MUTATIONS = [
     ),
     Mutation(
         "sum_in_16_bit",
+        f"{PACKAGE}/collectives/communicator.py",
+        "self.all_to_all(chunks).sum(dim=0, dtype=torch.float32)",
+        "sum(self.all_to_all(chunks))",
+        "accumulate_dtype='float32' rounds sums in 16 bit as well.",
+        "tests/test_half.py -k 'float32_round_less'",
+    ),
+    Mutation(
+        "sum_in_16_bit_of_far_ranks",
         f"{PACKAGE}/collectives/direct.py",
         "in_float32 = share.own.dtype in _HALF",
         "in_float32 = False",
         "Sums of 16-bit numbers are rounded at each of them.",
-        "tests/test_half.py -k 'rounded_once'",
+        "tests/test_direct.py -k 'rounded_once'",
     ),
     Mutation(
         "lanes_share_numbers",
