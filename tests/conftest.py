@@ -10,6 +10,8 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 # Lightning 2.5 calls jsonargparse in a way that it deprecates, also when it is imported.
 os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
+# Ranks that more processes than processors slow down might seem far from each other, and add up in another order.
+os.environ.setdefault("COMMHOOKS_LATENCY_MS", "0")
 
 from forks import FOLDER, FORKS, alone, run_alone
 from pool import Pool, check_no_leaks, read_environment

@@ -33,6 +33,21 @@ def test_rule(run, rule, label, world):
     check_rule(rule, run, CASES[label], world)
 
 
+def far(rank, world, function, args):
+    """Call a function as if ranks were far from each other: direct messages, of several buckets at once."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COMMHOOKS_LATENCY_MS", "40")
+        return function(rank, world, *args)
+
+
+@pytest.mark.parametrize("label", ["allreduce", "int8", "powersgd", "schedule"])
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_rule_of_far_ranks(run, rule, label):
+    if (rule.__name__, label) in COUNTS_STEPS:
+        pytest.skip("its phases depend on the number of steps; see test_checkpoint.py")
+    check_rule(rule, lambda function, *args, world: run(far, function, args, world=world), CASES[label], 4)
+
+
 def test_noop_sends_nothing_and_changes_nothing(run, world):
     for rank, (means, _, metrics) in enumerate(run(outputs, Noop(), low_rank_gradients, 3, world=world)):
         assert all(same(mean, low_rank_gradients(rank, step, SHAPES)) for step, mean in enumerate(means))

@@ -10,7 +10,6 @@ import torch.distributed as dist
 from driver import SHAPES, attached, backward, distance, full_rank_gradients, mean_gradients, norm, same
 
 import lightning_commhooks as lc
-from lightning_commhooks.collectives import direct
 from lightning_commhooks.collectives.direct import (
     Direct,
     measure_latency,
@@ -111,7 +110,8 @@ def test_what_is_chosen():
 
 
 def latencies(rank, world):
-    with messages(0.0) as ranks:
+    with pytest.MonkeyPatch.context() as patch, messages(0.0) as ranks:
+        patch.delenv("COMMHOOKS_LATENCY_MS")  # see conftest.py
         return measure_latency(ranks._backend)
 
 
@@ -123,7 +123,9 @@ def test_latency_is_equal_on_all_ranks(run):
 
 def with_variable(rank, world, texts):
     with pytest.MonkeyPatch.context() as patch, messages(0.0) as ranks:
-        if texts[rank] is not None:
+        if texts[rank] is None:
+            patch.delenv("COMMHOOKS_LATENCY_MS")
+        else:
             patch.setenv("COMMHOOKS_LATENCY_MS", texts[rank])
         try:
             return measure_latency(ranks._backend)
@@ -189,8 +191,7 @@ HOOKS = {
 def as_if_far(num_lanes=4):
     """Ranks seem far from each other, however near they are: direct messages, several lanes and connections."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(direct, "FAR", -1.0)
-        patch.setattr(direct, "_LATENCY_PER_CONNECTION", 1e-9)
+        patch.setenv("COMMHOOKS_LATENCY_MS", "40")
         patch.setattr(runtime, "NUM_LANES", num_lanes)
         yield
 

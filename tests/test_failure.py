@@ -36,6 +36,8 @@ OWN_MESSAGE = {
     "averaged_weights": "an optimizer stepped within averaged_weights()",
 }
 CPU = torch.device("cpu")
+# Near, and far from each other: with direct messages, of several buckets at once.
+LATENCIES = [{"COMMHOOKS_LATENCY_MS": "0"}, {"COMMHOOKS_LATENCY_MS": "40"}]
 
 
 class Broken(lc.CommHook):
@@ -184,9 +186,9 @@ def main(scenario, rank, world, store):
 class Ranks:
     """The processes of a scenario."""
 
-    def __init__(self, scenario, store, world):
+    def __init__(self, scenario, store, world, environment):
         self.processes = [
-            FORKS.start(__file__, scenario, rank, world, store, environment=alone(), pipes=True)
+            FORKS.start(__file__, scenario, rank, world, store, environment=alone(**environment), pipes=True)
             for rank in range(world)
         ]
         for rank in range(world):
@@ -227,11 +229,11 @@ class Ranks:
 
 @pytest.fixture
 def start(tmp_path):
-    """`start(scenario, world=2)`: its processes, killed at the end of the test."""
+    """`start(scenario, world=2, **environment)`: its processes, killed at the end of the test."""
     started = []
 
-    def start(scenario, world=2):
-        started.append(Ranks(scenario.__name__, tmp_path / "store", world))
+    def start(scenario, world=2, **environment):
+        started.append(Ranks(scenario.__name__, tmp_path / "store", world, environment))
         return started[-1]
 
     yield start
@@ -241,8 +243,9 @@ def start(tmp_path):
             pass
 
 
-def test_failure_ends_all_ranks_with_the_hook_own_traceback(start):
-    ranks = start(fail_and_die)
+@pytest.mark.parametrize("latency", LATENCIES)
+def test_failure_ends_all_ranks_with_the_hook_own_traceback(start, latency):
+    ranks = start(fail_and_die, **latency)
     ranks.end_by_hook_error(0)
     err = ranks.end_by_hook_error(1)
     assert 'raise ArithmeticError("out of numbers")' in err
@@ -253,8 +256,9 @@ def test_failure_ends_all_ranks_with_the_hook_own_traceback(start):
 @pytest.mark.parametrize(
     ("scenario", "failing"), [(rank_2_fails_and_stays, 2), (rank_1_of_a_subgroup_fails_and_stays, 1)]
 )
-def test_peers_fail_soon_though_the_failing_rank_stays(start, scenario, failing):
-    ranks = start(scenario, world=3)
+@pytest.mark.parametrize("latency", LATENCIES)
+def test_peers_fail_soon_though_the_failing_rank_stays(start, scenario, failing, latency):
+    ranks = start(scenario, world=3, **latency)
     for rank in range(failing):
         ranks.end_by_hook_error(rank)
     ranks.until(failing, "failed")
@@ -306,9 +310,10 @@ def test_interrupt_of_a_call(start):
     assert ranks.end(0)[0] == -signal.SIGINT
 
 
+@pytest.mark.parametrize("latency", LATENCIES)
 @pytest.mark.parametrize("killed", [0, 1])
-def test_sigterm_kills_one_rank(start, killed):
-    ranks = start(wait_for_rank_1)
+def test_sigterm_kills_one_rank(start, killed, latency):
+    ranks = start(wait_for_rank_1, **latency)
     time.sleep(0.5)  # then rank 0 waits in step 2 for rank 1, who is not there
     ranks.send(killed, signal.SIGTERM)
     assert ranks.end(killed)[0] == -signal.SIGTERM

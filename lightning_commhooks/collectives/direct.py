@@ -25,7 +25,7 @@ from lightning_commhooks.collectives.turns import lane, waiting
 _HALF = (torch.float16, torch.bfloat16)
 # Seconds. With more latency than this ranks are far from each other, and send directly; with less, messages are not
 # what costs, and gloo's ring takes less of processors.
-FAR = 2e-3
+FAR = 4e-3
 # What a byte takes longer if two ranks add up all of a tensor and not half of it each, in seconds.
 _SLOWER_IN_ONE_ROUND = 0.2e-9
 _PIECE_BYTES = 2**20
@@ -257,7 +257,7 @@ def measure_latency(backend: Any) -> float:
     """
     latency = _latency(backend, _NUM_PINGS)
     # What busy processors make of a near link passes.
-    return latency if latency > _CLEARLY_FAR else min(latency, _latency(backend, 2 * _NUM_PINGS))
+    return latency if latency > _CLEARLY_FAR else min(latency, _latency(backend, 4 * _NUM_PINGS))
 
 
 def _latency(backend: Any, num_pings: int) -> float:

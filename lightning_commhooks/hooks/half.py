@@ -40,7 +40,7 @@ class FP16(_Half):
     Args:
         accumulate_dtype: `None`: one all-reduce in 16 bit. `"float32"`: each rank receives its share of the
             16-bit gradients, sums it in float32 and sends the mean in 16 bit; the same bytes, and one
-            rounding of the sum instead of w-1. Far ranks on CPU do that anyway.
+            rounding of the sum instead of w-1.
 
     Raises:
         ValueError: `accumulate_dtype` is something else.
@@ -60,7 +60,7 @@ class BF16(_Half):
     Args:
         accumulate_dtype: `None`: one all-reduce in 16 bit. `"float32"`: each rank receives its share of the
             16-bit gradients, sums it in float32 and sends the mean in 16 bit; the same bytes, and one
-            rounding of the sum instead of w-1. Far ranks on CPU do that anyway.
+            rounding of the sum instead of w-1.
 
     Raises:
         ValueError: `accumulate_dtype` is something else.
