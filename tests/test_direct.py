@@ -137,7 +137,7 @@ def test_latency_can_be_given(run):
     assert run(with_variable, ["40", "40"]) == [0.04, 0.04]
     assert run(with_variable, ["0", "0"]) == [0.0, 0.0]
     assert run(with_variable, ["7000", None]) == [7.0, 7.0]
-    for texts in (["soon", "1"], ["-1", None], ["nan", "1"]):
+    for texts in (["soon", "1"], ["-1", None], ["nan", "1"], ["inf", "1"]):
         errors = run(with_variable, texts)
         assert all("COMMHOOKS_LATENCY_MS must be a number of milliseconds of at least 0" in error for error in errors)
         assert repr(texts[0]) in errors[0]

@@ -270,7 +270,7 @@ def _latency(backend: Any, num_pings: int) -> float:
     # A question and a message.
     own.fill_(best / 2 if given is None else given)
     slowest = float(direct.gather(1, own.dtype)(own)().max())
-    if not slowest >= 0:
+    if not 0 <= slowest < math.inf:
         raise ValueError(
             f"the environment variable {_LATENCY} must be a number of milliseconds of at least 0 on all ranks, is "
             f"{os.environ.get(_LATENCY)!r} on this one"

@@ -209,7 +209,8 @@ class Matrices:
 
     def _keep_what_no_rank_uses(self, flat: Tensor, used: Tensor, bucket: Bucket) -> None:
         """In the place of gradients that this rank has not got in this backward are those of an earlier one."""
-        for slot, is_used in zip(self.slots, used, strict=True):
+        # Where what was sent is kept as factors, Q was 0 already.
+        for slot, is_used in zip(self.slots, used if self._sent is None else (), strict=False):
             slot.view(flat).mul_(is_used)
         if self._residual is None:
             return
