@@ -1,10 +1,10 @@
-"""A switch whose packets arrive later: for kernels without `sch_netem`. Runs in a network namespace.
+"""A switch whose packets arrive later, or never: for kernels without `sch_netem`. Runs in a network namespace.
 
-    python benchmarks/delay_line.py 10 port0 port1
+    python benchmarks/delay_line.py 10 0.001 port0 port1
 
 Forwards every Ethernet frame from one of the interfaces to the one its destination is behind, so many milliseconds
-later. Frames of up to 64 KB that a (virtual) network card would segment stay whole, with their header for that
-(`virtio_net_hdr`), so a few thousand frames per second carry 1 Gbit/s.
+later, but for such a share of them, taken at random. Frames of up to 64 KB that a (virtual) network card would segment
+stay whole, with their header for that (`virtio_net_hdr`), so a few thousand frames per second carry 1 Gbit/s.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import errno
+import random
 import select
 import socket
 import sys
@@ -35,18 +36,20 @@ def port(interface: str) -> socket.socket:
     return opened
 
 
-def forward(seconds: float, interfaces: list[str]) -> None:
+def forward(seconds: float, loss: float, interfaces: list[str]) -> None:
     """For ever."""
     ports = [port(interface) for interface in interfaces]
     behind: dict[bytes, socket.socket] = {}
     # All are late by as much, so first in, first out.
+    chance = random.Random(0)
     waiting: collections.deque[tuple[float, socket.socket, bytes]] = collections.deque()
     while True:
         timeout = max(0.0, waiting[0][0] - time.monotonic()) if waiting else None
         for source in select.select(ports, [], [], timeout)[0]:
             frame = source.recv(_LARGEST)
             behind[frame[_VNET_HEADER + 6 : _VNET_HEADER + 12]] = source
-            waiting.append((time.monotonic() + seconds, source, frame))
+            if chance.random() >= loss:
+                waiting.append((time.monotonic() + seconds, source, frame))
         while waiting and waiting[0][0] <= time.monotonic():
             _, source, frame = waiting.popleft()
             target = behind.get(frame[_VNET_HEADER : _VNET_HEADER + 6])
@@ -59,4 +62,4 @@ def forward(seconds: float, interfaces: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    forward(float(sys.argv[1]) / 1e3, sys.argv[2:])
+    forward(float(sys.argv[1]) / 1e3, float(sys.argv[2]), sys.argv[3:])

@@ -9,7 +9,9 @@ reported are the median over rounds, and the share of plain DDP's step. A step i
 
     python benchmarks/far_away.py db1fd9b
 
-`--only 3 5` runs configurations by number. `--rows` with other names of hooks.
+`--only 3 5` runs configurations by number. `--rows` with names of hooks; with "dense, 4 connections" and "dense, 20
+groups" plain DDP as others make it faster over such links: four connections between two ranks (`GLOO_SOCKET_IFNAME`
+names the interface four times), and 20 groups that sum a piece each, as torchft's `ParallelProcessGroup`.
 """
 
 from __future__ import annotations
@@ -49,6 +51,8 @@ CONFIGURATIONS = [
     ("mlp, 3 MB", 2, 1.0, 0.0),
     ("mlp, 3 MB", 4, 1.0, 0.0),
     ("gpt", 4, 10.0, 0.0),
+    ("gpt", 2, 1.0, 0.0),
+    ("gpt", 4, 1.0, 0.0),
 ]
 POWERSGD = {"start_powerSGD_iter": 0, "matrix_approximation_rank": 4}
 HOOKS = {
@@ -60,6 +64,8 @@ HOOKS = {
     "powersgd, rank 4": ("PowerSGD", POWERSGD),
 }
 STOCK = {"stock bf16": "bf16", "stock powersgd, rank 4": "powersgd-4"}
+# How others fill a link with a delay.
+CONNECTIONS, GROUPS = "dense, 4 connections", "dense, 20 groups"
 ROWS = ["dense", *STOCK, "noop", *(f"{hook}, {which}" for hook in list(HOOKS)[1:] for which in ("before", "now"))]
 WARM_UP = 8
 
@@ -72,15 +78,27 @@ def make(row: str, shape: str, libraries: dict[str, ModuleType]) -> tuple[Distri
         torch.manual_seed(0)
         model = nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(10)])
         batch, cap = (torch.randn(2, 1024),), int(shape.split()[1])
-    ddp = DistributedDataParallel(model, bucket_cap_mb=cap)
+    group = connected(4) if row == CONNECTIONS else None
+    ddp = DistributedDataParallel(model, bucket_cap_mb=cap, process_group=group)
     if row in STOCK:
         stock.register(ddp, STOCK[row])
-    elif row != "dense":
+    elif row == GROUPS:
+        ddp.register_comm_hook([dist.new_group() for _ in range(20)], stock.side_by_side)
+    elif row not in ("dense", CONNECTIONS):
         name, _, which = row.rpartition(", ") if row not in HOOKS else (row, "", "now")
         kind, options = HOOKS[name]
         library = libraries[OLD if which == "before" else NEW]
         library.attach(ddp, getattr(library, kind)(**options))
     return ddp, batch
+
+
+def connected(num_connections: int) -> dist.ProcessGroup:
+    """A group with so many connections between two ranks, made as gloo's author says: the interface's name repeated."""
+    os.environ["GLOO_SOCKET_IFNAME"] = ",".join([INTERFACE] * num_connections)
+    try:
+        return dist.new_group()
+    finally:
+        os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
 
 
 def run(ddp: DistributedDataParallel, batch: tuple, steps: int) -> None:
@@ -136,10 +154,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("commit", help="of the earlier code")
     parser.add_argument("--only", nargs="*", type=int, default=range(len(CONFIGURATIONS)), help="numbers, from 0 on")
-    parser.add_argument("--rows", nargs="*", choices=ROWS, default=ROWS, metavar="ROW", help="hooks")
+    choices = [*ROWS, CONNECTIONS, GROUPS]
+    parser.add_argument("--rows", nargs="*", choices=choices, default=ROWS, metavar="ROW", help="hooks")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--connections", type=int, default=1, help="of plain DDP, between two ranks")
     parser.add_argument("--work", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.work:
@@ -147,7 +165,6 @@ def main() -> None:
         return
     torch_row = {"torch": torch.__version__, "date": time.strftime("%Y-%m-%d"), "cores": os.cpu_count()}
     print(f"$ {command()}\n# {machine([torch_row])}; {args.rounds} rounds of {args.steps} steps", flush=True)
-    env = {"GLOO_SOCKET_IFNAME": ",".join([INTERFACE] * args.connections)}
     with TemporaryDirectory() as folder:
         export(args.commit, Path(folder))
         for number in args.only:
@@ -155,7 +172,7 @@ def main() -> None:
             arguments = [__file__, args.commit, "--work", shape, folder, "--rows", *args.rows]
             arguments += ["--rounds", str(args.rounds), "--steps", str(args.steps)]
             with hosts(world, rate=f"{gbit * 1000:g}mbit", delay_ms=delay_ms) as network:
-                printed = network.launch(arguments, timeout=900, env=env)[0]
+                printed = network.launch(arguments, timeout=900)[0]
             rows = json.loads(printed.splitlines()[-1])
             print(f"\n{number}. {shape}; {world} hosts, {gbit:g} Gbit/s, delay {delay_ms:g} ms one way")
             table(rows, statistics.median(rows["dense"]) if "dense" in rows else float("nan"))

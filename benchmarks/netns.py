@@ -50,6 +50,11 @@ class Network:
         """Bytes that a host has sent since it came up, Ethernet, IP and TCP headers included."""
         return int(_run("ip", "netns", "exec", self.names[host], "cat", _statistic("tx_bytes")))
 
+    def set_rate(self, rate: str, burst: str = "128kb") -> None:
+        """Change what each host may send; also while processes run."""
+        for name in self.names:
+            _shape(name, rate, burst, "change")
+
     def launch(
         self, script_args: Sequence[str], *, timeout: float = 300, env: Mapping[str, str] | None = None
     ) -> list[str]:
@@ -92,7 +97,7 @@ class Network:
 
 @contextlib.contextmanager
 def hosts(
-    num: int, rate: str | None = "1gbit", delay_ms: float = 0, mtu: int = 1500, burst: str = "128kb"
+    num: int, rate: str | None = "1gbit", delay_ms: float = 0, mtu: int = 1500, burst: str = "128kb", loss: float = 0
 ) -> Iterator[Network]:
     """Make `num` hosts that reach each other at 10.0.0.1 and up; remove them at the end, whatever happens.
 
@@ -108,13 +113,16 @@ def hosts(
         burst: what an idle host may send at once before `rate` holds, as `tc` writes it. The default is two packets of
             64 KB. Take less where that is much of what a step sends: it costs the processor time to segment, 1500 bytes
             at a time, so only on slow links.
+        loss: share of packets, of up to 64 KB, that do not arrive. Needs a delay.
 
     Raises:
-        ValueError: `num` is out of range.
+        ValueError: `num` is out of range, or a loss without delay.
         RuntimeError: not root, no `ip` or `tc`, or a kernel without `sch_tbf`.
     """
     if not 2 <= num <= 4:
         raise ValueError(f"num must be 2 to 4 hosts, is {num}")
+    if loss and not delay_ms:
+        raise ValueError("packets are lost on links with a delay_ms only")
     _remove_leftovers()
     hub = f"{_PREFIX}-{os.getpid()}-hub"
     names = [f"{_PREFIX}-{os.getpid()}-{host}" for host in range(num)]
@@ -132,7 +140,8 @@ def hosts(
         if delay_ms:
             ports = [f"port{host}" for host in range(num)]
             switch = ["ip", "netns", "exec", hub, sys.executable, str(ROOT / "benchmarks" / "delay_line.py")]
-            forwarding = subprocess.Popen([*switch, str(delay_ms), *ports], stderr=subprocess.PIPE, text=True)
+            switch += [str(delay_ms), str(loss), *ports]
+            forwarding = subprocess.Popen(switch, stderr=subprocess.PIPE, text=True)
         yield Network(names, forwarding)
     finally:
         if forwarding is not None:
@@ -187,10 +196,10 @@ def _add_link(hub: str, name: str, host: int, mtu: int, *, bridged: bool) -> Non
     _ip(name, "link", "set", INTERFACE, "up")
 
 
-def _shape(name: str, rate: str | None, burst: str) -> None:
+def _shape(name: str, rate: str | None, burst: str, action: str = "add") -> None:
     if rate is not None:
-        add = ["tc", "-n", name, "qdisc", "add", "dev", INTERFACE]
-        _run(*add, "root", "tbf", "rate", rate, "burst", burst, "latency", "100ms")
+        qdisc = ["tc", "-n", name, "qdisc", action, "dev", INTERFACE]
+        _run(*qdisc, "root", "tbf", "rate", rate, "burst", burst, "latency", "100ms")
 
 
 def _remove_leftovers() -> None:

@@ -20,6 +20,14 @@ def waiting_powersgd(state: object, bucket: dist.GradBucket) -> torch.futures.Fu
     return future
 
 
+def side_by_side(groups: list[dist.ProcessGroup], bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """What torchft's `ParallelProcessGroup` does (pull request 199, never released): a piece in each of many groups."""
+    flat = bucket.buffer().div_(dist.get_world_size())
+    pieces = flat.tensor_split(len(groups))
+    works = [dist.all_reduce(piece, group=group, async_op=True) for piece, group in zip(pieces, groups, strict=True)]
+    return torch.futures.collect_all([work.get_future() for work in works]).then(lambda _: flat)
+
+
 def register(ddp: DistributedDataParallel, name: str) -> None:
     """Give a model the stock hook of that name: `fp16`, `bf16`, or `powersgd-<rank>`, from step 2 on."""
     kind, _, rank = name.partition("-")

@@ -25,6 +25,9 @@ OURS = {
     "_set_optimizers",
     "_finish_step",
     "_begin_all_gather",
+    "_begin_all_reduce_",
+    "_curve",
+    "_num_rounds",
     "_begin_all_to_all",
     "_wire",
 }

@@ -124,7 +124,7 @@ class TestAmortized:
 class TestCandidates:
     def test_default(self):
         labels = [candidate.label for candidate in candidates(None)]
-        assert labels[:3] == ["dense", "noop", "bf16"]
+        assert labels[:3] == ["dense", "noop", "allreduce"]
         assert len(labels) == 2 + len(DEFAULT)
 
     @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from driver import SHAPES, attached, backward, distance, full_rank_gradients, mean_gradients, norm, same
 
 import lightning_commhooks as lc
+from lightning_commhooks.collectives import process_groups
 from lightning_commhooks.collectives.direct import (
     Direct,
     measure_latency,
@@ -19,7 +20,6 @@ from lightning_commhooks.collectives.direct import (
 )
 from lightning_commhooks.collectives.process_groups import own_group
 from lightning_commhooks.collectives.turns import Turns, lane, waiting
-from lightning_commhooks.ddp import runtime
 from lightning_commhooks.ddp.engine import ThreadEngine
 
 CPU = torch.device("cpu")
@@ -192,7 +192,7 @@ def as_if_far(num_lanes=4):
     """Ranks seem far from each other, however near they are: direct messages, several lanes and connections."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("COMMHOOKS_LATENCY_MS", "40")
-        patch.setattr(runtime, "NUM_LANES", num_lanes)
+        patch.setattr(process_groups, "NUM_LANES", num_lanes)
         yield
 
 
@@ -220,7 +220,7 @@ def near_and_far(rank, world, hook):
     for context in (contextlib.nullcontext(), as_if_far()):
         with context, attached(hook) as (ddp, attachment):
             means = [backward(ddp, full_rank_gradients(rank, step, SHAPES)) for step in range(3)]
-            found.append((means[-1], attachment.bound.group.may_overlap))
+            found.append((means[-1], attachment.bound.group._direct is not None))
     return found
 
 
@@ -228,8 +228,9 @@ def near_and_far(rank, world, hook):
 def test_far_ranks_average_as_near_ones(run, world):
     exact = mean_gradients(full_rank_gradients, world, 2, SHAPES)
     for hook in ("allreduce", "int8"):
-        for (near, _), (far, overlaps) in run(near_and_far, HOOKS[hook], world=world):
-            assert overlaps
+        for (near, is_direct), (far, is_far) in run(near_and_far, HOOKS[hook], world=world):
+            assert is_far
+            assert not is_direct
             assert distance(near, far) <= 1e-6 * norm(exact)
 
 

@@ -117,7 +117,7 @@ def spent(clock, call):
 
 
 def test_takes_the_time_of_the_link():
-    link = Link.given(bandwidth=1000, latency=0.5, world_size=4)
+    link = Link.given(bandwidth=1000, latency=0.5, world_size=4, by_gloo=False)
     with emulated(link) as (group, clock):
         x = torch.ones(1000)  # 4000 bytes, of which a rank sends 6000
         assert spent(clock, lambda: group.all_reduce_(x)) == pytest.approx(6 + 6 * 0.5)
@@ -129,6 +129,20 @@ def test_takes_the_time_of_the_link():
         assert group.all_to_all(chunks).equal(chunks[:1].expand(4, 100))
         assert spent(clock, lambda: group.all_to_all(chunks)) == pytest.approx(1.2 + 0.5)
         assert clock.used == 0
+
+
+def test_far_ranks_send_directly():
+    link = Link.given(bandwidth=1000, latency=0.5, world_size=4)
+    with emulated(link) as (group, clock):
+        assert group.num_lanes == 4
+        assert spent(clock, lambda: group.all_reduce_(torch.ones(1000))) == pytest.approx(6 + 3 * 0.5)
+        assert spent(clock, lambda: group.all_gather(torch.ones(100))) == pytest.approx(1.2 + 2 * 0.5)
+        assert (group.counters.collectives, group.counters.rounds) == (2, 3)
+        # Announced a message's time before, it takes that much less.
+        begin, send = clock.time, group._expect_all_gather(torch.ones(100))
+        clock.sleep(2.0)
+        send(torch.ones(100), None)()
+        assert clock.time - begin == pytest.approx(2.0 + 1.2 + 0.5)
 
 
 def test_processor_time_is_a_part_of_it():

@@ -9,9 +9,11 @@ import torch
 import torch.distributed as dist
 
 from lightning_commhooks.advice.emulated import EmulatedGroup
-from lightning_commhooks.collectives import link as link_module
+from lightning_commhooks.collectives import measure_link as measuring
 from lightning_commhooks.collectives.group import Group
-from lightning_commhooks.collectives.link import Cost, Link, _rising, measure_link
+from lightning_commhooks.collectives.link import Cost, Link
+from lightning_commhooks.collectives.measure_link import _rising, measure_link
+from lightning_commhooks.collectives.process_groups import own_group
 
 MEASURED = Link(
     2,
@@ -50,12 +52,41 @@ def test_disturbed_measurements_are_smoothed():
 
 
 def test_given():
-    link = Link.given(bandwidth=1e6, latency=0.01, world_size=4)
+    link = Link.given(bandwidth=1e6, latency=0.01, world_size=4, by_gloo=False)
     assert link.cost("all_reduce", 2e6).seconds == pytest.approx(2.0 + 6 * 0.01)
     assert link.cost("all_gather", 2e6).seconds == pytest.approx(2.0 + 3 * 0.01)
     assert link.cost("all_to_all", 2e6).seconds == pytest.approx(2.0 + 0.01)
     assert link.cost("all_reduce", 2e6).cpu_seconds == 0
     assert link.bandwidth == pytest.approx(1e6)
+    assert link.num_lanes == 1
+    assert link.message_seconds == 0
+
+
+@pytest.mark.parametrize(("world", "of_sum"), [(2, 2), (4, 3), (64, 3)])
+def test_given_by_gloo(world, of_sum):
+    """Far ranks send directly: as many latencies whatever their number; without a hook they go around the ring."""
+    far = Link.given(bandwidth=1e6, latency=0.01, world_size=world)
+    assert far.message_seconds == 0.01
+    for kind, latencies in (("all_reduce", of_sum), ("all_gather", 2), ("all_to_all", 2)):
+        cost = far.cost(kind, 1e6)
+        assert (cost.seconds, cost.occupancy) == pytest.approx((1 + latencies * 0.01, 1.0))
+    assert far.without_hook.cost("all_reduce", 1e6).seconds == pytest.approx(1 + 2 * (world - 1) * 0.025)
+    assert (far.num_lanes, far.without_hook.num_lanes) == (4, 2)
+    assert far.scaled(2).latency == pytest.approx(0.02)
+    assert far.scaled(2).without_hook.latency == pytest.approx(0.05)
+    near = Link.given(bandwidth=1e6, latency=0.001, world_size=world)
+    assert near.message_seconds == 0
+    assert near.latency == near.without_hook.latency == pytest.approx(2 * (world - 1) * 0.0025)
+
+
+def test_far_by_what_if():
+    """A measured link, if it were far: no faster than the far one, with its processor time."""
+    far = Link.given(bandwidth=1e6, latency=0.5, world_size=2)
+    link = MEASURED.no_faster_than(far)
+    assert link.message_seconds == 0.5
+    assert link.latency == pytest.approx(1.0)
+    assert link.without_hook.latency == pytest.approx(2.5)
+    assert link.without_hook.cost("all_reduce", 100).cpu_seconds == pytest.approx(1.0)
 
 
 def test_more_ranks_take_more_rounds():
@@ -99,9 +130,9 @@ def test_bad_values(options, message):
         Link.given(**{"bandwidth": 1e9, "latency": 0, "world_size": 2, **options})
 
 
-def measure(rank, world):
+def measure(rank, world, of_steps=False):
     group = Group(dist.group.WORLD)
-    link = measure_link(group, budget=0.3)
+    link = measure_link(group, 0.3, of_steps)
     assert group.counters.bytes_sent == 0
     assert group.counters.collectives == 0
     return link
@@ -119,6 +150,25 @@ def test_measured(run, world):
         assert all(0 <= cost.cpu_seconds <= cost.seconds for cost in curve)
     assert 1e-6 < link.latency < 1
     assert 1e5 < link.bandwidth < 1e12
+
+
+def measure_far(rank, world):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COMMHOOKS_LATENCY_MS", "5")
+        own = own_group(dist.group.WORLD, torch.device("cpu"))
+        link = measure_link(Group.of(own, None, torch.device("cpu")), 0.3, of_steps=True)
+        dist.barrier()
+        dist.destroy_process_group(own.process_group)
+    return link
+
+
+def test_measured_of_far_ranks(run):
+    link, other = run(measure_far)
+    assert other == link
+    assert link.message_seconds == 0.005
+    assert link.num_lanes == 4
+    assert {"plain_ddp", "all_reduce"} <= set(link.curves)
+    assert all(cost.busy_seconds <= cost.seconds for cost in link.curves["all_reduce"])
 
 
 class JitteryClock:
@@ -142,7 +192,7 @@ def measured_over(monkeypatch, link):
     """A link as it is measured, and how long that takes."""
     clock = JitteryClock()
     monkeypatch.setattr(
-        link_module, "time", SimpleNamespace(perf_counter=clock.now, process_time=clock.cpu, sleep=clock.sleep)
+        measuring, "time", SimpleNamespace(perf_counter=clock.now, process_time=clock.cpu, sleep=clock.sleep)
     )
     group = EmulatedGroup(link, clock=clock)
     found = measure_link(group)
@@ -151,7 +201,7 @@ def measured_over(monkeypatch, link):
 
 
 @pytest.mark.parametrize("bandwidth", [1.25e6, 1.25e7, 1.25e8, 1.25e9])
-@pytest.mark.parametrize(("latency", "most_seconds"), [(0.0001, 6), (0.003, 3), (0.01, 4), (0.1, 20)])
+@pytest.mark.parametrize(("latency", "most_seconds"), [(0.0001, 6), (0.003, 3), (0.01, 4), (0.1, 22)])
 def test_latency_is_not_taken_for_size(monkeypatch, latency, bandwidth, most_seconds):
     """Of a large all-reduce it is only the bytes that say how fast the link is."""
     link = Link.given(bandwidth=bandwidth, latency=latency, world_size=2)

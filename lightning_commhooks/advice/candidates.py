@@ -24,6 +24,7 @@ NOOP = "noop"
 TITLES = {DENSE: "dense (no hook)", NOOP: "noop (sends nothing)"}
 # What is compared unless the user chooses.
 DEFAULT = {
+    "allreduce": "allreduce",
     "bf16": "bf16",
     "int8": "int8",
     "int4": "int4",

@@ -272,8 +272,8 @@ def _study(
         with _progress(place, num_turns) as tell, warnings.catch_warnings():
             if not place.is_first:
                 warnings.simplefilter("ignore")
-            with launch.agreed(place, UnfitError):
-                return study(Bench(task), tell)
+            with launch.agreed(place, UnfitError), contextlib.closing(Bench(task)) as bench:
+                return study(bench, tell)
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -13,10 +14,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_commhooks.advice.ensemble import WHY_NO_PROCESS_GROUP
-from lightning_commhooks.collectives.communicator import Wait
+from lightning_commhooks.collectives.communicator import Kind, SendToAll, Wait
 from lightning_commhooks.collectives.counters import Counters
+from lightning_commhooks.collectives.direct import takes_one_round
 from lightning_commhooks.collectives.group import Group
-from lightning_commhooks.collectives.link import Cost, Kind, Link
+from lightning_commhooks.collectives.link import Cost, Link
+from lightning_commhooks.collectives.turns import waiting
 
 # Processor time of a collective is spent in portions, with pauses between them, of this many seconds each on the whole.
 _PORTION = 0.002
@@ -163,6 +166,7 @@ class EmulatedGroup(Group):
         clock: HostClock | None = None,
     ) -> None:
         super().__init__(None, counters, device)
+        self.num_lanes = link.num_lanes
         self.size = link.world_size
         self.rank = rank
         self.global_rank = dist.get_rank() if dist.is_initialized() else rank
@@ -192,27 +196,53 @@ class EmulatedGroup(Group):
         group._wire = self._wire
         return group
 
+    def _num_rounds(self, kind: Kind, tensor: Tensor) -> int:
+        latency = self._link.message_seconds
+        if not latency or kind == "all_to_all":
+            return super()._num_rounds(kind, tensor)
+        is_one = kind == "all_gather" or takes_one_round(tensor.numel() * tensor.element_size(), self.size, latency)
+        return 1 if is_one else 2
+
     def _sum_(self, tensor: Tensor) -> Wait:
         num_bytes = self.ring_bytes(tensor)
-        if tensor.is_cuda:
+        if tensor.is_cuda or self.num_lanes > 1:
             return self._start("all_reduce", num_bytes, tensor, lambda: tensor.mul_(self.size))
         return lambda: self._pass_time("all_reduce", num_bytes, tensor, lambda: tensor.mul_(self.size))
 
-    def _gather(self, tensor: Tensor, of_equals: Callable[[], Tensor] | None) -> Wait:
-        num_bytes = (self.size - 1) * tensor.numel() * tensor.element_size()
-        return self._start("all_gather", num_bytes, tensor, of_equals or (lambda: tensor.repeat(self.size, 1)))
+    def _gather(self, like: Tensor) -> SendToAll:
+        announced = self._wire.clock.now()
+
+        def send(tensor: Tensor, of_equals: Callable[[], Tensor] | None) -> Wait:
+            num_bytes = (self.size - 1) * tensor.numel() * tensor.element_size()
+            work = of_equals or (lambda: tensor.repeat(self.size, 1))
+            return self._start("all_gather", num_bytes, tensor, work, announced)
+
+        return send
 
     def _exchange(self, chunks: Tensor) -> Wait:
         num_bytes = (self.size - 1) / self.size * chunks.numel() * chunks.element_size()
         own = chunks[self.rank : self.rank + 1]
         return self._start("all_to_all", num_bytes, chunks, lambda: own.repeat(self.size, 1))
 
-    def _start(self, kind: Kind, num_bytes: float, tensor: Tensor, work: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    def _start(
+        self,
+        kind: Kind,
+        num_bytes: float,
+        tensor: Tensor,
+        work: Callable[[], Tensor],
+        announced: float = math.inf,
+    ) -> Wait:
         if tensor.is_cuda:
             with self.counters.timing.comm():
                 result = self._pass_time(kind, num_bytes, tensor, work)
             return lambda: result
-        return self._wire.start(self._on_wire(kind, num_bytes, tensor.dtype, work))
+        finish = self._wire.start(self._on_wire(kind, num_bytes, tensor.dtype, work, announced))
+
+        def wait() -> Tensor:
+            with waiting():
+                return finish()
+
+        return wait
 
     def _pass_time(self, kind: Kind, num_bytes: float, tensor: Tensor, work: Callable[[], Tensor]) -> Tensor:
         if self._on_stream:
@@ -224,8 +254,15 @@ class EmulatedGroup(Group):
         return self._wire.run(self._on_wire(kind, num_bytes, tensor.dtype, work))
 
     def _on_wire(
-        self, kind: Kind, num_bytes: float, dtype: torch.dtype, work: Callable[[], Tensor]
+        self,
+        kind: Kind,
+        num_bytes: float,
+        dtype: torch.dtype,
+        work: Callable[[], Tensor],
+        announced: float = math.inf,
     ) -> Callable[[], Tensor]:
-        cost = self._link.cost(kind, num_bytes, dtype)
+        cost, now = self._link.cost(kind, num_bytes, dtype), self._wire.clock.now()
         fastest = min(cost.seconds, self._link.latency)
-        return functools.partial(self._wire.pass_time, cost, fastest, self._wire.clock.now(), work)
+        # The message by which each rank says that it waits is there already, or under way.
+        early = min(max(0.0, now - announced), self._link.message_seconds)
+        return functools.partial(self._wire.pass_time, cost, fastest, now - early, work)

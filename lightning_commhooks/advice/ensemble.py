@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_commhooks.collectives.communicator import Wait
+from lightning_commhooks.collectives.communicator import SendToAll, Wait
 from lightning_commhooks.collectives.counters import Counters
 from lightning_commhooks.collectives.group import Group
 
@@ -179,8 +179,11 @@ class EnsembleGroup(Group):
         wait = self._give("all_reduce", tensor, lambda collective: collective.total)
         return lambda: tensor.copy_(wait())
 
-    def _gather(self, tensor: Tensor, of_equals: Callable[[], Tensor] | None) -> Wait:
-        return self._give("all_gather", tensor, lambda collective: torch.stack(collective.in_order()))
+    def _gather(self, like: Tensor) -> SendToAll:
+        def send(tensor: Tensor, of_equals: Callable[[], Tensor] | None) -> Wait:
+            return self._give("all_gather", tensor, lambda collective: torch.stack(collective.in_order()))
+
+        return send
 
     def _exchange(self, chunks: Tensor) -> Wait:
         def take(collective: _Collective) -> Tensor:

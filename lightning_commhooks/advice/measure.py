@@ -26,7 +26,7 @@ from lightning_commhooks.advice.step_time import StepTime, Turn, own_step_time
 from lightning_commhooks.advice.task import Task, Tell
 from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.collectives.link import Link
-from lightning_commhooks.collectives.process_groups import backend_for
+from lightning_commhooks.collectives.process_groups import OwnGroup, backend_for, destroy, own_group
 from lightning_commhooks.collectives.timing import DeviceTiming, HostTiming, Timing
 from lightning_commhooks.ddp.attach import attach, attach_emulated
 from lightning_commhooks.ddp.attachment import Attachment
@@ -68,13 +68,20 @@ class Bench:
         self.task = task
         world = dist.group.WORLD
         assert world is not None
-        self.group = Group(world, device=task.device)
-        self._alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
         self._on_stream = backend_for(world, task.device) == dist.Backend.NCCL
+        # As a hook has it.
+        self._own = OwnGroup(world) if self._on_stream else own_group(world, task.device)
+        self.group = Group.of(self._own, None, task.device)
+        self._alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
         self._clock: Timing[Any] = DeviceTiming(task.device) if task.device.type == "cuda" else HostTiming()
         task.wrap(make_equal=True)
         task.save()
         self._seconds_per_batch = self._slowest(task.load_seconds) + self._burn_in() / 1e3
+
+    def close(self) -> None:
+        """Let go of process groups."""
+        self._own.abort()
+        destroy([*self.group.release(), None if self._on_stream else self._own.process_group, self._alone])
 
     def times(
         self,
@@ -222,7 +229,7 @@ class Bench:
     def _emulated(self, model: DistributedDataParallel, candidate: Candidate, setting: Setting) -> Attachment:
         make_group = functools.partial(
             EmulatedGroup,
-            setting.link,
+            setting.link if candidate.measured is not None else setting.link.without_hook,
             dist.get_rank() % setting.link.world_size,
             device=self.task.device,
             nodes=setting.nodes,

@@ -55,7 +55,11 @@ def _heading(result: Result) -> Text:
         kind = "link (given)" if result.is_what_if else "link (measured)"
         text.append(kind, style="bold")
         text.append(f": {_rate(result.link.bandwidth)} per rank, {result.link.latency * 1e3:.2f} ms for the smallest ")
-        text.append("all-reduce\n")
+        text.append("all-reduce")
+        if result.link.message_seconds:
+            ring = result.link.without_hook.latency * 1e3
+            text.append(f" by direct messages, {ring:.2f} ms without a hook")
+        text.append("\n")
     text.append("compute", style="bold")
     text.append(f": {result.compute_ms:.1f} ms a step that sends nothing")
     return text

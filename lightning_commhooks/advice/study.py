@@ -13,10 +13,11 @@ import torch.distributed as dist
 
 from lightning_commhooks.advice.candidates import DENSE, NOOP, Candidate
 from lightning_commhooks.advice.measure import Bench, Setting, UnfitError
-from lightning_commhooks.advice.ranking import Row, Verdict, decide, headroom, ranked
+from lightning_commhooks.advice.ranking import MIN_GAIN, Row, Verdict, decide, headroom, ranked
 from lightning_commhooks.advice.step_time import StepTime
 from lightning_commhooks.advice.task import Tell
-from lightning_commhooks.collectives.link import Link, measure_link
+from lightning_commhooks.collectives.link import Link
+from lightning_commhooks.collectives.measure_link import measure_link
 
 
 @dataclass(frozen=True)
@@ -122,13 +123,14 @@ def advised(
     result.notes = _notes(setting.link, bench.task.device)
     if is_what_if and (num_averaged := bench.num_averaged(result.world_size)) < result.world_size:
         result.notes += (f"Errors are those of an average over {num_averaged} of the {result.world_size} ranks.",)
+    result.notes += _delay_notes(result)
     result.verdict = decide(result.rows, max_error)
     return result
 
 
 def _setting(bench: Bench, what_if: WhatIf | None) -> Setting:
     group = bench.group
-    real = measure_link(group) if group.size > 1 else None
+    real = measure_link(group, of_steps=True) if group.size > 1 else None
     if what_if is None:
         if real is None:
             raise UnfitError("one process has no link to measure: use --nproc, torchrun, or --bandwidth")
@@ -136,8 +138,8 @@ def _setting(bench: Bench, what_if: WhatIf | None) -> Setting:
         inside = group.split(nodes) if 1 < len(nodes) < group.size else None
         sizes = {len(node) for node in nodes}
         # Only if all take part; nodes of different sizes are rare.
-        node_link = measure_link(inside) if inside is not None and len(sizes) == 1 and inside.size > 1 else None
-        return Setting(real, nodes, node_link)
+        takes_part = inside is not None and len(sizes) == 1 and inside.size > 1
+        return Setting(real, nodes, measure_link(inside, of_steps=True) if inside and takes_part else None)
     world_size = what_if.world_size or max(2, group.size)
     link = real.scaled(world_size) if real is not None else None
     if what_if.bandwidth is not None or what_if.latency is not None:
@@ -145,7 +147,8 @@ def _setting(bench: Bench, what_if: WhatIf | None) -> Setting:
         latency = what_if.latency if what_if.latency is not None else 0.0
         if not bandwidth:
             raise UnfitError("--latency alone says nothing about how fast data moves: give --bandwidth, too")
-        given = Link.given(bandwidth=bandwidth, latency=latency, world_size=world_size)
+        by_gloo = group.device.type == "cpu"
+        given = Link.given(bandwidth=bandwidth, latency=latency, world_size=world_size, by_gloo=by_gloo)
         link = link.no_faster_than(given) if link is not None else given
     if link is None:
         raise UnfitError("one process has no link to measure: give --bandwidth")
@@ -158,6 +161,21 @@ def _notes(link: Link, device: torch.device) -> tuple[str, ...]:
         return ()
     return (
         "Processor time of gloo and the network stack is left out: optimistic at 1 Gbit/s and more; --nproc 2 has it.",
+    )
+
+
+def _delay_notes(result: Result) -> tuple[str, ...]:
+    """Whether dense averaging waits longer for messages to arrive than it takes to send them."""
+    assert result.link is not None
+    dense = next(row for row in result.rows if row.label == DENSE)
+    exposed_ms = max(0.0, dense.step_ms - result.compute_ms)
+    sending_ms = min(exposed_ms, 1e3 * dense.bytes_sent / result.link.bandwidth)
+    if result.headroom < MIN_GAIN or sending_ms > exposed_ms / 2:
+        return ()
+    return (
+        f"Delay, not bandwidth, is what costs: of the {exposed_ms:.1f} ms that communication adds to a dense step, "
+        f"sending takes {sending_ms:.1f} ms, waiting for messages to arrive the rest. Hooks with few rounds of "
+        "messages, and larger buckets (bucket_cap_mb), save more than fewer bytes do.",
     )
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,9 @@ from lightning_commhooks.collectives.turns import lane, waiting
 
 # Waits for a result.
 Wait = Callable[[], Tensor]
+# Sends this rank's tensor to all others; takes what the result would be if all ranks were equal, too.
+SendToAll = Callable[[Tensor, Callable[[], Tensor] | None], Wait]
+Kind = Literal["all_reduce", "all_gather", "all_to_all"]
 
 
 class Communicator:
@@ -33,8 +37,10 @@ class Communicator:
         counters: where bytes are counted.
         device: where the gradients are.
         direct: direct messages among the ranks, if there are.
+        lanes: the process group of each thread, if several communicate beside each other.
 
     Attributes:
+        num_lanes: how many threads may communicate beside each other.
         size: number of ranks.
         rank: this process's rank among them.
         global_rank: this process's rank among all processes.
@@ -48,9 +54,12 @@ class Communicator:
         counters: Counters | None = None,
         device: torch.device | str = "cpu",
         direct: Direct | None = None,
+        lanes: Sequence[dist.ProcessGroup] = (),
     ) -> None:
         self._process_group = process_group
         self._direct = direct
+        self._lanes = tuple(lanes)
+        self.num_lanes = len(lanes) or 1
         self.counters = counters if counters is not None else Counters()
         self.device = torch.device(device)
         self.size: int = process_group.size() if process_group is not None else 1
@@ -58,9 +67,9 @@ class Communicator:
         self.global_rank: int = dist.get_rank() if process_group is not None else 0
 
     @property
-    def may_overlap(self) -> bool:
-        """Whether several threads may communicate beside each other: direct messages, between far ranks."""
-        return self._direct is not None
+    def latency(self) -> float:
+        """Seconds that a message takes between ranks that are far from each other; 0: they are near."""
+        return 0.0 if self._direct is None else self._direct.latency
 
     @property
     def process_group(self) -> dist.ProcessGroup:
@@ -181,9 +190,7 @@ class Communicator:
         if self.size == 1 or not tensor.numel():
             return lambda: tensor
         self._count(self.ring_bytes(tensor))
-        if self._direct is not None:
-            return self._counted(self._direct.sum_(tensor.view(-1)), self._direct.num_rounds(tensor))
-        return self._counted(self._sum_(tensor), 2 * (self.size - 1))
+        return self._counted(self._sum_(tensor), self._num_rounds("all_reduce", tensor))
 
     def _begin_all_gather(self, tensor: Tensor, of_equals: Callable[[], Tensor] | None = None) -> Wait:
         """Begin an `all_gather`; on CPU it goes on by itself. Returns what waits for the result.
@@ -195,7 +202,7 @@ class Communicator:
         """
         return self._expect_all_gather(tensor)(tensor, of_equals)
 
-    def _expect_all_gather(self, like: Tensor) -> Callable[[Tensor, Callable[[], Tensor] | None], Wait]:
+    def _expect_all_gather(self, like: Tensor) -> SendToAll:
         """Announce an `all_gather` of tensors like this one, long before there is this rank's, to save a round trip.
 
         Returns:
@@ -203,13 +210,11 @@ class Communicator:
         """
         if self.size == 1:
             return lambda tensor, of_equals: tensor.view(1, -1).clone
-        send = self._direct.gather(like.numel(), like.dtype) if self._direct is not None else None
+        send = self._gather(like)
 
         def begin(tensor: Tensor, of_equals: Callable[[], Tensor] | None) -> Wait:
             self._count((self.size - 1) * tensor.numel() * tensor.element_size())
-            if send is not None:
-                return self._counted(send(tensor), 1)
-            return self._counted(self._gather(tensor.contiguous(), of_equals), self.size - 1)
+            return self._counted(send(tensor.contiguous(), of_equals), self._num_rounds("all_gather", tensor))
 
         return begin
 
@@ -217,7 +222,7 @@ class Communicator:
         if self.size == 1:
             return lambda: chunks
         self._count((self.size - 1) / self.size * chunks.numel() * chunks.element_size())
-        return self._counted(self._exchange(chunks) if self._direct is None else self._direct.exchange(chunks), 1)
+        return self._counted(self._exchange(chunks), self._num_rounds("all_to_all", chunks))
 
     def _count(self, num_bytes: float) -> None:
         self.counters.count(num_bytes)
@@ -237,16 +242,33 @@ class Communicator:
 
     # What is different among emulated ranks. There are several ranks; nothing is counted.
 
+    def _num_rounds(self, kind: Kind, tensor: Tensor) -> int:
+        if kind == "all_to_all":
+            return 1
+        if self._direct is not None:
+            return self._direct.num_rounds(tensor) if kind == "all_reduce" else 1
+        return (2 if kind == "all_reduce" else 1) * (self.size - 1)
+
     def _sum_(self, tensor: Tensor) -> Wait:
+        if self._direct is not None:
+            return self._direct.sum_(tensor.view(-1))
         return self._begun(tensor, dist.all_reduce, tensor)
 
-    def _gather(self, tensor: Tensor, of_equals: Callable[[], Tensor] | None) -> Wait:
+    def _gather(self, like: Tensor) -> SendToAll:
+        if self._direct is not None:
+            send = self._direct.gather(like.numel(), like.dtype)
+            return lambda tensor, of_equals: send(tensor)
+        return lambda tensor, of_equals: self._ring_gather(tensor)
+
+    def _ring_gather(self, tensor: Tensor) -> Wait:
         gathered = tensor.new_empty((self.size, tensor.numel()))
         if tensor.is_cuda:
             return self._begun(gathered, dist.all_gather_into_tensor, gathered, tensor)
         return self._begun(gathered, dist.all_gather, list(gathered.unbind()), tensor)
 
     def _exchange(self, chunks: Tensor) -> Wait:
+        if self._direct is not None:
+            return self._direct.exchange(chunks)
         received = torch.empty_like(chunks)
         return self._begun(received, dist.all_to_all_single, received, chunks)
 
@@ -255,7 +277,8 @@ class Communicator:
             with self.counters.timing.comm():
                 collective(*args, group=self.process_group)
             return lambda: result
-        work = collective(*args, group=self.process_group, async_op=True)
+        group = self._lanes[lane()] if self._lanes else self.process_group
+        work = collective(*args, group=group, async_op=True)
         assert work is not None
 
         def wait() -> Tensor:

@@ -94,7 +94,7 @@ class Direct:
     """
 
     def __init__(self, backend: Any, latency: float = 0.0) -> None:
-        self._latency = latency
+        self.latency = latency
         self._backend = backend
         self._size: int = backend.size()
         self._rank: int = backend.rank()
@@ -107,7 +107,7 @@ class Direct:
 
     def num_rounds(self, tensor: Tensor) -> int:
         """Rounds of messages of `sum_`."""
-        return 1 if takes_one_round(tensor.numel() * tensor.element_size(), self._size, self._latency) else 2
+        return 1 if takes_one_round(tensor.numel() * tensor.element_size(), self._size, self.latency) else 2
 
     def sum_(self, flat: Tensor) -> Callable[[], Tensor]:
         """Begin to replace a tensor by its sum over ranks; returns what finishes it and gives the tensor.

@@ -22,24 +22,24 @@ ADDRESS_BYTES = 128  # of one of the group's listeners
 
 
 def with_abort(
-    make: Callable[[], dist.ProcessGroup], num_listeners: int
-) -> tuple[dist.ProcessGroup, Callable[[], None]]:
-    """A new gloo group, and what aborts it from any thread: its collectives fail at once, here and on waiting peers.
+    make: Callable[[], list[dist.ProcessGroup]], num_listeners: int
+) -> tuple[list[dist.ProcessGroup], Callable[[], None]]:
+    """New gloo groups, and what aborts them from any thread: collectives fail at once, here and on waiting peers.
 
-    Collective. The function that aborts does not keep the group alive. It does nothing where it cannot tell which
-    connections are the group's; peers then wait for the timeout of the group.
+    Collective. The function that aborts does not keep the groups alive. It does nothing where it cannot tell which
+    connections are the groups'; peers then wait for their timeout.
 
     Args:
-        make: makes the group.
+        make: makes the groups, of the same ranks.
         num_listeners: of a rank: one for each network interface.
     """
     before = _listening()
-    own = make()
+    groups = make()
     mine = _listening() - before
     if len(mine) != num_listeners:
         mine = set()
         logger.info("after a failure here, other ranks wait for the timeout of the process group: unknown listeners")
-    return own, functools.partial(_shut_down, mine, _gather_addresses(own, mine, num_listeners))
+    return groups, functools.partial(_shut_down, mine, _gather_addresses(groups[0], mine, num_listeners))
 
 
 def _gather_addresses(own: dist.ProcessGroup, mine: set[str], num_listeners: int) -> set[str]:

@@ -49,6 +49,7 @@ class Group(Communicator):
         device: where the gradients are.
         aborts: where groups that are split off leave a function that aborts them.
         direct: direct messages among the ranks, if there are.
+        lanes: the process group of each thread, if several communicate beside each other.
     """
 
     def __init__(
@@ -58,8 +59,9 @@ class Group(Communicator):
         device: torch.device | str = "cpu",
         aborts: list[Callable[[], None]] | None = None,
         direct: Direct | None = None,
+        lanes: Sequence[dist.ProcessGroup] = (),
     ) -> None:
-        super().__init__(process_group, counters, device, direct)
+        super().__init__(process_group, counters, device, direct, lanes)
         self._aborts = aborts if aborts is not None else []
         self._nodes: list[list[int]] = []
         self._split_off: dict[tuple[tuple[int, ...], ...], Group] = {}
@@ -67,6 +69,19 @@ class Group(Communicator):
         self._codec: Codec | None = None
         self._encoding: dict[Codec, Group] = {}
         self._kernels: dict[tuple[Codec, bool, bool], Kernels] = {}
+
+    @classmethod
+    def of(
+        cls,
+        own: groups.OwnGroup,
+        counters: Counters | None,
+        device: torch.device,
+        aborts: list[Callable[[], None]] | None = None,
+    ) -> Group:
+        """The ranks of a group for communication threads. Leaves what aborts it in `aborts`; arguments as above."""
+        if aborts is not None:
+            aborts.append(own.abort)
+        return cls(own.process_group, counters, device, aborts, own.direct, own.lanes)
 
     def release(self) -> list[dist.ProcessGroup | None]:
         """Let go of the process group, so that its threads end when nobody else has it.
@@ -81,6 +96,7 @@ class Group(Communicator):
         for group in self._encoding.values():
             released += group.release()
         self._process_group = self._direct = None
+        self._lanes = ()
         return released
 
     def nodes(self) -> list[list[int]]:
@@ -114,9 +130,8 @@ class Group(Communicator):
     def _split(self, subgroups: tuple[tuple[int, ...], ...]) -> Group:
         # All ranks take part in making groups, also those that are alone.
         name = self.all_gather_quietly([random.SystemRandom().getrandbits(62)])[0][0]
-        own = groups.own_subgroup(self.process_group, subgroups, str(name), self.device, self.may_overlap)
-        self._aborts.append(own.abort)
-        return Group(own.process_group, self.counters, self.device, direct=own.direct)
+        own = groups.own_subgroup(self.process_group, subgroups, str(name), self.device, self.num_lanes > 1)
+        return Group.of(own, self.counters, self.device, self._aborts)
 
     def encoding(self, codec: Codec) -> Group:
         """The same ranks, with `all_reduce_factors_` encoding; counts bytes together with this group. Collective."""

@@ -1,47 +1,22 @@
-"""What collectives cost: seconds and processor time by the bytes that a rank sends, measured or given."""
+"""What collectives cost: seconds and processor time by the bytes that a rank sends."""
 
 from __future__ import annotations
 
 import bisect
-import functools
-import itertools
-import math
-import statistics
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
-from lightning_commhooks.collectives.group import Group
+from lightning_commhooks.collectives.communicator import Kind
+from lightning_commhooks.collectives.direct import FAR
+from lightning_commhooks.collectives.process_groups import NUM_LANES
 
-# Begins a collective, and returns what waits for it; and what makes one for a number of bytes.
-Start = Callable[[], Callable[[], object]]
-Run = Callable[[int], Start]
-Kind = Literal["all_reduce", "all_gather", "all_to_all"]
-
-# Bytes that a rank sends, by our own count.
-_SIZES = tuple(2**exponent for exponent in (8, 12, 14, *range(16, 29)))
-# A size whose bytes take so long, and longer than latency does, is the last one: larger ones take as long per byte.
-_LONG_ENOUGH = 0.015
-# Late, it is enough if they take this part of latency: more than latency varies.
-_CLEAR = 0.1
-# When the smallest all-reduce takes so long, small sizes are latency for the most part, and few of them will do.
-_FAR = 0.005
-# Up to this size it is measured however long it takes: below, most of a call is latency.
-_LARGE = 2**20
-# Calls of one size, one behind the other: so long, and so many.
-_SECONDS_PER_SIZE = 0.008
-_MAX_CALLS = 40
-_MIN_CALLS = 3
-# Kinds besides the all-reduce of float32 begin with this size: below, they cost what that one costs.
-_FIRST_OF_OTHERS = 2**16
-_IDLE_SECONDS = 0.03
-# Collectives that are under way at once, to see whether they get more out of the link than one.
-_AT_ONCE = 4
-# How often they are before they are timed: TCP settles slowly, and takes several times the processor before.
-_SETTLE = 3
+# Latencies that a round of messages takes in gloo's own collectives, by measuring: the sender may have to ask first.
+_RING_LATENCIES = 2.5
+# Buckets that plain DDP has under way at once: PyTorch gives a gloo group as many threads.
+LANES_OF_DDP = 2
 
 
 @dataclass(frozen=True)
@@ -52,7 +27,7 @@ class Cost:
         num_bytes: that it sends, by the formulas in `collectives.group`.
         seconds: from begin to end, one of many in a row.
         cpu_seconds: of this process's processors, kernel included.
-        busy_seconds: of each call, when several are under way at once; `None`: as `seconds`.
+        busy_seconds: that it keeps the link from others that are under way at once; `None`: as `seconds`.
     """
 
     num_bytes: float
@@ -76,23 +51,29 @@ class Link:
     Attributes:
         world_size: number of ranks that this is about.
         curves: costs at growing sizes, by kind of collective: `"all_reduce"`, and others where they differ, as
-            `"all_gather"`, `"all_to_all"` and `"all_reduce:bfloat16"`.
+            `"all_gather"`, `"all_to_all"`, `"all_reduce:bfloat16"`, and `"plain_ddp"`: all-reduces without a hook.
         burst_seconds: what a link that was idle sends faster than its bandwidth allows for long, in seconds of that
             bandwidth: routers and network cards let some data through at once.
+        message_seconds: that a message takes, if ranks are so far from each other that they send directly; else 0.
+        num_lanes: buckets that are under way at once.
     """
 
     world_size: int
     curves: Mapping[str, Curve]
     burst_seconds: float = 0.0
+    message_seconds: float = 0.0
+    num_lanes: int = 1
 
     @classmethod
-    def given(cls, *, bandwidth: float, latency: float, world_size: int) -> Link:
+    def given(cls, *, bandwidth: float, latency: float, world_size: int, by_gloo: bool = True) -> Link:
         """A link as it is sold, without any cost to processors.
 
         Args:
             bandwidth: bytes per second that a rank can send, while it receives as many.
-            latency: seconds that a message takes to the next rank.
+            latency: seconds that a message takes to another rank.
             world_size: number of ranks.
+            by_gloo: whether tensors are on CPU, where several buckets are under way at once, and messages go directly
+                to far ranks.
 
         Raises:
             ValueError: a value is out of range.
@@ -103,12 +84,22 @@ class Link:
             raise ValueError(f"latency must be at least 0, in seconds, is {latency!r}")
         if world_size < 1:
             raise ValueError(f"world_size must be at least 1, is {world_size!r}")
-        rounds = {"all_reduce": 2 * (world_size - 1), "all_gather": world_size - 1, "all_to_all": 1}
-        curves = {
-            kind: tuple(Cost(num_bytes, num * latency + num_bytes / bandwidth) for num_bytes in (0.0, 2.0**20))
-            for kind, num in rounds.items()
-        }
-        return cls(world_size, curves)
+        is_far = by_gloo and latency > FAR
+        a_round = latency * (_RING_LATENCIES if by_gloo else 1)
+        ring = {"all_reduce": 2 * (world_size - 1), "all_gather": world_size - 1, "all_to_all": 1}
+        delays = {kind: num * a_round for kind, num in ring.items()}
+        if is_far:
+            delays["plain_ddp"] = delays["all_reduce"]
+            delays |= {"all_reduce": _sum_latencies(world_size) * latency}
+            delays |= {"all_gather": 2 * latency, "all_to_all": 2 * latency}
+
+        def cost(delay: float, num_bytes: float) -> Cost:
+            seconds = num_bytes / bandwidth
+            return Cost(num_bytes, delay + seconds, busy_seconds=seconds if by_gloo else None)
+
+        curves = {kind: (cost(delay, 0.0), cost(delay, 2.0**20)) for kind, delay in delays.items()}
+        message_seconds = latency if is_far else 0.0
+        return cls(world_size, curves, message_seconds=message_seconds, num_lanes=NUM_LANES if by_gloo else 1)
 
     @property
     def latency(self) -> float:
@@ -127,6 +118,12 @@ class Link:
         """Whether what collectives cost processors is known; it is not, of a link that was given."""
         return any(cost.cpu_seconds for curve in self.curves.values() for cost in curve)
 
+    @property
+    def without_hook(self) -> Link:
+        """What it costs DDP itself, which averages by all-reduces that are not ours."""
+        curves = {"all_reduce": self._curve("plain_ddp")}
+        return replace(self, curves=curves, message_seconds=0.0, num_lanes=min(self.num_lanes, LANES_OF_DDP))
+
     def cost(self, kind: Kind, num_bytes: float, dtype: torch.dtype = torch.float32) -> Cost:
         """What a collective costs.
 
@@ -135,38 +132,54 @@ class Link:
             num_bytes: that a rank sends in it.
             dtype: what is summed, in an all-reduce.
         """
-        named = f"{kind}:{dtype}".replace("torch.", "")
-        return _at(self.curves.get(named) or self.curves.get(kind) or self.curves["all_reduce"], num_bytes)
+        return _at(self._curve(f"{kind}:{dtype}".replace("torch.", "")), num_bytes)
+
+    def _curve(self, kind: str) -> Curve:
+        return self.curves.get(kind) or self.curves.get(kind.split(":")[0]) or self.curves["all_reduce"]
 
     def scaled(self, world_size: int) -> Link:
         """The same network with another number of ranks: more or fewer rounds of messages, the same bandwidth."""
         if world_size == self.world_size or self.world_size == 1:
             return replace(self, world_size=world_size)
-        more = (world_size - 1) / (self.world_size - 1) - 1
+        of_ring = (world_size - 1) / (self.world_size - 1) - 1
+        of_direct = (_sum_latencies(world_size) - _sum_latencies(self.world_size)) * self.message_seconds
+
+        def more(kind: str) -> float:
+            if not self.message_seconds or kind == "plain_ddp":
+                return of_ring * self.curves[kind][0].seconds
+            return of_direct if kind.startswith("all_reduce") else 0.0
+
         curves = {
-            kind: tuple(replace(cost, seconds=cost.seconds + more * curve[0].seconds) for cost in curve)
-            for kind, curve in self.curves.items()
+            kind: tuple(replace(cost, seconds=cost.seconds + more(kind)) for cost in c)
+            for kind, c in self.curves.items()
         }
         return replace(self, world_size=world_size, curves=curves)
 
     def no_faster_than(self, other: Link) -> Link:
         """This link, but where the other one takes longer, as long; with the processor time of this one."""
         curves = {}
-        for kind, own in self.curves.items():
-            theirs = other.curves.get(kind) or other.curves[kind.split(":")[0]]
+        for kind in {**self.curves, **other.curves}:
+            own, theirs = self._curve(kind), other._curve(kind)
             sizes = sorted({cost.num_bytes for cost in (*own, *theirs)})
             pairs = [(_at(own, size), _at(theirs, size)) for size in sizes]
             curves[kind] = tuple(
                 Cost(a.num_bytes, max(a.seconds, b.seconds), a.cpu_seconds, max(a.occupancy, b.occupancy))
                 for a, b in pairs
             )
-        return Link(self.world_size, curves)
+        message_seconds = max(self.message_seconds, other.message_seconds)
+        return Link(self.world_size, curves, message_seconds=message_seconds, num_lanes=self.num_lanes)
 
     def as_dict(self) -> dict[str, Any]:
         """As plain numbers, with `latency` in seconds and `bandwidth` in bytes per second."""
         curves = {kind: [asdict(cost) for cost in curve] for kind, curve in self.curves.items()}
         summary = {"world_size": self.world_size, "latency": self.latency, "bandwidth": self.bandwidth}
-        return {**summary, "burst_seconds": self.burst_seconds, "curves": curves}
+        others = {name: getattr(self, name) for name in ("burst_seconds", "message_seconds", "num_lanes")}
+        return {**summary, **others, "curves": curves}
+
+
+def _sum_latencies(world_size: int) -> int:
+    """How many latencies a sum by direct messages takes."""
+    return 2 if world_size == 2 else 3
 
 
 def _last_part(curve: Curve) -> tuple[Cost, Cost]:
@@ -192,187 +205,3 @@ def _at(curve: Curve, num_bytes: float) -> Cost:
         between(low.cpu_seconds, high.cpu_seconds),
         between(low.occupancy, high.occupancy),
     )
-
-
-def _rising(curve: Sequence[Cost]) -> Curve:
-    """Without what disturbed a measurement: more bytes do not take less time."""
-    seconds = cpu_seconds = busy_seconds = math.inf
-    rising = []
-    for cost in reversed(curve):
-        seconds, cpu_seconds = min(seconds, cost.seconds), min(cpu_seconds, cost.cpu_seconds)
-        busy_seconds = min(busy_seconds, cost.occupancy)
-        rising.append(Cost(cost.num_bytes, seconds, cpu_seconds, busy_seconds))
-    return tuple(reversed(rising))
-
-
-def check_ranks(group: Group) -> None:
-    """Refuse a group that has no link to measure.
-
-    Raises:
-        ValueError: it has one rank.
-    """
-    if group.size < 2:
-        raise ValueError("there is no link to measure among one rank; use Link.given(bandwidth=, latency=)")
-
-
-def measure_link(group: Group, budget: float = 1.5) -> Link:
-    """Measure what collectives of a group cost. Collective.
-
-    Bytes are not counted. Each size is measured in a row of calls, for what a link sustains; then once more after a
-    pause, for what it lets through at once.
-
-    Args:
-        group: the ranks; more than one.
-        budget: seconds. When they have passed, sizes above a megabyte are left out, unless smaller ones are all
-            latency, and calls are timed once where latency is long. With 10 ms for a message it takes 3 s all the same.
-
-    Returns:
-        the costs, equal on all ranks.
-
-    Raises:
-        ValueError: the group has one rank.
-    """
-    check_ranks(group)
-    with group.counters.paused(), torch.no_grad():
-        return _Meter(group, budget).measure()
-
-
-class _Meter:
-    """Times collectives; all ranks take the same decisions, by collectives of their own."""
-
-    def __init__(self, group: Group, budget: float) -> None:
-        self._group = group
-        self._budget = budget
-        self._begin = time.perf_counter()
-        self._elapsed = 0.0
-        self._message_seconds = 0.0
-        self._is_far = False
-
-    def measure(self) -> Link:
-        run = self._all_reduce(torch.float32)
-        self._time(run(2**16), 3)  # connections, and TCP's windows, grow with use
-        latency, _ = self._time(run(_SIZES[0]), _MIN_CALLS)
-        self._message_seconds = latency / (2 * (self._group.size - 1))
-        self._is_far = latency > _FAR
-        curve = self._curve(run, _SIZES[::3] if self._is_far else _SIZES)
-        largest = int(curve[-1].num_bytes)
-        others = sorted({largest, *(s for s in _SIZES if _FIRST_OF_OTHERS <= s < largest)})[-1::-2][::-1]
-        if self._is_far:
-            others = [_SIZES[0], largest]
-        curves = {"all_reduce": curve}
-        if self._group.device.type == "cpu":  # sums of 16 bit are slow there
-            for dtype in (torch.bfloat16, torch.float16):
-                curves[f"all_reduce:{dtype}".replace("torch.", "")] = self._curve(self._all_reduce(dtype), others)
-        if not (self._is_late or self._is_far):
-            for _ in range(_SETTLE):
-                self._time_several(self._all_gather(largest))
-        curves["all_gather"] = self._curve(self._all_gather, others)
-        curves["all_to_all"] = self._curve(self._all_to_all, others)
-        small = tuple(cost for cost in curve if cost.num_bytes < others[0])
-        curves = {kind: c if c is curve else (*small, *c) for kind, c in curves.items()}
-        return Link(self._group.size, curves, self._burst(run, curve))
-
-    def _curve(self, run: Run, sizes: Sequence[int]) -> Curve:
-        curve: list[Cost] = []
-        seconds = self._message_seconds
-        for size in sizes:
-            start = run(size)
-            seconds, cpu_seconds = self._time(start, self._num_calls(start, at_least=seconds))
-            busy_seconds = self._time_several(start) if run in (self._all_gather, self._all_to_all) else seconds
-            curve.append(Cost(float(size), seconds, cpu_seconds, busy_seconds))
-            latency, transfer = curve[0].seconds, seconds - curve[0].seconds
-            is_enough = self._is_late and size >= _LARGE and transfer > _CLEAR * latency
-            if is_enough or transfer > max(_LONG_ENOUGH, latency):
-                break
-        return _rising(curve)
-
-    @property
-    def _is_late(self) -> bool:
-        return self._elapsed > self._budget
-
-    def _num_calls(self, start: Start, at_least: float) -> int:
-        """How many calls to time, of which each takes at least so many seconds."""
-        if self._is_far and at_least > _SECONDS_PER_SIZE / _MIN_CALLS:
-            # It is latency for the most part, which is steady.
-            return 1 if self._is_late else _MIN_CALLS
-        seconds, _ = self._time(start, 1)
-        return max(_MIN_CALLS, min(_MAX_CALLS, int(_SECONDS_PER_SIZE / max(seconds, 1e-6))))
-
-    def _time(self, start: Start, calls: int) -> tuple[float, float]:
-        """Seconds and processor seconds of one of several calls in a row: of the median one, the mean over ranks."""
-        start()()
-        self._wait()
-        moments, cpu_begin = [time.perf_counter()], time.process_time()
-        for _ in range(calls):
-            start()()
-            self._wait()
-            moments.append(time.perf_counter())
-        cpu_seconds = (time.process_time() - cpu_begin) / calls
-        seconds = statistics.median(end - begin for begin, end in itertools.pairwise(moments))
-        elapsed = moments[-1] - self._begin
-        seconds, cpu_seconds, self._elapsed = self._agreed(seconds, min(cpu_seconds, seconds), elapsed)
-        return seconds, cpu_seconds
-
-    def _time_several(self, start: Start) -> float:
-        """Seconds of each of several calls that are under way at once, the best of some times.
-
-        The best, for a link that others fill is at its best: TCP's windows are open then.
-        """
-        best = math.inf
-        for _ in range(1 if self._is_far else _MIN_CALLS):
-            self._agreed(0.0)
-            begin = time.perf_counter()
-            for wait in [start() for _ in range(_AT_ONCE)]:
-                wait()
-            self._wait()
-            best = min(best, self._agreed((time.perf_counter() - begin) / _AT_ONCE)[0])
-        return best
-
-    def _burst(self, run: Run, curve: Curve) -> float:
-        """How much less time a call takes after a pause: the most of some sizes, if it is more than noise."""
-        gains = [0.0]
-        for cost in curve:
-            if cost.seconds - curve[0].seconds < 0.001 or cost.seconds > _IDLE_SECONDS:
-                continue
-            start, gain = run(int(cost.num_bytes)), []
-            for _ in range(3):
-                self._wait()
-                time.sleep(_IDLE_SECONDS)
-                self._agreed(0.0)
-                begin = time.perf_counter()
-                start()()
-                self._wait()
-                gain.append(cost.seconds - self._agreed(time.perf_counter() - begin)[0])
-            gains.append(statistics.median(gain))
-            if gains[-1] < gains[-2]:
-                break
-        return max(gains) if max(gains) > 0.0005 else 0.0
-
-    def _agreed(self, *seconds: float) -> list[float]:
-        """Means over ranks, bit-identical on all of them."""
-        own = torch.tensor(seconds, dtype=torch.float64, device=self._group.device)
-        means: list[float] = self._group.all_reduce_mean_(own).tolist()
-        return means
-
-    def _wait(self) -> None:
-        if self._group.device.type == "cuda":
-            torch.cuda.current_stream(self._group.device).synchronize()
-
-    def _all_reduce(self, dtype: torch.dtype) -> Run:
-        def of_size(num_bytes: int) -> Start:
-            # A ring sends 2(w-1)/w of the payload.
-            numel = max(1, round(num_bytes * self._group.size / (2 * (self._group.size - 1)) / dtype.itemsize))
-            tensor = torch.zeros(numel, dtype=dtype, device=self._group.device)
-            return lambda: functools.partial(self._group.all_reduce_, tensor)
-
-        return of_size
-
-    def _all_gather(self, num_bytes: int) -> Start:
-        numel = max(1, round(num_bytes / (self._group.size - 1)))
-        tensor = torch.zeros(numel, dtype=torch.uint8, device=self._group.device)
-        return lambda: self._group._begin_all_gather(tensor)
-
-    def _all_to_all(self, num_bytes: int) -> Start:
-        numel = max(1, round(num_bytes / (self._group.size - 1)))
-        tensor = torch.zeros((self._group.size, numel), dtype=torch.uint8, device=self._group.device)
-        return lambda: self._group._begin_all_to_all(tensor)

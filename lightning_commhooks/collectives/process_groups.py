@@ -15,10 +15,14 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
 from lightning_commhooks.collectives import direct, gloo_abort
-from lightning_commhooks.collectives.direct import Direct, measure_latency, num_connections
+from lightning_commhooks.collectives.direct import Direct, measure_latency
 
 # The network interfaces that gloo uses, separated by commas; one that is named twice gets two connections.
 _INTERFACES = "GLOO_SOCKET_IFNAME"
+
+
+# Buckets that are under way at once.
+NUM_LANES = 4
 
 
 @dataclass(frozen=True)
@@ -33,11 +37,14 @@ class OwnGroup:
         abort: aborts it from any thread: collectives under way fail at once, here and on the peers that wait for this
             rank. Does not keep the group alive.
         direct: direct messages among its ranks, of CPU tensors over gloo, if they are far from each other.
+        lanes: of each thread that communicates beside others, the group that gloo's own collectives go by; empty
+            where there is one such thread.
     """
 
     process_group: dist.ProcessGroup
     abort: Callable[[], None] = lambda: None
     direct: Direct | None = None
+    lanes: tuple[dist.ProcessGroup, ...] = ()
 
 
 def backend_for(process_group: dist.ProcessGroup, device: torch.device) -> str:
@@ -50,34 +57,41 @@ def own_group(process_group: dist.ProcessGroup, device: torch.device) -> OwnGrou
     """A group over the same ranks. Collective."""
     if backend_for(process_group, device) != dist.Backend.GLOO:
         return OwnGroup(_new_group(process_group, device))
-    own, abort = gloo_abort.with_abort(lambda: _new_group(process_group, device), len(_interfaces()))
-    timeout = _timeout_of(process_group, device) or dist.default_pg_timeout
-    return _with_direct(own, abort, device, timeout, is_part=False)
+    (own,), abort = gloo_abort.with_abort(lambda: [_new_group(process_group, device)], len(_interfaces()))
+    return _with_lanes(own, abort, device, _timeout_of(process_group, device) or dist.default_pg_timeout)
 
 
-def _with_direct(
-    own: dist.ProcessGroup, abort: Callable[[], None], device: torch.device, timeout: timedelta, *, is_part: bool
+def _with_lanes(
+    own: dist.ProcessGroup, abort: Callable[[], None], device: torch.device, timeout: timedelta
 ) -> OwnGroup:
-    """Add direct messages between far ranks, and in a part of them."""
+    """Let several threads communicate beside each other: by direct messages between far ranks, or by a group each."""
     if device.type != "cpu" or own.size() == 1:
         return OwnGroup(own, abort)
     backend: Any = own._get_backend(device)
     backend = getattr(backend, "wrapped_pg", backend)  # with TORCH_DISTRIBUTED_DEBUG=DETAIL
     latency = measure_latency(backend)
-    if latency <= direct.FAR and not is_part:
-        return OwnGroup(own, abort)
-    if len(_interfaces()) > 1 or (connections := num_connections(latency)) == 1:
-        return OwnGroup(own, abort, Direct(backend, latency))
+    is_far = latency > direct.FAR
+    num_connections = direct.num_connections(latency) if is_far and len(_interfaces()) == 1 else 1
+    num_more = int(num_connections > 1) if is_far else NUM_LANES - 1
+    if not num_more:
+        return OwnGroup(own, abort, Direct(backend, latency) if is_far else None, (own,) * NUM_LANES)
     number = torch.tensor([random.SystemRandom().getrandbits(62)])
     name = str(Direct(backend).gather(1, number.dtype)(number)()[0].item())
     place = own.rank(), own.size()
-    more, abort_more = gloo_abort.with_abort(lambda: _gloo_group(name, *place, device, timeout, connections), 1)
 
-    def abort_both() -> None:
+    def make() -> list[dist.ProcessGroup]:
+        devices = [one for one in _devices() for _ in range(num_connections)]
+        return [_gloo_group(f"{name}/{i}", *place, device, timeout, devices) for i in range(num_more)]
+
+    more, abort_more = gloo_abort.with_abort(make, len(_interfaces()))
+
+    def abort_all() -> None:
         abort()
         abort_more()
 
-    return OwnGroup(own, abort_both, Direct(more._get_backend(device), latency))
+    if is_far:
+        return OwnGroup(own, abort_all, Direct(more[0]._get_backend(device), latency), (own,) * NUM_LANES)
+    return OwnGroup(own, abort_all, lanes=(own, *more))
 
 
 def _interfaces() -> list[str]:
@@ -104,13 +118,18 @@ def _new_group(process_group: dist.ProcessGroup, device: torch.device) -> dist.P
 
 
 def _gloo_group(
-    name: str, rank: int, size: int, device: torch.device, timeout: timedelta, connections: int = 1
+    name: str,
+    rank: int,
+    size: int,
+    device: torch.device,
+    timeout: timedelta,
+    devices: Sequence[dist.ProcessGroupGloo.Device] = (),
 ) -> dist.ProcessGroup:
     store = PrefixStore(f"lightning_commhooks/{name}/", dist.distributed_c10d._get_default_store())
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()
     options._timeout = timeout
-    options._devices = [device for device in _devices() for _ in range(connections)]
+    options._devices = list(devices) or _devices()
     options._threads = 2 * len(options._devices)
     backend = gloo(store, rank, size, options)
     own = dist.ProcessGroup(store, rank, size)
@@ -132,7 +151,7 @@ def own_subgroup(
     subgroups: Sequence[Sequence[int]],
     name: str,
     device: torch.device,
-    is_far: bool,
+    has_lanes: bool,
 ) -> OwnGroup:
     """A group over those ranks of `process_group` that are in the same subgroup as this one.
 
@@ -143,17 +162,17 @@ def own_subgroup(
         subgroups: ranks in `process_group`, each in one subgroup.
         name: unlike that of any other group, equal on all ranks.
         device: of the tensors.
-        is_far: whether `process_group` has direct messages. Then the subgroup has, too: several threads may use it.
+        has_lanes: whether several threads communicate beside each other.
     """
     rank = process_group.rank()
     timeout = _timeout_of(process_group, device) or dist.default_pg_timeout
     if process_group._get_backend(device).name() == dist.Backend.GLOO:
         index, ranks = next((i, ranks) for i, ranks in enumerate(subgroups) if rank in ranks)
         place = ranks.index(rank), len(ranks)
-        own, abort = gloo_abort.with_abort(
-            lambda: _gloo_group(f"{name}/{index}", *place, device, timeout), len(_interfaces())
+        (own,), abort = gloo_abort.with_abort(
+            lambda: [_gloo_group(f"{name}/{index}", *place, device, timeout)], len(_interfaces())
         )
-        return _with_direct(own, abort, device, timeout, is_part=True) if is_far else OwnGroup(own, abort)
+        return _with_lanes(own, abort, device, timeout) if has_lanes else OwnGroup(own, abort)
     world = dist.get_process_group_ranks(process_group)
     groups = [
         # Every process of the world takes part in making every group, unless there are processes without this hook.

@@ -57,6 +57,16 @@ def waiting() -> Iterator[None]:
         lock.acquire()
 
 
+@contextmanager
+def in_lane(number: int) -> Iterator[None]:
+    """Begin collectives as the thread of that number does."""
+    before, _held.lane = _held.lane, number
+    try:
+        yield
+    finally:
+        _held.lane = before
+
+
 def lane() -> int:
     """The number of this thread: collectives of different threads are not in one order on all ranks."""
     return _held.lane

@@ -15,7 +15,8 @@ from torch.optim import Optimizer
 
 from lightning_commhooks.collectives.agreement import together
 from lightning_commhooks.collectives.errors import HookError
-from lightning_commhooks.collectives.link import Link, check_ranks, measure_link
+from lightning_commhooks.collectives.link import Link
+from lightning_commhooks.collectives.measure_link import check_ranks, measure_link
 from lightning_commhooks.ddp import checkpoint
 from lightning_commhooks.ddp.model import checked_model, register, unwrapped
 from lightning_commhooks.ddp.runtime import Runtime

@@ -104,7 +104,7 @@ class Engine(ABC):
 
 
 class ThreadEngine(Engine):
-    """Communication threads, for CPU tensors and for gloo: the lanes, which take turns. One, unless ranks are far.
+    """Communication threads, for CPU tensors and for gloo: the lanes, which take turns.
 
     After the first failure no further work runs: this rank's collectives would not match its peers'. So that the
     peers need not wait for the timeout of the process group, a failure aborts it, of work or of what comes before it
@@ -215,6 +215,8 @@ class ThreadEngine(Engine):
             self._fail(HookError("the communication hook was closed before its work was done"))
         for executor in self._executors:
             executor.shutdown(wait=True)
+        # Gloo would wait 10 ms for each connection that is still open when it closes it.
+        self._abort()
 
     def _wait_for(self, work: HostFuture[Any]) -> None:
         try:

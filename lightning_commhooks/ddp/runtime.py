@@ -38,9 +38,6 @@ from lightning_commhooks.wrappers.scale import accumulation_of
 
 T = TypeVar("T")
 
-# Buckets that are under way at once between far ranks.
-NUM_LANES = 4
-
 
 class Runtime(RunningHook):
     """A bound hook, its engine and its counts, on whatever DDP model they are attached to at present.
@@ -81,23 +78,18 @@ class Runtime(RunningHook):
         self, process_group: dist.ProcessGroup, device: torch.device, make_group: Callable[[Counters], Group] | None
     ) -> Group:
         aborts: list[Callable[[], None]] = []
-        direct = None
         if device.type == "cuda" and backend_for(process_group, device) == dist.Backend.NCCL:
+            group = make_group(self.counters) if make_group else Group(process_group, self.counters, device)
             self._engine = StreamEngine(device)
             self.counters.timing = DeviceTiming(device)
         else:
             own = own_group(process_group, device)
-            self._owned, direct = own.process_group, own.direct
-            aborts.append(own.abort)
-            # Emulated ranks have one link, which is not this one.
-            is_far = direct is not None and make_group is None
-            self._engine = ThreadEngine(device, functools.partial(_call_all, aborts), NUM_LANES if is_far else 1)
+            self._owned = own.process_group
+            real = Group.of(own, self.counters, device, aborts)
+            group = make_group(self.counters) if make_group else real
+            self._engine = ThreadEngine(device, functools.partial(_call_all, aborts), group.num_lanes)
             if device.type == "cuda":
                 self.counters.timing = NoTiming()
-        if make_group is not None:
-            group = make_group(self.counters)
-        else:
-            group = Group(self._owned or process_group, self.counters, device, aborts, direct)
         try:
             self.take_over(self._bind(group))
         except BaseException:

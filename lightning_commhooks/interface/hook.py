@@ -114,8 +114,8 @@ class BoundHook(ABC):
     def overlaps(self, step: int) -> bool:
         """Whether `reduce` may be called for a bucket while a call for another one of the step waits for other ranks.
 
-        Between ranks that are far from each other that hides most of the waiting. Calls take turns: between two
-        collectives nobody else runs. What they share must not depend on which bucket comes first, and collectives must
+        On CPU tensors, over gloo, that hides most of the waiting. Calls take turns: between two collectives nobody else
+        runs. What they share must not depend on which bucket comes first, and collectives must
         be those of `group`, which keeps them apart. All buckets of a step are done before `end_step`, and a bucket that
         is new, in the first step or since DDP has built its buckets anew, is reduced alone.
 
