@@ -40,8 +40,8 @@ def forward(seconds: float, loss: float, interfaces: list[str]) -> None:
     """For ever."""
     ports = [port(interface) for interface in interfaces]
     behind: dict[bytes, socket.socket] = {}
-    # All are late by as much, so first in, first out.
     chance = random.Random(0)
+    # All are late by as much, so first in, first out.
     waiting: collections.deque[tuple[float, socket.socket, bytes]] = collections.deque()
     while True:
         timeout = max(0.0, waiting[0][0] - time.monotonic()) if waiting else None

@@ -17,6 +17,7 @@ import threading
 import time
 import warnings
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import torch
@@ -82,16 +83,17 @@ def changing(network: Network) -> Iterator[list[str]]:
 
     def change() -> None:
         while not over.wait(PERIOD):
-            rates.append(SLOW if rates[-1] == FAST else FAST)
-            network.set_rate(rates[-1])
+            rate = SLOW if rates[-1] == FAST else FAST
+            network.set_rate(rate)
+            rates.append(rate)
 
-    thread = threading.Thread(target=change)
-    thread.start()
-    try:
-        yield rates
-    finally:
-        over.set()
-        thread.join()
+    with ThreadPoolExecutor(1) as executor:
+        changed = executor.submit(change)
+        try:
+            yield rates
+        finally:
+            over.set()
+            changed.result()
 
 
 def main() -> int:

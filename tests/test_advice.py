@@ -15,7 +15,7 @@ from lightning_commhooks.advice.candidates import DEFAULT, at_once, candidates, 
 from lightning_commhooks.advice.load import load_task
 from lightning_commhooks.advice.ranking import Row, decide, headroom, ranked
 from lightning_commhooks.advice.step_time import amortized, undisturbed
-from lightning_commhooks.advice.study import Result, WhatIf, _notes, _setting
+from lightning_commhooks.advice.study import Result, WhatIf, _delay_notes, _notes, _setting
 from lightning_commhooks.advice.task import try_task
 from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.collectives.link import Cost, Link
@@ -400,6 +400,18 @@ MEASURED = Link(2, {"all_reduce": (Cost(0, 1.0), Cost(100, 2.0, 1.0))})
 )
 def test_processor_time_that_is_left_out_is_told_of(link, device, is_noted):
     assert bool(_notes(link, torch.device(device))) == is_noted
+
+
+@pytest.mark.parametrize(
+    ("latency", "bandwidth", "is_noted"), [(0.01, 1e6, True), (0.0, 1e6, False), (0.01, 20.0, False)]
+)
+def test_delay_is_told_of(latency, bandwidth, is_noted):
+    """A dense step of 100 ms, 60 more than without communication, that sends a byte."""
+    link = Link.given(bandwidth=bandwidth, latency=latency, world_size=2)
+    notes = _delay_notes(Result("advise", [DENSE, NOOP], 1, 2, "CPU", link))
+    assert bool(notes) == is_noted
+    if is_noted:
+        assert "of the 60.0 ms that communication adds to a dense step, sending takes 0.0 ms" in notes[0]
 
 
 def test_notes_are_printed():

@@ -1,4 +1,4 @@
-"""Direct collectives against plain sums, and buckets of far ranks, several of which are under way at once."""
+"""Direct collectives against plain sums, and several buckets that are under way at once."""
 
 import contextlib
 import threading
@@ -18,8 +18,9 @@ from lightning_commhooks.collectives.direct import (
     num_pieces,
     takes_one_round,
 )
+from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.collectives.process_groups import own_group
-from lightning_commhooks.collectives.turns import Turns, lane, waiting
+from lightning_commhooks.collectives.turns import Turns, in_lane, lane, waiting
 from lightning_commhooks.ddp.engine import ThreadEngine
 
 CPU = torch.device("cpu")
@@ -188,25 +189,26 @@ HOOKS = {
 
 
 @contextlib.contextmanager
-def as_if_far(num_lanes=4):
-    """Ranks seem far from each other, however near they are: direct messages, several lanes and connections."""
+def as_if(num_lanes=4, latency="40"):
+    """Ranks seem so many milliseconds apart: with 40, direct messages over several connections."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("COMMHOOKS_LATENCY_MS", "40")
+        patch.setenv("COMMHOOKS_LATENCY_MS", latency)
         patch.setattr(process_groups, "NUM_LANES", num_lanes)
         yield
 
 
-def steps(rank, world, hook, num_lanes):
-    with as_if_far(num_lanes), attached(hook, exact_state=True) as (ddp, attachment):
+def steps(rank, world, hook, num_lanes, latency):
+    with as_if(num_lanes, latency), attached(hook, exact_state=True) as (ddp, attachment):
         means = [backward(ddp, full_rank_gradients(rank, step, SHAPES)) for step in range(6)]
         metrics = attachment.metrics()
         keys = ("bytes_sent", "collectives", "numel_compressed", "steps", "rounds")
         return means, {key: metrics[key] for key in keys}, len(attachment._runtime._engine._executors)
 
 
+@pytest.mark.parametrize("latency", ["0", "40"])
 @pytest.mark.parametrize("hook", HOOKS)
-def test_lanes_do_not_change_results(run, hook):
-    one, four = (run(steps, HOOKS[hook], num_lanes, world=4) for num_lanes in (1, 4))
+def test_lanes_do_not_change_results(run, hook, latency):
+    one, four = (run(steps, HOOKS[hook], num_lanes, latency, world=4) for num_lanes in (1, 4))
     assert [num_lanes for *_, num_lanes in (one[0], four[0])] == [1, 4]
     for (means, counts, _), (in_lanes, counts_in_lanes, _) in zip(one, four, strict=True):
         assert counts == counts_in_lanes
@@ -215,9 +217,41 @@ def test_lanes_do_not_change_results(run, hook):
             assert same(mean, one[0][0][step]), step
 
 
+def crosswise(rank, world, latency):
+    """Each rank begins the collectives of lanes in another order."""
+    with as_if(latency=latency):
+        own = own_group(dist.group.WORLD, CPU)
+        group = Group.of(own, None, CPU)
+        waits = {}
+        for place in range(8):
+            number = (place + rank) % 4
+            with in_lane(number):
+                x = torch.full((1000 * (number + 1),), float(rank + place + number))
+                waits[place, number] = group._begin_all_gather(x[:number].clone()), group._begin_all_reduce_(x)
+        # In one thread: a sum goes on only while somebody waits for it.
+        order = sorted(waits, key=lambda key: key[::-1])
+        found = {key: [wait().unique().tolist() for wait in waits[key]] for key in order}
+        dist.barrier()
+        own.abort()
+        dist.destroy_process_group(own.process_group)
+    return found
+
+
+@pytest.mark.parametrize("latency", ["0", "40"])
+def test_there_is_no_order_between_lanes(run, latency):
+    for rank, found in enumerate(run(crosswise, latency, world=4)):
+        for (place, number), (gathered, total) in found.items():
+            # The same lane has its turn earlier or later on other ranks, with the same two numbers.
+            own = [sorted(p + other + number for p in range(8) if (p + other) % 4 == number) for other in range(4)]
+            turn = own[rank].index(rank + place + number)
+            values = [numbers_[turn] for numbers_ in own]
+            assert total == [sum(values)], (place, number)
+            assert gathered == sorted(set(values) if number else []), (place, number)
+
+
 def near_and_far(rank, world, hook):
     found = []
-    for context in (contextlib.nullcontext(), as_if_far()):
+    for context in (contextlib.nullcontext(), as_if()):
         with context, attached(hook) as (ddp, attachment):
             means = [backward(ddp, full_rank_gradients(rank, step, SHAPES)) for step in range(3)]
             found.append((means[-1], attachment.bound.group._direct is not None))
@@ -235,7 +269,7 @@ def test_far_ranks_average_as_near_ones(run, world):
 
 
 def rounds_of_a_step(rank, world, hook):
-    with as_if_far(), attached(hook) as (ddp, attachment):
+    with as_if(), attached(hook) as (ddp, attachment):
         for step in range(3):
             before = attachment.metrics()["rounds"]
             backward(ddp, full_rank_gradients(rank, step, SHAPES))
@@ -255,9 +289,10 @@ def test_rounds_of_messages(run, world):
     assert found["powersgd"][0] == 2 * found["allreduce"][0]
 
 
-def in_flight(rank, world):
+def in_flight(rank, world, latency):
     """How many buckets wait for others at once, at most; without a wait in between nobody runs."""
-    with as_if_far(), attached(_Counting()) as (ddp, _):
+    _Counting.most = 0
+    with as_if(latency=latency), attached(_Counting()) as (ddp, _):
         for step in range(3):
             backward(ddp, full_rank_gradients(rank, step, SHAPES))
     return _Counting.most, _Counting.at_work, _Counting.num_calls
@@ -286,14 +321,15 @@ class _BoundCounting(lc.BoundHook):
         _Counting.now -= 1
 
 
-def test_several_buckets_are_under_way(run):
-    for most, at_work, num_calls in run(in_flight, world=2):
+@pytest.mark.parametrize("latency", ["0", "40"])
+def test_several_buckets_are_under_way(run, latency):
+    for most, at_work, num_calls in run(in_flight, latency, world=2):
         assert most > 1
         assert at_work == num_calls
 
 
-def fail_in_a_lane(rank, world):
-    with as_if_far(), attached(_Failing()) as (ddp, _):
+def fail_in_a_lane(rank, world, latency):
+    with as_if(latency=latency), attached(_Failing()) as (ddp, _):
         for step in range(3):
             begin = time.monotonic()
             try:
@@ -320,8 +356,9 @@ class _BoundFailing(lc.BoundHook):
         self.group.all_reduce_mean_(flat)
 
 
-def test_a_failure_in_one_lane_ends_all_ranks_soon(run):
-    for step, error, seconds in run(fail_in_a_lane, world=4):
+@pytest.mark.parametrize("latency", ["0", "40"])
+def test_a_failure_in_one_lane_ends_all_ranks_soon(run, latency):
+    for step, error, seconds in run(fail_in_a_lane, latency, world=4):
         assert step == 2
         assert seconds < 20
         assert "out of numbers" in error or "failed on rank" in error

@@ -117,7 +117,7 @@ def spent(clock, call):
 
 
 def test_takes_the_time_of_the_link():
-    link = Link.given(bandwidth=1000, latency=0.5, world_size=4, by_gloo=False)
+    link = Link.given(bandwidth=1000, latency=0.5, world_size=4, on_cpu=False)
     with emulated(link) as (group, clock):
         x = torch.ones(1000)  # 4000 bytes, of which a rank sends 6000
         assert spent(clock, lambda: group.all_reduce_(x)) == pytest.approx(6 + 6 * 0.5)

@@ -52,7 +52,7 @@ def test_disturbed_measurements_are_smoothed():
 
 
 def test_given():
-    link = Link.given(bandwidth=1e6, latency=0.01, world_size=4, by_gloo=False)
+    link = Link.given(bandwidth=1e6, latency=0.01, world_size=4, on_cpu=False)
     assert link.cost("all_reduce", 2e6).seconds == pytest.approx(2.0 + 6 * 0.01)
     assert link.cost("all_gather", 2e6).seconds == pytest.approx(2.0 + 3 * 0.01)
     assert link.cost("all_to_all", 2e6).seconds == pytest.approx(2.0 + 0.01)
@@ -63,7 +63,7 @@ def test_given():
 
 
 @pytest.mark.parametrize(("world", "of_sum"), [(2, 2), (4, 3), (64, 3)])
-def test_given_by_gloo(world, of_sum):
+def test_given_on_cpu(world, of_sum):
     """Far ranks send directly: as many latencies whatever their number; without a hook they go around the ring."""
     far = Link.given(bandwidth=1e6, latency=0.01, world_size=world)
     assert far.message_seconds == 0.01
@@ -138,8 +138,9 @@ def measure(rank, world, of_steps=False):
     return link
 
 
-def test_measured(run, world):
-    link, *others = run(measure, world=world)
+@pytest.mark.parametrize("of_steps", [False, True])
+def test_measured(run, world, of_steps):
+    link, *others = run(measure, of_steps, world=world)
     assert all(other == link for other in others)
     assert link.world_size == world
     assert set(link.curves) == {"all_reduce", "all_reduce:bfloat16", "all_reduce:float16", "all_gather", "all_to_all"}
@@ -168,7 +169,7 @@ def test_measured_of_far_ranks(run):
     assert link.message_seconds == 0.005
     assert link.num_lanes == 4
     assert {"plain_ddp", "all_reduce"} <= set(link.curves)
-    assert all(cost.busy_seconds <= cost.seconds for cost in link.curves["all_reduce"])
+    assert link.curves["all_reduce"][-1].busy_seconds > 0
 
 
 class JitteryClock:
@@ -201,7 +202,7 @@ def measured_over(monkeypatch, link):
 
 
 @pytest.mark.parametrize("bandwidth", [1.25e6, 1.25e7, 1.25e8, 1.25e9])
-@pytest.mark.parametrize(("latency", "most_seconds"), [(0.0001, 6), (0.003, 3), (0.01, 4), (0.1, 22)])
+@pytest.mark.parametrize(("latency", "most_seconds"), [(0.0001, 6), (0.003, 3), (0.01, 4), (0.1, 25)])
 def test_latency_is_not_taken_for_size(monkeypatch, latency, bandwidth, most_seconds):
     """Of a large all-reduce it is only the bytes that say how fast the link is."""
     link = Link.given(bandwidth=bandwidth, latency=latency, world_size=2)

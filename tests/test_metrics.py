@@ -233,6 +233,20 @@ def test_times_of_a_step():
     assert totals["overlap_ms"] == pytest.approx(2000)
 
 
+def test_collectives_of_several_buckets_at_once():
+    clock = Clock()
+    clock.at(1.0, lambda: clock.begin_step(0))
+    with clock.during(clock.work, 1.0, 2.0), clock.during(clock.comm, 1.25, 1.75):
+        pass
+    with clock.during(clock.work, 1.5, 3.0), clock.during(clock.comm, 1.6, 2.8):
+        pass
+    clock.at(2.5, clock.backward_done)
+    totals = clock.totals()
+    assert totals["comm_ms"] == pytest.approx(1550)
+    assert totals["codec_ms"] == pytest.approx(500 + 300)
+    assert totals["exposed_ms"] == pytest.approx(500)
+
+
 def test_a_backward_that_broke_off_is_not_timed():
     clock = Clock()
     clock.begin_step(0)

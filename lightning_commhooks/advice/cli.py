@@ -272,8 +272,11 @@ def _study(
         with _progress(place, num_turns) as tell, warnings.catch_warnings():
             if not place.is_first:
                 warnings.simplefilter("ignore")
-            with launch.agreed(place, UnfitError), contextlib.closing(Bench(task)) as bench:
-                return study(bench, tell)
+            with launch.agreed(place, UnfitError):
+                bench = Bench(task)
+                result = study(bench, tell)
+                bench.close()
+                return result
 
 
 @contextlib.contextmanager

@@ -176,6 +176,10 @@ class EmulatedGroup(Group):
         self._on_stream = on_stream
         self._wire = _Wire(clock or HostClock(), link.burst_seconds)
 
+    @property
+    def latency(self) -> float:
+        return self._link.message_seconds
+
     def release(self) -> list[dist.ProcessGroup | None]:
         self._wire.close()
         return super().release()

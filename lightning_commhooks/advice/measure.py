@@ -79,7 +79,7 @@ class Bench:
         self._seconds_per_batch = self._slowest(task.load_seconds) + self._burn_in() / 1e3
 
     def close(self) -> None:
-        """Let go of process groups."""
+        """Let go of process groups. After a failure the process ends, which others notice."""
         self._own.abort()
         destroy([*self.group.release(), None if self._on_stream else self._own.process_group, self._alone])
 

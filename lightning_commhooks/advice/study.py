@@ -147,8 +147,8 @@ def _setting(bench: Bench, what_if: WhatIf | None) -> Setting:
         latency = what_if.latency if what_if.latency is not None else 0.0
         if not bandwidth:
             raise UnfitError("--latency alone says nothing about how fast data moves: give --bandwidth, too")
-        by_gloo = group.device.type == "cpu"
-        given = Link.given(bandwidth=bandwidth, latency=latency, world_size=world_size, by_gloo=by_gloo)
+        on_cpu = group.device.type == "cpu"
+        given = Link.given(bandwidth=bandwidth, latency=latency, world_size=world_size, on_cpu=on_cpu)
         link = link.no_faster_than(given) if link is not None else given
     if link is None:
         raise UnfitError("one process has no link to measure: give --bandwidth")
@@ -170,7 +170,8 @@ def _delay_notes(result: Result) -> tuple[str, ...]:
     dense = next(row for row in result.rows if row.label == DENSE)
     exposed_ms = max(0.0, dense.step_ms - result.compute_ms)
     sending_ms = min(exposed_ms, 1e3 * dense.bytes_sent / result.link.bandwidth)
-    if result.headroom < MIN_GAIN or sending_ms > exposed_ms / 2:
+    is_far = result.link.message_seconds > 0
+    if not is_far or result.headroom < MIN_GAIN or sending_ms > exposed_ms / 2:
         return ()
     return (
         f"Delay, not bandwidth, is what costs: of the {exposed_ms:.1f} ms that communication adds to a dense step, "

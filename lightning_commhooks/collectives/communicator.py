@@ -104,7 +104,7 @@ class Communicator:
         Each rank receives its share from all others, sums it in float32 and sends the sum: an all-to-all and an
         all-gather, the same bytes as a ring all-reduce. Direct messages do so anyway.
         """
-        if self._direct is not None:
+        if self.latency:
             return self.all_reduce_(half.clone())
         numel = half.numel()
         # Every rank has an equal share.

@@ -65,15 +65,15 @@ class Link:
     num_lanes: int = 1
 
     @classmethod
-    def given(cls, *, bandwidth: float, latency: float, world_size: int, by_gloo: bool = True) -> Link:
+    def given(cls, *, bandwidth: float, latency: float, world_size: int, on_cpu: bool = True) -> Link:
         """A link as it is sold, without any cost to processors.
 
         Args:
             bandwidth: bytes per second that a rank can send, while it receives as many.
             latency: seconds that a message takes to another rank.
             world_size: number of ranks.
-            by_gloo: whether tensors are on CPU, where several buckets are under way at once, and messages go directly
-                to far ranks.
+            on_cpu: whether tensors are on CPU, sent by gloo: several buckets are under way at once, and messages go
+                directly to far ranks.
 
         Raises:
             ValueError: a value is out of range.
@@ -84,8 +84,8 @@ class Link:
             raise ValueError(f"latency must be at least 0, in seconds, is {latency!r}")
         if world_size < 1:
             raise ValueError(f"world_size must be at least 1, is {world_size!r}")
-        is_far = by_gloo and latency > FAR
-        a_round = latency * (_RING_LATENCIES if by_gloo else 1)
+        is_far = on_cpu and latency > FAR
+        a_round = latency * (_RING_LATENCIES if on_cpu else 1)
         ring = {"all_reduce": 2 * (world_size - 1), "all_gather": world_size - 1, "all_to_all": 1}
         delays = {kind: num * a_round for kind, num in ring.items()}
         if is_far:
@@ -95,11 +95,11 @@ class Link:
 
         def cost(delay: float, num_bytes: float) -> Cost:
             seconds = num_bytes / bandwidth
-            return Cost(num_bytes, delay + seconds, busy_seconds=seconds if by_gloo else None)
+            return Cost(num_bytes, delay + seconds, busy_seconds=seconds if on_cpu else None)
 
         curves = {kind: (cost(delay, 0.0), cost(delay, 2.0**20)) for kind, delay in delays.items()}
         message_seconds = latency if is_far else 0.0
-        return cls(world_size, curves, message_seconds=message_seconds, num_lanes=NUM_LANES if by_gloo else 1)
+        return cls(world_size, curves, message_seconds=message_seconds, num_lanes=NUM_LANES if on_cpu else 1)
 
     @property
     def latency(self) -> float:
@@ -121,8 +121,11 @@ class Link:
     @property
     def without_hook(self) -> Link:
         """What it costs DDP itself, which averages by all-reduces that are not ours."""
-        curves = {"all_reduce": self._curve("plain_ddp")}
-        return replace(self, curves=curves, message_seconds=0.0, num_lanes=min(self.num_lanes, LANES_OF_DDP))
+        curves = dict(self.curves)
+        if "plain_ddp" in curves:
+            sums = {kind: curves["plain_ddp"] for kind in curves if kind.startswith("all_reduce")}
+            curves = {**curves, **sums}
+        return replace(self, curves=curves, num_lanes=min(self.num_lanes, LANES_OF_DDP))
 
     def cost(self, kind: Kind, num_bytes: float, dtype: torch.dtype = torch.float32) -> Cost:
         """What a collective costs.

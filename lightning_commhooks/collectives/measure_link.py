@@ -64,8 +64,8 @@ def measure_link(group: Group, budget: float = 1.5, of_steps: bool = False) -> L
         group: the ranks; more than one.
         budget: seconds. When they have passed, sizes above a megabyte are left out, unless smaller ones are all
             latency, and calls are timed once where latency is long. With 10 ms for a message it takes 3 s all the same.
-        of_steps: measure what else predictions of whole steps need, too: what several all-reduces cost that are under
-            way at once, and those of plain DDP.
+        of_steps: measure what else predictions of whole steps need, too, however long it takes: large sizes, what
+            several all-reduces cost that are under way at once, and those of plain DDP.
 
     Returns:
         the costs, equal on all ranks.
@@ -115,7 +115,7 @@ class _Meter:
             # One connection carries no more than its window in a round trip, so the largest may be slower by the byte.
             curves["plain_ddp"] = self._curve(self._of_ddp, [*others, 4 * largest])
         small = tuple(cost for cost in curve if cost.num_bytes < others[0])
-        curves = {kind: c if c is curve else (*small, *c) for kind, c in curves.items()}
+        curves = {kind: c if c is curve or kind == "plain_ddp" else (*small, *c) for kind, c in curves.items()}
         burst = self._burst(run, curve)
         return Link(self._group.size, curves, burst, self._message_latency, self._group.num_lanes)
 
@@ -128,7 +128,8 @@ class _Meter:
             is_timed = self._of_steps or run in (self._all_gather, self._all_to_all)
             num = LANES_OF_DDP if run == self._of_ddp else _AT_ONCE
             # Each more than one takes so much longer.
-            more = (self._time_several(start, num) - seconds) / (num - 1) if is_timed else seconds
+            alone = self._time_several(start, 1) if is_timed else seconds
+            more = (self._time_several(start, num) - alone) / (num - 1) if is_timed else seconds
             busy_seconds = max(0.0, min(more, seconds))
             curve.append(Cost(float(size), seconds, cpu_seconds, busy_seconds))
             latency, transfer = curve[0].seconds, seconds - curve[0].seconds
@@ -216,18 +217,19 @@ class _Meter:
     def _all_reduce(self, dtype: torch.dtype) -> Run:
         def of_size(num_bytes: int) -> Start:
             numel = self._numel_of_sum(num_bytes, dtype)
-            # Several at once do not share memory.
-            tensors = [torch.zeros(numel, dtype=dtype, device=self._group.device) for _ in range(self._group.num_lanes)]
+            # Those of several lanes are under way at once, and do not share memory.
+            num = self._group.num_lanes if self._of_steps else 1
+            tensors = [torch.zeros(numel, dtype=dtype, device=self._group.device) for _ in range(num)]
             return lambda: self._group._begin_all_reduce_(tensors[lane()])
 
         return of_size
 
     def _of_ddp(self, num_bytes: int) -> Start:
         numel, numbers = self._numel_of_sum(num_bytes, torch.float32), itertools.count()
-        tensors = [torch.zeros(numel) for _ in range(_AT_ONCE)]
+        tensors = [torch.zeros(numel) for _ in range(LANES_OF_DDP)]
 
         def start() -> Callable[[], object]:
-            tensor = tensors[next(numbers) % _AT_ONCE]
+            tensor = tensors[next(numbers) % LANES_OF_DDP]
             work = dist.all_reduce(tensor, group=self._group.process_group, async_op=True)
             assert work is not None
             wait: Callable[[], object] = work.wait

@@ -23,6 +23,8 @@ _INTERFACES = "GLOO_SOCKET_IFNAME"
 
 # Buckets that are under way at once.
 NUM_LANES = 4
+# More near ranks than these have one at a time: a group for each lane is a connection to each rank for each lane.
+_MOST_RANKS_IN_LANES = 64
 
 
 @dataclass(frozen=True)
@@ -72,9 +74,10 @@ def _with_lanes(
     latency = measure_latency(backend)
     is_far = latency > direct.FAR
     num_connections = direct.num_connections(latency) if is_far and len(_interfaces()) == 1 else 1
-    num_more = int(num_connections > 1) if is_far else NUM_LANES - 1
+    num_near = NUM_LANES if own.size() <= _MOST_RANKS_IN_LANES else 1
+    num_more = int(num_connections > 1) if is_far else num_near - 1
     if not num_more:
-        return OwnGroup(own, abort, Direct(backend, latency) if is_far else None, (own,) * NUM_LANES)
+        return OwnGroup(own, abort, Direct(backend, latency), (own,) * NUM_LANES) if is_far else OwnGroup(own, abort)
     number = torch.tensor([random.SystemRandom().getrandbits(62)])
     name = str(Direct(backend).gather(1, number.dtype)(number)()[0].item())
     place = own.rank(), own.size()

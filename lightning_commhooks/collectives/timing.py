@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -136,8 +137,12 @@ class Timing(ABC, Generic[M]):
         self.steps += 1
         self._totals["exposed_ms"] += tail + waits
         self._totals["codec_ms"] += max(0.0, work - comm)
-        self._totals["comm_ms"] += comm
+        self._totals["comm_ms"] += self._covered(step.comm)
         self._totals["overlap_ms"] += max(0.0, self.ms(step.handed_over, done))
+
+    def _covered(self, pairs: list[tuple[M, M]]) -> float:
+        """Milliseconds in at least one of some intervals."""
+        return sum(self.ms(*pair) for pair in pairs)
 
 
 class HostTiming(Timing[float]):
@@ -148,6 +153,14 @@ class HostTiming(Timing[float]):
 
     def ms(self, begin: float, end: float) -> float:
         return (end - begin) * 1e3
+
+    def _covered(self, pairs: list[tuple[float, float]]) -> float:
+        # Those of several threads overlap.
+        covered, until = 0.0, -math.inf
+        for begin, end in sorted(pairs):
+            covered += max(0.0, end - max(begin, until))
+            until = max(until, end)
+        return covered * 1e3
 
 
 class NoTiming(HostTiming):

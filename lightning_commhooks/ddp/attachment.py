@@ -94,9 +94,9 @@ class Attachment:
 
             Milliseconds, summed over the `timed_steps` (all steps; on NCCL one in ten): `exposed_ms` (time that the
             training thread, or on NCCL its stream, had nothing to do but wait for the hook), `comm_ms` (time within
-            collectives, most of which the backward may hide), `codec_ms` (time of the hook's work outside of
-            collectives), `overlap_ms` (time from the first bucket to the end of the backward, which is there to hide
-            communication in). Waiting for ranks that are slower is in `comm_ms`, and `exposed_ms`, too.
+            collectives, one or several at once, most of which the backward may hide), `codec_ms` (time of the hook's
+            work outside of collectives), `overlap_ms` (time from the first bucket to the end of the backward, which is
+            there to hide communication in). Waiting for ranks that are slower is in `comm_ms`, and `exposed_ms`, too.
 
             `relative_error` of the last step that was sampled, after `sample_error`: NaN before the first one.
 

@@ -1,6 +1,6 @@
 """Runs a bound hook on buckets, in the order in which DDP hands them over.
 
-Collectives are issued in that order and no other, or in lanes, whose messages have numbers of their own: ranks cannot
+Collectives are issued in that order and no other, or in lanes, each with a group or numbers of its own: ranks cannot
 disagree. Where the overlap with the backward pass comes from depends on the device: see [`ThreadEngine`][] and
 [`StreamEngine`][].
 """
@@ -166,7 +166,7 @@ class ThreadEngine(Engine):
         return result
 
     def _enqueue(self, run: Callable[[], T], index: int, overlaps: bool) -> HostFuture[T]:
-        """Have a function run in a lane: the same one on all ranks, which numbers its messages."""
+        """Have a function run in a lane: the same one on all ranks."""
         lane = index % len(self._executors)
         before = [self._last_alone] if overlaps and self._last_alone is not None else []
         if not overlaps:
@@ -217,6 +217,8 @@ class ThreadEngine(Engine):
             executor.shutdown(wait=True)
         # Gloo would wait 10 ms for each connection that is still open when it closes it.
         self._abort()
+        # Once more, at exit or when a backward comes too late, it might be somebody else's ports.
+        self._abort = _nothing
 
     def _wait_for(self, work: HostFuture[Any]) -> None:
         try:
@@ -245,6 +247,10 @@ class ThreadEngine(Engine):
     def raise_if_unusable(self) -> None:
         self._raise_if_failed()
         super().raise_if_unusable()
+
+
+def _nothing() -> None:
+    """In place of what aborts a group that is gone."""
 
 
 def _record(device: torch.device) -> torch.cuda.Event | None:

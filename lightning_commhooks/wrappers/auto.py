@@ -153,7 +153,15 @@ class _BoundAuto(BoundSwitch):
         return False
 
     def overlaps(self, step: int) -> bool:
-        return self._is_tidy and super().overlaps(step)
+        return (self._is_tidy or self._is_timed(step)) and super().overlaps(step)
+
+    def _is_timed(self, step: int) -> bool:
+        """Whether a step is timed, as steps will be that go on with this hook; and not the one in which to choose."""
+        if self._choice is not None or self._first_step is None:
+            return False
+        elapsed, key = step - self._first_step, self._phase(step)
+        lead_in = self._config.warmup_steps if key == 0 else _LEAD_IN
+        return lead_in <= elapsed - self._begins(key) and elapsed < self._begins(len(self._phases))
 
     def reduce(self, flat: Tensor, bucket: Bucket) -> Tensor | None:
         sampler = self._enter(bucket, flat.numel())

@@ -54,6 +54,14 @@ MUTATIONS = [
         "tests/test_direct.py -k 'rounded_once'",
     ),
     Mutation(
+        "lanes_share_a_group",
+        f"{PACKAGE}/collectives/communicator.py",
+        "self._lanes[lane()] if self._lanes",
+        "self._lanes[0] if self._lanes",
+        "Collectives of several buckets at once meet those of another one on another rank.",
+        "tests/test_direct.py -k 'no_order'",
+    ),
+    Mutation(
         "lanes_share_numbers",
         f"{PACKAGE}/collectives/direct.py",
         "self._numbers.setdefault(lane(), _numbers(lane()))",
