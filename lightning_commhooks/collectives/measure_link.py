@@ -130,6 +130,7 @@ class _Meter:
             # Each more than one takes so much longer.
             alone = self._time_several(start, 1) if is_timed else seconds
             more = (self._time_several(start, num) - alone) / (num - 1) if is_timed else seconds
+            seconds, cpu_seconds = min(seconds, alone), min(cpu_seconds, alone)
             busy_seconds = max(0.0, min(more, seconds))
             curve.append(Cost(float(size), seconds, cpu_seconds, busy_seconds))
             latency, transfer = curve[0].seconds, seconds - curve[0].seconds
