@@ -27,7 +27,6 @@ OURS = {
     "_begin_all_gather",
     "_begin_all_reduce_",
     "_curve",
-    "_num_rounds",
     "_begin_all_to_all",
     "_wire",
 }

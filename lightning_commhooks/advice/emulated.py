@@ -16,7 +16,6 @@ from torch import Tensor
 from lightning_commhooks.advice.ensemble import WHY_NO_PROCESS_GROUP
 from lightning_commhooks.collectives.communicator import Kind, SendToAll, Wait
 from lightning_commhooks.collectives.counters import Counters
-from lightning_commhooks.collectives.direct import takes_one_round
 from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.collectives.link import Cost, Link
 from lightning_commhooks.collectives.turns import waiting
@@ -199,13 +198,6 @@ class EmulatedGroup(Group):
         group = EmulatedGroup(link, rank, self.counters, self.device, on_stream=self._on_stream)
         group._wire = self._wire
         return group
-
-    def _num_rounds(self, kind: Kind, tensor: Tensor) -> int:
-        latency = self._link.message_seconds
-        if not latency or kind == "all_to_all":
-            return super()._num_rounds(kind, tensor)
-        is_one = kind == "all_gather" or takes_one_round(tensor.numel() * tensor.element_size(), self.size, latency)
-        return 1 if is_one else 2
 
     def _sum_(self, tensor: Tensor) -> Wait:
         num_bytes = self.ring_bytes(tensor)

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_commhooks.collectives.counters import Counters
-from lightning_commhooks.collectives.direct import Direct
+from lightning_commhooks.collectives.direct import Direct, takes_one_round
 from lightning_commhooks.collectives.turns import lane, waiting
 
 # Waits for a result.
@@ -240,14 +240,15 @@ class Communicator:
 
         return counted
 
-    # What is different among emulated ranks. There are several ranks; nothing is counted.
-
     def _num_rounds(self, kind: Kind, tensor: Tensor) -> int:
         if kind == "all_to_all":
             return 1
-        if self._direct is not None:
-            return self._direct.num_rounds(tensor) if kind == "all_reduce" else 1
-        return (2 if kind == "all_reduce" else 1) * (self.size - 1)
+        if not self.latency:
+            return (2 if kind == "all_reduce" else 1) * (self.size - 1)
+        num_bytes = tensor.numel() * tensor.element_size()
+        return 2 if kind == "all_reduce" and not takes_one_round(num_bytes, self.size, self.latency) else 1
+
+    # What is different among emulated ranks. There are several ranks; nothing is counted.
 
     def _sum_(self, tensor: Tensor) -> Wait:
         if self._direct is not None:
