@@ -2,7 +2,9 @@
 
 Hosts are network namespaces joined by links that `tc` holds to their rate and delay; a process each, pinned to a core,
 of which four hosts share two. The earlier code is imported under another name. All take turns in the same processes;
-reported are the median over rounds, and the share of plain DDP's step. A step is forward, backward and SGD.
+reported are the median over rounds, the share of plain DDP's step, the share of what plain DDP's communication adds to
+a step with `noop` that communication adds with this hook, and how busy the cores were: near 1, processors are the limit
+and not the network. A step is forward, backward and SGD.
 
 - gpt: 6.1 M parameters, two buckets of 25 MB at most.
 - mlp, 25 MB and 3 MB: 10 x Linear(1024, 1024), 10.5 M parameters, in buckets of that size at most.
@@ -124,29 +126,40 @@ def work(shape: str, folder: str, rows: list[str], rounds: int, steps: int) -> N
     for job in jobs.values():
         run(*job, WARM_UP)
     seconds: dict[str, list[float]] = {row: [] for row in rows}
+    busy: dict[str, list[float]] = {row: [] for row in rows}
     for _ in range(rounds):
         for row, job in jobs.items():
             run(*job, 1)
             took = []
             for num in (0, steps):
                 dist.barrier()
-                start = time.perf_counter()
+                start, before = time.perf_counter(), busy_seconds()
                 run(*job, num)
                 dist.barrier()
                 took.append(time.perf_counter() - start)
             seconds[row].append((took[1] - took[0]) / steps * 1e3)
+            busy[row].append((busy_seconds() - before) / took[1] / (os.cpu_count() or 1))
     if dist.get_rank() == 0:
-        print(json.dumps(seconds))
+        print(json.dumps({"ms": seconds, "busy": busy}))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def table(rows: dict[str, list[float]], dense: float) -> None:
+def busy_seconds() -> float:
+    """Seconds that the machine's cores have worked since it started, all together; what was stolen from it, too."""
+    user, nice, system, _, _, irq, softirq, steal = map(int, Path("/proc/stat").read_text().split(maxsplit=9)[1:9])
+    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
+
+
+def table(rows: dict[str, list[float]], busy: dict[str, list[float]]) -> None:
     """Medians, and shares of plain DDP's time."""
-    print(f"{'hook':<26}{'ms':>9}{'lowest':>9}{'highest':>9}{'of dense':>10}")
+    middle = {row: statistics.median(ms) for row, ms in rows.items()}
+    dense, noop = (middle.get(row, float("nan")) for row in ("dense", "noop"))
+    print(f"{'hook':<26}{'ms':>9}{'lowest':>9}{'highest':>9}{'of dense':>10}{'added':>8}{'busy':>7}")
     for row, ms in rows.items():
-        middle = statistics.median(ms)
-        print(f"{row:<26}{middle:>9.1f}{min(ms):>9.1f}{max(ms):>9.1f}{middle / dense:>10.2f}")
+        added = (middle[row] - noop) / (dense - noop)
+        shares = f"{middle[row] / dense:>10.2f}{added:>8.2f}{statistics.mean(busy[row]):>7.2f}"
+        print(f"{row:<26}{middle[row]:>9.1f}{min(ms):>9.1f}{max(ms):>9.1f}{shares}")
 
 
 def main() -> None:
@@ -173,9 +186,9 @@ def main() -> None:
             arguments += ["--rounds", str(args.rounds), "--steps", str(args.steps)]
             with hosts(world, rate=f"{gbit * 1000:g}mbit", delay_ms=delay_ms) as network:
                 printed = network.launch(arguments, timeout=900)[0]
-            rows = json.loads(printed.splitlines()[-1])
+            found = json.loads(printed.splitlines()[-1])
             print(f"\n{number}. {shape}; {world} hosts, {gbit:g} Gbit/s, delay {delay_ms:g} ms one way")
-            table(rows, statistics.median(rows["dense"]) if "dense" in rows else float("nan"))
+            table(found["ms"], found["busy"])
             sys.stdout.flush()
 
 
