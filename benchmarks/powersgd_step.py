@@ -1,13 +1,15 @@
-"""Cost of a PowerSGD step above `noop`: ours against PyTorch's hook, side by side in one run.
+"""Cost of a PowerSGD step above `noop`: ours against PyTorch's hook, side by side, in three runs.
 
 Two ranks over gloo on the loopback, each pinned to one core, 8 x Linear(1024, 1024): 8.4 M parameters. The
 variants take turns, so that a busy machine hurts all of them alike; reported is the median over rounds.
 PyTorch's hook waits inside the hook, because it aborts on gloo otherwise as soon as there are two buckets.
-`floor` only moves what any low-rank hook must that has error feedback and can forget a bad step: memory plus gradient
-into a second memory, one read of that for the second factor, one write of the result, two all-reduces of the factors'
-size; no products. `floor_in_place` adds the gradient to the only memory: no bad step can be forgotten.
 
-    python benchmarks/powersgd_step.py
+`whole` is `num_iters_per_step=2`, `half` is 1. `floor` only moves what any low-rank hook must that has error feedback
+and can forget a bad step: memory plus gradient into a second memory, one read of that for the second factor, one write
+of the result, two all-reduces of the factors' size; no products. `half_floor` has one all-reduce and reads nothing
+again; `in_place_floor` moreover adds the gradient to the only memory: no bad step can be forgotten.
+
+    python benchmarks/powersgd_step.py > benchmarks/results/powersgd_step.txt
 """
 
 import argparse
@@ -25,15 +27,16 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from netns import pin
+from records import command
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_commhooks import Bucket, CommHook, PowerSGD, attach
 from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.interface.hook import BoundHook
 
-# Ours over stock, of the cost above noop: what the project promises, by matrix rank.
-LIMITS = {1: 0.5, 4: 0.35}
-KINDS = ("stock", "ours", "floor", "floor_in_place")
+# Ours over stock, of the cost above noop: what is asked for, by matrix rank.
+LIMITS = {1: {"whole": 0.5, "half": 0.35}, 4: {"whole": 0.42, "half": 0.3}}
+KINDS = ("stock", "whole", "half", "floor", "half_floor", "in_place_floor")
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,7 @@ class Floor(CommHook):
 
     name: ClassVar[str] = "floor"
     rank: int
+    is_half: bool = False
     in_place: bool = False
 
     def bind(self, group: Group) -> BoundHook:
@@ -66,8 +70,9 @@ class BoundFloor(BoundHook):
         self._memory[bucket.names] = [memory, old if memory is spare else spare]
         factor = flat.new_zeros(self._config.rank * flat.numel() // 1024)
         self.group.all_reduce_(factor)
-        memory.sum()
-        self.group.all_reduce_(factor)
+        if not self._config.is_half:
+            memory.sum()
+            self.group.all_reduce_(factor)
         flat.fill_(0.0)
 
 
@@ -79,10 +84,13 @@ def make(variant: str) -> DistributedDataParallel:
     kind, _, rank = variant.partition("-")
     if kind == "stock":
         stock.register(ddp, f"powersgd-{rank}")
-    elif kind == "ours":
-        attach(ddp, PowerSGD(matrix_approximation_rank=int(rank), start_powerSGD_iter=2))
+    elif kind in ("whole", "half"):
+        num_iters = 1 if kind == "half" else 2
+        attach(ddp, PowerSGD(matrix_approximation_rank=int(rank), start_powerSGD_iter=2, num_iters_per_step=num_iters))
+    elif kind.endswith("floor"):
+        attach(ddp, Floor(int(rank), is_half=kind != "floor", in_place=kind == "in_place_floor"))
     else:
-        attach(ddp, Floor(int(rank), in_place=kind == "floor_in_place") if kind.startswith("floor") else kind)
+        attach(ddp, kind)
     return ddp
 
 
@@ -125,24 +133,34 @@ def report(ms: dict[str, float]) -> bool:
     for variant, t in ms.items():
         print(f"{variant:<18}{t:8.1f} ms{t - ms['noop']:+9.1f} ms above noop")
     ok = True
-    for rank, limit in LIMITS.items():
+    for rank, limits in LIMITS.items():
         above = {kind: ms[f"{kind}-{rank}"] - ms["noop"] for kind in KINDS}
-        ok &= above["ours"] <= limit * above["stock"]
-        ratios = ", ".join(f"{kind} / stock = {above[kind] / above['stock']:.2f}" for kind in KINDS[1:])
-        print(f"rank {rank}: {ratios}; limit {limit}")
+        ok &= all(above[kind] <= limit * above["stock"] for kind, limit in limits.items())
+        ratios = ", ".join(f"{kind} {above[kind] / above['stock']:.2f}" for kind in KINDS[1:])
+        asked = ", ".join(f"{kind} {limit}" for kind, limit in limits.items())
+        print(f"rank {rank}, of stock: {ratios}; asked: {asked}")
     return ok
 
 
 def main() -> None:
     """Parse arguments and start two ranks."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--rounds", type=int, default=31)
     parser.add_argument("--steps", type=int, default=4, help="steps per variant and round")
+    parser.add_argument("--runs", type=int, default=3)
     args = parser.parse_args()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    mp.spawn(worker, (port, args.rounds, args.steps), nprocs=2)
+    print(f"$ {command()}", flush=True)
+    ok = True
+    for _ in range(args.runs):
+        print(flush=True)
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        try:
+            mp.spawn(worker, (port, args.rounds, args.steps), nprocs=2)
+        except mp.ProcessExitedException:
+            ok = False
+    sys.exit(not ok)
 
 
 if __name__ == "__main__":

@@ -19,14 +19,15 @@ def ring(world, num_bytes):
 
 
 def powersgd_elements():
-    """Elements that rank 2 sends as they are, and those of factors."""
-    dense = factors = 0
+    """Elements that rank 2 sends as they are, those of factors, and those of the first of both."""
+    dense = factors = first = 0
     for shape in SHAPES.values():
         n, m = (shape[0], torch.Size(shape[1:]).numel()) if len(shape) > 1 else (1, torch.Size(shape).numel())
         compressed = len(shape) > 1 and (n + m) * min(n, m, 2) * 2 < n * m
         dense += 0 if compressed else n * m
         factors += (n + m) * min(n, m, 2) if compressed else 0
-    return dense, factors
+        first += n * min(n, m, 2) if compressed else 0
+    return dense, factors, first
 
 
 def encoded(world, dense_names, block_size, block_bytes):
@@ -41,7 +42,7 @@ def encoded(world, dense_names, block_size, block_bytes):
 
 ONE_D = {name for name, shape in SHAPES.items() if len(shape) < 2}
 POLICY = {"first", "third", "second"}  # by "bf16" and "powersgd" in `per_parameter`
-DENSE, FACTORS = powersgd_elements()
+DENSE, FACTORS, FACTORS_P = powersgd_elements()
 INT8 = {"min_bytes": 0, "block_size": 128}
 RANK_2 = {"start_powerSGD_iter": 0, "matrix_approximation_rank": 2}
 POWERSGD = lc.PowerSGD(**RANK_2)
@@ -76,6 +77,13 @@ CASES = {
         lc.PowerSGD(**RANK_2, batch_tensors_with_same_shape=True),
         error=1e-4,
         bytes_sent=lambda w: ring(w, 4 * (DENSE + FACTORS)),
+        goes_on_from_mean=True,
+    ),
+    # The first step projects on random rows: never more than the gradient itself.
+    "powersgd+half": Case(
+        lc.PowerSGD(**RANK_2, num_iters_per_step=1),
+        error=1.0,
+        bytes_sent=lambda w: ring(w, 4 * (DENSE + FACTORS_P)),
         goes_on_from_mean=True,
     ),
     # A projection: never more than the gradient itself.

@@ -15,23 +15,39 @@ class Memory:
         self.hook, self.key, self.rank = hook, key, min(n, m, hook.matrix_approximation_rank)
         self.residuals = [torch.zeros(n, m, dtype=torch.float64) for _ in range(world)]
         self.q = self._random(0, m)
+        self.p = self._random(-1, n)
+        self.num_steps = 0
 
     def mean(self, matrices, step):
         """The approximate mean of the ranks' matrices."""
-        world, m = len(matrices), matrices[0].shape[1]
         owed = [matrix + e for matrix, e in zip(matrices, self.residuals, strict=True)]
-        start = self.q if self.hook.warm_start else self._random(step, m)
-        q = torch.linalg.qr(start).Q
-        p = torch.linalg.qr(sum(matrix @ q for matrix in owed)).Q
-        self.q = sum(matrix.t() @ p for matrix in owed) / world
-        mean = p @ self.q.t()
+        mean = (self._half if self.hook.num_iters_per_step == 1 else self._whole)(owed, step)
         if self.hook.use_error_feedback:
             self.residuals = [matrix - mean for matrix in owed]
         return mean
 
-    def _random(self, step, m):
+    def _whole(self, owed, step):
+        start = self.q if self.hook.warm_start else self._random(step, owed[0].shape[1])
+        q = torch.linalg.qr(start).Q
+        p = torch.linalg.qr(sum(matrix @ q for matrix in owed)).Q
+        self.q = sum(matrix.t() @ p for matrix in owed) / len(owed)
+        return p @ self.q.t()
+
+    def _half(self, owed, step):
+        """One product, and that with what was made of the other one in the step before."""
+        mean = sum(owed) / len(owed)
+        self.num_steps += 1
+        if self.num_steps % 2:
+            q = torch.linalg.qr(self.q).Q
+            self.p = mean @ q
+            return self.p @ q.t()
+        p = torch.linalg.qr(self.p).Q
+        self.q = mean.t() @ p
+        return p @ self.q.t()
+
+    def _random(self, step, length):
         like = torch.empty(0, dtype=torch.float64)
-        return random_factor(self.key, (self.rank, m), self.hook.random_seed, step, like).t()
+        return random_factor(self.key, (self.rank, length), self.hook.random_seed, step, like).t()
 
 
 def powersgd(hook, make, world, steps, shapes):

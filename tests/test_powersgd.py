@@ -94,6 +94,59 @@ def test_equal_to_reference_with_many_buckets(run, world, feedback, warm):
 
 
 @pytest.mark.parametrize("batch", [False, True], ids=["single", "batch"])
+@pytest.mark.parametrize("feedback", [False, True], ids=["no_feedback", "feedback"])
+def test_half_iterations_equal_reference(run, world, feedback, batch):
+    """With a bad step, which does not count; else the next one would begin with the other factor."""
+    if world == 4 and batch:
+        pytest.skip("2 ranks suffice")
+    hook = lc.PowerSGD(
+        matrix_approximation_rank=2,
+        start_powerSGD_iter=1,
+        num_iters_per_step=1,
+        use_error_feedback=feedback,
+        random_seed=7,
+        batch_tensors_with_same_shape=batch,
+    )
+    expected = powersgd(hook, full_rank_gradients, world, STEPS, SHAPES)
+    for means in run(with_a_bad_step, hook, world=world):
+        for a, b in zip(means, expected, strict=True):
+            assert distance(a, b) <= 1e-9 * norm(b)
+
+
+def with_a_bad_step(rank, world, hook):
+    means = []
+    with attached(hook, dtype=torch.float64) as (ddp, _):
+        for step in range(STEPS):
+            if step == 3:
+                bad = full_rank_gradients(rank, 100, SHAPES, torch.float64)
+                bad["first"].view(-1)[rank] = float("inf")
+                assert not backward(ddp, bad)["first"].isfinite().all()
+            means.append(backward(ddp, full_rank_gradients(rank, step, SHAPES, torch.float64)))
+    return means
+
+
+def sent_in_turn(rank, world, hook):
+    """Collectives and elements of factors of each step, for one matrix."""
+    found = []
+    with attached(hook, {"only": (32, 64)}) as (ddp, attachment):
+        for step in range(4):
+            before = attachment.metrics()
+            backward(ddp, full_rank_gradients(rank, step, {"only": (32, 64)}))
+            after = attachment.metrics()
+            found.append(tuple(after[key] - before[key] for key in ("collectives", "bytes_sent")))
+        return found, attachment.compression_stats()
+
+
+def test_half_iterations_send_one_factor_in_one_collective(run):
+    hook = lc.PowerSGD(matrix_approximation_rank=2, start_powerSGD_iter=0, num_iters_per_step=1)
+    for found, (rate, before, after) in run(sent_in_turn, hook):
+        p, q = (1, 4 * 2 * 32), (1, 4 * 2 * 64)
+        assert found == [p, q, p, q]
+        assert (before, after) == (4 * 32 * 64, 2 * 2 * (32 + 64))
+        assert rate == before / after
+
+
+@pytest.mark.parametrize("batch", [False, True], ids=["single", "batch"])
 def test_matrices_of_that_rank_are_exact_in_float64(run, batch):
     hook = lc.PowerSGD(start_powerSGD_iter=0, matrix_approximation_rank=2, batch_tensors_with_same_shape=batch)
     for means, _, _ in run(outputs, hook, low_rank_gradients, 2, SHAPES, torch.float64):
@@ -176,6 +229,9 @@ def test_warns_when_no_matrix_shrinks(run):
         ("matrix_approximation_rank", True, "integer"),
         ("start_powerSGD_iter", -1, "at least 0"),
         ("compression_stats_logging_frequency", 0, "at least 1"),
+        ("num_iters_per_step", 0, "1 or 2"),
+        ("num_iters_per_step", 3, "1 or 2"),
+        ("num_iters_per_step", True, "1 or 2"),
         ("orthogonalization_epsilon", -1e-3, r"\[0, 1\)"),
         ("orthogonalization_epsilon", 1.0, r"\[0, 1\)"),
         ("orthogonalization_epsilon", float("nan"), r"\[0, 1\)"),
@@ -184,6 +240,12 @@ def test_warns_when_no_matrix_shrinks(run):
 def test_options_are_validated(hook_class, field, value, allowed):
     with pytest.raises(ValueError, match=f"{field} must be .*{allowed}.*, is {value!r}"):
         hook_class(**{field: value})
+
+
+@pytest.mark.parametrize("hook_class", [lc.PowerSGD, lc.BatchedPowerSGD])
+def test_half_iterations_need_a_warm_start(hook_class):
+    with pytest.raises(ValueError, match=r"num_iters_per_step=1 .* needs warm_start=True"):
+        hook_class(num_iters_per_step=1, warm_start=False)
 
 
 @pytest.mark.parametrize("value", [0, -1, float("nan")])

@@ -67,13 +67,14 @@ def factor_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.bfloat16 if dtype == torch.float16 else dtype
 
 
-def sent_is_finite(sent: Tensor, dtype: torch.dtype) -> Tensor:
-    """Boolean, one element: whether P^T Q is finite in that dtype, for any orthonormal P. NaN in P is one in Q.
+def sent_is_finite(p: Tensor, q: Tensor, dtype: torch.dtype) -> Tensor:
+    """Boolean, one element: whether P^T Q is finite in that dtype. False if there is NaN in P or Q.
 
     Args:
-        sent: Q, shape `(k, r, m)`, as it was multiplied with P.
+        p: shape `(k, r, n)`, as it was multiplied.
+        q: shape `(k, r, m)`; the rows of one of them are orthonormal.
         dtype: of the gradients.
     """
-    # No element of P^T Q is larger than r times the largest of Q.
-    limit = torch.finfo(sent.dtype if dtype == torch.float16 else dtype).max
-    return sent.abs().amax() * sent.shape[1] < limit
+    # No element of P^T Q is larger than r times the largest products.
+    limit = torch.finfo(q.dtype if dtype == torch.float16 else dtype).max
+    return p.abs().amax() * q.abs().amax() * q.shape[1] < limit

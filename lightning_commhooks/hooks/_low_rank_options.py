@@ -13,10 +13,14 @@ from lightning_commhooks.interface.hook import CommHook
 
 @dataclass(frozen=True, kw_only=True)
 class LowRankConfig(CommHook):
-    """Options of `torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook.PowerSGDState`, same names and defaults."""
+    """Options of `torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook.PowerSGDState`, same names and defaults.
+
+    `num_iters_per_step` is that of the authors' package, https://github.com/epfml/powersgd.
+    """
 
     matrix_approximation_rank: int = 1
     start_powerSGD_iter: int = 1_000
+    num_iters_per_step: int = 2
     use_error_feedback: bool = True
     warm_start: bool = True
     orthogonalization_epsilon: float = 0
@@ -33,6 +37,13 @@ class LowRankConfig(CommHook):
         for field in ("use_error_feedback", "warm_start"):
             check_bool(field, getattr(self, field))
         check_integer("random_seed", self.random_seed)
+        if isinstance(self.num_iters_per_step, bool) or self.num_iters_per_step not in (1, 2):
+            raise ValueError(f"num_iters_per_step must be 1 or 2, is {self.num_iters_per_step!r}")
+        if self.num_iters_per_step == 1 and not self.warm_start:
+            raise ValueError(
+                "num_iters_per_step=1 goes on from the factor of the step before: it needs warm_start=True, "
+                "or use num_iters_per_step=2"
+            )
         if not isinstance(self.orthogonalization_epsilon, (int, float)) or not 0 <= self.orthogonalization_epsilon < 1:
             raise ValueError(f"orthogonalization_epsilon must be in [0, 1), is {self.orthogonalization_epsilon!r}")
 

@@ -30,6 +30,18 @@ def settled(entry: Mapping[str, Tensor]) -> Tensor:
     return residual
 
 
+class Start:
+    """A factor that a later step goes on from: that of an earlier one, and a random one where that is worth nothing.
+
+    Args:
+        fresh: the random one, shape `(k, r, n)` or `(k, r, m)`.
+    """
+
+    def __init__(self, fresh: Tensor) -> None:
+        self.fresh = fresh
+        self.memory = Memory(fresh.clone())
+
+
 class Matrices:
     """The k matrices of one shape `(n, m)` in a bucket, and what is remembered of them.
 
@@ -39,7 +51,8 @@ class Matrices:
     Args:
         gradients: those of each matrix, neighbours in the bucket; the matrix has zeros after the last.
         shape: `(n, m)`.
-        fresh: random Q, shape `(k, r, m)`.
+        fresh_q: random Q, shape `(k, r, m)`.
+        fresh_p: random P, shape `(k, r, n)`, if steps begin with P, too.
         dtype: of the gradients.
         has_feedback: whether what is left out is owed.
         at_once: whether matrices are multiplied together.
@@ -47,8 +60,8 @@ class Matrices:
     Attributes:
         keys: names of the parameters of each matrix.
         slots: all gradients.
-        fresh: as given.
-        factor: Q of the last step, shape `(k, r, m)`.
+        q: what steps that begin with Q go on from.
+        p: what steps that begin with P go on from, if there are such.
         wire_dtype: dtype in which factors travel.
     """
 
@@ -56,28 +69,29 @@ class Matrices:
         self,
         gradients: Sequence[tuple[Slot, ...]],
         shape: tuple[int, int],
-        fresh: Tensor,
+        fresh_q: Tensor,
+        fresh_p: Tensor | None,
         dtype: torch.dtype,
         has_feedback: bool,
         at_once: bool,
     ) -> None:
-        (k, r, m), n = fresh.shape, shape[0]
+        (k, r, m), n = fresh_q.shape, shape[0]
         self._gradients, self._shape, self._at_once = gradients, shape, at_once
         self.keys = ["\n".join(slot.name for slot in slots) for slots in gradients]
         self.slots = list(chain.from_iterable(gradients))
-        self.fresh = fresh
+        self.q = Start(fresh_q)
+        self.p = Start(fresh_p) if fresh_p is not None else None
         self.wire_dtype = factor_dtype(dtype)
-        self.factor = Memory(fresh.clone())
         self._loaded: Tensor | None = None
         # What is owed, before what was sent in the last step is taken from it.
         self._residual: Memory | None = None
         self._sent: tuple[Memory, Memory] | None = None
         if has_feedback:
-            self._residual = Memory(fresh.new_zeros((k, n, m)))
+            self._residual = Memory(fresh_q.new_zeros((k, n, m)))
             # One gradient each, with the rows of the matrix.
             whole = all(len(slots) == 1 and slots[0].shape[:1] == (n,) for slots in gradients)
             if dtype == work_dtype(dtype) and whole and all(slot.numel == n * m for slot in self.slots):
-                self._sent = Memory(fresh.new_zeros((k, r, n))), Memory(fresh.new_zeros((k, r, m)))
+                self._sent = Memory(fresh_q.new_zeros((k, r, n))), Memory(fresh_q.new_zeros((k, r, m)))
 
     @property
     def value(self) -> Tensor:
@@ -88,7 +102,13 @@ class Matrices:
     @property
     def memories(self) -> list[Memory]:
         """All memory."""
-        return [memory for memory in (self.factor, self._residual, *(self._sent or ())) if memory is not None]
+        starts = [start.memory for start in self._starts.values()]
+        return [*starts, *(memory for memory in (self._residual, *(self._sent or ())) if memory is not None)]
+
+    @property
+    def _starts(self) -> dict[str, Start]:
+        """By their keys in what is stored."""
+        return {"factor": self.q} if self.p is None else {"factor": self.q, "factor_p": self.p}
 
     def _flat(self, i: int, matrices: Tensor) -> Iterator[tuple[Slot, Tensor]]:
         """Each gradient of the i-th matrix with its place, in the gradient's shape."""
@@ -104,8 +124,8 @@ class Matrices:
     def restore(self, take: Callable[..., Entry]) -> None:
         """Go on from what is stored, which `take(name, *kinds)` gives."""
         for i, key in enumerate(self.keys):
-            if entry := take(key, "factor"):
-                self.factor.value[i] = entry["factor"]
+            for kind, factor in take(key, *self._starts).items():
+                self._starts[kind].memory.value[i] = factor
             for slot, place in self._flat(i, self._residual.value) if self._residual is not None else ():
                 entry = take(slot.name, "residual", "sent_p", "sent_q")
                 if "sent_p" in entry and self._sent is not None:
@@ -120,27 +140,29 @@ class Matrices:
         for i, key in enumerate(self.keys):
             for slot, place in self._flat(i, self._residual.value) if self._residual is not None else ():
                 entries[slot.name] = {"residual": place}
-            entries.setdefault(key, {})["factor"] = self.factor.value[i]
+            for kind, start in self._starts.items():
+                entries.setdefault(key, {})[kind] = start.memory.value[i]
             if self._sent is not None:
                 entries[key] |= {"sent_p": self._sent[0].value[i], "sent_q": self._sent[1].value[i]}
         return entries
 
-    def load_and_multiply(self, flat: Tensor, start: Tensor, bucket: Bucket) -> Tensor:
+    def load_and_multiply(self, flat: Tensor, start: Tensor, bucket: Bucket, transposed: bool = False) -> Tensor:
         """Add the gradients to what is owed, which is `value` then: M, shape `(k, n, m)`.
 
         On CPU in blocks of rows that stay in the cache until they are multiplied.
 
         Args:
             flat: the bucket.
-            start: shape `(k, r, m)`.
+            start: shape `(k, r, m)`, or `(k, r, n)` if `transposed`.
             bucket: its metadata.
+            transposed: whether M is multiplied, and not M^T.
 
         Returns:
-            the products of `start` with M^T, shape `(k, r, n)`.
+            the products of `start` with M^T, shape `(k, r, n)`, or with M, shape `(k, r, m)`.
         """
-        (k, r, m), n = start.shape, self._shape[0]
+        (k, r, _), (n, m) = start.shape, self._shape
         matrices = self._loaded = start.new_empty((k, n, m)) if self._residual is None else self._residual.next()
-        product = start.new_empty((k, r, n))
+        product = start.new_zeros((k, r, m)) if transposed else start.new_empty((k, r, n))
         nothing = start.new_zeros(()).expand(n * m)
         rows = n if self._at_once else max(1, _BLOCK_NUMEL // m)
         for i, gradients in enumerate(self._of_bucket(flat)):
@@ -154,11 +176,14 @@ class Matrices:
                     if self._sent is not None:
                         p, q = self._sent[0].value[i, :, first : first + rows], self._sent[1].value[i]
                         block.addmm_(p.t(), q, alpha=-1)
-                    torch.mm(start[i], block.t(), out=product[i, :, first : first + rows])
+                    if transposed:
+                        product[i].addmm_(start[i, :, first : first + rows], block)
+                    else:
+                        torch.mm(start[i], block.t(), out=product[i, :, first : first + rows])
         if self._at_once:
             if self._sent is not None:
                 matrices.baddbmm_(self._sent[0].value.mT, self._sent[1].value, alpha=-1)
-            torch.bmm(start, matrices.mT, out=product)
+            torch.bmm(start, matrices if transposed else matrices.mT, out=product)
         return product
 
     def send(self, flat: Tensor, p: Tensor, q: Tensor, used: Tensor | None, bucket: Bucket) -> Tensor:
@@ -166,7 +191,7 @@ class Matrices:
 
         Args:
             flat: the bucket.
-            p: shape `(k, r, n)`.
+            p: shape `(k, r, n)`; of `p` and `q` one has orthonormal rows.
             q: shape `(k, r, m)`.
             used: boolean, for each of `slots`, whether any rank used it. DDP throws away what a hook returns for those
                 that none did: they get 0, and are owed as before. `None`: all are used.
@@ -175,7 +200,9 @@ class Matrices:
         Returns:
             whether the gradients are finite, boolean, one element.
         """
-        self.factor.next().copy_(q)
+        self.q.memory.next().copy_(q)
+        if self.p is not None:
+            self.p.memory.next().copy_(p)
         if self._sent is not None:
             q = q if used is None else q * used.view(-1, 1, 1)
             for memory, factor in zip(self._sent, (p, q), strict=True):
@@ -186,7 +213,7 @@ class Matrices:
         if used is not None:
             self._keep_what_no_rank_uses(flat, used, bucket)
         self._loaded = None
-        return sent_is_finite(scaled, flat.dtype)
+        return sent_is_finite(p, scaled, flat.dtype)
 
     def _multiply(self, i: int, p: Tensor, q: Tensor, gradients: Tensor, loss_scale: float | Tensor) -> None:
         """Write the i-th P^T Q to the gradients, and take it from what is owed unless that is done later."""

@@ -53,7 +53,7 @@ class MatrixFeedback(BoundByParameter[_Plan]):
     """
 
     scales_gradients = True
-    lasting = ("factor",)
+    lasting = ("factor", "factor_p")
 
     def __init__(self, group: Group, hook: LowRankConfig) -> None:
         super().__init__(group)
@@ -75,13 +75,15 @@ class MatrixFeedback(BoundByParameter[_Plan]):
             along: what becomes its sum over ranks on the way, in the first call of `sum_over_ranks`.
 
         Returns:
-            P, shape `(k, r, n)`, orthonormal rows, and Q, `(k, r, m)`, of each batch, equal on all ranks.
+            P, shape `(k, r, n)`, and Q, `(k, r, m)`, of each batch, one of them with orthonormal rows, equal on all
+            ranks.
         """
 
     def sum_over_ranks(
         self, factors: Sequence[Tensor], matrices: Sequence[Matrices], along: Sequence[Tensor] = ()
     ) -> list[Tensor]:
         """Sums over ranks of factors of `matrices`; one collective per dtype. `Cast` may have them encoded."""
+        self._numel_after += sum(factor.numel() for factor in factors)
         sent = [factor.to(batch.wire_dtype) for factor, batch in zip(factors, matrices, strict=True)]
         self.group.all_reduce_factors_(along, sent)
         return [total.to(factor.dtype) for total, factor in zip(sent, factors, strict=True)]
@@ -110,17 +112,19 @@ class MatrixFeedback(BoundByParameter[_Plan]):
         finite = [all_finite(rest)]
         for i, (batch, p, q) in enumerate(zip(plan.matrices, ps, qs, strict=True)):
             finite.append(batch.send(flat, p, q, used[i] > 0 if used else None, bucket))
-        self._count(flat.numel(), rest.numel(), sum(factor.numel() for factor in (*ps, *qs)))
+        self._count(flat.numel(), rest.numel())
         self._log(bucket)
         return torch.stack(finite).all()
 
     def _make_plan(self, flat: Tensor, bucket: Bucket) -> _Plan:
         matrices, places = [], self.hook.matrices(bucket.slots)
         for (n, m), gradients in places.items():
-            empty = flat.new_empty((len(gradients), self.hook.rank(n, m), m), dtype=work_dtype(flat.dtype))
-            fresh = self.random(["\n".join(slot.name for slot in slots) for slots in gradients], empty, step=0)
+            empty = flat.new_empty((len(gradients), self.hook.rank(n, m), n + m), dtype=work_dtype(flat.dtype))
+            keys = ["\n".join(slot.name for slot in slots) for slots in gradients]
+            q = self.random(keys, empty[:, :, :m], step=0)
+            p = self.random(keys, empty[:, :, m:], step=-1) if self.hook.num_iters_per_step == 1 else None
             at_once = flat.is_cuda or self.hook.multiplies_at_once
-            batch = Matrices(gradients, (n, m), fresh, flat.dtype, self.hook.use_error_feedback, at_once)
+            batch = Matrices(gradients, (n, m), q, p, flat.dtype, self.hook.use_error_feedback, at_once)
             batch.restore(self._take)
             matrices.append(batch)
         in_matrices = {slot for batch in matrices for slot in batch.slots}
@@ -136,13 +140,15 @@ class MatrixFeedback(BoundByParameter[_Plan]):
         ((n, m),) = matrices
         r = self.hook.rank(n, m)
         expected: Shapes = {"factor": (r, m)}
+        if self.hook.num_iters_per_step == 1:
+            expected["factor_p"] = (r, n)
         if self.hook.use_error_feedback and len(shapes) == 1:
             expected |= {"residual": shapes[0], "sent_p": (r, n), "sent_q": (r, m)}
         return expected
 
-    def _count(self, numel: int, numel_rest: int, numel_factors: int) -> None:
+    def _count(self, numel: int, numel_rest: int) -> None:
         self._numel_before += numel
-        self._numel_after += numel_rest + numel_factors
+        self._numel_after += numel_rest
         self._numel_compressed += numel - numel_rest
         self.group.counters.numel_uncompressed += numel_rest
         self.group.counters.numel_compressed += numel - numel_rest

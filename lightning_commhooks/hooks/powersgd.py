@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -13,11 +13,13 @@ from torch import Tensor
 from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.hooks._low_rank import orthonormal_basis, revive
 from lightning_commhooks.hooks._low_rank_options import LowRankConfig
-from lightning_commhooks.hooks._matrices import Matrices
+from lightning_commhooks.hooks._matrices import Matrices, Start
 from lightning_commhooks.hooks._matrix_feedback import MatrixFeedback
+from lightning_commhooks.hooks._steps_taken import StepsTaken
 from lightning_commhooks.interface.bucket import Bucket, Slot
 from lightning_commhooks.interface.hook import BoundHook
 from lightning_commhooks.interface.registry import register
+from lightning_commhooks.interface.state import StateReader, StateWriter
 
 
 @register
@@ -31,12 +33,16 @@ class PowerSGD(LowRankConfig):
     `start_powerSGD_iter` below 2, and computes in float32 for 16-bit gradients.
 
     Sends `(n + m) * rank` numbers instead of `n * m` for a matrix, in two all-reduces per bucket; tensors with
-    fewer than two dimensions and matrices that would not shrink enough travel as they are in the first.
+    fewer than two dimensions and matrices that would not shrink enough travel as they are in the first. With
+    `num_iters_per_step=1` `n * rank` and `m * rank` in turn, in one all-reduce.
 
     Args:
         matrix_approximation_rank: rank of the approximation. 1 to 4 is usual, up to 32 for language models.
         start_powerSGD_iter: number of first steps averaged without compression, because early gradients
             matter most. About a tenth of training.
+        num_iters_per_step: 2 makes a whole power iteration in each step, as PyTorch does: P, then Q. 1 makes half of
+            one, in turn P with the Q of the step before, and Q with the P of the step before: half the bytes, one
+            all-reduce in place of two, and one product less.
         min_compression_rate: a matrix of n rows and m columns is compressed when
             `(n + m) * rank * min_compression_rate < n * m`.
         use_error_feedback: add what compression left out to the next step's gradient. Needs memory of
@@ -90,10 +96,16 @@ class BoundPowerSGD(MatrixFeedback):
     r rows each, so that it is about `P^T Q`. Matrices of one shape are a batch of k.
     """
 
+    def __init__(self, group: Group, hook: LowRankConfig) -> None:
+        super().__init__(group, hook)
+        self._half_steps = StepsTaken(group.device) if hook.num_iters_per_step == 1 else None
+
     def average(
         self, matrices: Sequence[Matrices], flat: Tensor, bucket: Bucket, along: Sequence[Tensor]
     ) -> tuple[list[Tensor], list[Tensor]]:
-        starts = [self._start(batch, bucket.step) for batch in matrices]
+        if self._half_steps is not None:
+            return self._half(self._half_steps, matrices, flat, bucket, along)
+        starts = [self._start(batch.q, batch, bucket.step) for batch in matrices]
         # P = M Q, whose sum over ranks has the same basis as its mean.
         ps = [batch.load_and_multiply(flat, start, bucket) for batch, start in zip(matrices, starts, strict=True)]
         ps = [orthonormal_basis(p) for p in self.sum_over_ranks(ps, matrices, along)]
@@ -101,8 +113,41 @@ class BoundPowerSGD(MatrixFeedback):
         qs = [torch.bmm(p, batch.value).div_(self.group.size) for p, batch in zip(ps, matrices, strict=True)]
         return ps, self.sum_over_ranks(qs, matrices)
 
-    def _start(self, batch: Matrices, step: int) -> Tensor:
-        """Orthonormal Q to begin with, shape `(k, r, m)`: that of the last step, or a random one."""
+    def _half(
+        self,
+        half_steps: StepsTaken,
+        matrices: Sequence[Matrices],
+        flat: Tensor,
+        bucket: Bucket,
+        along: Sequence[Tensor],
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Half an iteration, as Zhang et al. 2023, https://arxiv.org/abs/2306.08881: P = M Q, in the next Q = M^T P."""
+        makes_q = half_steps.number() % 2 == 1
+        half_steps.count()
+        starts = [self._start(batch.p if makes_q else batch.q, batch, bucket.step) for batch in matrices]
+        products = [
+            batch.load_and_multiply(flat, start, bucket, transposed=makes_q).div_(self.group.size)
+            for batch, start in zip(matrices, starts, strict=True)
+        ]
+        means = self.sum_over_ranks(products, matrices, along)
+        return (starts, means) if makes_q else (means, starts)
+
+    def _start(self, factor: Start, batch: Matrices, step: int) -> Tensor:
+        """Orthonormal rows to begin with, of the shape of the factor: those of an earlier step, or random ones."""
         if not self.hook.warm_start:
-            return orthonormal_basis(self.random(batch.keys, batch.fresh, step))
-        return orthonormal_basis(revive(batch.factor.value, batch.fresh, self.hook.orthogonalization_epsilon))
+            return orthonormal_basis(self.random(batch.keys, factor.fresh, step))
+        return orthonormal_basis(revive(factor.memory.value, factor.fresh, self.hook.orthogonalization_epsilon))
+
+    def end_step(self, finite: Tensor) -> None:
+        super().end_step(finite)
+        if self._half_steps is not None:
+            self._half_steps.end_step(finite)
+
+    def state_dict(self, writer: StateWriter) -> dict[str, Any]:
+        state = super().state_dict(writer)
+        return state if self._half_steps is None else {**state, "half_steps": self._half_steps.saved(writer)}
+
+    def load_state_dict(self, state: dict[str, Any], reader: StateReader) -> None:
+        super().load_state_dict(state, reader)
+        if self._half_steps is not None:
+            self._half_steps.load(state.get("half_steps"), reader)
