@@ -163,28 +163,36 @@ class Matrices:
         (k, r, _), (n, m) = start.shape, self._shape
         matrices = self._loaded = start.new_empty((k, n, m)) if self._residual is None else self._residual.next()
         product = start.new_zeros((k, r, m)) if transposed else start.new_empty((k, r, n))
-        nothing = start.new_zeros(()).expand(n * m)
-        rows = n if self._at_once else max(1, _BLOCK_NUMEL // m)
-        for i, gradients in enumerate(self._of_bucket(flat)):
-            old, new = nothing if self._residual is None else self._residual.value[i].view(-1), matrices[i].view(-1)
-            new[gradients.numel() :].zero_()
-            for first in range(0, n, rows):
-                numbers = slice(first * m, min((first + rows) * m, gradients.numel()))
-                add_unscaled(old[numbers], gradients[numbers], bucket.divisor, out=new[numbers])
-                if not self._at_once:
-                    block = matrices[i, first : first + rows]
-                    if self._sent is not None:
-                        p, q = self._sent[0].value[i, :, first : first + rows], self._sent[1].value[i]
-                        block.addmm_(p.t(), q, alpha=-1)
-                    if transposed:
-                        product[i].addmm_(start[i, :, first : first + rows], block)
-                    else:
-                        torch.mm(start[i], block.t(), out=product[i, :, first : first + rows])
-        if self._at_once:
-            if self._sent is not None:
-                matrices.baddbmm_(self._sent[0].value.mT, self._sent[1].value, alpha=-1)
-            torch.bmm(start, matrices if transposed else matrices.mT, out=product)
+        owed = start.new_zeros(()).expand(k, n, m) if self._residual is None else self._residual.value
+        if not self._at_once:
+            for i, gradients in enumerate(self._of_bucket(flat)):
+                self._load_in_blocks(i, owed[i], gradients.view(n, m), start[i], product[i], bucket, transposed)
+            return product
+        for old, new, gradients in zip(owed, matrices, self._of_bucket(flat), strict=True):
+            places = new.view(-1)
+            add_unscaled(old.reshape(-1)[: len(gradients)], gradients, bucket.divisor, out=places[: len(gradients)])
+            places[len(gradients) :].zero_()
+        if self._sent is not None:
+            matrices.baddbmm_(self._sent[0].value.mT, self._sent[1].value, alpha=-1)
+        torch.bmm(start, matrices if transposed else matrices.mT, out=product)
         return product
+
+    def _load_in_blocks(
+        self, i: int, old: Tensor, gradient: Tensor, start: Tensor, product: Tensor, bucket: Bucket, transposed: bool
+    ) -> None:
+        """The i-th matrix, whose other arguments have no batch dimension."""
+        rows = max(1, _BLOCK_NUMEL // self._shape[1])
+        blocks = zip(old.split(rows), gradient.split(rows), self.value[i].split(rows), strict=True)
+        sent_p = self._sent[0].value[i].split(rows, 1) if self._sent is not None else ()
+        along_rows = (start if transposed else product).split(rows, 1)
+        for j, (owed, block, new) in enumerate(blocks):
+            add_unscaled(owed, block, bucket.divisor, out=new)
+            if self._sent is not None:
+                new.addmm_(sent_p[j].t(), self._sent[1].value[i], alpha=-1)
+            if transposed:
+                product.addmm_(along_rows[j], new)
+            else:
+                torch.mm(start, new.t(), out=along_rows[j])
 
     def send(self, flat: Tensor, p: Tensor, q: Tensor, used: Tensor | None, bucket: Bucket) -> Tensor:
         """Write P^T Q to the gradients, and owe the rest.
@@ -220,7 +228,9 @@ class Matrices:
         n, m = self._shape
         takes = self._residual is not None and self._sent is None
         if not takes and gradients.dtype == q.dtype and gradients.numel() == n * m:
-            torch.mm(p.t(), q, out=gradients.view(n, m))
+            # Of one row, a product of matrices takes a third longer.
+            multiply = torch.mul if len(q) == 1 else torch.mm
+            multiply(p.t(), q, out=gradients.view(n, m))
             return
         rows = n if gradients.is_cuda else max(1, _BLOCK_NUMEL // m)
         buffer = q.new_empty((rows, m))

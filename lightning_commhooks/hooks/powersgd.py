@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.hooks._low_rank import orthonormal_basis, revive
 from lightning_commhooks.hooks._low_rank_options import LowRankConfig
-from lightning_commhooks.hooks._matrices import Matrices, Start
+from lightning_commhooks.hooks._matrices import Matrices
 from lightning_commhooks.hooks._matrix_feedback import MatrixFeedback
 from lightning_commhooks.hooks._steps_taken import StepsTaken
 from lightning_commhooks.interface.bucket import Bucket, Slot
@@ -105,7 +105,7 @@ class BoundPowerSGD(MatrixFeedback):
     ) -> tuple[list[Tensor], list[Tensor]]:
         if self._half_steps is not None:
             return self._half(self._half_steps, matrices, flat, bucket, along)
-        starts = [self._start(batch.q, batch, bucket.step) for batch in matrices]
+        starts = [self._start(batch, bucket.step) for batch in matrices]
         # P = M Q, whose sum over ranks has the same basis as its mean.
         ps = [batch.load_and_multiply(flat, start, bucket) for batch, start in zip(matrices, starts, strict=True)]
         ps = [orthonormal_basis(p) for p in self.sum_over_ranks(ps, matrices, along)]
@@ -124,7 +124,7 @@ class BoundPowerSGD(MatrixFeedback):
         """Half an iteration, as Zhang et al. 2023, https://arxiv.org/abs/2306.08881: P = M Q, in the next Q = M^T P."""
         makes_q = half_steps.number() % 2 == 1
         half_steps.count()
-        starts = [self._start(batch.p if makes_q else batch.q, batch, bucket.step) for batch in matrices]
+        starts = [self._start(batch, bucket.step, is_p=makes_q) for batch in matrices]
         products = [
             batch.load_and_multiply(flat, start, bucket, transposed=makes_q).div_(self.group.size)
             for batch, start in zip(matrices, starts, strict=True)
@@ -132,11 +132,13 @@ class BoundPowerSGD(MatrixFeedback):
         means = self.sum_over_ranks(products, matrices, along)
         return (starts, means) if makes_q else (means, starts)
 
-    def _start(self, factor: Start, batch: Matrices, step: int) -> Tensor:
-        """Orthonormal rows to begin with, of the shape of the factor: those of an earlier step, or random ones."""
+    def _start(self, batch: Matrices, step: int, is_p: bool = False) -> Tensor:
+        """Orthonormal Q to begin with, or P, of the shape of it: that of an earlier step, or a random one."""
+        start = batch.p if is_p else batch.q
+        assert start is not None
         if not self.hook.warm_start:
-            return orthonormal_basis(self.random(batch.keys, factor.fresh, step))
-        return orthonormal_basis(revive(factor.memory.value, factor.fresh, self.hook.orthogonalization_epsilon))
+            return orthonormal_basis(self.random(batch.keys, start.fresh, step))
+        return orthonormal_basis(revive(start.memory.value, start.fresh, self.hook.orthogonalization_epsilon))
 
     def end_step(self, finite: Tensor) -> None:
         super().end_step(finite)
