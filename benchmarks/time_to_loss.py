@@ -63,7 +63,12 @@ MOST_BY_OTHERS = 0.05
 ALONE: dict[str, Any] = {"start_localSGD_iter": 0, "post_local_gradient_allreduce": False}
 # DiLoCo whose outer optimizer moves to the average, as long as the run is short for momentum.
 PLAIN: dict[str, Any] = {"outer_lr": 1.0, "outer_momentum": 0.0, "nesterov": False, **ALONE}
-LOW_RANK = lc.PowerSGD(matrix_approximation_rank=4, start_powerSGD_iter=0)
+
+
+def low_rank(rank: int, num_iters_per_step: int = 2) -> lc.PowerSGD:
+    """PowerSGD from the first step on."""
+    return lc.PowerSGD(matrix_approximation_rank=rank, start_powerSGD_iter=0, num_iters_per_step=num_iters_per_step)
+
 
 # A string is PyTorch's hook of that name, `None` DDP by itself.
 METHODS: dict[str, str | lc.CommHook | None] = {
@@ -71,11 +76,16 @@ METHODS: dict[str, str | lc.CommHook | None] = {
     "stock fp16": "fp16",
     "stock bf16": "bf16",
     "stock powersgd": "powersgd-4",
+    "stock powersgd, rank 8": "powersgd-8",
     "bf16": lc.BF16(),
     "int8": lc.Int8(),
     "int4": lc.Int4(),
-    "powersgd": LOW_RANK,
-    "int8, then int8(powersgd)": lc.Schedule({0: "int8", 16: lc.Cast(LOW_RANK, "int8")}),
+    "powersgd": low_rank(4),
+    "powersgd, rank 8": low_rank(8),
+    "powersgd, rank 8, 1 iteration": low_rank(8, num_iters_per_step=1),
+    "int8(powersgd), rank 8": lc.Cast(low_rank(8), "int8"),
+    "int8(powersgd), rank 16": lc.Cast(low_rank(16), "int8"),
+    "int8, then int8(powersgd)": lc.Schedule({0: "int8", 16: lc.Cast(low_rank(4), "int8")}),
     "post_localsgd, 8": lc.PostLocalSGD(period=8, **ALONE),
     "diloco, 16": lc.DiLoCo(period=16, **ALONE),
     "diloco, 16, int4": lc.DiLoCo(period=16, pseudo_gradient="int4", **ALONE),

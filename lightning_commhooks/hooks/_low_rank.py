@@ -8,6 +8,7 @@ Legend: k matrices of equal shape, n rows, m columns, r rank.
 
 from __future__ import annotations
 
+import math
 import zlib
 
 import torch
@@ -39,7 +40,7 @@ def orthonormal_basis(rows: Tensor) -> Tensor:
         rows: shape `(k, r, n)`, r <= n, float32 or float64.
     """
     # Norms are sums of squares: scaling keeps them from overflow and underflow.
-    largest = rows.abs().amax(dim=2, keepdim=True).clamp_min(torch.finfo(rows.dtype).tiny)
+    largest = torch.linalg.vector_norm(rows, math.inf, dim=2, keepdim=True).clamp_min_(torch.finfo(rows.dtype).tiny)
     basis: Tensor = torch.linalg.qr((rows / largest).mT).Q
     return basis.mT.contiguous()
 
@@ -77,4 +78,6 @@ def sent_is_finite(p: Tensor, q: Tensor, dtype: torch.dtype) -> Tensor:
     """
     # No element of P^T Q is larger than r times the largest products.
     limit = torch.finfo(q.dtype if dtype == torch.float16 else dtype).max
-    return p.abs().amax() * q.abs().amax() * q.shape[1] < limit
+    largest_p, largest_q = (torch.linalg.vector_norm(factor, math.inf) for factor in (p, q))
+    finite: Tensor = largest_p * largest_q * q.shape[1] < limit
+    return finite

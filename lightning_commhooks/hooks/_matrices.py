@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import chain
+from itertools import chain, repeat
 
 import torch
 from torch import Tensor
@@ -28,6 +28,11 @@ def settled(entry: Mapping[str, Tensor]) -> Tensor:
     if "sent_p" in entry:
         residual.view(residual.shape[0], -1).addmm_(entry["sent_p"].t(), entry["sent_q"], alpha=-1)
     return residual
+
+
+def _blocks(tensor: Tensor, length: int, dim: int = 0) -> Sequence[Tensor]:
+    """Parts of that length along a dimension; most matrices are one."""
+    return (tensor,) if tensor.shape[dim] <= length else tensor.split(length, dim)
 
 
 class Start:
@@ -182,17 +187,23 @@ class Matrices:
     ) -> None:
         """The i-th matrix, whose other arguments have no batch dimension."""
         rows = max(1, _BLOCK_NUMEL // self._shape[1])
-        blocks = zip(old.split(rows), gradient.split(rows), self.value[i].split(rows), strict=True)
-        sent_p = self._sent[0].value[i].split(rows, 1) if self._sent is not None else ()
-        along_rows = (start if transposed else product).split(rows, 1)
-        for j, (owed, block, new) in enumerate(blocks):
+        sent_p, sent_q = (None, None) if self._sent is None else (memory.value[i] for memory in self._sent)
+        along_rows = start if transposed else product
+        for owed, block, new, p, factor in zip(
+            _blocks(old, rows),
+            _blocks(gradient, rows),
+            _blocks(self.value[i], rows),
+            repeat(None) if sent_p is None else _blocks(sent_p, rows, 1),
+            _blocks(along_rows, rows, 1),
+            strict=False,
+        ):
             add_unscaled(owed, block, bucket.divisor, out=new)
-            if self._sent is not None:
-                new.addmm_(sent_p[j].t(), self._sent[1].value[i], alpha=-1)
+            if p is not None and sent_q is not None:
+                new.addmm_(p.t(), sent_q, alpha=-1)
             if transposed:
-                product.addmm_(along_rows[j], new)
+                product.addmm_(factor, new)
             else:
-                torch.mm(start, new.t(), out=along_rows[j])
+                torch.mm(start, new.t(), out=factor)
 
     def send(self, flat: Tensor, p: Tensor, q: Tensor, used: Tensor | None, bucket: Bucket) -> Tensor:
         """Write P^T Q to the gradients, and owe the rest.
@@ -208,14 +219,14 @@ class Matrices:
         Returns:
             whether the gradients are finite, boolean, one element.
         """
-        self.q.memory.next().copy_(q)
+        self.q.memory.stage(q)
         if self.p is not None:
-            self.p.memory.next().copy_(p)
+            self.p.memory.stage(p)
         if self._sent is not None:
             q = q if used is None else q * used.view(-1, 1, 1)
             for memory, factor in zip(self._sent, (p, q), strict=True):
-                memory.next().copy_(factor)
-        scaled = q * bucket.loss_scale
+                memory.stage(factor)
+        scaled = q if is_one(bucket.loss_scale) else q * bucket.loss_scale
         for i, gradients in enumerate(self._of_bucket(flat)):
             self._multiply(i, p[i], scaled[i], gradients, bucket.loss_scale)
         if used is not None:

@@ -33,8 +33,12 @@ class Memory:
         self._written = True
         return self._spare
 
+    def stage(self, value: Tensor) -> None:
+        """As `next().copy_(value)`, without a copy: nobody may change `value` from now on."""
+        self._spare, self._written = value, True
+
     def end_step(self, finite: Tensor) -> None:
-        """Take over what was written to `next`, if anything was and the step is finite.
+        """Take over what was written to `next`, or staged, if anything was and the step is finite.
 
         Args:
             finite: boolean, one element. Of a CUDA device it is not waited for.
