@@ -2,6 +2,7 @@
 
     python benchmarks/time_to_loss.py --tune
     python benchmarks/time_to_loss.py > benchmarks/results/time_to_loss.txt
+    python benchmarks/time_to_loss.py --low-rank > benchmarks/results/time_to_loss_low_rank.txt
 
 Two hosts (network namespaces) joined by a link of 100 Mbit/s, one process and one core each. A transformer of 0.84 M
 parameters (`language_model.py`) learns Python's documentation character by character with AdamW, whose learning rate
@@ -20,6 +21,10 @@ measured again when the script is started again.
 Runs that are in the JSON already are left out: `--again` repeats them, `--methods` and `--seeds` run some. Exits with 1
 when the best of our hooks is less than 15 times as fast as dense, or 3 times as fast as the faster of stock fp16 and
 bf16, in the mean over seeds or with any seed.
+
+`--low-rank` compares low-rank hooks, ours and PyTorch's, and no others: one launch, in which they take turns, seed by
+seed, always measured anew. Exits with 1 when the best of ours is less than 1.4 times as fast as PyTorch's best, or does
+not get to 2.62 with every seed.
 """
 
 from __future__ import annotations
@@ -39,9 +44,9 @@ import language_model
 import stock
 import torch
 import torch.distributed as dist
-from netns import hosts, own_tx_bytes, pin
+from netns import Network, hosts, own_tx_bytes, pin
 from records import RESULTS, Records, command, machine
-from time_to_loss_report import draw, report
+from time_to_loss_report import Judge, draw, low_rank_verdict, report, verdict
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_commhooks as lc
@@ -55,7 +60,7 @@ SEEDS, TUNING_SEED = (0, 1, 2), 100
 LEARNING_RATES = (3e-4, 6e-4, 1.2e-3)
 # Half a millisecond of traffic: nothing that is sent is hidden in it.
 SLOW, FAST = {"rate": "100mbit", "burst": "16kb"}, {"rate": "10gbit"}
-RECORDS = RESULTS / "time_to_loss.json"
+RECORDS, LOW_RANK_RECORDS = RESULTS / "time_to_loss.json", RESULTS / "time_to_loss_low_rank.json"
 KEYS = ("tuning", "method", "learning_rate", "seed")
 
 # Share of the machine that other programs may take while a run lasts.
@@ -76,15 +81,10 @@ METHODS: dict[str, str | lc.CommHook | None] = {
     "stock fp16": "fp16",
     "stock bf16": "bf16",
     "stock powersgd": "powersgd-4",
-    "stock powersgd, rank 8": "powersgd-8",
     "bf16": lc.BF16(),
     "int8": lc.Int8(),
     "int4": lc.Int4(),
     "powersgd": low_rank(4),
-    "powersgd, rank 8": low_rank(8),
-    "powersgd, rank 8, 1 iteration": low_rank(8, num_iters_per_step=1),
-    "int8(powersgd), rank 8": lc.Cast(low_rank(8), "int8"),
-    "int8(powersgd), rank 16": lc.Cast(low_rank(16), "int8"),
     "int8, then int8(powersgd)": lc.Schedule({0: "int8", 16: lc.Cast(low_rank(4), "int8")}),
     "post_localsgd, 8": lc.PostLocalSGD(period=8, **ALONE),
     "diloco, 16": lc.DiLoCo(period=16, **ALONE),
@@ -92,6 +92,15 @@ METHODS: dict[str, str | lc.CommHook | None] = {
     "diloco, 8, int4, no momentum": lc.DiLoCo(period=8, pseudo_gradient="int4", **PLAIN),
     "diloco, 16, int4, no momentum": lc.DiLoCo(period=16, pseudo_gradient="int4", **PLAIN),
     "diloco, 32, int4, no momentum": lc.DiLoCo(period=32, pseudo_gradient="int4", **PLAIN),
+}
+# For `--low-rank`, beside those of METHODS.
+LOW_RANK: dict[str, str | lc.CommHook | None] = {
+    **{method: hook for method, hook in METHODS.items() if "powersgd" in method},
+    "stock powersgd, rank 8": "powersgd-8",
+    "powersgd, rank 8": low_rank(8),
+    "powersgd, rank 8, 1 iteration": low_rank(8, num_iters_per_step=1),
+    "int8(powersgd), rank 8": lc.Cast(low_rank(8), "int8"),
+    "int8(powersgd), rank 16": lc.Cast(low_rank(16), "int8"),
 }
 
 
@@ -131,7 +140,7 @@ class Training:
         self.model = DistributedDataParallel(language_model.LanguageModel(), gradient_as_bucket_view=True)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=learning_rate, fused=True)
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda n: min(1, (n + 1) / WARM_UP_STEPS))
-        hook = METHODS[method]
+        hook = {**METHODS, **LOW_RANK}[method]
         self.attachment: lc.Attachment | None = None
         if isinstance(hook, lc.CommHook):
             self.attachment = lc.attach(self.model, hook, optimizers=[self.optimizer])
@@ -196,15 +205,27 @@ def measure(records: Records, methods: list[str], seeds: list[int], tuning: bool
         for method in methods:
             rates = LEARNING_RATES if tuning else [best_learning_rate(records, method)]
             runs = [(method, rate, seed) for seed in seeds for rate in rates]
-            todo = [run for run in runs if again or not is_measured(records, tuning, run)]
-            if not todo:
-                continue
-            lines = network.launch([__file__, "--work", json.dumps(todo)], timeout=1800)[0]
-            for run, line in zip(todo, lines.splitlines()[-len(todo) :], strict=True):
-                row = {**dict(zip(KEYS, (tuning, *run), strict=True)), **json.loads(line)}
-                records.put(row)
-                _, seconds, _, loss = row["curve"][-1]
-                print(f"{run}: {seconds:.1f} s, loss {loss:.3f}, others {row['others']:.1%}", file=sys.stderr)
+            launch(network, records, [run for run in runs if again or not is_measured(records, tuning, run)], tuning)
+
+
+def measure_in_turns(records: Records, methods: list[str], seeds: list[int]) -> None:
+    """Run all in one launch, seed by seed."""
+    tuned = Records(RECORDS, KEYS)
+    with hosts(2, **SLOW) as network:
+        runs = [(method, best_learning_rate(tuned, method), seed) for seed in seeds for method in methods]
+        launch(network, records, runs, tuning=False)
+
+
+def launch(network: Network, records: Records, runs: list[tuple[str, float, int]], tuning: bool) -> None:
+    """Train on all hosts, and record it."""
+    if not runs:
+        return
+    lines = network.launch([__file__, "--work", json.dumps(runs)], timeout=1800)[0]
+    for run, line in zip(runs, lines.splitlines()[-len(runs) :], strict=True):
+        row = {**dict(zip(KEYS, (tuning, *run), strict=True)), **json.loads(line)}
+        records.put(row)
+        _, seconds, _, loss = row["curve"][-1]
+        print(f"{run}: {seconds:.1f} s, loss {loss:.3f}, others {row['others']:.1%}", file=sys.stderr)
 
 
 def is_measured(records: Records, tuning: bool, run: tuple[str, float, int]) -> bool:
@@ -228,6 +249,7 @@ def main() -> None:
     """Measure what is missing, print the table, draw the plots."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tune", action="store_true", help="find the learning rates")
+    parser.add_argument("--low-rank", action="store_true", help="compare low-rank hooks only")
     parser.add_argument("--methods", nargs="*", default=list(METHODS), help="some of them only")
     parser.add_argument("--seeds", nargs="*", type=int, default=list(SEEDS))
     parser.add_argument("--again", action="store_true", help="also what is in the records already")
@@ -236,22 +258,31 @@ def main() -> None:
     if args.work:
         work(json.loads(args.work))
         return
+    if args.low_rank:
+        records = Records(LOW_RANK_RECORDS, KEYS)
+        measure_in_turns(records, list(LOW_RANK), args.seeds)
+        sys.exit(not print_table(records.rows, low_rank_verdict))
     records = Records(RECORDS, KEYS)
     measure(records, args.methods, [TUNING_SEED] if args.tune else args.seeds, args.tune, args.again)
     if args.tune:
         return
-    rows = [row for row in records.rows if not row["tuning"]]
+    rows = [row for row in records.rows if not row["tuning"] and row["method"] in METHODS]
     for row in rows:
         if row["others"] > MOST_BY_OTHERS:
             raise SystemExit(f"no table yet: others disturbed {row['method']!r}, seed {row['seed']}; run this again")
     missing = [f"{m}, seed {s}" for m in METHODS for s in SEEDS if not records.has(tuning=False, method=m, seed=s)]
     if missing:
         raise SystemExit(f"no table yet: not measured are {'; '.join(missing)}")
-    print(f"$ {command()}")
-    print(f"# {machine(rows)}; 2 hosts, 100 Mbit/s, one core each; {STEPS} steps\n")
-    ok = report(rows)
+    ok = print_table(rows, verdict)
     draw(rows, RESULTS)
     sys.exit(not ok)
+
+
+def print_table(rows: list[dict[str, Any]], judge: Judge) -> bool:
+    """Whether what is asked for holds."""
+    print(f"$ {command()}")
+    print(f"# {machine(rows)}; 2 hosts, 100 Mbit/s, one core each; {STEPS} steps\n")
+    return report(rows, judge)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,37 +29,43 @@ def reached(curve: list[list[float]], target: float = TARGET) -> tuple[float, fl
     return math.inf, math.inf
 
 
-def report(rows: list[dict[str, Any]]) -> bool:
-    """Print the table of the reported runs; whether the limits hold."""
+# Of seconds to each target by method and seed.
+Judge = Callable[[dict[str, list[float]], dict[str, list[float]]], bool]
+
+
+def report(rows: list[dict[str, Any]], judge: Judge) -> bool:
+    """Print the table of the reported runs; whether `judge` is content."""
     runs = {
         method: sorted((r for r in rows if r["method"] == method), key=lambda r: r["seed"])
         for method in dict.fromkeys(r["method"] for r in rows)
     }
     seconds = {method: [reached(run["curve"])[1] for run in of] for method, of in runs.items()}
+    base = "dense" if "dense" in runs else "stock"
+    reference = "dense" if "dense" in runs else "stock powersgd"
     print(f"{'':<31}{'lr':>8}{'ms per':>8}{'kB per':>9}{'steps to':>10}{'seconds to':>12}{'':>22}", end="")
-    print(f"{'as fast as dense':>20}{'loss at':>10}\n{'method':<31}{'':>8}{'step':>8}{'step':>9}", end="")
+    print(f"{f'as fast as {base}':>20}{'loss at':>10}\n{'method':<31}{'':>8}{'step':>8}{'step':>9}", end="")
     print(f"{TARGET:>10}{TARGET:>12}{'with each seed':>22}{f'to {TARGET}':>10}{f'to {LOWER}':>10}{'the end':>10}")
-    lower = {m: statistics.mean(reached(run["curve"], LOWER)[1] for run in of) for m, of in runs.items()}
+    to_lower = {method: [reached(run["curve"], LOWER)[1] for run in of] for method, of in runs.items()}
+    lower = {method: statistics.mean(of) for method, of in to_lower.items()}
     for method, of in sorted(runs.items(), key=lambda item: -statistics.mean(seconds[item[0]])):
         steps, total, sent, _ = (statistics.mean(values) for values in zip(*(r["curve"][-1] for r in of), strict=True))
         print(
             f"{method:<31}{of[0]['learning_rate']:>8g}{total / steps * 1e3:>8.1f}{sent / steps / 1e3:>9,.1f}"
             f"{statistics.mean(reached(run['curve'])[0] for run in of):>10.0f}{statistics.mean(seconds[method]):>12.2f}"
             f"{' '.join(f'{s:.1f}' for s in seconds[method]):>22}"
-            f"{statistics.mean(seconds['dense']) / statistics.mean(seconds[method]):>9.1f}x"
-            f"{lower['dense'] / lower[method]:>9.1f}x"
+            f"{statistics.mean(seconds[reference]) / statistics.mean(seconds[method]):>9.1f}x"
+            f"{lower[reference] / lower[method]:>9.1f}x"
             f"{statistics.mean(run['curve'][-1][3] for run in of):>10.3f}"
         )
-    to_lower = {method: [reached(run["curve"], LOWER)[1] for run in of] for method, of in runs.items()}
-    return verdict(seconds) & low_rank_verdict(seconds, to_lower)
+    print()
+    return judge(seconds, to_lower)
 
 
-def verdict(seconds: dict[str, list[float]]) -> bool:
+def verdict(seconds: dict[str, list[float]], to_lower: dict[str, list[float]]) -> bool:
     """Print how many times as fast the best of our hooks is; whether that is enough."""
     best = min((m for m in seconds if m != "dense" and not m.startswith("stock")), key=lambda m: sum(seconds[m]))
     stock_16_bit = min(("stock fp16", "stock bf16"), key=lambda m: sum(seconds[m]))
     ok = True
-    print()
     for what, base in {"dense": "dense", "stock 16 bit": stock_16_bit}.items():
         mean = statistics.mean(seconds[base]) / statistics.mean(seconds[best])
         each = [b / a for a, b in zip(seconds[best], seconds[base], strict=True)]

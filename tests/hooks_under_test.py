@@ -82,7 +82,6 @@ CASES = {
     # The first step projects on random rows: never more than the gradient itself.
     "powersgd+half": Case(
         lc.PowerSGD(**RANK_2, num_iters_per_step=1),
-        error=1.0,
         bytes_sent=lambda w: ring(w, 4 * (DENSE + FACTORS_P)),
         goes_on_from_mean=True,
     ),
@@ -139,6 +138,11 @@ CASES = {
         ),
     ),
 }
+HALF = lc.PowerSGD(**RANK_2, num_iters_per_step=1)
+CASES["half inside"] = Case(
+    lc.Schedule({0: "bf16", 1: lc.PerParameter({"*ir*": HALF, "second": lc.Cast(HALF, "int8"), "*": "bf16"})}),
+    rounding=BF16,
+)
 # These do with gradients what post_localsgd does, or int8 with another codec, by the same code; or what others do.
 ALIKE = {"hierarchical_localsgd", "diloco", "fp8", "auto"}
 # What it does is not to average.

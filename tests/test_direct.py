@@ -278,15 +278,15 @@ def rounds_of_a_step(rank, world, hook):
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_rounds_of_messages(run, world):
-    found = {
-        hook: run(rounds_of_a_step, HOOKS[hook], world=world) for hook in ("allreduce", "bf16", "int8", "powersgd")
-    }
+    hooks = ("allreduce", "bf16", "int8", "powersgd", "powersgd+half")
+    found = {hook: run(rounds_of_a_step, HOOKS[hook], world=world) for hook in hooks}
     assert all(len(set(of_ranks)) == 1 for of_ranks in found.values())
     num_buckets = found["allreduce"][0] / (1 if world == 2 else 2)
     assert num_buckets > 1
     assert found["bf16"] == found["allreduce"]
     assert found["int8"] == found["allreduce"]  # what is not encoded travels beside
     assert found["powersgd"][0] == 2 * found["allreduce"][0]
+    assert found["powersgd+half"] == found["allreduce"]
 
 
 def in_flight(rank, world, latency):

@@ -125,6 +125,32 @@ def with_a_bad_step(rank, world, hook):
     return means
 
 
+def resumed_with(rank, world, before, after, shapes):
+    """Outputs after other options than before, and the factor that was saved; or what is said against it."""
+    with attached(before, shapes, torch.float64) as (ddp, attachment):
+        for step in range(3):
+            backward(ddp, full_rank_gradients(rank, step, shapes, torch.float64))
+        state = attachment.state_dict()
+    with attached(after, shapes, torch.float64) as (ddp, attachment):
+        try:
+            attachment.load_state_dict(state)
+        except lc.StateError as error:
+            return str(error)
+        mean = backward(ddp, full_rank_gradients(rank, 3, shapes, torch.float64))["only"]
+        return mean, state["hook"]["state"]["entries"]["only"]["factor"]
+
+
+def test_half_iterations_go_on_from_whole_ones_and_not_the_other_way(run):
+    whole, half = (lc.PowerSGD(start_powerSGD_iter=0, num_iters_per_step=num) for num in (2, 1))
+    shapes = {"only": (32, 64)}
+    for text in run(resumed_with, half, whole, shapes):
+        assert "it has the factor_p of 'only', and the hook has none now" in text
+    for mean, q in run(resumed_with, whole, half, shapes):
+        q = q / q.norm()
+        torch.testing.assert_close(mean @ q.t() @ q, mean, rtol=1e-10, atol=1e-10)
+        assert mean.norm() > 0.1
+
+
 def sent_in_turn(rank, world, hook):
     """Collectives and elements of factors of each step, for one matrix."""
     found = []
