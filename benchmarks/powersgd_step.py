@@ -158,7 +158,9 @@ def main() -> None:
             port = free.getsockname()[1]
         try:
             mp.spawn(worker, (port, args.rounds, args.steps), nprocs=2)
-        except mp.ProcessExitedException:
+        except mp.ProcessExitedException as ended:
+            if ended.exit_code != 1:
+                raise
             ok = False
     sys.exit(not ok)
 

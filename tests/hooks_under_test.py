@@ -139,8 +139,8 @@ CASES = {
     ),
 }
 HALF = lc.PowerSGD(**RANK_2, num_iters_per_step=1)
-CASES["half inside"] = Case(
-    lc.Schedule({0: "bf16", 1: lc.PerParameter({"*ir*": HALF, "second": lc.Cast(HALF, "int8"), "*": "bf16"})}),
+CASES["powersgd+half inside"] = Case(
+    lc.Schedule({0: lc.PerParameter({"*ir*": HALF, "second": lc.Cast(HALF, "int8"), "*": "bf16"}), 6: "bf16"}),
     rounding=BF16,
 )
 # These do with gradients what post_localsgd does, or int8 with another codec, by the same code; or what others do.

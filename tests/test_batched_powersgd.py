@@ -17,12 +17,16 @@ def with_buckets(rank, world, hook, steps):
 
 @pytest.mark.parametrize("matrix_rank", [1, 3])
 @pytest.mark.parametrize("feedback", [False, True], ids=["no_feedback", "feedback"])
-@pytest.mark.parametrize("warm", [False, True], ids=["cold", "warm"])
-def test_equal_to_reference(run, world, matrix_rank, feedback, warm):
-    if world == 4 and not (feedback and warm):
+@pytest.mark.parametrize("start", ["cold", "warm", "half"])
+def test_equal_to_reference(run, world, matrix_rank, feedback, start):
+    if world == 4 and not (feedback and start == "warm"):
         pytest.skip("2 ranks suffice")
     hook = lc.BatchedPowerSGD(
-        matrix_approximation_rank=matrix_rank, start_powerSGD_iter=1, use_error_feedback=feedback, warm_start=warm
+        matrix_approximation_rank=matrix_rank,
+        start_powerSGD_iter=1,
+        use_error_feedback=feedback,
+        warm_start=start != "cold",
+        num_iters_per_step=1 if start == "half" else 2,
     )
     results = run(with_buckets, hook, 6, world=world)
     buckets = results[0][1]
@@ -35,7 +39,9 @@ def test_equal_to_reference(run, world, matrix_rank, feedback, warm):
         assert before == 5 * numel
         assert rate == before / after
         sides = [sum(torch.Size(SHAPES[name]).numel() for name in names) ** 0.5 for names in buckets]
-        assert after == 5 * sum(2 * (-(-side // 1)) * min(matrix_rank, -(-side // 1)) for side in sides)
+        assert after == 5 * hook.num_iters_per_step * sum(
+            (-(-side // 1)) * min(matrix_rank, -(-side // 1)) for side in sides
+        )
 
 
 def of_shapes(rank, world, shapes):

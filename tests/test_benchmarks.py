@@ -36,32 +36,42 @@ def is_png(path: Path) -> bool:
 
 
 def test_time_to_loss_table_is_that_of_the_records(capsys: pytest.CaptureFixture[str]) -> None:
-    from time_to_loss_report import report
+    from time_to_loss_report import low_rank_verdict, report, verdict
 
-    assert report(reported())
+    assert report(reported(), verdict)
     committed = (RESULTS / "time_to_loss.txt").read_text()
     assert capsys.readouterr().out.strip() in committed
     assert committed.startswith("$ python benchmarks/time_to_loss.py")
+    report(rows("time_to_loss_low_rank.json"), low_rank_verdict)
+    assert capsys.readouterr().out.strip() in (RESULTS / "time_to_loss_low_rank.txt").read_text()
 
 
 def test_limits_are_missed_when_dense_is_fast(capsys: pytest.CaptureFixture[str]) -> None:
-    from time_to_loss_report import report
+    from time_to_loss_report import report, verdict
 
     changed = copy.deepcopy(reported())
     for row in changed:
         if row["method"] == "dense":
             row["curve"] = [[steps, seconds / 10, sent, loss] for steps, seconds, sent, loss in row["curve"]]
-    assert not report(changed)
+    assert not report(changed, verdict)
     assert "MISSED" in capsys.readouterr().out
 
 
 def test_one_slow_seed_misses_the_limit(capsys: pytest.CaptureFixture[str]) -> None:
     from time_to_loss_report import verdict
 
-    assert verdict({"dense": [20.0, 40.0], "stock fp16": [10.0, 20.0], "stock bf16": [10.0, 20.0], "int4": [1.0, 2.0]})
-    assert not verdict(
-        {"dense": [14.0, 60.0], "stock fp16": [10.0, 20.0], "stock bf16": [10.0, 20.0], "int4": [1.0, 2.0]}
-    )
+    seconds = {"dense": [20.0, 40.0], "stock fp16": [10.0, 20.0], "stock bf16": [10.0, 20.0], "int4": [1.0, 2.0]}
+    assert verdict(seconds, {})
+    assert not verdict({**seconds, "dense": [14.0, 60.0]}, {})
+
+
+def test_low_rank_has_to_get_to_the_lower_target_with_all_seeds() -> None:
+    from time_to_loss_report import low_rank_verdict
+
+    seconds = {"stock powersgd": [3.0, 3.0], "stock powersgd, rank 8": [2.0, 4.0], "powersgd": [2.0, 2.0]}
+    assert low_rank_verdict(seconds, {**seconds})
+    assert not low_rank_verdict(seconds, {**seconds, "powersgd": [3.0, math.inf]})
+    assert not low_rank_verdict({**seconds, "powersgd": [2.5, 2.5]}, seconds)
 
 
 def test_target_is_interpolated() -> None:

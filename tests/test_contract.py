@@ -18,7 +18,7 @@ ON_FOUR = {
 }
 ON_FOUR_ONLY = {"other_numbers_of_ranks_keep_what_is_owed"}  # and on two and one
 # Its phases depend on the number of steps; see test_checkpoint.py.
-COUNTS_STEPS = {("bad_steps_never_happened", "schedule")}
+COUNTS_STEPS = {("bad_steps_never_happened", "schedule")}  # "powersgd+half inside" has another phase only later
 
 
 @pytest.mark.parametrize("world", [2, 4])

@@ -1,5 +1,7 @@
 """PowerSGD against PyTorch's hook and against a plain float64 reference."""
 
+from unittest import mock
+
 import pytest
 import torch
 from driver import (
@@ -19,6 +21,7 @@ from reference import powersgd
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
 import lightning_commhooks as lc
+from lightning_commhooks.hooks import _matrices
 from lightning_commhooks.hooks._low_rank import random_factor
 
 START, STEPS = 2, 7
@@ -113,9 +116,22 @@ def test_half_iterations_equal_reference(run, world, feedback, batch):
             assert distance(a, b) <= 1e-9 * norm(b)
 
 
-def with_a_bad_step(rank, world, hook):
+@pytest.mark.parametrize("num_iters", [1, 2])
+def test_matrices_in_many_blocks_equal_reference(run, num_iters):
+    """On CPU they are multiplied in blocks, of which matrices this small are one."""
+    hook = lc.PowerSGD(matrix_approximation_rank=2, start_powerSGD_iter=1, num_iters_per_step=num_iters)
+    expected = powersgd(hook, full_rank_gradients, 2, STEPS, SHAPES)
+    for means in run(with_a_bad_step, hook, 100):
+        for a, b in zip(means, expected, strict=True):
+            assert distance(a, b) <= 1e-9 * norm(b)
+
+
+def with_a_bad_step(rank, world, hook, block_numel=_matrices._BLOCK_NUMEL):
     means = []
-    with attached(hook, dtype=torch.float64) as (ddp, _):
+    with (
+        mock.patch.object(_matrices, "_BLOCK_NUMEL", block_numel),
+        attached(hook, dtype=torch.float64) as (ddp, _),
+    ):
         for step in range(STEPS):
             if step == 3:
                 bad = full_rank_gradients(rank, 100, SHAPES, torch.float64)
@@ -255,9 +271,10 @@ def test_warns_when_no_matrix_shrinks(run):
         ("matrix_approximation_rank", True, "integer"),
         ("start_powerSGD_iter", -1, "at least 0"),
         ("compression_stats_logging_frequency", 0, "at least 1"),
-        ("num_iters_per_step", 0, "1 or 2"),
+        ("num_iters_per_step", 0, "at least 1"),
         ("num_iters_per_step", 3, "1 or 2"),
-        ("num_iters_per_step", True, "1 or 2"),
+        ("num_iters_per_step", 1.0, "integer"),
+        ("num_iters_per_step", True, "integer"),
         ("orthogonalization_epsilon", -1e-3, r"\[0, 1\)"),
         ("orthogonalization_epsilon", 1.0, r"\[0, 1\)"),
         ("orthogonalization_epsilon", float("nan"), r"\[0, 1\)"),

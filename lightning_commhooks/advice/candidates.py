@@ -61,7 +61,7 @@ class Candidate:
 
     @property
     def period(self) -> int:
-        """Steps after which `measured` has averaged all that it averages."""
+        """Steps after which `measured` has averaged all that it averages, and sent each of what it sends in turn."""
         return _period(self.measured) or 1
 
     @property
@@ -195,5 +195,7 @@ def _period(hook: CommHook | None) -> int | None:
     if hook is None:
         return None
     own = getattr(hook, "period", None) or max(getattr(hook, "period_group_size_dict", ()), default=None)
+    if getattr(hook, "num_iters_per_step", 2) == 1:
+        own = 2
     inner: Sequence[int] = [p for inner in hook.inner_hooks if (p := _period(inner)) is not None]
     return own if own is not None else max(inner, default=None)

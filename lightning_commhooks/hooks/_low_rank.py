@@ -48,11 +48,11 @@ def orthonormal_basis(rows: Tensor) -> Tensor:
 def revive(rows: Tensor, fresh: Tensor, epsilon: float) -> Tensor:
     """Return `rows` with dead ones replaced by fresh random ones.
 
-    A row of Q is dead when its matrix was zero at the last step: it could give P = 0 for ever after.
+    A row of Q is dead when its matrix was zero at the last step: it could give P = 0 for ever after. So is one of P.
 
     Args:
-        rows: shape `(k, r, m)`.
-        fresh: shape `(k, r, m)`, random rows.
+        rows: shape `(k, r, m)`, or `(k, r, n)`.
+        fresh: of that shape, random rows.
         epsilon: a row is dead when its norm is at most `epsilon` times that of the matrix's longest row.
     """
     norm = torch.linalg.vector_norm(rows, ord=1, dim=2, keepdim=True)
@@ -76,7 +76,7 @@ def sent_is_finite(p: Tensor, q: Tensor, dtype: torch.dtype) -> Tensor:
         q: shape `(k, r, m)`; the rows of one of them are orthonormal.
         dtype: of the gradients.
     """
-    # No element of P^T Q is larger than r times the largest products.
+    # No element of P^T Q is larger than r times the product of the largest ones.
     limit = torch.finfo(q.dtype if dtype == torch.float16 else dtype).max
     largest_p, largest_q = (torch.linalg.vector_norm(factor, math.inf) for factor in (p, q))
     finite: Tensor = largest_p * largest_q * q.shape[1] < limit

@@ -15,7 +15,8 @@ from lightning_commhooks.interface.hook import CommHook
 class LowRankConfig(CommHook):
     """Options of `torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook.PowerSGDState`, same names and defaults.
 
-    `num_iters_per_step` is that of the authors' package, https://github.com/epfml/powersgd.
+    `num_iters_per_step=1` is that of the authors' package, https://github.com/epfml/powersgd, beginning with P; 2 is
+    what PyTorch's hook does, where theirs would send the sum of two approximations.
     """
 
     matrix_approximation_rank: int = 1
@@ -37,7 +38,8 @@ class LowRankConfig(CommHook):
         for field in ("use_error_feedback", "warm_start"):
             check_bool(field, getattr(self, field))
         check_integer("random_seed", self.random_seed)
-        if isinstance(self.num_iters_per_step, bool) or self.num_iters_per_step not in (1, 2):
+        check_integer("num_iters_per_step", self.num_iters_per_step, 1)
+        if self.num_iters_per_step > 2:
             raise ValueError(f"num_iters_per_step must be 1 or 2, is {self.num_iters_per_step!r}")
         if self.num_iters_per_step == 1 and not self.warm_start:
             raise ValueError(
@@ -65,5 +67,5 @@ class LowRankConfig(CommHook):
 
     @property
     def multiplies_at_once(self) -> bool:
-        """Whether matrices of one shape are multiplied together, on CPU too."""
+        """Whether matrices of one shape are multiplied together, on CPU too. Those that zeros fill up have to be."""
         return False

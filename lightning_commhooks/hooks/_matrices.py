@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import chain, repeat
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -35,7 +35,7 @@ def _blocks(tensor: Tensor, length: int, dim: int = 0) -> Sequence[Tensor]:
     return (tensor,) if tensor.shape[dim] <= length else tensor.split(length, dim)
 
 
-class Start:
+class WarmStart:
     """A factor that a later step goes on from: that of an earlier one, and a random one where that is worth nothing.
 
     Args:
@@ -84,8 +84,8 @@ class Matrices:
         self._gradients, self._shape, self._at_once = gradients, shape, at_once
         self.keys = ["\n".join(slot.name for slot in slots) for slots in gradients]
         self.slots = list(chain.from_iterable(gradients))
-        self.q = Start(fresh_q)
-        self.p = Start(fresh_p) if fresh_p is not None else None
+        self.q = WarmStart(fresh_q)
+        self.p = WarmStart(fresh_p) if fresh_p is not None else None
         self.wire_dtype = factor_dtype(dtype)
         self._loaded: Tensor | None = None
         # What is owed, before what was sent in the last step is taken from it.
@@ -111,7 +111,7 @@ class Matrices:
         return [*starts, *(memory for memory in (self._residual, *(self._sent or ())) if memory is not None)]
 
     @property
-    def _starts(self) -> dict[str, Start]:
+    def _starts(self) -> dict[str, WarmStart]:
         """By their keys in what is stored."""
         return {"factor": self.q} if self.p is None else {"factor": self.q, "factor_p": self.p}
 
@@ -189,13 +189,14 @@ class Matrices:
         rows = max(1, _BLOCK_NUMEL // self._shape[1])
         sent_p, sent_q = (None, None) if self._sent is None else (memory.value[i] for memory in self._sent)
         along_rows = start if transposed else product
+        loaded = _blocks(self.value[i], rows)
         for owed, block, new, p, factor in zip(
             _blocks(old, rows),
             _blocks(gradient, rows),
-            _blocks(self.value[i], rows),
-            repeat(None) if sent_p is None else _blocks(sent_p, rows, 1),
+            loaded,
+            [None] * len(loaded) if sent_p is None else _blocks(sent_p, rows, 1),
             _blocks(along_rows, rows, 1),
-            strict=False,
+            strict=True,
         ):
             add_unscaled(owed, block, bucket.divisor, out=new)
             if p is not None and sent_q is not None:

@@ -20,28 +20,35 @@ class StepsTaken:
 
     def __init__(self, device: torch.device) -> None:
         self._memory = Memory(torch.zeros((), dtype=torch.int64, device=device))
-        # On CUDA: the number, once the event has come.
-        self._arriving: tuple[Tensor, torch.cuda.Event] | None = None
+        self._is_counting = False
+        # The number, on CUDA once the event has come.
+        self._on_host = torch.zeros((), dtype=torch.int64)
+        self._arrived: torch.cuda.Event | None = None
 
     def number(self) -> int:
         """Steps so far. On CUDA it waits for the end of the step before, and not for this one's backward."""
-        if self._arriving is None:
-            return int(self._memory.value)
-        number, arrived = self._arriving
-        arrived.synchronize()
-        return int(number)
+        if self._arrived is not None:
+            self._arrived.synchronize()
+            self._arrived = None
+        return int(self._on_host)
 
     def count(self) -> None:
         """Count the present step, once it has ended."""
         torch.add(self._memory.value, 1, out=self._memory.next())
+        self._is_counting = True
 
     def end_step(self, finite: Tensor) -> None:
         """See `BoundHook.end_step`."""
+        if not self._is_counting:
+            return
+        self._is_counting = False
         self._memory.end_step(finite)
-        if finite.is_cuda:
-            on_host = torch.empty((), dtype=torch.int64, pin_memory=True)
-            on_host.copy_(self._memory.value, non_blocking=True)
-            self._arriving = on_host, torch.cuda.current_stream(finite.device).record_event()
+        if not finite.is_cuda:
+            self._on_host = self._memory.value
+            return
+        self._on_host = torch.empty((), dtype=torch.int64, pin_memory=True)
+        self._on_host.copy_(self._memory.value, non_blocking=True)
+        self._arrived = torch.cuda.current_stream(finite.device).record_event()
 
     def saved(self, writer: StateWriter) -> Tensor:
         """For `load`."""
@@ -49,5 +56,6 @@ class StepsTaken:
 
     def load(self, saved: Any, reader: StateReader) -> None:
         """Go on from what was saved; from 0 if nothing was."""
-        number = reader.shared(saved) if isinstance(saved, Tensor) else torch.zeros_like(self._memory.value)
-        self._memory, self._arriving = Memory(number), None
+        if not isinstance(saved, Tensor):
+            saved = torch.zeros((), dtype=torch.int64)
+        self._memory, self._on_host, self._arrived = Memory(reader.shared(saved)), saved.cpu().clone(), None

@@ -24,7 +24,8 @@ class BatchedPowerSGD(LowRankConfig):
     than `powersgd`, and biases are compressed too, at the price of **much lower accuracy** per byte: cutting a
     bucket into rows destroys the low rank of its gradients. Prefer `powersgd`.
 
-    Sends `2 * ceil(sqrt(numel)) * rank` numbers for a bucket of `numel` elements, in two all-reduces.
+    Sends `2 * ceil(sqrt(numel)) * rank` numbers for a bucket of `numel` elements, in two all-reduces; with
+    `num_iters_per_step=1` half of that, in one.
 
     Args:
         matrix_approximation_rank: rank of the approximation. More than 1 rarely helps here.
@@ -34,8 +35,9 @@ class BatchedPowerSGD(LowRankConfig):
             all-reduce in place of two, and one product less.
         use_error_feedback: add what compression left out to the next step's gradient. Needs memory of
             twice the size of the gradients, at least float32: what is owed, and what it was before the step.
-        warm_start: begin each step's power iteration where the last one ended.
-        orthogonalization_epsilon: a row of Q whose norm is at most this fraction of the longest is drawn
+        warm_start: begin each step's power iteration where the last one ended. `num_iters_per_step=1`
+            needs it.
+        orthogonalization_epsilon: a row of Q (or P) whose norm is at most this fraction of the longest is drawn
             anew. Relative, unlike PyTorch's; 0 renews rows that are exactly zero, which is enough.
         random_seed: of the random start. The global random state is not touched.
         compression_stats_logging_frequency: log the compression rate every so many steps once compression

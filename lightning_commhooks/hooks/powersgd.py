@@ -47,8 +47,9 @@ class PowerSGD(LowRankConfig):
             `(n + m) * rank * min_compression_rate < n * m`.
         use_error_feedback: add what compression left out to the next step's gradient. Needs memory of
             twice the size of the compressed gradients, at least float32: what is owed, and what it was before the step.
-        warm_start: begin each step's power iteration where the last one ended.
-        orthogonalization_epsilon: a row of Q whose norm is at most this fraction of the longest is drawn
+        warm_start: begin each step's power iteration where the last one ended. `num_iters_per_step=1`
+            needs it.
+        orthogonalization_epsilon: a row of Q (or P) whose norm is at most this fraction of the longest is drawn
             anew. Relative, unlike PyTorch's; 0 renews rows that are exactly zero, which is enough.
         random_seed: of the random start. The global random state is not touched.
         compression_stats_logging_frequency: log the compression rate every so many steps once compression
@@ -133,7 +134,7 @@ class BoundPowerSGD(MatrixFeedback):
         return (starts, means) if makes_q else (means, starts)
 
     def _start(self, batch: Matrices, step: int, is_p: bool = False) -> Tensor:
-        """Orthonormal Q to begin with, or P, of the shape of it: that of an earlier step, or a random one."""
+        """Orthonormal Q, shape `(k, r, m)`, or P, `(k, r, n)`, to begin with: of an earlier step, or random."""
         start = batch.p if is_p else batch.q
         assert start is not None
         if not self.hook.warm_start:
@@ -152,4 +153,6 @@ class BoundPowerSGD(MatrixFeedback):
     def load_state_dict(self, state: dict[str, Any], reader: StateReader) -> None:
         super().load_state_dict(state, reader)
         if self._half_steps is not None:
+            if "half_steps" not in state and any("factor_p" in entry for entry in self._stored.values()):
+                reader.differs("it has no 'half_steps', by which P and Q take turns")
             self._half_steps.load(state.get("half_steps"), reader)

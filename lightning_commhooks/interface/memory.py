@@ -11,11 +11,11 @@ from torch import Tensor
 class Memory:
     """A tensor that changes from step to step, but only in steps that turn out to be finite.
 
-    A step is over when its last bucket is reduced, so a bucket cannot know yet. It writes to `next`, and
-    `end_step` decides. Holds two tensors, because no arithmetic gets the old value back exactly.
+    A step is over when its last bucket is reduced, so a bucket cannot know yet. It writes to `next`, or gives a tensor
+    to `stage`, and `end_step` decides. Holds two tensors, because no arithmetic gets the old value back exactly.
 
     Args:
-        value: any shape and floating-point dtype; becomes the memory itself, not a copy.
+        value: any shape and dtype; becomes the memory itself, not a copy.
 
     Attributes:
         value: what holds now. To be changed by `end_step` only.
@@ -34,7 +34,7 @@ class Memory:
         return self._spare
 
     def stage(self, value: Tensor) -> None:
-        """As `next().copy_(value)`, without a copy: nobody may change `value` from now on."""
+        """As `next().copy_(value)`, without a copy: nobody may change `value` from now on. Not beside `next`."""
         self._spare, self._written = value, True
 
     def end_step(self, finite: Tensor) -> None:
