@@ -40,10 +40,9 @@ def report(rows: list[dict[str, Any]], judge: Judge) -> bool:
         for method in dict.fromkeys(r["method"] for r in rows)
     }
     seconds = {method: [reached(run["curve"])[1] for run in of] for method, of in runs.items()}
-    base = "dense" if "dense" in runs else "stock"
-    reference = "dense" if "dense" in runs else "stock powersgd"
+    reference, title = ("dense", "dense") if "dense" in runs else ("stock powersgd, rank 8", "stock 8")
     print(f"{'':<31}{'lr':>8}{'ms per':>8}{'kB per':>9}{'steps to':>10}{'seconds to':>12}{'':>22}", end="")
-    print(f"{f'as fast as {base}':>20}{'loss at':>10}\n{'method':<31}{'':>8}{'step':>8}{'step':>9}", end="")
+    print(f"{f'as fast as {title}':>20}{'loss at':>10}\n{'method':<31}{'':>8}{'step':>8}{'step':>9}", end="")
     print(f"{TARGET:>10}{TARGET:>12}{'with each seed':>22}{f'to {TARGET}':>10}{f'to {LOWER}':>10}{'the end':>10}")
     to_lower = {method: [reached(run["curve"], LOWER)[1] for run in of] for method, of in runs.items()}
     lower = {method: statistics.mean(of) for method, of in to_lower.items()}

@@ -181,6 +181,7 @@ HOOKS = {
     "int8": lc.Int8(min_bytes=0, block_size=16),
     "quantize_per_channel": lc.QuantizePerChannel(),
     "powersgd": lc.PowerSGD(start_powerSGD_iter=1, matrix_approximation_rank=2),
+    "powersgd+half": lc.PowerSGD(start_powerSGD_iter=1, matrix_approximation_rank=2, num_iters_per_step=1),
     "int8(powersgd)": lc.Cast(lc.PowerSGD(start_powerSGD_iter=1, matrix_approximation_rank=2), "int8"),
     "schedule": lc.Schedule({0: lc.Int8(min_bytes=0, block_size=16), 3: lc.PowerSGD(start_powerSGD_iter=0)}),
     "per_parameter": lc.PerParameter({"first": "int8", "*": "allreduce"}),

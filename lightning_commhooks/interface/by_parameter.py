@@ -185,7 +185,7 @@ class BoundByParameter(BoundHook, Generic[P]):
         for kind, tensor in list(entry.items()):
             if kind not in expected:
                 what = f"the {kind}" if kind in self.lasting else "error feedback"
-                reader.differs(f"it has {what} of {key!r}, and the hook has none now")
+                reader.differs(f"it has {what} of {key!r} and the hook has none now")
             elif not _fits(tensor, expected[kind]):
                 now = f"{list(tensor.shape)} in the state and {list(expected[kind] or ())} now"
                 reader.differs(f"the {kind} of {key!r} has shape {now}")
