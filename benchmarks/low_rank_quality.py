@@ -24,15 +24,13 @@ import json
 import math
 import statistics
 import sys
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 import language_model
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
-from quantization_quality import Digits, Run
+from quantization_quality import Digits, Run, launch
 from records import command
 from torch import Tensor
 
@@ -166,9 +164,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=3)
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(worker, (folder, args.seeds), nprocs=WORLD)
-        results = json.loads(Path(folder, "results.json").read_text())
+    results = launch(worker, WORLD, args.seeds)
     print(f"$ {command()}")
     print(f"# torch {torch.__version__}, {WORLD} ranks, {args.seeds} seeds")
     better = [report(task, runs) for task, runs in results.items()]

@@ -177,14 +177,19 @@ def report(task: str, runs: dict[str, list[tuple[float, float]]]) -> bool:
     return ok
 
 
+def launch(work: Callable[[int, str, int], None], world: int, seeds: int) -> Any:
+    """Run `work(rank, folder, seeds)` in so many processes; what rank 0 has written to `results.json` in the folder."""
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(work, (folder, seeds), nprocs=world)
+        return json.loads(Path(folder, "results.json").read_text())
+
+
 def main() -> None:
     """Train with all hooks, print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=3)
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(worker, (folder, args.seeds), nprocs=WORLD)
-        results = json.loads(Path(folder, "results.json").read_text())
+    results = launch(worker, WORLD, args.seeds)
     print(f"$ python {shlex.join(sys.argv)}")
     print(f"# torch {torch.__version__}, {WORLD} ranks, {args.seeds} seeds")
     ok = [report(task, runs) for task, runs in results.items()]
