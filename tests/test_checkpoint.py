@@ -214,6 +214,21 @@ def test_bad_state_on_one_rank_is_an_error_on_all(run):
     assert "the state cannot be read: AttributeError" in own_malformed
 
 
+def load_in_another_order(rank, world):
+    state = saved_state(rank, POWERSGD)
+    entries = state["hook"]["state"]["entries"]
+    if rank:
+        state["hook"]["state"]["entries"] = dict(reversed(entries.items()))
+    with attached(POWERSGD) as (_, attachment):
+        attachment.load_state_dict(state)
+        return list(entries), list(attachment.state_dict()["hook"]["state"]["entries"])
+
+
+def test_order_of_a_state_does_not_matter(run):
+    """Ranks may meet parameters in different orders, as buckets are reduced beside each other."""
+    assert all(saved == sorted(loaded) and len(saved) > 1 for saved, loaded in run(load_in_another_order))
+
+
 def nonfinite_hand_over(rank, world, value):
     """What came in and out, around a step with a bad gradient in which another hook takes over."""
     with attached(SCHEDULE, dtype=torch.float64, find_unused_parameters=True) as (ddp, attachment):

@@ -251,7 +251,7 @@ def test_state_that_does_not_fit_changes_nothing(run):
     results, whole = run(refuse), run(uninterrupted, HOOKS["diloco"])
     for (trajectory, texts), expected in zip(results, whole, strict=True):
         assert all(same(a, b) for a, b in zip(trajectory, expected, strict=True))
-        assert "the anchor of 'first.3.weight' fits no parameter" in texts[0]
+        assert "the anchor of 'first.3.bias' fits no parameter" in texts[0]
         assert "it is of hook 'post_localsgd', not of 'diloco'" in texts[1]
         assert "truncated" in texts[2]
 

@@ -130,7 +130,8 @@ def _num_tensors(*states: Any) -> int:
 
 def _leaves(state: Any) -> Iterator[Any]:
     if isinstance(state, Mapping):
-        for key in state:
+        # Ranks may have met the parameters in different orders.
+        for key in sorted(state, key=repr):
             yield key
             yield from _leaves(state[key])
     else:

@@ -186,7 +186,7 @@ class _BoundDiLoCo(BoundLocalSGD):
 
     def state_dict(self, writer: StateWriter) -> dict[str, Any]:
         num_steps, anchors, momenta = self._shown
-        shared = {name: {"anchor": writer.shared(anchor)} for name, anchor in anchors.items()}
+        shared = {name: {"anchor": writer.shared(anchor)} for name, anchor in sorted(anchors.items())}
         for name, momentum in momenta.items():
             shared[name]["momentum"] = writer.shared(momentum)
         return {"num_steps": num_steps, "entries": shared}
