@@ -32,17 +32,13 @@ import torch
 import torch.distributed as dist
 from quantization_quality import Digits, Run, launch
 from records import command
+from time_to_loss import low_rank
 from torch import Tensor
 
 import lightning_commhooks as lc
 
 WORLD, OTHER_SEED, RANK = 2, 100, 4
 SHARED_OUT = ("absolute", "relative")
-
-
-def low_rank(rank: int, num_iters_per_step: int = 2) -> lc.PowerSGD:
-    """PowerSGD from the first step on."""
-    return lc.PowerSGD(matrix_approximation_rank=rank, start_powerSGD_iter=0, num_iters_per_step=num_iters_per_step)
 
 
 class Text(Run):

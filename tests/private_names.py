@@ -197,6 +197,7 @@ TORCH = [
     Use("torch._dynamo.config.patch", (LISTING,), "`list` fails"),
     Use("torch._dynamo.mark_dynamic", (f"{PACKAGE}/codecs/codec.py",), "codecs are not compiled, with a warning"),
     Use("torch._dynamo.mark_static", (f"{PACKAGE}/codecs/codec.py",), "codecs are not compiled, with a warning"),
+    Use("torch._foreach_add_", (f"{PACKAGE}/interface/memory.py",), "bad steps fail"),
     Use("torch._foreach_norm", (MICRO_BATCHES,), "accumulation cannot tell cleared gradients"),
     Use(
         "torch.autograd.Variable._execution_engine.queue_callback",
@@ -211,7 +212,11 @@ TORCH = [
     ),
     Use("torch.distributed.distributed_c10d._world.pg_map", (GROUPS,), "closing an attachment fails"),
     Use("torch.distributed.fsdp.ShardingStrategy._HYBRID_SHARD_ZERO2", (f"{PACKAGE}/fsdp/fsdp1.py",), IMPORTED),
-    Use("threading._register_atexit", (f"{PACKAGE}/ddp/engine.py",), "a process that failed waits for peers at exit"),
+    Use(
+        "threading._register_atexit",
+        (f"{PACKAGE}/ddp/thread_engine.py",),
+        "a process that failed waits for peers at exit",
+    ),
     Use("sys._getframe", ("accelerate_integration/kwargs.py", "lightning_commhooks/lightning/ddp.py"), "as documented"),
     Use("os._exit", ("lightning_commhooks/advice/cli.py",), "as documented"),
     Use("._comm_hooks", (f"{PACKAGE}/ddp/model.py",), "a second hook is not refused", _tells_its_hook),

@@ -23,6 +23,7 @@ OURS = {
     "_process_group",
     "_runtime",
     "_set_optimizers",
+    "_fail",
     "_finish_step",
     "_begin_all_gather",
     "_begin_all_reduce_",

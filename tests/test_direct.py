@@ -21,7 +21,7 @@ from lightning_commhooks.collectives.direct import (
 from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.collectives.process_groups import own_group
 from lightning_commhooks.collectives.turns import Turns, in_lane, lane, waiting
-from lightning_commhooks.ddp.engine import ThreadEngine
+from lightning_commhooks.ddp.thread_engine import ThreadEngine
 
 CPU = torch.device("cpu")
 NEAR, A_LITTLE, FAR = 5e-5, 3e-3, 40e-3

@@ -22,7 +22,7 @@ from pool import check_no_leaks
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_commhooks as lc
-from lightning_commhooks.ddp.engine import ThreadEngine
+from lightning_commhooks.ddp.thread_engine import ThreadEngine
 
 SOON = 10 * PATIENCE  # seconds, far more than it takes, on a machine that has other things to do
 TIMEOUT_SECONDS = {"time_out": 3}

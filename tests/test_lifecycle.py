@@ -116,7 +116,7 @@ _leaked = []
 
 
 def leak_a_thread(rank, world):
-    from lightning_commhooks.ddp.engine import ThreadEngine
+    from lightning_commhooks.ddp.thread_engine import ThreadEngine
 
     _leaked.append(ThreadEngine(torch.device("cpu")))
     _leaked[0].call(lambda: None)

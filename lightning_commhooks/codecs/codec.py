@@ -37,6 +37,11 @@ class Codec(ABC):
     code_dtype: ClassVar[torch.dtype] = torch.uint8
     block_size: int | None
 
+    @property
+    def rounds_at_random(self) -> bool:
+        """Whether `quantize` makes use of its seed."""
+        return getattr(self, "rounding", "stochastic") == "stochastic"
+
     @abstractmethod
     def quantize(self, blocks: Tensor, seed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Encode blocks. Plain torch functions that `torch.compile` can fuse; no state.
@@ -114,6 +119,7 @@ class Kernels:
     def __init__(self, codec: Codec, compiled: bool = False) -> None:
         self.codec = codec
         self._functions: dict[Callable[..., Any], Callable[..., Any]] = {}
+        self._no_seed: dict[torch.device, Tensor] = {}
         if compiled:
             for function in (_encode, _encode_owed, _decode_mean):
                 # A code object of its own: PyTorch compiles each for a few kinds of arguments only, and takes for
@@ -121,6 +127,14 @@ class Kernels:
                 name = f"{function.__name__}_{zlib.crc32(repr(codec).encode())}"
                 own = types.FunctionType(function.__code__.replace(co_name=name), function.__globals__)
                 self._functions[function] = torch.compile(own, fullgraph=True)
+
+    def seed(self, number: int, device: torch.device) -> Tensor:
+        """What `encode` takes; 0 always, which need not be copied to a device, where nothing is rounded at random."""
+        if self.codec.rounds_at_random:
+            return seed_tensor(number, device)
+        if device not in self._no_seed:
+            self._no_seed[device] = torch.zeros((), dtype=torch.int32, device=device)
+        return self._no_seed[device]
 
     def fills_block(self, tensor: Tensor) -> bool:
         """Whether a tensor has the elements of a block, which is sent as a whole."""

@@ -29,6 +29,12 @@ SendToAll = Callable[[Tensor, Callable[[], Tensor] | None], Wait]
 Kind = Literal["all_reduce", "all_gather", "all_to_all"]
 
 
+def renamed(name: str, since_2_13: str) -> Callable[..., dist.Work | None]:
+    """The collective of that name, by the one that it has from PyTorch 2.13 on, if there is."""
+    collective: Callable[..., dist.Work | None] = getattr(dist, since_2_13, None) or getattr(dist, name)
+    return collective
+
+
 class Communicator:
     """Collectives over one process group.
 
@@ -264,7 +270,8 @@ class Communicator:
     def _ring_gather(self, tensor: Tensor) -> Wait:
         gathered = tensor.new_empty((self.size, tensor.numel()))
         if tensor.is_cuda:
-            return self._begun(gathered, dist.all_gather_into_tensor, gathered, tensor)
+            all_gather = renamed("all_gather_into_tensor", "all_gather_single")
+            return self._begun(gathered, all_gather, gathered, tensor)
         return self._begun(gathered, dist.all_gather, list(gathered.unbind()), tensor)
 
     def _exchange(self, chunks: Tensor) -> Wait:

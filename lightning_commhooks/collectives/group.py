@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_commhooks.codecs.codec import Codec, Kernels, compiled, seed_tensor
+from lightning_commhooks.codecs.codec import Codec, Kernels, compiled
 from lightning_commhooks.collectives import process_groups as groups
 from lightning_commhooks.collectives.chunk import CHUNK_NUMEL, Chunk
 from lightning_commhooks.collectives.communicator import Communicator, Wait
@@ -254,7 +254,7 @@ class Group(Communicator):
         finish()
 
     def _encoded(self, chunk: Chunk, kernels: Kernels, factor: Tensor) -> Tensor:
-        seed = seed_tensor(chunk.seed, self.device)
+        seed = kernels.seed(chunk.seed, self.device)
         return kernels.encode(chunk.numbers, chunk.owed, factor, seed).view(-1)
 
     def _send_to_owners(self, chunk: Chunk, kernels: Kernels, factor: Tensor) -> _FirstShot:
@@ -267,7 +267,7 @@ class Group(Communicator):
         b, s = chunk.numbers.shape
         mean = chunk.numbers.new_empty((b // self.size, s))
         kernels.decode_mean(shot.arriving().view(self.size, b // self.size, -1), one, mean)
-        seed = seed_tensor(chunk.seed + 2**30, self.device)
+        seed = kernels.seed(chunk.seed + 2**30, self.device)
         share = kernels.encode(mean, chunk.carried, one, seed).view(-1)
         # The mean of what equal ranks send is what each of them sends.
         return shot.send_mean(share, shot.payload.clone)

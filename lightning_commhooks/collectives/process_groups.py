@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import random
+import threading
 import uuid
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -128,7 +130,7 @@ def _gloo_group(
     timeout: timedelta,
     devices: Sequence[dist.ProcessGroupGloo.Device] = (),
 ) -> dist.ProcessGroup:
-    store = PrefixStore(f"lightning_commhooks/{name}/", dist.distributed_c10d._get_default_store())
+    store = _store(name)
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()
     options._timeout = timeout
@@ -141,6 +143,34 @@ def _gloo_group(
     if device.type == "cuda":
         own._register_backend(device, dist.ProcessGroup.BackendType.GLOO, backend)
     return own
+
+
+def _nccl_group(name: str, rank: int, size: int, device: torch.device, timeout: timedelta) -> dist.ProcessGroup:
+    store = _store(name)
+    options: Any = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    own = dist.ProcessGroup(store, rank, size)
+    own._set_default_backend(dist.ProcessGroup.BackendType.NCCL)
+    own._register_backend(device, dist.ProcessGroup.BackendType.NCCL, dist.ProcessGroupNCCL(store, rank, size, options))
+    return own
+
+
+def _store(name: str) -> PrefixStore:
+    return PrefixStore(f"lightning_commhooks/{name}/", dist.distributed_c10d._get_default_store())
+
+
+def nccl_abort(process_group: dist.ProcessGroup) -> Callable[[], None]:
+    """What ends collectives of an NCCL group that are under way in this process, from any thread.
+
+    Does not keep the group alive. In a thread of its own, since NCCL may wait there for what the device is doing.
+    """
+    reference = weakref.ref(process_group)
+
+    def abort() -> None:
+        if (group := reference()) is not None:
+            threading.Thread(target=group.abort, name="lightning_commhooks abort", daemon=True).start()
+
+    return abort
 
 
 def _devices() -> list[dist.ProcessGroupGloo.Device]:
@@ -177,15 +207,14 @@ def own_subgroup(
         )
         return _with_lanes(own, abort, device, timeout) if has_lanes else OwnGroup(own, abort)
     world = dist.get_process_group_ranks(process_group)
-    groups = [
-        # Every process of the world takes part in making every group, unless there are processes without this hook.
-        dist.new_group(
-            [world[i] for i in ranks], timeout=timeout, use_local_synchronization=len(world) < dist.get_world_size()
-        )
-        for ranks in subgroups
-        if len(world) == dist.get_world_size() or rank in ranks
-    ]
-    return OwnGroup(next(group for group in groups if group is not dist.GroupMember.NON_GROUP_MEMBER))
+    if len(world) < dist.get_world_size():
+        # `new_group` needs every process of the world, or names a group by how many others a rank knows of.
+        index, ranks = next((i, ranks) for i, ranks in enumerate(subgroups) if rank in ranks)
+        own = _nccl_group(f"{name}/{index}", ranks.index(rank), len(ranks), device, timeout)
+    else:
+        groups = [dist.new_group([world[i] for i in ranks], timeout=timeout) for ranks in subgroups]
+        own = next(group for group in groups if group is not dist.GroupMember.NON_GROUP_MEMBER)
+    return OwnGroup(own, nccl_abort(own))
 
 
 def destroy(process_groups: Iterable[dist.ProcessGroup | None]) -> None:
@@ -193,3 +222,5 @@ def destroy(process_groups: Iterable[dist.ProcessGroup | None]) -> None:
     for own in process_groups:
         if own is not None and dist.is_initialized() and own in dist.distributed_c10d._world.pg_map:
             dist.destroy_process_group(own)
+        elif own is not None and own.name() == dist.Backend.NCCL:
+            own.shutdown()

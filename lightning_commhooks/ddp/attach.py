@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from lightning_commhooks.collectives.agreement import together
 from lightning_commhooks.collectives.counters import Counters
+from lightning_commhooks.collectives.errors import raise_if_capturing
 from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.collectives.process_groups import backend_for
 from lightning_commhooks.ddp.attachment import Attachment
@@ -89,9 +90,9 @@ def attach(
         HookError: one of these, or whatever else, on another rank.
         ValueError: unknown name; a function that DDP would refuse; `hook_state` with a hook that is no
             function; a model that is not DDP, has a hook already or had one that was closed, is on another device than
-            CPU or CUDA, or runs under `torch.compile`'s `python_reducer`; a scaler that is no `GradScaler`; an
-            optimizer that cannot step on one rank alone; `accumulation` is none, or given twice; `loss_divided_by` is
-            not positive.
+            CPU or CUDA, or on several, or runs under `torch.compile`'s `python_reducer`; a scaler that is no
+            `GradScaler`; an optimizer that cannot step on one rank alone; `accumulation` is none, or given twice;
+            `loss_divided_by` is not positive.
     """
     ddp = unwrapped(model)
     # Before anything is made that takes all ranks.
@@ -110,9 +111,7 @@ def attach(
                 "as they are: use accumulation='mean'",
                 stacklevel=2,
             )
-        device = next(p.device for p in model.module.parameters() if p.requires_grad)
-        if device.type not in ("cpu", "cuda"):
-            raise ValueError(f"communication hooks run on CPU and CUDA devices, the model is on {device}")
+        device = _device_of(model)
         method = unscaled(config)
         if isinstance(method, UserFunction):
             warn_if_broken_here(method.function, backend_for(model.process_group, device))
@@ -135,6 +134,21 @@ def attach(
     return attachment
 
 
+def _device_of(model: DistributedDataParallel) -> torch.device:
+    """Where the gradients are."""
+    devices: dict[str, torch.device] = {str(p.device): p.device for p in model.module.parameters() if p.requires_grad}
+    if len(devices) > 1:
+        raise ValueError(
+            f"the model has parameters on {' and '.join(sorted(devices))}: a communication hook averages gradients of "
+            "one device in each process. Start a process for each device, or leave the hook out"
+        )
+    (device,) = devices.values()
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"communication hooks run on CPU and CUDA devices, the model is on {device}")
+    raise_if_capturing(device)
+    return device
+
+
 def attach_emulated(
     model: DistributedDataParallel,
     hook: CommHook,
@@ -146,7 +160,7 @@ def attach_emulated(
     `make_group` makes them, to count by the counters it gets.
     """
     model = checked_model(model)
-    device = next(p.device for p in model.module.parameters() if p.requires_grad)
+    device = _device_of(model)
     runtime = Runtime(hook, model.process_group, device, None, None, lambda: 1, make_group)
     attachment = Attachment(hook, runtime, exact_state=False)
     try:

@@ -102,6 +102,7 @@ class Attachment:
 
             What a user's own function sends, and how long it takes, is unknown: NaN.
         """
+        self._runtime.settle()
         metrics = {**self._runtime.counters.as_dict(), **self._runtime.counters.timing.totals()}
         if self._runtime.watch.sampler is not None:
             metrics["relative_error"] = self._runtime.watch.sampler.relative_error

@@ -33,6 +33,7 @@ def save(run: RunningHook, models: Models, kind: PerRank) -> dict[str, Any]:
 
 def save_shared(run: RunningHook, models: Models) -> dict[str, Any]:
     """What of [`save`][] is equal on all ranks anyway. Not collective, and allowed in any thread."""
+    run.settle()
     return _complete(run, models, "none", run.committed.read(), {})
 
 

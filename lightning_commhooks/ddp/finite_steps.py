@@ -2,41 +2,69 @@
 
 from __future__ import annotations
 
+import threading
+
 import torch
 from torch import Tensor
 
 from lightning_commhooks.ddp.running import RunningHook
 from lightning_commhooks.interface.averages_models import is_local
+from lightning_commhooks.interface.bucket import Bucket
 from lightning_commhooks.interface.memory import all_finite, spoil_unless_
 
 
+class _OnHost:
+    """A boolean, one element, on its way from a CUDA device; what the device has to do after it goes on."""
+
+    def __init__(self, value: Tensor) -> None:
+        self._copy = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
+        self._copy.copy_(value, non_blocking=True)
+        self._arrived = torch.cuda.current_stream(value.device).record_event()
+
+    def wait(self) -> Tensor:
+        """The boolean, on CPU."""
+        self._arrived.synchronize()
+        return self._copy
+
+
 class FiniteSteps:
-    """Ends the steps of a hook with memory, and those that ranks take alone under a scaler, on all ranks alike."""
+    """Ends the steps of a hook with memory, and those that ranks take alone under a scaler, on all ranks alike.
+
+    On CUDA nobody waits at the end of a step to know whether it was finite: the hook is told when the next step begins
+    (`settle`). By then the device has usually been done with it for long, and if it has not, it has at least the
+    forward of the next step to do while the host waits. So a hook's memory takes no pass over it to go back.
+    """
 
     def __init__(self, running: RunningHook, grad_scaler: torch.amp.GradScaler | None) -> None:
         self._running = running
         self._grad_scaler = grad_scaler
         self._is_local = False
         self._finite: list[Tensor] = []
-        self._reduced: list[Tensor] = []
+        self._reduced: list[tuple[Tensor, Bucket]] = []
+        # Of a step that has ended, but for the hook.
+        self._pending: _OnHost | None = None
+        # Who reads what ranks share may be in any thread, or in a signal handler of this one.
+        self._settling = threading.RLock()
 
     def forget(self) -> None:
         """Let go of the buckets of the present step."""
         self._finite, self._reduced = [], []
 
-    def add(self, reduced: Tensor, finite: Tensor | None, step: int, is_late: bool) -> None:
+    def add(self, reduced: Tensor, finite: Tensor | None, bucket: Bucket, is_late: bool) -> None:
         """Note the averaged gradients of a bucket, and whether they are finite if that is known; called on the engine.
 
         DDP has not given them to the parameters yet. With `is_late` it will have when the step ends.
         """
-        self._is_local = is_local(self._running.bound, step) and (self._running.bound.has_memory or self._may_skip())
+        self._is_local = is_local(self._running.bound, bucket.step) and (
+            self._running.bound.has_memory or self._may_skip()
+        )
         if self._running.bound.has_memory or self._is_local:
             finite = all_finite(reduced) if finite is None else finite
             if self._is_local and is_late:
                 finite = self._agreed(finite)
-                spoil_unless_(finite, reduced)
+                spoil_unless_(finite, [reduced])
             self._finite.append(finite)
-            self._reduced.append(reduced)
+            self._reduced.append((reduced, bucket))
 
     def _may_skip(self) -> bool:
         return self._grad_scaler is not None and self._grad_scaler.is_enabled()
@@ -47,28 +75,50 @@ class FiniteSteps:
         return self._running.bound.group.all_reduce_(num_bad).eq(0).view(())
 
     def end(self, in_time: bool, complete: bool) -> None:
-        """Let the hook take over its new memory, or make all gradients of the step NaN.
+        """Let the hook take over its new memory, or make the gradients of the step NaN.
 
         Not `in_time`, the buckets may be in use for the next step. Not `complete`, what was sent went nowhere.
         """
         self._running.call(lambda: self._end(in_time, complete))
 
     def _end(self, in_time: bool, complete: bool) -> None:
-        if self._finite:
-            with self._running.bound.group.counters.timing.work():
-                self._take_over(in_time, complete)
-        self._running.committed.keep()
+        if not self._finite:
+            self._running.committed.keep()
+            return
+        with self._running.bound.group.counters.timing.work():
+            finite, reduced = torch.stack(self._finite).all(), self._reduced
+            if not complete:
+                finite = torch.zeros_like(finite)
+            if self._is_local:
+                finite = self._agreed(finite)
+            self.forget()
+            if in_time:
+                spoil_unless_(finite, [part for gradients, bucket in reduced for part in _parts(gradients, bucket)])
+            if finite.is_cuda:
+                self._pending = _OnHost(finite)
+            else:
+                self._take_over(finite)
 
-    def _take_over(self, in_time: bool, complete: bool) -> None:
-        finite, reduced = torch.stack(self._finite).all(), self._reduced
-        if not complete:
-            finite = torch.zeros_like(finite)
-        if self._is_local:
-            finite = self._agreed(finite)
-        self.forget()
+    def settle(self) -> None:
+        """Let the hook take over what the last step left, if it has not yet. Waits for that step, not for peers."""
+        with self._settling:
+            pending, self._pending = self._pending, None
+            if pending is not None:
+                self._take_over(pending.wait())
+
+    def _take_over(self, finite: Tensor) -> None:
         with self._running.committed.taking_over():
             self._running.bound.end_step(finite)
-        self._running.counters.nonfinite_steps += finite.logical_not() if finite.is_cuda else int(not finite)
-        if in_time:
-            for gradients in reduced:
-                spoil_unless_(finite, gradients)
+        self._running.counters.nonfinite_steps += int(not finite)
+        self._running.committed.keep()
+
+
+def _parts(gradients: Tensor, bucket: Bucket) -> list[Tensor]:
+    """What is to be NaN of the averaged gradients of a bucket after a bad step: on CPU all.
+
+    On CUDA, where the host does not know whether a step is bad, the first element of each: that is enough for whoever
+    looks for non-finite gradients or takes their norm, and saves a pass over all of them in each step.
+    """
+    if not gradients.is_cuda or gradients.numel() != bucket.numel:
+        return [gradients]
+    return [gradients[slot.offset : slot.offset + 1] for slot in bucket.slots if slot.numel]

@@ -60,12 +60,16 @@ class RunningHook:
             yield
 
     def call(self, function: Callable[[], T]) -> T:
-        """Run a function in turn with the hook. Whatever it raises ends all ranks.
+        """Run a function in turn with the hook, after its last step has ended. Whatever it raises ends all ranks.
 
         Raises:
             HookError: the function failed, or what ran before.
         """
+        self.settle()
         return self._engine.call(lambda: self._named(function)) if self._engine is not None else function()
+
+    def settle(self) -> None:
+        """Let the hook take over what its last step left, before anybody reads it: see `FiniteSteps.settle`."""
 
     def _named(self, function: Callable[[], T]) -> T:
         try:

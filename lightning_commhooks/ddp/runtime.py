@@ -18,16 +18,18 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_commhooks.collectives.counters import Counters
 from lightning_commhooks.collectives.errors import HookError
 from lightning_commhooks.collectives.group import Group
-from lightning_commhooks.collectives.process_groups import backend_for, destroy, own_group
+from lightning_commhooks.collectives.process_groups import backend_for, destroy, nccl_abort, own_group
 from lightning_commhooks.collectives.timing import DeviceTiming, NoTiming
 from lightning_commhooks.ddp import checkpoint
 from lightning_commhooks.ddp.compression import Watch
-from lightning_commhooks.ddp.engine import CLOSED, StreamEngine, ThreadEngine
+from lightning_commhooks.ddp.engine import CLOSED
 from lightning_commhooks.ddp.finite_steps import FiniteSteps
 from lightning_commhooks.ddp.local_steps import LocalSteps
 from lightning_commhooks.ddp.micro_batches import MicroBatches
 from lightning_commhooks.ddp.model import LocalPhase, Trampoline, Usage
 from lightning_commhooks.ddp.running import RunningHook
+from lightning_commhooks.ddp.stream_engine import StreamEngine
+from lightning_commhooks.ddp.thread_engine import ThreadEngine
 from lightning_commhooks.interface.averages_models import averages_models
 from lightning_commhooks.interface.bucket import Bucket
 from lightning_commhooks.interface.hook import BoundHook, CommHook
@@ -79,8 +81,10 @@ class Runtime(RunningHook):
     ) -> Group:
         aborts: list[Callable[[], None]] = []
         if device.type == "cuda" and backend_for(process_group, device) == dist.Backend.NCCL:
-            group = make_group(self.counters) if make_group else Group(process_group, self.counters, device)
-            self._engine = StreamEngine(device)
+            real = Group(process_group, self.counters, device, aborts)
+            group = make_group(self.counters) if make_group else real
+            aborts.append(nccl_abort(process_group))
+            self._engine = StreamEngine(device, functools.partial(_call_all, aborts))
             self.counters.timing = DeviceTiming(device)
         else:
             own = own_group(process_group, device)
@@ -124,6 +128,10 @@ class Runtime(RunningHook):
         self.clock.steps = steps
         if self.micro_batches is not None:
             self.micro_batches.restart()
+
+    def settle(self) -> None:
+        if self._engine is not None:
+            self._steps.settle()
 
     @property
     def layout(self) -> Layout:
@@ -179,6 +187,7 @@ class Runtime(RunningHook):
         # Nothing here may hold the model: the model holds this function through its C++ reducer.
         def trampoline(state: object, bucket: GradBucket) -> Future[Tensor]:
             with self.aborting():
+                self.settle()
                 flat = bucket.buffer()
                 plain = self._plain(bucket, flat, last_may_be_skipped)
                 is_late = watched.begin(self.bound, plain.step)
@@ -218,7 +227,7 @@ class Runtime(RunningHook):
                     flat = self.bound.reduce_sparse(flat, bucket)
                 else:
                     finite = self.bound.reduce(flat, bucket)
-            self._steps.add(flat._values() if flat.is_sparse else flat, finite, bucket.step, is_late)
+            self._steps.add(flat._values() if flat.is_sparse else flat, finite, bucket, is_late)
             return flat
         except Exception as error:
             names = ", ".join(bucket.names[:3]) + (", ..." if len(bucket.names) > 3 else "")

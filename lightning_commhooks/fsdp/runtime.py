@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_commhooks.collectives.counters import Counters
-from lightning_commhooks.collectives.errors import HookError
+from lightning_commhooks.collectives.errors import HookError, raise_if_capturing
 from lightning_commhooks.fsdp.reduction import ShardedReduction
 from lightning_commhooks.fsdp.shard_group import ShardGroup
 from lightning_commhooks.fsdp.supported import bind_sharded
@@ -43,6 +43,7 @@ class ShardedRuntime:
         """Reduce gradients: this rank's share of them to `out`; in place without it, where they are not sharded."""
         if self.is_closed:
             raise HookError("the communication hook was closed; attach another one to go on training")
+        raise_if_capturing(flat.device)
         # FSDP says neither where a backward begins nor where it ends.
         backward = torch._C._current_graph_task_id()
         if backward != self._backward:

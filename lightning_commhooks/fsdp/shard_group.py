@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from lightning_commhooks.codecs.codec import Kernels, seed_tensor
+from lightning_commhooks.codecs.codec import Kernels
 from lightning_commhooks.collectives.chunk import CHUNK_NUMEL
+from lightning_commhooks.collectives.communicator import renamed
 from lightning_commhooks.collectives.group import Group
 
 
@@ -31,7 +31,8 @@ class ShardGroup(Group):
             return self.reduce_scatter_in_float32(chunks)
         self._count(self.shard_bytes(chunks.numel(), chunks.element_size()))
         total = chunks.new_empty(chunks.shape[1])
-        dist.reduce_scatter_tensor(total, chunks.view(-1), group=self.process_group)
+        reduce_scatter = renamed("reduce_scatter_tensor", "reduce_scatter_single")
+        reduce_scatter(total, chunks.view(-1), group=self.process_group)
         return total
 
     def reduce_scatter_in_float32(self, chunks: Tensor) -> Tensor:
@@ -59,7 +60,7 @@ class ShardGroup(Group):
         sent = []
         for start in starts:
             some = blocks[:, start : start + at_once].reshape(-1, size)
-            payload = kernels.encode(some, None, one, seed_tensor(seed + start, self.device))
+            payload = kernels.encode(some, None, one, kernels.seed(seed + start, self.device))
             sent.append(self._begin_all_to_all(payload.view(self.size, -1)))
         for start, arrived in zip(starts, sent, strict=True):
             out = total[start : start + at_once]

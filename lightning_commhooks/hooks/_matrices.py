@@ -30,6 +30,11 @@ def settled(entry: Mapping[str, Tensor]) -> Tensor:
     return residual
 
 
+def keys_of(gradients: Sequence[tuple[Slot, ...]]) -> list[str]:
+    """Names of matrices in what is stored: those of their parameters."""
+    return ["\n".join(slot.name for slot in slots) for slots in gradients]
+
+
 def _blocks(tensor: Tensor, length: int, dim: int = 0) -> Sequence[Tensor]:
     """Parts of that length along a dimension; most matrices are one."""
     return (tensor,) if tensor.shape[dim] <= length else tensor.split(length, dim)
@@ -82,7 +87,7 @@ class Matrices:
     ) -> None:
         (k, r, m), n = fresh_q.shape, shape[0]
         self._gradients, self._shape, self._at_once = gradients, shape, at_once
-        self.keys = ["\n".join(slot.name for slot in slots) for slots in gradients]
+        self.keys = keys_of(gradients)
         self.slots = list(chain.from_iterable(gradients))
         self.q = WarmStart(fresh_q)
         self.p = WarmStart(fresh_p) if fresh_p is not None else None
@@ -182,11 +187,15 @@ class Matrices:
         torch.bmm(start, matrices if transposed else matrices.mT, out=product)
         return product
 
+    @property
+    def _block_rows(self) -> int:
+        return max(1, _BLOCK_NUMEL // self._shape[1])
+
     def _load_in_blocks(
         self, i: int, old: Tensor, gradient: Tensor, start: Tensor, product: Tensor, bucket: Bucket, transposed: bool
     ) -> None:
         """The i-th matrix, whose other arguments have no batch dimension."""
-        rows = max(1, _BLOCK_NUMEL // self._shape[1])
+        rows = self._block_rows
         sent_p, sent_q = (None, None) if self._sent is None else (memory.value[i] for memory in self._sent)
         along_rows = start if transposed else product
         loaded = _blocks(self.value[i], rows)
@@ -244,7 +253,7 @@ class Matrices:
             multiply = torch.mul if len(q) == 1 else torch.mm
             multiply(p.t(), q, out=gradients.view(n, m))
             return
-        rows = n if gradients.is_cuda else max(1, _BLOCK_NUMEL // m)
+        rows = n if gradients.is_cuda else self._block_rows
         buffer = q.new_empty((rows, m))
         for first in range(0, n, rows):
             written = gradients[first * m : (first + rows) * m]

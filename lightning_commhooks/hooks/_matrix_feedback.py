@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.hooks._low_rank import random_factor
 from lightning_commhooks.hooks._low_rank_options import LowRankConfig
-from lightning_commhooks.hooks._matrices import Matrices, settled
+from lightning_commhooks.hooks._matrices import Matrices, keys_of, settled
 from lightning_commhooks.interface.bucket import Bucket, Slot
 from lightning_commhooks.interface.by_parameter import BoundByParameter, Entry, Plan, Shapes
 from lightning_commhooks.interface.memory import Memory, all_finite
@@ -120,7 +120,7 @@ class MatrixFeedback(BoundByParameter[_Plan]):
         matrices, places = [], self.hook.matrices(bucket.slots)
         for (n, m), gradients in places.items():
             empty = flat.new_empty((len(gradients), self.hook.rank(n, m), n + m), dtype=work_dtype(flat.dtype))
-            keys = ["\n".join(slot.name for slot in slots) for slots in gradients]
+            keys = keys_of(gradients)
             q = self.random(keys, empty[:, :, :m], step=0)
             p = self.random(keys, empty[:, :, m:], step=-1) if self.hook.num_iters_per_step == 1 else None
             at_once = flat.is_cuda or self.hook.multiplies_at_once

@@ -99,7 +99,7 @@ class BoundPowerSGD(MatrixFeedback):
 
     def __init__(self, group: Group, hook: LowRankConfig) -> None:
         super().__init__(group, hook)
-        self._half_steps = StepsTaken(group.device) if hook.num_iters_per_step == 1 else None
+        self._half_steps = StepsTaken() if hook.num_iters_per_step == 1 else None
 
     def average(
         self, matrices: Sequence[Matrices], flat: Tensor, bucket: Bucket, along: Sequence[Tensor]
@@ -123,7 +123,7 @@ class BoundPowerSGD(MatrixFeedback):
         along: Sequence[Tensor],
     ) -> tuple[list[Tensor], list[Tensor]]:
         """Half an iteration, as Zhang et al. 2023, https://arxiv.org/abs/2306.08881: P = M Q, in the next Q = M^T P."""
-        makes_q = half_steps.number() % 2 == 1
+        makes_q = half_steps.number % 2 == 1
         half_steps.count()
         starts = [self._start(batch, bucket.step, is_p=makes_q) for batch in matrices]
         products = [
@@ -148,11 +148,11 @@ class BoundPowerSGD(MatrixFeedback):
 
     def state_dict(self, writer: StateWriter) -> dict[str, Any]:
         state = super().state_dict(writer)
-        return state if self._half_steps is None else {**state, "half_steps": self._half_steps.saved(writer)}
+        return state if self._half_steps is None else {**state, "half_steps": self._half_steps.saved()}
 
     def load_state_dict(self, state: dict[str, Any], reader: StateReader) -> None:
         super().load_state_dict(state, reader)
         if self._half_steps is not None:
             if "half_steps" not in state and any("factor_p" in entry for entry in self._stored.values()):
                 reader.differs("it has no 'half_steps', by which P and Q take turns")
-            self._half_steps.load(state.get("half_steps"), reader)
+            self._half_steps.load(state.get("half_steps"))

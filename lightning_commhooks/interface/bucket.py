@@ -80,6 +80,11 @@ class Bucket:
         """Names of the parameters in the bucket, in memory order."""
         return tuple(slot.name for slot in self.slots)
 
+    @property
+    def numel(self) -> int:
+        """Number of elements of the gradients."""
+        return sum(slot.numel for slot in self.slots)
+
     def used(self, slots: Sequence[Slot], like: Tensor) -> Tensor:
         """Shape `(len(slots),)`, dtype and device of `like`: 1 for each parameter that this rank used, else 0."""
         used = torch.tensor([self.unused is None or slot.name not in self.unused for slot in slots], dtype=like.dtype)

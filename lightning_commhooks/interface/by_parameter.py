@@ -90,7 +90,6 @@ class BoundByParameter(BoundHook, Generic[P]):
         for plan in self._plans.values():
             for memory in plan.memories:
                 memory.end_step(finite)
-        # A CUDA device is waited for here: in the first step of another phase of a `Schedule`.
         if self._drained and finite:
             for name in self._drained:
                 self._stored.pop(name, None)

@@ -108,7 +108,7 @@ class ErrorFeedback(BoundByParameter[_Remembered]):
         self.group.counters.numel_compressed += flat.numel()
         residual = self._plan(flat, bucket).residual
         owed = add_unscaled(residual.value, flat, bucket.divisor, out=residual.next())
-        spoil_unless_(all_finite(owed), owed)
+        spoil_unless_(all_finite(owed), [owed])
         mean, sent = self.average(owed, bucket)
         rounded = to_gradient(mean if is_one(bucket.loss_scale) else mean * bucket.loss_scale, flat.dtype)
         flat.copy_(rounded)

@@ -58,7 +58,7 @@ class ErrorSampler:
         if bucket.step % self._every or flat.is_sparse or not flat.is_floating_point() or not flat.numel():
             return None
         if bucket.step != self.step:
-            self._keep_finite()
+            self._finite = self._latest()
             self.step, self._sums = bucket.step, None
         numel = flat.numel()
         count = max(1, round(numel * self._fraction))
@@ -91,18 +91,21 @@ class ErrorSampler:
         ends = torch.tensor([slot.offset + slot.numel for slot in bucket.slots], device=values.device)
         return table[torch.bucketize(taken.places, ends, right=True)]
 
-    def _keep_finite(self) -> None:
-        if self._sums is not None:
-            own = torch.cat([self._sums, self._sums.new_tensor([self.step])])
-            before = torch.full_like(own, math.nan) if self._finite is None else self._finite
-            self._finite = torch.where(own.isfinite().all(), own, before)
+    def _latest(self) -> Tensor | None:
+        """Sums of the last step in which gradients were finite, and its number; those before if this one's are not."""
+        if self._sums is None:
+            return self._finite
+        own = torch.cat([self._sums, self._sums.new_full((1,), self.step)])
+        before = torch.full_like(own, math.nan) if self._finite is None else self._finite
+        return torch.where(own.isfinite().all(), own, before)
 
     def last_finite(self) -> tuple[int, float]:
         """The last sampled step whose gradients were finite, and its error; -1 and NaN before. Waits for the device."""
-        self._keep_finite()
-        if self._finite is None:
+        # Not to be kept: on CUDA it belongs to another stream than the hook's.
+        latest = self._latest()
+        if latest is None:
             return -1, math.nan
-        difference, mean, step = self._finite.tolist()
+        difference, mean, step = latest.tolist()
         if math.isnan(step):
             return -1, math.nan
         return int(step), math.sqrt(difference / mean) if mean > 0 else (0.0 if difference == 0 else math.inf)

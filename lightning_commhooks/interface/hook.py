@@ -128,8 +128,9 @@ class BoundHook(ABC):
         """Take over what the step's calls of `reduce` and `drain_` staged, if the step was finite.
 
         Args:
-            finite: boolean, one element on the gradients' device, equal on all ranks: whether all gradients of the
-                step are finite on all ranks.
+            finite: boolean, one element, on CPU, equal on all ranks: whether all gradients of the step are finite on
+                all ranks. With gradients on CUDA it is called when that is known there, at the latest when the next
+                step begins.
         """
 
     def reduce_sparse(self, grad: Tensor, bucket: Bucket) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -41,15 +42,13 @@ class Memory:
         """Take over what was written to `next`, or staged, if anything was and the step is finite.
 
         Args:
-            finite: boolean, one element. Of a CUDA device it is not waited for.
+            finite: boolean, one element, on CPU.
         """
         if not self._written:
             return
         assert self._spare is not None
         self._written = False
-        if finite.is_cuda:
-            torch.where(finite, self._spare, self.value, out=self.value)
-        elif finite:
+        if finite:
             self.value, self._spare = self._spare, self.value
 
 
@@ -66,10 +65,12 @@ def all_finite(tensor: Tensor) -> Tensor:
     return torch.tensor(finite or bool(tensor.max().isfinite() and tensor.min().isfinite()))
 
 
-def spoil_unless_(finite: Tensor, tensor: Tensor) -> None:
-    """Make all of a tensor NaN unless `finite`, boolean, one element; does not wait for a CUDA device to know."""
+def spoil_unless_(finite: Tensor, tensors: Sequence[Tensor]) -> None:
+    """Make all of some tensors NaN unless `finite`, boolean, one element; does not wait for a CUDA device to know."""
     if finite.is_cuda or not finite:
-        tensor.add_(torch.where(finite, 0.0, math.nan).to(tensor.dtype))
+        zero_or_nan = torch.where(finite, 0.0, math.nan)
+        for dtype in {tensor.dtype for tensor in tensors}:
+            torch._foreach_add_([tensor for tensor in tensors if tensor.dtype == dtype], zero_or_nan.to(dtype))
 
 
 def num_overflowed(exact: Tensor, half: Tensor) -> int | Tensor:

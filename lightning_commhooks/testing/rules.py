@@ -241,8 +241,10 @@ _SENDERS: dict[str, tuple[int, Callable[[int], float]]] = {
     "all_reduce": (0, lambda w: 2 * (w - 1) / w),
     "all_gather": (1, lambda w: w - 1),
     "all_gather_into_tensor": (1, lambda w: w - 1),
+    "all_gather_single": (1, lambda w: w - 1),
     "all_to_all_single": (1, lambda w: (w - 1) / w),
     "reduce_scatter_tensor": (1, lambda w: (w - 1) / w),
+    "reduce_scatter_single": (1, lambda w: (w - 1) / w),
     "broadcast": (0, lambda w: 1),
 }
 
@@ -251,7 +253,7 @@ _SENDERS: dict[str, tuple[int, Callable[[int], float]]] = {
 def _measuring() -> Iterator[list[float]]:
     """Bytes that are given to PyTorch's collectives, and in messages to gloo, meanwhile, as a list of numbers."""
     sent: list[float] = []
-    originals = {name: getattr(dist, name) for name in _SENDERS}
+    originals = {name: getattr(dist, name) for name in _SENDERS if hasattr(dist, name)}
     gloo: Any = dist.ProcessGroupGloo
     send_message = gloo.send
 
@@ -269,7 +271,7 @@ def _measuring() -> Iterator[list[float]]:
         sent.extend(tensor.numel() * tensor.element_size() for tensor in tensors)
         return send_message(self, tensors, *args)
 
-    for name in _SENDERS:
+    for name in originals:
         setattr(dist, name, measuring(name))
     gloo.send = send
     try:

@@ -88,7 +88,6 @@ class BoundSwitch(BoundWrapper):
 
     def end_step(self, finite: Tensor) -> None:
         super().end_step(finite)
-        # `finite` waits for a CUDA device, in the first step of a phase only.
         if self._next_phase and finite:
             self._last_phase |= self._next_phase
         self._next_phase = {}

@@ -71,7 +71,7 @@ MUTATIONS = [
     ),
     Mutation(
         "new_buckets_overlap",
-        f"{PACKAGE}/ddp/engine.py",
+        f"{PACKAGE}/ddp/thread_engine.py",
         "before = [last for other, last in self._last.items() if other != lane]",
         "before = []",
         "What is to be alone is not.",
@@ -104,14 +104,14 @@ MUTATIONS = [
     Mutation(
         "no_abort",
         f"{PACKAGE}/ddp/engine.py",
-        "            self._abort()\n",
-        "            pass\n",
+        "        self._abort()\n",
+        "        pass\n",
         "A failure does not end the collectives that peers wait in.",
         "tests/test_failure.py -k 'nothing_runs_after'",
     ),
     Mutation(
         "engine_goes_on_after_a_failure",
-        f"{PACKAGE}/ddp/engine.py",
+        f"{PACKAGE}/ddp/thread_engine.py",
         "                if self._failure is None:\n",
         "                if True:\n",
         "Collectives go on after one has failed, and match those of other steps on peers.",
@@ -119,7 +119,7 @@ MUTATIONS = [
     ),
     Mutation(
         "thread_not_joined",
-        f"{PACKAGE}/ddp/engine.py",
+        f"{PACKAGE}/ddp/thread_engine.py",
         "executor.shutdown(wait=True)",
         "pass",
         "The communication thread outlives close().",

@@ -48,7 +48,7 @@ MUTATIONS = [
     Mutation(
         "bad_step_is_half_an_iteration",
         f"{HOOKS}/powersgd.py",
-        "half_steps.number() % 2 == 1",
+        "half_steps.number % 2 == 1",
         "bucket.step % 2 == 0",
         "After a bad step P is made where Q is due.",
         "tests/test_powersgd.py -k 'half_iterations_equal'",

@@ -1,0 +1,51 @@
+"""The engine for CUDA tensors on NCCL: a side stream."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+from torch.futures import Future
+
+from lightning_commhooks.ddp.engine import Engine, T
+
+
+class StreamEngine(Engine):
+    """A side stream, for CUDA tensors on NCCL: the hook's kernels and collectives queue up on it, inline.
+
+    A blocking NCCL collective blocks the side stream only, so that the backward goes on beside it. The stream has high
+    priority: a device serves kernels in the order in which they were launched, and the host has usually launched the
+    rest of the backward long before the device comes to a bucket, on whose reduction the other ranks wait.
+
+    Args:
+        device: of the gradients.
+        abort: see `Engine`.
+    """
+
+    def __init__(self, device: torch.device, abort: Callable[[], None]) -> None:
+        super().__init__(device, abort)
+        self._stream = torch.cuda.Stream(device, priority=-1)
+
+    def submit(self, work: Callable[[], Tensor], device: torch.device, index: int, overlaps: bool) -> Future[Tensor]:
+        self.raise_if_unusable()
+        self._stream.wait_stream(torch.cuda.current_stream(device))
+        with self.aborting(), self._context():
+            future: Future[Tensor] = Future(devices=[device])
+            future.set_result(work())
+        return future
+
+    def call(self, function: Callable[[], T]) -> T:
+        self.raise_if_unusable()
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with self.aborting(), self._context():
+            result = function()
+        torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        return result
+
+    @contextmanager
+    def _context(self) -> Iterator[None]:
+        # A backward may run inside the user's autocast, which must not round the hook's own products.
+        with torch.cuda.stream(self._stream), torch.autocast("cuda", enabled=False), torch.no_grad():
+            yield

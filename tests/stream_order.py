@@ -1,0 +1,232 @@
+"""Finds what streams of a CUDA device could do in the wrong order, without one: kernels are noted, not run.
+
+Each stream has a vector clock (Fidge 1988, Mattern 1989): what it does comes after what it did, and after what it waits
+for by events. Two kernels of which one writes what the other reads or writes have to be ordered by that, and memory
+that a stream allocated is not to go back to it while another one may be at work on it, as PyTorch's allocator has it.
+"""
+
+import contextlib
+import itertools
+import weakref
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+HOST = "host"
+
+
+@dataclass
+class Storage:
+    """What is known of one piece of memory.
+
+    Attributes:
+        owner: name of the stream that it was allocated on.
+        written: stream and time of the last write.
+        read: time of the last read since then, by stream.
+        num_tensors: tensors that are left of it.
+        used: time of the last use of all, by stream.
+    """
+
+    owner: str
+    written: tuple[str, int]
+    read: dict[str, int] = field(default_factory=dict)
+    used: dict[str, int] = field(default_factory=dict)
+    num_tensors: int = 0
+
+
+class Order(TorchDispatchMode):
+    """Notes kernels and the events between streams. Goes around a `FakeTensorMode`.
+
+    Attributes:
+        found: what is not ordered, one text each.
+        during: what the test is about now.
+        kernels: number of kernels, by stream.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.found, self.during, self.kernels = [], "", defaultdict(int)
+        self.clocks = defaultdict(lambda: defaultdict(int))
+        self.current = HOST
+        self._storages = {}
+        # Of memory that went back to a stream: who used it last, and when.
+        self._free = defaultdict(list)
+
+    def join(self, stream, clock):
+        """Let what a stream does from now on come after what a clock has seen."""
+        own = self.clocks[stream]
+        for other, time in clock.items():
+            own[other] = max(own[other], time)
+
+    def launch(self, stream):
+        """Time of the next kernel of a stream, which comes after what the host knows to be over."""
+        self.join(stream, self.clocks[HOST])
+        for used in self._free.pop(stream, []):
+            for other, at in used.items():
+                if self.clocks[stream][other] < at:
+                    self.found.append(f"{self.during}: {stream} may use memory again that {other} may be at work on")
+        self.clocks[stream][stream] += 1
+        self.kernels[stream] += 1
+        return self.clocks[stream][stream]
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        given = _tensors((args, kwargs))
+        made = [tensor for tensor in _tensors(result) if tensor.untyped_storage()._cdata not in self._storages]
+        if func.is_view:
+            self._keep(result)
+            return result
+        on_device = any(tensor.is_cuda for tensor in (*given, *_tensors(result)))
+        stream = self.current if on_device else HOST
+        time = self.launch(stream)
+        written = _written(func, args, kwargs)
+        for tensor in given:
+            self._use(func, tensor, stream, time, any(tensor is other for other in written))
+        for tensor in made:
+            self._storages[tensor.untyped_storage()._cdata] = Storage(stream, (stream, time))
+        if on_device and not _goes_on(func, args, kwargs) and any(not t.is_cuda for t in (*written, *made)):
+            self.join(HOST, self.clocks[stream])
+        self._keep(result)
+        return result
+
+    def _use(self, func, tensor, stream, time, is_write):
+        storage = self._storages.get(tensor.untyped_storage()._cdata)
+        if storage is None:  # from before
+            return
+        clock = self.clocks[stream]
+        before = dict([storage.written])
+        if is_write:
+            before |= {other: max(at, before.get(other, 0)) for other, at in storage.read.items()}
+        for other, at in before.items():
+            if clock[other] < at:
+                what = "writes" if is_write else "reads"
+                self.found.append(f"{self.during}: {func} on {stream} {what} what {other} may be at work on")
+        if is_write:
+            storage.written, storage.read = (stream, time), {}
+        else:
+            storage.read[stream] = time
+        storage.used[stream] = time
+
+    def _keep(self, result):
+        for tensor in _tensors(result):
+            key = tensor.untyped_storage()._cdata
+            if (storage := self._storages.get(key)) is not None:
+                storage.num_tensors += 1
+                weakref.finalize(tensor, self._gone, key, storage).atexit = False
+
+    def _gone(self, key, storage):
+        storage.num_tensors -= 1
+        if storage.num_tensors or self._storages.get(key) is not storage:
+            return
+        del self._storages[key]
+        if HOST not in (storage.owner, *storage.used):
+            self._free[storage.owner].append(storage.used)
+
+
+def _tensors(tree):
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def _goes_on(func, args, kwargs):
+    """Whether the host does while a copy is made."""
+    return kwargs.get("non_blocking") or (func.overloadpacket is torch.ops.aten.copy_ and args[2:3] == (True,))
+
+
+def _written(func, args, kwargs):
+    """Arguments that a function writes to; those of collectives do not say so."""
+    if func.namespace == "c10d":
+        return _tensors((args, kwargs))
+    by_name = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
+    return [
+        tensor
+        for argument in func._schema.arguments
+        if argument.alias_info is not None and argument.alias_info.is_write
+        for tensor in _tensors(by_name.get(argument.name))
+    ]
+
+
+def stand_ins(order):
+    """Classes in place of `torch.cuda.Stream` and `torch.cuda.Event`."""
+    numbers = itertools.count()
+
+    class Stream:
+        def __init__(self, device=None, priority=0):
+            self.device = torch.device("cuda", 0) if device is None else torch.device(device)
+            self.priority = priority
+            self.name = f"stream {next(numbers)}"
+
+        def wait_stream(self, other):
+            order.join(self.name, order.clocks[other.name])
+
+        def wait_event(self, event):
+            order.join(self.name, event.clock)
+
+        def record_event(self, event=None):
+            event = event or Event()
+            event.record(self)
+            return event
+
+        def synchronize(self):
+            order.join(HOST, order.clocks[self.name])
+
+    class Event:
+        def __init__(self, enable_timing=False):
+            self.clock = {}
+
+        def record(self, stream=None):
+            order.launch((stream or torch.cuda.current_stream()).name)
+            self.clock = dict(order.clocks[(stream or torch.cuda.current_stream()).name])
+
+        def query(self):
+            return True
+
+        def synchronize(self):
+            order.join(HOST, self.clock)
+
+        def elapsed_time(self, end):
+            return 1.0
+
+    return Stream, Event
+
+
+@contextlib.contextmanager
+def recorded(monkeypatch):
+    """Within, which is to be within [`dry_run`][], kernels are noted: the [`Order`][], and the stream to begin with."""
+    order = Order()
+    stream_class, event_class = stand_ins(order)
+    current = [stream_class()]
+    set_result, wait = torch.futures.Future.set_result, torch.futures.Future.wait
+
+    @contextlib.contextmanager
+    def stream(entered):
+        current.append(entered)
+        order.current = entered.name
+        try:
+            yield
+        finally:
+            current.pop()
+            order.current = current[-1].name
+
+    # As of CUDA futures: who waits for one has its stream wait.
+    def set_result_recorded(self, result):
+        self.done = current[-1].record_event()
+        set_result(self, result)
+
+    def wait_recorded(self):
+        current[-1].wait_event(self.done)
+        return wait(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "Stream", stream_class)
+        patch.setattr(torch.cuda, "Event", event_class)
+        patch.setattr(torch.cuda, "current_stream", lambda device=None: current[-1])
+        patch.setattr(torch.cuda, "stream", stream)
+        patch.setattr(torch.futures.Future, "set_result", set_result_recorded)
+        patch.setattr(torch.futures.Future, "wait", wait_recorded)
+        order.current = current[-1].name
+        with order:
+            yield order

@@ -1,0 +1,170 @@
+"""The side stream on which hooks run on NCCL: nothing overtakes what it needs, in a run with a stand-in for DDP."""
+
+import contextlib
+
+import pytest
+import torch
+import torch.distributed as dist
+from cuda_dry_run import dry_run
+from cuda_dry_training import GradientEdges, Training, Variant
+from hooks_under_test import INT8, RANK_2
+from pool import ignoring
+from stream_order import recorded
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import lightning_commhooks as lc
+from lightning_commhooks.codecs.codec import Kernels
+from lightning_commhooks.collectives import group
+from lightning_commhooks.ddp import finite_steps, runtime, stream_engine
+
+HOOKS = {
+    "allreduce": lc.AllReduce(),
+    "fp16": lc.FP16(),
+    "int8": lc.Int8(**INT8),
+    "powersgd": lc.PowerSGD(**RANK_2),
+    "powersgd+half": lc.PowerSGD(**RANK_2, num_iters_per_step=1),
+    "batched_powersgd": lc.BatchedPowerSGD(**RANK_2),
+    "schedule": lc.Schedule({0: lc.PowerSGD(**RANK_2), 2: lc.Int8(**INT8)}),
+    "post_localsgd": lc.PostLocalSGD(start_localSGD_iter=2, period=2, post_local_gradient_allreduce=False),
+    "diloco": lc.DiLoCo(start_localSGD_iter=2, period=2, fragments=2, post_local_gradient_allreduce=False),
+}
+PLAIN = Variant(2, torch.float32)
+
+
+@pytest.fixture
+def device(monkeypatch):
+    """`device(world)`: the [`Order`][] of what is noted within, and the waits."""
+
+    @contextlib.contextmanager
+    def device(world=2):
+        edges = GradientEdges()
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
+        monkeypatch.setattr(group, "compiled", lambda hook_codec, *_: Kernels(hook_codec))
+        monkeypatch.setattr(runtime, "backend_for", lambda *_: dist.Backend.NCCL)
+        monkeypatch.setattr(torch.autograd.graph, "get_gradient_edge", edges)
+        quiet = ignoring("hook=", "training ended after", "Accessing the data pointer of FakeTensor")
+        try:
+            with dry_run(monkeypatch) as waits, recorded(monkeypatch) as order, quiet:
+                order.waits, order.edges = waits, edges
+                yield order
+        finally:
+            dist.destroy_process_group()
+
+    return device
+
+
+def steps(order, training, numbers):
+    for step in numbers:
+        order.during = f"step {step}"
+        training.step(step, order.waits)
+
+
+@pytest.mark.parametrize("scales", [False, True])
+@pytest.mark.parametrize("label", HOOKS)
+def test_ordinary_steps_and_what_users_ask_for(device, label, scales):
+    with device() as order:
+        training = Training(HOOKS[label], Variant(2, torch.float32, True, scales), order.edges)
+        steps(order, training, range(5))
+        order.during = "state"
+        training.attachment.shared_state_dict()
+        training.attachment.state_dict()
+        training.attachment.metrics()
+        training.attachment.average_weights()
+        steps(order, training, range(5, 7))
+        order.during = "close"
+        training.runtime.close()
+        side = [stream for stream in order.kernels if stream not in ("host", "stream 0")]
+        assert len(side) == 1
+        assert order.kernels[side[0]] > 10
+    assert not order.found
+
+
+@pytest.mark.parametrize("label", HOOKS)
+def test_bad_step(device, label, monkeypatch):
+    """The host hears of it when the next step begins."""
+    wait, bad = finite_steps._OnHost.wait, []
+
+    def is_bad(self):
+        bad.append(bool(wait(self)))
+        return torch.tensor(len(bad) % 2 == 0)
+
+    monkeypatch.setattr(finite_steps._OnHost, "wait", is_bad)
+    with device() as order:
+        training = Training(HOOKS[label], PLAIN, order.edges)
+        steps(order, training, range(6))
+        training.runtime.close()
+        has_memory = training.runtime.bound.has_memory
+    assert bool(bad) == has_memory
+    assert not order.found
+
+
+def test_two_models(device):
+    with device() as order:
+        first, second = (Training(HOOKS["int8"], PLAIN, order.edges) for _ in range(2))
+        for step in range(4):
+            steps(order, first, [step])
+            steps(order, second, [step])
+        first.runtime.close()
+        steps(order, second, [4])
+        second.runtime.close()
+    assert not order.found
+
+
+def test_failure(device, monkeypatch):
+    """It aborts the group; later steps are refused, and nothing is launched for them."""
+    aborted = []
+    monkeypatch.setattr(runtime, "nccl_abort", lambda group: lambda: aborted.append(group))
+    with device() as order:
+        training = Training(HOOKS["int8"], PLAIN, order.edges)
+        steps(order, training, range(2))
+        with monkeypatch.context() as patch:
+            patch.setattr(type(training.runtime.bound), "reduce", lambda *_: 1 / 0)
+            with pytest.raises(lc.HookError, match=r"hook 'int8' failed on rank 0 at step 2, bucket 0 .*division"):
+                steps(order, training, [2])
+        assert aborted
+        before = dict(order.kernels)
+        for function in (training.attachment.state_dict, training.attachment.average_weights):
+            with pytest.raises(lc.HookError, match="at step 2, bucket 0"):
+                function()
+        with pytest.raises(lc.HookError, match="at step 2, bucket 0"):
+            steps(order, training, [3])
+        side = next(stream for stream in before if stream not in ("host", "stream 0"))
+        assert order.kernels[side] == before[side]
+        training.runtime.close()
+    assert not order.found
+
+
+def test_capturing(device, monkeypatch):
+    with device() as order:
+        training = Training(HOOKS["int8"], PLAIN, order.edges)
+        steps(order, training, range(2))
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        with pytest.raises(lc.HookError, match=r"CUDA graph is being captured.*make_graphed_callables"):
+            steps(order, training, [2])
+        with pytest.raises(lc.HookError, match="CUDA graph is being captured"):
+            training.attachment.state_dict()
+
+
+def test_side_stream_comes_first(device):
+    """Between kernels that wait, a device takes those of the stream with the higher priority, the lower number."""
+    with device():
+        assert stream_engine.StreamEngine(torch.device("cuda", 0), lambda: None)._stream.priority < 0
+
+
+def test_sees_what_does_not_wait(device, monkeypatch):
+    with device() as order:
+        monkeypatch.setattr(torch.cuda.Stream, "wait_stream", lambda self, other: None)
+        training = Training(HOOKS["int8"], PLAIN, order.edges)
+        steps(order, training, range(2))
+    assert order.found
+
+
+def test_sees_memory_that_is_free_too_soon(device):
+    with device() as order:
+        numbers, side = torch.zeros(4, device="cuda"), torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            numbers.add_(1)
+        del numbers
+        torch.zeros(4, device="cuda")
+    assert ["may use memory again" in text for text in order.found] == [True]
