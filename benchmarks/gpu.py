@@ -85,7 +85,7 @@ def run(args: argparse.Namespace, found: dict[str, Any]) -> int:
     with tempfile.TemporaryDirectory() as folder, args.output.with_suffix(".log").open("w") as log:
         ran, measured = [], []
         if args.only != "benchmarks":
-            seconds = 60 * args.minutes * (0.5 if args.only is None else 1.0)
+            seconds = 60 * args.minutes * (0.55 if args.only is None else 1.0)
             print("Tests, some minutes", file=sys.stderr, flush=True)
             ran = run_together(tests(os.cpu_count() or 1), seconds, folder, log)
         if args.only != "tests":

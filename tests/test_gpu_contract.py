@@ -10,7 +10,7 @@ from lightning_commhooks.testing.check import RULES, check_rule
 pytestmark = [pytest.mark.gpu, needs_one]
 
 
-@pytest.fixture(scope="module", params=["gloo", pytest.param("nccl", marks=needs_two)])
+@pytest.fixture(scope="module", params=[pytest.param("nccl", marks=needs_two), "gloo"])
 def ranks(request):
     ranks = Ranks(request.param)
     yield ranks
