@@ -92,7 +92,7 @@ def run(args: argparse.Namespace, found: dict[str, Any]) -> int:
             rest = 60 * args.minutes - (time.monotonic() - begin)
             print("Benchmarks, some minutes", file=sys.stderr, flush=True)
             measured = run_alone(benchmarks(), rest, folder, log)
-    text = page(found, ran, measured, time.monotonic() - begin)
+        text = page(found, ran, measured, time.monotonic() - begin)
     args.output.write_text(text)
     print(text, end="")
     print(f"\nThis page is {args.output}; all that was printed is beside it, {args.output.with_suffix('.log').name}")

@@ -45,11 +45,11 @@ class Ranks:
 def step_without_waiting(rank, world, hook):
     """Train for some steps, the last ones of which fail where they wait for the device; their number."""
     device = model.model_device()
-    with attached(hook, device_ids=[device.index]) as (ddp, attachment):
+    with attached(hook) as (ddp, attachment):
         gradients = {name: g.to(device) for name, g in full_rank_gradients(rank, 0, SHAPES).items()}
         optimizer = torch.optim.SGD(ddp.parameters(), lr=1e-3)
         for step in range(WARM_UP + STEPS):
-            torch.cuda.set_sync_debug_mode("error" if step >= WARM_UP and device.type == "cuda" else "default")
+            torch.cuda.set_sync_debug_mode("error" if step >= WARM_UP else "default")
             try:
                 optimizer.zero_grad()
                 ddp(gradients).backward()

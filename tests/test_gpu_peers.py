@@ -7,7 +7,18 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from driver import CASES, HOOKS, SHAPES, Params, attached, backward, distance, low_rank_gradients, mean_gradients
+from driver import (
+    CASES,
+    HOOKS,
+    SHAPES,
+    SMALL_BUCKETS,
+    Params,
+    attached,
+    backward,
+    distance,
+    low_rank_gradients,
+    mean_gradients,
+)
 from gpu_steps import STEPS, WARM_UP, Ranks, needs_two, step_without_waiting
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook, quantization_hooks
 from torch.nn.parallel import DistributedDataParallel
@@ -26,7 +37,7 @@ def powersgd_state():
     return powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=2, matrix_approximation_rank=2)
 
 
-# PyTorch's own: function and state; and how much less exact ours may be, as a factor and in units of the gradients' norm.
+# PyTorch's own: function and state; how much less exact ours may be, as a factor and as a part of the gradients' norm.
 PEERS = {
     "allreduce": (default_hooks.allreduce_hook, None, 1.01, 1e-6),
     "fp16": (default_hooks.fp16_compress_hook, None, 1.01, 1e-6),
@@ -48,8 +59,7 @@ def ranks():
 
 def without_ours(rank, world, label):
     """The last gradients of plain DDP, or with a hook of PyTorch's."""
-    device = torch.device("cuda", rank)
-    ddp = DistributedDataParallel(Params(SHAPES), device_ids=[device.index], bucket_cap_mb=4e-3)
+    ddp = DistributedDataParallel(Params(SHAPES), bucket_cap_mb=SMALL_BUCKETS)
     if label is not None:
         function, make_state, *_ = PEERS[label]
         ddp.register_comm_hook(make_state() if make_state else dist.group.WORLD, function)
@@ -58,7 +68,7 @@ def without_ours(rank, world, label):
 
 def with_ours(rank, world, label):
     """The same with one of our hooks."""
-    with attached(HOOKS[label], device_ids=[rank]) as (ddp, _):
+    with attached(HOOKS[label]) as (ddp, _):
         return [backward(ddp, low_rank_gradients(rank, step, SHAPES)) for step in range(NUM_STEPS)][-1]
 
 
