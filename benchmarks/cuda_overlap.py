@@ -73,12 +73,13 @@ def measure(rank: int, world: int, args: argparse.Namespace) -> None:
 def main() -> None:
     """Parse arguments and start the ranks."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", type=int, default=cuda_ranks.size(), help="rows and columns of each matrix")
+    parser.add_argument("--size", type=int, help="rows and columns of each matrix")
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--batch", type=int, default=2048)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--traces", help="a folder for the traces, to look at in a browser (ui.perfetto.dev)")
     args = parser.parse_args()
+    args.size = args.size or cuda_ranks.size()
     if args.traces:
         Path(args.traces).mkdir(parents=True, exist_ok=True)
     cuda_ranks.run(measure, args)

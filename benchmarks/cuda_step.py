@@ -128,12 +128,14 @@ def report(medians: dict[str, list[float]], others: dict[str, tuple[int, str]]) 
 def main() -> None:
     """Parse arguments and start the ranks."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", type=int, default=cuda_ranks.size(), help="rows and columns of each matrix")
+    parser.add_argument("--size", type=int, help="rows and columns of each matrix")
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--steps", type=int, default=10, help="steps per variant and round")
-    cuda_ranks.run(measure, parser.parse_args())
+    args = parser.parse_args()
+    args.size = args.size or cuda_ranks.size()
+    cuda_ranks.run(measure, args)
 
 
 if __name__ == "__main__":
