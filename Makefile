@@ -15,7 +15,7 @@ export OMP_NUM_THREADS ?= 1
 .DELETE_ON_ERROR:
 
 .PHONY: demo test test-fast test-oldest test-newest coverage mutations peers lint format \
-	bench bench-quick stress docs linkcheck install clean
+	bench bench-quick gpu stress docs linkcheck install clean
 
 demo: install
 	$(BIN)/python examples/demo.py
@@ -92,6 +92,17 @@ bench-network: install
 bench-quick: install
 	$(BIN)/python benchmarks/network.py --quick
 
+# Tests and benchmarks on NVIDIA GPUs, in ten minutes, and a page for a bug report. With a Python that has PyTorch for
+# CUDA already, nothing is installed: make gpu GPU_PYTHON=python3. Without a GPU the script says so and exits with 3.
+GPU_PYTHON ?=
+GPU_RESULTS ?= benchmarks/results/gpu.txt
+
+gpu: VENV = .venv-gpu
+gpu:
+	@$(or $(GPU_PYTHON),$(PYTHON)) benchmarks/gpu.py --check
+	@$(if $(GPU_PYTHON),:,$(MAKE) --no-print-directory install VENV='$(VENV)')
+	@$(or $(GPU_PYTHON),$(VENV)/bin/python) benchmarks/gpu.py --output '$(GPU_RESULTS)'
+
 stress: install
 	$(BIN)/python benchmarks/stress_launches.py
 	$(BIN)/python benchmarks/resume_launches.py
@@ -121,4 +132,4 @@ $(VENV)/.installed: pyproject.toml
 	@touch $@
 
 clean:
-	rm -rf $(VENV) .venv-oldest .venv-newest build dist docs/_build *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) .venv-oldest .venv-newest .venv-gpu build dist docs/_build *.egg-info .mypy_cache .pytest_cache .ruff_cache

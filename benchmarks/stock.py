@@ -32,6 +32,8 @@ def register(ddp: DistributedDataParallel, name: str) -> None:
     """Give a model the stock hook of that name: `fp16`, `bf16`, or `powersgd-<rank>`, from step 2 on."""
     kind, _, rank = name.partition("-")
     if kind == "powersgd":
-        ddp.register_comm_hook(PowerSGDState(None, int(rank), start_powerSGD_iter=2), waiting_powersgd)
+        on_cuda = next(ddp.parameters()).is_cuda
+        state = PowerSGDState(None, int(rank), start_powerSGD_iter=2)
+        ddp.register_comm_hook(state, powerSGD_hook if on_cuda else waiting_powersgd)
     else:
         ddp.register_comm_hook(None, {"fp16": default_hooks.fp16_compress_hook, "bf16": bf16_hook}[kind])

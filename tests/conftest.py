@@ -30,6 +30,7 @@ SLOW = (
 
 def pytest_addoption(parser):
     parser.addoption("--two-ranks", action="store_true", help="leave out tests that have been told to use four ranks")
+    parser.addoption("--part", default="0/1", metavar="i/n", help="every n-th test, from the i-th on")
 
 
 def pytest_configure(config):
@@ -49,6 +50,8 @@ def pytest_collection_modifyitems(config, items):
     items.sort(key=lambda item: SLOW.index(item.path.stem) if item.path.stem in SLOW else len(SLOW))
     if config.getoption("two_ranks"):
         items[:] = [item for item in items if not hasattr(item, "callspec") or item.callspec.params.get("world") != 4]
+    part, num_parts = map(int, config.getoption("part").split("/"))
+    items[:] = items[part::num_parts]
 
 
 @pytest.fixture(scope="session")

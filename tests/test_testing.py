@@ -4,6 +4,7 @@ import re
 
 import broken_hooks
 import pytest
+import torch
 from driver import SHAPES, full_rank_gradients, outputs, same
 
 from lightning_commhooks.testing import BrokenRule, check_hook
@@ -63,3 +64,21 @@ def test_what_fails_on_a_rank_is_shown():
 
 def _divide(rank, world):
     return 1 / (1 - rank)
+
+
+@pytest.mark.parametrize(
+    ("place", "text"),
+    [
+        ({"device": "meta"}, r"^device='meta': there is none; use 'cpu'"),
+        ({"backend": "mpi"}, r"^backend='mpi': use 'gloo'"),
+        ({"backend": "nccl"}, r"^backend='nccl': use 'gloo', or 'nccl' with device='cuda'"),
+        pytest.param(
+            {"device": "cuda"},
+            r"^device='cuda': there is none",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is one"),
+        ),
+    ],
+)
+def test_devices_that_are_not_there(place, text):
+    with pytest.raises(ValueError, match=text):
+        check_hook("allreduce", num_ranks=(2,), **place)

@@ -42,8 +42,10 @@ def check_hook(
     goes_on_from_mean: bool = False,
     num_ranks: Sequence[int] = (2, 4),
     seconds: float = 60.0,
+    device: str = "cpu",
+    backend: str = "gloo",
 ) -> None:
-    """Check a hook against what every hook owes, on gloo processes, as `check_estimator` of scikit-learn does.
+    """Check a hook against what every hook owes, on processes of its own, as `check_estimator` of scikit-learn does.
 
     Trains models whose gradients are known, for a few steps each, and prints what was checked. Starts processes by
     "spawn": in a script, call it under `if __name__ == "__main__":`.
@@ -63,14 +65,16 @@ def check_hook(
             have, as it does if results depend on that mean alone: PowerSGD's do, those of top-k and quantization not.
         num_ranks: numbers of ranks to check.
         seconds: that a collective may take before the ranks count as out of step.
+        device: `"cpu"` or `"cuda"`. With `"gloo"` there may be more ranks than GPUs.
+        backend: of the process groups: `"gloo"`, or `"nccl"` on CUDA.
 
     Raises:
         BrokenRule: with the rule in words.
-        ValueError: there is no hook of that name.
+        ValueError: there is no hook of that name, no such device, or too few for that backend.
     """
     case = Case(get_hook(hook), error, rounding, bytes_sent, depends_on_buckets, goes_on_from_mean)
     print(f"{case.hook!r}")
-    with Processes(max(num_ranks), seconds) as processes:
+    with Processes(max(num_ranks), seconds, device, backend) as processes:
         for rule in RULES:
             for world in num_ranks:
                 check_rule(rule, processes, case, world)

@@ -36,8 +36,22 @@ SHAPES: Shapes = {
 # Several buckets of these, in MB.
 SMALL_BUCKETS = 4e-3
 
+# Where the models of this process are; see `use_device`.
+_device = torch.device("cpu")
+
 # What a hook that is used for a few steps may say.
 _EXPECTED_WARNINGS = ("hook=", "training ended after", "Grad strides do not match")
+
+
+def use_device(device: torch.device | str) -> None:
+    """Have the models of this process on a device from now on. Gradients come from the CPU, and results go there."""
+    global _device
+    _device = torch.device(device)
+
+
+def model_device() -> torch.device:
+    """Where the models of this process are."""
+    return _device
 
 
 class Params(nn.Module):
@@ -46,12 +60,13 @@ class Params(nn.Module):
     def __init__(self, shapes: Shapes, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
         for name, shape in shapes.items():
-            self.register_parameter(name, nn.Parameter(torch.zeros(shape, dtype=dtype)))
+            self.register_parameter(name, nn.Parameter(torch.zeros(shape, dtype=dtype, device=_device)))
 
     def forward(self, gradients: Gradients) -> Tensor:
         """A loss that has these gradients; parameters without one are not used."""
-        terms = ((self.get_parameter(name) * gradient).sum().double() for name, gradient in gradients.items())
-        return sum(terms, torch.zeros((), dtype=torch.float64))
+        parameters = {name: self.get_parameter(name) for name in gradients}
+        terms = ((p * gradients[name].to(p.device)).sum().double() for name, p in parameters.items())
+        return sum(terms, torch.zeros((), dtype=torch.float64, device=next(self.parameters()).device))
 
 
 def low_rank_gradients(
@@ -97,10 +112,10 @@ def mean_gradients(
 
 
 def backward(ddp: DistributedDataParallel, gradients: Gradients) -> Gradients:
-    """One backward; what DDP leaves in `.grad`, by name."""
+    """One backward; what DDP leaves in `.grad`, by name, on the CPU."""
     ddp.zero_grad(set_to_none=True)
     ddp(gradients).backward()
-    return {name: p.grad.clone() for name, p in ddp.module.named_parameters() if p.grad is not None}
+    return {name: p.grad.to("cpu", copy=True) for name, p in ddp.module.named_parameters() if p.grad is not None}
 
 
 @contextmanager

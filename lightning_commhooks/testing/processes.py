@@ -1,4 +1,4 @@
-"""Ranks that are processes: each call is made on a new gloo process group."""
+"""Ranks that are processes: each call is made on a new process group."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from lightning_commhooks.testing.model import use_device
 
 # Of the ranks: compiling takes seconds, and what is compiled is not for gradients as small as these; and DDP warns, to
 # stderr, of parameters that may be unused and are not.
@@ -42,9 +44,21 @@ class Processes:
     Args:
         size: number of processes.
         seconds: that a collective, and twice of which a call, may take.
+        device: `"cpu"` or `"cuda"`, where `Params` models are. Ranks take turns among the GPUs.
+        backend: of the process groups, `"gloo"` or `"nccl"`.
+
+    Raises:
+        ValueError: there is no such device here, or too few for that backend.
     """
 
-    def __init__(self, size: int, seconds: float) -> None:
+    def __init__(self, size: int, seconds: float, device: str = "cpu", backend: str = "gloo") -> None:
+        if device not in ("cpu", "cuda") or (device == "cuda" and not torch.cuda.is_available()):
+            raise ValueError(f"device={device!r}: there is none; use 'cpu', or 'cuda' where PyTorch finds a GPU")
+        if backend not in ("gloo", "nccl") or (backend == "nccl" and device != "cuda"):
+            raise ValueError(f"backend={backend!r}: use 'gloo', or 'nccl' with device='cuda'")
+        if backend == "nccl" and size > torch.cuda.device_count():
+            raise ValueError(f"backend='nccl' has a GPU for each rank: {size} ranks, {torch.cuda.device_count()} GPUs")
+        self._place = device, backend
         self._size = size
         self._seconds = seconds
         self._numbers = itertools.count()
@@ -57,7 +71,8 @@ class Processes:
         with _environment(_ENVIRONMENT):
             for _ in range(self._size):
                 ours, theirs = context.Pipe()
-                process = context.Process(target=_work, args=(theirs, self._store.port, self._seconds), daemon=True)
+                args = (theirs, self._store.port, self._seconds, *self._place)
+                process = context.Process(target=_work, args=args, daemon=True)
                 process.start()
                 theirs.close()
                 self._ranks.append((process, ours))
@@ -122,7 +137,7 @@ def _store(port: int, is_master: bool) -> Any:
     )
 
 
-def _work(pipe: connection.Connection, port: int, seconds: float) -> None:
+def _work(pipe: connection.Connection, port: int, seconds: float, device: str, backend: str) -> None:
     """A rank: make calls until the other end closes."""
     torch.set_num_threads(1)
     store = _store(port, is_master=False)
@@ -136,7 +151,10 @@ def _work(pipe: connection.Connection, port: int, seconds: float) -> None:
             prefix, rank, world, function, args = pickle.loads(message)
             own = dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]  # documented
             timeout = timedelta(seconds=seconds)
-            dist.init_process_group("gloo", store=own, rank=rank, world_size=world, timeout=timeout)
+            if device == "cuda":
+                torch.cuda.set_device(rank % torch.cuda.device_count())
+                use_device(torch.device("cuda", torch.cuda.current_device()))
+            dist.init_process_group(backend, store=own, rank=rank, world_size=world, timeout=timeout)
             torch.manual_seed(0)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")

@@ -27,6 +27,7 @@ from lightning_commhooks.testing.model import (
     full_rank_gradients,
     low_rank_gradients,
     mean_gradients,
+    model_device,
     norm,
     outputs,
     same,
@@ -188,7 +189,8 @@ _SCALES = [2.0**16, 2.0**17, 2.0**17, 2.0**5, 1.0, 3.0, 2.0**10, 2.0**9]
 def _scaled_and_not(rank: int, world: int, hook: CommHook) -> list[tuple[list[Gradients], float]]:
     """Outputs without a scaler, and with one whose scale grows and shrinks, divided by the scale; overflows."""
     results = []
-    for scaler in (None, torch.amp.GradScaler("cpu")):
+    device = model_device()
+    for scaler in (None, torch.amp.GradScaler(device.type)):
         means = []
         with attached(hook, grad_scaler=scaler) as (ddp, attachment):
             for step, scale in enumerate(_SCALES):
@@ -197,10 +199,10 @@ def _scaled_and_not(rank: int, world: int, hook: CommHook) -> list[tuple[list[Gr
                     means.append(backward(ddp, gradients))
                     continue
                 ddp.zero_grad()
-                scaler.scale(torch.ones(()))  # makes the scale; the loss is of float64 here
+                scaler.scale(torch.ones((), device=device))  # makes the scale; the loss is of float64 here
                 scaler.update(scale)
                 (ddp(gradients) * scale).backward()
-                means.append({name: _gradient(p) / scale for name, p in ddp.module.named_parameters()})
+                means.append({name: _gradient(p).cpu() / scale for name, p in ddp.module.named_parameters()})
             results.append((means, attachment.metrics()["numel_overflowed"]))
     return results
 

@@ -1,0 +1,25 @@
+"""The contract on CUDA devices: two ranks over gloo, both on one device if there is one only, and over NCCL on two."""
+
+import pytest
+from gpu_steps import Ranks, needs_one, needs_two
+from hooks_under_test import CASES
+from test_contract import COUNTS_STEPS
+
+from lightning_commhooks.testing.check import RULES, check_rule
+
+pytestmark = [pytest.mark.gpu, needs_one]
+
+
+@pytest.fixture(scope="module", params=[pytest.param("nccl", marks=needs_two), "gloo"])
+def ranks(request):
+    ranks = Ranks(request.param)
+    yield ranks
+    ranks.close()
+
+
+@pytest.mark.parametrize("label", CASES)
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_rule(ranks, rule, label):
+    if (rule.__name__, label) in COUNTS_STEPS:
+        pytest.skip("its phases depend on the number of steps; see test_checkpoint.py")
+    check_rule(rule, ranks, CASES[label], 2)

@@ -1,0 +1,105 @@
+"""On a CUDA device, one rank of NCCL: no step waits for the device; half iterations of PowerSGD take turns."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from driver import HOOKS, SHAPES, attached, backward, distance, full_rank_gradients, norm, same
+from gpu_steps import STEPS, WARM_UP, needs_one, step_without_waiting
+from reference import powersgd
+from test_powersgd import STEPS as REFERENCE_STEPS
+from test_powersgd import with_a_bad_step
+
+import lightning_commhooks as lc
+from lightning_commhooks.testing.model import equal_states, use_device
+
+pytestmark = [pytest.mark.gpu, needs_one]
+HALF = lc.PowerSGD(start_powerSGD_iter=0, matrix_approximation_rank=2, num_iters_per_step=1)
+
+
+@pytest.fixture(autouse=True)
+def _nccl(tmp_path):
+    torch.cuda.set_device(0)
+    use_device("cuda:0")
+    dist.init_process_group("nccl", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+    use_device("cpu")
+
+
+@pytest.mark.parametrize("label", HOOKS)
+def test_no_step_waits_for_the_device(label):
+    """The host runs ahead: nothing in forward, backward and the optimizer's step asks the device for a value."""
+    assert step_without_waiting(0, 1, HOOKS[label]) == WARM_UP + STEPS
+
+
+def test_a_step_that_waits_is_seen():
+    """By the mode that the other test relies on."""
+    value = torch.ones((), device="cuda")
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with pytest.raises(RuntimeError, match="synchronizing"):
+            value.item()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def factors(attachment):
+    """P and Q of each parameter that is sent as factors, and the number of half steps."""
+    state = attachment.state_dict()["hook"]["state"]
+    entries = state["entries"].values()
+    return [(entry["factor_p"], entry["factor"]) for entry in entries if "factor" in entry], int(state["half_steps"])
+
+
+def is_orthonormal(rows):
+    return torch.allclose(rows @ rows.mT, torch.eye(len(rows)), atol=1e-4)
+
+
+def test_half_iterations_take_turns():
+    """P is new in even steps, and Q is what the step begins with, orthonormal; in odd steps the other way round."""
+    with attached(HALF) as (ddp, attachment):
+        for step in range(6):
+            backward(ddp, full_rank_gradients(0, step, SHAPES))
+            found, number = factors(attachment)
+            assert number == step + 1
+            assert found
+            for p, q in found:
+                begun_with, made = (q, p) if step % 2 == 0 else (p, q)
+                assert is_orthonormal(begun_with)
+                assert not is_orthonormal(made)
+
+
+@pytest.mark.parametrize("feedback", [False, True], ids=["no_feedback", "feedback"])
+@pytest.mark.parametrize("num_iters", [1, 2])
+def test_iterations_equal_reference(num_iters, feedback):
+    """With a bad step, which does not count; else the next one would begin with the other factor."""
+    hook = lc.PowerSGD(
+        matrix_approximation_rank=2,
+        start_powerSGD_iter=1,
+        num_iters_per_step=num_iters,
+        use_error_feedback=feedback,
+        random_seed=7,
+    )
+    expected = powersgd(hook, full_rank_gradients, 1, REFERENCE_STEPS, SHAPES)
+    for a, b in zip(with_a_bad_step(0, 1, hook), expected, strict=True):
+        assert distance(a, b) <= 1e-9 * norm(b)
+
+
+@pytest.mark.parametrize("bad_step", [0, 3, 4])
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_bad_step_leaves_half_iterations_as_they_were(bad_step, value):
+    """Memory bit for bit, and whose turn it is; the steps after it are those of a run without."""
+    runs = []
+    for has_bad in (False, True):
+        means = []
+        with attached(HALF, exact_state=True) as (ddp, attachment):
+            for step in range(6):
+                if has_bad and step == bad_step:
+                    before = attachment.state_dict()["hook"] if step else None
+                    gradients = full_rank_gradients(0, 100, SHAPES)
+                    gradients["first"].view(-1)[0] = value
+                    assert not any(g.isfinite().all() for g in backward(ddp, gradients).values() if g.numel())
+                    assert before is None or equal_states(before, attachment.state_dict()["hook"])
+                means.append(backward(ddp, full_rank_gradients(0, step, SHAPES)))
+            assert attachment.metrics()["nonfinite_steps"] == has_bad
+        runs.append(means)
+    assert all(same(a, b) for a, b in zip(*runs, strict=True))
