@@ -7,15 +7,18 @@ that a stream allocated is not to go back to it while another one may be at work
 
 import contextlib
 import itertools
+import types
 import weakref
 from collections import defaultdict
 from dataclasses import dataclass, field
 
 import torch
+import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-HOST = "host"
+HOST, NCCL = "host", "nccl"
+COLLECTIVES = ("all_reduce", "all_gather_into_tensor", "all_gather_single", "all_to_all_single", "all_gather")
 
 
 @dataclass
@@ -44,6 +47,7 @@ class Order(TorchDispatchMode):
         found: what is not ordered, one text each.
         during: what the test is about now.
         kernels: number of kernels, by stream.
+        last_collective: clock of the one that was issued last.
     """
 
     def __init__(self):
@@ -51,6 +55,7 @@ class Order(TorchDispatchMode):
         self.found, self.during, self.kernels = [], "", defaultdict(int)
         self.clocks = defaultdict(lambda: defaultdict(int))
         self.current = HOST
+        self.last_collective = {}
         self._storages = {}
         # Of memory that went back to a stream: who used it last, and when.
         self._free = defaultdict(list)
@@ -82,12 +87,18 @@ class Order(TorchDispatchMode):
             return result
         on_device = any(tensor.is_cuda for tensor in (*given, *_tensors(result)))
         stream = self.current if on_device else HOST
+        if func.namespace == "c10d":
+            # On a stream of its own, after what the present one has to do.
+            self.join(NCCL, self.clocks[stream])
+            stream = NCCL
         time = self.launch(stream)
         written = _written(func, args, kwargs)
         for tensor in given:
             self._use(func, tensor, stream, time, any(tensor is other for other in written))
         for tensor in made:
             self._storages[tensor.untyped_storage()._cdata] = Storage(stream, (stream, time))
+        if stream is NCCL:
+            self.last_collective = dict(self.clocks[NCCL])
         if on_device and not _goes_on(func, args, kwargs) and any(not t.is_cuda for t in (*written, *made)):
             self.join(HOST, self.clocks[stream])
         self._keep(result)
@@ -220,7 +231,29 @@ def recorded(monkeypatch):
         current[-1].wait_event(self.done)
         return wait(self)
 
+    def waiting(collective):
+        """Have it hand out what has the present stream wait for it, and only for it."""
+
+        def begin(*args, async_op=False, **kwargs):
+            work = collective(*args, async_op=True, **kwargs)
+            # NCCL's work holds its tensors until it is waited for.
+            clock, held = order.last_collective, [args]
+
+            def wait():
+                order.join(order.current, clock)
+                held.clear()
+                work.wait()
+
+            if async_op:
+                return types.SimpleNamespace(wait=wait)
+            return wait()
+
+        return begin
+
     with monkeypatch.context() as patch:
+        for name in COLLECTIVES:
+            if hasattr(dist, name):
+                patch.setattr(dist, name, waiting(getattr(dist, name)))
         patch.setattr(torch.cuda, "Stream", stream_class)
         patch.setattr(torch.cuda, "Event", event_class)
         patch.setattr(torch.cuda, "current_stream", lambda device=None: current[-1])

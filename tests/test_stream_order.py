@@ -1,6 +1,7 @@
 """The side stream on which hooks run on NCCL: nothing overtakes what it needs, in a run with a stand-in for DDP."""
 
 import contextlib
+import types
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import lightning_commhooks as lc
 from lightning_commhooks.codecs.codec import Kernels
-from lightning_commhooks.collectives import group
+from lightning_commhooks.collectives import communicator, group
 from lightning_commhooks.ddp import finite_steps, runtime, stream_engine
 
 HOOKS = {
@@ -73,7 +74,7 @@ def test_ordinary_steps_and_what_users_ask_for(device, label, scales):
         steps(order, training, range(5, 7))
         order.during = "close"
         training.runtime.close()
-        side = [stream for stream in order.kernels if stream not in ("host", "stream 0")]
+        side = [stream for stream in order.kernels if stream not in ("host", "nccl", "stream 0")]
         assert len(side) == 1
         assert order.kernels[side[0]] > 10
     assert not order.found
@@ -128,7 +129,7 @@ def test_failure(device, monkeypatch):
                 function()
         with pytest.raises(lc.HookError, match="at step 2, bucket 0"):
             steps(order, training, [3])
-        side = next(stream for stream in before if stream not in ("host", "stream 0"))
+        side = next(stream for stream in before if stream not in ("host", "nccl", "stream 0"))
         assert order.kernels[side] == before[side]
         training.runtime.close()
     assert not order.found
@@ -157,6 +158,21 @@ def test_sees_what_does_not_wait(device, monkeypatch):
         training = Training(HOOKS["int8"], PLAIN, order.edges)
         steps(order, training, range(2))
     assert order.found
+
+
+def test_sees_a_collective_that_is_not_waited_for(device, monkeypatch):
+    with device() as order:
+        monkeypatch.setattr(communicator.Communicator, "_counted", lambda self, wait, num_rounds: lambda: wait.tensor)
+        begun = communicator.Communicator._begun
+
+        def never_waited_for(self, result, collective, *args):
+            begun(self, result, collective, *args)
+            return types.SimpleNamespace(tensor=result)
+
+        monkeypatch.setattr(communicator.Communicator, "_begun", never_waited_for)
+        training = Training(HOOKS["allreduce"], PLAIN, order.edges)
+        steps(order, training, range(2))
+    assert any("what nccl may be at work on" in text for text in order.found)
 
 
 def test_sees_memory_that_is_free_too_soon(device):

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from typing import Literal
 
 import torch
@@ -238,8 +237,7 @@ class Communicator:
         end = self.counters.rounds_in_lane[lane()] + num_rounds
 
         def counted() -> Tensor:
-            # On CUDA it was timed when it was queued.
-            with nullcontext() if self.device.type == "cuda" else self.counters.timing.comm():
+            with self.counters.timing.comm():
                 result = wait()
             self.counters.waited_for(end)
             return result
@@ -281,10 +279,6 @@ class Communicator:
         return self._begun(received, dist.all_to_all_single, received, chunks)
 
     def _begun(self, result: Tensor, collective: Callable[..., dist.Work | None], *args: object) -> Wait:
-        if result.is_cuda:
-            with self.counters.timing.comm():
-                collective(*args, group=self.process_group)
-            return lambda: result
         group = self._lanes[lane()] if self._lanes else self.process_group
         work = collective(*args, group=group, async_op=True)
         assert work is not None
