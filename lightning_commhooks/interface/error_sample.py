@@ -93,7 +93,7 @@ class ErrorSampler:
 
     def _keep_finite(self) -> None:
         if self._sums is not None:
-            own = torch.cat([self._sums, self._sums.new_tensor([self.step])])
+            own = torch.cat([self._sums, self._sums.new_full((1,), self.step)])
             before = torch.full_like(own, math.nan) if self._finite is None else self._finite
             self._finite = torch.where(own.isfinite().all(), own, before)
 
