@@ -16,9 +16,11 @@ from lightning_commhooks.ddp.attachment import Attachment
 from lightning_commhooks.ddp.runtime import Runtime
 from lightning_commhooks.interface.error_sample import ErrorSampler
 from lightning_commhooks.interface.layout import Layout
-from lightning_commhooks.testing.model import SHAPES, Params
+from lightning_commhooks.testing.model import Params
 
 DEVICE = torch.device("cuda", 0)
+# Some of those in `lightning_commhooks.testing.model`: a fake tensor costs time by the operation.
+SHAPES = {"first": (24, 40), "bias": (40,), "scalar": (), "second": (40, 24), "third": (24, 40), "empty": (0, 3)}
 # Of the last steps, in which no bucket is new, no hook begins or takes over from another one.
 LAST_STEPS = 2
 
@@ -128,7 +130,7 @@ class DDP(nn.Module):
     def _buckets(self):
         """Others from the second backward on, as DDP has them."""
         parameters = list(self.module.parameters())[::-1]
-        ends = [0, 6, len(parameters)] if self._num_backwards == 0 else [0, 3, 5, len(parameters)]
+        ends = [0, 3, len(parameters)] if self._num_backwards == 0 else [0, 2, len(parameters)]
         return [parameters[first:last] for first, last in pairwise(ends)]
 
     def _write(self, reduced):
@@ -140,7 +142,7 @@ class DDP(nn.Module):
 
 
 @dataclass(frozen=True)
-class Variant:
+class Way:
     """What differs between runs of one hook."""
 
     world: int
@@ -155,56 +157,56 @@ class Variant:
 class Training:
     """A model with a hook, and what trains it."""
 
-    def __init__(self, hook, variant, edges):
-        self.variant = variant
+    def __init__(self, hook, way, edges):
+        self.way = way
         self.scaler = None
-        if variant.scales:
+        if way.scales:
             self.scaler = torch.amp.GradScaler("cpu")  # "cuda" asks for a device
             self.scaler._lazy_init_scale_growth_tracker(DEVICE)
         config = hook
-        if variant.accumulation != "framework":
-            config = lc.ScaleByGradAccumulation(hook, variant.accumulation)
+        if way.accumulation != "framework":
+            config = lc.ScaleByGradAccumulation(hook, way.accumulation)
         with DEVICE:
-            module = Params(SHAPES, variant.dtype)
+            module = Params(SHAPES, way.dtype)
             module.register_buffer("mean", torch.zeros(3))
-        self.ddp = DDP(module, edges, variant.find_unused_parameters)
+        self.ddp = DDP(module, edges, way.find_unused_parameters)
         self.optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
         self.runtime = Runtime(config, dist.group.WORLD, DEVICE, None, self.scaler, lambda: 1.0)
-        self.attachment = Attachment(config, self.runtime, variant.exact_state)
+        self.attachment = Attachment(config, self.runtime, way.exact_state)
         # As `Attachment._connect` does, which takes a DDP model only.
         self.runtime.local.models.layout = Layout(module)
         self._trampoline = torch.no_grad()(self.runtime.trampoline(self.ddp))
         self.attachment._set_optimizers([self.optimizer])
         # By `Attachment.sample_error` ranks would agree on the numbers.
-        self.runtime.watch.sampler = ErrorSampler(2, 500, 5000)
+        self.runtime.watch.sampler = ErrorSampler(3, 500, 5000)
 
     def step(self, step, waits):
         """Two micro-batches if gradients are scaled by their number, and the optimizer's step."""
-        if self.variant.accumulation != "framework":
+        if self.way.accumulation != "framework":
             self._backward(step, is_synchronized=False)
         self._backward(step)
         during, waits.during = waits.during, f"optimizer in {waits.during}"
         self.optimizer.step()
         waits.during = during
-        if self.variant.clears or step % 2:
+        if self.way.clears or step % 2:
             self.optimizer.zero_grad()
 
     def _backward(self, step, is_synchronized=True):
-        unused = ("second", "third", "bias", "")[step % 4] if self.variant.find_unused_parameters else ""
+        unused = ("second", "third", "bias", "")[step % 4] if self.way.find_unused_parameters else ""
         gradients = {
-            name: torch.zeros(shape, dtype=self.variant.dtype, device=DEVICE)
+            name: torch.zeros(shape, dtype=self.way.dtype, device=DEVICE)
             for name, shape in SHAPES.items()
             if name != unused
         }
-        if self.variant.accumulation == "weighted":
+        if self.way.accumulation == "weighted":
             self.attachment.add_weight(torch.ones((), device=DEVICE))
         self.ddp.backward(gradients, self._trampoline if is_synchronized else None)
 
 
-def train(hook, variant, num_steps, waits, edges):
+def train(hook, way, num_steps, waits, edges):
     """A run with what users do in it, which is left, and taken up again; `waits.during` says what."""
     waits.during = "attach"
-    training = Training(hook, variant, edges)
+    training = Training(hook, way, edges)
     for step in range(num_steps):
         waits.during = "first steps" if step < num_steps - LAST_STEPS else "last steps"
         training.step(step, waits)
@@ -214,11 +216,12 @@ def train(hook, variant, num_steps, waits, edges):
     waits.during = "metrics"
     training.attachment.metrics()
     training.attachment.residual_norm()
+    waits.during = "average"
     training.attachment.average_weights()
     waits.during = "close"
     training.runtime.close()
     waits.during = "attach"
-    resumed = Training(hook, variant, edges)
+    resumed = Training(hook, way, edges)
     waits.during = "state"
     resumed.optimizer.load_state_dict(training.optimizer.state_dict())
     resumed.attachment.load_state_dict(saved)
