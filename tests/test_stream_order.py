@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cuda_dry_run import dry_run
-from cuda_dry_training import GradientEdges, Training, Variant
+from cuda_dry_training import GradientEdges, Training, Way
 from hooks_under_test import INT8, RANK_2
 from pool import ignoring
 from stream_order import recorded
@@ -29,7 +29,7 @@ HOOKS = {
     "post_localsgd": lc.PostLocalSGD(start_localSGD_iter=2, period=2, post_local_gradient_allreduce=False),
     "diloco": lc.DiLoCo(start_localSGD_iter=2, period=2, fragments=2, post_local_gradient_allreduce=False),
 }
-PLAIN = Variant(2, torch.float32)
+PLAIN = Way(2, torch.float32)
 
 
 @pytest.fixture
@@ -64,7 +64,7 @@ def steps(order, training, numbers):
 @pytest.mark.parametrize("label", HOOKS)
 def test_ordinary_steps_and_what_users_ask_for(device, label, scales):
     with device() as order:
-        training = Training(HOOKS[label], Variant(2, torch.float32, True, scales), order.edges)
+        training = Training(HOOKS[label], Way(2, torch.float32, True, scales), order.edges)
         steps(order, training, range(5))
         order.during = "state"
         training.attachment.shared_state_dict()

@@ -27,6 +27,10 @@ class _OnHost:
         return self._copy
 
 
+def _on_its_way(finite: Tensor) -> _OnHost | None:
+    return _OnHost(finite) if finite.is_cuda else None
+
+
 class FiniteSteps:
     """Ends the steps of a hook with memory, and those that ranks take alone under a scaler, on all ranks alike.
 
@@ -94,9 +98,8 @@ class FiniteSteps:
             self.forget()
             if in_time:
                 spoil_unless_(finite, [part for gradients, bucket in reduced for part in _parts(gradients, bucket)])
-            if finite.is_cuda:
-                self._pending = _OnHost(finite)
-            else:
+            self._pending = _on_its_way(finite)
+            if self._pending is None:
                 self._take_over(finite)
 
     def settle(self) -> None:

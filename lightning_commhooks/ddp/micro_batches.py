@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_commhooks.collectives.averaging import flat_view
 from lightning_commhooks.ddp.copies import NotCopied
 from lightning_commhooks.ddp.engine import call_at_end_of_backward
-from lightning_commhooks.interface.accumulation import Accumulated, Held, Number, is_one, is_positive, is_weight
+from lightning_commhooks.interface.accumulation import Accumulated, Held, Number, is_one, is_positive, is_weight, scale_
 from lightning_commhooks.interface.bucket import Slot
 
 
@@ -131,7 +131,7 @@ class MicroBatches:
             gradient, held = self._parameters[name].grad, last.held[name]
             if gradient is not None and gradient._version == held.version:
                 with torch.no_grad():
-                    gradient.mul_(last.factors[name] / held.factor)
+                    scale_(gradient, last.factors[name] / held.factor)
 
     def _arrival(self, name: str, parameter: Tensor) -> Callable[[Sequence[Tensor]], None]:
         def arrives(gradients: Sequence[Tensor]) -> None:
@@ -155,7 +155,7 @@ class MicroBatches:
             return
         self._stale.remove(name)
         with torch.no_grad():
-            gradient.mul_(1 / self._held[name].factor)
+            scale_(gradient, 1 / self._held[name].factor)
 
     def unscale_(self, slots: Sequence[Slot], flat: Tensor) -> None:
         """Let a bucket have unscaled what was in `.grad` before one more backward of the same micro-batch."""

@@ -26,7 +26,9 @@ def random_factor(key: str, shape: tuple[int, ...], seed: int, step: int, like: 
         like: gives dtype and device of the result.
     """
     generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}:{step}:{key}".encode()))
-    return torch.randn(shape, generator=generator, dtype=torch.float32).to(like)
+    factor = torch.randn(shape, generator=generator, dtype=torch.float32)
+    # Pinned, a copy does not wait for the device.
+    return factor.pin_memory().to(like, non_blocking=True) if like.is_cuda else factor.to(like)
 
 
 def orthonormal_basis(rows: Tensor) -> Tensor:

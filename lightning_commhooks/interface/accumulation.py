@@ -71,7 +71,10 @@ class Accumulated:
 
 def scale_(gradients: Tensor, factor: Number) -> Tensor:
     """Multiply gradients in place; nothing for 1."""
-    return gradients if is_one(factor) else gradients.mul_(factor)
+    if not is_one(factor):
+        # A factor on a device has one dimension.
+        (gradients if gradients.dim() else gradients.view(1)).mul_(factor)
+    return gradients
 
 
 def is_one(factor: Number) -> bool:

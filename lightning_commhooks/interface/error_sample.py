@@ -87,8 +87,11 @@ class ErrorSampler:
         assert bucket.accumulated is not None
         factors = [bucket.accumulated.factors.get(name, 1.0) for name in bucket.names]
         values = taken.values
-        table = torch.stack([torch.as_tensor(f, dtype=values.dtype, device=values.device).view(()) for f in factors])
-        ends = torch.tensor([slot.offset + slot.numel for slot in bucket.slots], device=values.device)
+        table = torch.cat([values.new_ones(1) * factor for factor in factors])
+        ends = torch.tensor([slot.offset + slot.numel for slot in bucket.slots])
+        if values.is_cuda:
+            # Pinned, a copy does not wait for the device.
+            ends = ends.pin_memory().to(values.device, non_blocking=True)
         return table[torch.bucketize(taken.places, ends, right=True)]
 
     def _latest(self) -> Tensor | None:

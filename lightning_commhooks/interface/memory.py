@@ -66,11 +66,17 @@ def all_finite(tensor: Tensor) -> Tensor:
 
 
 def spoil_unless_(finite: Tensor, tensors: Sequence[Tensor]) -> None:
-    """Make all of some tensors NaN unless `finite`, boolean, one element; does not wait for a CUDA device to know."""
+    """Make all of some tensors NaN unless `finite`, boolean, one element; does not wait for a CUDA device to know.
+
+    Args:
+        finite: on the device of the tensors.
+        tensors: with at least one dimension.
+    """
     if finite.is_cuda or not finite:
-        zero_or_nan = torch.where(finite, 0.0, math.nan)
+        zero_or_nan = torch.where(finite, 0.0, math.nan).view(1)
         for dtype in {tensor.dtype for tensor in tensors}:
-            torch._foreach_add_([tensor for tensor in tensors if tensor.dtype == dtype], zero_or_nan.to(dtype))
+            some = [tensor for tensor in tensors if tensor.dtype == dtype]
+            torch._foreach_add_(some, [zero_or_nan.to(dtype)] * len(some))
 
 
 def num_overflowed(exact: Tensor, half: Tensor) -> int | Tensor:
