@@ -54,7 +54,7 @@ def early(hook):
 HOOKS = {label: early(case.hook) for label, case in CASES.items()} | MORE
 
 WAYS = {
-    "1": Way(1, torch.bfloat16, accumulation="mean", clears=False),
+    "1": Way(1, torch.bfloat16, accumulation="mean", clears=False, is_short=True),
     "2": Way(2, torch.float16, accumulation="weighted", clears=False, exact_state=True),
     "4": Way(4, torch.float32, find_unused_parameters=True, scales=True),
 }
@@ -112,18 +112,18 @@ SAID = ("hook=", "training ended after", "`torch.distributed.all_gather_into_ten
 
 @pytest.fixture
 def found(monkeypatch):
-    """`found(hook, variant, num_steps)`: the waits of a run."""
+    """`found(hook, way, num_steps)`: the waits of a run."""
 
-    def found(hook, variant, num_steps):
+    def found(hook, way, num_steps):
         edges = GradientEdges()
-        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=variant.world)
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=way.world)
         monkeypatch.setattr(group, "compiled", lambda hook_codec, *_: Kernels(hook_codec))
         # Of the fake process group, which is to be NCCL here.
         monkeypatch.setattr(runtime, "backend_for", lambda *_: dist.Backend.NCCL)
         monkeypatch.setattr(torch.autograd.graph, "get_gradient_edge", edges)
         try:
             with dry_run(monkeypatch) as waits, ignoring(*SAID):
-                train(hook, variant, num_steps, waits, edges)
+                train(hook, way, num_steps, waits, edges)
         finally:
             dist.destroy_process_group()
         return waits.found
