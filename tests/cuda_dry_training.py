@@ -90,7 +90,7 @@ class DDP(nn.Module):
         self._num_backwards = 0
 
     def forward(self):
-        """Nothing but what is hooked to it."""
+        """Its hooks."""
 
     def backward(self, gradients, trampoline=None):
         """One forward and backward, synchronized if there is a function to hand buckets to.
@@ -230,6 +230,9 @@ def train(hook, way, num_steps, waits, edges):
     training.attachment.metrics()
     training.attachment.residual_norm()
     waits.during = "average"
+    averaged_state = training.attachment.averaged_optimizer_state(training.optimizer)
+    with training.attachment.averaged_weights(), averaged_state:
+        pass
     training.attachment.average_weights()
     waits.during = "close"
     training.runtime.close()

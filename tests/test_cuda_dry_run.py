@@ -3,6 +3,7 @@
 import dataclasses
 from dataclasses import dataclass
 
+import broken_hooks
 import pytest
 import torch
 import torch.distributed as dist
@@ -23,8 +24,7 @@ LOCAL = {"start_localSGD_iter": 2, "post_local_gradient_allreduce": False}
 MORE = {
     "noop": lc.Noop(),
     "fp8": lc.FP8(min_bytes=0, block_size=128, rounding="stochastic"),
-    "int8 without": lc.Int8(**INT8, use_error_feedback=False),
-    "int4+hadamard": lc.Int4(min_bytes=0, rotation="hadamard"),
+    "int4+hadamard": lc.Int4(min_bytes=0, rotation="hadamard", use_error_feedback=False),
     "quantize_per_channel+all_gather": lc.QuantizePerChannel(protocol="all_gather"),
     "powersgd+late": lc.PowerSGD(**RANK_2 | {"start_powerSGD_iter": 3}, orthogonalization_epsilon=1e-8),
     "powersgd+cold": lc.PowerSGD(**RANK_2, warm_start=False, use_error_feedback=False),
@@ -37,6 +37,7 @@ MORE = {
     "diloco+bf16": lc.DiLoCo(period=2, subgroup_size=2, pseudo_gradient="bf16"),
     "diloco+int8": lc.DiLoCo(**LOCAL, period=2, pseudo_gradient="int8"),
     "local before": lc.Schedule({0: lc.PostLocalSGD(**LOCAL, period=2), 4: "int8"}),
+    "a user's": broken_hooks.TopK(),
     "auto": lc.Auto(candidates=[lc.Int8(**INT8)], warmup_steps=1, timed_steps=1),
 }
 # Until the last hook has taken over; of others, both halves of PowerSGD and a period of local steps.
@@ -98,7 +99,7 @@ ALLOWED = [
     Allowed("hooks/_steps_taken.py", "number", STEPS, "half iterations: P or Q is a matter of the host; an old event"),
     Allowed("interface/by_parameter.py", "end_step", STEPS[:1], "a schedule: what was owed was paid, if it was finite"),
     Allowed("interface/error_sample.py", "last_finite", ("metrics", *STEPS[:1]), "metrics() or, once, `Auto` wants it"),
-    Allowed("interface/models.py", "_common_states", (*STATE, *OPTIMIZER), "which tensors an optimizer has everywhere"),
+    Allowed("interface/models.py", "_common_states", (*STATE, *OPTIMIZER, "average"), "what all optimizers have"),
     Allowed("interface/state.py", "per_rank", STATE, "a state is on the CPU"),
     Allowed("interface/state.py", "shared", STATE, "a state is on the CPU"),
     Allowed("wrappers/_turns.py", "_used_ones", STEPS[:1], "the first step of a phase: who is to be handed over"),
