@@ -148,7 +148,8 @@ def test_hook(label, way, found):
     ran.add((label, way))
     used.update(*rows.values())
     places = sorted({str(wait) for wait in waits if not rows[wait]})
-    assert not places, "these wait for the device: let them not, or enter them in ALLOWED above with the reason"
+    hint = "these wait for the device: let them not, or enter them in ALLOWED above with the reason"
+    assert not places, "\n".join([hint, *places])
 
 
 def test_every_row_is_used():
