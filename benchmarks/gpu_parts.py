@@ -74,14 +74,19 @@ class Part:
             )
         self._begin = time.monotonic()
 
+    def kill(self) -> None:
+        """End it with all that it started, if it has begun and not ended: in a session of its own Ctrl-C does not."""
+        if self._process is not None and self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+
     def finish(self, deadline: float, log: IO[str]) -> None:
         """Wait until it ends, or end it at a time of `time.monotonic`."""
         assert self._process is not None
         try:
             self.code = self._process.wait(max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
-            os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
+            self.kill()
         self.seconds = time.monotonic() - self._begin
         self.output, errors = (path.read_text(errors="replace") for path in self._files)
         how = "took too long" if self.code is None else f"exit code {self.code}"
@@ -115,10 +120,14 @@ def benchmarks() -> list[Part]:
 def run_together(parts: list[Part], seconds: float, folder: str, log: IO[str]) -> list[Part]:
     """Run parts side by side; returns them."""
     deadline = time.monotonic() + seconds
-    for number, part in enumerate(parts):
-        part.start(folder, number)
-    for part in parts:
-        part.finish(deadline, log)
+    try:
+        for number, part in enumerate(parts):
+            part.start(folder, number)
+        for part in parts:
+            part.finish(deadline, log)
+    finally:
+        for part in parts:
+            part.kill()
     return parts
 
 
@@ -128,5 +137,8 @@ def run_alone(parts: list[Part], seconds: float, folder: str, log: IO[str]) -> l
     for number, part in enumerate(parts):
         share = part.weight / sum(one.weight for one in parts[number:])
         part.start(folder, 100 + number)
-        part.finish(time.monotonic() + max(0.0, end - time.monotonic()) * share, log)
+        try:
+            part.finish(time.monotonic() + max(0.0, end - time.monotonic()) * share, log)
+        finally:
+            part.kill()
     return parts

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from cuda_dry_streams import Event, Stream, Streams
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -27,7 +28,7 @@ import lightning_commhooks
 
 ROOT = Path(lightning_commhooks.__file__).parent
 aten = torch.ops.aten
-# What comes from the host here is copied to the device before.
+# What comes from the host is copied to the device before.
 _COPIED_FIRST = (aten.where, aten.index, aten.index_put, aten.index_put_)
 
 
@@ -151,12 +152,20 @@ def _copies(func, args, kwargs):
         source, target = args[1].device, args[0].device
         non_blocking = kwargs.get("non_blocking") or (len(args) > 2 and args[2])
         has_to_wait = not (non_blocking and any(map(_is_pinned, args[:2])))
-    elif packet in _COPIED_FIRST:
-        devices = {leaf.device.type for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
-        return f"{func} copies an argument from the CPU" if len(devices) > 1 else ""
     else:
-        return ""
+        return _mixes(func, args, kwargs)
     return f"a copy from {source.type} to {target.type}" if source.type != target.type and has_to_wait else ""
+
+
+def _mixes(func, args, kwargs):
+    """Whether a tensor on the CPU is beside one on the device, which only arithmetic takes, of one element, as it is.
+
+    `FakeTensorMode` raises for larger ones, and takes those of one element everywhere.
+    """
+    if torch.Tag.pointwise in func.tags and func.overloadpacket not in _COPIED_FIRST:
+        return ""
+    devices = {leaf.device.type for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
+    return f"{func} gets an argument on the CPU" if len(devices) > 1 else ""
 
 
 @contextlib.contextmanager
@@ -176,65 +185,6 @@ def _no_driver():
         yield
     finally:
         guards[cuda] = before
-
-
-class Stream:
-    """In place of `torch.cuda.Stream`."""
-
-    waits = None
-
-    def __init__(self, device=None, priority=0):
-        self.device = torch.device("cuda", 0) if device is None else torch.device(device)
-
-    def wait_stream(self, other):
-        assert isinstance(other, Stream)
-
-    def wait_event(self, event):
-        assert isinstance(event, Event)
-
-    def record_event(self, event=None):
-        return event or torch.cuda.Event()
-
-    def synchronize(self):
-        self.waits.note("a stream is waited for")
-
-
-class Event:
-    """In place of `torch.cuda.Event`; it has come already."""
-
-    waits = None
-
-    def __init__(self, enable_timing=False):
-        self._has_time = enable_timing
-
-    def record(self, stream=None):
-        assert stream is None or isinstance(stream, Stream)
-
-    def query(self):
-        return True
-
-    def synchronize(self):
-        self.waits.note("an event is waited for")
-
-    def elapsed_time(self, end):
-        assert (self._has_time, end._has_time) == (True, True), "an event without enable_timing=True has no time"
-        return 1.0
-
-
-class Streams:
-    """In place of what `torch.cuda` knows of the current stream."""
-
-    def __init__(self):
-        self._current = Stream()
-
-    def current_stream(self, device=None):
-        return self._current
-
-    @contextlib.contextmanager
-    def stream(self, stream):
-        self._current, before = stream, self._current
-        yield
-        self._current = before
 
 
 @contextlib.contextmanager

@@ -90,7 +90,7 @@ class DDP(nn.Module):
         self._num_backwards = 0
 
     def forward(self):
-        """Nothing but what is hooked to it."""
+        """Its hooks."""
 
     def backward(self, gradients, trampoline=None):
         """One forward and backward, synchronized if there is a function to hand buckets to.
@@ -143,7 +143,18 @@ class DDP(nn.Module):
 
 @dataclass(frozen=True)
 class Way:
-    """What differs between runs of one hook."""
+    """What differs between runs of one hook.
+
+    Attributes:
+        world: number of ranks.
+        dtype: of parameters and gradients.
+        find_unused_parameters: whether DDP looks for parameters without gradients, and there are some.
+        scales: whether there is a scaler.
+        exact_state: see `attach`.
+        accumulation: see `attach`; if it divides by something, there are two micro-batches in a step.
+        clears: whether gradients are cleared after each step, or after every other.
+        is_short: whether there are a few steps only, and no other run goes on from their state.
+    """
 
     world: int
     dtype: torch.dtype
@@ -152,6 +163,7 @@ class Way:
     exact_state: bool = False
     accumulation: str | int = "framework"
     clears: bool = True
+    is_short: bool = False
 
 
 class Training:
@@ -208,8 +220,9 @@ def train(hook, way, num_steps, waits, edges):
     """A run with what users do in it, which is left, and taken up again; `waits.during` says what."""
     waits.during = "attach"
     training = Training(hook, way, edges)
+    num_steps, num_last = (3, 0) if way.is_short else (num_steps, LAST_STEPS)
     for step in range(num_steps):
-        waits.during = "first steps" if step < num_steps - LAST_STEPS else "last steps"
+        waits.during = "first steps" if step < num_steps - num_last else "last steps"
         training.step(step, waits)
     waits.during = "state"
     training.attachment.shared_state_dict()
@@ -218,9 +231,14 @@ def train(hook, way, num_steps, waits, edges):
     training.attachment.metrics()
     training.attachment.residual_norm()
     waits.during = "average"
+    averaged_state = training.attachment.averaged_optimizer_state(training.optimizer)
+    with training.attachment.averaged_weights(), averaged_state:
+        pass
     training.attachment.average_weights()
     waits.during = "close"
     training.runtime.close()
+    if way.is_short:
+        return
     waits.during = "attach"
     resumed = Training(hook, way, edges)
     waits.during = "state"

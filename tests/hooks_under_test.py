@@ -147,7 +147,14 @@ CASES["powersgd+half inside"] = Case(
 ALIKE = {"hierarchical_localsgd", "diloco", "fp8", "auto"}
 # What it does is not to average.
 NOT_AVERAGING = {"noop"}
-# A hook that has no line above is expected to do what every hook owes, with its defaults.
-CASES |= {
-    name: Case(lc.get_hook(name)) for name in lc.available_hooks() if name not in {*CASES, *ALIKE, *NOT_AVERAGING}
-}
+
+
+def with_defaults(name):
+    """A hook that has no line above: it is expected to do what every hook owes."""
+    try:
+        return Case(lc.get_hook(name))
+    except ValueError as error:
+        raise ValueError(f"give hook {name!r} a line in CASES of {__name__}.py, with its options: {error}") from error
+
+
+CASES |= {name: with_defaults(name) for name in lc.available_hooks() if name not in {*CASES, *ALIKE, *NOT_AVERAGING}}

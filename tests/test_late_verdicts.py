@@ -17,10 +17,19 @@ HOOKS = {
     "powersgd": lc.PowerSGD(**RANK_2),
     "powersgd+half": lc.PowerSGD(**RANK_2, num_iters_per_step=1),
     "schedule": lc.Schedule({0: lc.PowerSGD(**RANK_2), 3: lc.Int8(**INT8), 6: "bf16"}),
-    "post_localsgd": lc.PostLocalSGD(**LOCAL),
-    "diloco": lc.DiLoCo(**LOCAL, fragments=2),
+    "int8, then local": lc.Schedule({0: lc.Int8(**INT8), 3: lc.PostLocalSGD(**LOCAL)}),
 }
 BAD = (3, 4, 6)
+
+
+def late(patch, verdicts):
+    """Have verdicts come when they are asked for; they are noted."""
+
+    def on_its_way(finite):
+        verdicts.append(finite)
+        return types.SimpleNamespace(wait=lambda: finite)
+
+    patch.setattr(finite_steps, "_on_its_way", on_its_way)
 
 
 def leaves(state):
@@ -31,9 +40,9 @@ def leaves(state):
 
 def steps_and_states(rank, hook, is_late):
     """Gradients, what users read between steps, and states, of steps of which some are bad on rank 1."""
-    patch = pytest.MonkeyPatch()
+    patch, verdicts = pytest.MonkeyPatch(), []
     if is_late:
-        patch.setattr(finite_steps, "_on_its_way", lambda finite: types.SimpleNamespace(wait=lambda: finite))
+        late(patch, verdicts)
     seen = []
     with attached(hook, exact_state=True) as (ddp, attachment):
         optimizer = torch.optim.SGD(ddp.module.parameters(), lr=0.1)
@@ -52,12 +61,12 @@ def steps_and_states(rank, hook, is_late):
                 seen.append(attachment.metrics()["nonfinite_steps"])
         seen += [attachment.metrics()["nonfinite_steps"], leaves(attachment.state_dict())]
     patch.undo()
+    assert len(verdicts) == (9 if is_late else 0)
     return seen
 
 
 def compared(rank, world, name):
     early, late = (steps_and_states(rank, HOOKS[name], is_late) for is_late in (False, True))
-    assert len(early) == len(late)
     return [same(a, b) if isinstance(a, dict) else a == b for a, b in zip(early, late, strict=True)], early[-2]
 
 
@@ -65,4 +74,84 @@ def compared(rank, world, name):
 def test_late_verdicts_change_nothing(run, name):
     for are_same, num_bad in run(compared, name):
         assert all(are_same)
-        assert num_bad == (len(BAD) if "local" not in name and name != "diloco" else num_bad)
+        assert num_bad == len(BAD)
+
+
+def uneven_data(rank, world, is_late):
+    """Gradients of a rank with data for six steps and one for three, which `join()` has take part in the others."""
+    patch = pytest.MonkeyPatch()
+    if is_late:
+        late(patch, [])
+    means = []
+    with attached(HOOKS["powersgd+half"], bucket_cap_mb=25) as (ddp, attachment):
+        with ddp.join():
+            for step in range(6 if rank else 3):
+                means.append(backward(ddp, full_rank_gradients(rank, step, SHAPES)))
+        means.append(leaves(attachment.state_dict()))
+    patch.undo()
+    return means
+
+
+def test_steps_that_end_when_the_next_one_has_begun(run):
+    """The hook hears of them before a bucket of the next one, here the only one."""
+    early, late = run(uneven_data, False), run(uneven_data, True)
+    for own, own_late in zip(early, late, strict=True):
+        assert all(same(a, b) if isinstance(a, dict) else a == b for a, b in zip(own, own_late, strict=True))
+
+
+def pending(rank, world):
+    """Steps that the hook had taken over, before and after what does away with a pending verdict."""
+    patch, verdicts, taken = pytest.MonkeyPatch(), [], []
+    late(patch, verdicts)
+    with attached(HOOKS["powersgd+half"]) as (ddp, attachment):
+        runtime = attachment._runtime
+        for step in range(3):
+            backward(ddp, full_rank_gradients(rank, step, SHAPES))
+        taken += [runtime.bound._half_steps.number, runtime._steps.has_pending]
+        attachment.reset_state()
+        attachment.metrics()
+        taken += [runtime.bound._half_steps.number, runtime._steps.has_pending]
+        backward(ddp, full_rank_gradients(rank, 3, SHAPES))
+        bound = runtime.bound
+    metrics = attachment.metrics()
+    taken += [bound._half_steps.number, runtime._steps.has_pending, metrics["nonfinite_steps"]]
+    patch.undo()
+    return taken
+
+
+def test_who_is_gone_hears_no_verdict(run):
+    """A hook that began anew does not count the steps of the one before; a closed one none at all."""
+    assert run(pending) == [[2, True, 0, False, 0, False, 0]] * 2
+
+
+class Fails(lc.BoundHook):
+    """Its `end_step` raises."""
+
+    has_memory = True
+
+    def reduce(self, flat, bucket):
+        self.group.all_reduce_mean_(flat)
+
+    def end_step(self, finite):
+        raise ArithmeticError("out of numbers")
+
+
+def fail_late(rank, world):
+    patch = pytest.MonkeyPatch()
+    late(patch, [])
+    texts = []
+    with attached(HOOKS["int8"]) as (ddp, attachment):
+        backward(ddp, full_rank_gradients(rank, 0, SHAPES))
+        patch.setattr(type(attachment._runtime.bound), "end_step", Fails.end_step)
+        for function in (attachment.metrics, attachment.state_dict):
+            with pytest.raises(lc.HookError) as error:
+                function()
+            texts.append(str(error.value))
+    patch.undo()
+    return texts
+
+
+def test_failure_names_the_hook_and_ends_it(run):
+    for rank, texts in enumerate(run(fail_late)):
+        for text in texts:
+            assert f"'int8' failed on rank {rank} after 1 steps: out of numbers" in text

@@ -93,8 +93,9 @@ def test_bad_step(device, label, monkeypatch):
     with device() as order:
         training = Training(HOOKS[label], PLAIN, order.edges)
         steps(order, training, range(6))
-        training.runtime.close()
         has_memory = training.runtime.bound.has_memory
+        assert training.runtime._steps.has_pending == has_memory
+        training.runtime.close()
     assert bool(bad) == has_memory
     assert not order.found
 
@@ -133,6 +134,20 @@ def test_failure(device, monkeypatch):
         assert order.kernels[side] == before[side]
         training.runtime.close()
     assert not order.found
+
+
+def test_options_that_do_not_fit_leave_the_group_alone(device, monkeypatch):
+    aborted = []
+    monkeypatch.setattr(runtime, "nccl_abort", lambda group: lambda: aborted.append(group))
+
+    def unfit(self, group):
+        raise ValueError("subgroup_size=3 on 2 ranks")
+
+    with device() as order:
+        monkeypatch.setattr(lc.Int8, "bind", unfit)
+        with pytest.raises(ValueError, match="subgroup_size=3"):
+            Training(HOOKS["int8"], PLAIN, order.edges)
+    assert not aborted
 
 
 def test_capturing(device, monkeypatch):

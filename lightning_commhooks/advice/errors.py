@@ -185,7 +185,7 @@ def _live(hook: CommHook, gradients: list[list[_Recorded]], group: Group) -> lis
             taken = sampler.take(flat, bucket) if sampler is not None else None
             finite = bound.reduce(flat, bucket)
             if bound.has_memory:
-                bound.end_step(all_finite(flat) if finite is None else finite)
+                bound.end_step((all_finite(flat) if finite is None else finite).cpu())
             if sampler is not None and taken is not None:
                 sampler.compare(taken, flat, bucket, group)
         bound.release()

@@ -39,8 +39,8 @@ class Codec(ABC):
 
     @property
     def rounds_at_random(self) -> bool:
-        """Whether `quantize` makes use of its seed."""
-        return getattr(self, "rounding", "stochastic") == "stochastic"
+        """Whether `quantize` makes use of its seed: unless the codec has a `rounding`, which is `"nearest"`."""
+        return getattr(self, "rounding", "stochastic") != "nearest"
 
     @abstractmethod
     def quantize(self, blocks: Tensor, seed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -48,7 +48,7 @@ class Codec(ABC):
 
         Args:
             blocks: shape `(b, s)`, float32 or float64.
-            seed: int32, one element, for random rounding.
+            seed: int32, one element, for random rounding; 0 unless `rounds_at_random`.
 
         Returns:
             codes, shape `(b, bytes of codes)`, of `code_dtype`; scales, shape `(b, num_scales)`, float32; and what

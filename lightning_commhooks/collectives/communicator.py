@@ -198,7 +198,7 @@ class Communicator:
         return self._counted(self._sum_(tensor), self._num_rounds("all_reduce", tensor))
 
     def _begin_all_gather(self, tensor: Tensor, of_equals: Callable[[], Tensor] | None = None) -> Wait:
-        """Begin an `all_gather`; on CPU it goes on by itself. Returns what waits for the result.
+        """Begin an `all_gather`, which goes on by itself. Returns what waits for the result.
 
         Args:
             tensor: this rank's, shape `(n,)`.

@@ -47,7 +47,7 @@ class Counters:
     numel_uncompressed: int = 0
     # On CUDA a tensor, so that counting waits for nothing.
     numel_overflowed: int | Tensor = 0
-    nonfinite_steps: int | Tensor = 0
+    nonfinite_steps: int = 0
     averagings: int = 0
     sent_in_lane: defaultdict[int, float] = field(default_factory=lambda: defaultdict(float), repr=False)
     rounds_in_lane: defaultdict[int, int] = field(default_factory=lambda: defaultdict(int), repr=False)

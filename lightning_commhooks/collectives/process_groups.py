@@ -207,12 +207,17 @@ def own_subgroup(
         )
         return _with_lanes(own, abort, device, timeout) if has_lanes else OwnGroup(own, abort)
     world = dist.get_process_group_ranks(process_group)
-    if len(world) < dist.get_world_size():
+    is_part = len(world) < dist.get_world_size()
+    if is_part and process_group._get_backend(device).name() == dist.Backend.NCCL:
         # `new_group` needs every process of the world, or names a group by how many others a rank knows of.
         index, ranks = next((i, ranks) for i, ranks in enumerate(subgroups) if rank in ranks)
         own = _nccl_group(f"{name}/{index}", ranks.index(rank), len(ranks), device, timeout)
     else:
-        groups = [dist.new_group([world[i] for i in ranks], timeout=timeout) for ranks in subgroups]
+        groups = [
+            dist.new_group([world[i] for i in ranks], timeout=timeout, use_local_synchronization=is_part)
+            for ranks in subgroups
+            if not is_part or rank in ranks
+        ]
         own = next(group for group in groups if group is not dist.GroupMember.NON_GROUP_MEMBER)
     return OwnGroup(own, nccl_abort(own))
 

@@ -14,11 +14,10 @@ from torch.optim import Optimizer
 
 from lightning_commhooks.collectives.agreement import together
 from lightning_commhooks.collectives.counters import Counters
-from lightning_commhooks.collectives.errors import raise_if_capturing
 from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.collectives.process_groups import backend_for
 from lightning_commhooks.ddp.attachment import Attachment
-from lightning_commhooks.ddp.model import checked_model, unwrapped
+from lightning_commhooks.ddp.model import checked_model, device_of, unwrapped
 from lightning_commhooks.ddp.optimizers import check_optimizer
 from lightning_commhooks.ddp.runtime import Runtime
 from lightning_commhooks.interface.accumulation import is_positive
@@ -111,7 +110,7 @@ def attach(
                 "as they are: use accumulation='mean'",
                 stacklevel=2,
             )
-        device = _device_of(model)
+        device = device_of(model)
         method = unscaled(config)
         if isinstance(method, UserFunction):
             warn_if_broken_here(method.function, backend_for(model.process_group, device))
@@ -134,21 +133,6 @@ def attach(
     return attachment
 
 
-def _device_of(model: DistributedDataParallel) -> torch.device:
-    """Where the gradients are."""
-    devices: dict[str, torch.device] = {str(p.device): p.device for p in model.module.parameters() if p.requires_grad}
-    if len(devices) > 1:
-        raise ValueError(
-            f"the model has parameters on {' and '.join(sorted(devices))}: a communication hook averages gradients of "
-            "one device in each process. Start a process for each device, or leave the hook out"
-        )
-    (device,) = devices.values()
-    if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"communication hooks run on CPU and CUDA devices, the model is on {device}")
-    raise_if_capturing(device)
-    return device
-
-
 def attach_emulated(
     model: DistributedDataParallel,
     hook: CommHook,
@@ -160,7 +144,7 @@ def attach_emulated(
     `make_group` makes them, to count by the counters it gets.
     """
     model = checked_model(model)
-    device = _device_of(model)
+    device = device_of(model)
     runtime = Runtime(hook, model.process_group, device, None, None, lambda: 1, make_group)
     attachment = Attachment(hook, runtime, exact_state=False)
     try:

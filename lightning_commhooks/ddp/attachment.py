@@ -18,7 +18,7 @@ from lightning_commhooks.collectives.errors import HookError
 from lightning_commhooks.collectives.link import Link
 from lightning_commhooks.collectives.measure_link import check_ranks, measure_link
 from lightning_commhooks.ddp import checkpoint
-from lightning_commhooks.ddp.model import checked_model, register, unwrapped
+from lightning_commhooks.ddp.model import checked_model, device_of, register, unwrapped
 from lightning_commhooks.ddp.runtime import Runtime
 from lightning_commhooks.interface.averages_models import averages_models
 from lightning_commhooks.interface.error_sample import DEFAULT_NUMEL, ErrorSampler
@@ -253,6 +253,7 @@ class Attachment:
     @property
     def has_state(self) -> bool:
         """Whether `state_dict` has more than the step count."""
+        self._runtime.settle()
         return self._runtime.bound.has_memory or self.averages_models
 
     def add_weight(self, weight: float | Tensor) -> None:
@@ -375,6 +376,9 @@ class Attachment:
 
     def _connect(self, model: DistributedDataParallel) -> None:
         model = checked_model(model)
+        device, before = device_of(model), self._runtime.bound.group.device
+        if device != before:
+            raise ValueError(f"the model is on {device}, and the hook was attached to one on {before}: attach another")
         layout = Layout(model.module)
         names = list(layout.trained)
         texts = self._runtime.config.check_parameters(names)

@@ -48,7 +48,7 @@ class Committed:
             self._number += 1
 
     def keep(self) -> None:
-        """Keep a copy, if one is needed; called where the hook runs, when no step is under way."""
+        """Keep a copy, if one is needed; called when no step is under way."""
         if is_readable(self._bound):
             return
         try:

@@ -68,6 +68,15 @@ class Engine(ABC):
             HookError: earlier work failed; `function` did not run.
         """
 
+    def aside(self, function: Callable[[], T]) -> T:
+        """Run `function`, which waits for no other rank, in this thread at once, and return its result.
+
+        Without recording and autocast, as work runs, whatever the user's code that asked for it does.
+        """
+        autocast = torch.autocast(self._device.type, enabled=False)
+        with self.aborting(), torch.inference_mode(False), torch.no_grad(), autocast:
+            return function()
+
     @contextmanager
     def aborting(self) -> Iterator[None]:
         """Whatever raises within, in any thread, ends the work of all ranks: peers would wait for this one."""

@@ -54,6 +54,16 @@ class FiniteSteps:
         """Let go of the buckets of the present step."""
         self._finite, self._reduced = [], []
 
+    def drop(self) -> None:
+        """Let go of all, for good."""
+        self.forget()
+        self._pending = None
+
+    @property
+    def has_pending(self) -> bool:
+        """Whether a step has ended, but for the hook."""
+        return self._pending is not None
+
     def add(self, reduced: Tensor, finite: Tensor | None, bucket: Bucket, is_late: bool) -> None:
         """Note the averaged gradients of a bucket, and whether they are finite if that is known; called on the engine.
 
@@ -81,9 +91,12 @@ class FiniteSteps:
     def end(self, in_time: bool, complete: bool) -> None:
         """Let the hook take over its new memory, or make the gradients of the step NaN.
 
-        Not `in_time`, the buckets may be in use for the next step. Not `complete`, what was sent went nowhere.
+        Not `in_time`, the buckets may be in use for the next step, which has begun. Not `complete`, what was sent went
+        nowhere.
         """
         self._running.call(lambda: self._end(in_time, complete))
+        if not in_time:
+            self._running.settle()
 
     def _end(self, in_time: bool, complete: bool) -> None:
         if not self._finite:
@@ -105,9 +118,14 @@ class FiniteSteps:
     def settle(self) -> None:
         """Let the hook take over what the last step left, if it has not yet. Waits for that step, not for peers."""
         with self._settling:
-            pending, self._pending = self._pending, None
-            if pending is not None:
-                self._take_over(pending.wait())
+            pending = self._pending
+            if pending is None:
+                return
+            finite = pending.wait()
+            # A signal handler may have been here meanwhile.
+            if self._pending is pending:
+                self._pending = None
+                self._take_over(finite)
 
     def _take_over(self, finite: Tensor) -> None:
         with self._running.committed.taking_over():

@@ -14,7 +14,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
-from lightning_commhooks.collectives.errors import HookError
+from lightning_commhooks.collectives.errors import HookError, raise_if_capturing
 from lightning_commhooks.ddp.copies import LostHook, NotCopied, nothing, registered_name
 from lightning_commhooks.ddp.local_steps import LocalSteps
 from lightning_commhooks.interface.averages_models import averages_models
@@ -54,6 +54,21 @@ def checked_model(model: object) -> DistributedDataParallel:
             "hooks; set it to 'ddp_optimizer' (the default) to use a communication hook"
         )
     return model
+
+
+def device_of(model: DistributedDataParallel) -> torch.device:
+    """Where the gradients are."""
+    devices: dict[str, torch.device] = {str(p.device): p.device for p in model.module.parameters() if p.requires_grad}
+    if len(devices) > 1:
+        raise ValueError(
+            f"the model has parameters on {' and '.join(sorted(devices))}: a communication hook averages gradients of "
+            "one device in each process. Start a process for each device, or leave the hook out"
+        )
+    (device,) = devices.values()
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"communication hooks run on CPU and CUDA devices, the model is on {device}")
+    raise_if_capturing(device)
+    return device
 
 
 class _Registered(NotCopied):

@@ -65,8 +65,11 @@ class RunningHook:
         Raises:
             HookError: the function failed, or what ran before.
         """
+        if self._engine is None:
+            return function()
+        self._engine.raise_if_unusable()
         self.settle()
-        return self._engine.call(lambda: self._named(function)) if self._engine is not None else function()
+        return self._engine.call(lambda: self._named(function))
 
     def settle(self) -> None:
         """Let the hook take over what its last step left, before anybody reads it: see `FiniteSteps.settle`."""

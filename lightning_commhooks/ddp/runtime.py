@@ -105,6 +105,7 @@ class Runtime(RunningHook):
     def reset(self) -> None:
         """Let the hook begin anew, at step 0, with the same model on all ranks. Collective."""
         self.clock.end()
+        self.settle()
         self._begin_at(self._bind_again(), 0)
         self.local.models.restore([], {})
 
@@ -117,10 +118,11 @@ class Runtime(RunningHook):
         with self.aborting():
             try:
                 return self.config.bind(group)
-            except ValueError:
-                raise  # options do not fit these ranks
+            except ValueError as error:
+                unfit = error
             except Exception as error:
                 raise self.failed(group, "in bind()", error) from error
+        raise unfit  # options do not fit these ranks, all of them: nobody waits
 
     def _begin_at(self, fresh: BoundHook, steps: int) -> None:
         self.take_over(fresh)
@@ -130,8 +132,8 @@ class Runtime(RunningHook):
             self.micro_batches.restart()
 
     def settle(self) -> None:
-        if self._engine is not None:
-            self._steps.settle()
+        if self._engine is not None and self._steps.has_pending:
+            self._engine.aside(lambda: self._named(self._steps.settle))
 
     @property
     def layout(self) -> Layout:
@@ -273,7 +275,7 @@ class Runtime(RunningHook):
         if self._engine is None:
             return
         self._engine.close()
-        self._steps.forget()
+        self._steps.drop()
         destroy([self._owned, *self.bound.group.release()])
         self._owned = None  # with the last reference its connections close, and peers that wait for this rank fail
         # All ranks have the same to say. Last: where warnings are errors, nothing else may be left to do.

@@ -15,9 +15,10 @@ from lightning_commhooks.ddp.engine import Engine, T
 class StreamEngine(Engine):
     """A side stream, for CUDA tensors on NCCL: the hook's kernels and collectives queue up on it, inline.
 
-    A blocking NCCL collective blocks the side stream only, so that the backward goes on beside it. The stream has high
+    Waiting for a collective blocks the side stream only, so that the backward goes on beside it. The stream has high
     priority: a device serves kernels in the order in which they were launched, and the host has usually launched the
-    rest of the backward long before the device comes to a bucket, on whose reduction the other ranks wait.
+    rest of the backward long before the device comes to what a hook computes of a bucket, for which other ranks wait.
+    (NCCL's own stream has the priority that the process group gives it.)
 
     Args:
         device: of the gradients.
@@ -38,6 +39,9 @@ class StreamEngine(Engine):
 
     def call(self, function: Callable[[], T]) -> T:
         self.raise_if_unusable()
+        return self.aside(function)
+
+    def aside(self, function: Callable[[], T]) -> T:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with self.aborting(), self._context():
             result = function()
@@ -47,5 +51,6 @@ class StreamEngine(Engine):
     @contextmanager
     def _context(self) -> Iterator[None]:
         # A backward may run inside the user's autocast, which must not round the hook's own products.
-        with torch.cuda.stream(self._stream), torch.autocast("cuda", enabled=False), torch.no_grad():
+        autocast = torch.autocast("cuda", enabled=False)
+        with torch.cuda.stream(self._stream), autocast, torch.inference_mode(False), torch.no_grad():
             yield

@@ -73,8 +73,8 @@ class BoundHook(ABC):
 
     A hook whose result depends on earlier steps has memory. It says so (`has_memory`), stages what `reduce`
     changes (see `interface.memory.Memory`), and takes it over in `end_step` when the step was finite. The engine
-    makes all gradients of other steps NaN, on all ranks, so that a `GradScaler` or the user's own check skips
-    them everywhere.
+    makes all gradients of other steps NaN, on CUDA the first element of each, on all ranks, so that a `GradScaler`
+    or the user's own check skips them everywhere.
 
     A hook with error feedback is an [`ErrorFeedback`][], one that lets ranks step alone and averages their models
     instead an [`AveragesModels`][].
