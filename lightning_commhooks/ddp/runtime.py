@@ -83,7 +83,6 @@ class Runtime(RunningHook):
         if device.type == "cuda" and backend_for(process_group, device) == dist.Backend.NCCL:
             real = Group(process_group, self.counters, device, aborts)
             group = make_group(self.counters) if make_group else real
-            aborts.append(nccl_abort(process_group))
             self._engine = StreamEngine(device, functools.partial(_call_all, aborts))
             self.counters.timing = DeviceTiming(device)
         else:
@@ -100,6 +99,9 @@ class Runtime(RunningHook):
             self._engine.close()
             destroy([self._owned, *group.release()])
             raise
+        if self._owned is None:
+            # Not before: options that do not fit are no reason to take DDP's own group away.
+            aborts.append(nccl_abort(process_group))
         return group
 
     def reset(self) -> None:
@@ -118,11 +120,10 @@ class Runtime(RunningHook):
         with self.aborting():
             try:
                 return self.config.bind(group)
-            except ValueError as error:
-                unfit = error
+            except ValueError:
+                raise  # options do not fit these ranks
             except Exception as error:
                 raise self.failed(group, "in bind()", error) from error
-        raise unfit  # options do not fit these ranks, all of them: nobody waits
 
     def _begin_at(self, fresh: BoundHook, steps: int) -> None:
         self.take_over(fresh)
