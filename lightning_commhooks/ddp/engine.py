@@ -71,7 +71,8 @@ class Engine(ABC):
     def aside(self, function: Callable[[], T]) -> T:
         """Run `function`, which waits for no other rank, in this thread at once, and return its result.
 
-        Without recording and autocast, as work runs, whatever the user's code that asked for it does.
+        Without recording and autocast, as work runs, whatever the user's code that asked for it does: within autocast
+        the hook's own products would be rounded.
         """
         autocast = torch.autocast(self._device.type, enabled=False)
         with self.aborting(), torch.inference_mode(False), torch.no_grad(), autocast:

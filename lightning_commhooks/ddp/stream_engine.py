@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -32,10 +31,14 @@ class StreamEngine(Engine):
     def submit(self, work: Callable[[], Tensor], device: torch.device, index: int, overlaps: bool) -> Future[Tensor]:
         self.raise_if_unusable()
         self._stream.wait_stream(torch.cuda.current_stream(device))
-        with self.aborting(), self._context():
+
+        def run() -> Future[Tensor]:
             future: Future[Tensor] = Future(devices=[device])
             future.set_result(work())
-        return future
+            return future
+
+        with torch.cuda.stream(self._stream):
+            return super().aside(run)
 
     def call(self, function: Callable[[], T]) -> T:
         self.raise_if_unusable()
@@ -43,14 +46,7 @@ class StreamEngine(Engine):
 
     def aside(self, function: Callable[[], T]) -> T:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with self.aborting(), self._context():
-            result = function()
+        with torch.cuda.stream(self._stream):
+            result = super().aside(function)
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
         return result
-
-    @contextmanager
-    def _context(self) -> Iterator[None]:
-        # A backward may run inside the user's autocast, which must not round the hook's own products.
-        autocast = torch.autocast("cuda", enabled=False)
-        with torch.cuda.stream(self._stream), autocast, torch.inference_mode(False), torch.no_grad():
-            yield
