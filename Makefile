@@ -73,7 +73,8 @@ format: install
 
 # One after another. Those that miss a limit exit with 1; the others run nevertheless.
 BENCHMARKS := wire_bytes fsdp_bytes bytes_per_rank quantized_step codecs min_bytes quantization_quality \
-	local_sgd_digits powersgd_step time_to_loss network advise auto_choice monitor_overhead
+	local_sgd_digits powersgd_step time_to_loss network advise auto_choice monitor_overhead \
+	profiler_overhead
 
 bench: install
 	$(MAKE) --keep-going --no-print-directory $(BENCHMARKS:%=bench-%)

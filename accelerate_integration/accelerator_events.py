@@ -28,6 +28,8 @@ class AcceleratorEvents:
 
     Attributes:
         divided_before: what a trainer divides the loss by before it calls `backward`.
+        tells_forecast: whether to warn after the first steps if next to nothing will be compressed; if not, somebody
+            else does who knows how many steps there will be.
     """
 
     def __init__(self, accelerator: Accelerator, *, resync: bool, strict_state: bool) -> None:
@@ -36,6 +38,7 @@ class AcceleratorEvents:
         self._folder = ""
         self._divides_by = 1.0
         self.divided_before = 1.0
+        self.tells_forecast = True
         # Accelerate has events for the beginning of saving and loading only.
         replace_method(accelerator, "backward", self._backward)
         replace_method(accelerator, "prepare_optimizer", self._prepare_optimizer)
@@ -91,6 +94,8 @@ class AcceleratorEvents:
     def _backward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         accelerator = self._accelerator()
         assert accelerator is not None
+        for attachment in self._attachments.open() if self.tells_forecast else ():
+            attachment.tell_forecast()
         self._divides_by = float(accelerator.gradient_accumulation_steps)
         try:
             return original(*args, **kwargs)

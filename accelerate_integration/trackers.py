@@ -12,9 +12,11 @@ from accelerate.utils import DistributedType
 from accelerate_integration.kwargs import CommHookKwargs
 from accelerate_integration.prepared_models import FSDPCommHook
 from accelerate_integration.replaced_methods import replace_method
+from lightning_commhooks.codecs.announce import announce
 from lightning_commhooks.ddp.attachment import Attachment
 from lightning_commhooks.ddp.monitor import PREFIX, Monitor, MonitorOptions
 from lightning_commhooks.fsdp.attach import FSDPAttachment
+from lightning_commhooks.interface.checks import check_integer
 from lightning_commhooks.interface.error_sample import DEFAULT_NUMEL
 
 _OF_TRAINER = [field.name for field in dataclasses.fields(MonitorOptions) if field.name != "every_n_steps"]
@@ -36,7 +38,8 @@ class CommHookTracker:
 
     Collective: make it on all ranks, after `prepare`. The values are those of `lightning_commhooks.Monitor.values`, of
     the main process. With several models each has a number, `comm/0/bytes_sent`. In a single process there is nothing
-    to log. `accelerator.end_training` logs what is left and prints the closing line.
+    to log. After the first steps one line says what the hook will do, and a warning if next to nothing will be
+    compressed. `accelerator.end_training` logs what is left and prints the closing line.
 
     Args:
         accelerator: after `prepare`.
@@ -48,6 +51,8 @@ class CommHookTracker:
         closing_line: whether `end_training` prints one line: bytes sent and saved, seconds saved against plain DDP (an
             estimate), and steps that were not compressed, with the reason.
         measure_link: whether to measure the network for that estimate now, for half a second.
+        num_steps: synchronized backwards of a model that are to come from now on, for the line after the first steps.
+            Accelerate does not know them.
 
     Raises:
         ValueError: a value is out of range, or no model was prepared.
@@ -63,7 +68,10 @@ class CommHookTracker:
         error_numel: int | None = DEFAULT_NUMEL,
         closing_line: bool = True,
         measure_link: bool = True,
+        num_steps: int | None = None,
     ) -> None:
+        if num_steps is not None:
+            check_integer("num_steps", num_steps, 1)
         self._options = MonitorOptions(
             every_n_steps=every_n_steps,
             error_every_n_steps=error_every_n_steps,
@@ -80,6 +88,10 @@ class CommHookTracker:
         self._accelerator = accelerator
         self._monitors = [self._options.monitor(attachment) for attachment in attachments]
         self._step: int | None = None
+        # Synchronized backwards of each model at the end of training.
+        self._ends = [num_steps and attachment.num_steps + num_steps for attachment in attachments]
+        if attachments and isinstance(handler, CommHookKwargs):
+            handler.events(accelerator).tells_forecast = False
         replace_method(accelerator, "end_training", self._end_training)
 
     def log(self, step: int | None = None) -> None:
@@ -89,6 +101,9 @@ class CommHookTracker:
             step: as in `accelerator.log`.
         """
         self._step = step
+        for monitor, end in zip(self._monitors, self._ends, strict=True):
+            if isinstance(attachment := monitor.attachment, Attachment):
+                attachment.tell_forecast(announce, None if end is None else max(0, end - attachment.num_steps))
         self._log_after(self._options.every_n_steps)
 
     def summary(self) -> list[str]:

@@ -14,6 +14,8 @@ from accelerate_integration.kwargs import CommHookKwargs
 from accelerate_integration.prepared_models import FSDPCommHook, attach_to_prepared
 from accelerate_integration.replaced_methods import replace_method
 from accelerate_integration.trackers import TrainerMonitor, trainer_options
+from lightning_commhooks.codecs.announce import announce
+from lightning_commhooks.ddp.pace import Pace
 from lightning_commhooks.interface.hook import CommHook
 from lightning_commhooks.wrappers.scale import Accumulation
 
@@ -126,6 +128,7 @@ class _TrainerEvents:
     def __init__(self, trainer: Any, handler: CommHookKwargs) -> None:
         self._trainer = trainer
         self._handler = handler
+        self._pace = Pace()
         self._install()
         # A search of hyperparameters makes a new accelerator for each trial.
         replace_method(trainer, "create_accelerator_and_postprocess", self._recreate)
@@ -139,6 +142,8 @@ class _TrainerEvents:
         replace_method(trainer, "save_model", self._save_model)
         replace_method(trainer, "_load_best_model", self._finish)
         replace_method(trainer.callback_handler, "on_train_end", self._finish)
+        replace_method(trainer.callback_handler, "on_train_begin", self._tell_forecast)
+        replace_method(trainer.callback_handler, "on_step_end", self._tell_forecast)
 
     def _install(self) -> None:
         accelerator, handler = self._trainer.accelerator, self._handler
@@ -153,7 +158,9 @@ class _TrainerEvents:
             handler.expect(accelerator)
 
     def _events(self) -> AcceleratorEvents:
-        return self._handler.events(self._trainer.accelerator)
+        events = self._handler.events(self._trainer.accelerator)
+        events.tells_forecast = False
+        return events
 
     def _recreate(self, original: Callable[[], None]) -> None:
         original()
@@ -164,6 +171,14 @@ class _TrainerEvents:
         # Some versions of transformers set their own handler there.
         self._install()
         return model
+
+    def _tell_forecast(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        state = self._trainer.state
+        # Models of earlier trials of a search may still be there.
+        for attachment in [each for each in self._handler.attachments if not each.is_closed][-1:]:
+            self._events()
+            self._pace.tell(attachment, announce, lambda: (state.global_step, state.max_steps))
+        return original(*args, **kwargs)
 
     def _training_step(
         self, original: Callable[..., Any], model: Any, inputs: Any, num_items_in_batch: Any = None

@@ -9,7 +9,7 @@ and the same number of epochs with the same optimizer and schedule. Printed for 
 - accuracy: in percent, on the other half after the last epoch, of the average over ranks; mean over seeds.
 - lowest, highest: of the seeds.
 - vs dense: mean minus that of `allreduce`, in points.
-- MB sent: `attachment.metrics()["bytes_sent"]` of a rank in one run, warm-up and last averaging included;
+- MB sent: `bytes_sent` and `bytes_evaluation` of a rank in one run, so warm-up and last averaging included;
   DDP's broadcast of buffers, which only `allreduce` has after the warm-up, is not.
 - fewer: how many times as much `allreduce` sent.
 - averagings: of the model in one run; with fragments, of parts of it.
@@ -96,7 +96,8 @@ def train(label: str, seed: int, epochs: int, warm_up: int) -> dict[str, float]:
     x, y = test.tensors
     with torch.no_grad():
         accuracy = (model.module(x).argmax(1) == y).float().mean().item()
-    return {"accuracy": 100 * accuracy, "bytes": metrics["bytes_sent"], "averagings": metrics["averagings"]}
+    sent = metrics["bytes_sent"] + metrics["bytes_evaluation"]
+    return {"accuracy": 100 * accuracy, "bytes": sent, "averagings": metrics["averagings"]}
 
 
 def worker(rank: int, world: int, folder: str, seeds: int, epochs: int, warm_up: int) -> None:

@@ -56,7 +56,12 @@ class Network:
             _shape(name, rate, burst, "change")
 
     def launch(
-        self, script_args: Sequence[str], *, timeout: float = 300, env: Mapping[str, str] | None = None
+        self,
+        script_args: Sequence[str],
+        *,
+        timeout: float = 300,
+        env: Mapping[str, str] | None = None,
+        per_host: int = 1,
     ) -> list[str]:
         """Run a Python script on every host, with the environment that `init_process_group("gloo")` reads.
 
@@ -64,9 +69,10 @@ class Network:
             script_args: path of the script and its arguments.
             timeout: seconds for all hosts together.
             env: more environment variables. `OMP_NUM_THREADS` is 1 unless it is set.
+            per_host: processes on each host, a node of so many ranks: `NODE_RANK` says which, if there are several.
 
         Returns:
-            what each host wrote to stdout.
+            what each rank wrote to stdout.
 
         Raises:
             RuntimeError: a host failed or took too long; with what the failed ones wrote.
@@ -74,15 +80,18 @@ class Network:
         port = self._next_port
         self._next_port += 1  # the last launch's may still be in TIME_WAIT
         with contextlib.ExitStack() as stack:
-            outputs = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in self.names]
-            errors = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in self.names]
+            ranks = [(host, local) for host in range(len(self.names)) for local in range(per_host)]
+            outputs = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in ranks]
+            errors = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in ranks]
             processes: list[subprocess.Popen[str]] = []
             try:
-                for host, name in enumerate(self.names):
-                    command = ["ip", "netns", "exec", name, sys.executable, *script_args]
-                    environment = {**_environment(host, len(self.names), port), **(env or {})}
+                for rank, (host, local) in enumerate(ranks):
+                    command = ["ip", "netns", "exec", self.names[host], sys.executable, *script_args]
+                    environment = {**_environment(rank, len(ranks), port), **(env or {})}
+                    if per_host > 1:
+                        environment |= {"NODE_RANK": str(host), "LOCAL_RANK": str(local)}
                     processes.append(
-                        subprocess.Popen(command, stdout=outputs[host], stderr=errors[host], text=True, env=environment)
+                        subprocess.Popen(command, stdout=outputs[rank], stderr=errors[rank], text=True, env=environment)
                     )
                 failed = _wait(processes, time.monotonic() + timeout, self.switch)
             finally:
@@ -90,7 +99,8 @@ class Network:
                     process.kill()
                     process.wait()
             if failed:
-                texts = [f"host {host}: {why}\n{_tail(outputs[host])}{_tail(errors[host])}" for host, why in failed]
+                what = "rank" if per_host > 1 else "host"
+                texts = [f"{what} {i}: {why}\n{_tail(outputs[i])}{_tail(errors[i])}" for i, why in failed]
                 raise RuntimeError(f"{' '.join(script_args)} failed\n" + "\n".join(texts))
             return [_read(output) for output in outputs]
 
@@ -225,13 +235,13 @@ def _remove_namespace(name: str) -> None:
     subprocess.run(["ip", "netns", "del", name], capture_output=True)
 
 
-def _environment(host: int, num: int, port: int) -> dict[str, str]:
+def _environment(rank: int, num: int, port: int) -> dict[str, str]:
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     return {
         "OMP_NUM_THREADS": "1",
         **os.environ,
         "PYTHONPATH": path,
-        "RANK": str(host),
+        "RANK": str(rank),
         "LOCAL_RANK": "0",
         "WORLD_SIZE": str(num),
         "MASTER_ADDR": "10.0.0.1",
@@ -243,7 +253,7 @@ def _environment(host: int, num: int, port: int) -> dict[str, str]:
 def _wait(
     processes: list[subprocess.Popen[str]], deadline: float, switch: subprocess.Popen[str] | None
 ) -> list[tuple[int, str]]:
-    """Wait for all, or for the first failure; the hosts that failed, and why."""
+    """Wait for all, or for the first failure; the ranks that failed, and why."""
     while True:
         if switch is not None and switch.poll() is not None:
             assert switch.stderr is not None
@@ -252,11 +262,11 @@ def _wait(
         if any(codes):
             time.sleep(1)  # let others that fail with it write why
             codes = [process.poll() for process in processes]
-            return [(host, f"exit code {code}") for host, code in enumerate(codes) if code]
+            return [(rank, f"exit code {code}") for rank, code in enumerate(codes) if code]
         if None not in codes:
             return []
         if time.monotonic() > deadline:
-            return [(host, "timed out") for host, code in enumerate(codes) if code is None]
+            return [(rank, "timed out") for rank, code in enumerate(codes) if code is None]
         time.sleep(0.05)
 
 

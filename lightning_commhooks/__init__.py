@@ -9,6 +9,7 @@ from lightning_commhooks.collectives.errors import HookError
 from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.ddp.attach import attach
 from lightning_commhooks.ddp.attachment import Attachment
+from lightning_commhooks.ddp.forecast import Forecast
 from lightning_commhooks.ddp.monitor import Monitor
 from lightning_commhooks.hooks import (
     BF16,
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
     from lightning_commhooks.lightning.of_pytorch_lightning import (
         CompressedModelParallelStrategyPL as CompressedModelParallelStrategyPL,
     )
+    from lightning_commhooks.lightning.of_ray import CompressedRayDDPStrategy as CompressedRayDDPStrategy
 
 __version__ = "0.1.0"
 
@@ -73,6 +75,7 @@ __all__ = [
     "CommHook",
     "DiLoCo",
     "ErrorFeedback",
+    "Forecast",
     "Group",
     "HierarchicalLocalSGD",
     "HookError",
@@ -99,6 +102,12 @@ __all__ = [
     "register",
 ]
 
+
+def _found(*packages: str) -> bool:
+    """Whether packages are installed. A folder of that name where Python was started has no origin."""
+    return all((spec := find_spec(package)) is not None and spec.origin is not None for package in packages)
+
+
 # A star import must not need Lightning.
 if find_spec("lightning") is not None:
     __all__ += [
@@ -115,6 +124,9 @@ if find_spec("pytorch_lightning") is not None:
         "CompressedFSDPStrategyPL",
         "CompressedModelParallelStrategyPL",
     ]
+# Looking for `ray.train` would import Ray. The others are what it refuses to be imported without.
+if (_found("lightning") or _found("pytorch_lightning")) and _found("ray", "fsspec", "pandas", "pyarrow", "requests"):
+    __all__ += ["CompressedRayDDPStrategy"]
 
 _LAZY = {
     "CommHookMonitor": "lightning_commhooks.lightning.of_lightning",
@@ -126,6 +138,7 @@ _LAZY = {
     "CompressedFSDPStrategyPL": "lightning_commhooks.lightning.of_pytorch_lightning",
     "CompressedModelParallelStrategy": "lightning_commhooks.lightning.of_lightning",
     "CompressedModelParallelStrategyPL": "lightning_commhooks.lightning.of_pytorch_lightning",
+    "CompressedRayDDPStrategy": "lightning_commhooks.lightning.of_ray",
     # Importing PyTorch's FSDP takes half a second.
     "FSDPAttachment": "lightning_commhooks.fsdp.attach",
     "attach_fsdp": "lightning_commhooks.fsdp.attach",

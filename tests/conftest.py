@@ -23,8 +23,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 # Files of tests that take longest.
 SLOW = (
-    *("test_demo", "test_stress_launches", "test_examples", "test_contract", "test_lightning", "test_jitter"),
-    *("test_ddp_modes", "test_imports", "test_cli_command", "test_distribution", "test_docs", "test_codecs_compiled"),
+    *("test_demo", "test_stress_launches", "test_ray", "test_examples", "test_contract", "test_lightning"),
+    *("test_jitter", "test_ddp_modes", "test_imports", "test_cli_command", "test_distribution", "test_docs"),
+    "test_codecs_compiled",
 )
 
 

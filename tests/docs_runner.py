@@ -55,6 +55,8 @@ IGNORED = (
     "torch.cuda.amp.GradScaler is enabled",
     # Trainings of two steps, of small models.
     "training ended after",
+    "training ends after",
+    "hook='.+' compresses nothing",
     "You're resuming from a checkpoint that ended before the epoch ended",
     "The 'train_dataloader' does not have many workers",
     r"`isinstance\(treespec, LeafSpec\)` is deprecated",  # used by Lightning

@@ -98,7 +98,8 @@ def _script(words):
     script, *arguments = words
     path = ROOT / script
     if "/" not in script:
-        assert script in ("train.py", "example.py", "main.py", "check_topk.py"), f"what is {script}?"
+        of_pages = ("train.py", "train_accelerate.py", "example.py", "main.py", "check_topk.py")
+        assert script in of_pages, f"what is {script}?"
         return
     assert path.is_file(), f"there is no {script}"
     for option in (argument.split("=")[0] for argument in arguments if argument.startswith("--")):

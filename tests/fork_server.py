@@ -136,6 +136,8 @@ def be_main(name, code):
 
 
 if __name__ == "__main__":
+    # pyarrow, which scikit-learn imports where it is installed, starts a thread otherwise.
+    os.environ["JE_ARROW_MALLOC_CONF"] = "background_thread:false"
     for name in PRELOADED:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)

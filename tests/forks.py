@@ -222,7 +222,9 @@ def alone(**extra):
     clean = {key: value for key, value in os.environ.items() if key not in DISTRIBUTED}
     # Compiling codecs takes seconds in each process. Who wants to see them compiled passes a 0.
     ours = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TORCH_COMPILE_DISABLE": "1"}
-    return {**clean, **ours, **extra}
+    # Ray joins none that runs already, tells nobody that it is used, and its workers do not stand back.
+    of_ray = {"RAY_ADDRESS": "local", "RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
+    return {**clean, **ours, **of_ray, **extra}
 
 
 def torchrun_environment(rank, world, port, **extra):

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import importlib
 import importlib.metadata
+import threading
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -147,6 +148,38 @@ def _counts_changes():
     return tensor.add_(1)._version == before + 1
 
 
+def _says_whether_it_profiles():
+    found = []
+    for enabled in (False, True):
+        with torch.autograd.profiler.profile(enabled=enabled):
+            found.append(torch.autograd.profiler._is_profiler_enabled)
+    return [*found, torch.autograd.profiler._is_profiler_enabled] == [False, True, False]
+
+
+def _profiler_tells_its_kind():
+    kinds, tells = torch._C._profiler.ActiveProfilerType, torch._C._autograd._profiler_type
+    with torch.autograd.profiler.profile():
+        inside = tells()
+    return (inside, tells()) == (kinds.KINETO, kinds.NONE)
+
+
+def _profiler_takes_all_threads():
+    """From where `torch.profiler.profile` has it made, which reads it when it starts."""
+    config = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+    with torch.profiler.profile() as profiler:
+        pass
+    if not isinstance(profiler.profiler, torch.autograd.profiler.profile):
+        return False
+    own = torch.autograd.profiler.profile()
+    own.experimental_config = config
+    with own:
+        thread = threading.Thread(target=lambda: torch.ones(1).add_(1))
+        thread.start()
+        thread.join()
+    names = {event.name for event in own.function_events}
+    return "aten::add_" in names and own.profile_memory is False
+
+
 def _scaler_has_its_scale():
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     before = scaler._scale
@@ -181,6 +214,7 @@ SPARSE = (
     "lightning_commhooks/wrappers/cast.py",
     "lightning_commhooks/wrappers/scale.py",
 )
+RANGES, THREADS = "lightning_commhooks/codecs/ranges.py", "lightning_commhooks/ddp/profiled_threads.py"
 LAUNCH, LISTING = "lightning_commhooks/advice/launch.py", "lightning_commhooks/advice/listing.py"
 
 TORCH = [
@@ -197,6 +231,20 @@ TORCH = [
     Use("torch._dynamo.config.patch", (LISTING,), "`list` fails"),
     Use("torch._dynamo.mark_dynamic", (f"{PACKAGE}/codecs/codec.py",), "codecs are not compiled, with a warning"),
     Use("torch._dynamo.mark_static", (f"{PACKAGE}/codecs/codec.py",), "codecs are not compiled, with a warning"),
+    Use(
+        "torch._C._autograd._profiler_type",
+        (THREADS,),
+        "steps fail in a profiler",
+        _profiler_tells_its_kind,
+    ),
+    Use("torch._C._profiler._ExperimentalConfig", (THREADS,), IMPORTED, _profiler_takes_all_threads),
+    Use("torch._C._profiler.ActiveProfilerType", (THREADS,), IMPORTED),
+    Use(
+        "torch.autograd.profiler._is_profiler_enabled",
+        (RANGES,),
+        "silent: no ranges, or with a new meaning ranges all the time",
+        _says_whether_it_profiles,
+    ),
     Use("torch._foreach_add_", (f"{PACKAGE}/interface/memory.py",), "bad steps fail"),
     Use("torch._foreach_norm", (MICRO_BATCHES,), "accumulation cannot tell cleared gradients"),
     Use(
@@ -245,7 +293,7 @@ TORCH = [
     Use("._comm_hook_state", (f"{PACKAGE}/fsdp/fsdp1.py",), "attach_fsdp fails after close()", _fsdp_keeps_its_hook),
     Use("._nnz", (f"{PACKAGE}/collectives/communicator.py",), "sparse gradients fail", lambda: _sparse()._nnz() == 1),
     Use("._values", SPARSE, "sparse gradients fail", lambda: _sparse()._values().tolist() == [2.0]),
-    Use("._version", (MICRO_BATCHES, f"{PACKAGE}/interface/models.py"), "accumulation fails", _counts_changes),
+    Use("._version", (MICRO_BATCHES, f"{PACKAGE}/interface/looks.py"), "accumulation fails", _counts_changes),
     Use(
         "._orig_mod",
         (f"{PACKAGE}/ddp/model.py", f"{PACKAGE}/interface/layout.py"),

@@ -60,7 +60,18 @@ LIGHTNING = [
         "fabric.strategy.add_weight fails",
         lambda _: resolve("lightning.fabric.wrappers._FabricModule")(torch.nn.Linear(1, 1), None)._forward_module,
     ),
-    Use("._batches_that_stepped", (MONITOR,), "CommHookMonitor fails", _counts_batches),
+    Use(
+        "._batches_that_stepped",
+        (MONITOR, "lightning_commhooks/lightning/show.py"),
+        "CommHookMonitor and manual optimization fail",
+        _counts_batches,
+    ),
+    Use(
+        "._LRCallback",
+        ("lightning_commhooks/lightning/show.py",),
+        "what Lightning's search for a learning rate sends is told as if it were a training",
+        lambda package: hasattr(__import__(f"{package}.tuner.lr_finder", fromlist=["_LRCallback"]), "_LRCallback"),
+    ),
     Use(
         "._slurm_sigusr_handler_fn",
         (MIXIN,),

@@ -92,9 +92,9 @@ STATE, STEPS, OPTIMIZER = ("state",), ("first steps", "last steps"), ("optimizer
 ALLOWED = [
     Allowed(
         "collectives/communicator.py",
-        "all_gather_quietly",
+        "all_gather_numbers",
         ("attach", *STATE, *OPTIMIZER, "average"),
-        "ranks agree on numbers of the host: whether kernels were compiled, what is averaged or loaded",
+        "ranks agree on numbers of the host: what was compiled, is averaged or loaded, and all optimizers have",
     ),
     Allowed("collectives/counters.py", "as_dict", ("metrics",), "what metrics() returns is numbers"),
     Allowed("collectives/timing.py", "ms", ("metrics", *STEPS), "the event has come, or `Auto` compares times, once"),
@@ -102,7 +102,7 @@ ALLOWED = [
     Allowed("ddp/finite_steps.py", "wait", ("",), "was the step before finite? The device has the next forward to do"),
     Allowed("ddp/micro_batches.py", "_nonzero", STEPS, "gradients are there after a step: were they set to zero?"),
     Allowed("interface/error_sample.py", "last_finite", ("metrics", *STEPS[:1]), "metrics() or, once, `Auto` wants it"),
-    Allowed("interface/models.py", "_common_states", (*STATE, *OPTIMIZER, "average"), "what all optimizers have"),
+    Allowed("interface/looks.py", "is_kept", ("average",), "may averages that were looked at be looked at again?"),
     Allowed("interface/state.py", "per_rank", STATE, "a state is on the CPU"),
     Allowed("interface/state.py", "shared", STATE, "a state is on the CPU"),
     Allowed("wrappers/_turns.py", "_used_ones", STEPS[:1], "the first step of a phase: who is to be handed over"),

@@ -101,6 +101,14 @@ def check_line(stdout, hook, least_ratio):
     assert float(re.search(r"accuracy ([\d.]+)%", stdout)[1]) > 80
 
 
+@needs("ray", "pyarrow", "lightning", "sklearn")
+def test_ray_digits(tmp_path):
+    script = EXAMPLES / "ray_digits.py"
+    command = (script, "--hook", "powersgd", "--epochs", "4", "--storage", tmp_path)
+    stdout, _ = run_alone(*command, environment=alone(), cwd=tmp_path)
+    check_line(stdout, "powersgd", 5)
+
+
 @needs("transformers", "accelerate")
 def test_hf_trainer_tiny(tmp_path):
     script = EXAMPLES / "hf_trainer_tiny.py"

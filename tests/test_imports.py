@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-FRAMEWORKS = ("lightning", "pytorch_lightning", "lightning_fabric", "accelerate", "transformers")
+FRAMEWORKS = ("lightning", "pytorch_lightning", "lightning_fabric", "accelerate", "transformers", "ray")
 STRATEGIES = [
     "CommHookMonitor",
     "CompressedDDPFabricStrategy",
@@ -44,14 +44,16 @@ ddp(torch.ones(2, 8)).sum().backward()
 print(attachment.metrics()["steps"])
 attachment.close()
 dist.destroy_process_group()
-try:
-    lc.CompressedDDPStrategy
-except ImportError as error:
-    print(error)
+for name in ("CompressedDDPStrategy", "CompressedRayDDPStrategy"):
+    try:
+        getattr(lc, name)
+    except ImportError as error:
+        print(error)
 """
-    *_, steps, message = python(code).strip().splitlines()  # gloo of PyTorch 2.8 prints something, too
+    *_, steps, message, of_ray = python(code).strip().splitlines()  # gloo of PyTorch 2.8 prints something, too
     assert steps == "1"
     assert "pip install 'lightning-commhooks[lightning]'" in message
+    assert "pip install 'lightning-commhooks[ray]'" in of_ray
 
 
 def test_accelerate_integration_says_what_to_install():
@@ -88,8 +90,28 @@ print("attach" in globals(), "CompressedDDPStrategy" in globals())
     assert python(code).split() == ["True", "False"]
     names = {"lightning": STRATEGIES, "pytorch_lightning": [name + "PL" for name in STRATEGIES if "Fabric" not in name]}
     expected = [name for package, own in names.items() if importlib.util.find_spec(package) for name in own]
+    if all(importlib.util.find_spec(package) for package in ("ray", "pyarrow")):
+        expected.append("CompressedRayDDPStrategy")
     code = f"from lightning_commhooks import *; print([name for name in {expected} if name not in globals()])"
     assert run_code(code).strip() == "[]"
+
+
+def test_star_import_with_half_of_ray(tmp_path, monkeypatch):
+    # `pip install ray` leaves out what Ray Train refuses to be imported without.
+    code = """
+import sys
+sys.modules["pyarrow"] = None
+import lightning_commhooks
+print("CompressedRayDDPStrategy" in lightning_commhooks.__all__)
+"""
+    assert python(code).strip() == "False"
+    import lightning_commhooks
+
+    (tmp_path / "folder").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert importlib.util.find_spec("folder") is not None
+    assert not lightning_commhooks._found("folder")
+    assert lightning_commhooks._found("torch")
 
 
 def test_unknown_attribute():

@@ -109,7 +109,9 @@ def test_configured_hook(hooks, label, least_ratio):
     result = hooks.both(f"configured-{label}")
     assert result["comm_hook"] == f"lightning_commhooks:{label}"
     assert result["metrics"]["compression_ratio"] > least_ratio
-    assert hooks(f"after-{label}")["metrics"] == result["metrics"], "metrics() stays readable after fit"
+    # The state for a checkpoint after training is made at its end.
+    metrics = [{**each["metrics"], "bytes_evaluation": None} for each in (hooks(f"after-{label}"), result)]
+    assert metrics[0] == metrics[1], "metrics() stays readable after fit"
 
 
 def test_auto(hooks):
@@ -192,9 +194,7 @@ def test_validate_and_test_only(options):
 
 
 def test_warns_when_nothing_was_compressed(options):
-    assert (
-        "training ended after 8 steps, and hook='powersgd' compresses from start_powerSGD_iter=8 on" in options.stderr
-    )
+    assert "training ends after 8 steps, and hook='powersgd' compresses from start_powerSGD_iter=8 on" in options.stderr
     assert options("late")["metrics"]["compression_ratio"] == 1
 
 

@@ -225,18 +225,18 @@ def test_look_at_averages_disturbs_nothing(run, method):
 
 
 def average_for_good(rank, world):
-    """What is sent when models are equal or not, and values around it."""
+    """What is sent when models are equal or not, of the whole model, and values around it."""
     shapes = {"a": (6,), "b": (2, 2)}
     model, gradients = params(shapes)
     model.register_buffer("statistic", torch.zeros(3, dtype=torch.float64))
     optimizer = zero_lr(model)
-    before = whole_numbers(rank, shapes)
+    before, whole = whole_numbers(rank, shapes), torch.zeros(6 + 4 + 3, dtype=torch.float64)
     with local(model, NEVER, [optimizer]) as (ddp, attachment):
 
         def sent(action):
-            count = attachment.metrics()["collectives"]
+            count = attachment.metrics()["bytes_evaluation"]
             action()
-            return attachment.metrics()["collectives"] - count
+            return (attachment.metrics()["bytes_evaluation"] - count) / attachment.bound.group.ring_bytes(whole)
 
         def look():
             with attachment.averaged_weights():
@@ -260,7 +260,7 @@ def test_nothing_is_sent_when_ranks_are_equal(run, world):
     results = run(average_for_good, world=world)
     expected = mean([before for before, *_ in results])
     for _, (first, *looks), after, costs in results:
-        assert costs == [0, 0, 1, 1, 0, 0, 0]
+        assert costs == [0, 0, 1, 0, 0, 0, 0]
         assert not any(value.any() for value in first.values())
         assert all(same(seen, expected) for seen in (*looks, after))
 

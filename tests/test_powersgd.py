@@ -258,7 +258,7 @@ def test_warns_when_training_ends_before_compression(run):
 
 def test_warns_when_no_matrix_shrinks(run):
     ((text,), _), (other_texts, _) = run(close_early, {"small": (3, 2)}, 1, 0)
-    assert "no gradient is a matrix that shrinks enough at matrix_approximation_rank=1; lower it" in text
+    assert "no gradient is a matrix that shrinks enough at matrix_approximation_rank=1; lower min_" in text
     assert not other_texts
 
 

@@ -177,7 +177,7 @@ def test_sees_what_does_not_wait(device, monkeypatch):
 
 def test_sees_a_collective_that_is_not_waited_for(device, monkeypatch):
     with device() as order:
-        monkeypatch.setattr(communicator.Communicator, "_counted", lambda self, wait, num_rounds: lambda: wait.tensor)
+        monkeypatch.setattr(communicator.Communicator, "_counted", lambda self, wait, kind, tensor: lambda: wait.tensor)
         begun = communicator.Communicator._begun
 
         def never_waited_for(self, result, collective, *args):

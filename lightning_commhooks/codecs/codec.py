@@ -10,11 +10,15 @@ import types
 import warnings
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
+from contextlib import nullcontext
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+
+from lightning_commhooks.codecs.compiling import said
+from lightning_commhooks.codecs.ranges import named
 
 # Smaller ones are not worth the call of a compiled function.
 _FEW_ELEMENTS = 2**12
@@ -62,6 +66,11 @@ class Codec(ABC):
         Returns:
             shape `(..., s)`, or more dimensions instead of the last; dtype of `scales`.
         """
+
+
+def short_name(codec: Codec) -> str:
+    """The name of its class in lower case, `"int8"` of an `Int8Codec`."""
+    return type(codec).__name__.removesuffix("Codec").lower()
 
 
 def pack(codes: Tensor, scales: Tensor) -> Tensor:
@@ -118,6 +127,7 @@ class Kernels:
 
     def __init__(self, codec: Codec, compiled: bool = False) -> None:
         self.codec = codec
+        self._name = short_name(codec)
         self._functions: dict[Callable[..., Any], Callable[..., Any]] = {}
         self._no_seed: dict[torch.device, Tensor] = {}
         if compiled:
@@ -158,9 +168,10 @@ class Kernels:
             factor: one element.
             seed: see `Codec.quantize`.
         """
-        if owed is None:
-            return pack(*self._run(_encode, numbers, numbers, seed))
-        return pack(*self._run(_encode_owed, numbers, owed[0], numbers, factor, owed[1], seed))
+        with named(self._name, "encode"):
+            if owed is None:
+                return pack(*self._run(_encode, numbers, numbers, seed))
+            return pack(*self._run(_encode_owed, numbers, owed[0], numbers, factor, owed[1], seed))
 
     def decode_mean(self, payloads: Tensor, factor: Tensor, out: Tensor) -> Tensor:
         """Write the sum of k payloads, shape `(k, b, bytes)`, times `factor / k` to `out`, shape `(b, s)`.
@@ -168,9 +179,10 @@ class Kernels:
         Returns:
             whether it is finite, boolean, one element, from the scales alone.
         """
-        codes, scales = unpack(self.codec, payloads)
-        self._run(_decode_mean, out, codes, scales, factor / payloads.shape[0], out)
-        return scales.isfinite().all()
+        with named(self._name, "decode"):
+            codes, scales = unpack(self.codec, payloads)
+            self._run(_decode_mean, out, codes, scales, factor / payloads.shape[0], out)
+            return scales.isfinite().all()
 
     def compile(self, device: torch.device, num_payloads: set[int], feedback: bool, num_rows: int) -> None:
         """Call the functions once, on a few numbers, as they will be called later.
@@ -203,17 +215,22 @@ class Kernels:
             self._functions[function](codec, *args)
 
 
+# What `compiled` was asked for.
+_compiled: set[Hashable] = set()
+
+
 @functools.cache
 def _kernels(codec: Codec) -> Kernels:
     return Kernels(codec, compiled=True)
 
 
 def compiled(
-    codec: Codec, device: torch.device, num_payloads: set[int], feedback: bool, num_rows: int = 1
+    codec: Codec, device: torch.device, num_payloads: set[int], feedback: bool, num_rows: int = 1, says: bool = True
 ) -> Kernels | None:
     """The compiled functions of a codec, once compiled; `None`, with a warning, where that fails.
 
-    Also `None` where compiling is disabled, as by TORCH_COMPILE_DISABLE=1. Arguments: see `Kernels.compile`.
+    Also `None` where compiling is disabled, as by TORCH_COMPILE_DISABLE=1. Arguments: see `Kernels.compile`; and
+    whether to say so, and how long it took, when these are asked for the first time.
     """
     if torch._dynamo.config.disable:
         return None
@@ -222,7 +239,10 @@ def compiled(
         # The comm thread has no gradients and no autocast either; PyTorch would compile anew for another mode.
         with torch.no_grad(), torch.autocast(device.type, enabled=False), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # PyTorch uses deprecated parts of itself
-            kernels.compile(device, num_payloads, feedback, num_rows)
+            what = codec, device, frozenset(num_payloads), feedback, num_rows
+            with said(f"{codec!r} for {device}") if says and what not in _compiled else nullcontext():
+                kernels.compile(device, num_payloads, feedback, num_rows)
+            _compiled.add(what)
     except Exception as error:
         _warn(f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}")
         return None

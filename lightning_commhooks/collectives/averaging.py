@@ -39,18 +39,27 @@ def average_(tensors: Sequence[Tensor], group: Group) -> None:
             view.copy_(own.view(view.shape))
 
 
-def check_same(what: str, group: Group) -> None:
+def check_same(what: str, group: Group, number: int = 0) -> list[int]:
     """Fail on all ranks alike when they are not about to average the same.
+
+    Args:
+        what: this rank is about to do.
+        group: the ranks.
+        number: this rank's, to tell the others with it.
+
+    Returns:
+        the numbers of all ranks.
 
     Raises:
         HookError: some rank averages something else, or for another reason.
     """
-    digests = group.all_gather_quietly([zlib.crc32(what.encode())])
-    if any(digest != digests[0] for digest in digests):
+    told = group.all_gather_quietly([zlib.crc32(what.encode()), number])
+    if any(digest != told[0][0] for digest, _ in told):
         raise HookError(
             f"ranks do not average the same: rank {group.global_rank} is about to {what}. All ranks must take the same "
             "steps, and evaluate and save together; on one rank alone only after a barrier that shows the average"
         )
+    return [number for _, number in told]
 
 
 def flat_view(tensor: Tensor) -> Tensor:

@@ -11,12 +11,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_commhooks.codecs.ranges import named
 from lightning_commhooks.collectives.counters import Counters
 from lightning_commhooks.collectives.direct import Direct, takes_one_round
 from lightning_commhooks.collectives.turns import lane, waiting
@@ -49,8 +51,10 @@ class Communicator:
         size: number of ranks.
         rank: this process's rank among them.
         global_rank: this process's rank among all processes.
+        is_dry_run: whether nobody is there, and nothing that is averaged is ever used: see `CountingGroup`.
     """
 
+    is_dry_run: bool = False
     _why_no_process_group = "the process group of this communication hook is gone: the hook was closed"
 
     def __init__(
@@ -69,6 +73,8 @@ class Communicator:
         self.device = torch.device(device)
         self.size: int = process_group.size() if process_group is not None else 1
         self.rank: int = process_group.rank() if process_group is not None else 0
+        # Ranks by node, once they are known.
+        self._nodes: list[list[int]] = []
         self.global_rank: int = dist.get_rank() if process_group is not None else 0
 
     @property
@@ -90,6 +96,28 @@ class Communicator:
     def ring_bytes(self, tensor: Tensor) -> float:
         """Payload bytes that each rank sends in a ring all-reduce of `tensor`."""
         return 2 * (self.size - 1) / self.size * tensor.numel() * tensor.element_size()
+
+    def leaving(self, kind: Kind = "all_reduce", around_ring: bool | None = None) -> float:
+        """Share of the bytes of a collective that leave the node of the rank that sends them, on the mean over ranks.
+
+        0 as long as nodes are not known.
+
+        Args:
+            kind: of collective.
+            around_ring: whether ranks send to their neighbors only; `None`: as they do here.
+        """
+        if len(self._nodes) < 2:
+            return 0.0
+        if around_ring is None:
+            around_ring = kind != "all_to_all" and not self.latency
+        if not around_ring:
+            within = sum(len(node) * (len(node) - 1) for node in self._nodes)
+            return 1 - within / (self.size * (self.size - 1))
+        if self.device.type == "cuda":
+            # NCCL's rings enter each node once.
+            return len(self._nodes) / self.size
+        node_of = {rank: i for i, node in enumerate(self._nodes) for rank in node}
+        return sum(node_of[rank] != node_of[(rank + 1) % self.size] for rank in range(self.size)) / self.size
 
     def all_reduce_(self, tensor: Tensor) -> Tensor:
         """Replace a contiguous `tensor` by its sum over ranks, bit-identical on all of them."""
@@ -157,11 +185,15 @@ class Communicator:
         """Gather `tensor`, shape `(n,)`, equal on all ranks, into a new tensor of shape `(w, n)`."""
         return self._begin_all_gather(tensor)()
 
+    def all_gather_numbers(self, numbers: list[int], dtype: torch.dtype = torch.int64) -> list[list[int]]:
+        """The numbers of each rank, sent in that dtype. Waits for the device."""
+        gathered: list[list[int]] = self.all_gather(torch.tensor(numbers, dtype=dtype, device=self.device)).tolist()
+        return gathered
+
     def all_gather_quietly(self, numbers: list[int]) -> list[list[int]]:
         """The numbers of each rank; not counted. Waits for the device."""
         with self.counters.paused():
-            gathered: list[list[int]] = self.all_gather(torch.tensor(numbers, device=self.device)).tolist()
-        return gathered
+            return self.all_gather_numbers(numbers)
 
     def all_to_all(self, chunks: Tensor) -> Tensor:
         """Send row i of `chunks`, shape `(w, n)`, to rank i; row i of the result came from rank i."""
@@ -194,8 +226,10 @@ class Communicator:
         """Begin an `all_reduce_`. Returns what waits for the result."""
         if self.size == 1 or not tensor.numel():
             return lambda: tensor
-        self._count(self.ring_bytes(tensor))
-        return self._counted(self._sum_(tensor), self._num_rounds("all_reduce", tensor))
+        self._count("all_reduce", self.ring_bytes(tensor))
+        with named("all_reduce", "begin"):
+            wait = self._sum_(tensor)
+        return self._counted(wait, "all_reduce", tensor)
 
     def _begin_all_gather(self, tensor: Tensor, of_equals: Callable[[], Tensor] | None = None) -> Wait:
         """Begin an `all_gather`, which goes on by itself. Returns what waits for the result.
@@ -218,28 +252,34 @@ class Communicator:
         send = self._gather(like)
 
         def begin(tensor: Tensor, of_equals: Callable[[], Tensor] | None) -> Wait:
-            self._count((self.size - 1) * tensor.numel() * tensor.element_size())
-            return self._counted(send(tensor.contiguous(), of_equals), self._num_rounds("all_gather", tensor))
+            self._count("all_gather", (self.size - 1) * tensor.numel() * tensor.element_size())
+            with named("all_gather", "begin"):
+                wait = send(tensor.contiguous(), of_equals)
+            return self._counted(wait, "all_gather", tensor)
 
         return begin
 
     def _begin_all_to_all(self, chunks: Tensor) -> Wait:
         if self.size == 1:
             return lambda: chunks
-        self._count((self.size - 1) / self.size * chunks.numel() * chunks.element_size())
-        return self._counted(self._exchange(chunks), self._num_rounds("all_to_all", chunks))
+        self._count("all_to_all", (self.size - 1) / self.size * chunks.numel() * chunks.element_size())
+        with named("all_to_all", "begin"):
+            wait = self._exchange(chunks)
+        return self._counted(wait, "all_to_all", chunks)
 
-    def _count(self, num_bytes: float) -> None:
-        self.counters.count(num_bytes)
+    def _count(self, kind: Kind, num_bytes: float) -> None:
+        self.counters.count(num_bytes, num_bytes * self.leaving(kind))
 
-    def _counted(self, wait: Wait, num_rounds: int) -> Wait:
-        """Count so many rounds of messages when it is waited for, and the time."""
-        end = self.counters.rounds_in_lane[lane()] + num_rounds
+    def _counted(self, wait: Wait, kind: Kind, tensor: Tensor) -> Wait:
+        """Count the rounds of messages when it is waited for, and the time, if they belong to a step."""
+        is_counted = not self.counters.is_evaluating
+        end = self.counters.rounds_in_lane[lane()] + self._num_rounds(kind, tensor)
 
         def counted() -> Tensor:
-            with self.counters.timing.comm():
+            with named(kind), self.counters.timing.comm() if is_counted else nullcontext():
                 result = wait()
-            self.counters.waited_for(end)
+            if is_counted:
+                self.counters.waited_for(end)
             return result
 
         return counted

@@ -21,7 +21,7 @@ from lightning_commhooks.collectives.communicator import Communicator, Wait
 from lightning_commhooks.collectives.counters import Counters
 from lightning_commhooks.collectives.direct import Direct
 
-# Number of this process's node, as Lightning, torchrun and SLURM tell it.
+# Number of this process's node, as Lightning and Ray, torchrun, and SLURM tell it.
 _NODE_VARIABLES = ("NODE_RANK", "GROUP_RANK", "SLURM_NODEID")
 
 
@@ -63,7 +63,6 @@ class Group(Communicator):
     ) -> None:
         super().__init__(process_group, counters, device, direct, lanes)
         self._aborts = aborts if aborts is not None else []
-        self._nodes: list[list[int]] = []
         self._split_off: dict[tuple[tuple[int, ...], ...], Group] = {}
         # What `all_reduce_factors_` encodes by, and the same ranks with a codec.
         self._codec: Codec | None = None
@@ -123,8 +122,12 @@ class Group(Communicator):
         if len(key) == 1:
             return self
         if key not in self._split_off:
-            self._split_off[key] = self._split(key)
-            self._split_off[key].global_rank = self.global_rank
+            own = next(ranks for ranks in key if self.rank in ranks)
+            group = self._split(key)
+            group.global_rank = self.global_rank
+            nodes = ([i for i, rank in enumerate(own) if rank in node] for node in self._nodes)
+            group._nodes = [node for node in nodes if node]
+            self._split_off[key] = group
         return self._split_off[key]
 
     def _split(self, subgroups: tuple[tuple[int, ...], ...]) -> Group:
@@ -159,7 +162,8 @@ class Group(Communicator):
         key = codec, feedback, two_shot
         if key not in self._kernels:
             owners = self.num_owners(two_shot)
-            own = compiled(codec, self.device, {self.size, 1} if owners > 1 else {self.size}, feedback, owners)
+            num_payloads = {self.size, 1} if owners > 1 else {self.size}
+            own = compiled(codec, self.device, num_payloads, feedback, owners, self.rank == 0)
             # Sums of a compiled function may be rounded in another way.
             everywhere = all(is_compiled for (is_compiled,) in self.all_gather_quietly([int(own is not None)]))
             self._kernels[key] = own if own is not None and everywhere else Kernels(codec)

@@ -17,10 +17,12 @@ from lightning_commhooks.collectives.agreement import together
 from lightning_commhooks.collectives.errors import HookError
 from lightning_commhooks.collectives.link import Link
 from lightning_commhooks.collectives.measure_link import check_ranks, measure_link
-from lightning_commhooks.ddp import checkpoint
+from lightning_commhooks.ddp import checkpoint, forecast
+from lightning_commhooks.ddp.forecast import Forecast
 from lightning_commhooks.ddp.model import checked_model, device_of, register, unwrapped
 from lightning_commhooks.ddp.runtime import Runtime
 from lightning_commhooks.interface.averages_models import averages_models
+from lightning_commhooks.interface.checks import check_integer
 from lightning_commhooks.interface.error_sample import DEFAULT_NUMEL, ErrorSampler
 from lightning_commhooks.interface.hook import BoundHook, CommHook
 from lightning_commhooks.interface.layout import Layout
@@ -28,7 +30,18 @@ from lightning_commhooks.interface.state import PerRank
 from lightning_commhooks.interface.user_function import DDPHook, UserFunction
 from lightning_commhooks.wrappers.scale import accumulation_of, unscaled
 
-_UNKNOWN_OF_FUNCTIONS = ("bytes_sent", "compression_ratio", "exposed_ms", "codec_ms", "comm_ms", "overlap_ms")
+_UNKNOWN_OF_FUNCTIONS = (
+    "bytes_sent",
+    "bytes_sent_between_nodes",
+    "bytes_evaluation_between_nodes",
+    "bytes_dense_between_nodes",
+    "compression_ratio",
+    "compression_ratio_between_nodes",
+    "exposed_ms",
+    "codec_ms",
+    "comm_ms",
+    "overlap_ms",
+)
 
 
 class Attachment:
@@ -83,7 +96,14 @@ class Attachment:
 
         Returns:
             `steps` (synchronized backwards since `attach`), `bytes_sent` and `bytes_dense` (payload bytes this rank
-            sent, and would have sent with a plain all-reduce), `compression_ratio` (dense over sent), `collectives`,
+            sent to train, gradients and the averages of models that the hook itself makes, and would have sent with a
+            plain all-reduce), `bytes_evaluation` (payload bytes it sent besides, to evaluate and to save: averages of
+            models and optimizers' state that somebody looks at, and the hook's state in checkpoints),
+            `compression_ratio` (dense over sent, of training alone, as the following are),
+            `bytes_sent_between_nodes`, `bytes_evaluation_between_nodes`, `bytes_dense_between_nodes` and
+            `compression_ratio_between_nodes` (the same of what leaves this rank's node, on the mean over ranks: all
+            ranks of a node together send that times their number; nodes are told as for `subgroup_size=None` of local
+            SGD), `collectives`,
             `rounds` (of messages that were waited for one after another, for a bucket at a time; of NCCL's collectives
             those of a ring),
             `numel_compressed` and `numel_uncompressed` (gradient elements that a compressing hook did and did
@@ -172,6 +192,42 @@ class Attachment:
     def steps_not_compressed(self) -> dict[str, int]:
         """Number of steps that sent no fewer bytes than plain DDP, by reason; call it outside of a backward."""
         return self._runtime.watch.not_compressed()
+
+    def forecast(self, num_steps: int | None = None) -> Forecast | None:
+        """What training will send, by the steps so far and a dry run of the others. Call it outside of a backward.
+
+        At the earliest after the second step: DDP makes its buckets anew after the first. Neither collective nor waits
+        for a device. The dry run binds the hook once more, to tensors without numbers.
+
+        Args:
+            num_steps: synchronized backwards that training has in all, from its beginning on, those before a checkpoint
+                included; `None`: not known.
+
+        Returns:
+            the forecast, one line when it is printed; `None` for a user's own function, for sparse gradients, in one
+            process, before `auto` has chosen, and for a hook that reads numbers on the host.
+        """
+        if num_steps is not None:
+            check_integer("num_steps", num_steps, 1)
+        return forecast.make_forecast(self._runtime, num_steps)
+
+    @property
+    def is_forecast_due(self) -> bool:
+        """Whether it is time for `tell_forecast`."""
+        return not self.is_closed and forecast.is_due(self._runtime)
+
+    def tell_forecast(self, say: Callable[[str], None] | None = None, num_left: int | None = None) -> None:
+        """Say on the first rank what training will do, and warn there if next to nothing will be compressed.
+
+        Does nothing until the first steps are over, and when it was called since then, so call it after each step, on
+        all ranks. What it has warned of is not repeated when training ends.
+
+        Args:
+            say: shows one line; `None`: warnings only.
+            num_left: synchronized backwards that are still to come; `None`: not known.
+        """
+        if self.is_forecast_due:
+            forecast.tell(self._runtime, say, num_left)
 
     def compression_stats(self) -> tuple[float, int, int]:
         """`(rate, numel_before, numel_after)` since compression began, as `PowerSGDState.compression_stats`.
@@ -301,10 +357,11 @@ class Attachment:
         """Average what differs between ranks, parameters and buffers, for good. Collective, outside of a backward.
 
         Does nothing, and sends nothing, when ranks are equal: with hooks that average gradients, and just after an
-        averaging.
+        averaging; nor when an average that was looked at is kept: see `averaged_weights`.
 
         Args:
-            everything: average all parameters, because others than optimizers have changed them on each rank.
+            everything: average all parameters if any of them differs, because others than optimizers have changed them
+                on each rank.
         """
         self._runtime.local.average(everything)
 
@@ -313,6 +370,9 @@ class Attachment:
 
         For validation and checkpoints. Collective, outside of a backward. As cheap as `average_weights`, and needs
         memory for a copy of the model. No optimizer may step meanwhile.
+
+        The averages are kept, in that memory, until the next forward that trains or optimizer's step: looking again
+        before, or `average_weights`, sends nothing. Whoever changes the model in between has it averaged anew.
         """
         return self._runtime.local.averaged()
 
@@ -341,7 +401,10 @@ class Attachment:
         self._runtime.local.average_state(optimizer)
 
     def averaged_optimizer_state(self, optimizer: Optimizer) -> AbstractContextManager[None]:
-        """Have the average in place of each rank's own state of an optimizer within a `with`. Collective."""
+        """Have the average in place of each rank's own state of an optimizer within a `with`. Collective.
+
+        It is kept as that of the model is: see `averaged_weights`.
+        """
         return self._runtime.local.averaged_state(optimizer)
 
     def unfrozen(self) -> list[str]:

@@ -25,7 +25,7 @@ _KEYS = {"format", "steps", "world_size", "per_rank", "parameters", "num_tensors
 def save(run: RunningHook, models: Models, kind: PerRank) -> dict[str, Any]:
     """State of a hook as tensors and primitives, equal on all ranks. Collective."""
     group = run.bound.group
-    with group.counters.paused():
+    with group.counters.evaluating():
         writer = StateWriter(group, kind)
         hook = save_hook(run.method, run.bound, writer)
         return _complete(run, models, kind, hook, models.state_dict(writer))

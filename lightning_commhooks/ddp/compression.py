@@ -39,11 +39,15 @@ class Watch:
         sampler = None if is_local(bound, bucket.step) else self.sampler
         taken = sampler.take(flat, bucket) if sampler is not None else None
         dense = bound.group.ring_bytes(flat._values() if flat.is_sparse else flat)
+        leaving = bound.group.leaving(around_ring=True)
         counters.bytes_dense += dense
-        sent = counters.sent_in_lane[lane()]
+        counters.bytes_dense_between_nodes += dense * leaving
+        # Of nodes with several ranks what counts is what leaves them.
+        sent = counters.between_in_lane if 0 < leaving < 1 else counters.sent_in_lane
+        before = sent[lane()]
         with counters.timing.work():
             yield
-        self._add(bound, bucket.step, counters.sent_in_lane[lane()] - sent, dense)
+        self._add(bound, bucket.step, sent[lane()] - before, dense * (leaving if 0 < leaving < 1 else 1))
         if sampler is not None and taken is not None:
             sampler.compare(taken, flat, bucket, bound.group)
 
@@ -60,6 +64,6 @@ class Watch:
         self._sent = self._dense = 0.0
 
     def not_compressed(self) -> dict[str, int]:
-        """Number of steps that sent no fewer bytes than an all-reduce of the gradients, by reason."""
+        """Number of steps that sent no fewer bytes, or no fewer between nodes, than plain DDP, by reason."""
         self._end_step()
         return dict(self._not_compressed)

@@ -16,10 +16,11 @@ from lightning_commhooks.collectives.errors import HookError
 from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.ddp.optimizers import check_optimizer, register_step_hooks
 from lightning_commhooks.ddp.running import RunningHook
+from lightning_commhooks.ddp.seen import SeenOptimizers
 from lightning_commhooks.interface.averages_models import averages_models
 from lightning_commhooks.interface.layout import Layout
 from lightning_commhooks.interface.models import Models, OptimizerStep, parameters_of
-from lightning_commhooks.wrappers._inner import after_optimizer_step
+from lightning_commhooks.interface.wrapper import after_optimizer_step
 
 # Backwards that may be accumulated for one step, before one is missed.
 MANY_STEPS = 256
@@ -30,6 +31,7 @@ class LocalSteps:
 
     Attributes:
         models: what differs between ranks.
+        seen: which optimizers have stepped lately.
         find_optimizers: returns the optimizers; called in each backward of ranks that step alone.
         reported_by_user: whether optimizers may step that are not known yet.
         evaluates_average: whether forwards of evaluation use the average.
@@ -41,7 +43,8 @@ class LocalSteps:
         # Of optimizers that report their steps; and all that were seen, by the name of their first parameter.
         self._handles: dict[Optimizer, list[RemovableHandle]] = {}
         self._optimizers: dict[str, Optimizer] = {}
-        self.models = Models(group, self._optimizers)
+        self.models = Models(group, self._optimizers, running.name)
+        self.seen = SeenOptimizers()
         self.find_optimizers: Callable[[], Iterable[Optimizer]] = list
         self.reported_by_user = False
         self.evaluates_average = False
@@ -102,8 +105,9 @@ class LocalSteps:
 
     def _before_hooked_step(self, optimizer: Optimizer) -> None:
         self._awaits_backward = False
-        if not self.models.is_swapped or self.models.stepped(optimizer, -1) is None:
+        if not self.models.has_looks or self.models.stepped(optimizer, -1) is None:
             return
+        self.models.forget()
         self.hide_average()
         with self._running.aborting():
             self._refuse_while_swapped()
@@ -127,6 +131,8 @@ class LocalSteps:
         if stepped is None:
             return
         self._last_reported = self._running.clock.steps
+        self.models.forget()
+        self.seen.add(stepped.optimizer, stepped.step)
         with self._running.aborting():
             self._refuse_while_swapped()
         with self._running.counters.timing.wait():
@@ -141,6 +147,11 @@ class LocalSteps:
         except Exception as error:
             where = f"after the optimizer's step {stepped.step} ({stepped.optimizer}, ...)"
             raise self._running.failed(bound.group, where, error) from error
+
+    def steps_of_optimizers(self) -> dict[str, OptimizerStep]:
+        """Those that are known, and what they change, by their keys."""
+        stepped = (self.models.stepped(optimizer, -1) for optimizer in list(self._optimizers.values()))
+        return {each.optimizer: each for each in stepped if each is not None}
 
     @property
     def keeps_own_buffers(self) -> bool:
@@ -163,13 +174,14 @@ class LocalSteps:
             self.models.is_shown = True
 
     def hide_average(self) -> None:
-        """Put each rank's own model back after `show_average`."""
+        """Put each rank's own model back after `show_average`, as training goes on."""
         if self.models.is_shown:
-            self.models.swap_out()
+            self.models.swap_out(keep=False)
 
     def before_forward(self, is_training: bool) -> None:
         """Called before each forward of the DDP model."""
         if torch.is_grad_enabled():
+            self.models.forget()
             self.hide_average()
             self._awaits_backward = is_training
         elif not is_training:
@@ -203,7 +215,7 @@ class LocalSteps:
         """Average the state of an optimizer, for good."""
         stepped = self.models.stepped(optimizer, -1)
         if stepped is not None and self.models.state_drifted(stepped):
-            self._running.call(lambda: self.models.average_state_(stepped))
+            self._running.call(lambda: self.models.average_state_drifted_(stepped))
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
@@ -216,7 +228,7 @@ class LocalSteps:
         try:
             yield
         finally:
-            self.models.swap_out()
+            self.models.swap_out(keep=True)
 
     @contextmanager
     def averaged_state(self, optimizer: Optimizer) -> Iterator[None]:
@@ -238,6 +250,7 @@ class LocalSteps:
         self._handles.clear()
         self._optimizers.clear()
         self.evaluates_average = False
+        self.models.forget()
         self.models.layout = Layout(nn.Module())
         if not drifted or self.models.is_swapped:
             self.models.keep_averages()

@@ -16,6 +16,8 @@ PREFIX = "comm/"
 MetricName = Literal[
     "bytes_sent",
     "compression_ratio",
+    "bytes_sent_between_nodes",
+    "compression_ratio_between_nodes",
     "relative_error",
     "residual_norm",
     "exposed_ms",
@@ -25,7 +27,10 @@ MetricName = Literal[
 ]
 # In the order in which they are shown.
 NAMES: tuple[MetricName, ...] = get_args(MetricName)
+# Those that are left out where nodes have one rank each, or there is one node.
+NAMES_OF_NODES: tuple[MetricName, ...] = ("bytes_sent_between_nodes", "compression_ratio_between_nodes")
 _LINK_BUDGET = 0.5
+_BETWEEN = "bytes_sent_between_nodes", "bytes_dense_between_nodes"
 
 
 class Attached(Protocol):
@@ -128,7 +133,8 @@ class Monitor:
         """What to log, on any rank alone, outside of a backward; what is not known yet, or never, is left out.
 
         `comm/bytes_sent`, `comm/averagings` and `comm/nonfinite_steps` since `attach`. `comm/compression_ratio`, and
-        `comm/exposed_ms` and `comm/codec_ms` per step, since the last call. `comm/relative_error` if it was sampled
+        `comm/exposed_ms` and `comm/codec_ms` per step, since the last call. `comm/bytes_sent_between_nodes` and
+        `comm/compression_ratio_between_nodes` if nodes have several ranks. `comm/relative_error` if it was sampled
         since then, in a step without inf or NaN. `comm/residual_norm` now. Those of hooks that have no such thing are
         0. Of a user's own function there is nothing, of sharded gradients bytes and ratio only. See
         `Attachment.metrics`.
@@ -139,6 +145,9 @@ class Monitor:
             return {}
         values = {name: now.get(name, math.nan) for name in NAMES}
         values["compression_ratio"] = _ratio(now, self._last_sent)
+        values["compression_ratio_between_nodes"] = _ratio(now, self._last_sent, *_BETWEEN)
+        if not _are_apart(now):
+            values.update(dict.fromkeys(NAMES_OF_NODES, math.nan))
         if now["bytes_sent"] > self._last_sent["bytes_sent"]:
             # Ranks that step alone may send nothing in between, which then belongs to the next averaging.
             self._last_sent = now
@@ -161,10 +170,13 @@ class Monitor:
             return f"{text}{_steps(steps)}; what a hook function sends is not known"
         if not dense:
             return f"{text}nothing to send in {_steps(steps)}"
-        text += f"{_size(sent)} sent in {_steps(steps)} instead of {_size(dense)}"
-        if sent and abs(dense / sent - 1) > 0.005:
-            text += f" ({dense / sent:.3g} times fewer)" if sent < dense else f" ({sent / dense:.3g} times as many)"
-        saved = self._seconds_saved(steps, dense, now, first)
+        text += f"{_size(sent)} sent in {_steps(steps)} instead of {_size(dense)}{_times(sent, dense)}"
+        if _are_apart(now):
+            sent, dense = (now[key] - first[key] for key in _BETWEEN)
+            text += f", of which {_size(sent)} left the node instead of {_size(dense)}{_times(sent, dense)}"
+        if evaluated := now.get("bytes_evaluation", 0) - first.get("bytes_evaluation", 0):
+            text += f"; evaluation and checkpoints sent {_size(evaluated)} more"
+        saved = self._seconds_saved(steps, now, first)
         if saved is not None:
             text += f"; about {abs(saved):,.1f} s {'saved' if saved >= 0 else 'lost'} against plain DDP"
         reasons = {reason: num - self._first_reasons.get(reason, 0) for reason, num in self._reasons().items()}
@@ -183,29 +195,41 @@ class Monitor:
     def _reasons(self) -> dict[str, int]:
         return self.attachment.steps_not_compressed() if isinstance(self.attachment, Attachment) else {}
 
-    def _seconds_saved(
-        self, steps: int, dense: float, now: Mapping[str, float], first: Mapping[str, float]
-    ) -> float | None:
+    def _seconds_saved(self, steps: int, now: Mapping[str, float], first: Mapping[str, float]) -> float | None:
         """Time that plain DDP would have waited, less that of the hook, both without waiting for slower ranks."""
         exposed, overlap, codec = (_per_timed_step(k, now, first) for k in ("exposed_ms", "overlap_ms", "codec_ms"))
-        num = (now["collectives"] - first["collectives"]) / steps
-        if self._link is None or math.isnan(exposed):
+        num, dense = ((now[key] - first[key]) / steps for key in ("collectives", "bytes_dense"))
+        # What collectives cost is measured among all ranks, whether on a node or between nodes.
+        if self._link is None or math.isnan(exposed) or _are_apart(now):
             return None
-        dense_ms = 1e3 * self._link.cost("all_reduce", dense / steps).seconds
+        dense_ms = 1e3 * self._link.cost("all_reduce", dense).seconds
         sent = (now["bytes_sent"] - first["bytes_sent"]) / steps
         wire_ms = 1e3 * num * self._link.cost("all_reduce", sent / num).seconds if num else 0.0
         # Some of the waiting was for slower ranks, for which plain DDP would have waited too.
         return steps * (max(0.0, dense_ms - overlap) - min(exposed, codec + wire_ms)) / 1e3
 
 
-def _ratio(now: Mapping[str, float], last: Mapping[str, float]) -> float:
-    sent, dense = (now[key] - last[key] for key in ("bytes_sent", "bytes_dense"))
+def _are_apart(now: Mapping[str, float]) -> bool:
+    """Whether bytes between nodes are others than all bytes: there are several nodes, and of several ranks."""
+    return 0 < now.get("bytes_dense_between_nodes", 0.0) < 0.999 * now["bytes_dense"]
+
+
+def _ratio(
+    now: Mapping[str, float], last: Mapping[str, float], of: str = "bytes_sent", to: str = "bytes_dense"
+) -> float:
+    sent, dense = (now.get(key, 0.0) - last.get(key, 0.0) for key in (of, to))
     return dense / sent if sent else math.nan
 
 
 def _per_timed_step(name: str, now: Mapping[str, float], last: Mapping[str, float]) -> float:
     steps = now.get("timed_steps", 0) - last.get("timed_steps", 0)
     return (now[name] - last[name]) / steps if steps else math.nan
+
+
+def _times(sent: float, dense: float) -> str:
+    if not sent or abs(dense / sent - 1) <= 0.005:
+        return ""
+    return f" ({dense / sent:.3g} times fewer)" if sent < dense else f" ({sent / dense:.3g} times as many)"
 
 
 def _steps(num: int) -> str:

@@ -15,6 +15,7 @@ from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_commhooks.codecs.ranges import is_profiled, named
 from lightning_commhooks.collectives.counters import Counters
 from lightning_commhooks.collectives.errors import HookError
 from lightning_commhooks.collectives.group import Group
@@ -27,7 +28,9 @@ from lightning_commhooks.ddp.finite_steps import FiniteSteps
 from lightning_commhooks.ddp.local_steps import LocalSteps
 from lightning_commhooks.ddp.micro_batches import MicroBatches
 from lightning_commhooks.ddp.model import LocalPhase, Trampoline, Usage
+from lightning_commhooks.ddp.profiled_threads import warn_if_left_out
 from lightning_commhooks.ddp.running import RunningHook
+from lightning_commhooks.ddp.seen import SeenBuckets
 from lightning_commhooks.ddp.stream_engine import StreamEngine
 from lightning_commhooks.ddp.thread_engine import ThreadEngine
 from lightning_commhooks.interface.averages_models import averages_models
@@ -60,6 +63,11 @@ class Runtime(RunningHook):
     ) -> None:
         super().__init__(hook, self._end_step)
         self.watch = Watch()
+        self.seen = SeenBuckets()
+        # Whether the user was told what training will do, and was warned of it then.
+        self.has_forecast = self.has_warned = False
+        # Synchronized backwards in this process before the training that it is about, as of a tuner.
+        self.steps_before = 0
         self.hook_state = hook_state
         self.micro_batches = MicroBatches(loss_divided_by) if accumulation_of(hook) != "framework" else None
         self._grad_scaler = grad_scaler
@@ -94,6 +102,7 @@ class Runtime(RunningHook):
             if device.type == "cuda":
                 self.counters.timing = NoTiming()
         try:
+            group.nodes()  # so that bytes between them are counted
             self.take_over(self._bind(group))
         except BaseException:
             self._engine.close()
@@ -129,6 +138,8 @@ class Runtime(RunningHook):
         self.take_over(fresh)
         self._buckets = set()
         self.clock.steps = steps
+        self.has_forecast = self.has_warned = False
+        self.steps_before = self.counters.steps
         if self.micro_batches is not None:
             self.micro_batches.restart()
 
@@ -186,9 +197,12 @@ class Runtime(RunningHook):
             return self._counting(self.method.function, watched, last_may_be_skipped)
         engine, usage = self._engine, self._usage
         assert engine is not None
+        may_be_left_out = isinstance(engine, ThreadEngine) and self.bound.group.rank == 0
 
         # Nothing here may hold the model: the model holds this function through its C++ reducer.
         def trampoline(state: object, bucket: GradBucket) -> Future[Tensor]:
+            if may_be_left_out and is_profiled():
+                warn_if_left_out()
             with self.aborting():
                 self.settle()
                 flat = bucket.buffer()
@@ -218,14 +232,16 @@ class Runtime(RunningHook):
             accumulated = self.micro_batches.of_step(step)
             self.micro_batches.unscale_(slots, flat)
         scale = _current_scale(self._grad_scaler)
-        return Bucket(index, is_last, step, slots, loss_scale=scale, accumulated=accumulated)
+        plain = Bucket(index, is_last, step, slots, loss_scale=scale, accumulated=accumulated)
+        self.seen.add(plain, flat)
+        return plain
 
     def _reduce(self, flat: Tensor, bucket: Bucket, is_late: bool) -> Tensor:
         group, finite = self.bound.group, None
         try:
             if not flat.is_sparse:
                 _forget_infinities(flat, bucket)
-            with self.watch.reduction(self.bound, flat, bucket):
+            with named(self.name, "reduce"), self.watch.reduction(self.bound, flat, bucket):
                 if flat.is_sparse:
                     flat = self.bound.reduce_sparse(flat, bucket)
                 else:
@@ -249,7 +265,8 @@ class Runtime(RunningHook):
                 bucket.set_buffer(self.bound.reduce_sparse(flat, plain))
             else:
                 self.bound.reduce(flat, plain)
-            result: Future[Tensor] = hook(state, bucket)
+            with named(self.name, "reduce"):
+                result: Future[Tensor] = hook(state, bucket)
             return result
 
         return trampoline
@@ -270,6 +287,7 @@ class Runtime(RunningHook):
         """Release thread, process group and memory; warn of what the user should know."""
         self.is_closed = True
         texts = self.local.close()
+        self.seen.clear()
         self._usage.watch({})
         if self.micro_batches is not None:
             self.micro_batches.close()
@@ -287,7 +305,7 @@ class Runtime(RunningHook):
 
     def _not_begun(self) -> list[str]:
         steps = self.clock.steps
-        reason = self.bound.not_begun(steps - 1) if steps else None
+        reason = self.bound.not_begun(steps - 1) if steps and not self.has_warned else None
         return [f"training ended after {steps} steps, and {reason}"] if reason is not None else []
 
 

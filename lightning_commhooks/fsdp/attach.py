@@ -14,8 +14,16 @@ from lightning_commhooks.fsdp.runtime import ShardedRuntime
 from lightning_commhooks.fsdp.supported import resolve_sharded_hook
 from lightning_commhooks.interface.hook import CommHook
 
-# Metrics that need several steps, or whole gradients.
-_NOT_OF_SHARDS = ("averagings", "nonfinite_steps")
+# Metrics that need several steps, whole gradients, or to know the nodes of each group of FSDP's.
+_NOT_OF_SHARDS = (
+    "averagings",
+    "bytes_evaluation",
+    "bytes_evaluation_between_nodes",
+    "nonfinite_steps",
+    "bytes_sent_between_nodes",
+    "bytes_dense_between_nodes",
+    "compression_ratio_between_nodes",
+)
 
 
 class FSDPAttachment:

@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_commhooks.codecs.ranges import named
 from lightning_commhooks.collectives.counters import Counters
 from lightning_commhooks.collectives.errors import HookError, raise_if_capturing
 from lightning_commhooks.fsdp.reduction import ShardedReduction
@@ -51,7 +52,8 @@ class ShardedRuntime:
             self.counters.steps += 1
         try:
             # A backward may run inside the user's autocast, which must not round the hook's own products.
-            with torch.no_grad(), torch.autocast(flat.device.type, enabled=False):
+            autocast = torch.autocast(flat.device.type, enabled=False)
+            with torch.no_grad(), autocast, named(self.hook.name, "reduce"):
                 reduction = self.reduction(process_group)
                 # Gradients may come in 16 bit already; without mixed precision they would be sent in float32.
                 dense = reduction.group.shard_bytes(flat.numel(), max(4, flat.element_size()))

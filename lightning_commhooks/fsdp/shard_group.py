@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from lightning_commhooks.codecs.codec import Kernels
+from lightning_commhooks.codecs.ranges import named
 from lightning_commhooks.collectives.chunk import CHUNK_NUMEL
 from lightning_commhooks.collectives.communicator import renamed
 from lightning_commhooks.collectives.group import Group
@@ -29,10 +30,11 @@ class ShardGroup(Group):
         """
         if not chunks.is_cuda or self.size == 1:
             return self.reduce_scatter_in_float32(chunks)
-        self._count(self.shard_bytes(chunks.numel(), chunks.element_size()))
+        self._count("all_reduce", self.shard_bytes(chunks.numel(), chunks.element_size()))
         total = chunks.new_empty(chunks.shape[1])
         reduce_scatter = renamed("reduce_scatter_tensor", "reduce_scatter_single")
-        reduce_scatter(total, chunks.view(-1), group=self.process_group)
+        with named("reduce_scatter"):
+            reduce_scatter(total, chunks.view(-1), group=self.process_group)
         return total
 
     def reduce_scatter_in_float32(self, chunks: Tensor) -> Tensor:

@@ -53,6 +53,12 @@ def resolve_sharded_hook(hook: object) -> CommHook:
 
 
 def _check_options(hook: CommHook) -> None:
+    if getattr(hook, "hierarchy", None) is not None:
+        raise ValueError(
+            f"{type(hook).__name__}(hierarchy={hook.hierarchy!r}) does not work with FSDP, which exchanges shares in "  # type: ignore[attr-defined]
+            "groups of its own: shard within each node by HYBRID_SHARD, or by a mesh of two dimensions, and leave "
+            "hierarchy out"
+        )
     wrong = {key: value for key, value in _REQUIRED[type(hook)].items() if getattr(hook, key) != value}
     if wrong:
         asked = ", ".join(f"{key}={getattr(hook, key)!r}" for key in wrong)

@@ -6,6 +6,7 @@ import math
 import zlib
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +21,8 @@ from lightning_commhooks.interface.accumulation import scale_
 from lightning_commhooks.interface.bucket import Bucket, Slot
 from lightning_commhooks.interface.by_parameter import BoundByParameter, Entry, Plan, Shapes
 from lightning_commhooks.interface.checks import check_bool, check_integer
-from lightning_commhooks.interface.hook import BoundHook, CommHook
+from lightning_commhooks.interface.hierarchy import Hierarchy, bind_by_node, check_hierarchy
+from lightning_commhooks.interface.hook import NEXT_TO_NOTHING, BoundHook, CommHook
 from lightning_commhooks.interface.memory import Memory, all_finite
 from lightning_commhooks.interface.precision import to_gradient, work_dtype
 from lightning_commhooks.interface.state import StateWriter
@@ -34,12 +36,14 @@ class CodecConfig(CommHook):
     compress_1d: bool = False
     min_bytes: int = 2**17
     random_seed: int = 0
+    hierarchy: Hierarchy = None
 
     def __post_init__(self) -> None:
         for field in ("use_error_feedback", "compress_1d"):
             check_bool(field, getattr(self, field))
         check_integer("min_bytes", self.min_bytes, 0)
         check_integer("random_seed", self.random_seed)
+        check_hierarchy(self.hierarchy)
         self.codec  # noqa: B018  # refuses its own options
 
     @property
@@ -54,7 +58,7 @@ class CodecConfig(CommHook):
         return fills_block and (self.compress_1d or len(shape) > 1)
 
     def bind(self, group: Group) -> BoundHook:
-        return CodecFeedback(self, group)
+        return bind_by_node(self.hierarchy, group, lambda ranks: CodecFeedback(self, ranks))
 
 
 @dataclass(frozen=True)
@@ -91,7 +95,9 @@ class _Plan(Plan):
             whole = torch.zeros_like(self.residual.value)
             for place, own in self.layout.shares(self.group.rank):
                 whole[place] = self.carried.value[own]
-            with self.group.counters.paused():
+            counters = self.group.counters
+            # Not only checkpoints ask for it: DDP has rebuilt its buckets, once.
+            with nullcontext() if counters.is_evaluating else counters.paused():
                 self.group.all_reduce_(whole)
             for slot in self.slots:
                 entries[slot.name]["carried"] = self.layout.gradient(slot, whole)
@@ -117,12 +123,15 @@ class CodecFeedback(BoundByParameter[_Plan]):
         self.has_memory = config.use_error_feedback
         # Without, nothing is added to gradients before they are encoded.
         self.scales_gradients = config.use_error_feedback
-        self._numel_compressed = 0
+        self._numel = self._numel_compressed = 0
+        # Bytes to encode in the bucket that has most of them.
+        self._largest = 0
 
     def overlaps(self, step: int) -> bool:
         return True
 
     def reduce(self, flat: Tensor, bucket: Bucket) -> Tensor | None:
+        self._numel += flat.numel()
         if not flat.is_floating_point() or not self._is_worth_it(flat, bucket):
             scale_(flat, bucket.scale)
             self._pay_off_(flat, bucket)
@@ -148,7 +157,9 @@ class CodecFeedback(BoundByParameter[_Plan]):
 
     def _is_worth_it(self, flat: Tensor, bucket: Bucket) -> bool:
         slots = [slot for slot in bucket.slots if self._config.compresses(slot.shape)]
-        return bool(slots) and sum(slot.numel for slot in slots) * flat.element_size() >= self._config.min_bytes
+        num_bytes = sum(slot.numel for slot in slots) * flat.element_size()
+        self._largest = max(self._largest, num_bytes)
+        return bool(slots) and num_bytes >= self._config.min_bytes
 
     def _average_encoded(self, flat: Tensor, bucket: Bucket, plan: _Plan) -> Tensor:
         dtype = work_dtype(flat.dtype)
@@ -208,14 +219,20 @@ class CodecFeedback(BoundByParameter[_Plan]):
         return {"residual": shapes[0], "carried": shapes[0]} if owes else {}
 
     def not_begun(self, step: int) -> str | None:
-        if self._numel_compressed:
+        if self._numel_compressed > NEXT_TO_NOTHING * self._numel:
             return None
-        config = self._config
+        config, share = self._config, self._numel_compressed / max(1, self._numel)
         which = "" if config.compress_1d else "in two dimensions "
+        how_much = f"only {share:.2%}, few buckets have" if share else "nothing, no bucket has"
+        lower = "lower block_size"
+        if not share and self._largest:
+            lower = f"the largest has {self._largest}: lower min_bytes to that"
+        elif share:
+            lower = "lower min_bytes or block_size"
         return (
-            f"hook={config.name!r} compresses nothing, no bucket has min_bytes={config.min_bytes} bytes of gradients "
-            f"with block_size={config.codec.block_size} elements or more {which}(compress_1d={config.compress_1d}); "
-            "lower min_bytes or block_size, or use hook='bf16'"
+            f"hook={config.name!r} compresses {how_much} min_bytes={config.min_bytes} bytes of gradients with "
+            f"block_size={config.codec.block_size} elements or more {which}(compress_1d={config.compress_1d}); "
+            f"{lower}, or use hook='bf16'"
         )
 
 

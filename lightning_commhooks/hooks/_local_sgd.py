@@ -42,6 +42,9 @@ class LocalSGDConfig(CommHook):
         if self.optimizer_state not in ("keep", "average", "reset"):
             raise ValueError(f"optimizer_state must be 'keep', 'average' or 'reset', is {self.optimizer_state!r}")
 
+    def changes_at(self) -> set[int]:
+        return {self.start_localSGD_iter}
+
 
 class BoundLocalSGD(AveragesModels):
     """Averages gradients over all ranks first, over this rank's subgroup later; knows when an optimizer steps alone.
@@ -133,7 +136,8 @@ class BoundLocalSGD(AveragesModels):
     def not_begun(self, step: int) -> str | None:
         start, name = self._config.start_localSGD_iter, self._config.name
         if step < start:
-            return f"hook={name!r} averages gradients over all ranks until start_localSGD_iter={start}"
+            advice = f"set it to about a tenth of training, {(step + 1) // 10} here"
+            return f"hook={name!r} averages gradients over all ranks until start_localSGD_iter={start}; {advice}"
         never = self.is_local(step + 1) and not self.group.counters.averagings
         return f"hook={name!r} has never averaged models, the first period of steps has not ended" if never else None
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from lightning_commhooks.interface.bucket import Slot
 from lightning_commhooks.interface.checks import check_bool, check_integer
+from lightning_commhooks.interface.hierarchy import Hierarchy, check_hierarchy
 from lightning_commhooks.interface.hook import CommHook
 
 
@@ -27,6 +28,7 @@ class LowRankConfig(CommHook):
     orthogonalization_epsilon: float = 0
     random_seed: int = 0
     compression_stats_logging_frequency: int = 10_000
+    hierarchy: Hierarchy = None
 
     def __post_init__(self) -> None:
         for field, lowest in (
@@ -38,6 +40,7 @@ class LowRankConfig(CommHook):
         for field in ("use_error_feedback", "warm_start"):
             check_bool(field, getattr(self, field))
         check_integer("random_seed", self.random_seed)
+        check_hierarchy(self.hierarchy)
         check_integer("num_iters_per_step", self.num_iters_per_step, 1)
         if self.num_iters_per_step > 2:
             raise ValueError(f"num_iters_per_step must be 1 or 2, is {self.num_iters_per_step!r}")
@@ -48,6 +51,12 @@ class LowRankConfig(CommHook):
             )
         if not isinstance(self.orthogonalization_epsilon, (int, float)) or not 0 <= self.orthogonalization_epsilon < 1:
             raise ValueError(f"orthogonalization_epsilon must be in [0, 1), is {self.orthogonalization_epsilon!r}")
+
+    def changes_at(self) -> set[int]:
+        return {self.start_powerSGD_iter}
+
+    def repeats_after(self) -> int:
+        return 3 - self.num_iters_per_step
 
     @abstractmethod
     def matrices(self, slots: Sequence[Slot]) -> dict[tuple[int, int], list[tuple[Slot, ...]]]:

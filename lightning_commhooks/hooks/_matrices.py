@@ -253,7 +253,7 @@ class Matrices:
             multiply = torch.mul if len(q) == 1 else torch.mm
             multiply(p.t(), q, out=gradients.view(n, m))
             return
-        rows = n if gradients.is_cuda else self._block_rows
+        rows = self._block_rows if gradients.is_cpu else n
         buffer = q.new_empty((rows, m))
         for first in range(0, n, rows):
             written = gradients[first * m : (first + rows) * m]

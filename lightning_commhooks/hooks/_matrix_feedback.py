@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,6 +17,7 @@ from lightning_commhooks.hooks._low_rank_options import LowRankConfig
 from lightning_commhooks.hooks._matrices import Matrices, keys_of, settled
 from lightning_commhooks.interface.bucket import Bucket, Slot
 from lightning_commhooks.interface.by_parameter import BoundByParameter, Entry, Plan, Shapes
+from lightning_commhooks.interface.hook import NEXT_TO_NOTHING
 from lightning_commhooks.interface.memory import Memory, all_finite
 from lightning_commhooks.interface.precision import work_dtype
 
@@ -28,6 +30,11 @@ class _Plan(Plan):
 
     matrices: list[Matrices]
     rest: list[Slot]
+
+    @property
+    def slots(self) -> list[Slot]:
+        """All gradients."""
+        return [*self.rest, *(slot for batch in self.matrices for slot in batch.slots)]
 
     @property
     def memories(self) -> list[Memory]:
@@ -123,7 +130,7 @@ class MatrixFeedback(BoundByParameter[_Plan]):
             keys = keys_of(gradients)
             q = self.random(keys, empty[:, :, :m], step=0)
             p = self.random(keys, empty[:, :, m:], step=-1) if self.hook.num_iters_per_step == 1 else None
-            at_once = flat.is_cuda or self.hook.multiplies_at_once
+            at_once = not flat.is_cpu or self.hook.multiplies_at_once
             batch = Matrices(gradients, (n, m), q, p, flat.dtype, self.hook.use_error_feedback, at_once)
             batch.restore(self._take)
             matrices.append(batch)
@@ -155,7 +162,7 @@ class MatrixFeedback(BoundByParameter[_Plan]):
 
     def _log(self, bucket: Bucket) -> None:
         """At the first compressed step and every `compression_stats_logging_frequency` steps."""
-        if bucket.is_last and bucket.step >= self._next_report:
+        if bucket.is_last and bucket.step >= self._next_report and not self.group.is_dry_run:
             rate, before, after = self.compression_stats()
             logger.info(
                 "step %d: %d elements before compression, %d after, rate %.4g", bucket.step, before, after, rate
@@ -172,10 +179,27 @@ class MatrixFeedback(BoundByParameter[_Plan]):
         if step < start:
             advice = f"set it to about a tenth of training, {(step + 1) // 10} here"
             return f"hook={self.hook.name!r} compresses from start_powerSGD_iter={start} on; {advice}"
-        if self._numel_compressed or not self._numel_before:
+        if not self._numel_before or self._numel_compressed > NEXT_TO_NOTHING * self._numel_before:
             return None
-        rank = self.hook.matrix_approximation_rank
+        rank, share = self.hook.matrix_approximation_rank, self._numel_compressed / self._numel_before
+        how_much = "nothing, no gradient is a matrix that shrinks"
+        if share:
+            how_much = f"only {share:.2%}, few gradients are matrices that shrink"
+        better = self._rank_that_compresses()
+        lower = f"lower it to {better}" if better else "lower min_compression_rate"
         return (
-            f"hook={self.hook.name!r} compresses nothing, no gradient is a matrix that shrinks enough at "
-            f"matrix_approximation_rank={rank}; lower it, lower min_compression_rate, or use hook='bf16'"
+            f"hook={self.hook.name!r} compresses {how_much} enough at matrix_approximation_rank={rank}; {lower}, or "
+            "use hook='bf16'"
         )
+
+    def _rank_that_compresses(self) -> int:
+        """The highest rank at which more than next to nothing is compressed; 0 if there is none."""
+        slots = [slot for plan in self._plans.values() for slot in plan.slots]
+        total = sum(slot.numel for slot in slots)
+        good, bad = 0, self.hook.matrix_approximation_rank
+        while bad - good > 1:
+            middle = (good + bad) // 2
+            matrices = dataclasses.replace(self.hook, matrix_approximation_rank=middle).matrices(slots)
+            numel = sum(slot.numel for some in matrices.values() for gradients in some for slot in gradients)
+            good, bad = (middle, bad) if numel > NEXT_TO_NOTHING * total else (good, middle)
+        return good

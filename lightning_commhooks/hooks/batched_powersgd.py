@@ -11,6 +11,7 @@ from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.hooks._low_rank_options import LowRankConfig
 from lightning_commhooks.hooks.powersgd import BoundPowerSGD
 from lightning_commhooks.interface.bucket import Slot
+from lightning_commhooks.interface.hierarchy import bind_by_node
 from lightning_commhooks.interface.hook import BoundHook
 from lightning_commhooks.interface.registry import register
 
@@ -42,6 +43,9 @@ class BatchedPowerSGD(LowRankConfig):
         random_seed: of the random start. The global random state is not touched.
         compression_stats_logging_frequency: log the compression rate every so many steps once compression
             has begun.
+        hierarchy: `"node"`: gradients are averaged within each node as they are, and compressed between nodes, so that
+            what leaves a node is what one of its ranks would send, not all of them. Needs as many ranks on each node.
+            `None`: among all ranks.
 
     Raises:
         ValueError: a value is out of range.
@@ -51,7 +55,7 @@ class BatchedPowerSGD(LowRankConfig):
     aliases: ClassVar[tuple[str, ...]] = ("batched_power_sgd",)
 
     def bind(self, group: Group) -> BoundHook:
-        return BoundPowerSGD(group, self)
+        return bind_by_node(self.hierarchy, group, lambda ranks: BoundPowerSGD(ranks, self))
 
     @property
     def multiplies_at_once(self) -> bool:

@@ -88,6 +88,9 @@ class DiLoCo(LocalSGDConfig):
                 f"pseudo_gradient must be one of {['fp32', 'bf16', *_CODECS]}, is {self.pseudo_gradient!r}"
             )
 
+    def repeats_after(self) -> int:
+        return self.period
+
     def bind(self, group: Group) -> BoundHook:
         return _BoundDiLoCo(self, group)
 
@@ -143,7 +146,8 @@ class _BoundDiLoCo(BoundLocalSGD):
         groups = _fragments(stepped.parameters, fragments) if due else []
         for names in [groups[k] for k in due if groups[k]]:
             fragment = {name: stepped.parameters[name] for name in names}
-            self._outer_step(dataclasses.replace(stepped, parameters=fragment))
+            with stepped.models.averaging():
+                self._outer_step(dataclasses.replace(stepped, parameters=fragment))
         if num_steps % period == 0:
             stepped.models.average_buffers_()
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.interface.bucket import Bucket
+from lightning_commhooks.interface.hierarchy import Hierarchy, bind_by_node, check_hierarchy
 from lightning_commhooks.interface.hook import BoundHook, CommHook
 from lightning_commhooks.interface.memory import num_overflowed
 from lightning_commhooks.interface.registry import register
@@ -19,13 +20,16 @@ from lightning_commhooks.interface.registry import register
 class _Half(CommHook):
     dtype: ClassVar[torch.dtype]
     accumulate_dtype: Literal["float32"] | None = None
+    hierarchy: Hierarchy = None
 
     def __post_init__(self) -> None:
         if self.accumulate_dtype not in (None, "float32"):
             raise ValueError(f"accumulate_dtype must be None or 'float32', is {self.accumulate_dtype!r}")
+        check_hierarchy(self.hierarchy)
 
     def bind(self, group: Group) -> BoundHook:
-        return _BoundHalf(group, self.dtype, in_float32=self.accumulate_dtype == "float32")
+        in_float32 = self.accumulate_dtype == "float32"
+        return bind_by_node(self.hierarchy, group, lambda ranks: _BoundHalf(ranks, self.dtype, in_float32))
 
 
 @register
@@ -41,9 +45,13 @@ class FP16(_Half):
         accumulate_dtype: `None`: one all-reduce in 16 bit. `"float32"`: each rank receives its share of the
             16-bit gradients, sums it in float32 and sends the mean in 16 bit; the same bytes, and one
             rounding of the sum instead of w-1.
+        hierarchy: `"node"`: gradients are averaged within each node as they are, and compressed between nodes, so that
+            what leaves a node is what one of its ranks would send, not all of them. Needs as many ranks on each node.
+            `None`: among all ranks.
 
     Raises:
-        ValueError: `accumulate_dtype` is something else.
+        ValueError: `accumulate_dtype` or `hierarchy` is something else; when attached, nodes have different numbers of
+            ranks.
     """
 
     name: ClassVar[str] = "fp16"
@@ -61,9 +69,13 @@ class BF16(_Half):
         accumulate_dtype: `None`: one all-reduce in 16 bit. `"float32"`: each rank receives its share of the
             16-bit gradients, sums it in float32 and sends the mean in 16 bit; the same bytes, and one
             rounding of the sum instead of w-1.
+        hierarchy: `"node"`: gradients are averaged within each node as they are, and compressed between nodes, so that
+            what leaves a node is what one of its ranks would send, not all of them. Needs as many ranks on each node.
+            `None`: among all ranks.
 
     Raises:
-        ValueError: `accumulate_dtype` is something else.
+        ValueError: `accumulate_dtype` or `hierarchy` is something else; when attached, nodes have different numbers of
+            ranks.
     """
 
     name: ClassVar[str] = "bf16"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -61,6 +62,9 @@ class HierarchicalLocalSGD(LocalSGDConfig):
 
     def __hash__(self) -> int:
         return hash(tuple(self.period_group_size_dict.items()))
+
+    def repeats_after(self) -> int:
+        return math.lcm(*self.period_group_size_dict)
 
     def bind(self, group: Group) -> BoundHook:
         return _BoundHierarchicalLocalSGD(self, group)

@@ -31,6 +31,9 @@ class Int4(CodecConfig):
             of fewer elements than a block are never encoded.
         min_bytes: buckets with fewer bytes of gradients to encode are averaged as they are, which is faster.
         random_seed: of stochastic rounding. The global random state is not touched.
+        hierarchy: `"node"`: gradients are averaged within each node as they are, and compressed between nodes, so that
+            what leaves a node is what one of its ranks would send, not all of them. Needs as many ranks on each node.
+            `None`: among all ranks.
 
     Raises:
         ValueError: a value is out of range.

@@ -49,6 +49,9 @@ class PostLocalSGD(LocalSGDConfig):
         super().__post_init__()
         check_integer("period", self.period, 1)
 
+    def repeats_after(self) -> int:
+        return self.period
+
     def bind(self, group: Group) -> BoundHook:
         return _BoundPostLocalSGD(self, group)
 

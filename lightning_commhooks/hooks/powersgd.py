@@ -17,6 +17,7 @@ from lightning_commhooks.hooks._matrices import Matrices
 from lightning_commhooks.hooks._matrix_feedback import MatrixFeedback
 from lightning_commhooks.hooks._steps_taken import StepsTaken
 from lightning_commhooks.interface.bucket import Bucket, Slot
+from lightning_commhooks.interface.hierarchy import bind_by_node
 from lightning_commhooks.interface.hook import BoundHook
 from lightning_commhooks.interface.registry import register
 from lightning_commhooks.interface.state import StateReader, StateWriter
@@ -54,6 +55,9 @@ class PowerSGD(LowRankConfig):
         random_seed: of the random start. The global random state is not touched.
         compression_stats_logging_frequency: log the compression rate every so many steps once compression
             has begun.
+        hierarchy: `"node"`: gradients are averaged within each node as they are, and compressed between nodes, so that
+            what leaves a node is what one of its ranks would send, not all of them. Needs as many ranks on each node.
+            `None`: among all ranks.
         batch_tensors_with_same_shape: multiply matrices of equal shape in one batched product, without copying
             them together. The result is the same up to rounding. On GPUs always done; on CPU faster for many
             small layers, slower for large ones.
@@ -74,7 +78,7 @@ class PowerSGD(LowRankConfig):
             raise ValueError(f"min_compression_rate must be above 0, is {self.min_compression_rate!r}")
 
     def bind(self, group: Group) -> BoundHook:
-        return BoundPowerSGD(group, self)
+        return bind_by_node(self.hierarchy, group, lambda ranks: BoundPowerSGD(ranks, self))
 
     @property
     def multiplies_at_once(self) -> bool:

@@ -89,4 +89,4 @@ class Bucket:
         """Shape `(len(slots),)`, dtype and device of `like`: 1 for each parameter that this rank used, else 0."""
         used = torch.tensor([self.unused is None or slot.name not in self.unused for slot in slots], dtype=like.dtype)
         # Pinned, a copy does not wait for the device.
-        return used.pin_memory().to(like.device, non_blocking=True) if like.is_cuda else used
+        return used.pin_memory().to(like.device, non_blocking=True) if like.is_cuda else used.to(like.device)

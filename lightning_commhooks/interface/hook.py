@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
@@ -15,6 +16,9 @@ from torch import Tensor
 from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.interface.bucket import Bucket
 from lightning_commhooks.interface.state import StateReader, StateWriter
+
+# A hook that compresses, or saves, no more than this part of the gradients does next to nothing.
+NEXT_TO_NOTHING = 0.03
 
 
 class CommHook(ABC):
@@ -51,6 +55,17 @@ class CommHook(ABC):
             ValueError: the hook does not fit them.
         """
         return [text for hook in self.inner_hooks for text in hook.check_parameters(names)]
+
+    def changes_at(self) -> set[int]:
+        """Steps from which on the hook sends otherwise than before, such as `start_powerSGD_iter`.
+
+        Between them, what it sends repeats after every `repeats_after()` steps. A forecast looks at both.
+        """
+        return {step for hook in self.inner_hooks for step in hook.changes_at()}
+
+    def repeats_after(self) -> int:
+        """Number of steps after which what the hook sends repeats, such as the period in which it averages models."""
+        return math.lcm(*(hook.repeats_after() for hook in self.inner_hooks))
 
     @abstractmethod
     def bind(self, group: Group) -> BoundHook:
@@ -163,9 +178,10 @@ class BoundHook(ABC):
     def not_begun(self, step: int) -> str | None:
         """What keeps this hook from what it is for in a step, and what to do about it; `None` if nothing does.
 
-        Shown for steps that are not compressed, and as a warning when training ends with such a step. A clause that
-        names the hook, and perhaps a semicolon and advice: `"hook='powersgd' compresses from start_powerSGD_iter=1000
-        on; set it to about a tenth of training"`.
+        Shown for steps that are not compressed, and as a warning when training ends with such a step: after its first
+        steps if that is foreseen, by a dry run of the others, or else when it has ended. A clause that names the hook,
+        and perhaps a semicolon and advice: `"hook='powersgd' compresses from start_powerSGD_iter=1000 on; set it to
+        about a tenth of training"`.
 
         Args:
             step: number of synchronized backwards before it.

@@ -53,8 +53,8 @@ class Memory:
 
 
 def all_finite(tensor: Tensor) -> Tensor:
-    """Boolean, one element on the tensor's device: whether no element is inf or NaN. Waits for no CUDA device."""
-    if tensor.is_cuda:
+    """Boolean, one element on the tensor's device: whether no element is inf or NaN. Waits for no device."""
+    if not tensor.is_cpu:
         return tensor.isfinite().all()
     if not tensor.numel():
         return torch.tensor(True)
@@ -66,13 +66,13 @@ def all_finite(tensor: Tensor) -> Tensor:
 
 
 def spoil_unless_(finite: Tensor, tensors: Sequence[Tensor]) -> None:
-    """Make all of some tensors NaN unless `finite`, boolean, one element; does not wait for a CUDA device to know.
+    """Make all of some tensors NaN unless `finite`, boolean, one element; does not wait for a device to know.
 
     Args:
         finite: on the device of the tensors.
         tensors: with at least one dimension.
     """
-    if finite.is_cuda or not finite:
+    if not finite.is_cpu or not finite:
         zero_or_nan = torch.where(finite, 0.0, math.nan).view(1)
         for dtype in {tensor.dtype for tensor in tensors}:
             some = [tensor for tensor in tensors if tensor.dtype == dtype]
@@ -80,11 +80,11 @@ def spoil_unless_(finite: Tensor, tensors: Sequence[Tensor]) -> None:
 
 
 def num_overflowed(exact: Tensor, half: Tensor) -> int | Tensor:
-    """Number of elements that are finite in `exact` and not in `half`, a cast of it; on CUDA as a tensor.
+    """Number of elements that are finite in `exact` and not in `half`, a cast of it; as a tensor unless on CPU.
 
     0 for bfloat16, which has the range of float32.
     """
-    if half.dtype != torch.float16 or (not half.is_cuda and all_finite(half)):
+    if half.dtype != torch.float16 or (half.is_cpu and all_finite(half)):
         return 0
     overflowed = (half.isfinite().logical_not() & exact.isfinite()).sum()
-    return overflowed if half.is_cuda else int(overflowed)
+    return int(overflowed) if half.is_cpu else overflowed

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Collection, Container, Iterable, Mapping, MutableMapping
+from collections.abc import Collection, Container, Iterable, Mapping, MutableMapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
+from lightning_commhooks.codecs.ranges import named
 from lightning_commhooks.collectives.averaging import average_, check_same
 from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.interface.layout import Layout
+from lightning_commhooks.interface.looks import Look, count_up, digest, put_back
+from lightning_commhooks.interface.optimizer_state import common_states, floating_points
 from lightning_commhooks.interface.state import StateReader, StateWriter
+
+# Of the model itself, among the keys of optimizers.
+_MODEL = ""
 
 
 @dataclass(frozen=True)
@@ -43,6 +47,7 @@ class Models:
     Args:
         group: all ranks.
         optimizers: those that change the model, by the name of the first parameter of each; grows as they are seen.
+        hook: name of the hook, for the traces of profilers.
 
     Attributes:
         layout: names of the parameters.
@@ -52,8 +57,9 @@ class Models:
         is_shown: whether that is until training goes on, not within a `with`.
     """
 
-    def __init__(self, group: Group, optimizers: dict[str, Optimizer]) -> None:
+    def __init__(self, group: Group, optimizers: dict[str, Optimizer], hook: str) -> None:
         self._group = group
+        self._hook = hook
         self._optimizers = optimizers
         self.layout = Layout(nn.Module())
         self.average_buffers = False
@@ -61,11 +67,8 @@ class Models:
         self._buffers_drifted = False
         # Names of the parameters of which optimizers' state differs, as `drifted`.
         self._states_drifted: set[str] = set()
-        # While swapped: tensors of the model and what each rank has in them; versions that autograd counts.
-        self._own: list[tuple[Tensor, Tensor]] = []
-        self._versions: list[int] = []
-        # The same for the state of optimizers, by key.
-        self._own_states: dict[str, list[tuple[Tensor, Tensor]]] = {}
+        # Averages that are in their place, or kept until training goes on, of the model and of optimizers' state.
+        self._looks: dict[str, Look] = {}
         self.is_swapped = False
         self.is_shown = False
 
@@ -85,6 +88,7 @@ class Models:
 
     def drift(self, stepped: OptimizerStep) -> None:
         """Note that each rank changed its own model."""
+        self.forget()
         self.drifted.update(stepped.parameters)
         self._buffers_drifted = True
         self._states_drifted.update(stepped.parameters)
@@ -97,11 +101,16 @@ class Models:
             group: the ranks; `None` for all.
         """
         group = group or self._group
-        check_same(f"average {len(names)} parameters from {next(iter(sorted(names)), None)!r} on", group)
-        average_(self._tensors(names), group)
+        with self.averaging():
+            check_same(f"average {len(names)} parameters from {next(iter(sorted(names)), None)!r} on", group)
+            average_(self._tensors(names), group)
         self.averaged(names, group)
         if group.size == self._group.size:
             self._buffers_drifted = False
+
+    def averaging(self) -> AbstractContextManager[object]:
+        """For what averages models or states of optimizers: a range in the traces of profilers."""
+        return named(self._hook, "average")
 
     def averaged(self, names: Iterable[str], group: Group | None = None) -> None:
         """Note that these parameters were averaged, or set to the same values on all ranks."""
@@ -111,28 +120,46 @@ class Models:
 
     def average_buffers_(self) -> None:
         """Average buffers, where they are to be averaged, and nothing else."""
-        average_(self._tensors(()), self._group)
+        if buffers := self._tensors(()):
+            with self.averaging():
+                average_(buffers, self._group)
         self._buffers_drifted = False
 
     def average_drifted_(self, everything: bool = False) -> None:
-        """Average what differs between ranks, or everything. Averages that stand in its place stay."""
-        if everything:
-            self.keep_averages()
-            self._average_now(self.layout.trained)
-        elif self.is_swapped:
-            self.keep_averages()
-            self.averaged(set(self.drifted))
-            self._buffers_drifted = False
-        elif self.drifted or self._buffers_drifted:
-            self._average_now(set(self.drifted))
+        """Average what differs between ranks, or everything. Averages that stand in its place, or are kept, stay."""
+        with self._group.counters.evaluating():
+            if everything:
+                self.keep_averages()
+                with self.averaging():
+                    self._average_everything()
+            elif self.is_swapped or self.drifted or self._buffers_drifted:
+                names = set(self.drifted)
+                if not self.is_swapped:
+                    with self.averaging():
+                        if not self._look_again(_MODEL, self._tensors(names), "average"):
+                            self._average_now(names)
+                self.keep_averages()
+                self.averaged(names)
+                self._buffers_drifted = False
 
-    def _average_now(self, names: Collection[str]) -> None:
-        self.average_(names)
-        for tensor in self._tensors(names):
-            _count_up(tensor)
+    def _average_everything(self) -> None:
+        # Usually ranks are equal, at the end of training.
+        tensors = self._tensors(self.layout.trained)
+        if len(set(check_same("average all parameters", self._group, digest(tensors)))) > 1:
+            self._average_now(self.layout.trained)
+            self.averaged(self.layout.trained)
+        self.drifted.clear()
+        self._buffers_drifted = False
+
+    def _average_now(self, names: Container[str]) -> None:
+        tensors = self._tensors(names)
+        average_(tensors, self._group)
+        for tensor in tensors:
+            count_up(tensor)
 
     def buffers_drift(self) -> None:
         """Note that a forward has changed each rank's own buffers."""
+        self.forget()
         self._buffers_drifted = True
 
     @property
@@ -150,10 +177,20 @@ class Models:
             group: the ranks; `None` for all.
         """
         group = group or self._group
-        states = _common_states(stepped.parameters, stepped.state, group)
-        average_([tensor for state in states.values() for tensor in state.values()], group)
+        with self.averaging():
+            states = common_states(stepped.parameters, stepped.state, group)
+            average_([tensor for state in states.values() for tensor in state.values()], group)
         if group.size == self._group.size:
             self._states_drifted.difference_update(stepped.parameters)
+
+    def average_state_drifted_(self, stepped: OptimizerStep) -> None:
+        """Average an optimizer's state, as `average_state_`, for good. Averages that are in place, or kept, stay."""
+        key, among = stepped.optimizer, floating_points(stepped.parameters, stepped.state)
+        with self._group.counters.evaluating():
+            if not self._is_in(key) and not self._look_again(key, among, "average"):
+                self.average_state_(stepped)
+        self._looks.pop(key, None)
+        self._states_drifted.difference_update(stepped.parameters)
 
     def reset_state_(self, stepped: OptimizerStep) -> None:
         """Let an optimizer forget its state of the parameters."""
@@ -164,46 +201,76 @@ class Models:
     def swap_in(self) -> None:
         """Put the averages in the place of each rank's own model until `swap_out`."""
         if not self.is_swapped and (self.drifted or self._buffers_drifted):
-            check_same(f"evaluate or save the average of {len(self.drifted)} parameters", self._group)
-            self._own = self._averaged(self._tensors(self.drifted))
-            for tensor, _ in self._own:
-                # So that autograd refuses a backward of what was computed with the parameters before.
-                _count_up(tensor)
-            self._versions = [_version(tensor) for tensor, _ in self._own]
+            tensors = self._tensors(self.drifted)
+            with self._group.counters.evaluating(), self.averaging():
+                if not self._look_again(_MODEL, tensors):
+                    self._looks[_MODEL] = Look(tensors, tensors, self._group)
         self.is_swapped = True
 
-    def swap_out(self) -> None:
-        """Put each rank's own model back, but for what somebody else has changed meanwhile, as by loading weights."""
-        versions = zip(self._own, self._versions, strict=True)
-        put_back([own for own, version in versions if _version(own[0]) == version])
-        self.keep_averages()
+    def swap_out(self, keep: bool) -> None:
+        """Put each rank's own model back, but for what somebody else has changed meanwhile, as by loading weights.
+
+        Args:
+            keep: whether to keep the averages for `swap_in`, until training goes on.
+        """
+        self._take_out(_MODEL, keep)
+        self.is_swapped = self.is_shown = False
 
     def keep_averages(self) -> None:
         """Let go of each rank's own model."""
-        self._own, self._versions = [], []
+        self._looks.pop(_MODEL, None)
         self.is_swapped = self.is_shown = False
+
+    def forget(self) -> None:
+        """Let go of averages that were kept, as training goes on; those that are in place will not be."""
+        for key in [*self._looks]:
+            self._looks[key].is_void = True
+            if not self._is_in(key):
+                del self._looks[key]
+
+    @property
+    def has_looks(self) -> bool:
+        """Whether averages are in place or kept."""
+        return self.is_swapped or bool(self._looks)
+
+    def _is_in(self, key: str) -> bool:
+        return key in self._looks and self._looks[key].is_in
+
+    def _look_again(self, key: str, among: Sequence[Tensor], purpose: str = "evaluate or save the average of") -> bool:
+        """Put averages of some tensors that were kept in their place, if all ranks have them. Collective."""
+        is_kept = key in self._looks and self._looks[key].is_kept(among)
+        what = f"the state of optimizer {key!r}" if key else f"{len(self.drifted)} parameters"
+        everywhere = all(check_same(f"{purpose} {what}", self._group, int(is_kept)))
+        if not (is_kept and everywhere):
+            self._looks.pop(key, None)
+            return False
+        self._looks[key].put_in()
+        return True
+
+    def _take_out(self, key: str, keep: bool) -> None:
+        if self._is_in(key) and not self._looks[key].take_out(keep):
+            del self._looks[key]
 
     def swap_state_in(self, stepped: OptimizerStep) -> bool:
         """Put the averages in the place of each rank's own state of an optimizer; returns whether to swap out again."""
-        if stepped.optimizer in self._own_states or not self.state_drifted(stepped):
+        if self._is_in(stepped.optimizer) or not self.state_drifted(stepped):
             return False
-        states = _common_states(stepped.parameters, stepped.state, self._group)
-        tensors = [tensor for state in states.values() for tensor in state.values()]
-        self._own_states[stepped.optimizer] = self._averaged(tensors)
+        among = floating_points(stepped.parameters, stepped.state)
+        with self._group.counters.evaluating():
+            if not self._look_again(stepped.optimizer, among):
+                with self.averaging():
+                    states = common_states(stepped.parameters, stepped.state, self._group)
+                    tensors = [tensor for state in states.values() for tensor in state.values()]
+                    self._looks[stepped.optimizer] = Look(tensors, among, self._group)
         return True
 
     def swap_state_out(self, stepped: OptimizerStep) -> None:
-        """Put each rank's own state of an optimizer back."""
-        put_back(self._own_states.pop(stepped.optimizer))
+        """Put each rank's own state of an optimizer back, as `swap_out`."""
+        self._take_out(stepped.optimizer, keep=True)
 
     def state_drifted(self, stepped: OptimizerStep) -> bool:
         """Whether an optimizer's state differs between ranks."""
         return not self._states_drifted.isdisjoint(stepped.parameters)
-
-    def _averaged(self, tensors: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
-        own = [(tensor, tensor.data.clone()) for tensor in tensors]
-        average_(tensors, self._group)
-        return own
 
     def _tensors(self, names: Container[str]) -> list[Tensor]:
         # In the order of the model: that of a set differs between ranks.
@@ -215,7 +282,7 @@ class Models:
         if writer.kind != "exact" or not (self.drifted or self._buffers_drifted or self._states_drifted):
             return {}
         # Averages may stand in its place.
-        own = {id(t): value for t, value in itertools.chain(self._own, *self._own_states.values())}
+        own = {id(t): value for look in self._looks.values() for t, value in look.own()}
         parameters = {n: own.get(id(p), p.data) for n, p in self.layout.trained.items() if n in self.drifted}
         float_buffers = self.layout.float_buffers() if self.average_buffers else {}
         buffers = {name: own.get(id(b), b.data) for name, b in float_buffers.items()}
@@ -224,7 +291,7 @@ class Models:
             named = self.layout.trained_among(parameters_of(optimizer))
             drifted = {name: p for name, p in named.items() if name in self._states_drifted}
             if drifted:
-                common = _common_states(drifted, optimizer.state, self._group)
+                common = common_states(drifted, optimizer.state, self._group)
                 states[key] = {
                     name: {k: writer.per_rank(own.get(id(t), t)) for k, t in state.items()}
                     for name, state in common.items()
@@ -253,27 +320,11 @@ class Models:
     def restore(self, staged: list[tuple[Tensor, Tensor]], saved: Mapping[str, Any]) -> None:
         """Give each rank its own model back, or note that there is none: the same was loaded on all ranks."""
         self.keep_averages()
+        self._looks.clear()
         put_back(staged)
         self.drifted = set(saved.get("parameters", {}))
         self._buffers_drifted = bool(saved.get("buffers", {}))
         self._states_drifted = {name for states in saved.get("optimizers", {}).values() for name in states}
-
-
-def put_back(own: list[tuple[Tensor, Tensor]]) -> None:
-    """Copy the second tensor of each pair to the first."""
-    for tensor, value in own:
-        tensor.data.copy_(value)
-        _count_up(tensor)
-
-
-def _count_up(tensor: Tensor) -> None:
-    # A buffer that was made in inference mode has no version.
-    if not tensor.is_inference():
-        increment_version(tensor)
-
-
-def _version(tensor: Tensor) -> int:
-    return -1 if tensor.is_inference() else tensor._version
 
 
 def _matching(
@@ -286,29 +337,6 @@ def _matching(
         else:
             pairs.append((own[name], reader.per_rank(tensor)))
     return pairs
-
-
-def _common_states(
-    parameters: Mapping[str, Tensor], state: Mapping[Tensor, Any], group: Group
-) -> dict[str, dict[str, Tensor]]:
-    """Floating-point tensors of an optimizer's state by parameter and key, without what some rank has not got."""
-    own = {name: _floating_point(state.get(p, {})) for name, p in parameters.items()}
-    num_tensors = torch.tensor([len(tensors) for tensors in own.values()], dtype=torch.int32, device=group.device)
-    gathered = group.all_gather(num_tensors)
-    everywhere = (gathered == gathered[0]).all(dim=0).tolist()
-    return {name: tensors for (name, tensors), is_common in zip(own.items(), everywhere, strict=True) if is_common}
-
-
-def _floating_point(state: Mapping[str, Any]) -> dict[str, Tensor]:
-    if any(isinstance(v, Tensor) and v.numel() > 1 and not _is_continuous(v) for v in state.values()):
-        return {}  # quantized: the mean of scales means nothing without that of the codes
-    # Sorted: the order in which an optimizer makes them is its own business.
-    tensors = {k: v for k, v in sorted(state.items()) if isinstance(v, Tensor) and k != "step"}
-    return {k: v for k, v in tensors.items() if _is_continuous(v)}
-
-
-def _is_continuous(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:

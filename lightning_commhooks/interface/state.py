@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -61,6 +61,7 @@ class StateReader:
 
     def __init__(self, saved: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], group: Group, strict: bool):
         self._group = group
+        self._ranks: Sequence[int] = [group.rank]
         self._strict = strict
         self._options = ""
         self._saved_exact = saved["per_rank"] == "exact"
@@ -114,8 +115,17 @@ class StateReader:
     def per_rank(self, tensor: Tensor) -> Tensor:
         """This rank's part of what `StateWriter.per_rank` saved: its own or the mean, whose sum is the same."""
         if self._saved_exact:
-            tensor = tensor[self._group.rank] if self.is_exact else tensor.mean(dim=0)
+            rows = tensor[list(self._ranks)] if self.is_exact else tensor
+            # The mean of equal rows may be rounded.
+            tensor = rows[0] if bool((rows == rows[0]).all()) else rows.mean(dim=0)
         return tensor.to(self._group.device, copy=True)
+
+    @contextmanager
+    def of_ranks(self, ranks: Sequence[int]) -> Iterator[None]:
+        """While a hook loads of which these ranks have the same memory: the mean of what they saved."""
+        before, self._ranks = self._ranks, ranks
+        yield
+        self._ranks = before
 
     @contextmanager
     def of_hook(self, options: str, has: Callable[[str], bool]) -> Iterator[None]:

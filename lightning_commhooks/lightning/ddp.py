@@ -1,4 +1,4 @@
-"""What the DDP strategies of `lightning` and `pytorch_lightning` share."""
+"""What the DDP strategies of `lightning`, `pytorch_lightning` and Ray Train share."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_commhooks.ddp.attach import attach, resolve_hook
 from lightning_commhooks.ddp.attachment import Attachment, hook_name
 from lightning_commhooks.ddp.committed import copied
+from lightning_commhooks.ddp.pace import Pace
 from lightning_commhooks.interface.hook import CommHook
+from lightning_commhooks.lightning.show import show, steps_of
 from lightning_commhooks.wrappers.hook_name import HookName
 from lightning_commhooks.wrappers.scale import Accumulation
 
@@ -25,12 +27,19 @@ logger = logging.getLogger(__name__)
 
 CHECKPOINT_KEY = "lightning_commhooks"
 
-_REPLACED = {
+# Arguments of Lightning's strategies that are refused, and what to write in their place.
+REPLACED = {
     "ddp_comm_hook": "pass it as hook=... (with hook_state=... for a function), or use a hook's name",
     "ddp_comm_state": "pass it as hook_state=..., or set the options of a hook: hook=PowerSGD(...)",
     "ddp_comm_wrapper": "use hook=Cast(hook, 'fp16') or hook=Cast(hook, 'bf16')",
     "model_averaging_period": "use hook=PostLocalSGD(period=...)",
 }
+
+
+def _options(*classes: type) -> set[str]:
+    """Names of the arguments that classes are made with; some of them pass on whatever they get."""
+    parameters = (p for made in classes for p in inspect.signature(made).parameters.values())
+    return {p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
 
 
 @contextmanager
@@ -85,6 +94,8 @@ class CompressedDDPMixin:
     _misconfiguration: ClassVar[type[Exception]]
     # An `AverageFirst`.
     _callback_class: ClassVar[type[Any]]
+    _replaced: ClassVar[Mapping[str, str]] = REPLACED
+    _rank_zero_info: ClassVar[Callable[..., None]]
     model: Any
 
     def __init__(
@@ -97,14 +108,14 @@ class CompressedDDPMixin:
         accumulation: Accumulation = "framework",
         **kwargs: Any,
     ) -> None:
-        for argument, replacement in _REPLACED.items():
+        for argument, replacement in self._replaced.items():
             if kwargs.get(argument) is not None:
                 raise self._misconfiguration(
                     f"{type(self).__name__} does not take {argument}={kwargs[argument]!r}: {replacement}"
                 )
         # Lightning hands over to DDP what it does not know, and that is not before training.
-        ours, ddp = (inspect.signature(takes).parameters for takes in (super().__init__, DistributedDataParallel))
-        if unknown := sorted(kwargs.keys() - {*ours, *ddp}):
+        bases = type(self).__mro__[type(self).__mro__.index(CompressedDDPMixin) + 1 :]
+        if unknown := sorted(kwargs.keys() - _options(*bases, DistributedDataParallel)):
             raise self._misconfiguration(
                 f"{type(self).__name__} has no option {unknown[0]!r}, and neither has DistributedDataParallel"
             )
@@ -115,6 +126,7 @@ class CompressedDDPMixin:
         self._strict_state = strict_state
         self._resync = resync
         self._callback: Any = None
+        self._pace = Pace()
         self._evaluation = ExitStack()
         self._attachment: Attachment | None = None
         # For checkpoints that Lightning writes when the model is out of DDP again.
@@ -186,9 +198,17 @@ class CompressedDDPMixin:
         trainer.callbacks.insert(0, self._callback)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Wrap the model again if parameters were unfrozen, which DDP would not average; then the step itself."""
-        if self._attachment is not None and not self._attachment.is_closed and self._attachment.unfrozen():
-            self._wrap_again()
+        """Wrap the model again if parameters were unfrozen, which DDP would not average; then the step itself.
+
+        Before, once the first steps are over, tell what the hook will do in this run.
+        """
+        if self._attachment is not None and not self._attachment.is_closed:
+            if self._attachment.unfrozen():
+                self._wrap_again()
+            trainer = self.lightning_module.trainer  # type: ignore[attr-defined]
+            self._pace.tell(
+                self._attachment, lambda line: show(trainer, line, self._rank_zero_info), lambda: steps_of(trainer)
+            )
         return super().training_step(*args, **kwargs)  # type: ignore[misc]
 
     def _wrap_again(self) -> None:
@@ -222,11 +242,14 @@ class CompressedDDPMixin:
             return self._attachment.shared_state_dict()
         return self._attachment.state_dict()
 
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        """Wait for all ranks; but in Lightning's handler of SLURM's signal, where others may wait elsewhere."""
+        if not _handles_signal():
+            super().barrier(*args, **kwargs)  # type: ignore[misc]
+
     def _is_alone(self) -> bool:
         """Whether ranks may be at different places of the program, where they cannot average what differs."""
-        # Lightning's handler of SLURM's signal saves a checkpoint wherever it comes. Nothing else tells that it runs.
-        callers = (frame.f_code.co_name for frame, _ in traceback.walk_stack(sys._getframe()))
-        return "_slurm_sigusr_handler_fn" in callers or bool(self.lightning_module.trainer.interrupted)  # type: ignore[attr-defined]
+        return _handles_signal() or bool(self.lightning_module.trainer.interrupted)  # type: ignore[attr-defined]
 
     def _averaging(self) -> Attachment | None:
         """The attachment if its hook averages models and can do so now."""
@@ -316,7 +339,7 @@ class CompressedDDPMixin:
             self._last_state = state if self.is_global_zero else None  # type: ignore[attr-defined]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_evaluation": ExitStack()}  # type: ignore[dict-item]  # of Strategy
+        return {**super().__getstate__(), "_evaluation": ExitStack(), "_pace": Pace()}  # type: ignore[dict-item]  # of Strategy
 
     def teardown(self) -> None:
         """Close the hook, then tear the strategy down."""
@@ -335,3 +358,9 @@ class CompressedDDPMixin:
 
 def _clone(tensor: Tensor) -> Tensor:
     return tensor.detach().clone()
+
+
+def _handles_signal() -> bool:
+    """Whether Lightning's handler of SLURM's signal runs, which saves a checkpoint wherever the signal comes."""
+    # Nothing else tells that it runs.
+    return any(frame.f_code.co_name == "_slurm_sigusr_handler_fn" for frame, _ in traceback.walk_stack(sys._getframe()))

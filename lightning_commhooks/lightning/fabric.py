@@ -116,6 +116,12 @@ class CompressedDDPFabricStrategy(DDPStrategy):
         with refusals_as(MisconfigurationException, self):
             attachment_of(wrapped, self.attachments).add_weight(weight)  # type: ignore[arg-type]
 
+    def backward(self, tensor: Tensor, module: Module | None, *args: Any, **kwargs: Any) -> None:
+        """The backward; before the one after the first steps, warn if a hook will compress next to nothing."""
+        for attachment in self._together.open():
+            attachment.tell_forecast()
+        super().backward(tensor, module, *args, **kwargs)
+
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Let hooks that average models know of an optimizer."""
         optimizer = super().setup_optimizer(optimizer)

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 from lightning_commhooks.ddp.monitor import NAMES, PREFIX, MetricName, Monitor, MonitorOptions
 from lightning_commhooks.interface.error_sample import DEFAULT_NUMEL
 from lightning_commhooks.lightning.ddp import refusals_as
+from lightning_commhooks.lightning.show import show
 
 
 class CommHookMonitorMixin:
@@ -123,13 +124,7 @@ class CommHookMonitorMixin:
         monitor, self._monitor = self._monitor, None
         if monitor is None or not self._options.closing_line or not trainer.is_global_zero:
             return
-        bar = trainer.progress_bar_callback
-        # Progress bars of users' own need not have `is_enabled`.
-        if getattr(bar, "is_enabled", False):
-            # The bar of rich is drawn over what others write to the terminal.
-            bar.print(monitor.summary())
-        else:
-            self._rank_zero_info(monitor.summary())
+        show(trainer, monitor.summary(), self._rank_zero_info)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Let go of the hook."""

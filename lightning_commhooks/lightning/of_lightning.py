@@ -24,6 +24,7 @@ class CompressedDDPStrategy(CompressedDDPMixin, DDPStrategy):  # noqa: D101
 
     _misconfiguration = MisconfigurationException
     _callback_class = _AverageFirst
+    _rank_zero_info = staticmethod(rank_zero_info)
 
 
 class CompressedFSDPStrategy(CompressedFSDPMixin, FSDPStrategy):  # noqa: D101

@@ -17,7 +17,7 @@ from lightning_commhooks.interface.hook import BoundHook, CommHook
 from lightning_commhooks.interface.hook_state import load_hook, save_hook
 from lightning_commhooks.interface.models import OptimizerStep
 from lightning_commhooks.interface.state import StateReader, StateWriter
-from lightning_commhooks.wrappers._inner import BoundWrapper
+from lightning_commhooks.interface.wrapper import BoundWrapper
 
 
 class BoundSwitch(BoundWrapper):

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import logging
 import math
 import statistics
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -15,6 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from lightning_commhooks.codecs.announce import announce
 from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.hooks.allreduce import AllReduce
 from lightning_commhooks.hooks.noop import Noop
@@ -33,8 +32,6 @@ from lightning_commhooks.wrappers.late_start import at_once, late_starts
 # Steps of each candidate that are not timed: in the first it also pays what its predecessor owed, in the others its
 # error is sampled.
 _LEAD_IN = 3
-
-_logger = logging.getLogger("lightning_commhooks")
 
 
 @register
@@ -206,7 +203,7 @@ class _BoundAuto(BoundSwitch):
         best = min(acceptable, key=times.__getitem__)
         self._choice = best if times[best] <= times[0] * (1 - self._config.min_gain) else 0
         if self.group.rank == 0:
-            _announce(self._explain(times, errors))
+            announce(self._explain(times, errors))
 
     def _step_ms(self, key: int) -> float:
         end = self._begins(key + 1)
@@ -275,14 +272,3 @@ class _BoundAuto(BoundSwitch):
             return None
         num = self._begins(len(self._phases)) + 1
         return f"hook='auto' has not chosen, which takes {num} steps of measuring; use fewer candidates or timed_steps"
-
-
-def _announce(text: str) -> None:
-    """Log a line at level INFO; where logging is not set up, which would swallow it, print it to stderr.
-
-    To silence it: `logging.getLogger("lightning_commhooks").setLevel(logging.WARNING)`.
-    """
-    if _logger.isEnabledFor(logging.INFO):
-        _logger.info(text)
-    elif _logger.level == logging.NOTSET:
-        print(text, file=sys.stderr, flush=True)

@@ -18,7 +18,7 @@ from lightning_commhooks.interface.hook_state import load_hook, save_hook
 from lightning_commhooks.interface.memory import num_overflowed
 from lightning_commhooks.interface.registry import get_hook, get_inner_hook
 from lightning_commhooks.interface.state import StateReader, StateWriter
-from lightning_commhooks.wrappers._inner import BoundAround
+from lightning_commhooks.interface.wrapper import BoundAround
 from lightning_commhooks.wrappers.hook_name import HookName
 
 _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}

@@ -20,7 +20,7 @@ from lightning_commhooks.interface.hook_state import load_hook, save_hook
 from lightning_commhooks.interface.models import OptimizerStep
 from lightning_commhooks.interface.registry import get_hook, get_inner_hook
 from lightning_commhooks.interface.state import StateReader, StateWriter
-from lightning_commhooks.wrappers._inner import BoundWrapper, after_optimizer_step
+from lightning_commhooks.interface.wrapper import BoundWrapper, after_optimizer_step
 from lightning_commhooks.wrappers.hook_name import HookName
 
 

@@ -18,7 +18,7 @@ from lightning_commhooks.interface.bucket import Bucket
 from lightning_commhooks.interface.hook import BoundHook, CommHook
 from lightning_commhooks.interface.registry import get_hook, get_inner_hook
 from lightning_commhooks.interface.user_function import UserFunction, check_user_hook
-from lightning_commhooks.wrappers._inner import BoundAround, BoundWrapper
+from lightning_commhooks.interface.wrapper import BoundAround, BoundWrapper
 from lightning_commhooks.wrappers.hook_name import HookName
 
 Accumulation = Literal["framework", "mean", "sum", "weighted"] | int
@@ -185,11 +185,11 @@ class _BoundScale(BoundAround):
         total[1] += accumulated.num_weightless
         if not is_local(self._inner, bucket.step):
             self.group.all_reduce_(total)
-        if accumulated.num_weightless or (not total.is_cuda and total[1] > 0):
+        if accumulated.num_weightless or (total.is_cpu and total[1] > 0):
             count = accumulated.num_weightless or f"on another rank {total[1]:g}"
             raise ValueError(
                 f"accumulation='weighted': {count} micro-batches of this step have no weight. Call "
                 "add_weight(num_tokens) between the forward and the backward of each"
             )
         # A device is not waited for: without a weight on another rank gradients become NaN.
-        return torch.where(total[1] == 0, total[:1], math.nan) if total.is_cuda else total[0].item()
+        return total[0].item() if total.is_cpu else torch.where(total[1] == 0, total[:1], math.nan)

@@ -52,6 +52,9 @@ class Schedule(CommHook):
     def inner_hooks(self) -> tuple[CommHook, ...]:
         return tuple(get_hook(hook) for hook in self.hooks.values())
 
+    def changes_at(self) -> set[int]:
+        return super().changes_at() | set(self.hooks)
+
     def check_parameters(self, names: Sequence[str]) -> list[str]:
         phases = [get_hook(hook) for hook in self.hooks.values()]
         texts = [

@@ -54,6 +54,14 @@ MUTATIONS = [
         "tests/test_fsdp_accelerate.py -k 'trains_with'",
     ),
     Mutation(
+        "options_of_whoever_passes_on",
+        f"{PACKAGE}/lightning/ddp.py",
+        "if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}",
+        "}",
+        "Options that nobody has are taken by a strategy whose base passes on what it gets, as Ray's.",
+        "tests/test_ray.py -k 'refused and unknown'",
+    ),
+    Mutation(
         "lightning_without_hook",
         f"{PACKAGE}/lightning/ddp.py",
         "                model,\n                self._hook,\n",
@@ -88,8 +96,8 @@ MUTATIONS = [
     Mutation(
         "unfrozen_layers_not_wrapped",
         f"{PACKAGE}/lightning/ddp.py",
-        "not self._attachment.is_closed and self._attachment.unfrozen():",
-        "not self._attachment.is_closed and False:",
+        "            if self._attachment.unfrozen():\n",
+        "            if False:\n",
         "Layers that a callback unfreezes are not averaged.",
         "tests/test_lightning_state.py -k 'unfreezes'",
     ),

@@ -1,0 +1,82 @@
+"""Gradient hooks on nodes of several ranks: average within each node, and let the hook work between nodes."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Callable
+from typing import Any, Literal
+
+from torch import Tensor
+
+from lightning_commhooks.collectives.group import Group
+from lightning_commhooks.collectives.node_group import NodeGroup, between_nodes
+from lightning_commhooks.interface.bucket import Bucket
+from lightning_commhooks.interface.hook import BoundHook
+from lightning_commhooks.interface.state import StateReader
+from lightning_commhooks.interface.wrapper import BoundAround
+
+# Whether ranks of a node are averaged first; `None`: a hook works among all ranks.
+Hierarchy = Literal["node"] | None
+
+
+def check_hierarchy(value: object) -> None:
+    """Refuse what is no `Hierarchy`.
+
+    Raises:
+        ValueError: names the value.
+    """
+    if value not in (None, "node"):
+        raise ValueError(f"hierarchy must be None or 'node', is {value!r}")
+
+
+def bind_by_node(hierarchy: Hierarchy, group: Group, bind: Callable[[Group], BoundHook]) -> BoundHook:
+    """Bind a hook that averages gradients to all ranks, or to the nodes that they are on.
+
+    Args:
+        hierarchy: the hook's option.
+        group: all ranks.
+        bind: makes the hook for some ranks.
+
+    Raises:
+        ValueError: nodes have different numbers of ranks.
+    """
+    ranks = group if hierarchy is None else between_nodes(group)
+    if isinstance(ranks, NodeGroup):
+        return _NodeFirst(bind(ranks), group, ranks)
+    if hierarchy is not None and len(group.nodes()) == 1 and group.size > 1 and group.rank == 0:
+        warnings.warn(
+            f"hierarchy={hierarchy!r} does nothing: all {group.size} ranks are on one node. If they are not, let their "
+            "launcher set NODE_RANK",
+            stacklevel=2,
+        )
+    return bind(group)
+
+
+class _NodeFirst(BoundAround):
+    """Averages gradients within each node; the hook inside, whose ranks are nodes, goes on from there.
+
+    All ranks of a node do what the hook inside does with the same numbers, and have the same memory.
+    """
+
+    scales_gradients = True
+
+    def __init__(self, inner: BoundHook, group: Group, nodes: NodeGroup) -> None:
+        super().__init__(inner)
+        self.scales_gradients = True
+        self.group = group
+        self._within = nodes.within
+        self._ranks = next(node for node in group.nodes() if group.rank in node)
+
+    def reduce(self, flat: Tensor, bucket: Bucket) -> Tensor | None:
+        unused = bucket.unused
+        if unused is not None:
+            used = self._within.all_reduce_(bucket.used(bucket.slots, flat)).tolist()
+            unused = frozenset(slot.name for slot, num in zip(bucket.slots, used, strict=True) if not num)
+        self._within.all_reduce_mean_(flat, bucket.scale)
+        return self._inner.reduce(flat, dataclasses.replace(bucket, scale=1.0, unused=unused))
+
+    def load_state_dict(self, state: dict[str, Any], reader: StateReader) -> None:
+        # Another hook, or this one without the option, may have saved what differs within a node.
+        with reader.of_ranks(self._ranks):
+            super().load_state_dict(state, reader)

@@ -1,0 +1,59 @@
+"""What Accelerate and a `transformers.Trainer` say of a run after its first steps; see the runner."""
+
+import json
+
+import pytest
+from torchrun import run_twice
+
+pytest.importorskip("transformers")
+
+POWERSGD = "Forecast for communication hook PowerSGD(start_powerSGD_iter=4, min_compression_rate=1): "
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("forecast")
+    run_twice("forecast_accelerate_runner.py", folder, PYTHONWARNINGS="ignore")
+    mine, other = (json.loads((folder / f"{rank}.json").read_text()) for rank in range(2))
+    for result in other.values():
+        assert isinstance(result, str) or (result["lines"], result["warned"]) == ([], []), "rank 0 speaks"
+    return mine
+
+
+@pytest.mark.parametrize(
+    ("label", "when"),
+    [
+        ("trainer", "from step 4 of 12 on; "),
+        ("resumed", "from step 6 to 16; "),
+        ("epochs", "from step 4 of 19 on; "),
+        ("tracker", "from step 4 of 8 on; "),
+        ("accumulated", "from step 4 of 8 on; "),
+        ("unknown", "from step 4 on; "),
+    ],
+)
+def test_one_line(results, label, when):
+    (line,) = results[label]["lines"]
+    assert line.startswith(POWERSGD)
+    assert f"% of the gradients are compressed {when}" in line
+    assert results[label]["warned"] == []
+    if label not in ("resumed", "unknown"):
+        ratio = results[label]["metrics"]["compression_ratio"]
+        assert line.endswith(f"x fewer bytes then, {ratio:.3g}x over the run")
+
+
+def test_warnings_in_time_and_not_again_at_the_end(results):
+    for label in ("beyond", "tracker_beyond"):
+        assert results[label]["warned"] == [
+            "training ends after 8 steps, and hook='powersgd' compresses from start_powerSGD_iter=1000 on; set it to "
+            "about a tenth of training, 0 here"
+        ]
+        assert len(results[label]["lines"]) == 1
+    for label in ("int8", "int8_tracker"):
+        (text,) = results[label]["warned"]
+        assert text.startswith("hook='int8' compresses nothing")
+        assert "the largest has 16384: lower min_bytes to that" in text
+    assert results["int8"]["lines"] == [], "without a tracker only what is wrong is said"
+
+
+def test_refusal(results):
+    assert results["refused"] == "num_steps must be an integer of at least 1, is -1"

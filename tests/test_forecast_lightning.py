@@ -1,0 +1,124 @@
+"""What a `Trainer` says of its run after the first steps, in two processes; see forecast_lightning_runner.py."""
+
+import functools
+
+import pytest
+
+pytest.importorskip("lightning")
+
+from forks import FOLDER
+from test_lightning import launch as launch_runner
+
+from lightning_commhooks.ddp.forecast import FIRST_STEPS
+
+launch = functools.partial(launch_runner, runner=FOLDER / "forecast_lightning_runner.py")
+POWERSGD = "Forecast for communication hook PowerSGD(matrix_approximation_rank=2, start_powerSGD_iter=4): "
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    return launch(tmp_path_factory.mktemp("forecast"), "good", "steps", "nothing", "shorter", "bar", "fabric")
+
+
+def said(results, label):
+    """The one line, without the hook; what was warned of."""
+    other = results(f"{label}-said", 1)
+    assert other["lines"] == other["warned"] == [], "rank 0 speaks"
+    result = results(f"{label}-said")
+    ((after, line),) = result["lines"]
+    assert FIRST_STEPS <= after <= FIRST_STEPS + 1
+    return line, result["warned"]
+
+
+@pytest.mark.parametrize(
+    ("label", "when"),
+    [
+        ("good", "from step 4 of 8 on; 4.12x fewer bytes then, 1.61x over the run"),
+        ("max_steps", "from step 4 of 6 on; 4.12x fewer bytes then, 1.34x over the run"),
+        ("accumulated", "from step 4 of 8 on; 4.12x fewer bytes then, 1.61x over the run"),
+        ("unknown", "from step 4 on; 4.12x fewer bytes then"),
+    ],
+)
+def test_one_line(results, label, when):
+    line, warned = said(results, label)
+    assert line.startswith(POWERSGD)
+    assert line.endswith(f"% of the gradients are compressed {when}")
+    assert warned == []
+
+
+def test_the_line_is_true(results):
+    for label in ("good", "accumulated"):
+        assert results(f"{label}-said")["metrics"]["compression_ratio"] == pytest.approx(1.61, abs=0.005)
+
+
+def test_several_fits_and_a_resumed_one(results):
+    again, warned = said(results, "again")
+    assert "from step 4 of 8 on" in again, "a hook begins anew in each fit"
+    assert warned == []
+    resumed, warned = said(results, "resumed")
+    assert resumed.endswith("compressed from step 8 to 20; 4.12x fewer bytes")
+    assert warned == []
+
+
+@pytest.mark.parametrize(("label", "steps"), [("two-optimizers", 16), ("two-optimizers-limited", 12)])
+def test_two_backwards_in_a_batch(results, label, steps):
+    line, warned = said(results, label)
+    assert f"compressed from step 4 of {steps} on; " in line
+    assert results(f"{label}-said")["metrics"]["steps"] == steps
+    assert warned == []
+
+
+@pytest.mark.parametrize(
+    ("label", "expected"),
+    [
+        (
+            "beyond",
+            "training ends after 8 steps, and hook='powersgd' compresses from start_powerSGD_iter=1000 on; set it to "
+            "about a tenth of training, 0 here",
+        ),
+        (
+            "late",
+            "training ends after 100 steps, and hook='powersgd' saves 0.9% of the bytes that plain DDP sends, because "
+            "it begins to at step 99 only; set start_powerSGD_iter to about a tenth of training, 10",
+        ),
+        (
+            "int8",
+            "training ends after 8 steps, and hook='int8' compresses nothing, no bucket has min_bytes=131072 bytes of "
+            "gradients with block_size=512 elements or more in two dimensions (compress_1d=False); the largest has "
+            "6144: lower min_bytes to that, or use hook='bf16'",
+        ),
+        (
+            "matrices",
+            "training ends after 8 steps, and hook='powersgd' compresses nothing, no gradient is a matrix that shrinks "
+            "enough at matrix_approximation_rank=8; lower it to 7, or use hook='bf16'",
+        ),
+    ],
+)
+def test_a_warning_in_time_and_not_again_at_the_end(results, label, expected):
+    assert said(results, label)[1] == [expected]
+
+
+def test_shorter_than_told(results):
+    line, (warned,) = said(results, "shorter")
+    assert "of 80 on" in line
+    assert warned.startswith("training ended after 4 steps, and hook='powersgd' compresses from start_powerSGD_iter=6")
+
+
+def test_above_a_progress_bar(results):
+    (line,) = results("shown")["shown"]
+    assert line.startswith(POWERSGD)
+    assert results("bar-said")["lines"] == results("shown", 1)["shown"] == []
+
+
+def test_fabric_warns(results):
+    texts = results("fabric")["texts"]
+    assert [len(each) for each in texts] == [0, 0, 0, 1, 0]
+    assert texts[3][0].startswith("hook='int8' compresses nothing")
+    assert results("fabric")["closing"] == []
+    assert results("fabric", 1)["texts"] == [[]] * 5
+
+
+def test_standalone_package(tmp_path):
+    pytest.importorskip("pytorch_lightning")
+    results = launch(tmp_path, "good", package="pytorch_lightning")
+    test_several_fits_and_a_resumed_one(results)

@@ -1,0 +1,493 @@
+"""What looking at averages costs: which are used again, which are made anew, and what is counted."""
+
+import copy
+import gc
+import weakref
+
+import pytest
+import torch
+from local_sgd_driver import ALONE, copied, local, same, snapshot
+from pool import WorkerError
+from test_local_sgd import batch
+from torch import nn
+
+import lightning_commhooks as lc
+from lightning_commhooks.interface import looks
+from lightning_commhooks.testing.rules import _measuring
+
+NEVER = lc.PostLocalSGD(period=1000, **ALONE)
+# Numbers that ranks tell each other before they average.
+AGREEMENT = 64
+
+
+class Run:
+    """A model with BatchNorm and AdamW, and what was sent since the last call of `sent`."""
+
+    def __init__(self, rank, ddp, attachment, module, optimizer):
+        self.rank, self.ddp, self.attachment = rank, ddp, attachment
+        self.module, self.optimizer = module, optimizer
+        self.num_steps = 0
+        self._before = {}
+        self.sent()
+
+    def step(self):
+        self.optimizer.zero_grad()
+        self.ddp(batch(self.rank, self.num_steps, "both")).square().sum().backward()
+        self.optimizer.step()
+        self.num_steps += 1
+
+    def sent(self):
+        """Bytes of training, and of evaluation."""
+        before, self._before = self._before, self.attachment.metrics()
+        return tuple(self._before[key] - before.get(key, 0.0) for key in ("bytes_sent", "bytes_evaluation"))
+
+    def look(self):
+        """The average of the model."""
+        with self.attachment.averaged_weights():
+            return copied(self.module.state_dict().items())
+
+    def look_at_state(self):
+        """The average of the optimizer's state."""
+        with self.attachment.averaged_optimizer_state(self.optimizer):
+            return snapshot(self.module, [self.optimizer])
+
+    def own(self):
+        """What this rank has."""
+        return copied(self.module.state_dict().items()) | snapshot(self.module, [self.optimizer])
+
+
+def with_a_run(rank, world, function, *args, hook=NEVER, steps=3):
+    """What a function returns of a run that has taken some steps."""
+    torch.manual_seed(3)
+    module = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)).double()
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.05)
+    with local(module, hook, [optimizer]) as (ddp, attachment):
+        run = Run(rank, ddp, attachment, module, optimizer)
+        for _ in range(steps):
+            run.step()
+        run.sent()
+        return function(run, *args)
+
+
+def ring(world, numel):
+    return 2 * (world - 1) / world * 8 * numel
+
+
+# Parameters and statistics; Adam's two moments, and how many tensors it has for each parameter.
+MODEL = 6 * 4 + 4 + 2 * 4 + 4 * 3 + 3 + 2 * 4
+STATE = 2 * (MODEL - 2 * 4)
+
+
+def of_model(world):
+    return ring(world, MODEL)
+
+
+def of_state(world):
+    return ring(world, STATE) + (world - 1) * 4 * 6
+
+
+# Again ------------------------------------------------------------------------------------------------------
+
+
+def look_again(run):
+    own = run.own()
+    seen, costs = [], []
+    for _ in range(3):
+        seen.append((run.look(), run.look_at_state()))
+        costs.append(run.sent())
+        assert same(own, run.own())
+    with torch.no_grad():
+        for p in run.module.parameters():
+            p.add_(0)  # as somebody who changes the model: what is averaged anew is what was kept
+    seen.append((run.look(), run.look_at_state()))
+    costs.append(run.sent())
+    run.attachment.average_weights()
+    run.attachment.average_optimizer_state(run.optimizer)
+    seen.append((copied(run.module.state_dict().items()), snapshot(run.module, [run.optimizer])))
+    costs.append(run.sent())
+    return seen, costs, own
+
+
+def test_a_second_look_sends_nothing_and_sees_the_same(run, world):
+    results = run(with_a_run, look_again, world=world)
+    for seen, costs, own in results:
+        first, first_state = seen[0]
+        assert not same(first, {name: own[name] for name in first})
+        for again, state in seen[1:4]:
+            assert same(again, first)
+            assert same(state, first_state | {n: state[n] for n in run_parameters(state)})
+        assert same(seen[4][0], first)
+        assert all(torch.equal(seen[4][1][n], value) for n, value in first_state.items() if "exp_avg" in n)
+        # For good nothing is sent either.
+        assert costs == [(0, of_model(world) + of_state(world)), (0, 0), (0, 0), (0, of_model(world)), (0, 0)]
+    assert all(same(results[0][0][k][0], rank[0][k][0]) for rank in results for k in range(5))
+
+
+def run_parameters(state):
+    return [name for name in state if "exp_avg" not in name and "step" not in name]
+
+
+def shown(run):
+    """The average is shown, for evaluation; then a checkpoint is saved, another one, and something is evaluated."""
+    run.attachment.show_average()
+    costs = [run.sent()]
+    run.look()
+    run.look_at_state()
+    costs.append(run.sent())
+    run.look()
+    run.look_at_state()
+    costs.append(run.sent())
+    own = run.module[0].weight.clone()
+    run.ddp(batch(run.rank, 9, "both"))
+    costs.append(run.sent())
+    return costs, torch.equal(own, run.module[0].weight)
+
+
+def test_checkpoints_within_an_evaluation_send_the_optimizers_state_alone(run):
+    for costs, is_same in run(with_a_run, shown):
+        assert costs == [(0, of_model(2)), (0, of_state(2)), (0, 0), (0, 0)]
+        assert not is_same, "each rank's own model is back"
+
+
+# Anew -------------------------------------------------------------------------------------------------------
+
+
+def nothing(run):
+    pass
+
+
+def an_optimizers_step(run):
+    run.step()
+
+
+def a_step_that_is_reported(run):
+    with torch.no_grad():
+        run.module[0].weight.data.sub_(1)  # as optimizers do that no version knows of
+    run.attachment._runtime.local._after_hooked_step(run.optimizer)
+
+
+def a_forward_that_trains(run):
+    run.ddp(batch(run.rank, 8, "both"))
+
+
+def statistics_without_gradients(run):
+    with torch.no_grad():
+        run.ddp(batch(run.rank, 8, "both"))
+
+
+def statistics_of_the_module_inside(run):
+    with torch.no_grad():
+        run.module(batch(run.rank, 8, "both"))
+
+
+def weights_on_one_rank(run):
+    if run.rank == 1:
+        run.module.load_state_dict({n: torch.ones_like(t) for n, t in run.module.state_dict().items()})
+
+
+def weights_by_data_on_one_rank(run):
+    if run.rank == 0:
+        run.module[2].bias.data.add_(1)
+
+
+def a_swapped_buffer(run):
+    run.module[1].running_mean = torch.full_like(run.module[1].running_mean, float(run.rank))
+
+
+def averages_by_data(run):
+    """Somebody changes, unnoticed, the averages themselves."""
+    with run.attachment.averaged_weights():
+        run.module[0].weight.data.mul_(run.rank)
+
+
+CHANGES = {
+    function.__name__: function
+    for function in (
+        *(an_optimizers_step, a_step_that_is_reported, a_forward_that_trains, statistics_without_gradients),
+        *(statistics_of_the_module_inside, weights_on_one_rank, weights_by_data_on_one_rank, a_swapped_buffer),
+        averages_by_data,
+    )
+}
+
+
+def changed(run, name):
+    run.look()
+    run.sent()
+    CHANGES[name](run)
+    run.sent()
+    own = run.own()
+    seen = run.look()
+    assert same(own, run.own())
+    return own, seen, run.sent()
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_somebody_has_changed_is_averaged_anew_on_all_ranks(run, world, name):
+    results = run(with_a_run, changed, name, world=world)
+    for own, seen, cost in results:
+        assert cost == (0, of_model(world))
+        for key, value in seen.items():
+            if value.is_floating_point():
+                mean = sum(rank[0][key] for rank in results) / world
+                torch.testing.assert_close(value, mean, rtol=0, atol=1e-12, msg=key)
+                assert torch.equal(value, results[0][1][key])
+            else:
+                assert torch.equal(value, own[key])
+
+
+def loaded_state(run):
+    run.look_at_state()
+    run.sent()
+    run.optimizer.load_state_dict(copy.deepcopy(run.optimizer.state_dict()))  # other tensors of the same values
+    run.look_at_state()
+    costs = [run.sent()]
+    if run.rank == 1:
+        run.optimizer.state[run.module[0].weight]["exp_avg"].data.zero_()
+    own, seen = run.own(), run.look_at_state()
+    costs.append(run.sent())
+    return costs, own, seen
+
+
+def test_state_that_was_loaded_is_averaged_anew(run):
+    results = run(with_a_run, loaded_state)
+    for costs, _, seen in results:
+        assert costs == [(0, of_state(2))] * 2
+        mean = (results[0][1]["0.weight.exp_avg"] + results[1][1]["0.weight.exp_avg"]) / 2
+        torch.testing.assert_close(seen["0.weight.exp_avg"], mean, rtol=0, atol=1e-12)
+
+
+def broken(run):
+    run.look()
+    if run.rank == 1:
+        original, looks.bit_sums = looks.bit_sums, None
+    try:
+        with pytest.raises(lc.HookError):
+            run.look()
+    finally:
+        if run.rank == 1:
+            looks.bit_sums = original
+
+
+def test_a_failure_of_one_rank_is_an_error_on_all(run):
+    run(with_a_run, broken)
+
+
+def looks_differently(run):
+    run.look()
+    with pytest.raises(lc.HookError, match=r"ranks do not average the same"):
+        run.look() if run.rank == 0 else run.attachment.average_weights()
+
+
+def test_other_looks_at_kept_averages_are_an_error_on_all(run):
+    run(with_a_run, looks_differently)
+
+
+# Memory -----------------------------------------------------------------------------------------------------
+
+
+def memory(run, how):
+    """Whether averages are in memory after a look, and after training has gone on."""
+    run.look()
+    run.look_at_state()
+    kept = [weakref.ref(look) for look in run.attachment._runtime.local.models._looks.values()]
+    before = [ref() is not None for ref in kept]
+    if how == "forward":
+        run.ddp(batch(run.rank, 8, "both"))
+    elif how == "step":
+        run.optimizer.step()
+    else:
+        run.attachment.close()
+    gc.collect()
+    return before, [ref() is not None for ref in kept]
+
+
+@pytest.mark.parametrize("how", ["forward", "step", "close"])
+def test_memory_is_free_when_training_goes_on(run, how):
+    assert run(with_a_run, memory, how) == [([True, True], [False, False])] * 2
+
+
+# The method's own averages ----------------------------------------------------------------------------------
+
+OPTIONS = {"optimizer_state": "average", **ALONE}
+OWN = {
+    "post": lc.PostLocalSGD(period=3, **OPTIONS),
+    "hierarchical": lc.HierarchicalLocalSGD(period_group_size_dict={3: 2, 6: None}, **OPTIONS),
+    "diloco": lc.DiLoCo(period=3, **OPTIONS),
+    "cast": lc.Cast(lc.PostLocalSGD(period=3, **OPTIONS), "bf16"),
+    "schedule": lc.Schedule({0: "bf16", 3: lc.DiLoCo(period=3, **OPTIONS)}),
+}
+
+
+def after_a_period(run, resync):
+    """What is sent by all that looks at a model just after its ranks have averaged."""
+    run.attachment.evaluate_average(resync=resync)
+    with _measuring() as sent:
+        run.ddp.eval()
+        with torch.no_grad():
+            run.ddp(batch(run.rank, 9, "both"))
+        run.ddp.train()
+        run.look()
+        run.look_at_state()
+        run.attachment.show_average()
+        run.attachment.average_weights()
+        run.attachment.average_optimizer_state(run.optimizer)
+    own = run.own()
+    return run.sent(), sum(sent), own
+
+
+@pytest.mark.parametrize("resync", [False, True], ids=["back", "resync"])
+@pytest.mark.parametrize("name", OWN)
+def test_what_a_method_has_just_averaged_is_looked_at_for_nothing(run, name, resync):
+    for steps in (6, 12):
+        results = run(a_run_of, OWN[name], steps, after_a_period, resync, world=4)
+        for sent, measured, own in results:
+            assert sent == (0, 0)
+            assert measured == 0
+            assert same({n: own[n] for n in results[0][2]}, results[0][2])
+
+
+def a_run_of(rank, world, hook, steps, function, *args):
+    return with_a_run(rank, world, function, *args, hook=hook, steps=steps)
+
+
+def look_once(run):
+    run.look()
+    run.look_at_state()
+    return run.sent()
+
+
+def test_of_a_model_in_fragments_the_last_one_is_not_sent(run):
+    whole = lc.DiLoCo(period=4, **ALONE)
+    parts = lc.DiLoCo(period=4, fragments=2, average_buffers=False, **ALONE)
+    for _, sent in run(a_run_of, whole, 4, look_once):
+        assert sent == of_state(2), "which DiLoCo leaves alone"
+    for _, sent in run(a_run_of, parts, 4, look_once):
+        # The first weight is about half of the model.
+        assert sent == ring(2, 6 * 4) + of_state(2)
+
+
+def end(run):
+    with _measuring() as sent:
+        run.attachment.average_weights()
+        run.attachment.average_weights(everything=True)
+    first = run.sent(), sum(sent)
+    run.module[0].weight.data.fill_(run.rank)  # as what averages over time does, at the end
+    run.attachment.average_weights(everything=True)
+    return first, run.sent(), run.module[0].weight.detach().clone()
+
+
+def test_everything_is_sent_at_the_end_only_if_it_differs(run, world):
+    for (first, measured), second, weight in run(a_run_of, OWN["post"], 6, end, world=world):
+        assert first == (0, 0)
+        assert measured <= (world - 1) * AGREEMENT
+        assert second == (0, of_model(world))
+        assert torch.equal(weight, torch.full_like(weight, (world - 1) / 2))
+
+
+# Counts -----------------------------------------------------------------------------------------------------
+
+
+def counted(rank, world, hook, exact):
+    """What is counted in a run with evaluations and checkpoints, and what ranks gave to PyTorch's collectives."""
+    torch.manual_seed(3)
+    module = nn.Sequential(nn.Linear(6, 512), nn.BatchNorm1d(512), nn.Linear(512, 3)).double()
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.05)
+    with local(module, hook, [optimizer], exact_state=exact) as (ddp, attachment):
+        run = Run(rank, ddp, attachment, module, optimizer)
+        parts = {}
+        with _measuring() as sent:
+            for _ in range(9):
+                run.step()
+        parts["train"] = run.sent(), sum(sent)
+        with _measuring() as sent:
+            run.look()
+            run.look_at_state()
+        parts["look"] = run.sent(), sum(sent)
+        with _measuring() as sent:
+            attachment.state_dict()
+        parts["state"] = run.sent(), sum(sent)
+        metrics = attachment.metrics()
+    return parts, metrics
+
+
+CASES = {
+    "post": lc.PostLocalSGD(period=4, **ALONE),
+    "diloco": lc.DiLoCo(period=4, fragments=2, pseudo_gradient="bf16", **ALONE),
+    "int8": lc.Int8(min_bytes=0, block_size=64),
+    "powersgd": lc.PowerSGD(start_powerSGD_iter=0, min_compression_rate=1),
+}
+
+
+@pytest.mark.parametrize("exact", [False, True], ids=["mean", "exact"])
+@pytest.mark.parametrize("name", CASES)
+def test_counts_are_what_is_sent(run, world, name, exact):
+    found = run(counted, CASES[name], exact, world=world)
+    for part in ("train", "look", "state"):
+        training, evaluation = (sum(parts[part][0][k] for parts, _ in found) for k in (0, 1))
+        measured = sum(parts[part][1] for parts, _ in found)
+        # DDP's own, of buffers and of buckets that it has built anew, are no hook's.
+        tolerance = 0.03 * measured + world * (world - 1) * AGREEMENT
+        if part == "train":
+            assert evaluation == 0
+            if name in ("post", "diloco"):
+                assert measured == pytest.approx(training, abs=tolerance)
+            assert training > 0
+        else:
+            assert training == 0
+            assert measured == pytest.approx(evaluation, abs=tolerance)
+        has_sent = {"train": True, "look": name in ("post", "diloco")}
+        has_sent["state"] = exact if name in ("post", "diloco") else True
+        assert (measured > 100 * world) == has_sent[part], part
+    for _, metrics in found:
+        assert metrics["compression_ratio"] == pytest.approx(metrics["bytes_dense"] / metrics["bytes_sent"])
+
+
+def closing_lines(rank, world, hook):
+    lines = []
+
+    def train(run):
+        monitor = lc.Monitor(run.attachment, measure_link=False, error_every_n_steps=0)
+        run.step()
+        lines.append(monitor.summary())
+        run.look()
+        run.look_at_state()
+        lines.append(monitor.summary())
+        return monitor.values(), run.attachment.metrics()
+
+    return with_a_run(rank, world, train, hook=hook), lines
+
+
+def test_the_closing_line_says_what_evaluation_and_checkpoints_sent(run):
+    hook = lc.PostLocalSGD(period=4, **ALONE)
+    for (values, metrics), (before, after) in run(closing_lines, hook):
+        assert "evaluation" not in before
+        rest = "472 B sent in 1 step instead of 408 B (1.16 times as many)"
+        assert before == f"Communication hook 'post_localsgd': {rest}"
+        # Averaged in the last step: what each rank keeps is Adam's state.
+        assert metrics["bytes_evaluation"] == of_state(2)
+        assert after == f"{before}; evaluation and checkpoints sent {of_state(2):.0f} B more"
+        assert values["comm/bytes_sent"] == metrics["bytes_sent"] == of_model(2)
+
+
+def test_sums_of_bits():
+    values = torch.randn(1000)
+    for tensor in (values, values[1:].half(), values.view(10, 100).t(), values[:999][::3], values[:0], values[7:14]):
+        before = looks.digest([tensor])
+        other = tensor.clone()
+        assert looks.digest([other]) == before
+        if other.numel():
+            other[-1] *= 1.01
+            assert looks.digest([other]) != before
+    channels_last = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    assert looks.digest([channels_last]) == looks.digest([channels_last.clone()])
+    assert looks.digest([torch.tensor(1 + 2j)]) != looks.digest([torch.tensor(2 + 1j)])
+
+
+def test_one_rank_that_asks_alone_is_an_error(run):
+    with pytest.raises(WorkerError, match="ranks do not average the same"):
+        run(with_a_run, alone)
+
+
+def alone(run):
+    run.look()
+    run.look() if run.rank == 0 else run.look_at_state()

@@ -1,0 +1,137 @@
+"""What Lightning, Accelerate and transformers' `Trainer` send to evaluate and to save while ranks step alone."""
+
+import functools
+import itertools
+
+import pytest
+import torch
+from forks import FOLDER
+from torchrun import run_twice
+
+ADAM = 2  # moments of each parameter
+
+
+def ring(numel, world=2):
+    return 2 * (world - 1) / world * 8 * numel
+
+
+# Lightning --------------------------------------------------------------------------------------------------
+
+STEPS, PERIOD = 12, 4
+LIGHTNING = 6 * 8 + 8 + 2 * 8 + 8 * 3 + 3
+STATISTICS = 2 * 8
+NAMES = {2: ("post", "hierarchical", "diloco", "averaged"), 4: ("hierarchical", "diloco")}
+LABELS = [(world, name, every) for world, names in NAMES.items() for name in names for every in (3, 4)]
+
+
+@functools.cache
+def lightning(folder, world):
+    pytest.importorskip("lightning")
+    from test_lightning import launch
+
+    own = folder / str(world)
+    own.mkdir()
+    scenario = {2: "costs", 4: "costs_on_four"}[world]
+    return launch(own, scenario, runner=FOLDER / "local_sgd_cost_lightning_runner.py", world=world)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("costs")
+
+
+def by_step(rows):
+    """Bytes of training, of evaluation and given to PyTorch's collectives, by step; after the last one apart."""
+    sums = {step: [0.0, 0.0, 0.0] for step in (*range(STEPS + 1), "end")}
+    for (place, _, *before), (_, later, *after) in itertools.pairwise(rows):
+        key = "end" if place == "end" else later
+        sums[key] = [total + b - a for total, a, b in zip(sums[key], before, after, strict=True)]
+    return sums
+
+
+@pytest.mark.parametrize("resync", [False, True], ids=["back", "resync"])
+@pytest.mark.parametrize(("world", "name", "every"), LABELS)
+def test_lightning_averages_once_where_it_saves_and_validates(folder, world, name, every, resync):
+    costs = by_step(lightning(folder, world)(f"{name}-{every}-{resync}-costs")["costs"])
+    whole = ring(LIGHTNING + STATISTICS, world)
+    state = ring(ADAM * LIGHTNING, world) + (world - 1) * 4 * 6
+    agreed = 100 * world
+    for step in range(1, STEPS + 1):
+        training, evaluation, measured = costs[step]
+        is_period = step % PERIOD == 0
+        own = whole + (state if name == "averaged" else 0)
+        # Of two ranks.
+        often = ring(LIGHTNING + STATISTICS) if name == "hierarchical" and step % 2 == 0 else 0
+        assert training == (own if is_period else often), step
+        # Saved, validated, saved again if it is the best: once, and not at all what the method has just averaged.
+        of_model = 0 if is_period or (often and world == 2) else whole
+        of_state = 0 if is_period and name == "averaged" else state
+        assert evaluation == (of_model + of_state if step % every == 0 else 0), step
+        # Besides, ranks agree on a few numbers, and Lightning on when to stop.
+        assert training + evaluation <= measured <= training + evaluation + agreed, step
+    # Nothing at the end, where steps, a validation or a checkpoint have averaged already.
+    assert costs["end"][:2] == [0, 0]
+    assert costs["end"][2] <= agreed
+
+
+def test_lightning_is_counted_alike_on_all_ranks(folder):
+    for world, name, every in LABELS:
+        results, label = lightning(folder, world), f"{name}-{every}-False"
+        assert results(f"{label}-costs")["costs"] == results(f"{label}-costs", 1)["costs"]
+        assert results(label)["params"] == results(label, world - 1)["params"]
+
+
+# Accelerate and transformers --------------------------------------------------------------------------------
+
+
+@functools.cache
+def runs(part, folder, world=2):
+    own = folder / f"{part}-{world}"
+    own.mkdir()
+    run_twice("local_sgd_cost_accelerate_runner.py", own, part, num_processes=world)
+    return [torch.load(own / f"{part}.{rank}.pt") for rank in range(world)]
+
+
+MODEL = 6 * 8 + 8 + 8 * 3 + 3
+
+
+@pytest.mark.parametrize("resync", [False, True], ids=["back", "resync"])
+@pytest.mark.parametrize("steps", [6, 8], ids=["between", "period"])
+@pytest.mark.parametrize("name", ["post_localsgd", "diloco", "averaged"])
+def test_accelerate_averages_once_until_training_goes_on(folder, world, name, steps, resync):
+    state = ring(ADAM * MODEL, world) + (world - 1) * 4 * 4
+    is_period = steps % PERIOD == 0
+    of_model = 0 if is_period else ring(MODEL, world)
+    of_state = 0 if is_period and name == "averaged" else state
+    for rank in runs("accelerator", folder, world):
+        result = rank[name, steps, resync]
+        (_, *trained), *costs = result["costs"]
+        assert trained[1] == 0
+        assert all(training == 0 for _, training, _ in costs)
+        again = 0 if resync else of_model + of_state
+        expected = [("evaluate", of_model), ("save", of_state), ("save", 0), ("barrier", 0), ("evaluate", 0)]
+        # After a forward that trains.
+        expected += [("save", again), ("save", 0), ("evaluate", 0), ("end", 0)]
+        assert [(what, evaluation) for what, _, evaluation in costs] == expected
+        assert result["back"] == (is_period or not resync)
+
+
+@pytest.mark.parametrize("every", [3, 4])
+@pytest.mark.parametrize("name", ["post_localsgd", "averaged"])
+def test_transformers_trainer_averages_once_where_it_evaluates_and_saves(folder, name, every):
+    pytest.importorskip("transformers")
+    results = [rank["trainer", name, every] for rank in runs("trainer", folder)]
+    assert all(torch.equal(p, results[1]["parameters"][n]) for n, p in results[0]["parameters"].items())
+    for result in results:
+        size, costs = result["size"], {what: sent for what, *sent in result["costs"]}
+        # Besides, what tensors an optimizer has of each parameter: 16 numbers.
+        state = ring(ADAM * size) + 4 * 16
+        for step in range(1, STEPS + 1):
+            training, evaluation = costs[f"train {step}"]
+            assert evaluation == 0
+            assert training == (ring(size) + (state if name == "averaged" else 0) if step % PERIOD == 0 else 0)
+            if step % every == 0:
+                of_model = 0 if step % PERIOD == 0 else ring(size)
+                of_state = 0 if step % PERIOD == 0 and name == "averaged" else state
+                assert costs[f"evaluate and save {step}"] == [0, of_model + of_state]
+        assert costs["end 12"] == [0, 0]
