@@ -12,6 +12,8 @@ from hooks_under_test import CASES
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_commhooks as lc
+from lightning_commhooks.advice.ensemble import run_ranks
+from lightning_commhooks.interface.bucket import Bucket, Slot
 from lightning_commhooks.interface.hierarchy import Hierarchy, bind_by_node
 from lightning_commhooks.testing.check import RULES, check_rule
 
@@ -79,36 +81,75 @@ def test_on_nodes_of_one_rank_it_is_the_hook_as_it_is(run):
     assert all(same(a, b) for a, b in zip(plain, by_node, strict=True))
 
 
-@pytest.mark.parametrize("label", ["int8", "powersgd", "bf16"])
-def test_four_nodes_of_two_ranks(label, tmp_path):
-    """Two shots between nodes: each owns a share of the mean. Among eight ranks in threads."""
-    from lightning_commhooks.advice.ensemble import run_ranks
-    from lightning_commhooks.interface.bucket import Bucket, Slot
+def in_threads(nodes, hook, gradients, dtype=torch.float32, scale_of=lambda rank: 1.0):
+    """Means of each step on each rank, `gradients(rank)` of shape `(steps, 96, 80)`; and the hook of rank 1."""
+    slots, bound = (Slot("weight", (96, 80), 0),), {}
 
+    def on_rank(group):
+        group._nodes = nodes
+        own = bound[group.rank] = hook.bind(group)
+        means = []
+        for step, gradient in enumerate(gradients(group.rank)):
+            flat = gradient.to(dtype).reshape(-1).clone()
+            own.reduce(flat, Bucket(0, True, step, slots, scale=scale_of(group.rank)))
+            own.end_step(torch.tensor(True))
+            means.append(flat)
+        return torch.stack(means)
+
+    return run_ranks(sum(map(len, nodes)), torch.device("cpu"), on_rank), bound[1]
+
+
+@pytest.fixture
+def many():
+    """Gradients of eight ranks in twenty steps, near each other."""
     generator = torch.Generator().manual_seed(0)
-    gradients = [torch.randn(3, 96 * 80, generator=generator) for _ in range(8)]
-    slots = (Slot("weight", (96, 80), 0),)
+    common = torch.randn(96, 80, generator=generator)
+    return common + torch.randn(8, 20, 96, 80, generator=generator) / 4
 
-    def work(hook, nodes):
-        def on_rank(group):
-            group._nodes = nodes
-            bound, means = hook.bind(group), []
-            for step in range(3):
-                own = gradients[group.rank]
-                if len(nodes) == group.size:
-                    own = (gradients[2 * group.rank] + gradients[2 * group.rank + 1]) / 2
-                flat = own[step].clone()
-                bound.reduce(flat, Bucket(0, True, step, slots))
-                bound.end_step(torch.tensor(True))
-                means.append(flat)
-            return torch.stack(means)
 
-        return on_rank
-
-    of_ranks = run_ranks(8, torch.device("cpu"), work(HOOKS[label], [[0, 1], [2, 3], [4, 5], [6, 7]]))
-    of_nodes = run_ranks(4, torch.device("cpu"), work(CASES[label].hook, [[0], [1], [2], [3]]))
+@pytest.mark.parametrize("label", ["int8", "powersgd", "bf16"])
+def test_four_nodes_of_two_ranks(many, label):
+    """Two shots between nodes: each owns a share of the mean."""
+    of_ranks, _ = in_threads([[0, 1], [2, 3], [4, 5], [6, 7]], HOOKS[label], lambda rank: many[rank, :3])
+    means = (many[::2, :3] + many[1::2, :3]) / 2
+    of_nodes, _ = in_threads([[0], [1], [2], [3]], CASES[label].hook, lambda rank: means[rank])
     assert all(torch.equal(of_ranks[0], other) for other in of_ranks)
     torch.testing.assert_close(of_ranks[0], of_nodes[0], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("label", ["int8", "bf16", "powersgd"])
+def test_weights_that_differ_within_a_node(many, label):
+    weights = torch.tensor([0.25, 1.75, 0.5, 1.5])
+    means, _ = in_threads(
+        [[0, 1], [2, 3]], HOOKS[label], lambda rank: many[rank, :1], scale_of=lambda rank: weights[rank].item()
+    )
+    expected = (weights.view(4, 1, 1) * many[:4, 0]).mean(dim=0).view(-1)
+    error = (means[0][0] - expected).norm() / expected.norm()
+    assert error < (0.01 if label != "powersgd" else 1)
+
+
+NODES = {"two nodes": [[0, 1], [2, 3]], "four nodes": [[0, 1], [2, 3], [4, 5], [6, 7]]}
+
+
+@pytest.mark.parametrize("nodes", NODES.values(), ids=NODES)
+@pytest.mark.parametrize("label", ["int8", "int4"])
+def test_what_sixteen_bit_gradients_leave_out_is_owed(many, label, nodes):
+    """Over many steps nothing is lost but what is owed at the end, which rounding of each step would exceed."""
+    num = sum(map(len, nodes))
+    own = many.to(torch.bfloat16)[:num]
+    means, _ = in_threads(nodes, HOOKS[label], lambda rank: own[rank], torch.bfloat16)
+    assert all(torch.equal(means[0], other) for other in means)
+    exact = own.double().mean(dim=0).view(20, -1)
+    one = (means[0][0].double() - exact[0]).norm()
+    total = (means[0].double() - exact).sum(dim=0).norm()
+    assert total < 2 * one, "twenty errors in a row would be at least 4 times one"
+
+
+def test_a_rank_remembers_its_part_only(many):
+    for nodes in NODES.values():
+        _, bound = in_threads(nodes, HOOKS["int8"], lambda rank: many[rank, :2])
+        # Half of what its node owes, filled up to whole blocks, and of four nodes an eighth of what the mean is owed.
+        assert 0.5 <= sum(owed.numel() for owed in bound.owed()) / (96 * 80) < 0.7
 
 
 def sent_between(rank, world, hook, steps=3):
@@ -129,13 +170,17 @@ NUMEL = sum(torch.Size(shape).numel() for shape in SHAPES.values())
 def test_what_leaves_a_node_is_that_of_one_rank(run, label):
     among_two = run(sent_between, CASES[label].hook, world=2)[0]["bytes_sent"]
     counts = on_nodes(run)(sent_between, HOOKS[label], world=4)
+    encodes_part = label in ("int8", "int4")
     for count in counts:
-        # Each of the two ranks of a node sends half of it. Shares are filled up to whole elements.
-        assert count["bytes_sent_between_nodes"] == pytest.approx(among_two / 2, rel=0.01)
+        # Each of the two ranks of a node sends half of it. Shares are filled up to whole elements, or blocks.
+        assert count["bytes_sent_between_nodes"] == pytest.approx(among_two / 2, rel=0.03 if encodes_part else 0.01)
         # Of a ring of four on two nodes every other message.
         assert count["bytes_dense_between_nodes"] == pytest.approx(count["bytes_dense"] / 2)
-        # The mean within the node, and shares of what came from the others.
-        assert count["bytes_sent"] > 4 * NUMEL * 0.99 + count["bytes_sent_between_nodes"]
+        # Within the node the mean, of which a rank that encodes its part needs that part only, and what came from the
+        # others.
+        within = count["bytes_sent"] - count["bytes_sent_between_nodes"]
+        mean = 4 * NUMEL / (2 if encodes_part else 1)
+        assert mean * 0.99 < within < 1.1 * (mean + among_two)
 
 
 def test_bytes_between_nodes_of_all_kinds_of_collectives(run):
@@ -229,6 +274,40 @@ def test_a_run_goes_on_with_and_without(run, label):
             assert all(same(a, b) for a, b in zip(results[0][1], after, strict=True))
             # What is owed goes on, in another form.
             assert norm({n: before[0][n] - after[0][n] for n in before[0]}) < 0.7 * norm(before[0])
+
+
+def totals(rank, world, first, second):
+    """Two steps with one hook and, from its exact state, twelve with another: the sums of what is applied in all."""
+    total = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in SHAPES.items()}
+
+    def train(ddp, steps):
+        for step in steps:
+            for name, mean in backward(ddp, full_rank_gradients(rank, step, SHAPES)).items():
+                total[name] += mean
+
+    with attached(first, exact_state=True) as (ddp, attachment):
+        train(ddp, range(2))
+        state = attachment.state_dict()
+    with attached(second, exact_state=True) as (ddp, attachment):
+        attachment.load_state_dict(state)
+        train(ddp, range(2, 14))
+    return total
+
+
+def test_what_is_owed_goes_on_by_node(run):
+    """From a state of as many ranks, without hierarchy: of all of them, not of some."""
+    hook = dataclasses.replace(CASES["int4"].hook, **ALL_ENCODED)
+    exact = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in SHAPES.items()}
+    for step in range(14):
+        for name, mean in mean_gradients(full_rank_gradients, 4, step).items():
+            exact[name] += mean
+    by_node = dataclasses.replace(hook, hierarchy="node")
+    errors = {}
+    for label, first, second in (("without", hook, hook), ("changed", hook, by_node), ("by node", by_node, by_node)):
+        results = on_nodes(run)(totals, first, second, world=4)
+        assert all(same(results[0], other) for other in results)
+        errors[label] = norm({name: exact[name] - total for name, total in results[0].items()})
+    assert errors["changed"] < 1.3 * max(errors["without"], errors["by node"])
 
 
 @dataclasses.dataclass(frozen=True)

@@ -119,7 +119,7 @@ def test_chunks_cover_each_gradient_once(block_size, num_owners):
     everything = torch.cat([own.reshape(-1) for own in numbers])
     assert everything.numel() == chunks.numel
     assert torch.equal(everything[everything > 0].sort().values, flat)
-    shares = [chunks.shares(rank) for rank in range(num_owners)]
+    shares = [chunks.shares(rank, num_owners) for rank in range(num_owners)]
     memory = torch.zeros(chunks.numel)
     for own in shares:
         for place, _ in own:

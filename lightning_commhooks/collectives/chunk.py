@@ -16,11 +16,10 @@ class Chunk:
     """Numbers that are encoded and sent together; see `Group.average_encoded_`.
 
     Attributes:
-        numbers: shape `(b, s)`, float32 or float64, this rank's; b is a multiple of w for a two-shot average.
-        owed: of this rank: what it owed before, and where to write what it owes then, both of shape `(b, s)`. `None`:
-            no error feedback.
-        carried: of the rank's share of the mean: what was owed before, and where to write what is owed then, both of
-            shape `(b / w, s)`; `None` unless there are two shots.
+        numbers: shape `(b, s)`, float32 or float64, this rank's; b is a multiple of `Group.num_owners`.
+        owed: of the part whose numbers this rank sends (`Group.parts`), one of c: what it owed before, and where to
+            write what it owes then, both of shape `(b / c, s)`. `None`: no error feedback.
+        carried: the same of the part whose mean this rank sends; `None` unless there are two shots.
         seed: for random rounding; of this rank, step and chunk alone. Below 2^30.
     """
 

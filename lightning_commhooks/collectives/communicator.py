@@ -307,10 +307,8 @@ class Communicator:
 
     def _ring_gather(self, tensor: Tensor) -> Wait:
         gathered = tensor.new_empty((self.size, tensor.numel()))
-        if tensor.is_cuda:
-            all_gather = renamed("all_gather_into_tensor", "all_gather_single")
-            return self._begun(gathered, all_gather, gathered, tensor)
-        return self._begun(gathered, dist.all_gather, list(gathered.unbind()), tensor)
+        all_gather = renamed("all_gather_into_tensor", "all_gather_single")
+        return self._begun(gathered, all_gather, gathered.view(-1), tensor)  # gloo takes no rows
 
     def _exchange(self, chunks: Tensor) -> Wait:
         if self._direct is not None:

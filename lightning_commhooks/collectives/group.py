@@ -7,7 +7,7 @@ import hashlib
 import os
 import random
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +23,23 @@ from lightning_commhooks.collectives.direct import Direct
 
 # Number of this process's node, as Lightning and Ray, torchrun, and SLURM tell it.
 _NODE_VARIABLES = ("NODE_RANK", "GROUP_RANK", "SLURM_NODEID")
+
+
+@dataclass(frozen=True)
+class Part:
+    """Which of how many equal parts of each chunk is this rank's.
+
+    Attributes:
+        index: which.
+        count: of how many.
+        among: the ranks that have the others.
+        ranks: the same, by their numbers among all.
+    """
+
+    index: int
+    count: int
+    among: Group
+    ranks: Sequence[int]
 
 
 @dataclass
@@ -145,9 +162,22 @@ class Group(Communicator):
             self._encoding[codec] = group
         return self._encoding[codec]
 
+    def parts(self, two_shot: bool = True) -> tuple[Part, Part | None]:
+        """What this rank encodes of each chunk that `average_encoded_` averages.
+
+        Returns:
+            the part whose numbers it sends, which is all of them here; and the part whose mean it sends, `None` if all
+            ranks send all to each other.
+        """
+        everything = Part(0, 1, self, [self.rank])
+        if not two_shot or self.size <= 2:
+            return everything, None
+        return everything, Part(self.rank, self.size, self, range(self.size))
+
     def num_owners(self, two_shot: bool = True) -> int:
-        """Ranks that each own a share of what `average_encoded_` averages; 1 if all ranks send all to each other."""
-        return self.size if two_shot and self.size > 2 else 1
+        """Into how many equal parts `average_encoded_` cuts what it averages."""
+        numbers, mean = self.parts(two_shot)
+        return (mean or numbers).count
 
     def kernels(self, codec: Codec, *, feedback: bool, two_shot: bool) -> Kernels:
         """What runs a codec in this group, compiled if that works on all ranks.
@@ -161,13 +191,16 @@ class Group(Communicator):
         """
         key = codec, feedback, two_shot
         if key not in self._kernels:
-            owners = self.num_owners(two_shot)
-            num_payloads = {self.size, 1} if owners > 1 else {self.size}
+            num_payloads, owners = self._num_payloads(two_shot), self.num_owners(two_shot)
             own = compiled(codec, self.device, num_payloads, feedback, owners, self.rank == 0)
             # Sums of a compiled function may be rounded in another way.
             everywhere = all(is_compiled for (is_compiled,) in self.all_gather_quietly([int(own is not None)]))
             self._kernels[key] = own if own is not None and everywhere else Kernels(codec)
         return self._kernels[key]
+
+    def _num_payloads(self, two_shot: bool) -> set[int]:
+        """How many payloads are decoded together."""
+        return {self.size} if self.parts(two_shot)[1] is None else {self.size, 1}
 
     def average_encoded_(
         self,
@@ -200,18 +233,13 @@ class Group(Communicator):
             return torch.ones((), dtype=torch.bool, device=self.device)
         one = chunks[0].numbers.new_ones(())
         way_in, way_out = (one * (scale / loss_scale)).view(()), (one * loss_scale).view(())
-        has_owners = self.num_owners(two_shot) > 1
-        if has_owners:
-            shots = [self._send_to_owners(chunk, kernels, way_in) for chunk in chunks]
-            arriving = [self._send_mean(chunk, kernels, one, shot) for chunk, shot in zip(chunks, shots, strict=True)]
-        else:
-            arriving = [self._begin_all_gather(self._encoded(chunk, kernels, way_in)) for chunk in chunks]
         finite = []
-        for chunk, wait in zip(chunks, arriving, strict=True):
-            num_senders = 1 if has_owners else self.size
-            payloads = wait().view(num_senders, chunk.numbers.shape[0], -1)
+        waits = self._begin_averages(chunks, kernels, way_in, two_shot)
+        for chunk, wait in zip(chunks, waits, strict=True):
             factor = way_out if chunk.owed is not None else one
-            finite.append(kernels.decode_mean(payloads, factor, chunk.numbers))
+            payloads = wait()
+            for part, numbers in zip(payloads, chunk.numbers.chunk(len(payloads)), strict=True):
+                finite.append(kernels.decode_mean(part, factor, numbers))
         return torch.stack(finite).all()
 
     def average_tensors_encoded_(self, tensors: Sequence[Tensor], kernels: Kernels) -> None:
@@ -257,6 +285,21 @@ class Group(Communicator):
             factor.mul_(self.size)
         finish()
 
+    def _begin_averages(
+        self, chunks: Iterable[Chunk], kernels: Kernels, factor: Tensor, two_shot: bool
+    ) -> list[Callable[[], Tensor]]:
+        """Begin to average chunks, each as soon as there is the next one.
+
+        Returns:
+            what waits for the payloads of one, shape `(1, k, b, bytes of a block)`, of which it is the mean; or those
+            of parts of it, `(parts, k, b / parts, bytes)`.
+        """
+        if self.parts(two_shot)[1] is None:
+            gathers = [(chunk, self._begin_all_gather(self._encoded(chunk, kernels, factor))) for chunk in chunks]
+            return [_payloads(wait, self.size, chunk) for chunk, wait in gathers]
+        shots = [(chunk, self._send_to_owners(chunk, kernels, factor)) for chunk in chunks]
+        return [_payloads(self._send_mean(chunk, kernels, shot), 1, chunk) for chunk, shot in shots]
+
     def _encoded(self, chunk: Chunk, kernels: Kernels, factor: Tensor) -> Tensor:
         seed = kernels.seed(chunk.seed, self.device)
         return kernels.encode(chunk.numbers, chunk.owed, factor, seed).view(-1)
@@ -266,12 +309,18 @@ class Group(Communicator):
         arriving = self._begin_all_to_all(payload)
         return _FirstShot(payload, arriving, self._expect_all_gather(payload[0]))
 
-    def _send_mean(self, chunk: Chunk, kernels: Kernels, one: Tensor, shot: _FirstShot) -> Wait:
+    def _send_mean(self, chunk: Chunk, kernels: Kernels, shot: _FirstShot) -> Wait:
         """The second shot: this rank's share of the mean."""
         b, s = chunk.numbers.shape
+        one = chunk.numbers.new_ones(())
         mean = chunk.numbers.new_empty((b // self.size, s))
         kernels.decode_mean(shot.arriving().view(self.size, b // self.size, -1), one, mean)
         seed = kernels.seed(chunk.seed + 2**30, self.device)
         share = kernels.encode(mean, chunk.carried, one, seed).view(-1)
         # The mean of what equal ranks send is what each of them sends.
         return shot.send_mean(share, shot.payload.clone)
+
+
+def _payloads(wait: Wait, num: int, chunk: Chunk) -> Callable[[], Tensor]:
+    """Wait for payloads of a chunk, shape `(1, num, b, bytes)`."""
+    return lambda: wait().view(1, num, chunk.numbers.shape[0], -1)

@@ -89,7 +89,7 @@ class Chunks:
     Args:
         slots: the gradients.
         block_size: elements of a block; `None`: all gradients together are one block for each owner.
-        num_owners: ranks that each own as many blocks of each chunk.
+        num_owners: into how many parts, of as many blocks each, every chunk can be cut.
 
     Attributes:
         places: where each chunk is.
@@ -149,12 +149,12 @@ class Chunks:
         for segment in self.segments(slot.name):
             memory[segment.start :][: segment.numel] = gradient.reshape(-1)[segment.first :][: segment.numel]
 
-    def shares(self, rank: int) -> list[tuple[slice, slice]]:
-        """Where the blocks are that one rank owns: in the chunks, and in a tensor of these blocks alone."""
+    def shares(self, index: int, count: int) -> list[tuple[slice, slice]]:
+        """Where one of `count` equal parts of each chunk is: in the chunks, and in a tensor of these parts alone."""
         shares, start = [], 0
         for place in self.places:
-            numel = place.numel // self.num_owners
-            first = place.start + rank * numel
+            numel = place.numel // count
+            first = place.start + index * numel
             shares.append((slice(first, first + numel), slice(start, start + numel)))
             start += numel
         return shares

@@ -15,17 +15,17 @@ from torch import Tensor
 
 from lightning_commhooks.codecs.codec import Codec
 from lightning_commhooks.collectives.chunk import Chunk
-from lightning_commhooks.collectives.group import Group
-from lightning_commhooks.hooks._chunks import Chunks
+from lightning_commhooks.collectives.group import Group, Part
+from lightning_commhooks.hooks._chunks import Chunks, Place, Segment
 from lightning_commhooks.interface.accumulation import scale_
 from lightning_commhooks.interface.bucket import Bucket, Slot
 from lightning_commhooks.interface.by_parameter import BoundByParameter, Entry, Plan, Shapes
 from lightning_commhooks.interface.checks import check_bool, check_integer
-from lightning_commhooks.interface.hierarchy import Hierarchy, bind_by_node, check_hierarchy
+from lightning_commhooks.interface.hierarchy import Hierarchy, check_hierarchy, hierarchical
 from lightning_commhooks.interface.hook import NEXT_TO_NOTHING, BoundHook, CommHook
 from lightning_commhooks.interface.memory import Memory, all_finite
 from lightning_commhooks.interface.precision import to_gradient, work_dtype
-from lightning_commhooks.interface.state import StateWriter
+from lightning_commhooks.interface.state import StateReader, StateWriter
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +58,56 @@ class CodecConfig(CommHook):
         return fills_block and (self.compress_1d or len(shape) > 1)
 
     def bind(self, group: Group) -> BoundHook:
-        return bind_by_node(self.hierarchy, group, lambda ranks: CodecFeedback(self, ranks))
+        return CodecFeedback(self, group)
+
+
+class _PartMemory:
+    """What is owed of one part of each chunk.
+
+    Args:
+        whole: of all chunks, shape `(layout.numel,)`.
+        layout: the chunks.
+        part: which part.
+
+    Attributes:
+        memory: of the part alone, shape `(layout.numel / part.count,)`.
+    """
+
+    def __init__(self, whole: Tensor, layout: Chunks, part: Part) -> None:
+        self._part = part
+        self._shares = layout.shares(part.index, part.count)
+        self.memory = Memory(whole if part.count == 1 else torch.cat([whole[place] for place, _ in self._shares]))
+
+    def of_chunk(self, i: int, place: Place) -> tuple[Tensor, Tensor]:
+        """What is owed, and where to write what will be, of chunk i."""
+        own = self._shares[i][1]
+        return self.memory.value[own].view(-1, place.shape[1]), self.memory.next()[own].view(-1, place.shape[1])
+
+    def rows(self, numbers: Tensor) -> Tensor:
+        """The part of a chunk."""
+        return numbers.chunk(self._part.count)[self._part.index]
+
+    def whole(self, numel: int) -> Tensor:
+        """What the ranks that have the other parts owe together, shape `(numel,)`; collective among them."""
+        if self._part.count == 1:
+            return self.memory.value
+        whole = self.memory.value.new_zeros(numel)
+        for place, own in self._shares:
+            whole[place] = self.memory.value[own]
+        counters = self._part.among.counters
+        # Not only checkpoints ask for it: DDP has rebuilt its buckets, once.
+        with nullcontext() if counters.is_evaluating else counters.paused():
+            return self._part.among.all_reduce_(whole)
+
+    def leave(self, segments: Sequence[Segment], unless: Tensor) -> None:
+        """Let what is owed of a gradient be in the next step what it is now, unless a boolean is true."""
+        new = self.memory.next()
+        for segment in segments:
+            for place, own in self._shares:
+                first, last = max(segment.start, place.start), min(segment.start + segment.numel, place.stop)
+                if first < last:
+                    stretch = slice(own.start + first - place.start, own.start + last - place.start)
+                    new[stretch] = torch.where(unless, new[stretch], self.memory.value[stretch])
 
 
 @dataclass(frozen=True)
@@ -69,39 +118,33 @@ class _Plan(Plan):
         dense: gradients that are sent as they are.
         slots: the others.
         layout: where they are in the memory.
-        residual: what this rank owes, shape `(layout.numel,)`.
-        carried: what is owed of this rank's share of the mean, shape `(layout.numel / w,)`; `None` unless there are
-            two shots.
-        group: the ranks.
+        residual: what this rank owes of its part of the numbers; `None` without error feedback.
+        carried: what it owes of its part of the mean; `None` unless there are two shots.
     """
 
     dense: list[Slot]
     slots: list[Slot]
     layout: Chunks
-    residual: Memory | None
-    carried: Memory | None
-    group: Group
+    residual: _PartMemory | None = None
+    carried: _PartMemory | None = None
+
+    @property
+    def parts(self) -> list[_PartMemory]:
+        """All that is owed."""
+        return [part for part in (self.residual, self.carried) if part is not None]
 
     @property
     def memories(self) -> list[Memory]:
-        return [memory for memory in (self.residual, self.carried) if memory is not None]
+        return [part.memory for part in self.parts]
 
     def entries(self) -> dict[str, Entry]:
-        if self.residual is None:
-            return {}
-        entries = {slot.name: {"residual": self.layout.gradient(slot, self.residual.value)} for slot in self.slots}
-        if self.carried is not None:
-            # Each rank has its share; who has which depends on the bucket.
-            whole = torch.zeros_like(self.residual.value)
-            for place, own in self.layout.shares(self.group.rank):
-                whole[place] = self.carried.value[own]
-            counters = self.group.counters
-            # Not only checkpoints ask for it: DDP has rebuilt its buckets, once.
-            with nullcontext() if counters.is_evaluating else counters.paused():
-                self.group.all_reduce_(whole)
-            for slot in self.slots:
-                entries[slot.name]["carried"] = self.layout.gradient(slot, whole)
-        return entries
+        named = (("residual", self.residual), ("carried", self.carried))
+        wholes = {kind: part.whole(self.layout.numel) for kind, part in named if part is not None}
+        return {
+            slot.name: {kind: self.layout.gradient(slot, whole) for kind, whole in wholes.items()}
+            for slot in self.slots
+            if wholes
+        }
 
     def owed(self) -> Iterator[Tensor]:
         for memory in self.memories:
@@ -119,7 +162,8 @@ class CodecFeedback(BoundByParameter[_Plan]):
     def __init__(self, config: CodecConfig, group: Group) -> None:
         super().__init__(group)
         self._config = config
-        self._kernels = group.kernels(config.codec, feedback=config.use_error_feedback, two_shot=True)
+        self._ranks = hierarchical(config.hierarchy, group)
+        self._kernels = self._ranks.kernels(config.codec, feedback=config.use_error_feedback, two_shot=True)
         self.has_memory = config.use_error_feedback
         # Without, nothing is added to gradients before they are encoded.
         self.scales_gradients = config.use_error_feedback
@@ -136,13 +180,13 @@ class CodecFeedback(BoundByParameter[_Plan]):
             scale_(flat, bucket.scale)
             self._pay_off_(flat, bucket)
             self.group.counters.numel_uncompressed += flat.numel()
-            self.group.all_reduce_mean_(flat)
+            self._ranks.all_reduce_mean_(flat)
             return None
         plan = self._plan(flat, bucket)
         dense = torch.cat([flat[:0], *(slot.view(flat).reshape(-1) for slot in plan.dense)])
-        dense.div_(self.group.size / bucket.scale)
+        dense.div_(self._ranks.size / bucket.scale)
         used = bucket.used(plan.slots if bucket.unused is not None and self.has_memory else (), flat)
-        finish = self.group.begin_all_reduce_coalesced_([dense, used])
+        finish = self._ranks.begin_all_reduce_coalesced_([dense, used])
         finite = self._average_encoded(flat, bucket, plan)
         finish()
         finite = finite & all_finite(dense)
@@ -151,7 +195,9 @@ class CodecFeedback(BoundByParameter[_Plan]):
         self.group.counters.numel_uncompressed += dense.numel()
         for slot, is_used in zip(plan.slots, used > 0, strict=False):
             if slot.name in (bucket.unused or ()):
-                _restore(plan, slot, is_used)
+                # DDP throws away what a hook returns for what no rank has used.
+                for part in plan.parts:
+                    part.leave(plan.layout.segments(slot.name), unless=is_used)
         # The product with the scale may be infinite where the mean is not.
         return finite if isinstance(bucket.loss_scale, float) and bucket.loss_scale == 1 else None
 
@@ -163,24 +209,20 @@ class CodecFeedback(BoundByParameter[_Plan]):
 
     def _average_encoded(self, flat: Tensor, bucket: Bucket, plan: _Plan) -> Tensor:
         dtype = work_dtype(flat.dtype)
-        shares = plan.layout.shares(self.group.rank) if plan.carried is not None else []
         chunks = []
         for i, place in enumerate(plan.layout.places):
-            owed = carried = None
-            if plan.residual is not None:
-                owed = place.of(plan.residual.value), place.of(plan.residual.next())
-            if plan.carried is not None:
-                size, (_, own) = place.shape[1], shares[i]
-                carried = plan.carried.value[own].view(-1, size), plan.carried.next()[own].view(-1, size)
+            owed = None if plan.residual is None else plan.residual.of_chunk(i, place)
+            carried = None if plan.carried is None else plan.carried.of_chunk(i, place)
             seed = f"{self._config.random_seed}:{bucket.step}:{self.group.rank}:{place.segments[0].key}"
             chunks.append(Chunk(place.gather(flat, dtype), owed, carried, zlib.crc32(seed.encode()) % 2**30))
-        finite = self.group.average_encoded_(chunks, self._kernels, loss_scale=bucket.loss_scale, scale=bucket.scale)
+        finite = self._ranks.average_encoded_(chunks, self._kernels, loss_scale=bucket.loss_scale, scale=bucket.scale)
         for place, mean in zip(plan.layout.places, chunks, strict=True):
             if dtype != flat.dtype:
                 rounded = to_gradient(mean.numbers, flat.dtype)
-                if mean.owed is not None:
+                if plan.residual is not None and mean.owed is not None:
                     # Equal on all ranks, so it is owed to the mean.
-                    mean.owed[1].add_((mean.numbers - rounded.to(dtype)) / bucket.loss_scale)
+                    left = plan.residual.rows(mean.numbers - rounded.to(dtype))
+                    mean.owed[1].add_(left / bucket.loss_scale)
                 mean.numbers = rounded
             place.scatter(mean.numbers, flat)
         numel = sum(slot.numel for slot in plan.slots)
@@ -191,9 +233,10 @@ class CodecFeedback(BoundByParameter[_Plan]):
     def _make_plan(self, flat: Tensor, bucket: Bucket) -> _Plan:
         slots = [slot for slot in bucket.slots if self._config.compresses(slot.shape)]
         dense = [slot for slot in bucket.slots if not self._config.compresses(slot.shape)]
-        layout = Chunks(slots, self._config.codec.block_size, self.group.num_owners())
+        numbers, mean = self._ranks.parts()
+        layout = Chunks(slots, self._config.codec.block_size, self._ranks.num_owners())
         if not self._config.use_error_feedback:
-            return _Plan(dense, slots, layout, None, None, self.group)
+            return _Plan(dense, slots, layout)
         residual = flat.new_zeros(layout.numel, dtype=work_dtype(flat.dtype))
         carried = torch.zeros_like(residual)
         for slot in slots:
@@ -202,10 +245,10 @@ class CodecFeedback(BoundByParameter[_Plan]):
                 layout.write(slot, entry["residual"], residual)
             if "carried" in entry:
                 layout.write(slot, entry["carried"], carried)
-        if self.group.num_owners() == 1:
-            return _Plan(dense, slots, layout, Memory(residual.add_(carried)), None, self.group)
-        own = torch.cat([carried[place] for place, _ in layout.shares(self.group.rank)])
-        return _Plan(dense, slots, layout, Memory(residual), Memory(own), self.group)
+        if mean is None:
+            return _Plan(dense, slots, layout, _PartMemory(residual.add_(carried), layout, numbers))
+        own = _PartMemory(residual, layout, numbers), _PartMemory(carried, layout, mean)
+        return _Plan(dense, slots, layout, *own)
 
     def _settled(self, entry: Mapping[str, Tensor]) -> Tensor:
         return entry["residual"] + entry["carried"] if "carried" in entry else entry["residual"]
@@ -213,6 +256,10 @@ class CodecFeedback(BoundByParameter[_Plan]):
     def state_dict(self, writer: StateWriter) -> dict[str, Any]:
         # Making the entries is collective.
         return {"entries": {}} if writer.kind == "none" else super().state_dict(writer)
+
+    def load_state_dict(self, state: dict[str, Any], reader: StateReader) -> None:
+        with reader.of_ranks(self._ranks.parts()[0].ranks):
+            super().load_state_dict(state, reader)
 
     def _entry_shapes(self, shapes: list[tuple[int, ...]]) -> Shapes:
         owes = self._config.use_error_feedback and self._config.compresses(shapes[0])
@@ -234,28 +281,3 @@ class CodecFeedback(BoundByParameter[_Plan]):
             f"block_size={config.codec.block_size} elements or more {which}(compress_1d={config.compress_1d}); "
             f"{lower}, or use hook='bf16'"
         )
-
-
-def _restore(plan: _Plan, slot: Slot, is_used: Tensor) -> None:
-    """Leave the memory of a gradient as it was unless a rank used it: DDP throws away what a hook returns for it."""
-    if plan.residual is None:
-        return
-    ranges = [slice(segment.start, segment.start + segment.numel) for segment in plan.layout.segments(slot.name)]
-    changed = [(plan.residual, ranges)]
-    if plan.carried is not None:
-        changed.append((plan.carried, _within(ranges, plan.layout.shares(plan.group.rank))))
-    for memory, stretches in changed:
-        for stretch in stretches:
-            new = memory.next()[stretch]
-            new.copy_(torch.where(is_used, new, memory.value[stretch]))
-
-
-def _within(ranges: list[slice], shares: list[tuple[slice, slice]]) -> list[slice]:
-    """Where `ranges` of the layout are in a rank's share."""
-    found = []
-    for stretch in ranges:
-        for place, own in shares:
-            first, last = max(stretch.start, place.start), min(stretch.stop, place.stop)
-            if first < last:
-                found.append(slice(own.start + first - place.start, own.start + last - place.start))
-    return found

@@ -10,7 +10,9 @@ from typing import Any, Literal
 from torch import Tensor
 
 from lightning_commhooks.collectives.group import Group
-from lightning_commhooks.collectives.node_group import NodeGroup, between_nodes
+from lightning_commhooks.collectives.hierarchical_group import HierarchicalGroup
+from lightning_commhooks.collectives.node_group import NodeGroup
+from lightning_commhooks.collectives.two_levels import has_levels
 from lightning_commhooks.interface.bucket import Bucket
 from lightning_commhooks.interface.hook import BoundHook
 from lightning_commhooks.interface.state import StateReader
@@ -41,16 +43,38 @@ def bind_by_node(hierarchy: Hierarchy, group: Group, bind: Callable[[Group], Bou
     Raises:
         ValueError: nodes have different numbers of ranks.
     """
-    ranks = group if hierarchy is None else between_nodes(group)
-    if isinstance(ranks, NodeGroup):
-        return _NodeFirst(bind(ranks), group, ranks)
-    if hierarchy is not None and len(group.nodes()) == 1 and group.size > 1 and group.rank == 0:
+    if not _has_levels(hierarchy, group):
+        return bind(group)
+    nodes = NodeGroup(group)
+    return _NodeFirst(bind(nodes if group._codec is None else nodes.encoding(group._codec)), group, nodes)
+
+
+def hierarchical(hierarchy: Hierarchy, group: Group) -> Group:
+    """The ranks for a hook whose gradients are averaged by `average_encoded_` and `all_reduce_` alone.
+
+    Args:
+        hierarchy: the hook's option.
+        group: all ranks.
+
+    Returns:
+        the same ranks; with the option they average within nodes first.
+
+    Raises:
+        ValueError: nodes have different numbers of ranks.
+    """
+    return HierarchicalGroup(group) if _has_levels(hierarchy, group) else group
+
+
+def _has_levels(hierarchy: Hierarchy, group: Group) -> bool:
+    if hierarchy is None:
+        return False
+    if len(group.nodes()) == 1 and group.size > 1 and group.rank == 0:
         warnings.warn(
             f"hierarchy={hierarchy!r} does nothing: all {group.size} ranks are on one node. If they are not, let their "
             "launcher set NODE_RANK",
             stacklevel=2,
         )
-    return bind(group)
+    return has_levels(group)
 
 
 class _NodeFirst(BoundAround):
