@@ -8,6 +8,7 @@ Every training writes `OUT/<label>.<rank>.json`. Functions for workers are of `_
 import copy
 import json
 import os
+import re
 import shutil
 import signal
 import sys
@@ -240,7 +241,7 @@ def disturbed(config):
 def train(function, storage, max_failures=0, **config):
     trainer = ray.train.torch.TorchTrainer(
         function,
-        train_loop_config=config,
+        train_loop_config=config or None,
         scaling_config=ray.train.ScalingConfig(num_workers=2),
         run_config=ray.train.RunConfig(
             name=function.__name__,
@@ -272,6 +273,32 @@ def refusals(out):
     (out / "refusals.json").write_text(json.dumps(refused))
 
 
+def documented(out, storage):
+    """The scripts of the page, as they are there; what they report, and whether the hook's state is in it."""
+    text = (Path(__file__).parent.parent / "docs" / "ray.md").read_text()
+    scripts = dict(re.findall(r"```python\n# (\w+)\.py\n(.*?)```", text, re.DOTALL))
+    before = os.getcwd()
+    os.chdir(out)
+    try:
+        exec(compile(scripts["train"], "train.py", "exec"), {"__name__": "__main__"})
+    finally:
+        os.chdir(before)
+    (last,) = sorted(Path(out, "runs").glob("*/checkpoint_*/checkpoint.ckpt"))[-1:]
+    saved = torch.load(last, weights_only=False)
+    names = {"__name__": "__main__"}
+    exec(compile(scripts["loop"], "loop.py", "exec"), names)
+    result = train(names["train_worker"], storage)
+    with result.checkpoint.as_directory() as folder:
+        of_loop = torch.load(Path(folder, "state.pt"), weights_only=True)
+    found = {
+        "train": sorted(saved),
+        "epochs": saved["epoch"] + 1,
+        "loop": sorted(of_loop),
+        "sent": result.metrics["sent"],
+    }
+    (out / "documented.json").write_text(json.dumps(found))
+
+
 def main(out):
     refusals(out)
     # Paths of sockets, which Ray makes there, may have no more than 107 characters.
@@ -285,6 +312,7 @@ def main(out):
         given = {"fit": saved[SAVED - 1], "loop": saved["loop"], "accelerate": saved["accelerate"]}
         strategy = lc.CompressedRayDDPStrategy(hook=POWERSGD, exact_state=True)
         train(disturbed, storage, max_failures=1, out=str(out), strategy=strategy, **given)
+        documented(out, storage)
     finally:
         ray.shutdown()
         shutil.rmtree(folder, ignore_errors=True)

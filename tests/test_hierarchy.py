@@ -133,16 +133,15 @@ NODES = {"two nodes": [[0, 1], [2, 3]], "four nodes": [[0, 1], [2, 3], [4, 5], [
 
 @pytest.mark.parametrize("nodes", NODES.values(), ids=NODES)
 @pytest.mark.parametrize("label", ["int8", "int4"])
-def test_what_sixteen_bit_gradients_leave_out_is_owed(many, label, nodes):
-    """Over many steps nothing is lost but what is owed at the end, which rounding of each step would exceed."""
+def test_what_sixteen_bit_gradients_leave_out_is_owed(label, nodes):
+    """Codecs send +-a without an error, and a mean of 1 + 2^-9 or less is 1 in bfloat16."""
+    signs = torch.randn(96, 80, generator=torch.Generator().manual_seed(0)).sign()
     num = sum(map(len, nodes))
-    own = many.to(torch.bfloat16)[:num]
+    own = [signs.expand(20, 96, 80) * (1 + 2**-7 if rank == 0 else 1) for rank in range(num)]
     means, _ = in_threads(nodes, HOOKS[label], lambda rank: own[rank], torch.bfloat16)
     assert all(torch.equal(means[0], other) for other in means)
-    exact = own.double().mean(dim=0).view(20, -1)
-    one = (means[0][0].double() - exact[0]).norm()
-    total = (means[0].double() - exact).sum(dim=0).norm()
-    assert total < 2 * one, "twenty errors in a row would be at least 4 times one"
+    lost = means[0].double().sum(dim=0) - 20 * (1 + 2**-7 / num) * signs.double().view(-1)
+    assert lost.abs().max() < 2**-6 < 20 * 2**-7 / num
 
 
 def test_a_rank_remembers_its_part_only(many):
@@ -189,12 +188,12 @@ def test_bytes_between_nodes_of_all_kinds_of_collectives(run):
     for label, share in expected.items():
         for count in on_nodes(run)(sent_between, lc.get_hook(label), world=4):
             assert count["bytes_sent_between_nodes"] == pytest.approx(share * count["bytes_sent"])
-    for places, share in ((TWO_BY_TWO, 2 / 3), ([0, 0, 0, 1], 1 / 2)):
+    # Half of it is exchanged, the other half goes around a ring.
+    for places, share, least in ((TWO_BY_TWO, 2 / 3, 0.55), ([0, 0, 0, 1], 1 / 2, 0.49)):
         hook = lc.Int8(use_error_feedback=False, **ALL_ENCODED)
         counts = on_nodes(run, places)(sent_between, hook, world=4)
-        ring = 1 / 2  # of small gradients
         for count in counts:
-            assert min(share, ring) * 0.99 < count["bytes_sent_between_nodes"] / count["bytes_sent"] < share * 1.01
+            assert least < count["bytes_sent_between_nodes"] / count["bytes_sent"] < share * 1.01
     # Interleaved, every message of a ring leaves its node.
     for count in on_nodes(run, [0, 1, 0, 1])(sent_between, lc.AllReduce(), world=4):
         assert count["bytes_sent_between_nodes"] == pytest.approx(count["bytes_sent"])
@@ -276,38 +275,34 @@ def test_a_run_goes_on_with_and_without(run, label):
             assert norm({n: before[0][n] - after[0][n] for n in before[0]}) < 0.7 * norm(before[0])
 
 
-def totals(rank, world, first, second):
-    """Two steps with one hook and, from its exact state, twelve with another: the sums of what is applied in all."""
-    total = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in SHAPES.items()}
-
-    def train(ddp, steps):
-        for step in steps:
-            for name, mean in backward(ddp, full_rank_gradients(rank, step, SHAPES)).items():
-                total[name] += mean
-
+def taken_over(rank, world, first, second):
+    """What is owed after three steps, and what another hook owes that goes on from there; each of all ranks."""
     with attached(first, exact_state=True) as (ddp, attachment):
-        train(ddp, range(2))
+        for step in range(3):
+            backward(ddp, full_rank_gradients(rank, step, SHAPES))
         state = attachment.state_dict()
-    with attached(second, exact_state=True) as (ddp, attachment):
+    with attached(second, exact_state=True) as (_, attachment):
         attachment.load_state_dict(state)
-        train(ddp, range(2, 14))
-    return total
+        after = attachment.state_dict()
+    return [
+        {name: entry["residual"] for name, entry in saved["hook"]["state"]["entries"].items() if "residual" in entry}
+        for saved in (state, after)
+    ]
 
 
-def test_what_is_owed_goes_on_by_node(run):
-    """From a state of as many ranks, without hierarchy: of all of them, not of some."""
-    hook = dataclasses.replace(CASES["int4"].hook, **ALL_ENCODED)
-    exact = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in SHAPES.items()}
-    for step in range(14):
-        for name, mean in mean_gradients(full_rank_gradients, 4, step).items():
-            exact[name] += mean
-    by_node = dataclasses.replace(hook, hierarchy="node")
-    errors = {}
-    for label, first, second in (("without", hook, hook), ("changed", hook, by_node), ("by node", by_node, by_node)):
-        results = on_nodes(run)(totals, first, second, world=4)
-        assert all(same(results[0], other) for other in results)
-        errors[label] = norm({name: exact[name] - total for name, total in results[0].items()})
-    assert errors["changed"] < 1.3 * max(errors["without"], errors["by node"])
+@pytest.mark.parametrize("label", ["int8", "powersgd"])
+def test_a_node_owes_what_its_ranks_owed(run, label):
+    plain, by_node = CASES[label].hook, HOOKS[label]
+    before, after = on_nodes(run)(taken_over, plain, by_node, world=4)[0]
+    assert before.keys() == after.keys() != set()
+    for name, of_ranks in before.items():
+        of_nodes = of_ranks.view(2, 2, -1).mean(dim=1)
+        torch.testing.assert_close(after[name].view(2, 2, -1), of_nodes.view(2, 1, -1).expand(2, 2, -1), msg=name)
+    before, after = on_nodes(run)(taken_over, by_node, by_node, world=4)[0]
+    for name, of_ranks in before.items():
+        assert torch.equal(of_ranks, after[name])
+        assert torch.equal(of_ranks[0], of_ranks[1])
+        assert not torch.equal(of_ranks[0], of_ranks[2])
 
 
 @dataclasses.dataclass(frozen=True)

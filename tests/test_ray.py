@@ -37,7 +37,7 @@ class Results:
 @pytest.fixture(scope="module")
 def ray(tmp_path_factory):
     out = tmp_path_factory.mktemp("ray")
-    run_alone(FOLDER / "ray_runner.py", out, environment=alone(), timeout=200)
+    run_alone(FOLDER / "ray_runner.py", out, environment=alone(), timeout=300)
     return Results(out)
 
 
@@ -85,6 +85,14 @@ def test_accelerate(ray):
     assert whole["metrics"]["bytes_sent"] < whole["metrics"]["bytes_dense"] / 2
     assert (whole["metrics"]["steps"], resumed["metrics"]["steps"]) == (8, 4)
     assert resumed["params"] == whole["params"]
+
+
+def test_scripts_of_the_page(ray):
+    found = json.loads((ray.out / "documented.json").read_text())
+    assert found["epochs"] == 2
+    assert any("hook" in key.lower() for key in found["train"]), found["train"]
+    assert found["loop"] == ["epoch", "hook", "model"]
+    assert found["sent"] > 0
 
 
 @pytest.mark.parametrize(

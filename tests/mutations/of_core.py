@@ -323,7 +323,7 @@ MUTATIONS = [
         "with reader.of_ranks(self._ranks):",
         "with reader.of_ranks([self.group.rank]):",
         "From a state that was saved without hierarchy, ranks of a node go on with different memory.",
-        "tests/test_hierarchy.py -k 'with_and_without and powersgd'",
+        "tests/test_hierarchy.py -k 'its_ranks_owed and powersgd'",
     ),
     Mutation(
         "node_memory_of_parts_of_one_rank",
@@ -331,7 +331,7 @@ MUTATIONS = [
         "with reader.of_ranks(self._ranks.parts()[0].ranks):",
         "with reader.of_ranks([self.group.rank]):",
         "From a state that was saved without hierarchy, each rank of a node goes on from what one of them owes.",
-        "tests/test_hierarchy.py -k 'owed_goes_on_by_node'",
+        "tests/test_hierarchy.py -k 'its_ranks_owed and int8'",
     ),
     Mutation(
         "rounding_is_owed_by_another_part",
