@@ -18,7 +18,6 @@ class NodeGroup(TwoLevels):
     tensor with the ranks of the same number on the other nodes, and gathers the other shares from its own node.
 
     Legend: n nodes of l ranks each; k elements in each of the l shares of a tensor, filled up with zeros.
-
     """
 
     def __init__(self, everyone: Group) -> None:
