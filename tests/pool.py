@@ -72,8 +72,9 @@ class Pool:
             if not failed and len(replies) == world:
                 return [replies[rank][1] for rank in range(world)]
             self._kill()
-            if not any(LOST_CONNECTION.search(text) for text in failed):
+            if not failed or not all(LOST_CONNECTION.search(text) for text in failed):
                 break
+            print(f"{function.__name__} is called again: {failed[0]}", file=sys.stderr)
         missing = [f"rank {rank}: no answer" for rank in range(world) if rank not in replies]
         raise WorkerError("\n".join([f"{function.__name__} failed", *failed, *missing]))
 

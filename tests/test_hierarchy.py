@@ -290,19 +290,37 @@ def taken_over(rank, world, first, second):
     ]
 
 
-@pytest.mark.parametrize("label", ["int8", "powersgd"])
+@dataclasses.dataclass(frozen=True)
+class AroundInt8(lc.CommHook):
+    """Somebody's hook, which has another one on nodes."""
+
+    name = "around_int8"
+
+    def bind(self, group):
+        return bind_by_node("node", group, CASES["int8"].hook.bind)
+
+
+HOOKS_WITH_MEMORY = {"int8": HOOKS["int8"], "powersgd": HOOKS["powersgd"], "around_int8": AroundInt8()}
+
+
+@pytest.mark.parametrize("label", HOOKS_WITH_MEMORY)
 def test_a_node_owes_what_its_ranks_owed(run, label):
-    plain, by_node = CASES[label].hook, HOOKS[label]
-    before, after = on_nodes(run)(taken_over, plain, by_node, world=4)[0]
-    assert before.keys() == after.keys() != set()
-    for name, of_ranks in before.items():
-        of_nodes = of_ranks.view(2, 2, -1).mean(dim=1)
-        torch.testing.assert_close(after[name].view(2, 2, -1), of_nodes.view(2, 1, -1).expand(2, 2, -1), msg=name)
+    by_node = HOOKS_WITH_MEMORY[label]
+    if label != "around_int8":
+        from_all_ranks(run, CASES[label].hook, by_node)
     before, after = on_nodes(run)(taken_over, by_node, by_node, world=4)[0]
     for name, of_ranks in before.items():
         assert torch.equal(of_ranks, after[name])
         assert torch.equal(of_ranks[0], of_ranks[1])
         assert not torch.equal(of_ranks[0], of_ranks[2])
+
+
+def from_all_ranks(run, plain, by_node):
+    before, after = on_nodes(run)(taken_over, plain, by_node, world=4)[0]
+    assert before.keys() == after.keys() != set()
+    for name, of_ranks in before.items():
+        of_nodes = of_ranks.view(2, 2, -1).mean(dim=1)
+        torch.testing.assert_close(after[name].view(2, 2, -1), of_nodes.view(2, 1, -1).expand(2, 2, -1), msg=name)
 
 
 @dataclasses.dataclass(frozen=True)

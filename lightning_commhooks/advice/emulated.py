@@ -137,7 +137,8 @@ class EmulatedGroup(Group):
 
     Counts bytes as a `Group` of that size. With a codec, error feedback and all that, a hook does with it what it does
     with real ranks, and averages made by the methods of `Group` are those of equal ranks. What a hook makes of several
-    collectives by itself may be wrong, since every rank owns the same share: `EnsembleGroup` tells how good a hook is.
+    collectives by itself, or groups of two levels make of it, may be wrong, since every rank owns the same share:
+    `EnsembleGroup` tells how good a hook is.
 
     Args:
         link: what collectives cost, among as many ranks as there are to be.

@@ -33,7 +33,7 @@ class Part:
         index: which.
         count: of how many.
         among: the ranks that have the others.
-        ranks: the same, by their numbers among all.
+        ranks: the same, by their numbers among all; empty where there is one part.
     """
 
     index: int
@@ -169,7 +169,7 @@ class Group(Communicator):
             the part whose numbers it sends, which is all of them here; and the part whose mean it sends, `None` if all
             ranks send all to each other.
         """
-        everything = Part(0, 1, self, [self.rank])
+        everything = Part(0, 1, self, ())
         if not two_shot or self.size <= 2:
             return everything, None
         return everything, Part(self.rank, self.size, self, range(self.size))
@@ -323,4 +323,5 @@ class Group(Communicator):
 
 def _payloads(wait: Wait, num: int, chunk: Chunk) -> Callable[[], Tensor]:
     """Wait for payloads of a chunk, shape `(1, num, b, bytes)`."""
-    return lambda: wait().view(1, num, chunk.numbers.shape[0], -1)
+    rows = chunk.numbers.shape[0]
+    return lambda: wait().view(1, num, rows, -1)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from torch import Tensor
@@ -61,14 +62,16 @@ class HierarchicalGroup(TwoLevels):
     def _begin_averages(
         self, chunks: Iterable[Chunk], kernels: Kernels, factor: Tensor, two_shot: bool
     ) -> list[Callable[[], Tensor]]:
-        arriving = [
-            (chunk, self.within._begin_all_to_all(chunk.numbers.view(self.within.size, -1))) for chunk in chunks
-        ]
-        # While one part is encoded and sent to other nodes, the next ones come from this one.
-        parts = (
-            replace(chunk, numbers=wait().mean(dim=0).view(-1, chunk.numbers.shape[1])) for chunk, wait in arriving
-        )
-        waits = self.across._begin_averages(parts, kernels, factor, two_shot)
+        size = self.within.size
+        arriving = deque((chunk, self.within._begin_all_to_all(chunk.numbers.view(size, -1))) for chunk in chunks)
+
+        def parts() -> Iterator[Chunk]:
+            # While one part is encoded and sent to other nodes, the next ones come from this one.
+            while arriving:
+                chunk, wait = arriving.popleft()
+                yield replace(chunk, numbers=wait().mean(dim=0).view(-1, chunk.numbers.shape[1]))
+
+        waits = self.across._begin_averages(parts(), kernels, factor, two_shot)
         return [self._gathered(wait) for wait in waits]
 
     def _gathered(self, wait: Callable[[], Tensor]) -> Callable[[], Tensor]:

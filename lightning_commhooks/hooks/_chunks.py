@@ -60,10 +60,6 @@ class Place:
         """Elements, zeros included."""
         return self.shape[0] * self.shape[1]
 
-    def of(self, memory: Tensor) -> Tensor:
-        """This chunk of a tensor laid out as all of them, shape `(b, s)`."""
-        return memory[self.start : self.start + self.numel].view(self.shape)
-
     def gather(self, flat: Tensor, dtype: torch.dtype) -> Tensor:
         """Gradients in `flat`, shape `(b, s)`: a view where they lie so and have that dtype, or else a copy."""
         if len(self.segments) == 1 and self.segments[0].numel == self.numel and flat.dtype == dtype:

@@ -258,7 +258,8 @@ class CodecFeedback(BoundByParameter[_Plan]):
         return {"entries": {}} if writer.kind == "none" else super().state_dict(writer)
 
     def load_state_dict(self, state: dict[str, Any], reader: StateReader) -> None:
-        with reader.of_ranks(self._ranks.parts()[0].ranks):
+        ranks = self._ranks.parts()[0].ranks
+        with reader.of_ranks(ranks) if ranks else nullcontext():
             super().load_state_dict(state, reader)
 
     def _entry_shapes(self, shapes: list[tuple[int, ...]]) -> Shapes:

@@ -26,7 +26,7 @@ class Int4(CodecConfig):
         rotation: `"hadamard"`: rotate blocks first, which spreads outliers; then `block_size` is a power of 2.
         use_error_feedback: add what encoding left out to the next step's gradient, and mean. Needs memory of twice the
             size of the compressed gradients, at least float32: what is owed, and what it was before the step; and with
-            w > 2 ranks 2/w more, for the mean.
+            w > 2 ranks 2/w more, for the mean. With `hierarchy="node"` and l ranks on a node 1/l of that.
         compress_1d: also encode biases and the like. They are few, and what norms have in them is sensitive. Gradients
             of fewer elements than a block are never encoded.
         min_bytes: buckets with fewer bytes of gradients to encode are averaged as they are, which is faster.

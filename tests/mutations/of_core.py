@@ -328,8 +328,8 @@ MUTATIONS = [
     Mutation(
         "node_memory_of_parts_of_one_rank",
         f"{PACKAGE}/hooks/_codec_feedback.py",
-        "with reader.of_ranks(self._ranks.parts()[0].ranks):",
-        "with reader.of_ranks([self.group.rank]):",
+        "ranks = self._ranks.parts()[0].ranks",
+        "ranks = ()",
         "From a state that was saved without hierarchy, each rank of a node goes on from what one of them owes.",
         "tests/test_hierarchy.py -k 'its_ranks_owed and int8'",
     ),
