@@ -13,6 +13,8 @@ OURS = {
     "_Make",
     "_add",
     "_attach",
+    "_begin_averages",
+    "_num_payloads",
     "_codec",
     "_events",
     "_connect",
