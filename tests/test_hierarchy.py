@@ -248,14 +248,19 @@ def test_a_parameter_that_one_rank_of_a_node_does_not_use(run, label):
     assert (first - mean["first"]).norm() < (0.05 if label == "int8" else 1.0) * mean["first"].norm()
 
 
+def after_three_steps(rank, hook):
+    """The exact state of a hook."""
+    with attached(hook, exact_state=True) as (ddp, attachment):
+        for step in range(3):
+            backward(ddp, full_rank_gradients(rank, step, SHAPES))
+        return attachment.state_dict()
+
+
 def resumed(rank, world, first, second):
     """Three steps with one hook, its exact state, and two more with another; then one's own memory."""
     with attached(first, exact_state=True) as (ddp, attachment):
         before = [backward(ddp, full_rank_gradients(rank, step, SHAPES)) for step in range(5)]
-    with attached(first, exact_state=True) as (ddp, attachment):
-        for step in range(3):
-            backward(ddp, full_rank_gradients(rank, step, SHAPES))
-        state = attachment.state_dict()
+    state = after_three_steps(rank, first)
     with attached(second, exact_state=True) as (ddp, attachment):
         attachment.load_state_dict(state)
         after = [backward(ddp, full_rank_gradients(rank, step, SHAPES)) for step in range(3, 5)]
@@ -277,10 +282,7 @@ def test_a_run_goes_on_with_and_without(run, label):
 
 def taken_over(rank, world, first, second):
     """What is owed after three steps, and what another hook owes that goes on from there; each of all ranks."""
-    with attached(first, exact_state=True) as (ddp, attachment):
-        for step in range(3):
-            backward(ddp, full_rank_gradients(rank, step, SHAPES))
-        state = attachment.state_dict()
+    state = after_three_steps(rank, first)
     with attached(second, exact_state=True) as (_, attachment):
         attachment.load_state_dict(state)
         after = attachment.state_dict()

@@ -83,8 +83,6 @@ class _NodeFirst(BoundAround):
     All ranks of a node do what the hook inside does with the same numbers, and have the same memory.
     """
 
-    scales_gradients = True
-
     def __init__(self, inner: BoundHook, group: Group, nodes: NodeGroup) -> None:
         super().__init__(inner)
         self.scales_gradients = True
