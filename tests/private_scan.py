@@ -14,6 +14,7 @@ OURS = {
     "_add",
     "_attach",
     "_begin_averages",
+    "_begin_sum_of_rows",
     "_num_payloads",
     "_codec",
     "_events",

@@ -19,6 +19,7 @@ from lightning_commhooks.collectives.direct import (
     takes_one_round,
 )
 from lightning_commhooks.collectives.group import Group
+from lightning_commhooks.collectives.messages import Messages
 from lightning_commhooks.collectives.process_groups import own_group
 from lightning_commhooks.collectives.turns import Turns, in_lane, lane, waiting
 from lightning_commhooks.ddp.thread_engine import ThreadEngine
@@ -41,7 +42,7 @@ def numbers(rank, numel, dtype):
 def messages(latency):
     """Direct messages as among ranks that are so far away."""
     own = own_group(dist.group.WORLD, CPU)
-    yield Direct(own.process_group._get_backend(CPU), latency)
+    yield Direct(Messages(own.process_group._get_backend(CPU)), latency)
     dist.barrier()
     dist.destroy_process_group(own.process_group)
 
@@ -113,7 +114,7 @@ def test_what_is_chosen():
 def latencies(rank, world):
     with pytest.MonkeyPatch.context() as patch, messages(0.0) as ranks:
         patch.delenv("COMMHOOKS_LATENCY_MS")  # see conftest.py
-        return measure_latency(ranks._backend)
+        return measure_latency(ranks._messages)
 
 
 def test_latency_is_equal_on_all_ranks(run):
@@ -129,7 +130,7 @@ def with_variable(rank, world, texts):
         else:
             patch.setenv("COMMHOOKS_LATENCY_MS", texts[rank])
         try:
-            return measure_latency(ranks._backend)
+            return measure_latency(ranks._messages)
         except ValueError as error:
             return str(error)
 
@@ -150,14 +151,14 @@ def on_interfaces(rank, world, names, latency):
         patch.setenv("GLOO_SOCKET_IFNAME", names)
         patch.setenv("COMMHOOKS_LATENCY_MS", latency)
         own = own_group(dist.group.WORLD, CPU)
-        total = own.direct.sum_(torch.full((1_000_000,), rank + 1.0))().unique().tolist()
+        total = own.transport.sum_(torch.full((1_000_000,), rank + 1.0))().unique().tolist()
         begin = time.monotonic()
         if rank == 0:
             own.abort()
         with pytest.raises(RuntimeError):
-            own.direct.sum_(torch.ones(3))()
+            own.transport.sum_(torch.ones(3))()
         seconds = time.monotonic() - begin
-        connections = len(own.direct._backend.options._devices)
+        connections = len(own.transport._messages._backend.options._devices)
         dist.barrier()
         dist.destroy_process_group(own.process_group)
     return total, seconds, connections
@@ -255,7 +256,7 @@ def near_and_far(rank, world, hook):
     for context in (contextlib.nullcontext(), as_if()):
         with context, attached(hook) as (ddp, attachment):
             means = [backward(ddp, full_rank_gradients(rank, step, SHAPES)) for step in range(3)]
-            found.append((means[-1], attachment.bound.group._direct is not None))
+            found.append((means[-1], attachment.bound.group._transport is not None))
     return found
 
 
@@ -316,7 +317,8 @@ class _BoundCounting(lc.BoundHook):
         _Counting.num_calls += 1
         _Counting.most = max(_Counting.most, _Counting.now)
         begin = _Counting.at_work
-        time.sleep(0.01)
+        # Each rank waits for the other in turn.
+        time.sleep(0.03 if (_Counting.num_calls + self.group.rank) % 2 else 0.0)
         _Counting.at_work = begin + 1
         self.group.all_reduce_mean_(flat)
         _Counting.now -= 1

@@ -2,9 +2,10 @@
 
 Public ones block, but those that begin something: on CPU tensors they return when the result is there, on NCCL they
 block the current stream only. CPU tensors of ranks that are far from each other go directly from one to another
-(`direct`). Counts are payload bytes sent by this rank, on the mean over ranks, as under the usual bandwidth-optimal
-algorithms (Thakur et al. 2005, "Optimization of Collective Communication Operations in MPICH"): all-reduce 2(w-1)/w of
-the payload, all-gather w-1 times the rank's part, all-to-all (w-1)/w of the payload.
+(`direct`), and those of ranks of one node through its memory (`shared_memory`). Counts are payload bytes sent by this
+rank, on the mean over ranks, as under the usual bandwidth-optimal algorithms (Thakur et al. 2005, "Optimization of
+Collective Communication Operations in MPICH"): all-reduce 2(w-1)/w of the payload, all-gather w-1 times the rank's
+part, all-to-all (w-1)/w of the payload.
 """
 
 from __future__ import annotations
@@ -21,8 +22,11 @@ from torch import Tensor
 from lightning_commhooks.codecs.ranges import named
 from lightning_commhooks.collectives.counters import Counters
 from lightning_commhooks.collectives.direct import Direct, takes_one_round
+from lightning_commhooks.collectives.shared_memory import SharedMemory
 from lightning_commhooks.collectives.turns import lane, waiting
 
+# By what CPU tensors go to other ranks, if not by gloo's own collectives.
+Transport = Direct | SharedMemory
 # Waits for a result.
 Wait = Callable[[], Tensor]
 # Sends this rank's tensor to all others; takes what the result would be if all ranks were equal, too.
@@ -43,7 +47,7 @@ class Communicator:
         process_group: the ranks that average gradients together; `None` for a single process.
         counters: where bytes are counted.
         device: where the gradients are.
-        direct: direct messages among the ranks, if there are.
+        transport: by what CPU tensors go, if not by gloo's own collectives.
         lanes: the process group of each thread, if several communicate beside each other.
 
     Attributes:
@@ -62,11 +66,11 @@ class Communicator:
         process_group: dist.ProcessGroup | None,
         counters: Counters | None = None,
         device: torch.device | str = "cpu",
-        direct: Direct | None = None,
+        transport: Transport | None = None,
         lanes: Sequence[dist.ProcessGroup] = (),
     ) -> None:
         self._process_group = process_group
-        self._direct = direct
+        self._transport = transport
         self._lanes = tuple(lanes)
         self.num_lanes = len(lanes) or 1
         self.counters = counters if counters is not None else Counters()
@@ -80,7 +84,7 @@ class Communicator:
     @property
     def latency(self) -> float:
         """Seconds that a message takes between ranks that are far from each other; 0: they are near."""
-        return 0.0 if self._direct is None else self._direct.latency
+        return 0.0 if self._transport is None else self._transport.latency
 
     @property
     def process_group(self) -> dist.ProcessGroup:
@@ -95,7 +99,7 @@ class Communicator:
 
     def ring_bytes(self, tensor: Tensor) -> float:
         """Payload bytes that each rank sends in a ring all-reduce of `tensor`."""
-        return 2 * (self.size - 1) / self.size * tensor.numel() * tensor.element_size()
+        return 2 * (self.size - 1) / self.size * tensor.nbytes
 
     def leaving(self, kind: Kind = "all_reduce", around_ring: bool | None = None) -> float:
         """Share of the bytes of a collective that leave the node of the rank that sends them, on the mean over ranks.
@@ -229,7 +233,7 @@ class Communicator:
         self._count("all_reduce", self.ring_bytes(tensor))
         with named("all_reduce", "begin"):
             wait = self._sum_(tensor)
-        return self._counted(wait, "all_reduce", tensor)
+        return self._counted(wait, "all_reduce", tensor.nbytes)
 
     def _begin_all_gather(self, tensor: Tensor, of_equals: Callable[[], Tensor] | None = None) -> Wait:
         """Begin an `all_gather`, which goes on by itself. Returns what waits for the result.
@@ -252,28 +256,40 @@ class Communicator:
         send = self._gather(like)
 
         def begin(tensor: Tensor, of_equals: Callable[[], Tensor] | None) -> Wait:
-            self._count("all_gather", (self.size - 1) * tensor.numel() * tensor.element_size())
+            self._count("all_gather", (self.size - 1) * tensor.nbytes)
             with named("all_gather", "begin"):
                 wait = send(tensor.contiguous(), of_equals)
-            return self._counted(wait, "all_gather", tensor)
+            return self._counted(wait, "all_gather", tensor.nbytes)
 
         return begin
 
     def _begin_all_to_all(self, chunks: Tensor) -> Wait:
         if self.size == 1:
             return lambda: chunks
-        self._count("all_to_all", (self.size - 1) / self.size * chunks.numel() * chunks.element_size())
+        self._count("all_to_all", (self.size - 1) / self.size * chunks.nbytes)
         with named("all_to_all", "begin"):
             wait = self._exchange(chunks)
-        return self._counted(wait, "all_to_all", chunks)
+        return self._counted(wait, "all_to_all", chunks.nbytes)
+
+    def _begin_sum_of_rows(self, chunks: Tensor) -> Wait:
+        """Begin to sum row i of `chunks`, shape `(w, n)`, over ranks for rank i, which gets that row, shape `(n,)`.
+
+        The bytes of an all-to-all.
+        """
+        if self.size == 1:
+            return lambda: chunks[0]
+        self._count("all_to_all", (self.size - 1) / self.size * chunks.nbytes)
+        with named("all_to_all", "begin"):
+            wait = self._sum_rows(chunks)
+        return self._counted(wait, "all_to_all", chunks.nbytes)
 
     def _count(self, kind: Kind, num_bytes: float) -> None:
         self.counters.count(num_bytes, num_bytes * self.leaving(kind))
 
-    def _counted(self, wait: Wait, kind: Kind, tensor: Tensor) -> Wait:
+    def _counted(self, wait: Wait, kind: Kind, num_bytes: int) -> Wait:
         """Count the rounds of messages when it is waited for, and the time, if they belong to a step."""
         is_counted = not self.counters.is_evaluating
-        end = self.counters.rounds_in_lane[lane()] + self._num_rounds(kind, tensor)
+        end = self.counters.rounds_in_lane[lane()] + self._num_rounds(kind, num_bytes)
 
         def counted() -> Tensor:
             with named(kind), self.counters.timing.comm() if is_counted else nullcontext():
@@ -284,24 +300,23 @@ class Communicator:
 
         return counted
 
-    def _num_rounds(self, kind: Kind, tensor: Tensor) -> int:
+    def _num_rounds(self, kind: Kind, num_bytes: int) -> int:
         if kind == "all_to_all":
             return 1
         if not self.latency:
             return (2 if kind == "all_reduce" else 1) * (self.size - 1)
-        num_bytes = tensor.numel() * tensor.element_size()
         return 2 if kind == "all_reduce" and not takes_one_round(num_bytes, self.size, self.latency) else 1
 
     # What is different among emulated ranks. There are several ranks; nothing is counted.
 
     def _sum_(self, tensor: Tensor) -> Wait:
-        if self._direct is not None:
-            return self._direct.sum_(tensor.view(-1))
+        if self._transport is not None:
+            return self._transport.sum_(tensor.view(-1))
         return self._begun(tensor, dist.all_reduce, tensor)
 
     def _gather(self, like: Tensor) -> SendToAll:
-        if self._direct is not None:
-            send = self._direct.gather(like.numel(), like.dtype)
+        if self._transport is not None:
+            send = self._transport.gather(like.numel(), like.dtype)
             return lambda tensor, of_equals: send(tensor)
         return lambda tensor, of_equals: self._ring_gather(tensor)
 
@@ -311,10 +326,16 @@ class Communicator:
         return self._begun(gathered, all_gather, gathered.view(-1), tensor)  # gloo takes no rows
 
     def _exchange(self, chunks: Tensor) -> Wait:
-        if self._direct is not None:
-            return self._direct.exchange(chunks)
+        if self._transport is not None:
+            return self._transport.exchange(chunks)
         received = torch.empty_like(chunks)
         return self._begun(received, dist.all_to_all_single, received, chunks)
+
+    def _sum_rows(self, chunks: Tensor) -> Wait:
+        if isinstance(self._transport, SharedMemory):
+            return self._transport.sum_of_rows(chunks)
+        wait = self._exchange(chunks)
+        return lambda: wait().sum(dim=0, dtype=chunks.dtype)
 
     def _begun(self, result: Tensor, collective: Callable[..., dist.Work | None], *args: object) -> Wait:
         group = self._lanes[lane()] if self._lanes else self.process_group

@@ -12,17 +12,17 @@ import itertools
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_commhooks.collectives.turns import lane, waiting
+from lightning_commhooks.collectives.messages import Messages
 
-_HALF = (torch.float16, torch.bfloat16)
+# Numbers of these dtypes are added up in float32.
+HALF = (torch.float16, torch.bfloat16)
 # Seconds. With more latency than this ranks are far from each other, and send directly; with less, messages are not
 # what costs, and gloo's ring takes less of processors.
 FAR = 4e-3
@@ -38,8 +38,6 @@ _NUM_PINGS = 4
 # Environment variable by which a user states the latency, in ms one way.
 _LATENCY = "COMMHOOKS_LATENCY_MS"
 _CLEARLY_FAR = 8e-3
-# Numbers of messages in the first round of a thread's collectives; as many more are those of the second.
-_NUMBERS = 2**23
 
 
 def takes_one_round(num_bytes: int, world_size: int, latency: float) -> bool:
@@ -83,25 +81,17 @@ class _Share:
 
 
 class Direct:
-    """Direct messages among the ranks of a gloo group that is used for nothing else but gloo's own collectives.
-
-    All ranks begin the same collectives in the same order; each has the same number on all of them. Threads that do so
-    beside each other have numbers of their own: see `turns.lane`.
+    """Collectives by direct messages.
 
     Args:
-        backend: the ranks, a `ProcessGroupGloo`. If it has several contexts, messages take turns among them.
+        messages: among the ranks.
         latency: seconds that a message takes, equal on all ranks.
     """
 
-    def __init__(self, backend: Any, latency: float = 0.0) -> None:
+    def __init__(self, messages: Messages, latency: float = 0.0) -> None:
         self.latency = latency
-        self._backend = backend
-        self._size: int = backend.size()
-        self._rank: int = backend.rank()
-        # Not all ranks begin with the same one.
-        self._peers = [(self._rank + distance) % self._size for distance in range(1, self._size)]
-        # By lane.
-        self._numbers: dict[int, Iterator[int]] = {}
+        self._messages = messages
+        self._size, self._rank, self._peers = messages.size, messages.rank, messages.peers
         # Memory for what arrives: new memory would be handed back to the system, and cleared by it, each time.
         self._spare: list[Tensor] = []
 
@@ -128,18 +118,18 @@ class Direct:
         memory, received = self._take_memory(flat, sum(sizes))
         places = iter(received.split(sizes))
         for split in splits:
-            number, own = self._number(), split[self._rank]
+            number, own = self._messages.number(), split[self._rank]
             rows = next(places).view(len(self._peers), own.numel())
-            arriving = self._receive(list(rows), number)
-            sent += self._send([split[peer] for peer in self._peers], number)
-            sums += self._receive([split[peer] for peer in self._peers], number + _NUMBERS)
-            shares.append(_Share(own, rows, arriving, number + _NUMBERS))
+            arriving = self._messages.receive(list(rows), number)
+            sent += self._messages.send([split[peer] for peer in self._peers], number)
+            sums += self._messages.receive([split[peer] for peer in self._peers], self._messages.second(number))
+            shares.append(_Share(own, rows, arriving, self._messages.second(number)))
 
         def finish() -> Tensor:
             for share in shares:
                 self._add_up(share)
-                sent.extend(self._send([share.own] * len(self._peers), share.number))
-            self._wait([*sums, *sent])
+                sent.extend(self._messages.send([share.own] * len(self._peers), share.number))
+            self._messages.wait([*sums, *sent])
             self._give_back(memory)
             return flat
 
@@ -152,15 +142,15 @@ class Direct:
             numel: of each.
             dtype: of each.
         """
-        gathered, number = torch.empty((self._size, numel), dtype=dtype), self._number()
-        arriving = self._receive([gathered[peer] for peer in self._peers], number)
+        gathered, number = torch.empty((self._size, numel), dtype=dtype), self._messages.number()
+        arriving = self._messages.receive([gathered[peer] for peer in self._peers], number)
 
         def send(tensor: Tensor) -> Callable[[], Tensor]:
             own = gathered[self._rank].copy_(tensor)
-            sent = self._send([own] * len(self._peers), number)
+            sent = self._messages.send([own] * len(self._peers), number)
 
             def finish() -> Tensor:
-                self._wait([*arriving, *sent])
+                self._messages.wait([*arriving, *sent])
                 return gathered
 
             return finish
@@ -169,13 +159,13 @@ class Direct:
 
     def exchange(self, chunks: Tensor) -> Callable[[], Tensor]:
         """Begin to send row i of `chunks`, shape `(w, n)`, to rank i; row i of the result comes from rank i."""
-        received, number = torch.empty_like(chunks), self._number()
-        arriving = self._receive([received[peer] for peer in self._peers], number)
-        sent = self._send([chunks[peer] for peer in self._peers], number)
+        received, number = torch.empty_like(chunks), self._messages.number()
+        arriving = self._messages.receive([received[peer] for peer in self._peers], number)
+        sent = self._messages.send([chunks[peer] for peer in self._peers], number)
         received[self._rank] = chunks[self._rank]
 
         def finish() -> Tensor:
-            self._wait([*arriving, *sent])
+            self._messages.wait([*arriving, *sent])
             return received
 
         return finish
@@ -184,13 +174,13 @@ class Direct:
         """`sum_` of two ranks, which send each other all."""
         memory, received = self._take_memory(flat, flat.numel())
         places = received.split([piece.numel() for piece in pieces])
-        numbers = [self._number() for _ in pieces]
-        arriving = [self._receive([place], number) for place, number in zip(places, numbers, strict=True)]
-        sent = [self._send([piece], number) for piece, number in zip(pieces, numbers, strict=True)]
+        numbers = [self._messages.number() for _ in pieces]
+        arriving = [self._messages.receive([place], number) for place, number in zip(places, numbers, strict=True)]
+        sent = [self._messages.send([piece], number) for piece, number in zip(pieces, numbers, strict=True)]
 
         def finish() -> Tensor:
             for piece, place, *works in zip(pieces, places, arriving, sent, strict=True):
-                self._wait(itertools.chain(*works))
+                self._messages.wait(itertools.chain(*works))
                 piece.add_(place)
             self._give_back(memory)
             return flat
@@ -200,10 +190,10 @@ class Direct:
     def _add_up(self, share: _Share) -> None:
         arriving = dict(zip(self._peers, share.arriving, strict=True)) if share.arriving else {}
         rows = {**dict(zip(self._peers, share.rows, strict=True)), self._rank: share.own}
-        in_float32 = share.own.dtype in _HALF
+        in_float32 = share.own.dtype in HALF
         total = share.own
         for rank in range(self._size):
-            self._wait([arriving[rank]] if rank in arriving else [])
+            self._messages.wait([arriving[rank]] if rank in arriving else [])
             if rank == 0:
                 total = rows[0].to(torch.float32) if in_float32 else rows[0]
             elif rank < self._size - 1 or in_float32:
@@ -212,24 +202,6 @@ class Direct:
                 torch.add(total, rows[rank], out=share.own)
         if in_float32:
             share.own.copy_(total)
-
-    def _receive(self, places: Sequence[Tensor], number: int) -> list[dist.Work]:
-        """Say that this rank waits for a message of each peer; empty ones are not sent."""
-        pairs = zip(places, self._peers, strict=True)
-        return [self._backend.recv([place], peer, number) for place, peer in pairs if place.numel()]
-
-    def _send(self, tensors: Sequence[Tensor], number: int) -> list[dist.Work]:
-        pairs = zip(tensors, self._peers, strict=True)
-        return [self._backend.send([tensor], peer, number) for tensor, peer in pairs if tensor.numel()]
-
-    def _wait(self, works: Iterable[dist.Work]) -> None:
-        with waiting():
-            for work in works:
-                work.wait()
-
-    def _number(self) -> int:
-        number: int = next(self._numbers.setdefault(lane(), _numbers(lane())))
-        return number
 
     def _give_back(self, memory: Tensor) -> None:
         if memory.numel() <= _MOST_SPARE_BYTES:
@@ -244,24 +216,19 @@ class Direct:
         return memory, memory[:num_bytes].view(like.dtype)
 
 
-def _numbers(lane: int) -> Iterator[int]:
-    first = 2 * _NUMBERS * lane
-    return itertools.cycle(range(first, first + _NUMBERS))
-
-
-def measure_latency(backend: Any) -> float:
+def measure_latency(messages: Messages) -> float:
     """Seconds that a message takes, of the slowest rank, equal on all of them. Collective.
 
     Raises:
         ValueError: `COMMHOOKS_LATENCY_MS`, which is taken instead, is no number of milliseconds on some rank.
     """
-    latency = _latency(backend, _NUM_PINGS)
+    latency = _latency(messages, _NUM_PINGS)
     # What busy processors make of a near link passes.
-    return latency if latency > _CLEARLY_FAR else min(latency, _latency(backend, 4 * _NUM_PINGS))
+    return latency if latency > _CLEARLY_FAR else min(latency, _latency(messages, 4 * _NUM_PINGS))
 
 
-def _latency(backend: Any, num_pings: int) -> float:
-    direct, best, given = Direct(backend), math.inf, _given_latency()
+def _latency(messages: Messages, num_pings: int) -> float:
+    direct, best, given = Direct(messages), math.inf, _given_latency()
     own = torch.zeros(1, dtype=torch.float64)
     for _ in range(num_pings):
         begin = time.perf_counter()

@@ -17,9 +17,8 @@ from torch import Tensor
 from lightning_commhooks.codecs.codec import Codec, Kernels, compiled
 from lightning_commhooks.collectives import process_groups as groups
 from lightning_commhooks.collectives.chunk import CHUNK_NUMEL, Chunk
-from lightning_commhooks.collectives.communicator import Communicator, Wait
+from lightning_commhooks.collectives.communicator import Communicator, Transport, Wait
 from lightning_commhooks.collectives.counters import Counters
-from lightning_commhooks.collectives.direct import Direct
 
 # Number of this process's node, as Lightning and Ray, torchrun, and SLURM tell it.
 _NODE_VARIABLES = ("NODE_RANK", "GROUP_RANK", "SLURM_NODEID")
@@ -65,7 +64,7 @@ class Group(Communicator):
         counters: where bytes are counted.
         device: where the gradients are.
         aborts: where groups that are split off leave a function that aborts them.
-        direct: direct messages among the ranks, if there are.
+        transport: by what CPU tensors go, if not by gloo's own collectives.
         lanes: the process group of each thread, if several communicate beside each other.
     """
 
@@ -75,10 +74,10 @@ class Group(Communicator):
         counters: Counters | None = None,
         device: torch.device | str = "cpu",
         aborts: list[Callable[[], None]] | None = None,
-        direct: Direct | None = None,
+        transport: Transport | None = None,
         lanes: Sequence[dist.ProcessGroup] = (),
     ) -> None:
-        super().__init__(process_group, counters, device, direct, lanes)
+        super().__init__(process_group, counters, device, transport, lanes)
         self._aborts = aborts if aborts is not None else []
         self._split_off: dict[tuple[tuple[int, ...], ...], Group] = {}
         # What `all_reduce_factors_` encodes by, and the same ranks with a codec.
@@ -97,7 +96,7 @@ class Group(Communicator):
         """The ranks of a group for communication threads. Leaves what aborts it in `aborts`; arguments as above."""
         if aborts is not None:
             aborts.append(own.abort)
-        return cls(own.process_group, counters, device, aborts, own.direct, own.lanes)
+        return cls(own.process_group, counters, device, aborts, own.transport, own.lanes)
 
     def release(self) -> list[dist.ProcessGroup | None]:
         """Let go of the process group, so that its threads end when nobody else has it.
@@ -111,7 +110,7 @@ class Group(Communicator):
         self._split_off.clear()
         for group in self._encoding.values():
             released += group.release()
-        self._process_group = self._direct = None
+        self._process_group = self._transport = None
         self._lanes = ()
         return released
 
@@ -150,7 +149,10 @@ class Group(Communicator):
     def _split(self, subgroups: tuple[tuple[int, ...], ...]) -> Group:
         # All ranks take part in making groups, also those that are alone.
         name = self.all_gather_quietly([random.SystemRandom().getrandbits(62)])[0][0]
-        own = groups.own_subgroup(self.process_group, subgroups, str(name), self.device, self.num_lanes > 1)
+        on_one_node = all(any(set(ranks) <= set(node) for node in self._nodes) for ranks in subgroups)
+        own = groups.own_subgroup(
+            self.process_group, subgroups, str(name), self.device, self.num_lanes > 1, on_one_node
+        )
         return Group.of(own, self.counters, self.device, self._aborts)
 
     def encoding(self, codec: Codec) -> Group:
@@ -232,14 +234,13 @@ class Group(Communicator):
         if not chunks:
             return torch.ones((), dtype=torch.bool, device=self.device)
         one = chunks[0].numbers.new_ones(())
+        scale = self._weigh_(chunks, scale)
         way_in, way_out = (one * (scale / loss_scale)).view(()), (one * loss_scale).view(())
         finite = []
         waits = self._begin_averages(chunks, kernels, way_in, two_shot)
         for chunk, wait in zip(chunks, waits, strict=True):
             factor = way_out if chunk.owed is not None else one
-            payloads = wait()
-            for part, numbers in zip(payloads, chunk.numbers.chunk(len(payloads)), strict=True):
-                finite.append(kernels.decode_mean(part, factor, numbers))
+            finite.append(kernels.decode_mean(wait(), factor, chunk.numbers))
         return torch.stack(finite).all()
 
     def average_tensors_encoded_(self, tensors: Sequence[Tensor], kernels: Kernels) -> None:
@@ -285,14 +286,17 @@ class Group(Communicator):
             factor.mul_(self.size)
         finish()
 
+    def _weigh_(self, chunks: Sequence[Chunk], scale: float | Tensor) -> float | Tensor:
+        """Multiply numbers by `scale` now, or return what they are to be multiplied by when they are encoded."""
+        return scale
+
     def _begin_averages(
         self, chunks: Iterable[Chunk], kernels: Kernels, factor: Tensor, two_shot: bool
     ) -> list[Callable[[], Tensor]]:
         """Begin to average chunks, each as soon as there is the next one.
 
         Returns:
-            what waits for the payloads of one, shape `(1, k, b, bytes of a block)`, of which it is the mean; or those
-            of parts of it, `(parts, k, b / parts, bytes)`.
+            what waits for the payloads of one, shape `(k, b, bytes of a block)`, of which it is the mean.
         """
         if self.parts(two_shot)[1] is None:
             gathers = [(chunk, self._begin_all_gather(self._encoded(chunk, kernels, factor))) for chunk in chunks]
@@ -322,6 +326,6 @@ class Group(Communicator):
 
 
 def _payloads(wait: Wait, num: int, chunk: Chunk) -> Callable[[], Tensor]:
-    """Wait for payloads of a chunk, shape `(1, num, b, bytes)`."""
+    """Wait for payloads of a chunk, shape `(num, b, bytes)`."""
     rows = chunk.numbers.shape[0]
-    return lambda: wait().view(1, num, rows, -1)
+    return lambda: wait().view(num, rows, -1)

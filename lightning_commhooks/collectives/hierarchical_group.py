@@ -43,43 +43,36 @@ class HierarchicalGroup(TwoLevels):
     def _num_payloads(self, two_shot: bool) -> set[int]:
         return self.across._num_payloads(two_shot)
 
-    def average_encoded_(
-        self,
-        chunks: Sequence[Chunk],
-        kernels: Kernels,
-        *,
-        loss_scale: float | Tensor = 1.0,
-        scale: float | Tensor = 1.0,
-        two_shot: bool = True,
-    ) -> Tensor:
-        if not isinstance(scale, float) or scale != 1:
+    def _weigh_(self, chunks: Sequence[Chunk], scale: float | Tensor) -> float | Tensor:
+        if not (isinstance(scale, float) and scale == 1):
             # Ranks of a node may have different ones.
             for chunk in chunks:
                 if chunk.owed is not None:
                     chunk.numbers.mul_(scale)
-        return super().average_encoded_(chunks, kernels, loss_scale=loss_scale, two_shot=two_shot)
+        return 1.0
 
     def _begin_averages(
         self, chunks: Iterable[Chunk], kernels: Kernels, factor: Tensor, two_shot: bool
     ) -> list[Callable[[], Tensor]]:
         size = self.within.size
-        arriving = deque((chunk, self.within._begin_all_to_all(chunk.numbers.view(size, -1))) for chunk in chunks)
+        arriving = deque((chunk, self.within._begin_sum_of_rows(chunk.numbers.view(size, -1))) for chunk in chunks)
 
         def parts() -> Iterator[Chunk]:
             # While one part is encoded and sent to other nodes, the next ones come from this one.
             while arriving:
                 chunk, wait = arriving.popleft()
-                yield replace(chunk, numbers=wait().mean(dim=0).view(-1, chunk.numbers.shape[1]))
+                yield replace(chunk, numbers=wait().div_(size).view(-1, chunk.numbers.shape[1]))
 
         waits = self.across._begin_averages(parts(), kernels, factor, two_shot)
         return [self._gathered(wait) for wait in waits]
 
     def _gathered(self, wait: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        """Gather payloads within the node, where each rank has those of its part: `(l, k, b / l, bytes)`."""
+        """Gather payloads within the node, where each rank has those of its part, shape `(k, b / l, bytes)`."""
 
         def finish() -> Tensor:
-            own = wait()[0]
-            return self.within.all_gather(own.reshape(-1)).view(self.within.size, *own.shape)
+            own = wait()
+            parts = self.within.all_gather(own.reshape(-1)).view(self.within.size, *own.shape)
+            return parts.transpose(0, 1).reshape(own.shape[0], -1, own.shape[2])
 
         return finish
 
@@ -87,7 +80,7 @@ class HierarchicalGroup(TwoLevels):
         flat, num = tensor.view(-1), self.within.size
         filled = flat.new_zeros(-(-flat.numel() // num) * num)
         filled[: flat.numel()] = flat
-        own = self.within.all_to_all(filled.view(num, -1)).sum(dim=0, dtype=tensor.dtype)
+        own = self.within._begin_sum_of_rows(filled.view(num, -1))()
         wait = self.across._begin_all_reduce_(own)
 
         def finish() -> Tensor:

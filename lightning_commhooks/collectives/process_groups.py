@@ -18,6 +18,8 @@ from torch._C._distributed_c10d import PrefixStore
 
 from lightning_commhooks.collectives import direct, gloo_abort
 from lightning_commhooks.collectives.direct import Direct, measure_latency
+from lightning_commhooks.collectives.messages import Messages
+from lightning_commhooks.collectives.shared_memory import SharedMemory, shared_memory
 
 # The network interfaces that gloo uses, separated by commas; one that is named twice gets two connections.
 _INTERFACES = "GLOO_SOCKET_IFNAME"
@@ -40,14 +42,15 @@ class OwnGroup:
         process_group: the group.
         abort: aborts it from any thread: collectives under way fail at once, here and on the peers that wait for this
             rank. Does not keep the group alive.
-        direct: direct messages among its ranks, of CPU tensors over gloo, if they are far from each other.
+        transport: by what CPU tensors go, if not by gloo's own collectives: by direct messages over gloo, if ranks are
+            far from each other, or through the memory of one node.
         lanes: of each thread that communicates beside others, the group that gloo's own collectives go by; empty
             where there is one such thread.
     """
 
     process_group: dist.ProcessGroup
     abort: Callable[[], None] = lambda: None
-    direct: Direct | None = None
+    transport: Direct | SharedMemory | None = None
     lanes: tuple[dist.ProcessGroup, ...] = ()
 
 
@@ -71,17 +74,16 @@ def _with_lanes(
     """Let several threads communicate beside each other: by direct messages between far ranks, or by a group each."""
     if device.type != "cpu" or own.size() == 1:
         return OwnGroup(own, abort)
-    backend: Any = own._get_backend(device)
-    backend = getattr(backend, "wrapped_pg", backend)  # with TORCH_DISTRIBUTED_DEBUG=DETAIL
-    latency = measure_latency(backend)
+    messages = _messages(own, device)
+    latency = measure_latency(messages)
     is_far = latency > direct.FAR
     num_connections = direct.num_connections(latency) if is_far and len(_interfaces()) == 1 else 1
     num_near = NUM_LANES if own.size() <= _MOST_RANKS_IN_LANES else 1
     num_more = int(num_connections > 1) if is_far else num_near - 1
     if not num_more:
-        return OwnGroup(own, abort, Direct(backend, latency), (own,) * NUM_LANES) if is_far else OwnGroup(own, abort)
+        return OwnGroup(own, abort, Direct(messages, latency), (own,) * NUM_LANES) if is_far else OwnGroup(own, abort)
     number = torch.tensor([random.SystemRandom().getrandbits(62)])
-    name = str(Direct(backend).gather(1, number.dtype)(number)()[0].item())
+    name = str(Direct(messages).gather(1, number.dtype)(number)()[0].item())
     place = own.rank(), own.size()
 
     def make() -> list[dist.ProcessGroup]:
@@ -95,8 +97,13 @@ def _with_lanes(
         abort_more()
 
     if is_far:
-        return OwnGroup(own, abort_all, Direct(more[0]._get_backend(device), latency), (own,) * NUM_LANES)
+        return OwnGroup(own, abort_all, Direct(_messages(more[0], device), latency), (own,) * NUM_LANES)
     return OwnGroup(own, abort_all, lanes=(own, *more))
+
+
+def _messages(own: dist.ProcessGroup, device: torch.device) -> Messages:
+    backend = own._get_backend(device)
+    return Messages(getattr(backend, "wrapped_pg", backend))  # with TORCH_DISTRIBUTED_DEBUG=DETAIL
 
 
 def _interfaces() -> list[str]:
@@ -185,6 +192,7 @@ def own_subgroup(
     name: str,
     device: torch.device,
     has_lanes: bool,
+    on_one_node: bool,
 ) -> OwnGroup:
     """A group over those ranks of `process_group` that are in the same subgroup as this one.
 
@@ -196,6 +204,7 @@ def own_subgroup(
         name: unlike that of any other group, equal on all ranks.
         device: of the tensors.
         has_lanes: whether several threads communicate beside each other.
+        on_one_node: whether the ranks of each subgroup are.
     """
     rank = process_group.rank()
     timeout = _timeout_of(process_group, device) or dist.default_pg_timeout
@@ -205,6 +214,10 @@ def own_subgroup(
         (own,), abort = gloo_abort.with_abort(
             lambda: [_gloo_group(f"{name}/{index}", *place, device, timeout)], len(_interfaces())
         )
+        if on_one_node and device.type == "cpu" and own.size() > 1:
+            memory = shared_memory(_messages(own, device))
+            if memory is not None:
+                return OwnGroup(own, abort, memory, (own,) * NUM_LANES if has_lanes else ())
         return _with_lanes(own, abort, device, timeout) if has_lanes else OwnGroup(own, abort)
     world = dist.get_process_group_ranks(process_group)
     is_part = len(world) < dist.get_world_size()

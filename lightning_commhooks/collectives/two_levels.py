@@ -48,7 +48,7 @@ class TwoLevels(Group):
     def _count(self, kind: Kind, num_bytes: float) -> None:
         """Nothing: the groups within and across nodes count."""
 
-    def _counted(self, wait: Wait, kind: Kind, tensor: Tensor) -> Wait:
+    def _counted(self, wait: Wait, kind: Kind, num_bytes: int) -> Wait:
         return wait
 
 

@@ -86,6 +86,8 @@ class Chunks:
         slots: the gradients.
         block_size: elements of a block; `None`: all gradients together are one block for each owner.
         num_owners: into how many parts, of as many blocks each, every chunk can be cut.
+        num_within: ranks of a node, if each encodes a part of every chunk only. Chunks are larger by as much then, and
+            more gradients are copied together: there is more to do for a chunk than to encode it.
 
     Attributes:
         places: where each chunk is.
@@ -95,6 +97,7 @@ class Chunks:
     slots: Sequence[Slot]
     block_size: int | None
     num_owners: int
+    num_within: int = 1
     places: list[Place] = field(default_factory=list)
     numel: int = 0
     _segments: dict[str, list[Segment]] = field(default_factory=dict)
@@ -103,10 +106,11 @@ class Chunks:
         total = sum(slot.numel for slot in self.slots)
         self._size = self.block_size or -(-total // self.num_owners)
         unit = self._size * self.num_owners
-        at_once = max(unit, CHUNK_NUMEL // unit * unit)
+        at_once = max(unit, CHUNK_NUMEL * self.num_within // unit * unit)
+        alone_numel = _ALONE_NUMEL if self.num_within == 1 else at_once // 2
         together: list[tuple[Slot, int, int]] = []
         for slot in self.slots:
-            alone = slot.numel // unit * unit if slot.numel >= _ALONE_NUMEL else 0
+            alone = slot.numel // unit * unit if slot.numel >= alone_numel else 0
             for first in range(0, alone, at_once):
                 self._add([(slot, first, min(at_once, alone - first))])
             if slot.numel > alone:

@@ -234,7 +234,7 @@ class CodecFeedback(BoundByParameter[_Plan]):
         slots = [slot for slot in bucket.slots if self._config.compresses(slot.shape)]
         dense = [slot for slot in bucket.slots if not self._config.compresses(slot.shape)]
         numbers, mean = self._ranks.parts()
-        layout = Chunks(slots, self._config.codec.block_size, self._ranks.num_owners())
+        layout = Chunks(slots, self._config.codec.block_size, self._ranks.num_owners(), numbers.count)
         if not self._config.use_error_feedback:
             return _Plan(dense, slots, layout)
         residual = flat.new_zeros(layout.numel, dtype=work_dtype(flat.dtype))
