@@ -13,6 +13,7 @@ cores are shared by all. Parameters have the shapes of a GPT (6.1 M), and hooks 
 - fewer: `compression_ratio_between_nodes`: times fewer bytes than plain DDP, as `metrics()` says.
 - fewer, interface: the same by the interface, with `allreduce` for plain DDP.
 - ms: median over rounds, with the lowest and the highest.
+- of the time without: a step by node as a share of one without in the same round, median with quartiles.
 
 Exits with 1 when a difference is above 3%, or `int8` with `hierarchy="node"` sends more than it has to: on two nodes
 the encoded gradients once, of which without it leave a node, with two ranks on each, 1.75 times as many, by an exchange
@@ -61,6 +62,7 @@ HOOKS: dict[str, lc.CommHook | None] = {
     "post_localsgd, period 4": lc.PostLocalSGD(start_localSGD_iter=0, period=PERIOD),
 }
 WARM_UP = 4
+BY_NODE = ", by node"
 Job = tuple[DistributedDataParallel, torch.optim.Optimizer, tuple[torch.Tensor, ...], Any]
 
 
@@ -153,11 +155,23 @@ def report(num_nodes: int, per_node: int, lines: list[dict[str, Any]], timed: bo
             )
         ms = ranks[0]["ms"]
         print(f" {statistics.median(ms):>8.1f} {min(ms):>8.1f} {max(ms):>8.1f}" if timed else "", flush=True)
+    if timed:
+        print_shares({line["hook"]: line["ranks"][0]["ms"] for line in lines})
     share = sent["int8, by node"] / sent["int8"]
     print(f"\nint8 by node sends {share:.3f} of what it sends without, by the interface\n")
     if share > MOST_OF_INT8[per_node]:
         wrong.append(f"int8 by node sends {share:.3f} of what it sends without, more than {MOST_OF_INT8[per_node]:.3f}")
     return wrong
+
+
+def print_shares(ms: dict[str, list[float]]) -> None:
+    """Print what a step by node takes as a share of one without."""
+    print()
+    for label, by_node in ms.items():
+        if label.endswith(BY_NODE):
+            pairs = zip(by_node, ms[label.removesuffix(BY_NODE)], strict=True)
+            low, median, high = statistics.quantiles([a / b for a, b in pairs], n=4)
+            print(f"{label:<28} {median:.2f} of the time without ({low:.2f} to {high:.2f})")
 
 
 def main() -> None:

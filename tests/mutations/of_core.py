@@ -32,7 +32,7 @@ MUTATIONS = [
     Mutation(
         "bytes_of_half_a_ring",
         f"{PACKAGE}/collectives/communicator.py",
-        "return 2 * (self.size - 1) / self.size * tensor.numel()",
+        "return 2 * (self.size - 1) / self.size * tensor.nbytes",
         "return (self.size - 1) / self.size * tensor.numel()",
         "An all-reduce counts half of the bytes that it sends.",
         "tests/test_contract.py -k 'bytes_are_counted and (allreduce or bf16)'",
@@ -48,7 +48,7 @@ MUTATIONS = [
     Mutation(
         "sum_in_16_bit_of_far_ranks",
         f"{PACKAGE}/collectives/direct.py",
-        "in_float32 = share.own.dtype in _HALF",
+        "in_float32 = share.own.dtype in HALF",
         "in_float32 = False",
         "Sums of 16-bit numbers are rounded at each of them.",
         "tests/test_direct.py -k 'rounded_once'",
@@ -63,7 +63,7 @@ MUTATIONS = [
     ),
     Mutation(
         "lanes_share_numbers",
-        f"{PACKAGE}/collectives/direct.py",
+        f"{PACKAGE}/collectives/messages.py",
         "self._numbers.setdefault(lane(), _numbers(lane()))",
         "self._numbers.setdefault(0, _numbers(0))",
         "Messages of buckets that are under way at once are taken for each other.",
@@ -96,7 +96,7 @@ MUTATIONS = [
     Mutation(
         "sum_is_sent_before_all_have_arrived",
         f"{PACKAGE}/collectives/direct.py",
-        "            self._wait([arriving[rank]] if rank in arriving else [])\n",
+        "            self._messages.wait([arriving[rank]] if rank in arriving else [])\n",
         "",
         "Shares are added up that have not arrived.",
         "tests/test_direct.py -k 'test_sums'",
