@@ -2,7 +2,7 @@
 
 Public ones block, but those that begin something: on CPU tensors they return when the result is there, on NCCL they
 block the current stream only. CPU tensors of ranks that are far from each other go directly from one to another
-(`direct`), and those of ranks of one node through its memory (`shared_memory`). Counts are payload bytes sent by this
+(`direct`), and within one of several nodes through its memory (`shared_memory`). Counts are payload bytes sent by this
 rank, on the mean over ranks, as under the usual bandwidth-optimal algorithms (Thakur et al. 2005, "Optimization of
 Collective Communication Operations in MPICH"): all-reduce 2(w-1)/w of the payload, all-gather w-1 times the rank's
 part, all-to-all (w-1)/w of the payload.
@@ -332,7 +332,7 @@ class Communicator:
         return self._begun(received, dist.all_to_all_single, received, chunks)
 
     def _sum_rows(self, chunks: Tensor) -> Wait:
-        if isinstance(self._transport, SharedMemory):
+        if self._transport is not None:
             return self._transport.sum_of_rows(chunks)
         wait = self._exchange(chunks)
         return lambda: wait().sum(dim=0, dtype=chunks.dtype)

@@ -170,6 +170,11 @@ class Direct:
 
         return finish
 
+    def sum_of_rows(self, chunks: Tensor) -> Callable[[], Tensor]:
+        """Begin to sum row i of `chunks`, shape `(w, n)`, over ranks for rank i, which gets that row, shape `(n,)`."""
+        wait = self.exchange(chunks)
+        return lambda: wait().sum(dim=0, dtype=chunks.dtype)
+
     def _swap(self, flat: Tensor, pieces: Sequence[Tensor]) -> Callable[[], Tensor]:
         """`sum_` of two ranks, which send each other all."""
         memory, received = self._take_memory(flat, flat.numel())

@@ -94,3 +94,6 @@ class HierarchicalGroup(TwoLevels):
 
     def _begin_all_to_all(self, chunks: Tensor) -> Wait:
         return self._everyone._begin_all_to_all(chunks)
+
+    def _begin_sum_of_rows(self, chunks: Tensor) -> Wait:
+        return self._everyone._begin_sum_of_rows(chunks)

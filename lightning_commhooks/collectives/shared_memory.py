@@ -21,68 +21,94 @@ from lightning_commhooks.collectives.direct import HALF, Direct
 from lightning_commhooks.collectives.messages import Messages
 from lightning_commhooks.collectives.turns import lane
 
+# Addresses of a process, of which memory is taken as it is needed.
+_ADDRESSES = 2**36
+# Memory is handed out in powers of two, from this one on.
 _LEAST_BYTES = 2**16
-# A tensor of no more bytes is summed by all ranks, not each share of it by one.
+# A tensor of no more bytes is summed by all ranks, not each share of it by one; so is any by two ranks.
 _FEW_BYTES = 2**15
+# Larger tensors are summed in pieces, so that what they take of memory is bounded.
+_PIECE_BYTES = 2**23
 
 
-class _Memory:
-    """Bytes that other processes can map as long as there is this object.
-
-    Args:
-        num_bytes: how many.
-
-    Attributes:
-        number: of the file, among those of this process.
-        bytes: shape `(num_bytes,)`, uint8.
+class _Arena:
+    """Memory of this process that others map: all of its addresses, when it is made, and never again.
 
     Raises:
-        OSError: there is not so much memory, or none to share.
+        OSError: the system has none, or no way to map it.
     """
 
-    def __init__(self, num_bytes: int) -> None:
+    def __init__(self) -> None:
         if not hasattr(os, "memfd_create"):
             raise OSError("this system has no files in memory")
-        self.number = os.memfd_create("lightning_commhooks")
-        weakref.finalize(self, os.close, self.number)
+        self.file = os.memfd_create("lightning_commhooks")
+        weakref.finalize(self, os.close, self.file)
+        os.ftruncate(self.file, _ADDRESSES)
+        self.bytes = _mapped("self", self.file)
+        self._end = 0
+
+    def take(self, num_bytes: int) -> int:
+        """The address of so many bytes that nobody has had.
+
+        Raises:
+            OSError: there are not so many.
+        """
+        start = self._end
         # Or what the system does not have would end the process when it is written.
-        os.posix_fallocate(self.number, 0, num_bytes)
-        self.bytes = _mapped("self", self.number, num_bytes)
+        os.posix_fallocate(self.file, start, num_bytes)
+        self._end += num_bytes
+        return start
 
 
-def _mapped(process: int | str, number: int, num_bytes: int) -> Tensor:
-    """Memory of this process or another one of this user on this machine; keeps no file open."""
-    return torch.from_file(f"/proc/{process}/fd/{number}", shared=True, size=num_bytes, dtype=torch.uint8)
+def _mapped(process: int | str, file: int) -> Tensor:
+    """The arena of this process or another one of this user on this machine; keeps no file open."""
+    path = f"/proc/{process}/fd/{file}"
+    if os.stat(path).st_size != _ADDRESSES:  # PyTorch would let it grow
+        raise OSError(f"{path} is no arena")
+    try:
+        return torch.from_file(path, shared=True, size=_ADDRESSES, dtype=torch.uint8)
+    except RuntimeError as error:
+        raise OSError(str(error)) from error
 
 
 class _Spare:
     """Memory of one lane that has been shown, and until when it is to be left alone.
 
-    All ranks finish the collectives of a lane in one order, so that a number of finished ones says which.
+    All ranks finish the collectives of a lane in one order, so that a number of finished ones says which. After one
+    that has failed there is no other.
+
+    Args:
+        arena: where memory is taken from.
+        peers: the other ranks.
 
     Attributes:
         num_read: of how many collectives this rank has read what the others have shown.
         read_by: the same of each of the others, as they said last.
     """
 
-    def __init__(self, peers: Sequence[int]) -> None:
+    def __init__(self, arena: _Arena, peers: Sequence[int]) -> None:
         self.num_read = 0
         self.read_by = dict.fromkeys(peers, 0)
-        # By size; with the collective that each was shown for.
-        self._shown: defaultdict[int, deque[tuple[int, _Memory]]] = defaultdict(deque)
+        self._arena = arena
+        # Addresses by size; with the collective that each was shown for.
+        self._shown: defaultdict[int, deque[tuple[int, int]]] = defaultdict(deque)
 
-    def take(self, num_bytes: int) -> _Memory:
-        """Memory of at least so many bytes, which nobody reads any more."""
-        size = max(_LEAST_BYTES, 1 << max(0, num_bytes - 1).bit_length())
+    def take(self, num_bytes: int) -> int:
+        """The address of at least so many bytes, which nobody reads any more."""
+        size = _rounded(num_bytes)
         shown = self._shown[size]
         if shown and shown[0][0] <= min(self.read_by.values()):
             return shown.popleft()[1]
-        return _Memory(size)
+        return self._arena.take(size)
 
-    def put(self, memory: _Memory) -> None:
+    def put(self, start: int, num_bytes: int) -> None:
         """This rank has finished a collective, for which it had shown this memory."""
         self.num_read += 1
-        self._shown[memory.bytes.numel()].append((self.num_read, memory))
+        self._shown[_rounded(num_bytes)].append((self.num_read, start))
+
+
+def _rounded(num_bytes: int) -> int:
+    return max(_LEAST_BYTES, 1 << max(0, num_bytes - 1).bit_length())
 
 
 class SharedMemory:
@@ -90,7 +116,8 @@ class SharedMemory:
 
     Args:
         messages: among the ranks.
-        processes: of each rank, its number on this machine.
+        arena: this rank's.
+        of_others: those of the others, mapped, by rank.
 
     Attributes:
         latency: 0, as of ranks that are near.
@@ -99,25 +126,28 @@ class SharedMemory:
 
     latency: float = 0.0
 
-    def __init__(self, messages: Messages, processes: Sequence[int]) -> None:
+    def __init__(self, messages: Messages, arena: _Arena, of_others: Mapping[int, Tensor]) -> None:
         self._messages = messages
         self._size, self._rank, self._peers = messages.size, messages.rank, messages.peers
         self.num_peers = len(self._peers)
-        self._processes = list(processes)
-        # By rank and number of the file.
-        self._of_others: dict[tuple[int, int], Tensor] = {}
+        self._arena = arena
+        self._of_others = dict(of_others)
         # By lane.
-        self._spare: defaultdict[int, _Spare] = defaultdict(lambda: _Spare(self._peers))
+        self._spare: dict[int, _Spare] = {}
 
     def sum_(self, flat: Tensor) -> Callable[[], Tensor]:
         """As `Direct.sum_`: in the order of ranks, 16-bit numbers in float32, bit-identical on all ranks."""
-        if self._size > 2 and flat.numel() * flat.element_size() > _FEW_BYTES:
-            return self._sum_by_shares_(flat)
-        read = self.show([flat], flat.numel())
+        begin = self._sum_by_shares_ if self._size > 2 and flat.nbytes > _FEW_BYTES else self._sum_at_once_
+        first, *others = flat.split(_PIECE_BYTES // flat.element_size())
+        wait = begin(first)
 
         def finish() -> Tensor:
-            with read() as memories:
-                _add_up({**{peer: rows[0] for peer, rows in memories.items()}, self._rank: flat}, flat)
+            last = wait
+            for piece in others:
+                following = begin(piece)
+                last()
+                last = following
+            last()
             return flat
 
         return finish
@@ -128,10 +158,10 @@ class SharedMemory:
 
         def send(tensor: Tensor) -> Callable[[], Tensor]:
             read = self.show([tensor], numel, number)
+            gathered = torch.empty((self._size, numel), dtype=dtype)
+            gathered[self._rank] = tensor
 
             def finish() -> Tensor:
-                gathered = torch.empty((self._size, numel), dtype=dtype)
-                gathered[self._rank] = tensor
                 with read() as memories:
                     for peer, rows in memories.items():
                         gathered[peer] = rows[0]
@@ -144,10 +174,10 @@ class SharedMemory:
     def exchange(self, chunks: Tensor) -> Callable[[], Tensor]:
         """As `Direct.exchange`."""
         read = self.show([chunks[peer] for peer in self._peers], chunks.shape[1])
+        received = torch.empty_like(chunks)
+        received[self._rank] = chunks[self._rank]
 
         def finish() -> Tensor:
-            received = torch.empty_like(chunks)
-            received[self._rank] = chunks[self._rank]
             with read() as memories:
                 for peer, rows in memories.items():
                     received[peer] = self._own(rows, peer)
@@ -171,6 +201,17 @@ class SharedMemory:
                 shown = {peer: self._own(of_peer, peer)[: out.numel()] for peer, of_peer in memories.items()}
                 _add_up({**shown, self._rank: rows[self._rank]}, out)
             return out
+
+        return finish
+
+    def _sum_at_once_(self, flat: Tensor) -> Callable[[], Tensor]:
+        """Each rank sums all of it."""
+        read = self.show([flat], flat.numel())
+
+        def finish() -> Tensor:
+            with read() as memories:
+                _add_up({**{peer: rows[0] for peer, rows in memories.items()}, self._rank: flat}, flat)
+            return flat
 
         return finish
 
@@ -207,12 +248,14 @@ class SharedMemory:
             what waits for the rows of the others, by rank, shape `(rows, numel)`, which are there as long as its
             context is.
         """
-        shape, dtype, spare = (len(rows), numel), rows[0].dtype, self._spare[lane()]
-        memory = spare.take(math.prod(shape) * dtype.itemsize)
-        for place, row in zip(_viewed(memory.bytes, shape, dtype), rows, strict=True):
+        shape, dtype = (len(rows), numel), rows[0].dtype
+        spare = self._spare.setdefault(lane(), _Spare(self._arena, self._peers))
+        num_bytes = math.prod(shape) * dtype.itemsize
+        start = spare.take(num_bytes)
+        for place, row in zip(_viewed(self._arena.bytes[start:], shape, dtype), rows, strict=True):
             place[: row.numel()] = row
         number = self._messages.number() if number is None else number
-        note = torch.tensor([memory.number, memory.bytes.numel(), spare.num_read])
+        note = torch.tensor([start, num_bytes, spare.num_read])
         places = [torch.empty_like(note) for _ in self._peers]
         told = [*self._messages.receive(places, number), *self._messages.send([note] * len(self._peers), number)]
 
@@ -220,18 +263,15 @@ class SharedMemory:
         def read() -> Iterator[dict[int, Tensor]]:
             self._messages.wait(told)
             shown = {}
-            for peer, (file, num_bytes, num_read) in zip(self._peers, torch.stack(places).tolist(), strict=True):
+            for peer, (of_peer, as_many, num_read) in zip(self._peers, torch.stack(places).tolist(), strict=True):
+                if as_many != num_bytes:
+                    raise RuntimeError(f"a rank of this node shows {as_many} bytes where this one shows {num_bytes}")
                 spare.read_by[peer] = num_read
-                shown[peer] = _viewed(self._memory_of(peer, file, num_bytes), shape, dtype)
+                shown[peer] = _viewed(self._of_others[peer][of_peer:], shape, dtype)
             yield shown
-            spare.put(memory)
+            spare.put(start, num_bytes)
 
         return read
-
-    def _memory_of(self, rank: int, number: int, num_bytes: int) -> Tensor:
-        if (rank, number) not in self._of_others:
-            self._of_others[rank, number] = _mapped(self._processes[rank], number, num_bytes)
-        return self._of_others[rank, number]
 
 
 def _viewed(memory: Tensor, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
@@ -247,8 +287,10 @@ def _add_up(rows: Mapping[int, Tensor], out: Tensor) -> None:
             total.add_(row)
         out.copy_(total)
         return
-    for row in others:
-        first = first + row
+    if others:
+        first = first + others[0]
+        for row in others[1:]:
+            first.add_(row)
     torch.add(first, last, out=out)
 
 
@@ -256,22 +298,25 @@ def shared_memory(messages: Messages) -> SharedMemory | None:
     """Memory that the ranks share; `None` unless each of them can read what all others write. Collective."""
     secret = random.SystemRandom().getrandbits(62)
     try:
-        own = _Memory(_LEAST_BYTES)
-        os.pwrite(own.number, secret.to_bytes(8, "little"), 0)
-        number = own.number
+        arena = _Arena()
+        start = arena.take(_LEAST_BYTES)
+        arena.bytes[start:][:8].view(torch.int64).fill_(secret)
+        file = arena.file
     except OSError:
-        number = -1
+        file = -1
     gather = Direct(messages).gather
-    told = gather(3, torch.int64)(torch.tensor([os.getpid(), number, secret]))().tolist()
-    readable = torch.tensor([int(all(_is_there(*of_rank) for of_rank in told))])
-    everywhere = gather(1, readable.dtype)(readable)().all()
-    return SharedMemory(messages, [process for process, _, _ in told]) if everywhere else None
+    told = gather(3, torch.int64)(torch.tensor([os.getpid(), file, secret]))().tolist()
+    of_others = {peer: _arena_of(*told[peer]) for peer in messages.peers}
+    maps_all = torch.tensor([int(file >= 0 and None not in of_others.values())])
+    everywhere = gather(1, maps_all.dtype)(maps_all)().all()
+    mapped = {peer: memory for peer, memory in of_others.items() if memory is not None}
+    return SharedMemory(messages, arena, mapped) if everywhere else None
 
 
-def _is_there(process: int, number: int, secret: int) -> bool:
-    """Whether a process is on this machine, and not one of another machine that has its number there."""
+def _arena_of(process: int, file: int, secret: int) -> Tensor | None:
+    """The arena of a process of this machine; `None` if it is not one, but of another machine."""
     try:
-        with open(f"/proc/{process}/fd/{number}", "r+b", buffering=0) as file:
-            return file.read(8) == secret.to_bytes(8, "little")
+        memory = _mapped(process, file)
     except OSError:
-        return False
+        return None
+    return memory if int(memory[:8].view(torch.int64)) == secret else None
