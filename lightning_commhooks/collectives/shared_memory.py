@@ -249,7 +249,9 @@ class SharedMemory:
             context is.
         """
         shape, dtype = (len(rows), numel), rows[0].dtype
-        spare = self._spare.setdefault(lane(), _Spare(self._arena, self._peers))
+        if lane() not in self._spare:
+            self._spare[lane()] = _Spare(self._arena, self._peers)
+        spare = self._spare[lane()]
         num_bytes = math.prod(shape) * dtype.itemsize
         start = spare.take(num_bytes)
         for place, row in zip(_viewed(self._arena.bytes[start:], shape, dtype), rows, strict=True):
@@ -307,9 +309,9 @@ def shared_memory(messages: Messages) -> SharedMemory | None:
     gather = Direct(messages).gather
     told = gather(3, torch.int64)(torch.tensor([os.getpid(), file, secret]))().tolist()
     of_others = {peer: _arena_of(*told[peer]) for peer in messages.peers}
-    maps_all = torch.tensor([int(file >= 0 and None not in of_others.values())])
-    everywhere = gather(1, maps_all.dtype)(maps_all)().all()
     mapped = {peer: memory for peer, memory in of_others.items() if memory is not None}
+    maps_all = torch.tensor([int(file >= 0 and len(mapped) == len(messages.peers))])
+    everywhere = gather(1, maps_all.dtype)(maps_all)().all()
     return SharedMemory(messages, arena, mapped) if everywhere else None
 
 
