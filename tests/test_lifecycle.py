@@ -1,10 +1,14 @@
 """Attaching and closing."""
 
+import dataclasses
+import re
+
 import pytest
 import torch
 import torch.distributed as dist
 from driver import (
     SHAPES,
+    Params,
     attached,
     backward,
     distance,
@@ -124,3 +128,68 @@ def leak_a_thread(rank, world):
 
 def ranks(rank, world):
     return rank
+
+
+class NotADataclass(lc.CommHook):
+    """Printed with its address, which differs between processes."""
+
+    name = "not_a_dataclass"
+
+    def bind(self, group):
+        return lc.Noop().bind(group)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WithASet(NotADataclass):
+    """Strings in a set have another order in each process."""
+
+    layers: frozenset
+
+
+def attach_what_may_differ(rank, world, kind):
+    """What `attach` says, or what it makes of gradients."""
+    options = {}
+    hook = {
+        "names": ["bf16", "fp16"][rank],
+        "options": lc.PowerSGD(matrix_approximation_rank=1 + rank),
+        "inside": lc.PerParameter({"*.bias": "allreduce", "*": ["int8", "int4"][rank]}),
+        "exact_state": "powersgd",
+        "scaler": "powersgd",
+        "accumulation": "powersgd",
+        "not_a_dataclass": NotADataclass(),
+        "set": WithASet(layers=frozenset("abcdefghijklmnop")),
+    }[kind]
+    if kind == "exact_state":
+        options["exact_state"] = bool(rank)
+    if kind == "scaler":
+        options["grad_scaler"] = torch.amp.GradScaler("cpu", enabled=bool(rank))
+    if kind == "accumulation":
+        options["accumulation"] = ["mean", "sum"][rank]
+    ddp = DistributedDataParallel(Params(SHAPES))
+    try:
+        lc.attach(ddp, hook, **options)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("kind", "first", "second"),
+    [
+        ("names", r"BF16\(.*\)", r"FP16\(.*\)"),
+        ("options", r"PowerSGD\(matrix_approximation_rank=1, .*\)", r"PowerSGD\(matrix_approximation_rank=2, .*\)"),
+        ("inside", r".*Int8\(.*", r".*Int4\(.*"),
+        ("exact_state", "False", "True"),
+        ("scaler", "False", "True"),
+        ("accumulation", ".*'mean'.*", ".*'sum'.*"),
+    ],
+)
+def test_ranks_that_were_given_different_hooks_or_options_are_told_both(run, kind, first, second):
+    said = run(attach_what_may_differ, kind)
+    assert said[0] == said[1]
+    assert re.search(rf"must be the same on all ranks, is {first} on rank 0 and {second} on rank 1\. Look for", said[0])
+
+
+@pytest.mark.parametrize("kind", ["not_a_dataclass", "set"])
+def test_hooks_that_print_otherwise_in_each_process_are_the_same(run, kind):
+    assert run(attach_what_may_differ, kind) == ["", ""]

@@ -19,6 +19,7 @@ from local_sgd_driver import (
 from pool import ignoring
 from test_local_sgd import batch, parameters
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from versions import needs_complex_ddp
 
 import lightning_commhooks as lc
@@ -116,6 +117,72 @@ def test_parameter_without_gradient_is_averaged_and_a_frozen_one_is_not(run, hoo
     expected = mean([before for before, _ in results])
     for before, after in results:
         assert same(after, {**expected, "frozen": before["frozen"]})
+
+
+class Sharded(nn.Module):
+    """A part of each rank's own, named by the module that it is in; and one at the root."""
+
+    def __init__(self):
+        super().__init__()
+        self.common = nn.Linear(3, 2)
+        self.own = nn.Linear(3, 2)
+        self.own.register_buffer("statistic", torch.zeros(2))
+        self.own_at_root = nn.Parameter(torch.zeros(2))
+
+    def forward(self, x):
+        return self.common(x) + self.own(x) + self.own_at_root
+
+
+OWN = ["own.weight", "own.bias", "own.statistic", "own_at_root"]
+
+
+def leave_alone(rank, world, hook, resize):
+    """Values before and after an averaging of a model of which DDP ignores some, and the hook's state."""
+    torch.manual_seed(0)
+    model = Sharded().double()
+    if resize:
+        model.own.register_parameter("extra", nn.Parameter(torch.zeros(rank + 1, dtype=torch.float64)))
+    ignored = [*OWN, "own.extra"]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
+    optimizer = zero_lr(model)
+    with local(model, hook, [optimizer]) as (ddp, attachment):
+        ddp(batch(rank, 0, "both")[:, :3]).sum().backward()
+        before = {name: torch.full_like(value, rank) for name, value in model.state_dict().items()}
+        model.load_state_dict(before)
+        optimizer.step()
+        attachment.average_weights(everything=True)
+        attachment.load_state_dict(attachment.state_dict())
+        return before, copied(model.state_dict().items())
+
+
+@pytest.mark.parametrize("hook", [*AVERAGES, NEVER], ids=["post", "hierarchical", "diloco", "in_the_end"])
+@pytest.mark.parametrize("resize", [False, True], ids=["same_sizes", "other_sizes"])
+def test_what_ddp_ignores_stays_each_ranks_own(run, hook, resize):
+    results = run(leave_alone, hook, resize)
+    for before, after in results:
+        for name, value in after.items():
+            expected = before[name] if name.startswith("own") else torch.full_like(value, 0.5)
+            assert torch.equal(value, expected), name
+
+
+def unfrozen_fragment(rank, world, pseudo_gradient):
+    """Parameters after outer steps of two fragments; the second was frozen when the model was wrapped."""
+    model, gradients = params({"used": (4, 2), "unfrozen": (4, 2)}, torch.float32)
+    model.unfrozen.requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0 + rank)
+    hook = lc.DiLoCo(period=2, fragments=2, pseudo_gradient=pseudo_gradient, start_localSGD_iter=0, **AS_MEAN)
+    with ignoring("1 parameters are trained now that were frozen"), local(model, hook, [optimizer]) as (ddp, _):
+        model.unfrozen.requires_grad_(True)
+        for _ in range(2):
+            one_step(ddp, optimizer, gradients)
+    return parameters(model)
+
+
+@pytest.mark.parametrize("pseudo_gradient", ["fp32", "bf16", "int8"])
+def test_a_fragment_that_was_in_no_bucket_is_averaged(run, pseudo_gradient):
+    for rank, after in enumerate(run(unfrozen_fragment, pseudo_gradient)):
+        assert torch.equal(after["used"], torch.full((4, 2), -1.5 - (1 + rank)))  # averaged after the first step
+        assert torch.equal(after["unfrozen"], torch.full((4, 2), -3.0))
 
 
 class Normed(nn.Module):

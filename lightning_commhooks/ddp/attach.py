@@ -5,14 +5,14 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lightning_commhooks.collectives.agreement import together
+from lightning_commhooks.collectives.agreement import raise_on_all_ranks
 from lightning_commhooks.collectives.counters import Counters
 from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.collectives.process_groups import backend_for
@@ -91,11 +91,14 @@ def attach(
             function; a model that is not DDP, has a hook already or had one that was closed, is on another device than
             CPU or CUDA, or on several, or runs under `torch.compile`'s `python_reducer`; a scaler that is no
             `GradScaler`; an optimizer that cannot step on one rank alone; `accumulation` is none, or given twice;
-            `loss_divided_by` is not positive.
+            `loss_divided_by` is not positive; ranks were given different hooks, options or `exact_state`.
     """
     ddp = unwrapped(model)
+    agreement: AbstractContextManager[dict[str, object]] = nullcontext({})
+    if isinstance(ddp, DistributedDataParallel):
+        agreement = raise_on_all_ranks(ddp.process_group, "attach()")
     # Before anything is made that takes all ranks.
-    with together(ddp.process_group, "attach()") if isinstance(ddp, DistributedDataParallel) else nullcontext():
+    with agreement as same:
         resolved = resolve_hook(hook, hook_state, accumulation)
         config = resolved if isinstance(resolved, CommHook) else UserFunction(resolved)
         if not callable(loss_divided_by) and not is_positive(loss_divided_by):
@@ -114,10 +117,12 @@ def attach(
         method = unscaled(config)
         if isinstance(method, UserFunction):
             warn_if_broken_here(method.function, backend_for(model.process_group, device))
+        is_scaled = grad_scaler is not None and grad_scaler.is_enabled()
+        same |= {"hook": config, "exact_state": exact_state, "whether gradients are scaled by grad_scaler": is_scaled}
     runtime = Runtime(config, model.process_group, device, hook_state, grad_scaler, divided_by)
     attachment = Attachment(resolved, runtime, exact_state)
     try:
-        with together(runtime.bound.group.process_group, "attach()"):
+        with raise_on_all_ranks(runtime.bound.group.process_group, "attach()"):
             if optimizers is not None and not callable(optimizers):
                 optimizers = list(optimizers)
                 if attachment.averages_models:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lightning_commhooks.collectives.agreement import together
+from lightning_commhooks.collectives.agreement import raise_on_all_ranks
 from lightning_commhooks.collectives.errors import HookError
 from lightning_commhooks.collectives.link import Link
 from lightning_commhooks.collectives.measure_link import check_ranks, measure_link
@@ -429,7 +429,7 @@ class Attachment:
         if self.is_closed:
             raise HookError("the communication hook was closed; keep the old DistributedDataParallel until move_to()")
         self._runtime.clock.end()
-        with together(self._runtime.bound.group.process_group, "move_to()"):
+        with raise_on_all_ranks(self._runtime.bound.group.process_group, "move_to()"):
             if self._runtime.local.models.drifted:
                 raise ValueError(
                     "the models of the ranks differed when the new DistributedDataParallel was made, which overwrote "
@@ -442,7 +442,7 @@ class Attachment:
         device, before = device_of(model), self._runtime.bound.group.device
         if device != before:
             raise ValueError(f"the model is on {device}, and the hook was attached to one on {before}: attach another")
-        layout = Layout(model.module)
+        layout = Layout(model.module, model.parameters_to_ignore)
         names = list(layout.trained)
         texts = self._runtime.config.check_parameters(names)
         self._runtime.local.models.layout = layout

@@ -175,6 +175,8 @@ class _BoundDiLoCo(BoundLocalSGD):
         self._follow_up_optimizer(stepped, self.group)
 
     def _average_(self, moves: list[Tensor]) -> None:
+        if not moves:
+            return
         if self._config.pseudo_gradient == "fp32":
             average_(moves, self.group)
             return

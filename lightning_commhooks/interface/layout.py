@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -32,11 +32,17 @@ class Layout:
 
     Args:
         module: the module that DDP wraps. A parameter shared between modules has its first name.
+        ignored: names of parameters and buffers that DDP leaves to each rank (`DDP.parameters_to_ignore`).
     """
 
-    def __init__(self, module: Module) -> None:
+    def __init__(self, module: Module, ignored: Collection[str] = ()) -> None:
+        left = {p for name, p in module.named_parameters() if name in ignored}
         # torch.compile puts "_orig_mod." into names; the state of a hook must not depend on it.
-        self._names: dict[Tensor, str] = {p: n.replace("_orig_mod.", "") for n, p in module.named_parameters()}
+        names: dict[Tensor, str] = {p: name.replace("_orig_mod.", "") for name, p in module.named_parameters()}
+        self._names = {p: name for p, name in names.items() if p not in left}
+        # DDP averages the gradients of the root module's own parameters even if they are to be ignored.
+        self._in_buckets = {p: name for p, name in names.items() if p not in left or "." not in name}
+        self._ignored = ignored
         self._frozen = {p: name for p, name in self._names.items() if not p.requires_grad}
         # Not the module itself: it may hold the DDP wrapper, which holds this, invisibly to the garbage collector.
         self._module = weakref.ref(module)
@@ -45,16 +51,16 @@ class Layout:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shape in memory order of every parameter, trained or not."""
-        return {name: memory_shape(parameter) for parameter, name in self._names.items()}
+        """Shape in memory order of every parameter whose gradients DDP averages, if it is trained."""
+        return {name: memory_shape(parameter) for parameter, name in self._in_buckets.items()}
 
     def name_of(self, parameter: Tensor) -> str | None:
-        """Name of a parameter; `None` if the model has not got it."""
+        """Name of a parameter; `None` if the model has not got it, or DDP ignores it."""
         return self._names.get(parameter)
 
     @property
     def trained(self) -> dict[str, Tensor]:
-        """Parameters by name, without those that have been frozen all the time."""
+        """Parameters by name, without ignored ones and those that have been frozen all the time."""
         return {name: p for p, name in self._names.items() if p.requires_grad or p not in self._frozen}
 
     def trained_among(self, parameters: Iterable[Tensor]) -> dict[str, Tensor]:
@@ -63,10 +69,14 @@ class Layout:
         return {name: p for name, p in named if name is not None}
 
     def float_buffers(self) -> dict[str, Tensor]:
-        """Floating-point buffers of the module by name, as they are now: modules may replace them."""
+        """Floating-point buffers that are not ignored, by name, as they are now: modules may replace them."""
         module = self._module()
         named = [] if module is None else module.named_buffers()
-        return {name.replace("_orig_mod.", ""): b for name, b in named if b.is_floating_point() or b.is_complex()}
+        return {
+            name.replace("_orig_mod.", ""): b
+            for name, b in named
+            if name not in self._ignored and (b.is_floating_point() or b.is_complex())
+        }
 
     def unfrozen(self) -> list[str]:
         """Names of parameters that are trained now, but were not when this layout was made."""
@@ -83,7 +93,7 @@ class Layout:
             RuntimeError: a parameter is not in the model, or the gradients do not fill the bucket.
         """
         try:
-            names = tuple(self._names[p] for p in parameters)
+            names = tuple(self._in_buckets[p] for p in parameters)
         except KeyError:
             raise RuntimeError(
                 "DDP reduces a parameter that the model did not have when the hook was attached; "
