@@ -21,15 +21,26 @@ ON_FOUR_ONLY = {"other_numbers_of_ranks_keep_what_is_owed"}  # and on two and on
 COUNTS_STEPS = {("bad_steps_never_happened", "schedule")}  # "powersgd+half inside" has another phase only later
 
 
-@pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("label", CASES)
-@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def cases(labels):
+    """Rules with each of the hooks that they are about."""
+    pairs = [(rule, label) for rule in RULES for label in labels if (rule.__name__, label) not in COUNTS_STEPS]
+    return [pytest.param(rule, label, id=f"{rule.__name__}-{label}") for rule, label in pairs]
+
+
+def worlds(name):
+    """Numbers of ranks that a rule is checked on."""
+    return [4] if name in ON_FOUR_ONLY else [2, 4] if name in ON_FOUR else [2]
+
+
+@pytest.mark.parametrize(
+    ("rule", "label", "world"),
+    [
+        pytest.param(*case.values, world, id=f"{case.id}-{world}")
+        for case in cases(CASES)
+        for world in worlds(case.values[0].__name__)
+    ],
+)
 def test_rule(run, rule, label, world):
-    name = rule.__name__
-    if (name, label) in COUNTS_STEPS:
-        pytest.skip("its phases depend on the number of steps; see test_checkpoint.py")
-    if world not in ((4,) if name in ON_FOUR_ONLY else (2, 4) if name in ON_FOUR else (2,)):
-        pytest.skip("another number of ranks suffices")
     check_rule(rule, run, CASES[label], world)
 
 
@@ -40,11 +51,8 @@ def far(rank, world, function, args):
         return function(rank, world, *args)
 
 
-@pytest.mark.parametrize("label", ["allreduce", "int8", "powersgd", "schedule"])
-@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+@pytest.mark.parametrize(("rule", "label"), cases(["allreduce", "int8", "powersgd", "schedule"]))
 def test_rule_of_far_ranks(run, rule, label):
-    if (rule.__name__, label) in COUNTS_STEPS:
-        pytest.skip("its phases depend on the number of steps; see test_checkpoint.py")
     check_rule(rule, lambda function, *args, world: run(far, function, args, world=world), CASES[label], 4)
 
 

@@ -3,9 +3,9 @@
 import pytest
 from gpu_steps import Ranks, needs_one, needs_two
 from hooks_under_test import CASES
-from test_contract import COUNTS_STEPS
+from test_contract import cases
 
-from lightning_commhooks.testing.check import RULES, check_rule
+from lightning_commhooks.testing.check import check_rule
 
 pytestmark = [pytest.mark.gpu, needs_one]
 
@@ -17,9 +17,6 @@ def ranks(request):
     ranks.close()
 
 
-@pytest.mark.parametrize("label", CASES)
-@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+@pytest.mark.parametrize(("rule", "label"), cases(CASES))
 def test_rule(ranks, rule, label):
-    if (rule.__name__, label) in COUNTS_STEPS:
-        pytest.skip("its phases depend on the number of steps; see test_checkpoint.py")
     check_rule(rule, ranks, CASES[label], 2)
