@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import itertools
+import re
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from fsdp_driver import (
     leaving_no_groups,
     measured,
     reduced,
+    shard,
     shard1,
     shard2,
     whole_gradients,
@@ -239,6 +241,25 @@ def unsharded(rank, world):
 
 def test_a_hook_that_would_never_run_is_refused(run):
     run(unsharded)
+
+
+def different(rank, world):
+    """What ranks are told that were given different hooks: when they attach them, or in the first backward."""
+    hook, told = ["bf16", "fp16"][rank % 2], []
+    with leaving_no_groups():
+        for way in ("full", "FULL_SHARD", *(["hybrid"] if world == 4 else [])):
+            model = shard(way)
+            with pytest.raises((ValueError, lc.HookError)) as raised:
+                lc.attach_fsdp(model, hook)
+                reduced(model, rank)
+            told.append(str(raised.value))
+    return told
+
+
+def test_ranks_with_different_hooks_are_told_both(run, world):
+    told = run(different, world=world)
+    for text in itertools.chain(*told):
+        assert re.search(r"hook must be the same on all ranks, is BF16\(.*FP16\(", text)
 
 
 def lifecycle(rank, world):

@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_commhooks.codecs.ranges import named
+from lightning_commhooks.collectives.agreement import raise_on_all_ranks
 from lightning_commhooks.collectives.counters import Counters
 from lightning_commhooks.collectives.errors import HookError, raise_if_capturing
 from lightning_commhooks.fsdp.reduction import ShardedReduction
@@ -36,6 +37,8 @@ class ShardedRuntime:
     def reduction(self, process_group: dist.ProcessGroup) -> ShardedReduction:
         """What reduces gradients among these ranks. Collective when they are asked for the first time."""
         if process_group not in self.reductions:
+            with raise_on_all_ranks(process_group, "attach_fsdp()") as same:
+                same["hook"] = self.hook
             group = ShardGroup(process_group, self.counters, self._device)
             self.reductions[process_group] = bind_sharded(self.hook, group)
         return self.reductions[process_group]
