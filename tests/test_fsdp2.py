@@ -243,6 +243,11 @@ def test_a_hook_that_would_never_run_is_refused(run):
     run(unsharded)
 
 
+def attach_and_reduce(model, hook, rank):
+    lc.attach_fsdp(model, hook)
+    reduced(model, rank)
+
+
 def different(rank, world):
     """What ranks are told that were given different hooks: when they attach them, or in the first backward."""
     hook, told = ["bf16", "fp16"][rank % 2], []
@@ -250,8 +255,7 @@ def different(rank, world):
         for way in ("full", "FULL_SHARD", *(["hybrid"] if world == 4 else [])):
             model = shard(way)
             with pytest.raises((ValueError, lc.HookError)) as raised:
-                lc.attach_fsdp(model, hook)
-                reduced(model, rank)
+                attach_and_reduce(model, hook, rank)
             told.append(str(raised.value))
     return told
 
