@@ -66,8 +66,11 @@ def work(library: str, hook: str) -> None:
 def measure(folder: str, library: str, hook: str) -> tuple[int, int]:
     """Bytes resident, and their peak, in rank 0 of two processes."""
     path = os.pathsep.join([str(ROOT), folder, str(ROOT / "benchmarks")])
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "COMMHOOKS_LATENCY_MS": "0"}
-    environment |= {
+    environment = {
+        **os.environ,
+        "PYTHONPATH": path,
+        "OMP_NUM_THREADS": "1",
+        "COMMHOOKS_LATENCY_MS": "0",
         "TORCH_COMPILE_DISABLE": "1",
         "WORLD_SIZE": "2",
         "MASTER_ADDR": "127.0.0.1",
