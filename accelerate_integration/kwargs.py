@@ -55,7 +55,7 @@ class CommHookKwargs(DistributedDataParallelKwargs):
         exact_state: save what differs between ranks for each of them, so that a run resumes bit by bit on CPU.
         strict_state: whether hook state that does not fit is an error in `load_state`. If not, what does not fit begins
             anew, with a warning.
-        resync: of hooks that average models. Evaluation, `save_state` and everything after `wait_for_everyone` see the
+        resync: of hooks that average models. `save_state` and everything after `wait_for_everyone` see the
             average. If not set, each rank goes on from its own model in the next forward that trains; if set, from the
             average.
         accumulation: what gradients are divided by that are accumulated over micro-batches: `"framework"`: by

@@ -50,6 +50,7 @@ class Run:
         return trajectory
 
     def evaluate(self):
+        self.fabric.barrier()
         values = []
         for model in self.models:
             model.eval()

@@ -60,6 +60,10 @@ class Run:
         self.model.train()
         return value
 
+    def evaluate_average(self):
+        self.accelerator.wait_for_everyone()
+        return self.evaluate()
+
     def close(self):
         self.handler.attachments[0].average_weights()
         self.handler.attachments[0].close()
@@ -93,9 +97,8 @@ def evaluations(resync):
     """Train 6 steps with an evaluation and a barrier in the middle of a period, 6 more, and end."""
     run = Run(HOOKS["post_localsgd"], resync=resync)
     before = run.train(range(6))[-1]
-    value = run.evaluate()
+    value = run.evaluate_average()
     during = run.parameters()
-    run.accelerator.wait_for_everyone()
     after = run.train(range(6, 11))
     run.accelerator.wait_for_everyone()
     end = {name: p.clone() for name, p in run.accelerator.unwrap_model(run.model).state_dict().items()}
@@ -137,7 +140,7 @@ def states(folder, exact):
     for name, hook in HOOKS.items():
         run = Run(hook, exact_state=exact, resync=not exact)
         run.train(range(6))
-        run.evaluate()
+        run.evaluate_average()
         path = f"{folder}/{name}-{exact}"
         run.accelerator.save_state(path)
         whole = run.train(range(6, 14))

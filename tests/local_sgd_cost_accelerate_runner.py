@@ -32,7 +32,7 @@ def accelerator(hook, steps, resync, folder):
     own = run.parameters()
     for what in ("evaluate", "save", "save", "barrier", "evaluate"):
         if what == "evaluate":
-            run.evaluate()
+            run.evaluate_average()
         elif what == "save":
             run.accelerator.save_state(f"{folder}/{len(costs.costs)}")
         else:
@@ -44,7 +44,7 @@ def accelerator(hook, steps, resync, folder):
     # The other way round: saved first, twice, then evaluated.
     for what in ("save", "save", "evaluate", "end"):
         if what == "evaluate":
-            run.evaluate()
+            run.evaluate_average()
         elif what == "save":
             run.accelerator.save_state(f"{folder}/{len(costs.costs)}")
         else:

@@ -207,7 +207,6 @@ def of_compiled(rank, world):
         local = lc.PostLocalSGD(period=2, start_localSGD_iter=2, post_local_gradient_allreduce=False)
         hook = lc.Schedule({0: lc.Int8(min_bytes=0, block_size=64), 2: local})
         attachment = lc.attach(model, hook, optimizers=[optimizer])
-        attachment.evaluate_average()
         assert attachment.is_attached_to(model)
         assert attachment.is_attached_to(ddp)
         for step in range(7):
@@ -216,7 +215,7 @@ def of_compiled(rank, world):
             optimizer.step()
             optimizer.zero_grad()
         model.eval()
-        with torch.no_grad():
+        with torch.no_grad(), attachment.averaged_weights():
             value = model(torch.ones(1, 24))
         model.train()
         attachment.average_weights()

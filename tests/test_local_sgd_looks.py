@@ -1,6 +1,5 @@
 """Looking at models whose ranks step alone: when the average is there, when it is gone again, and what is refused."""
 
-import copy
 import warnings
 
 import pytest
@@ -26,7 +25,6 @@ class Run:
         self.ddp = DistributedDataParallel(self.module)
         self.optimizer = optimizer(self.module.parameters(), lr=0.1)
         self.attachment = lc.attach(self.ddp, hook, optimizers=[self.optimizer])
-        self.attachment.evaluate_average()
         self.generator = torch.Generator().manual_seed(rank)
         for _ in range(steps):
             self.step()
@@ -62,35 +60,32 @@ def same(value):
     return all(torch.equal(value, other) for other in everyone)
 
 
-def accumulating(rank, world):
+def plain_evaluation(rank, world):
+    """Whether ranks see the same: in a plain forward in eval mode, within `averaged_weights()`, after a barrier."""
     run = Run(rank)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        seen = [same(run.evaluate()), same(run.evaluate())]
     with run.ddp.no_sync():
-        run.forward().backward()
+        run.forward().backward()  # also between accumulated backwards
     own = run.state()
-    is_same = same(run.evaluate())
+    with run.attachment.averaged_weights():
+        seen.append(same(run.evaluate()))
+    run.attachment.show_average()
+    seen.append(same(run.evaluate()))
     run.forward().backward()
     back = all(torch.equal(own[n], t) for n, t in run.state().items() if "running" not in n)
     run.close()
-    return is_same, back
+    return seen, back, [str(warning.message) for warning in caught]
 
 
-def test_evaluation_between_accumulated_backwards_sees_the_average(run):
-    assert run(accumulating) == [(True, True)] * 2
-
-
-def without_backward(rank, world):
-    run = Run(rank)
-    run.forward()
-    with pytest.warns(UserWarning, match=r"evaluated between a forward and its backward.*no_grad\(\)"):
-        is_same = same(run.evaluate())
-    run.attachment.show_average()
-    shown = same(run.module[0].weight.detach())
-    run.close()
-    return is_same, shown
-
-
-def test_evaluation_before_a_backward_gives_a_warning_and_a_barrier_the_average(run):
-    assert run(without_backward) == [(False, True)] * 2
+def test_evaluation_with_a_ranks_own_model_gives_one_warning(run):
+    for seen, back, texts in run(plain_evaluation):
+        assert seen == [False, False, True, True]
+        assert back
+        (text,) = texts
+        assert "sees this rank's own model, not the average" in text
+        assert "`with attachment.averaged_weights():`" in text
 
 
 def backward_of_other_weights(rank, world, which):
@@ -145,27 +140,12 @@ def test_largest_numbers_do_not_overflow(run, world):
 def one_rank_evaluates(rank, world):
     run = Run(rank, lc.PostLocalSGD(period=4, **ALONE))
     with pytest.raises(lc.HookError, match=r"ranks do not average the same: rank .* is about to"):
-        run.evaluate() if rank == 0 else run.step()
+        run.attachment.show_average() if rank == 0 else run.step()
     run.close()
 
 
 def test_evaluation_on_one_rank_is_an_error_on_all(run):
     run(one_rank_evaluates)
-
-
-def a_copy(rank, world):
-    run = Run(rank)
-    twin = copy.deepcopy(run.ddp).eval()
-    own = run.state()
-    with torch.no_grad():
-        twin(torch.ones(1, 4, dtype=torch.float64))
-    is_left_alone = all(torch.equal(own[n], t) for n, t in run.state().items())
-    run.close()
-    return is_left_alone
-
-
-def test_evaluating_a_copy_leaves_the_model_alone(run):
-    assert run(a_copy) == [True] * 2
 
 
 def closed_while_shown(rank, world):

@@ -372,7 +372,8 @@ class Attachment:
         memory for a copy of the model. No optimizer may step meanwhile.
 
         The averages are kept, in that memory, until the next forward that trains or optimizer's step: looking again
-        before, or `average_weights`, sends nothing. Whoever changes the model in between has it averaged anew.
+        before, or `average_weights`, sends nothing. Who changes the model in between, otherwise than by `tensor.data`,
+        has it averaged anew. A forward in eval mode outside of it warns once that it sees this rank's own model.
         """
         return self._runtime.local.averaged()
 
@@ -383,18 +384,6 @@ class Attachment:
         enabled in it. When the attachment is closed meanwhile, the average stays.
         """
         self._runtime.local.show_average()
-
-    def evaluate_average(self, *, resync: bool = False) -> None:
-        """From now on evaluate the average: every forward of the DDP model in eval mode without gradients sees it.
-
-        The first of them calls `show_average`, so all ranks must evaluate; what calls the module inside, or another
-        wrapper of it, sees what is there at that time.
-
-        Args:
-            resync: let `show_average` average for good, so that ranks go on from the average after evaluation.
-        """
-        self._runtime.local.evaluates_average = True
-        self._runtime.local.resync = resync
 
     def average_optimizer_state(self, optimizer: Optimizer) -> None:
         """Average floating-point state of an optimizer that differs between ranks, for good. Collective."""

@@ -39,7 +39,6 @@ class Attachments:
         """Add the attachment of one more model, and let it know of optimizers."""
         self._attachments = [*self.open(), attachment]
         if attachment.averages_models:
-            attachment.evaluate_average(resync=self._resync)
             for optimizer in optimizers:
                 attachment.add_optimizer(optimizer)
 
@@ -73,9 +72,12 @@ class Attachments:
             yield
 
     def show_average(self) -> None:
-        """Have averages in place until training goes on. Collective."""
+        """Have averages in place until training goes on, or with `resync` for good. Collective."""
         for attachment in self.averaging():
-            attachment.show_average()
+            if self._resync:
+                attachment.average_weights()
+            else:
+                attachment.show_average()
 
     def average_for_good(self) -> None:
         """Average models at the end of training. Collective."""

@@ -34,8 +34,6 @@ class LocalSteps:
         seen: which optimizers have stepped lately.
         find_optimizers: returns the optimizers; called in each backward of ranks that step alone.
         reported_by_user: whether optimizers may step that are not known yet.
-        evaluates_average: whether forwards of evaluation use the average.
-        resync: whether the average that is shown stays.
     """
 
     def __init__(self, running: RunningHook, group: Group) -> None:
@@ -47,10 +45,6 @@ class LocalSteps:
         self.seen = SeenOptimizers()
         self.find_optimizers: Callable[[], Iterable[Optimizer]] = list
         self.reported_by_user = False
-        self.evaluates_average = False
-        self.resync = False
-        # Whether a forward has trained whose backward has not begun.
-        self._awaits_backward = False
         self._warned: set[str] = set()
         self._last_reported = -1
         self._checked = False
@@ -104,7 +98,6 @@ class LocalSteps:
             )
 
     def _before_hooked_step(self, optimizer: Optimizer) -> None:
-        self._awaits_backward = False
         if not self.models.has_looks or self.models.stepped(optimizer, -1) is None:
             return
         self.models.forget()
@@ -165,10 +158,8 @@ class LocalSteps:
         self._running.call(lambda: self.models.average_drifted_(everything))
 
     def show_average(self) -> None:
-        """Have the averages in place of each rank's own model until the next forward that trains, or for good."""
-        if self.resync:
-            self.average()
-        elif not self.models.is_swapped:
+        """Have the averages in place of each rank's own model until the next forward that trains."""
+        if not self.models.is_swapped:
             self._running.clock.end()
             self._running.call(self.models.swap_in)
             self.models.is_shown = True
@@ -183,28 +174,15 @@ class LocalSteps:
         if torch.is_grad_enabled():
             self.models.forget()
             self.hide_average()
-            self._awaits_backward = is_training
-        elif not is_training:
-            self._evaluate()
-        if is_training and self.keeps_own_buffers:
-            self.models.buffers_drift()
-
-    def _evaluate(self) -> None:
-        if not self.evaluates_average:
-            return
-        if self._awaits_backward and self.models.differ:
-            # Part of training: the backward needs the parameters as they are.
+        elif not is_training and self.models.differ:
             self._warn_once(
                 "evaluated",
-                f"hook {self._running.name!r}: the model was evaluated between a forward and its backward, so "
-                "it is this rank's own and not the average. Run forwards that no backward follows under no_grad()",
+                f"hook {self._running.name!r}: a forward in eval mode sees this rank's own model, not the average of "
+                "all ranks. Evaluate within `with attachment.averaged_weights():`, on all ranks alike, or after a "
+                "barrier where that shows the average",
             )
-            return
-        self.show_average()
-
-    def backward_begins(self) -> None:
-        """Called for each gradient."""
-        self._awaits_backward = False
+        if is_training and self.keeps_own_buffers:
+            self.models.buffers_drift()
 
     def _warn_once(self, key: str, text: str) -> None:
         if key not in self._warned:
@@ -249,7 +227,6 @@ class LocalSteps:
             handle.remove()
         self._handles.clear()
         self._optimizers.clear()
-        self.evaluates_average = False
         self.models.forget()
         self.models.layout = Layout(nn.Module())
         if not drifted or self.models.is_swapped:

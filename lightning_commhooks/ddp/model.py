@@ -94,11 +94,10 @@ def register(
 class Usage:
     """Which parameters got gradients on this rank since the last synchronized backward, with `no_sync()` or not.
 
-    DDP knows, but tells only when hooks have run. Costs a call of `arrived` for each parameter and backward.
+    DDP knows, but tells only when hooks have run. Costs a call for each parameter and backward.
     """
 
-    def __init__(self, arrived: Callable[[], None]) -> None:
-        self._arrived = arrived
+    def __init__(self) -> None:
         self._used: set[str] = set()
         self._handles: list[RemovableHandle] = []
 
@@ -106,14 +105,9 @@ class Usage:
         """Watch these parameters, by name, instead of others."""
         for handle in self._handles:
             handle.remove()
-        arrived, used = self._arrived, self._used
-
-        def note(name: str) -> None:
-            used.add(name)
-            arrived()
-
+        used = self._used
         self._handles = [
-            parameter.register_post_accumulate_grad_hook(lambda _, name=name: note(name))
+            parameter.register_post_accumulate_grad_hook(lambda _, name=name: used.add(name))
             for name, parameter in parameters.items()
         ]
 

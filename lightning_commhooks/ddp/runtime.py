@@ -82,7 +82,7 @@ class Runtime(RunningHook):
             group = self._start_engine(process_group, device, make_group)
             self._steps = FiniteSteps(self, grad_scaler)
         self.local = LocalSteps(self, group)
-        self._usage = Usage(self.local.backward_begins)
+        self._usage = Usage()
 
     def _start_engine(
         self, process_group: dist.ProcessGroup, device: torch.device, make_group: Callable[[Counters], Group] | None
@@ -189,7 +189,7 @@ class Runtime(RunningHook):
             self.micro_batches.watch(model, self.layout.trained)
         may_be_unused = model.find_unused_parameters
         may_be_local = averages_models(self.bound)
-        watches = may_be_local or (may_be_unused and self.bound.has_memory)
+        watches = may_be_unused and (may_be_local or self.bound.has_memory)
         self._usage.watch(self.layout.trained if watches else {})
         watched = LocalPhase(model, self.local, may_be_local)
         last_may_be_skipped = model.skip_all_reduce_unused_params
@@ -208,7 +208,7 @@ class Runtime(RunningHook):
                 flat = bucket.buffer()
                 plain = self._plain(bucket, flat, last_may_be_skipped)
                 is_late = watched.begin(self.bound, plain.step)
-                if may_be_unused and watches:
+                if watches:
                     plain = dataclasses.replace(plain, unused=usage.unused(plain.slots))
                 overlaps = self._is_known(plain) and self.bound.overlaps(plain.step)
                 return engine.submit(lambda: self._reduce(flat, plain, is_late), flat.device, plain.index, overlaps)

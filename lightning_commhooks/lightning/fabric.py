@@ -33,8 +33,8 @@ class CompressedDDPFabricStrategy(DDPStrategy):
 
     `Fabric(strategy=CompressedDDPFabricStrategy(hook="powersgd"))`. Checkpoints by `fabric.save` have the hook's state
     when there is a model in them, and `fabric.load` takes it over. With hooks that average models, the average is in
-    place in `fabric.save`, after `fabric.barrier()`, and in forwards in eval mode without gradients; each rank's own
-    model is back in the next forward with gradients.
+    place in `fabric.save` and after `fabric.barrier()`; each rank's own model is back in the next forward with
+    gradients.
 
     Args:
         hook: name of a hook (`lightning_commhooks.available_hooks()`), a configured hook such as
@@ -131,7 +131,7 @@ class CompressedDDPFabricStrategy(DDPStrategy):
         return optimizer
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
-        """Wait for all ranks; afterwards models are looked at."""
+        """Wait for all ranks; show the average then, since models are evaluated or saved after a barrier."""
         super().barrier(*args, **kwargs)
         self._together.show_average()
 
