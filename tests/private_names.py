@@ -282,6 +282,11 @@ TORCH = [
         "silent: nobody is told that hooks ignore join(divide_by_initial_world_size=False)",
         _joins_and_tells_by_what_it_divides,
     ),
+    Use(
+        "torch._C._current_graph_task_id",
+        (f"{PACKAGE}/ddp/steps.py",),
+        "every backward with a hook fails",
+    ),
     Use("._get_backend", (GROUPS,), "no attachment can be made", _group_keeps_its_timeout),
     Use("._timeout", (GROUPS,), "silent: hooks wait 30 minutes, whatever was set", _group_keeps_its_timeout),
     Use("._Options", (GROUPS,), "no hook can be attached to far ranks or to subgroups", _gloo_takes_devices),

@@ -44,7 +44,7 @@ def messages(latency):
     own = own_group(dist.group.WORLD, CPU)
     yield Direct(Messages(own.process_group._get_backend(CPU)), latency)
     dist.barrier()
-    dist.destroy_process_group(own.process_group)
+    process_groups.destroy([own.process_group])
 
 
 def sums(rank, world, latency):
@@ -160,7 +160,7 @@ def on_interfaces(rank, world, names, latency):
         seconds = time.monotonic() - begin
         connections = len(own.transport._messages._backend.options._devices)
         dist.barrier()
-        dist.destroy_process_group(own.process_group)
+        process_groups.destroy([own.process_group])
     return total, seconds, connections
 
 
@@ -235,7 +235,7 @@ def crosswise(rank, world, latency):
         found = {key: [wait().unique().tolist() for wait in waits[key]] for key in order}
         dist.barrier()
         own.abort()
-        dist.destroy_process_group(own.process_group)
+        process_groups.destroy([own.process_group])
     return found
 
 

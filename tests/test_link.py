@@ -13,7 +13,7 @@ from lightning_commhooks.collectives import measure_link as measuring
 from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.collectives.link import Cost, Link
 from lightning_commhooks.collectives.measure_link import _rising, measure_link
-from lightning_commhooks.collectives.process_groups import own_group
+from lightning_commhooks.collectives.process_groups import destroy, own_group
 
 MEASURED = Link(
     2,
@@ -159,7 +159,7 @@ def measure_far(rank, world):
         own = own_group(dist.group.WORLD, torch.device("cpu"))
         link = measure_link(Group.of(own, None, torch.device("cpu")), 0.3, of_steps=True)
         dist.barrier()
-        dist.destroy_process_group(own.process_group)
+        destroy([own.process_group])
     return link
 
 

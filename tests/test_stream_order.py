@@ -115,7 +115,7 @@ def test_two_models(device):
 def test_failure(device, monkeypatch):
     """It aborts the group; later steps are refused, and nothing is launched for them."""
     aborted = []
-    monkeypatch.setattr(runtime, "nccl_abort", lambda group: lambda: aborted.append(group))
+    monkeypatch.setattr(runtime, "abort_of", lambda group: lambda: aborted.append(group))
     with device() as order:
         training = Training(HOOKS["int8"], PLAIN, order.edges)
         steps(order, training, range(2))
@@ -138,7 +138,7 @@ def test_failure(device, monkeypatch):
 
 def test_options_that_do_not_fit_leave_the_group_alone(device, monkeypatch):
     aborted = []
-    monkeypatch.setattr(runtime, "nccl_abort", lambda group: lambda: aborted.append(group))
+    monkeypatch.setattr(runtime, "abort_of", lambda group: lambda: aborted.append(group))
 
     def unfit(self, group):
         raise ValueError("subgroup_size=3 on 2 ranks")

@@ -2,10 +2,9 @@
 
 Public ones block, but those that begin something: on CPU tensors they return when the result is there, on NCCL they
 block the current stream only. CPU tensors of ranks that are far from each other go directly from one to another
-(`direct`), and within one of several nodes through its memory (`shared_memory`). Counts are payload bytes sent by this
-rank, on the mean over ranks, as under the usual bandwidth-optimal algorithms (Thakur et al. 2005, "Optimization of
-Collective Communication Operations in MPICH"): all-reduce 2(w-1)/w of the payload, all-gather w-1 times the rank's
-part, all-to-all (w-1)/w of the payload.
+(`direct`). Counts are payload bytes sent by this rank, on the mean over ranks, as under the usual bandwidth-optimal
+algorithms (Thakur et al. 2005, "Optimization of Collective Communication Operations in MPICH"): all-reduce 2(w-1)/w of
+the payload, all-gather w-1 times the rank's part, all-to-all (w-1)/w of the payload.
 """
 
 from __future__ import annotations
@@ -22,11 +21,8 @@ from torch import Tensor
 from lightning_commhooks.codecs.ranges import named
 from lightning_commhooks.collectives.counters import Counters
 from lightning_commhooks.collectives.direct import Direct, takes_one_round
-from lightning_commhooks.collectives.shared_memory import SharedMemory
 from lightning_commhooks.collectives.turns import lane, waiting
 
-# By what CPU tensors go to other ranks, if not by gloo's own collectives.
-Transport = Direct | SharedMemory
 # Waits for a result.
 Wait = Callable[[], Tensor]
 # Sends this rank's tensor to all others; takes what the result would be if all ranks were equal, too.
@@ -47,7 +43,7 @@ class Communicator:
         process_group: the ranks that average gradients together; `None` for a single process.
         counters: where bytes are counted.
         device: where the gradients are.
-        transport: by what CPU tensors go, if not by gloo's own collectives.
+        transport: by what CPU tensors go between far ranks, if not by gloo's own collectives.
         lanes: the process group of each thread, if several communicate beside each other.
 
     Attributes:
@@ -66,7 +62,7 @@ class Communicator:
         process_group: dist.ProcessGroup | None,
         counters: Counters | None = None,
         device: torch.device | str = "cpu",
-        transport: Transport | None = None,
+        transport: Direct | None = None,
         lanes: Sequence[dist.ProcessGroup] = (),
     ) -> None:
         self._process_group = process_group
@@ -332,8 +328,6 @@ class Communicator:
         return self._begun(received, dist.all_to_all_single, received, chunks)
 
     def _sum_rows(self, chunks: Tensor) -> Wait:
-        if self._transport is not None:
-            return self._transport.sum_of_rows(chunks)
         wait = self._exchange(chunks)
         return lambda: wait().sum(dim=0, dtype=chunks.dtype)
 

@@ -35,9 +35,12 @@ _MAX_CONNECTIONS = 4
 _LATENCY_PER_CONNECTION = 10e-3
 _MOST_SPARE_BYTES = 2**26
 _NUM_PINGS = 4
+# More pings when ranks look far, which a busy processor makes of near ones for a moment: at most so many, and about so
+# many seconds.
+_MORE_PINGS = 16
+_PING_SECONDS = 1.0
 # Environment variable by which a user states the latency, in ms one way.
 _LATENCY = "COMMHOOKS_LATENCY_MS"
-_CLEARLY_FAR = 8e-3
 
 
 def takes_one_round(num_bytes: int, world_size: int, latency: float) -> bool:
@@ -170,11 +173,6 @@ class Direct:
 
         return finish
 
-    def sum_of_rows(self, chunks: Tensor) -> Callable[[], Tensor]:
-        """Begin to sum row i of `chunks`, shape `(w, n)`, over ranks for rank i, which gets that row, shape `(n,)`."""
-        wait = self.exchange(chunks)
-        return lambda: wait().sum(dim=0, dtype=chunks.dtype)
-
     def _swap(self, flat: Tensor, pieces: Sequence[Tensor]) -> Callable[[], Tensor]:
         """`sum_` of two ranks, which send each other all."""
         memory, received = self._take_memory(flat, flat.numel())
@@ -222,26 +220,38 @@ class Direct:
 
 
 def measure_latency(messages: Messages) -> float:
-    """Seconds that a message takes, of the slowest rank, equal on all of them. Collective.
+    """Seconds that a message takes, of the slowest pair of ranks, equal on all of them. Collective.
+
+    The shortest of several times of one message to one rank: between all ranks at once it would be their number that
+    takes the time. The ranks at distances 1, 2, 4, ... stand for all others.
 
     Raises:
         ValueError: `COMMHOOKS_LATENCY_MS`, which is taken instead, is no number of milliseconds on some rank.
     """
-    latency = _latency(messages, _NUM_PINGS)
-    # What busy processors make of a near link passes.
-    return latency if latency > _CLEARLY_FAR else min(latency, _latency(messages, 4 * _NUM_PINGS))
+    best = [math.inf] * (messages.size - 1).bit_length()
+    latency = _slowest(messages, _ping(messages, best, _NUM_PINGS))
+    if latency > FAR:
+        num = max(1, min(_MORE_PINGS, int(_PING_SECONDS / (2 * latency * len(best)))))
+        latency = _slowest(messages, _ping(messages, best, num))
+    return latency
 
 
-def _latency(messages: Messages, num_pings: int) -> float:
-    direct, best, given = Direct(messages), math.inf, _given_latency()
-    own = torch.zeros(1, dtype=torch.float64)
-    for _ in range(num_pings):
-        begin = time.perf_counter()
-        direct.gather(1, own.dtype)(own)()
-        best = min(best, time.perf_counter() - begin)
+def _ping(messages: Messages, best: list[float], num: int) -> float:
+    """Update the best times by distance, `2**i` ranks; returns the longest of them, of one message."""
+    own, other = torch.zeros(1), torch.zeros(1)
+    for i in range(len(best)):
+        for _ in range(num):
+            begin = time.perf_counter()
+            messages.swap(own, other, 2**i)
+            best[i] = min(best[i], time.perf_counter() - begin)
     # A question and a message.
-    own.fill_(best / 2 if given is None else given)
-    slowest = float(direct.gather(1, own.dtype)(own)().max())
+    return max(best) / 2
+
+
+def _slowest(messages: Messages, measured: float) -> float:
+    given = _given_latency()
+    own = torch.tensor([measured if given is None else given], dtype=torch.float64)
+    slowest = float(Direct(messages).gather(1, own.dtype)(own)().max())
     if not 0 <= slowest < math.inf:
         raise ValueError(
             f"the environment variable {_LATENCY} must be a number of milliseconds of at least 0 on all ranks, is "

@@ -21,8 +21,13 @@ logger = logging.getLogger(__name__)
 ADDRESS_BYTES = 128  # of one of the group's listeners
 
 
+# How often devices are made until it is clear which listeners are theirs.
+_ATTEMPTS = 10
+Devices = list[dist.ProcessGroupGloo.Device]
+
+
 def with_abort(
-    make: Callable[[], list[dist.ProcessGroup]], num_listeners: int
+    make: Callable[[Devices], list[dist.ProcessGroup]], make_devices: Callable[[], Devices]
 ) -> tuple[list[dist.ProcessGroup], Callable[[], None]]:
     """New gloo groups, and what aborts them from any thread: collectives fail at once, here and on waiting peers.
 
@@ -31,15 +36,23 @@ def with_abort(
 
     Args:
         make: makes the groups, of the same ranks.
-        num_listeners: of a rank: one for each network interface.
+        make_devices: makes gloo's devices for them, one for each network interface, each of which listens.
     """
-    before = _listening()
-    groups = make()
-    mine = _listening() - before
-    if len(mine) != num_listeners:
-        mine = set()
-        logger.info("after a failure here, other ranks wait for the timeout of the process group: unknown listeners")
-    return groups, functools.partial(_shut_down, mine, _gather_addresses(groups[0], mine, num_listeners))
+    devices, mine = _listening_devices(make_devices)
+    groups = make(devices)
+    return groups, functools.partial(_shut_down, mine, _gather_addresses(groups[0], mine, len(devices)))
+
+
+def _listening_devices(make: Callable[[], Devices]) -> tuple[Devices, set[str]]:
+    """Devices, and where they listen; again when another thread has begun to listen meanwhile."""
+    for _ in range(_ATTEMPTS):
+        before = _listening()
+        devices = make()
+        mine = _listening() - before
+        if len(mine) == len(devices):
+            return devices, mine
+    logger.info("after a failure here, other ranks wait for the timeout of the process group: unknown listeners")
+    return devices, set()
 
 
 def _gather_addresses(own: dist.ProcessGroup, mine: set[str], num_listeners: int) -> set[str]:

@@ -17,8 +17,9 @@ from torch import Tensor
 from lightning_commhooks.codecs.codec import Codec, Kernels, compiled
 from lightning_commhooks.collectives import process_groups as groups
 from lightning_commhooks.collectives.chunk import CHUNK_NUMEL, Chunk
-from lightning_commhooks.collectives.communicator import Communicator, Transport, Wait
+from lightning_commhooks.collectives.communicator import Communicator, Wait
 from lightning_commhooks.collectives.counters import Counters
+from lightning_commhooks.collectives.direct import Direct
 
 # Number of this process's node, as Lightning and Ray, torchrun, and SLURM tell it.
 _NODE_VARIABLES = ("NODE_RANK", "GROUP_RANK", "SLURM_NODEID")
@@ -64,7 +65,7 @@ class Group(Communicator):
         counters: where bytes are counted.
         device: where the gradients are.
         aborts: where groups that are split off leave a function that aborts them.
-        transport: by what CPU tensors go, if not by gloo's own collectives.
+        transport: by what CPU tensors go between far ranks, if not by gloo's own collectives.
         lanes: the process group of each thread, if several communicate beside each other.
     """
 
@@ -74,7 +75,7 @@ class Group(Communicator):
         counters: Counters | None = None,
         device: torch.device | str = "cpu",
         aborts: list[Callable[[], None]] | None = None,
-        transport: Transport | None = None,
+        transport: Direct | None = None,
         lanes: Sequence[dist.ProcessGroup] = (),
     ) -> None:
         super().__init__(process_group, counters, device, transport, lanes)
@@ -149,10 +150,7 @@ class Group(Communicator):
     def _split(self, subgroups: tuple[tuple[int, ...], ...]) -> Group:
         # All ranks take part in making groups, also those that are alone.
         name = self.all_gather_quietly([random.SystemRandom().getrandbits(62)])[0][0]
-        on_one_node = all(any(set(ranks) <= set(node) for node in self._nodes) for ranks in subgroups)
-        own = groups.own_subgroup(
-            self.process_group, subgroups, str(name), self.device, self.num_lanes > 1, on_one_node
-        )
+        own = groups.own_subgroup(self.process_group, subgroups, str(name), self.device, self.num_lanes > 1)
         return Group.of(own, self.counters, self.device, self._aborts)
 
     def encoding(self, codec: Codec) -> Group:

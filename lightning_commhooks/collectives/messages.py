@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -35,13 +34,14 @@ class Messages:
         self.size: int = backend.size()
         self.rank: int = backend.rank()
         self.peers = [(self.rank + distance) % self.size for distance in range(1, self.size)]
-        # By lane.
-        self._numbers: dict[int, Iterator[int]] = {}
+        # How many collectives each lane has begun.
+        self._begun: dict[int, int] = {}
 
     def number(self) -> int:
         """The number of the next collective of this thread."""
-        number: int = next(self._numbers.setdefault(lane(), _numbers(lane())))
-        return number
+        begun = self._begun.get(lane(), 0)
+        self._begun[lane()] = begun + 1
+        return 2 * _NUMBERS * lane() + begun % _NUMBERS
 
     def second(self, number: int) -> int:
         """The number of the second round of a collective."""
@@ -57,13 +57,15 @@ class Messages:
         pairs = zip(tensors, self.peers, strict=True)
         return [self._backend.send([tensor], peer, number) for tensor, peer in pairs if tensor.numel()]
 
+    def swap(self, own: Tensor, other: Tensor, distance: int) -> None:
+        """Send the rank at that distance a tensor, and wait for the one of the rank as far before."""
+        number = self.number()
+        arriving = self._backend.recv([other], (self.rank - distance) % self.size, number)
+        sent = self._backend.send([own], (self.rank + distance) % self.size, number)
+        self.wait([arriving, sent])
+
     def wait(self, works: Iterable[dist.Work]) -> None:
         """Wait until messages have been sent and received; other threads have their turn."""
         with waiting():
             for work in works:
                 work.wait()
-
-
-def _numbers(lane: int) -> Iterator[int]:
-    first = 2 * _NUMBERS * lane
-    return itertools.cycle(range(first, first + _NUMBERS))

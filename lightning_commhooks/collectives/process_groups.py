@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 import threading
@@ -19,7 +20,8 @@ from torch._C._distributed_c10d import PrefixStore
 from lightning_commhooks.collectives import direct, gloo_abort
 from lightning_commhooks.collectives.direct import Direct, measure_latency
 from lightning_commhooks.collectives.messages import Messages
-from lightning_commhooks.collectives.shared_memory import SharedMemory, shared_memory
+
+logger = logging.getLogger(__name__)
 
 # The network interfaces that gloo uses, separated by commas; one that is named twice gets two connections.
 _INTERFACES = "GLOO_SOCKET_IFNAME"
@@ -42,15 +44,15 @@ class OwnGroup:
         process_group: the group.
         abort: aborts it from any thread: collectives under way fail at once, here and on the peers that wait for this
             rank. Does not keep the group alive.
-        transport: by what CPU tensors go, if not by gloo's own collectives: by direct messages over gloo, if ranks are
-            far from each other, or through the memory of one node.
+        transport: by what CPU tensors go, if not by gloo's own collectives: direct messages, if ranks are far from each
+            other.
         lanes: of each thread that communicates beside others, the group that gloo's own collectives go by; empty
             where there is one such thread.
     """
 
     process_group: dist.ProcessGroup
     abort: Callable[[], None] = lambda: None
-    transport: Direct | SharedMemory | None = None
+    transport: Direct | None = None
     lanes: tuple[dist.ProcessGroup, ...] = ()
 
 
@@ -63,22 +65,31 @@ def backend_for(process_group: dist.ProcessGroup, device: torch.device) -> str:
 def own_group(process_group: dist.ProcessGroup, device: torch.device) -> OwnGroup:
     """A group over the same ranks. Collective."""
     if backend_for(process_group, device) != dist.Backend.GLOO:
-        return OwnGroup(_new_group(process_group, device))
-    (own,), abort = gloo_abort.with_abort(lambda: [_new_group(process_group, device)], len(_interfaces()))
-    return _with_lanes(own, abort, device, _timeout_of(process_group, device) or dist.default_pg_timeout)
+        own = _new_group(process_group, device)
+        return OwnGroup(own, abort_of(own))
+    timeout = _timeout_of(process_group, device) or dist.default_pg_timeout
+    place, name = (process_group.rank(), process_group.size()), _new_name(process_group)
+    (own,), abort = gloo_abort.with_abort(
+        lambda devices: [_gloo_group(name, *place, device, timeout, devices)], _devices
+    )
+    num_near = NUM_LANES if own.size() <= _MOST_RANKS_IN_LANES else 1
+    return _with_lanes(own, abort, device, timeout, num_near)
 
 
 def _with_lanes(
-    own: dist.ProcessGroup, abort: Callable[[], None], device: torch.device, timeout: timedelta
+    own: dist.ProcessGroup, abort: Callable[[], None], device: torch.device, timeout: timedelta, num_near: int
 ) -> OwnGroup:
     """Let several threads communicate beside each other: by direct messages between far ranks, or by a group each."""
     if device.type != "cpu" or own.size() == 1:
         return OwnGroup(own, abort)
     messages = _messages(own, device)
-    latency = measure_latency(messages)
+    try:
+        latency = measure_latency(messages)
+    except ValueError:
+        abort()  # a refusal: its connections would stay for as long as somebody keeps the error
+        raise
     is_far = latency > direct.FAR
     num_connections = direct.num_connections(latency) if is_far and len(_interfaces()) == 1 else 1
-    num_near = NUM_LANES if own.size() <= _MOST_RANKS_IN_LANES else 1
     num_more = int(num_connections > 1) if is_far else num_near - 1
     if not num_more:
         return OwnGroup(own, abort, Direct(messages, latency), (own,) * NUM_LANES) if is_far else OwnGroup(own, abort)
@@ -86,11 +97,11 @@ def _with_lanes(
     name = str(Direct(messages).gather(1, number.dtype)(number)()[0].item())
     place = own.rank(), own.size()
 
-    def make() -> list[dist.ProcessGroup]:
-        devices = [one for one in _devices() for _ in range(num_connections)]
-        return [_gloo_group(f"{name}/{i}", *place, device, timeout, devices) for i in range(num_more)]
+    def make(devices: Sequence[dist.ProcessGroupGloo.Device]) -> list[dist.ProcessGroup]:
+        several = [one for one in devices for _ in range(num_connections)]
+        return [_gloo_group(f"{name}/{i}", *place, device, timeout, several) for i in range(num_more)]
 
-    more, abort_more = gloo_abort.with_abort(make, len(_interfaces()))
+    more, abort_more = gloo_abort.with_abort(make, _devices)
 
     def abort_all() -> None:
         abort()
@@ -114,17 +125,21 @@ def _timeout_of(process_group: dist.ProcessGroup, device: torch.device) -> timed
     return getattr(getattr(process_group._get_backend(device), "options", None), "_timeout", None)
 
 
+def _new_name(process_group: dist.ProcessGroup) -> str:
+    # `new_group` needs every process of the world; with `use_local_synchronization` only these ranks, but then it names
+    # the group by how many others there are, and ranks that belong to different groups disagree on that.
+    name = [uuid.uuid4().hex]
+    dist.broadcast_object_list(name, src=dist.get_global_rank(process_group, 0), group=process_group)
+    return name[0]
+
+
 def _new_group(process_group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
-    timeout = _timeout_of(process_group, device)
-    if process_group.size() < dist.get_world_size():
-        # `new_group` needs every process of the world; with `use_local_synchronization` only these ranks, but then it
-        # names the group by how many others there are, and ranks that belong to different groups disagree on that.
-        name = [uuid.uuid4().hex]
-        dist.broadcast_object_list(name, src=dist.get_global_rank(process_group, 0), group=process_group)
-        timeout = timeout or dist.default_pg_timeout
-        return _gloo_group(name[0], process_group.rank(), process_group.size(), device, timeout)
     own: dist.ProcessGroup = dist.new_group(
-        backend=backend_for(process_group, device), timeout=timeout, group_desc="lightning_commhooks"
+        ranks=dist.get_process_group_ranks(process_group),
+        backend=backend_for(process_group, device),
+        timeout=_timeout_of(process_group, device),
+        use_local_synchronization=process_group.size() < dist.get_world_size(),
+        group_desc="lightning_commhooks",
     )
     return own
 
@@ -135,13 +150,13 @@ def _gloo_group(
     size: int,
     device: torch.device,
     timeout: timedelta,
-    devices: Sequence[dist.ProcessGroupGloo.Device] = (),
+    devices: Sequence[dist.ProcessGroupGloo.Device],
 ) -> dist.ProcessGroup:
     store = _store(name)
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()
     options._timeout = timeout
-    options._devices = list(devices) or _devices()
+    options._devices = list(devices)
     options._threads = 2 * len(options._devices)
     backend = gloo(store, rank, size, options)
     own = dist.ProcessGroup(store, rank, size)
@@ -166,16 +181,23 @@ def _store(name: str) -> PrefixStore:
     return PrefixStore(f"lightning_commhooks/{name}/", dist.distributed_c10d._get_default_store())
 
 
-def nccl_abort(process_group: dist.ProcessGroup) -> Callable[[], None]:
-    """What ends collectives of an NCCL group that are under way in this process, from any thread.
+def abort_of(process_group: dist.ProcessGroup) -> Callable[[], None]:
+    """What ends collectives of a group that is not gloo's and that are under way in this process, from any thread.
 
-    Does not keep the group alive. In a thread of its own, since NCCL may wait there for what the device is doing.
+    Does not keep the group alive. In a thread of its own, since NCCL may wait there for what the device is doing. Does
+    nothing if the backend cannot abort; other ranks then wait for their timeout.
     """
     reference = weakref.ref(process_group)
 
+    def abort_group(group: dist.ProcessGroup) -> None:
+        try:
+            group.abort()
+        except RuntimeError as error:  # of a backend without
+            logger.info("after a failure here, other ranks wait for the timeout of the process group: %s", error)
+
     def abort() -> None:
         if (group := reference()) is not None:
-            threading.Thread(target=group.abort, name="lightning_commhooks abort", daemon=True).start()
+            threading.Thread(target=abort_group, args=(group,), name="lightning_commhooks abort", daemon=True).start()
 
     return abort
 
@@ -192,7 +214,6 @@ def own_subgroup(
     name: str,
     device: torch.device,
     has_lanes: bool,
-    on_one_node: bool,
 ) -> OwnGroup:
     """A group over those ranks of `process_group` that are in the same subgroup as this one.
 
@@ -204,7 +225,6 @@ def own_subgroup(
         name: unlike that of any other group, equal on all ranks.
         device: of the tensors.
         has_lanes: whether several threads communicate beside each other.
-        on_one_node: whether the ranks of each subgroup are.
     """
     rank = process_group.rank()
     timeout = _timeout_of(process_group, device) or dist.default_pg_timeout
@@ -212,13 +232,10 @@ def own_subgroup(
         index, ranks = next((i, ranks) for i, ranks in enumerate(subgroups) if rank in ranks)
         place = ranks.index(rank), len(ranks)
         (own,), abort = gloo_abort.with_abort(
-            lambda: [_gloo_group(f"{name}/{index}", *place, device, timeout)], len(_interfaces())
+            lambda devices: [_gloo_group(f"{name}/{index}", *place, device, timeout, devices)], _devices
         )
-        if on_one_node and device.type == "cpu" and own.size() > 1:
-            memory = shared_memory(_messages(own, device))
-            if memory is not None:
-                return OwnGroup(own, abort, memory, (own,) * NUM_LANES if has_lanes else ())
-        return _with_lanes(own, abort, device, timeout) if has_lanes else OwnGroup(own, abort)
+        # As many lanes as the threads are that communicate, however many ranks.
+        return _with_lanes(own, abort, device, timeout, NUM_LANES) if has_lanes else OwnGroup(own, abort)
     world = dist.get_process_group_ranks(process_group)
     is_part = len(world) < dist.get_world_size()
     if is_part and process_group._get_backend(device).name() == dist.Backend.NCCL:
@@ -232,7 +249,7 @@ def own_subgroup(
             if not is_part or rank in ranks
         ]
         own = next(group for group in groups if group is not dist.GroupMember.NON_GROUP_MEMBER)
-    return OwnGroup(own, nccl_abort(own))
+    return OwnGroup(own, abort_of(own))
 
 
 def destroy(process_groups: Iterable[dist.ProcessGroup | None]) -> None:

@@ -19,7 +19,7 @@ from lightning_commhooks.codecs.ranges import is_profiled, named
 from lightning_commhooks.collectives.counters import Counters
 from lightning_commhooks.collectives.errors import HookError
 from lightning_commhooks.collectives.group import Group
-from lightning_commhooks.collectives.process_groups import backend_for, destroy, nccl_abort, own_group
+from lightning_commhooks.collectives.process_groups import abort_of, backend_for, destroy, own_group
 from lightning_commhooks.collectives.timing import DeviceTiming, NoTiming
 from lightning_commhooks.ddp import checkpoint
 from lightning_commhooks.ddp.compression import Watch
@@ -81,6 +81,8 @@ class Runtime(RunningHook):
         else:
             group = self._start_engine(process_group, device, make_group)
             self._steps = FiniteSteps(self, grad_scaler)
+        # That of the bound hook may be a part of it.
+        self._group = group
         self.local = LocalSteps(self, group)
         self._usage = Usage()
 
@@ -110,7 +112,7 @@ class Runtime(RunningHook):
             raise
         if self._owned is None:
             # Not before: options that do not fit are no reason to take DDP's own group away.
-            aborts.append(nccl_abort(process_group))
+            aborts.append(abort_of(process_group))
         return group
 
     def reset(self) -> None:
@@ -123,7 +125,7 @@ class Runtime(RunningHook):
     def _bind_again(self) -> BoundHook:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the user got them when the hook was attached
-            return self._bind(self.bound.group)
+            return self._bind(self._group)
 
     def _bind(self, group: Group) -> BoundHook:
         with self.aborting():
@@ -193,6 +195,8 @@ class Runtime(RunningHook):
         self._usage.watch(self.layout.trained if watches else {})
         watched = LocalPhase(model, self.local, may_be_local)
         last_may_be_skipped = model.skip_all_reduce_unused_params
+        if model.static_graph:
+            self.clock.expect_static_graph()
         if isinstance(self.method, UserFunction):
             return self._counting(self.method.function, watched, last_may_be_skipped)
         engine, usage = self._engine, self._usage
@@ -295,7 +299,7 @@ class Runtime(RunningHook):
             return
         self._engine.close()
         self._steps.drop()
-        destroy([self._owned, *self.bound.group.release()])
+        destroy([self._owned, *self._group.release()])
         self._owned = None  # with the last reference its connections close, and peers that wait for this rank fail
         # All ranks have the same to say. Last: where warnings are errors, nothing else may be left to do.
         texts = texts + self._not_begun() if self.bound.group.rank == 0 else []

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
+
 from lightning_commhooks.collectives.counters import Counters
 from lightning_commhooks.ddp.engine import call_at_end_of_backward
+
+_NOT_BEGUN = -2
 
 
 class StepClock:
@@ -32,10 +36,28 @@ class StepClock:
         self._previous_index: int | None = None
         self._is_open = False
         self._is_complete = False
+        # The number that autograd gave the first backward of a static graph, if there is one.
+        self._static_backward: int | None = None
         self.steps = 0
+
+    def expect_static_graph(self) -> None:
+        """Be ready for the first backward of a static graph: DDP hands over all buckets at its end, each as number 0.
+
+        And none as the last one, if there are several, of gradients of several dtypes.
+        """
+        self._static_backward = _NOT_BEGUN
+
+    def _is_first_of_static_graph(self) -> bool:
+        backward = torch._C._current_graph_task_id()
+        if self._static_backward == _NOT_BEGUN:
+            self._static_backward = backward
+        return 0 <= backward == self._static_backward
 
     def step_of(self, index: int, is_last: bool, last_may_be_skipped: bool) -> int:
         """Number of the step that a bucket belongs to, from 0 on; called once for each bucket."""
+        if self._is_first_of_static_graph():
+            index = 0 if self._previous_index is None else self._previous_index + 1
+            last_may_be_skipped = True
         begins = self._previous_index is None or index <= self._previous_index
         if begins:
             self.end()

@@ -7,8 +7,7 @@ in words. Whatever runs on a rank is a function of a module, so that it can be s
 from __future__ import annotations
 
 import pickle
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -17,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_commhooks.collectives.shared_memory import SharedMemory
 from lightning_commhooks.interface.hook import CommHook
 from lightning_commhooks.testing.model import (
     SHAPES,
@@ -255,16 +253,11 @@ _SENDERS: dict[str, tuple[int, Callable[[int], float]]] = {
 
 @contextmanager
 def _measuring() -> Iterator[list[float]]:
-    """Bytes that go to other ranks meanwhile, as a list of numbers.
-
-    By PyTorch's collectives, in messages over gloo, and through shared memory, which messages only tell of.
-    """
+    """Bytes that are given to PyTorch's collectives, and in messages to gloo, meanwhile, as a list of numbers."""
     sent: list[float] = []
     originals = {name: getattr(dist, name) for name in _SENDERS if hasattr(dist, name)}
     gloo: Any = dist.ProcessGroupGloo
-    memory: Any = SharedMemory
-    send_message, show_rows = gloo.send, memory.show
-    showing = threading.local()
+    send_message = gloo.send
 
     def measuring(name: str) -> Callable[..., Any]:
         place, factor = _SENDERS[name]
@@ -277,25 +270,16 @@ def _measuring() -> Iterator[list[float]]:
         return call
 
     def send(self: Any, tensors: list[Tensor], *args: Any) -> Any:
-        if not getattr(showing, "now", False):
-            sent.extend(tensor.nbytes for tensor in tensors)
+        sent.extend(tensor.nbytes for tensor in tensors)
         return send_message(self, tensors, *args)
-
-    def show(self: SharedMemory, rows: Sequence[Tensor], *args: Any) -> Any:
-        sent.append(sum(row.nbytes for row in rows) * (self.num_peers if len(rows) == 1 else 1))
-        showing.now = True
-        try:
-            return show_rows(self, rows, *args)
-        finally:
-            showing.now = False
 
     for name in originals:
         setattr(dist, name, measuring(name))
-    gloo.send, memory.show = send, show
+    gloo.send = send
     try:
         yield sent
     finally:
-        gloo.send, memory.show = send_message, show_rows
+        gloo.send = send_message
         for name, original in originals.items():
             setattr(dist, name, original)
 

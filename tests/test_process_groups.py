@@ -1,0 +1,195 @@
+"""Groups of communication threads: what they leave behind, how they are aborted, how far ranks are found to be."""
+
+import gc
+import os
+import socket
+import time
+import tracemalloc
+
+import pytest
+import torch
+import torch.distributed as dist
+from driver import SHAPES, attached, backward, full_rank_gradients
+from torch.nn.parallel import DistributedDataParallel
+
+import lightning_commhooks as lc
+from lightning_commhooks.collectives import direct, process_groups
+from lightning_commhooks.collectives.messages import Messages
+from lightning_commhooks.collectives.process_groups import abort_of, destroy, own_group, own_subgroup
+
+CPU = torch.device("cpu")
+
+
+def resources():
+    """Open descriptors and threads of this process."""
+    gc.collect()
+    return len(os.listdir("/dev/fd")), len(os.listdir("/proc/self/task"))
+
+
+def settled(expected):
+    """`resources` as soon as there are not more than these; gloo's threads end a little later."""
+    deadline = time.monotonic() + 5
+    while (found := resources()) > expected and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return found
+
+
+def kept(rank, world, hook):
+    """Descriptors and threads before, and with attachments that are closed, but kept."""
+    closed = []
+    for turn in range(4):
+        with attached(hook) as (ddp, attachment):
+            backward(ddp, full_rank_gradients(rank, 0, SHAPES))
+        closed.append(attachment)
+        del ddp
+        if turn == 0:
+            time.sleep(0.2)
+            before = resources()
+    return before, settled(before)
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="counts threads as Linux lists them")
+@pytest.mark.parametrize(
+    "hook", [lc.Cast(lc.PowerSGD(start_powerSGD_iter=0), "int8"), lc.PowerSGD(start_powerSGD_iter=0)], ids=repr
+)
+def test_closed_attachments_keep_no_connections(run, hook):
+    for (descriptors, threads), (descriptors_later, threads_later) in run(kept, hook):
+        assert descriptors_later <= descriptors
+        assert threads_later <= threads
+
+
+def refused(rank, world):
+    with pytest.MonkeyPatch.context() as patch:
+        own = own_group(dist.group.WORLD, CPU)
+        destroy([own.process_group])
+        del own
+        time.sleep(0.2)
+        before, groups = resources(), len(dist.distributed_c10d._world.pg_map)
+        patch.setenv("COMMHOOKS_LATENCY_MS", "soon")
+        ddp = DistributedDataParallel(torch.nn.Linear(2, 2))
+        for _ in range(3):
+            with pytest.raises(ValueError, match="COMMHOOKS_LATENCY_MS"):
+                lc.attach(ddp, "bf16")
+        return before, settled(before), len(dist.distributed_c10d._world.pg_map) - groups
+
+
+def test_a_refused_latency_leaves_no_group_behind(run):
+    for (descriptors, _), (descriptors_later, _), groups in run(refused):
+        assert descriptors_later <= descriptors
+        assert groups == 0
+
+
+def subgroups(rank, world):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(process_groups, "_MOST_RANKS_IN_LANES", 1)
+        patch.setenv("COMMHOOKS_LATENCY_MS", "0")
+        own = own_subgroup(dist.group.WORLD, [[0, 1], [2, 3]], "pairs", CPU, has_lanes=True)
+        dist.barrier()
+        return len(own.lanes)
+
+
+def test_a_large_subgroup_has_as_many_lanes_as_the_engine(run):
+    assert run(subgroups, world=4) == [process_groups.NUM_LANES] * 4
+
+
+def aborted(rank, world):
+    """Seconds until a peer notices, and whether another thread's listener still listens."""
+    others = []
+
+    def devices():
+        if not others:  # as another thread would in between
+            others.append(socket.create_server(("127.0.0.1", 0)))
+        return made()
+
+    made = process_groups._devices
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(process_groups, "_devices", devices)
+        own = own_group(dist.group.WORLD, CPU)
+    begin = time.monotonic()
+    if rank == 0:
+        own.abort()
+    with pytest.raises(RuntimeError):
+        dist.all_reduce(torch.ones(3), group=own.process_group, async_op=True).wait()
+    seconds = time.monotonic() - begin
+    with socket.create_connection(others[0].getsockname()):
+        pass
+    others[0].close()
+    dist.barrier()
+    destroy([own.process_group])
+    return seconds
+
+
+def test_aborts_though_another_thread_opened_a_listener_meanwhile(run):
+    assert all(seconds < 10 for seconds in run(aborted))
+
+
+class Other:
+    """A group of another backend."""
+
+    def __init__(self, error=None):
+        self.error, self.aborted = error, 0
+
+    def abort(self):
+        self.aborted += 1
+        if self.error is not None:
+            raise self.error
+
+
+@pytest.mark.parametrize("error", [None, RuntimeError("Backend mpi does not support abort")])
+def test_other_backends_are_aborted_if_they_can_be(error):
+    group = Other(error)
+    abort_of(group)()
+    deadline = time.monotonic() + 5
+    while not group.aborted and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert group.aborted == 1
+    gone = abort_of(Other())
+    gone()
+
+
+def busy(rank, world):
+    """The latency when a processor is busy for the first pings, and how many pings there were."""
+    calls = []
+    swap = Messages.swap
+
+    def slow(self, *args):
+        calls.append(args)
+        if len(calls) <= 8:
+            time.sleep(0.02)
+        swap(self, *args)
+
+    own = own_group(dist.group.WORLD, CPU)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("COMMHOOKS_LATENCY_MS", raising=False)
+        patch.setattr(Messages, "swap", slow)
+        latency = direct.measure_latency(process_groups._messages(own.process_group, CPU))
+    dist.barrier()
+    destroy([own.process_group])
+    return latency, {distance for *_, distance in calls}
+
+
+def test_a_processor_that_is_busy_for_a_moment_does_not_make_ranks_far(run):
+    for latency, distances in run(busy, world=4):
+        assert latency < direct.FAR
+        assert distances == {1, 2}, "one message at a time"
+
+
+def numbered(rank, world):
+    own = own_group(dist.group.WORLD, CPU)
+    messages = process_groups._messages(own.process_group, CPU)
+    first = messages.number()
+    tracemalloc.start()
+    numbers = messages.number() - first
+    for _ in range(50_000):
+        messages.number()
+    size, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    dist.barrier()
+    destroy([own.process_group])
+    return numbers, size
+
+
+def test_numbers_of_messages_take_no_memory(run):
+    for step, size in run(numbered):
+        assert step == 1
+        assert size < 10_000
