@@ -1,4 +1,4 @@
-"""Prints the lowest versions that `pyproject.toml` allows, as constraints for pip: `torch==2.8`.
+"""Prints the lowest versions that `pyproject.toml` allows, as constraints for pip: `torch==2.10`.
 
 For `make test-oldest`. Needs Python 3.11, or `tomli`.
 """
@@ -19,13 +19,10 @@ _REQUIREMENT = re.compile(r"(?P<name>[\w.-]+)(\[[\w,-]+\])?>=(?P<floor>[\d.]+)(?
 
 
 def requirements(project: dict[str, Any]) -> Iterator[str]:
-    """All requirements of a `pyproject.toml`, of every extra and of building, without the project itself."""
+    """All requirements of a `pyproject.toml`, of building and of every extra but linting, without the project."""
     metadata = project["project"]
-    for group in (
-        project["build-system"]["requires"],
-        metadata["dependencies"],
-        *metadata["optional-dependencies"].values(),
-    ):
+    extras = {name: group for name, group in metadata["optional-dependencies"].items() if name != "lint"}
+    for group in (project["build-system"]["requires"], metadata["dependencies"], *extras.values()):
         yield from (text for text in group if not text.startswith(f"{metadata['name']}["))
 
 

@@ -125,7 +125,8 @@ def measure(name: str, rank: int, steps: int) -> tuple[float, float, float, int]
             times[function].append(run.seconds())
     number = num_ranges(run)
     use(ranges.named)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+    all_threads = torch.profiler._ExperimentalConfig(profile_all_threads=True)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], experimental_config=all_threads):
         profiled = [run.seconds() for _ in range(20)]
     run.attachment.close()
     without, with_them = (statistics.median(times[function]) * 1e3 for function in (nothing, ranges.named))

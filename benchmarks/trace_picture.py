@@ -64,7 +64,9 @@ def train(rank: int, hook: str, folder: str) -> None:
     attachment = lc.attach(ddp, hook, optimizers=[optimizer])
     data = torch.randn(64, 1024)
     when = schedule(wait=LEAD_IN - 1, warmup=1, active=RECORDED, repeat=1)
-    with profile(activities=[ProfilerActivity.CPU], schedule=when, on_trace_ready=_save(folder, rank)) as profiler:
+    options = {"schedule": when, "on_trace_ready": _save(folder, rank)}
+    all_threads = torch.profiler._ExperimentalConfig(profile_all_threads=True)
+    with profile(activities=[ProfilerActivity.CPU], experimental_config=all_threads, **options) as profiler:  # type: ignore[arg-type]
         for _ in range(LEAD_IN + RECORDED):
             dist.barrier()
             with record_function("forward"):

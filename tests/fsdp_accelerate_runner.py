@@ -11,12 +11,11 @@ from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType, gather_object
 from torch import nn
-from versions import HAS_FSDP2_HOOKS, has
 
 import lightning_commhooks as lc
 from accelerate_integration import use_comm_hook
 
-VERSIONS = (1, 2) if HAS_FSDP2_HOOKS and has("accelerate", "1.6") else (1,)
+VERSIONS = (1, 2)
 
 
 def with_fsdp(version):

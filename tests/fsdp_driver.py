@@ -10,7 +10,6 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-from versions import SAID_BY_FSDP1
 
 import lightning_commhooks as lc
 
@@ -99,8 +98,7 @@ def reduced(model, rank, step=0, make=full_rank_gradients):
     device = next(model.parameters()).device
     gradients = {name: g.to(device) for name, g in make(rank, step, NAMES).items()}
     model.zero_grad()
-    with ignoring(*SAID_BY_FSDP1):
-        model(gradients).backward()
+    model(gradients).backward()
     return whole_gradients(model)
 
 

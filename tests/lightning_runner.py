@@ -224,8 +224,7 @@ class Copies(pl.Callback):
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
         if trainer.global_step == 2:
             strategy = self.copied(trainer)
-            assert strategy.attachment.is_closed
-            assert strategy.attachment.metrics()["steps"] == 2
+            assert strategy.attachment is None
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 strategy.training_step(batch, batch_idx).backward()

@@ -8,7 +8,6 @@ import warnings
 
 import torch
 from lightning_runner import OUT, POWERSGD, Classifier, CompressedDDP, DDPStrategy, data, make_trainer, pl, write
-from versions import WEIGHTS_ONLY
 
 import lightning_commhooks as lc
 
@@ -89,7 +88,7 @@ def mismatches():
     # A checkpoint of ours without us, and evaluation with a hook that it does not fit.
     resumable("to-dense", DDPStrategy(), ckpt, save=False, precision="64-true")
     trainer = make_trainer("never", CompressedDDP(hook="bf16"), precision="64-true")
-    trainer.validate(Classifier(), data(), ckpt_path=ckpt, verbose=False, **WEIGHTS_ONLY)
+    trainer.validate(Classifier(), data(), ckpt_path=ckpt, verbose=False, weights_only=True)
     write("validated", trainer.global_rank)
 
 

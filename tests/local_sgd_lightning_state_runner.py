@@ -20,7 +20,6 @@ from local_sgd_lightning_runner import (
     loader,
     train,
 )
-from versions import HAS_LIGHTNING_2_6, WEIGHTS_ONLY
 
 RANK = int(os.environ.get("LOCAL_RANK", "0"))
 ModelCheckpoint = pl.callbacks.ModelCheckpoint
@@ -107,7 +106,7 @@ def alone():
     for path in OUT.glob("*watched-*step=*.ckpt"):
         trainer = make_trainer("never", "auto", devices=1, precision="64-true")
         module = Regression("adamw", norm=True).double()
-        (results,) = trainer.validate(module, VALIDATION, ckpt_path=path, verbose=False, **WEIGHTS_ONLY)
+        (results,) = trainer.validate(module, VALIDATION, ckpt_path=path, verbose=False, weights_only=True)
         losses[path.name] = results["loss"]
     write("alone", 0, losses=losses)
 
@@ -172,13 +171,6 @@ class Breaks(Regression):
             raise self.error("broken on purpose")
 
 
-class KeptOnException(pl.callbacks.OnExceptionCheckpoint):
-    """What `ModelCheckpoint(save_on_exception=True)` is in Lightning 2.6: the file stays."""
-
-    def teardown(self, trainer, *_, **__):
-        pass
-
-
 def attempt(label, function, *args, **kwargs):
     """Run what raises on all ranks; write what it was."""
     try:
@@ -192,10 +184,7 @@ def breaks():
     module = Breaks(0, 1, where="validation_step")
     attempt("validation", train, "never", CompressedDDP(hook=POST), module, validation=VALIDATION, val_check_interval=6)
     write("validation-broken", RANK, model=module.model, after=tasks.flat(module.task))
-    if HAS_LIGHTNING_2_6:
-        more = [checkpoints("exception-{step}", save_on_exception=True)]
-    else:
-        more = [KeptOnException(OUT, "exception-step=6")]
+    more = [checkpoints("exception-{step}", save_on_exception=True)]
     attempt("training", train, "never", CompressedDDP(hook=POST), Breaks(0, 1), more=more)
 
 
@@ -235,9 +224,10 @@ def thaws():
 
 def averaged_over_time():
     """Callbacks whose result, made of each rank's own models, takes the model's place at the end of training."""
-    averaging = {"swa": pl.callbacks.StochasticWeightAveraging(0.05, swa_epoch_start=1)}
-    if HAS_LIGHTNING_2_6:
-        averaging["ema"] = pl.callbacks.EMAWeightAveraging(decay=0.9)
+    averaging = {
+        "swa": pl.callbacks.StochasticWeightAveraging(0.05, swa_epoch_start=1),
+        "ema": pl.callbacks.EMAWeightAveraging(decay=0.9),
+    }
     for label, callback in averaging.items():
         strategy, module = CompressedDDP(hook=POST), Regression()
         train(label, strategy, module, batches=7, epochs=3, more=[callback])

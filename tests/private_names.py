@@ -4,7 +4,6 @@ import contextlib
 import functools
 import importlib
 import importlib.metadata
-import threading
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -93,6 +92,14 @@ def _says_python_reducer():
     return found == [True, False]
 
 
+def _marks_optimizers():
+    from torch.distributed.optim import _apply_optimizer_in_backward
+
+    module = torch.nn.Linear(2, 2)
+    _apply_optimizer_in_backward(torch.optim.SGD, module.parameters(), {"lr": 0.1})
+    return all(hasattr(p, "_in_backward_optimizers") for p in module.parameters())
+
+
 def _joins():
     from torch.distributed.algorithms.join import Join
 
@@ -156,30 +163,6 @@ def _says_whether_it_profiles():
     return [*found, torch.autograd.profiler._is_profiler_enabled] == [False, True, False]
 
 
-def _profiler_tells_its_kind():
-    kinds, tells = torch._C._profiler.ActiveProfilerType, torch._C._autograd._profiler_type
-    with torch.autograd.profiler.profile():
-        inside = tells()
-    return (inside, tells()) == (kinds.KINETO, kinds.NONE)
-
-
-def _profiler_takes_all_threads():
-    """From where `torch.profiler.profile` has it made, which reads it when it starts."""
-    config = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
-    with torch.profiler.profile() as profiler:
-        pass
-    if not isinstance(profiler.profiler, torch.autograd.profiler.profile):
-        return False
-    own = torch.autograd.profiler.profile()
-    own.experimental_config = config
-    with own:
-        thread = threading.Thread(target=lambda: torch.ones(1).add_(1))
-        thread.start()
-        thread.join()
-    names = {event.name for event in own.function_events}
-    return "aten::add_" in names and own.profile_memory is False
-
-
 def _scaler_has_its_scale():
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     before = scaler._scale
@@ -214,7 +197,7 @@ SPARSE = (
     "lightning_commhooks/wrappers/cast.py",
     "lightning_commhooks/wrappers/scale.py",
 )
-RANGES, THREADS = "lightning_commhooks/codecs/ranges.py", "lightning_commhooks/ddp/profiled_threads.py"
+RANGES = "lightning_commhooks/codecs/ranges.py"
 LAUNCH, LISTING = "lightning_commhooks/advice/launch.py", "lightning_commhooks/advice/listing.py"
 
 TORCH = [
@@ -226,19 +209,16 @@ TORCH = [
     Use("torch._C._distributed_c10d.HashStore", (LAUNCH, LISTING), "`list` and `advise` fail"),
     Use("torch._C._distributed_c10d.Store", (LAUNCH,), "`headroom`, `bench` and `advise` fail"),
     Use("torch._C._distributed_c10d.PrefixStore", (GROUPS,), IMPORTED),
-    Use("torch._C._current_graph_task_id", (f"{PACKAGE}/fsdp/runtime.py",), "steps under FSDP", _task_has_an_id),
+    Use(
+        "torch._C._current_graph_task_id",
+        (f"{PACKAGE}/fsdp/runtime.py", f"{PACKAGE}/ddp/steps.py"),
+        "every backward with a hook fails",
+        _task_has_an_id,
+    ),
     Use("torch._dynamo.config.disable", (f"{PACKAGE}/codecs/codec.py",), "quantized hooks fail"),
     Use("torch._dynamo.config.patch", (LISTING,), "`list` fails"),
     Use("torch._dynamo.mark_dynamic", (f"{PACKAGE}/codecs/codec.py",), "codecs are not compiled, with a warning"),
     Use("torch._dynamo.mark_static", (f"{PACKAGE}/codecs/codec.py",), "codecs are not compiled, with a warning"),
-    Use(
-        "torch._C._autograd._profiler_type",
-        (THREADS,),
-        "steps fail in a profiler",
-        _profiler_tells_its_kind,
-    ),
-    Use("torch._C._profiler._ExperimentalConfig", (THREADS,), IMPORTED, _profiler_takes_all_threads),
-    Use("torch._C._profiler.ActiveProfilerType", (THREADS,), IMPORTED),
     Use(
         "torch.autograd.profiler._is_profiler_enabled",
         (RANGES,),
@@ -283,9 +263,10 @@ TORCH = [
         _joins_and_tells_by_what_it_divides,
     ),
     Use(
-        "torch._C._current_graph_task_id",
-        (f"{PACKAGE}/ddp/steps.py",),
-        "every backward with a hook fails",
+        "._in_backward_optimizers",
+        (f"{PACKAGE}/ddp/model.py",),
+        "refused later, without saying what to do",
+        _marks_optimizers,
     ),
     Use("._get_backend", (GROUPS,), "no attachment can be made", _group_keeps_its_timeout),
     Use("._timeout", (GROUPS,), "silent: hooks wait 30 minutes, whatever was set", _group_keeps_its_timeout),
@@ -312,6 +293,5 @@ TORCH = [
         (f"{PACKAGE}/fsdp/fsdp2.py",),
         "FSDP2 is refused",
         lambda: resolve("torch.distributed.fsdp.FSDPModule.set_custom_reduce_scatter"),
-        since=("torch", "2.9"),
     ),
 ]

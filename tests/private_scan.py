@@ -13,6 +13,7 @@ OURS = {
     "_Make",
     "_add",
     "_attach",
+    "_attachments",
     "_begin_averages",
     "_begin_sum_of_rows",
     "_num_payloads",

@@ -1,4 +1,4 @@
-"""Lightning's `PyTorchProfiler` as it is by default, with hooks; started by test_ranges_hosts.py.
+"""Lightning's `PyTorchProfiler` of all threads, with hooks; started by test_ranges_hosts.py.
 
     python ranges_lightning_runner.py PACKAGE OUT
 
@@ -14,6 +14,7 @@ from lightning_runner import OUT, Classifier, CompressedDDP, data, pl
 
 import lightning_commhooks as lc
 
+ALL_THREADS = torch.profiler._ExperimentalConfig(profile_all_threads=True)
 PyTorchProfiler = importlib.import_module(f"{sys.argv[1]}.profilers").PyTorchProfiler
 HOOKS = {
     "int8": lc.Int8(min_bytes=0, block_size=16),
@@ -25,7 +26,7 @@ def fit(label, hook):
     torch.manual_seed(0)
     trainer = pl.Trainer(
         strategy=CompressedDDP(hook=hook, bucket_cap_mb=0.001),
-        profiler=PyTorchProfiler(dirpath=OUT / label, filename="trace"),
+        profiler=PyTorchProfiler(dirpath=OUT / label, filename="trace", experimental_config=ALL_THREADS),
         accelerator="cpu",
         devices=2,
         max_epochs=2,

@@ -1,5 +1,6 @@
 """What the command line decides and understands, without processes."""
 
+import dataclasses
 import io
 import math
 import os
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 import lightning_commhooks as lc
-from lightning_commhooks.advice.candidates import DEFAULT, at_once, candidates, code, parse, shortened
+from lightning_commhooks.advice.candidates import DEFAULT, at_once, candidate, candidates, code, parse, shortened
 from lightning_commhooks.advice.load import load_task
 from lightning_commhooks.advice.ranking import Row, decide, headroom, ranked
 from lightning_commhooks.advice.step_time import amortized, undisturbed
@@ -40,6 +41,20 @@ def row(label, step, error=0.0, averages_models=False, spread=0.5, predicted=Non
 
 
 DENSE, NOOP = row("dense", 100.0), row("noop", 40.0, math.nan)
+
+
+@dataclasses.dataclass(frozen=True)
+class Stranger(lc.CommHook):
+    """A hook of somebody else, with an option that happens to be named as one of ours."""
+
+    name = "stranger"
+    period: int = 300
+
+    def repeats_after(self):
+        return 12
+
+    def bind(self, group):
+        raise NotImplementedError
 
 
 class TestVerdict:
@@ -221,6 +236,11 @@ class TestCandidates:
     )
     def test_shortened(self, hook, expected, factor):
         assert shortened(hook) == (expected, factor)
+
+    def test_others_hooks_say_themselves_after_how_many_steps_they_repeat(self):
+        hook = Stranger()
+        assert shortened(hook) == (hook, 1)
+        assert candidate("stranger", hook).period == 12
 
     def test_notes(self):
         *_, powersgd, diloco = candidates(["powersgd", "diloco"])

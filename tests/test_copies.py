@@ -92,27 +92,14 @@ def test_a_copied_model_has_no_hook_and_says_so(run, label):
 def copied_attachments(rank, world):
     with attached("int8") as (ddp, attachment):
         backward(ddp, full_rank_gradients(rank, 0, SHAPES))
-        monitor = copy.deepcopy(lc.Monitor(attachment, measure_link=False))
-        open_copies = [make(attachment) for make in WAYS.values()]
-        for twin in open_copies:
-            assert twin.is_closed
-            assert not twin.is_attached_to(ddp)
-            assert (twin.name, twin.hook) == ("int8", attachment.hook)
-            assert twin.metrics().keys() == attachment.metrics().keys()
-            assert twin.metrics()["steps"] == 1
-            for use in (twin.state_dict, twin.residual_norm, twin.unfrozen, twin.average_weights):
-                with pytest.raises(lc.HookError, match=r"copy of an Attachment.*attach\(model, hook\)"):
-                    use()
-            twin.close()
+        holder = {"attachment": attachment, "monitor": lc.Monitor(attachment, measure_link=False)}
+        copies = [make(holder) for make in WAYS.values()]
         assert not attachment.is_closed
-        assert "0 steps" in monitor.summary() or "nothing to send" in monitor.summary()
-    texts = [repr(attachment), repr(copy.deepcopy(attachment)), repr(pickle.loads(pickle.dumps(open_copies[0])))]
-    assert len(set(texts)) == 1, texts
-    return texts[0]
+    return copies
 
 
-def test_a_copied_attachment_is_closed(run):
-    assert run(copied_attachments)[0] == f"Attachment(hook={lc.Int8()!r}, steps=1, closed)"
+def test_an_attachment_is_not_copied(run):
+    assert run(copied_attachments) == [[{"attachment": None, "monitor": None}] * len(WAYS)] * 2
 
 
 def own_hook(state, bucket):

@@ -102,7 +102,6 @@ ALLOWED = [
     Allowed("ddp/finite_steps.py", "wait", ("",), "was the step before finite? The device has the next forward to do"),
     Allowed("ddp/micro_batches.py", "_nonzero", STEPS, "gradients are there after a step: were they set to zero?"),
     Allowed("interface/error_sample.py", "last_finite", ("metrics", *STEPS[:1]), "metrics() or, once, `Auto` wants it"),
-    Allowed("interface/looks.py", "is_kept", ("average",), "may averages that were looked at be looked at again?"),
     Allowed("interface/state.py", "per_rank", STATE, "a state is on the CPU"),
     Allowed("interface/state.py", "shared", STATE, "a state is on the CPU"),
     Allowed("wrappers/_turns.py", "_used_ones", STEPS[:1], "the first step of a phase: who is to be handed over"),

@@ -1,6 +1,7 @@
 """Every hook under every mode of DDP and with every kind of model, against plain DDP."""
 
 import contextlib
+import inspect
 
 import pytest
 import torch
@@ -116,6 +117,12 @@ MODES = {
     "mixed_dtypes": (Mixed, {}),
     "shared": (Shared, {}),
 }
+# Options of newer versions of PyTorch.
+MODES |= {
+    name: (mlp, {name: True})
+    for name in ("batched_grad_copy", "lazy_bucket_allocation")
+    if name in inspect.signature(DistributedDataParallel).parameters
+}
 
 
 # Modes that need no more than two ranks, and that hooks that average models refuse or round.
@@ -201,3 +208,24 @@ def test_mode(run, world, label, mode):
         # 16-bit weights are rounded once more.
         tolerance = DIFFERENCE.get(label, 1e-5) + (0.01 if mode == "mixed_dtypes" else 0)
         assert (updates[0] - plain).norm() <= tolerance * plain.norm()
+
+
+def refusals(rank, world):
+    """What `attach` says of models that DDP averages in a way of its own."""
+    from torch.distributed._composable.replicate import replicate
+    from torch.distributed.optim import _apply_optimizer_in_backward
+
+    with_optimizer = mlp()
+    _apply_optimizer_in_backward(torch.optim.SGD, with_optimizer.parameters(), {"lr": 0.1})
+    texts = []
+    for model in (replicate(mlp()), DistributedDataParallel(with_optimizer)):
+        with pytest.raises(ValueError, match=r"What to do|Use an|attach") as refused:
+            lc.attach(model, "bf16")
+        texts.append(str(refused.value))
+    return texts
+
+
+def test_models_that_are_averaged_otherwise_are_refused_with_what_to_do(run):
+    for composable, in_backward in run(refusals):
+        assert "attach(DistributedDataParallel(module), hook)" in composable
+        assert "Use an optimizer that steps after the backward" in in_backward

@@ -28,7 +28,6 @@ from fsdp_driver import (
 from pool import compiling, ignoring
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from versions import HAS_FSDP2_HOOKS, NO_FSDP2_HOOKS
 
 import lightning_commhooks as lc
 from lightning_commhooks.codecs import FP8Codec, Int4Codec, Int8Codec
@@ -39,13 +38,6 @@ from lightning_commhooks.fsdp.shard_group import ShardGroup
 
 _measured = {}
 LABELS = ["none", "allreduce", "bf16", "fp16", "bf16+float32", "fp16+float32"]
-
-
-@pytest.fixture
-def run(run):
-    if not HAS_FSDP2_HOOKS:
-        pytest.skip(NO_FSDP2_HOOKS)
-    return run
 
 
 @pytest.fixture
@@ -354,3 +346,17 @@ def repeated(rank, world, rounding):
 def test_stochastic_rounding_is_right_on_average(run):
     assert run(repeated, "stochastic")[0] < 0.5
     assert run(repeated, "nearest")[0] == pytest.approx(1)
+
+
+def test_shares_on_cuda_are_kept_until_they_are_averaged(monkeypatch):
+    """FSDP2 frees a share in the order of its own stream."""
+    from types import SimpleNamespace
+
+    from lightning_commhooks.fsdp.fsdp2 import _average_over
+
+    order = []
+    runtime = SimpleNamespace(reduction=lambda group: None, reduce=lambda *args: order.append("reduce"))
+    share = SimpleNamespace(is_cuda=True, record_stream=order.append)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: "stream of all-reduces")
+    _average_over(SimpleNamespace(size=lambda: 2), runtime)(share)
+    assert order == ["stream of all-reduces", "reduce"]

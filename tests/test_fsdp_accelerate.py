@@ -11,7 +11,6 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DDPCommunicationHookType, DistributedType
 from torchrun import run_twice
-from versions import needs_accelerate_with_fsdp2
 
 import lightning_commhooks as lc
 from accelerate_integration import use_comm_hook
@@ -23,7 +22,7 @@ def results():
     return json.loads(next(line for line in stdout.splitlines() if line.startswith("{")))
 
 
-@pytest.mark.parametrize("version", [1, pytest.param(2, marks=needs_accelerate_with_fsdp2)])
+@pytest.mark.parametrize("version", [1, 2])
 @pytest.mark.parametrize(("name", "ratio", "largest"), [("bf16", 2, 5e-3), ("int8", 3.2, 2e-2)])
 def test_trains_with_the_hook(results, version, name, ratio, largest):
     metrics = results[f"version{version}"][name]

@@ -15,19 +15,18 @@ from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.demos.boring_classes import BoringModel
 from test_lightning import launch as launch_runner
 from torch.distributed.fsdp import MixedPrecision
-from versions import HAS_FSDP2_HOOKS, needs_fsdp2_hooks
 
 import lightning_commhooks as lc
 
 torch = pytest.importorskip("torch")
 launch = functools.partial(launch_runner, runner=FOLDER / "fsdp_lightning_runner.py")
-FSDP2 = pytest.param("FSDP2", marks=needs_fsdp2_hooks)
+FSDP2 = "FSDP2"
 WAYS1 = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
 
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
-    return launch(tmp_path_factory.mktemp("two"), "2", *WAYS1, *["FSDP2"] * HAS_FSDP2_HOOKS)
+    return launch(tmp_path_factory.mktemp("two"), "2", *WAYS1, "FSDP2")
 
 
 def check(results, way, label, num_devices=2):
@@ -77,13 +76,13 @@ def test_strategy_string(two):
 
 def test_hybrid_on_four_ranks_of_the_standalone_package(tmp_path):
     pytest.importorskip("pytorch_lightning")
-    ways = ["HYBRID_SHARD", *["FSDP2"] * HAS_FSDP2_HOOKS]
+    ways = ["HYBRID_SHARD", "FSDP2"]
     results = launch(tmp_path, "4", *ways, package="pytorch_lightning", world=4)
     for label in ("allreduce", "bf16"):
         result = check(results, "HYBRID_SHARD", label, 4)
         assert result["metrics"] is None, "FSDP reduces by itself"
         assert result["strategy"] == "CompressedFSDPStrategyPL"
-    for label in ("allreduce", "bf16", "int8") if HAS_FSDP2_HOOKS else ():
+    for label in ("allreduce", "bf16", "int8"):
         assert check(results, "FSDP2", label, 4)["strategy"] == "CompressedModelParallelStrategyPL"
 
 

@@ -17,7 +17,6 @@ pytest.importorskip("lightning")
 from forks import FOLDER, FORKS, alone, free_port, run_ranks
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from versions import NO_STATIC_MANUAL, needs_lightning_2_6
 
 import lightning_commhooks as lc
 
@@ -153,7 +152,7 @@ def test_strategy_string_trains(hooks):
     [
         ("unused", 8),
         ("static", 8),
-        pytest.param("static-manual", 8, marks=needs_lightning_2_6(NO_STATIC_MANUAL)),
+        ("static-manual", 8),
         ("manual", 8),
         ("view", 8),
         ("accumulate", 4),
@@ -170,7 +169,7 @@ def test_options_of_ddp_and_trainer(options, label, steps):
     assert 0 < options.distance(f"{label}-powersgd", f"{label}-dense") < 0.05
 
 
-@pytest.mark.parametrize("label", ["auto", pytest.param("static-manual", marks=needs_lightning_2_6(NO_STATIC_MANUAL))])
+@pytest.mark.parametrize("label", ["auto", "static-manual"])
 def test_second_fit_is_like_the_first(options, label):
     first, second = options.both(f"repeated-{label}-1"), options.both(f"repeated-{label}-2")
     assert second["global_step"] == 2 * first["global_step"]

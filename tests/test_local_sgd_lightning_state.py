@@ -14,7 +14,6 @@ from local_sgd_reference import Simulation
 from test_lightning import finish, start
 from test_lightning import launch as launch_runner
 from test_local_sgd_lightning import OPTIONS, assert_close, assert_same_trajectory, simulate_gan, simulate_regression
-from versions import NO_TRACELESS_FINDER, needs_lightning_2_6
 
 RUNNER = FOLDER / "local_sgd_lightning_state_runner.py"
 launch = functools.partial(launch_runner, runner=RUNNER)
@@ -245,7 +244,6 @@ def test_learning_rate_finder_leaves_no_trace(saved):
         assert states(saved, "tuned", rank) == states(saved, "unbroken", rank)
 
 
-@needs_lightning_2_6(NO_TRACELESS_FINDER)
 def test_learning_rate_finder_as_a_callback_leaves_no_trace(saved):
     for rank in (0, 1):
         assert states(saved, "found", rank) == states(saved, "unbroken", rank)
@@ -272,9 +270,7 @@ def test_layers_that_a_callback_unfreezes(saved):
         assert_close(states(saved, "thaws", rank), [models[rank] for models in expected], rank)
 
 
-@pytest.mark.parametrize(
-    "label", ["swa", pytest.param("ema", marks=needs_lightning_2_6("there is no EMAWeightAveraging"))]
-)
+@pytest.mark.parametrize("label", ["swa", "ema"])
 def test_ranks_are_equal_after_callbacks_that_average_over_time(saved, label):
     assert saved(f"{label}-after") == saved(f"{label}-after", 1)
     own = [states(saved, label, rank)[-1] for rank in (0, 1)]

@@ -20,7 +20,6 @@ from pool import ignoring
 from test_local_sgd import batch, parameters
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from versions import needs_complex_ddp
 
 import lightning_commhooks as lc
 from lightning_commhooks.collectives import averaging
@@ -75,8 +74,8 @@ def of_kind(rank, world, hook, kind, chunk):
         ("channels_last", 60),
         ("bf16", 2**25),
         ("half", 16),
-        pytest.param("complex", 2**25, marks=needs_complex_ddp),
-        pytest.param("complex", 1, marks=needs_complex_ddp),
+        ("complex", 2**25),
+        ("complex", 1),
     ],
 )
 def test_all_sorts_of_tensors_are_averaged_in_their_place(run, hook, kind, chunk):

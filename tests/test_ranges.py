@@ -2,7 +2,6 @@
 
 import tempfile
 import threading
-import warnings
 from pathlib import Path
 
 import fsdp_driver
@@ -16,7 +15,6 @@ from traces import named, only_cpu, waits, written
 
 import lightning_commhooks as lc
 from lightning_commhooks.codecs import ranges as ours
-from lightning_commhooks.ddp import profiled_threads
 
 INT8 = lc.Int8(min_bytes=0, block_size=16)
 STEPS = 3
@@ -209,115 +207,7 @@ def test_a_hook_function_of_the_user_has_a_range(run):
         assert len(found) == STEPS * buckets
 
 
-def of_another_thread(rank, world):
-    """Whether a plain profiler records some thread: before, while and after there are communication threads."""
-
-    def is_recorded():
-        def work():
-            with torch.profiler.record_function("commhooks::elsewhere"):
-                pass
-
-        def elsewhere():
-            thread = threading.Thread(target=work)
-            thread.start()
-            thread.join()
-
-        return bool(traced(only_cpu(), elsewhere)[0])
-
-    before = is_recorded()
-    with attached("bf16") as (ddp, _):
-        train(ddp, rank, 1)
-        between = is_recorded()
-    return before, between, is_recorded()
-
-
-def test_profilers_are_left_alone_without_communication_threads(run):
-    assert run(of_another_thread) == [(False, True, False)] * 2
-
-
-def left_out(rank, world, how):
-    """Warnings of steps in a profiler that records its own thread only, and our ranges in its trace."""
-    profiled_threads._warn.cache_clear()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        if how == "before":
-            profiler = only_cpu()
-            # Attaching is done by this thread.
-            with profiler, attached("bf16") as (ddp, _):
-                train(ddp, rank)
-        else:
-            own = torch.profiler._ExperimentalConfig()
-            options = {"profile_memory": True} if how == "memory" else {"experimental_config": own}
-            with attached("bf16") as (ddp, _), only_cpu(**options) as profiler:
-                train(ddp, rank)
-    with tempfile.TemporaryDirectory() as folder:
-        found, names = written(profiler, Path(folder))
-    return [str(each.message) for each in caught if "records the thread" in str(each.message)], found, names
-
-
-@pytest.mark.parametrize("how", ["before", "memory", "own"])
-def test_what_a_profiler_leaves_out_is_said_once(run, how):
-    (texts, found, names), (others, *_) = run(left_out, how)
-    assert (len(texts), others) == (1, [])
-    assert "profile_all_threads=True" in texts[0]
-    assert [each for each in found if how != "before" or "all_gather" not in each.name] == []
-    assert "aten::mul" in names
-    assert ("[memory]" in names) == (how == "memory"), "what the user asked for is there"
-
-
-def of_a_profiler_in_the_middle(rank, world):
-    """A profiler that begins in one backward and ends in another one, and again."""
-    with attached(INT8) as (ddp, _):
-        train(ddp, rank)
-        profilers, ended = [], []
-
-        def toggle(gradient):
-            if len(profilers) > len(ended):
-                profilers[-1].stop()
-                ended.append(profilers[-1])
-            else:
-                profilers.append(only_cpu())
-                profilers[-1].start()
-
-        handle = ddp.module.get_parameter("second").register_hook(toggle)
-        train(ddp, rank, 6)
-        handle.remove()
-        train(ddp, rank)
-        with tempfile.TemporaryDirectory() as folder:
-            return [len(named(written(profiler, Path(folder))[0], "int8", "reduce")) for profiler in profilers]
-
-
-def test_a_profiler_may_begin_and_end_within_a_backward(run):
-    for numbers in run(of_a_profiler_in_the_middle):
-        assert len(numbers) == 3
-        assert all(numbers)
-
-
-def broken_off(rank, world):
-    """A backward that fails in a profiler while buckets are reduced, and how many of them are in its trace."""
-
-    def fail(gradient):
-        raise ArithmeticError("in the user's backward")
-
-    with attached(INT8) as (ddp, _):
-        train(ddp, rank)
-        ddp.module.get_parameter("scalar").register_hook(fail)
-        profiler = only_cpu()
-        with pytest.raises(ArithmeticError), profiler:
-            train(ddp, rank, 1)
-    with tempfile.TemporaryDirectory() as folder:
-        return len(named(written(profiler, Path(folder))[0], "int8", "reduce"))
-
-
-def test_a_backward_that_fails_in_a_profiler_is_an_error(run):
-    """Nothing worse: the profiler ends, and frees what it has, while communication threads are at work."""
-    assert all(number <= 2 for number in run(broken_off))
-
-
 def test_nothing_is_made_when_no_profiler_runs():
-    assert not ours.is_profiled()
     assert ours.named("int8", "reduce") is ours.named("all_reduce")
     with only_cpu():
-        assert ours.is_profiled()
         assert isinstance(ours.named("int8", "reduce"), torch.profiler.record_function)
-    assert not ours.is_profiled()

@@ -2,7 +2,6 @@
 
 import pytest
 from forks import FOLDER
-from torchrun import run_twice
 from traces import named, read
 
 RUNNER = FOLDER / "ranges_lightning_runner.py"
@@ -47,17 +46,3 @@ def test_lightning_profiler_has_averagings(lightning):
         reduced = [outer for outer in averages if any(each.within(outer) for each in named(ranges, "all_reduce"))]
         gathered = [outer for outer in averages if any(each.within(outer) for each in named(ranges, "all_gather"))]
         assert (bool(reduced), gathered) == (bool(averages), averages)
-
-
-def test_accelerate_profiler(tmp_path):
-    pytest.importorskip("accelerate")
-    run_twice("ranges_accelerate_runner.py", tmp_path, PYTHONWARNINGS="ignore")
-    paths = sorted(tmp_path.glob("*.json"))
-    assert len(paths) == 2
-    for path in paths:
-        found, names = read(path)
-        assert "aten::addmm" in names
-        reductions = named(found, "int8", "reduce")
-        assert len(reductions) == 3
-        assert len(named(found, "int8", "encode")) == len(named(found, "int8", "decode")) == 3
-        assert all(any(each.within(outer) for outer in reductions) for each in named(found, "int8", "encode"))

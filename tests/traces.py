@@ -50,5 +50,6 @@ def written(profiler, folder):
 
 
 def only_cpu(**options):
-    """A profiler as users make it."""
+    """A profiler as users make it, of all threads: those of hooks, too."""
+    options.setdefault("experimental_config", torch.profiler._ExperimentalConfig(profile_all_threads=True))
     return torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], **options)

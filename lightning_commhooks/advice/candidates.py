@@ -8,11 +8,11 @@ import importlib
 import math
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_commhooks.hooks import AllReduce, Noop
+from lightning_commhooks.hooks import AllReduce, DiLoCo, HierarchicalLocalSGD, Noop, PostLocalSGD
 from lightning_commhooks.interface.hook import CommHook
 from lightning_commhooks.interface.python_code import code
 from lightning_commhooks.interface.registry import get_hook, get_hook_class
@@ -62,7 +62,7 @@ class Candidate:
     @property
     def period(self) -> int:
         """Steps after which `measured` has averaged all that it averages, and sent each of what it sends in turn."""
-        return _period(self.measured) or 1
+        return self.measured.repeats_after() if self.measured is not None else 1
 
     @property
     def code(self) -> str:
@@ -175,27 +175,16 @@ def _imported(module: str, attribute: str) -> CommHook:
 
 
 def shortened(hook: CommHook) -> tuple[CommHook, int]:
-    """The hook with a period of few steps, and by what factor that period is shorter."""
-    period = getattr(hook, "period", None)
-    if isinstance(period, int) and period > _LONGEST_PERIOD:
-        short = max(_SHORT_PERIOD, getattr(hook, "fragments", 1))
-        factor = period // short
-        return (dataclasses.replace(hook, period=short), factor) if factor > 1 else (hook, 1)  # type: ignore[type-var]
-    levels = getattr(hook, "period_group_size_dict", None)
-    if levels and max(levels) > _LONGEST_PERIOD:
-        common = math.gcd(*levels)
-        wanted = max(levels) // _LONGEST_PERIOD
+    """The hook with a period of few steps, and by what factor that period is shorter; others' hooks as they are."""
+    if hook.repeats_after() <= _LONGEST_PERIOD:
+        return hook, 1
+    if isinstance(hook, (PostLocalSGD, DiLoCo)):
+        factor = hook.period // max(_SHORT_PERIOD, getattr(hook, "fragments", 1))
+        return (dataclasses.replace(hook, period=hook.period // factor), factor) if factor > 1 else (hook, 1)
+    if isinstance(hook, HierarchicalLocalSGD):
+        levels = hook.period_group_size_dict
+        common, wanted = math.gcd(*levels), max(levels) // _LONGEST_PERIOD
         factor = max(d for d in range(1, common + 1) if common % d == 0 and d <= max(1, wanted))
         short_levels = {period // factor: size for period, size in levels.items()}
-        return dataclasses.replace(hook, period_group_size_dict=short_levels), factor  # type: ignore[type-var]
+        return dataclasses.replace(hook, period_group_size_dict=short_levels), factor
     return hook, 1
-
-
-def _period(hook: CommHook | None) -> int | None:
-    if hook is None:
-        return None
-    own = getattr(hook, "period", None) or max(getattr(hook, "period_group_size_dict", ()), default=None)
-    if getattr(hook, "num_iters_per_step", 2) == 1:
-        own = 2
-    inner: Sequence[int] = [p for inner in hook.inner_hooks if (p := _period(inner)) is not None]
-    return own if own is not None else max(inner, default=None)

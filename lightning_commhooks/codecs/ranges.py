@@ -16,11 +16,6 @@ from torch.autograd import profiler
 _NOTHING = nullcontext()
 
 
-def is_profiled() -> bool:
-    """Whether a profiler runs in this process, in whatever thread it was started."""
-    return profiler._is_profiler_enabled
-
-
 def named(*names: str) -> AbstractContextManager[object]:
     """A range for a `with`, `commhooks::` and the names: nothing but the look at a variable when no profiler runs.
 

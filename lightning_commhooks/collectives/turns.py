@@ -42,16 +42,6 @@ class Turns:
             finally:
                 _held.turn, _held.lane = None, 0
 
-    @contextmanager
-    def paused(self, seconds: float) -> Iterator[None]:
-        """Let no thread have its turn, if those that have it let go of it in so many seconds. Not for these threads."""
-        is_paused = self._lock.acquire(timeout=seconds)
-        try:
-            yield
-        finally:
-            if is_paused:
-                self._lock.release()
-
 
 @contextmanager
 def waiting() -> Iterator[None]:

@@ -18,6 +18,7 @@ from lightning_commhooks.collectives.errors import HookError
 from lightning_commhooks.collectives.link import Link
 from lightning_commhooks.collectives.measure_link import check_ranks, measure_link
 from lightning_commhooks.ddp import checkpoint, forecast
+from lightning_commhooks.ddp.copies import nothing
 from lightning_commhooks.ddp.forecast import Forecast
 from lightning_commhooks.ddp.model import checked_model, device_of, register, unwrapped
 from lightning_commhooks.ddp.runtime import Runtime
@@ -47,7 +48,8 @@ _UNKNOWN_OF_FUNCTIONS = (
 class Attachment:
     """A hook at work on one DDP model; made by [`attach`][].
 
-    A copy, as by `copy.deepcopy` or `pickle` of what holds it, has the metrics so far and is closed.
+    Not copied: by `copy.deepcopy` or `pickle` of what holds it there is `None` in its place, since the hook stays with
+    the model that it was attached to.
 
     Attributes:
         hook: the configuration: a `CommHook`, or the user's own DDP hook function.
@@ -64,8 +66,8 @@ class Attachment:
         hook = self.hook if isinstance(self.hook, CommHook) else self.name
         return f"Attachment(hook={hook!r}, steps={self.num_steps}{', closed' if self.is_closed else ''})"
 
-    def __reduce__(self) -> tuple[type[AttachmentCopy], tuple[Any, ...]]:
-        return AttachmentCopy, (self.hook, self.metrics(), self.steps_not_compressed())
+    def __reduce__(self) -> tuple[Callable[..., None], tuple[()]]:
+        return nothing, ()
 
     @property
     def bound(self) -> BoundHook | None:
@@ -459,47 +461,13 @@ class Attachment:
     def close(self) -> None:
         """Release thread and process group; metrics stay readable, a later backward raises `HookError`.
 
+        Waits for what is under way, for a second at most: a backward that broke off may wait for other ranks for ever.
+
         Warns when training ended before the hook compressed anything. Closing twice does nothing. A model
         that goes out of use closes its attachment by itself. A user's own function has nothing to release.
         """
         if self._finalizer is not None:
             self._finalizer()
-
-
-class AttachmentCopy(Attachment):
-    """What a copy of an `Attachment` is: closed, since the hook stays with the model that it was attached to."""
-
-    def __init__(self, hook: CommHook | DDPHook, metrics: dict[str, float], not_compressed: dict[str, int]) -> None:
-        self.hook = hook
-        self._finalizer = None
-        self._model = lambda: None
-        self._metrics = metrics
-        self._not_compressed = not_compressed
-
-    @property
-    def _runtime(self) -> Runtime:  # type: ignore[override]
-        raise HookError(
-            f"this is a copy of an Attachment, and hook {self.name!r} stays with the model that it was attached to: "
-            "attach(model, hook) to train a copy of the model"
-        )
-
-    @property
-    def is_closed(self) -> bool:
-        return True
-
-    @property
-    def name(self) -> str:
-        return hook_name(self.hook)
-
-    @property
-    def num_steps(self) -> int:
-        return int(self._metrics["steps"])
-
-    def metrics(self) -> dict[str, float]:
-        return dict(self._metrics)
-
-    def steps_not_compressed(self) -> dict[str, int]:
-        return dict(self._not_compressed)
 
 
 def hook_name(hook: CommHook | DDPHook) -> str:

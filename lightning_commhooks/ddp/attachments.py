@@ -35,6 +35,9 @@ class Attachments:
         self._strict_state = strict_state
         self._attachments: list[Attachment] = []
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_attachments": []}
+
     def add(self, attachment: Attachment, optimizers: Iterable[Optimizer]) -> None:
         """Add the attachment of one more model, and let it know of optimizers."""
         self._attachments = [*self.open(), attachment]

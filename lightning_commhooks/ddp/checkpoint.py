@@ -16,7 +16,7 @@ from lightning_commhooks.interface.models import Models
 from lightning_commhooks.interface.state import PerRank, StateError, StateReader, StateWriter
 
 # A name that users may have in the set-up of their logs.
-logger = logging.getLogger("lightning_commhooks.core.checkpoint")
+logger = logging.getLogger(__name__)
 
 FORMAT = 1
 _KEYS = {"format", "steps", "world_size", "per_rank", "parameters", "num_tensors", "hook"}

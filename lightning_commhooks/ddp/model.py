@@ -21,6 +21,9 @@ from lightning_commhooks.interface.averages_models import averages_models
 from lightning_commhooks.interface.bucket import Slot
 from lightning_commhooks.interface.hook import BoundHook
 
+# Where `replicate` is, in its two versions.
+_COMPOSABLE = "torch.distributed._composable.replicate"
+
 Trampoline = Callable[[object, GradBucket], Future[Tensor]]
 
 
@@ -33,6 +36,12 @@ def checked_model(model: object) -> DistributedDataParallel:
     """The DDP model that a hook can be attached to, also inside of `torch.compile`."""
     model = unwrapped(model)
     if not isinstance(model, DistributedDataParallel):
+        if any(base.__module__.startswith(_COMPOSABLE) for base in type(model).__mro__):
+            raise ValueError(
+                "the model was given to replicate() of torch.distributed._composable, which keeps its "
+                "DistributedDataParallel to itself: wrap the module instead, "
+                "attach(DistributedDataParallel(module), hook)"
+            )
         raise ValueError(
             f"hooks attach to torch.nn.parallel.DistributedDataParallel, not to {type(model).__name__}; "
             "wrap the model first: attach(DistributedDataParallel(model), hook)"
@@ -41,6 +50,11 @@ def checked_model(model: object) -> DistributedDataParallel:
         raise ValueError(
             f"the communication hook {registered_name(model)!r} of this model was closed, and DDP takes no other: wrap "
             "the module again, attach(DistributedDataParallel(model.module), hook)"
+        )
+    if any(hasattr(p, "_in_backward_optimizers") for p in model.module.parameters()):
+        raise ValueError(
+            "_apply_optimizer_in_backward() was used on parameters of the model: DDP averages their gradients by a "
+            "hook of its own, and takes no other. Use an optimizer that steps after the backward"
         )
     # Not its list of hooks: in a copy of a model they are not at work.
     if registered_name(model):

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal, Protocol, get_args
 
 from lightning_commhooks.collectives.link import Link
 from lightning_commhooks.ddp.attachment import Attachment
+from lightning_commhooks.ddp.copies import nothing
 from lightning_commhooks.interface.checks import check_bool, check_integer
 from lightning_commhooks.interface.error_sample import DEFAULT_NUMEL
 
@@ -103,6 +104,9 @@ class Monitor:
     Raises:
         ValueError: see `Attachment.sample_error`.
     """
+
+    def __reduce__(self) -> tuple[Callable[..., None], tuple[()]]:
+        return nothing, ()  # as of the attachment
 
     def __init__(
         self,

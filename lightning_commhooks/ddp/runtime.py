@@ -15,7 +15,7 @@ from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_commhooks.codecs.ranges import is_profiled, named
+from lightning_commhooks.codecs.ranges import named
 from lightning_commhooks.collectives.counters import Counters
 from lightning_commhooks.collectives.errors import HookError
 from lightning_commhooks.collectives.group import Group
@@ -28,7 +28,6 @@ from lightning_commhooks.ddp.finite_steps import FiniteSteps
 from lightning_commhooks.ddp.local_steps import LocalSteps
 from lightning_commhooks.ddp.micro_batches import MicroBatches
 from lightning_commhooks.ddp.model import LocalPhase, Trampoline, Usage
-from lightning_commhooks.ddp.profiled_threads import warn_if_left_out
 from lightning_commhooks.ddp.running import RunningHook
 from lightning_commhooks.ddp.seen import SeenBuckets
 from lightning_commhooks.ddp.stream_engine import StreamEngine
@@ -201,12 +200,9 @@ class Runtime(RunningHook):
             return self._counting(self.method.function, watched, last_may_be_skipped)
         engine, usage = self._engine, self._usage
         assert engine is not None
-        may_be_left_out = isinstance(engine, ThreadEngine) and self.bound.group.rank == 0
 
         # Nothing here may hold the model: the model holds this function through its C++ reducer.
         def trampoline(state: object, bucket: GradBucket) -> Future[Tensor]:
-            if may_be_left_out and is_profiled():
-                warn_if_left_out()
             with self.aborting():
                 self.settle()
                 flat = bucket.buffer()

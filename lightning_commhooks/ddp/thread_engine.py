@@ -8,10 +8,9 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future as HostFuture
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -21,7 +20,6 @@ from torch.futures import Future
 from lightning_commhooks.collectives.errors import HookError
 from lightning_commhooks.collectives.turns import Turns
 from lightning_commhooks.ddp.engine import Engine, T
-from lightning_commhooks.ddp.profiled_threads import record_all_threads
 
 # Work that is under way when an engine closes belongs to a backward that was broken off; usually it waits for peers.
 GRACE_SECONDS = 1.0
@@ -52,7 +50,6 @@ class ThreadEngine(Engine):
         super().__init__(device, abort)
         _let_gloo_finish_at_exit()
         _close_before_threads_are_joined()
-        record_all_threads(_has_open_engines, _paused)
         self._process = os.getpid()
         # Without recording, for a backward with create_graph=True.
         self._executors = [
@@ -138,6 +135,8 @@ class ThreadEngine(Engine):
         return result
 
     def close(self) -> None:
+        if self._closed:
+            return
         super().close()
         if self._process != os.getpid():
             return  # a forked child has not got the threads
@@ -150,10 +149,6 @@ class ThreadEngine(Engine):
         # Once more, at exit or when a backward comes too late, it might be somebody else's ports.
         self._abort = _nothing
         _open_engines.discard(self)
-
-    def paused(self) -> AbstractContextManager[None]:
-        """Let the threads do nothing but wait, if they come to that soon."""
-        return self._turns.paused(GRACE_SECONDS)
 
     def _wait_for(self, work: HostFuture[Any]) -> None:
         try:
@@ -178,18 +173,6 @@ def _record(device: torch.device) -> torch.cuda.Event | None:
 
 
 _open_engines: weakref.WeakSet[ThreadEngine] = weakref.WeakSet()
-
-
-def _has_open_engines() -> bool:
-    return len(_open_engines) > 0
-
-
-@contextmanager
-def _paused() -> Iterator[None]:
-    with ExitStack() as stack:
-        for engine in list(_open_engines):
-            stack.enter_context(engine.paused())
-        yield
 
 
 @functools.cache

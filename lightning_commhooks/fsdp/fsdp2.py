@@ -92,12 +92,6 @@ def units(model: nn.Module) -> list[FSDPModule]:
 
 def attach(model: nn.Module, hook: CommHook, replicate_group: dist.ProcessGroup | None) -> ShardedRuntime:
     """Have all units of a model reduced by a hook. Collective."""
-    if not hasattr(FSDPModule, "set_custom_reduce_scatter"):
-        raise ValueError(
-            f"PyTorch {torch.__version__} has no FSDPModule.set_custom_reduce_scatter, which communication hooks for "
-            "FSDP2 need; PyTorch 2.9 has. Until then, for 16 bit: fully_shard(..., "
-            "mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.bfloat16))"
-        )
     sharded = units(model)
     for unit in sharded:
         previous = _runtimes.get(unit)
@@ -136,6 +130,9 @@ def _average_over(replicate_group: dist.ProcessGroup, runtime: ShardedRuntime) -
     runtime.reduction(replicate_group)
 
     def average(share: Tensor) -> None:
+        if share.is_cuda:
+            # FSDP2 before PyTorch 2.15 frees it in the order of another stream than this one.
+            share.record_stream(torch.cuda.current_stream())
         runtime.reduce(share, None, replicate_group, 1 / replicate_group.size())
 
     return average

@@ -130,6 +130,9 @@ class CompressedDDPFabricStrategy(DDPStrategy):
         self._optimizers.append(optimizer)
         return optimizer
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "attachments": []}
+
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         """Wait for all ranks; show the average then, since models are evaluated or saved after a barrier."""
         super().barrier(*args, **kwargs)

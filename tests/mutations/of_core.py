@@ -350,14 +350,6 @@ MUTATIONS = [
         "tests/test_hierarchy.py -k 'all_kinds_of_collectives'",
     ),
     Mutation(
-        "lanes_are_not_recorded",
-        f"{PACKAGE}/ddp/thread_engine.py",
-        "        record_all_threads(_has_open_engines, _paused)\n",
-        "",
-        "PyTorch's profiler does not see communication threads.",
-        "tests/test_ranges.py -k 'plain_profiler and not with_stack'",
-    ),
-    Mutation(
         "decoding_is_named_encoding",
         f"{PACKAGE}/codecs/codec.py",
         'with named(self._name, "decode"):',
