@@ -53,6 +53,7 @@ IGNORED = (
     "hook='.+localsgd': gradients go on being averaged",  # on a single node
     "hook='diloco': gradients go on being averaged",
     "torch.cuda.amp.GradScaler is enabled",
+    ".*Profiler clears events at the end of each cycle",  # of PyTorch 2.10, always
     # Trainings of two steps, of small models.
     "training ended after",
     "training ends after",

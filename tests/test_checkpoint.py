@@ -376,7 +376,8 @@ def shared_state(rank, world):
         state = attachment.shared_state_dict() if rank == 0 else None
         states = [state, None]
         torch.distributed.broadcast_object_list(states, src=0)
-        attachment.load_state_dict(states[0])
+        with ignoring("the state of hook 'powersgd' was saved by one rank"):
+            attachment.load_state_dict(states[0])
         backward(ddp, full_rank_gradients(rank, 2, SHAPES))
         return attachment.state_dict()["steps"], states[0]
 
@@ -384,7 +385,7 @@ def shared_state(rank, world):
 def test_state_without_the_other_ranks(run):
     (steps, state), _ = run(shared_state)
     assert steps == 3
-    assert state["hook"]["state"]["entries"]["first"].keys() == {"factor"}
+    assert state["hook"] == {}
 
 
 def on_a_subgroup(rank, world):

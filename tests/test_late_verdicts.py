@@ -55,8 +55,6 @@ def steps_and_states(rank, hook, is_late):
             nn.utils.clip_grad_value_(ddp.module.parameters(), 1.0)
             optimizer.step()
             seen.append({name: mean.nan_to_num(7.0) for name, mean in means.items()})
-            if step % 2:
-                seen.append(leaves(attachment.shared_state_dict()))
             if step % 3 == 0:
                 seen.append(attachment.metrics()["nonfinite_steps"])
         seen += [attachment.metrics()["nonfinite_steps"], leaves(attachment.state_dict())]

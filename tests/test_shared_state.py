@@ -3,6 +3,7 @@
 import contextlib
 import signal
 import threading
+import warnings
 from datetime import timedelta
 
 import pytest
@@ -29,43 +30,27 @@ class Gate:
             assert self.opened.wait(SECONDS)
 
 
-class Halves(lc.CommHook):
-    """Has two numbers, of which it changes one after the other: in `reduce`, and in `end_step`."""
+class Gated(lc.CommHook):
+    """Waits at two gates in each bucket: before its collective and after it."""
 
-    name = "halves"
+    name = "gated"
 
-    def __init__(self, gates, replaces_state=False):
-        self.gates, self.replaces_state = gates, replaces_state
+    def __init__(self):
+        self.before, self.after = Gate(), Gate()
 
     def bind(self, group):
-        return _BoundHalves(group, self)
+        return _BoundGated(group, self)
 
 
-class _BoundHalves(lc.BoundHook):
-    has_memory = True
-
+class _BoundGated(lc.BoundHook):
     def __init__(self, group, config):
         super().__init__(group)
-        self.gates, self.replaces_state = config.gates, config.replaces_state
-        self.reduced, self.ended = torch.zeros(2), [torch.zeros(1), torch.zeros(1)]
+        self.config = config
 
     def reduce(self, flat, bucket):
-        if not self.replaces_state and bucket.index == 0:
-            self.reduced[0] += 1
-        self.gates["reduce"]()
-        if not self.replaces_state and bucket.index == 0:
-            self.reduced[1] += 1
+        self.config.before()
         self.group.all_reduce_mean_(flat)
-        self.gates["reduced"]()
-
-    def end_step(self, finite):
-        self.ended = [self.ended[0] + 1, self.ended[1]]
-        self.gates["end_step"]()
-        self.ended = [self.ended[0], self.ended[1] + 1]
-
-    def state_dict(self, writer):
-        first, second = self.ended
-        return {"reduced": writer.shared(self.reduced), "ended": writer.shared(torch.cat([first, second]))}
+        self.config.after()
 
 
 @contextlib.contextmanager
@@ -88,69 +73,12 @@ def in_a_signal_handler(function):
         signal.signal(signal.SIGALRM, before)
 
 
-def gates():
-    return {name: Gate() for name in ("reduce", "reduced", "end_step")}
-
-
-def numbers(state):
-    return {name: tensor.tolist() for name, tensor in state["hook"]["state"].items()}
-
-
 def step(ddp, number):
     backward(ddp, full_rank_gradients(dist.get_rank(), number, SHAPES))
 
 
-def read_in_reduce(rank, world, wrap):
-    hook = Halves(gates())
-    gate, read = hook.gates["reduce"], []
-
-    def look():
-        assert gate.reached.wait(SECONDS)
-        read.append(attachment.shared_state_dict())
-        gate.opened.set()
-
-    with attached(lc.PerParameter({"*": hook}) if wrap else hook) as (ddp, attachment):
-        step(ddp, 0)
-        gate.closed = True
-        with in_the_backward(ddp, look):
-            step(ddp, 1)
-        read.append(attachment.shared_state_dict())
-    if wrap:
-        read = [{**state, "hook": state["hook"]["state"]["hooks"]["0"]} for state in read]
-    return [(state["steps"], numbers(state)) for state in read]
-
-
-@pytest.mark.parametrize("wrap", [False, True])
-def test_state_in_the_middle_of_reduce_is_that_of_the_last_step(run, wrap):
-    for during, after in run(read_in_reduce, wrap):
-        assert during == (2, {"reduced": [1, 1], "ended": [1, 1]})
-        assert after == (2, {"reduced": [2, 2], "ended": [2, 2]})
-
-
-def read_in_end_step(rank, world, replaces_state):
-    hook = Halves(gates(), replaces_state)
-    gate, read = hook.gates["end_step"], []
-
-    def look():
-        assert gate.reached.is_set()
-        threading.Timer(0.2, gate.opened.set).start()
-        read.append(attachment.shared_state_dict())
-
-    with attached(hook) as (ddp, attachment):
-        step(ddp, 0)
-        gate.closed = True
-        with in_a_signal_handler(look):
-            step(ddp, 1)
-    return [numbers(state)["ended"] for state in read]
-
-
-def test_state_in_the_middle_of_end_step_is_that_of_one_step(run):
-    assert run(read_in_end_step, False) == [[[1, 1]]] * 2
-    assert run(read_in_end_step, True) == [[[2, 2]]] * 2
-
-
 def read_in_an_outer_step(rank, world):
-    """In rank 0's signal handler, while its hook waits for rank 1."""
+    """In rank 0's signal handler, while its hook waits for rank 1; then go on from it on both."""
     store, shapes = dist.distributed_c10d._get_default_store(), {"a": (6,), "b": (2, 2)}
     model, gradients = params(shapes)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -163,30 +91,52 @@ def read_in_an_outer_step(rank, world):
     with local(model, hook, [optimizer]) as (ddp, attachment):
         for _ in range(3):
             one_step(ddp, optimizer, {name: (rank + 1) * g for name, g in gradients.items()})
-        read.append(attachment.shared_state_dict())
         ddp.zero_grad()
         ddp(gradients).backward()
         with in_a_signal_handler(look) if rank == 0 else contextlib.nullcontext():
             if rank == 1:
                 store.wait(["read"], timedelta(seconds=SECONDS))
             optimizer.step()
-        read.append(attachment.shared_state_dict())
-    return [state["hook"]["state"] for state in read]
+        states = [*read, None][:1]
+        dist.broadcast_object_list(states, src=0)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            attachment.load_state_dict(states[0])
+        begun = attachment.state_dict()
+    return states[0], begun, [str(warning.message) for warning in caught]
 
 
-def test_state_in_a_signal_handler_in_the_middle_of_an_averaging_is_that_before(run):
-    before, during, after = run(read_in_an_outer_step)[0]
-    assert before["num_steps"] == during["num_steps"] == {"a": 3}
-    assert after["num_steps"] == {"a": 4}
-    for name in ("a", "b"):
-        for part in ("anchor", "momentum"):
-            assert torch.equal(before["entries"][name][part], during["entries"][name][part])
-            assert not torch.equal(before["entries"][name][part], after["entries"][name][part])
+def test_a_signal_handler_in_the_middle_of_an_averaging_saves_the_step_count(run):
+    (read, begun, (text,)), (_, _, others) = run(read_in_an_outer_step)
+    assert read["steps"] == begun["steps"] == 4
+    assert read["hook"] == read["models"] == {}
+    assert begun["hook"]["state"] == {"num_steps": {}, "entries": {}}
+    assert text.startswith("the state of hook 'diloco' was saved by one rank without the others")
+    assert "it has the step count, 4, and nothing else. What the hook remembers begins anew" in text
+    assert others == [], "rank 0 speaks"
+
+
+@pytest.mark.parametrize(("hook", "has_memory"), [("bf16", False), (lc.PowerSGD(start_powerSGD_iter=0), True)])
+def test_only_hooks_that_remember_begin_anew(run, hook, has_memory):
+    texts = run(loaded, hook)
+    assert texts[1] == []
+    assert len(texts[0]) == has_memory
+
+
+def loaded(rank, world, hook):
+    with attached(hook) as (ddp, attachment):
+        step(ddp, 0)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            attachment.load_state_dict(attachment.shared_state_dict())
+        assert attachment.num_steps == 1
+        step(ddp, 1)
+    return [str(warning.message) for warning in caught]
 
 
 def count_meanwhile(rank, world):
-    hook = Halves(gates())
-    begun, counted = hook.gates["reduce"], hook.gates["reduced"]
+    hook = Gated()
+    begun, counted = hook.before, hook.after
     counted.opened.set()
 
     def pause():

@@ -97,13 +97,12 @@ def to_the_end_of_its_time(folder, hook):
     return second, printed
 
 
-def test_requeued_job_goes_on_with_what_ranks_have_in_common(tmp_path):
+def test_requeued_job_goes_on_with_the_step_count(tmp_path):
     second, printed = to_the_end_of_its_time(tmp_path, "powersgd")
-    assert "hpc_ckpt_1.ckpt has no error feedback of hook 'powersgd'" in printed
+    assert "hpc_ckpt_1.ckpt has the step count of hook 'powersgd', and nothing of what it remembers" in printed
     saved = torch.load(tmp_path / "hpc_ckpt_1.ckpt", weights_only=True)
     assert saved["global_step"] == saved["lightning_commhooks"]["steps"] == SIGNALED
-    entries = saved["lightning_commhooks"]["hook"]["state"]["entries"]
-    assert "net.0.weight" in entries
+    assert saved["lightning_commhooks"]["hook"] == {}
     ended = second.ended(restarts=1)
     assert ended["global_step"] == ended["state"] == SIGNALED
     assert ended["steps"] == STEPS - SIGNALED

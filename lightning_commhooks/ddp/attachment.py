@@ -259,17 +259,17 @@ class Attachment:
         return run.call(lambda: checkpoint.save(run, run.local.models, kind))
 
     def shared_state_dict(self) -> dict[str, Any]:
-        """What of `state_dict` is equal on all ranks anyway: the step count, but not what is still owed.
+        """What one rank can save without the others: the step count.
 
-        Not collective, and allowed at any time: after a failure, or in a signal handler in the middle of a step. Of
-        the present step it has nothing but the count; the rest is what the last step, or averaging, has left.
+        Not collective, and allowed at any time: after a failure, or in a signal handler in the middle of a step. Where
+        it is loaded, the hook goes on from that step, and what it remembers begins anew, with a warning.
 
         Raises:
-            HookError: the attachment is closed; or `state_dict` of a hook of your own fails without the other ranks.
+            HookError: the attachment is closed.
         """
         if self.is_closed:
             raise HookError("the communication hook was closed; its state is gone")
-        return checkpoint.save_shared(self._runtime, self._runtime.local.models)
+        return checkpoint.save_steps(self._runtime, self._runtime.local.models)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *, strict_state: bool = True) -> None:
         """Take over the state that `state_dict` returned, on this or another number of ranks.

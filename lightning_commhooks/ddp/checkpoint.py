@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 import zlib
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_commhooks.ddp.running import RunningHook
+from lightning_commhooks.interface.averages_models import averages_models
 from lightning_commhooks.interface.hook import BoundHook, CommHook
 from lightning_commhooks.interface.hook_state import load_hook, save_hook
 from lightning_commhooks.interface.models import Models
@@ -20,6 +22,8 @@ logger = logging.getLogger(__name__)
 
 FORMAT = 1
 _KEYS = {"format", "steps", "world_size", "per_rank", "parameters", "num_tensors", "hook"}
+# In place of a `PerRank`: one rank saved it without the others.
+_STEPS_ONLY = "none"
 
 
 def save(run: RunningHook, models: Models, kind: PerRank) -> dict[str, Any]:
@@ -31,14 +35,13 @@ def save(run: RunningHook, models: Models, kind: PerRank) -> dict[str, Any]:
         return _complete(run, models, kind, hook, models.state_dict(writer))
 
 
-def save_shared(run: RunningHook, models: Models) -> dict[str, Any]:
-    """What of [`save`][] is equal on all ranks anyway. Not collective, and allowed in any thread."""
-    run.settle()
-    return _complete(run, models, "none", run.committed.read(), {})
+def save_steps(run: RunningHook, models: Models) -> dict[str, Any]:
+    """The step count alone, in the form of [`save`][]. Not collective, and allowed in any thread."""
+    return _complete(run, models, _STEPS_ONLY, {}, {})
 
 
 def _complete(
-    run: RunningHook, models: Models, kind: PerRank, hook: dict[str, Any], own_models: dict[str, Any]
+    run: RunningHook, models: Models, kind: str, hook: dict[str, Any], own_models: dict[str, Any]
 ) -> dict[str, Any]:
     return {
         "format": FORMAT,
@@ -71,6 +74,8 @@ def load(saved: Any, hook: CommHook, bound: BoundHook, models: Models, strict: b
                     f"not the state of a communication hook: {problem}. With strict_state=False it is ignored"
                 )
             differences = [f"the whole state, {problem}"]
+        elif saved["per_rank"] == _STEPS_ONLY:
+            _tell_that_it_begins_anew(saved, hook, bound)
         else:
             differences, staged = _load(saved, hook, bound, models, strict)
     except Exception as reason:
@@ -85,6 +90,15 @@ def load(saved: Any, hook: CommHook, bound: BoundHook, models: Models, strict: b
         raise StateError("ranks were given different states of the communication hook; load the same on all of them")
     models.restore(staged, saved["models"] if staged else {})
     return 0 if problem else saved["steps"], differences
+
+
+def _tell_that_it_begins_anew(saved: Mapping[str, Any], hook: CommHook, bound: BoundHook) -> None:
+    if (bound.has_memory or averages_models(bound)) and bound.group.rank == 0:
+        warnings.warn(
+            f"the state of hook {hook.name!r} was saved by one rank without the others, in a signal handler or after a "
+            f"failure: it has the step count, {saved['steps']}, and nothing else. What the hook remembers begins anew",
+            stacklevel=2,
+        )
 
 
 def _load(

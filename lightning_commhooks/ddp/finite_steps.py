@@ -100,7 +100,6 @@ class FiniteSteps:
 
     def _end(self, in_time: bool, complete: bool) -> None:
         if not self._finite:
-            self._running.committed.keep()
             return
         with self._running.bound.group.counters.timing.work():
             finite, reduced = torch.stack(self._finite).all(), self._reduced
@@ -128,10 +127,8 @@ class FiniteSteps:
                 self._take_over(finite)
 
     def _take_over(self, finite: Tensor) -> None:
-        with self._running.committed.taking_over():
-            self._running.bound.end_step(finite)
+        self._running.bound.end_step(finite)
         self._running.counters.nonfinite_steps += int(not finite)
-        self._running.committed.keep()
 
 
 def _parts(gradients: Tensor, bucket: Bucket) -> list[Tensor]:

@@ -136,7 +136,6 @@ class LocalSteps:
         try:
             with self._running.counters.timing.work():
                 after_optimizer_step(bound, stepped)
-            self._running.committed.keep()
         except Exception as error:
             where = f"after the optimizer's step {stepped.step} ({stepped.optimizer}, ...)"
             raise self._running.failed(bound.group, where, error) from error

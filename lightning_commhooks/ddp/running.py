@@ -9,7 +9,6 @@ from typing import TypeVar
 from lightning_commhooks.collectives.counters import Counters
 from lightning_commhooks.collectives.errors import HookError
 from lightning_commhooks.collectives.group import Group
-from lightning_commhooks.ddp.committed import Committed
 from lightning_commhooks.ddp.engine import Engine
 from lightning_commhooks.ddp.steps import StepClock
 from lightning_commhooks.interface.hook import BoundHook, CommHook
@@ -23,11 +22,9 @@ class RunningHook:
 
     Attributes:
         method: the configuration that users and checkpoints know, without the division of accumulated gradients.
-        committed: what the bound hook has taken over.
     """
 
     bound: BoundHook
-    committed: Committed
 
     def __init__(self, config: CommHook, end_step: Callable[[bool, bool], None]) -> None:
         self.config = config
@@ -39,7 +36,7 @@ class RunningHook:
 
     def take_over(self, bound: BoundHook) -> None:
         """Go on with this bound hook."""
-        self.bound, self.committed = bound, Committed(self.method, bound)
+        self.bound = bound
 
     @property
     def name(self) -> str:

@@ -25,7 +25,7 @@ from lightning_commhooks.interface.hierarchy import Hierarchy, check_hierarchy, 
 from lightning_commhooks.interface.hook import NEXT_TO_NOTHING, BoundHook, CommHook
 from lightning_commhooks.interface.memory import Memory, all_finite
 from lightning_commhooks.interface.precision import to_gradient, work_dtype
-from lightning_commhooks.interface.state import StateReader, StateWriter
+from lightning_commhooks.interface.state import StateReader
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -252,10 +252,6 @@ class CodecFeedback(BoundByParameter[_Plan]):
 
     def _settled(self, entry: Mapping[str, Tensor]) -> Tensor:
         return entry["residual"] + entry["carried"] if "carried" in entry else entry["residual"]
-
-    def state_dict(self, writer: StateWriter) -> dict[str, Any]:
-        # Making the entries is collective.
-        return {"entries": {}} if writer.kind == "none" else super().state_dict(writer)
 
     def load_state_dict(self, state: dict[str, Any], reader: StateReader) -> None:
         ranks = self._ranks.parts()[0].ranks

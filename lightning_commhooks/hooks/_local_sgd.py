@@ -54,8 +54,6 @@ class BoundLocalSGD(AveragesModels):
         group: all ranks.
     """
 
-    replaces_state = True
-
     def __init__(self, config: LocalSGDConfig, group: Group) -> None:
         super().__init__(group)
         self._config = config

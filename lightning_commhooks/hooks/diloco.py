@@ -100,11 +100,9 @@ class _BoundDiLoCo(BoundLocalSGD):
 
     def __init__(self, config: DiLoCo, group: Group) -> None:
         super().__init__(config, group)
-        # By name, flat in memory order: where the ranks began to move, equal on all of them, and outer momentum. They
-        # are replaced, not changed, for readers in other threads.
+        # By name, flat in memory order: where the ranks began to move, equal on all of them, and outer momentum.
         self._anchors: dict[str, Tensor] = {}
         self._momenta: dict[str, Tensor] = {}
-        self._show()
         codec = _CODECS.get(config.pseudo_gradient)
         self._kernels = group.kernels(codec, feedback=False, two_shot=True) if codec is not None else None
 
@@ -124,11 +122,6 @@ class _BoundDiLoCo(BoundLocalSGD):
         for name, parameter in new.items():
             assert parameter is not None
             self._anchors[name] = _at_least_float32(parameter).clone()
-        if new:
-            self._show()
-
-    def _show(self) -> None:
-        self._shown = dict(self._num_steps), dict(self._anchors), dict(self._momenta)
 
     def after_optimizer_step(self, stepped: OptimizerStep) -> None:
         if stepped.step >= self._config.start_localSGD_iter and stepped.optimizer not in self._num_steps:
@@ -137,7 +130,6 @@ class _BoundDiLoCo(BoundLocalSGD):
             self._anchors |= {name: self._anchors[name].clone() for name in apart}
             average_([self._anchors[name] for name in apart], self.group)
         super().after_optimizer_step(stepped)
-        self._show()
 
     def _after_local_step(self, num_steps: int, stepped: OptimizerStep) -> None:
         period, fragments = self._config.period, self._config.fragments
@@ -191,11 +183,10 @@ class _BoundDiLoCo(BoundLocalSGD):
             move.copy_(own)
 
     def state_dict(self, writer: StateWriter) -> dict[str, Any]:
-        num_steps, anchors, momenta = self._shown
-        shared = {name: {"anchor": writer.shared(anchor)} for name, anchor in sorted(anchors.items())}
-        for name, momentum in momenta.items():
+        shared = {name: {"anchor": writer.shared(anchor)} for name, anchor in sorted(self._anchors.items())}
+        for name, momentum in self._momenta.items():
             shared[name]["momentum"] = writer.shared(momentum)
-        return {"num_steps": num_steps, "entries": shared}
+        return {**super().state_dict(writer), "entries": shared}
 
     def load_state_dict(self, state: dict[str, Any], reader: StateReader) -> None:
         super().load_state_dict(state, reader)
@@ -208,11 +199,9 @@ class _BoundDiLoCo(BoundLocalSGD):
             self._anchors[name] = reader.shared(entry["anchor"])
             if "momentum" in entry:
                 self._momenta[name] = reader.shared(entry["momentum"])
-        self._show()
 
     def release(self) -> None:
         self._anchors, self._momenta = {}, {}
-        self._show()
 
 
 def _at_least_float32(parameter: Tensor) -> Tensor:

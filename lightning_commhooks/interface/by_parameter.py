@@ -53,25 +53,18 @@ class BoundByParameter(BoundHook, Generic[P]):
 
     lasting: ClassVar[tuple[str, ...]] = ()
     has_memory = True
-    replaces_state = True
 
     def __init__(self, group: Group) -> None:
         super().__init__(group)
         self._plans: dict[tuple[str, ...], P] = {}
         self._stored: dict[str, Entry] = {}
         self._drained: list[str] = []
-        self._show()
-
-    def _show(self) -> None:
-        """Let readers in other threads see where memory is now: all of it before it moves, or after."""
-        self._shown = list(self._plans.values()), dict(self._stored)
 
     def _plan(self, flat: Tensor, bucket: Bucket) -> P:
         if bucket.names not in self._plans:
             # The first time, or DDP has rebuilt its buckets: memory moves along by name.
             self._store_plans_of(bucket)
             self._plans[bucket.names] = self._make_plan(flat, bucket)
-            self._show()
         return self._plans[bucket.names]
 
     @abstractmethod
@@ -93,7 +86,6 @@ class BoundByParameter(BoundHook, Generic[P]):
         if self._drained and finite:
             for name in self._drained:
                 self._stored.pop(name, None)
-            self._show()
         self._drained = []
 
     def _store_plans_of(self, bucket: Bucket) -> None:
@@ -104,18 +96,15 @@ class BoundByParameter(BoundHook, Generic[P]):
             self._stored |= self._plans.pop(names).entries()
 
     def _take(self, key: str, *kinds: str) -> Entry:
-        """Take these of what is stored by a key out of the store; readers in other threads go on seeing them there."""
-        entry = self._stored.get(key, {})
+        """Take these of what is stored by a key out of the store."""
+        entry = self._stored.pop(key, {})
         if left := {kind: tensor for kind, tensor in entry.items() if kind not in kinds}:
             self._stored[key] = left
-        else:
-            self._stored.pop(key, None)
         return {kind: tensor for kind, tensor in entry.items() if kind in kinds}
 
     def _pay_off_(self, flat: Tensor, bucket: Bucket) -> None:
         """Add what is owed to gradients that are not compressed any more, since DDP has rebuilt its buckets."""
         self._store_plans_of(bucket)
-        self._show()
         owed = [slot for slot in bucket.slots if "residual" in self._stored.get(slot.name, {})]
         if owed and bucket.unused is not None:
             # DDP throws away what a hook returns for a parameter that no rank used.
@@ -125,7 +114,6 @@ class BoundByParameter(BoundHook, Generic[P]):
 
     def drain_(self, flat: Tensor, bucket: Bucket) -> None:
         self._store(list(self._plans))
-        self._show()
         self._drain_(flat, bucket.slots, bucket.loss_scale)
 
     def _drain_(self, flat: Tensor, slots: Sequence[Slot], loss_scale: float | Tensor) -> None:
@@ -143,8 +131,8 @@ class BoundByParameter(BoundHook, Generic[P]):
                 yield self._settled(entry)
 
     def state_dict(self, writer: StateWriter) -> dict[str, Any]:
-        plans, stored = self._shown
-        entries = {key: entry for some in (stored, *(plan.entries() for plan in plans)) for key, entry in some.items()}
+        plans = (plan.entries() for plan in self._plans.values())
+        entries = {key: entry for some in (self._stored, *plans) for key, entry in some.items()}
         return {"entries": {key: self._saved(entries[key], writer) for key in sorted(entries)}}
 
     def _saved(self, entry: Entry, writer: StateWriter) -> Entry:
@@ -152,7 +140,7 @@ class BoundByParameter(BoundHook, Generic[P]):
         exact = writer.kind == "exact"
         kinds = (kind for kind in entry if kind != "residual" and (exact or kind in self.lasting))
         saved = {kind: writer.shared(entry[kind]) for kind in kinds}
-        if "residual" in entry and writer.kind != "none":
+        if "residual" in entry:
             saved["residual"] = writer.per_rank(entry["residual"] if exact else self._settled(entry))
         return saved
 
@@ -169,7 +157,6 @@ class BoundByParameter(BoundHook, Generic[P]):
             else:
                 stored[key] = self._loaded(key, reader.section({key: saved}, key), expected, reader)
         self._plans, self._stored = {}, stored
-        self._show()
 
     def _loaded(self, key: str, saved: Mapping[str, Tensor], expected: Shapes, reader: StateReader) -> Entry:
         """What fits of a saved entry."""
@@ -179,7 +166,7 @@ class BoundByParameter(BoundHook, Generic[P]):
             if not (reader.is_exact and all(_fits(tensor, expected.get(kind)) for kind, tensor in entry.items())):
                 kept = {kind: tensor for kind, tensor in entry.items() if kind in self.lasting}
                 entry = {**kept, "residual": self._settled(entry)}
-        elif "residual" in expected and reader.has_per_rank:
+        elif "residual" in expected:
             reader.differs(f"it has no error feedback of {key!r}")
         for kind, tensor in list(entry.items()):
             if kind not in expected:
@@ -195,7 +182,6 @@ class BoundByParameter(BoundHook, Generic[P]):
 
     def release(self) -> None:
         self._plans, self._stored, self._drained = {}, {}, []
-        self._show()
 
 
 def _fits(tensor: Tensor, shape: tuple[int, ...] | None) -> bool:

@@ -101,14 +101,10 @@ class BoundHook(ABC):
         has_memory: whether results depend on the gradients of earlier steps.
         scales_gradients: whether `reduce` multiplies gradients by `Bucket.scale`, in a pass over them that it makes
             anyway. If not, they are multiplied before.
-        replaces_state: whether what `state_dict` reads when `writer.kind` is `"none"` is replaced by new objects in
-            `end_step` and `after_optimizer_step`, as by `Memory`, and never changed. It is read in the middle of a step
-            then; if not, the engine calls `state_dict` after each step, to have a copy.
     """
 
     has_memory: bool = False
     scales_gradients: bool = False
-    replaces_state: bool = False
 
     def __init__(self, group: Group) -> None:
         self.group = group
@@ -190,8 +186,6 @@ class BoundHook(ABC):
 
     def state_dict(self, writer: StateWriter) -> dict[str, Any]:
         """State as tensors and primitives. Collective: every rank calls it, every rank gets the same.
-
-        With `writer.kind == "none"` it is not collective, and has what is equal on all ranks anyway.
 
         Args:
             writer: makes copies of tensors, and of those that differ between ranks one for all.

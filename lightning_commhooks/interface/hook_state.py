@@ -29,11 +29,6 @@ def save_hook(hook: CommHook, bound: BoundHook, writer: StateWriter) -> dict[str
     return {**describe(hook), "state": bound.state_dict(writer)}
 
 
-def is_readable(bound: BoundHook) -> bool:
-    """Whether other threads may read the state of a hook at any time, or there is none."""
-    return bound.replaces_state or type(bound).state_dict is BoundHook.state_dict
-
-
 def load_hook(
     saved: Any,
     hook: CommHook,

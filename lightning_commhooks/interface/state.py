@@ -11,8 +11,8 @@ from torch import Tensor
 
 from lightning_commhooks.collectives.group import Group
 
-# What a state has of the tensors that differ between ranks: their mean, those of each rank, or nothing.
-PerRank = Literal["mean", "exact", "none"]
+# What a state has of the tensors that differ between ranks: their mean, or those of each rank.
+PerRank = Literal["mean", "exact"]
 
 
 class StateError(ValueError):
@@ -37,7 +37,6 @@ class StateWriter:
 
     def per_rank(self, tensor: Tensor) -> Tensor:
         """Of a tensor that differs between ranks the mean, or all of them, shape `(w, *shape)`, if `kind` is so."""
-        assert self.kind != "none"
         if self.kind == "exact":
             return self._group.all_gather(tensor.reshape(-1)).view(self._group.size, *tensor.shape).cpu()
         mean = tensor.clone(memory_format=torch.contiguous_format)
@@ -55,7 +54,6 @@ class StateReader:
 
     Attributes:
         is_exact: whether each rank gets back exactly what it saved.
-        has_per_rank: whether anything was saved of the tensors that differ between ranks.
         differences: what was left out so far, one text each.
     """
 
@@ -65,7 +63,6 @@ class StateReader:
         self._strict = strict
         self._options = ""
         self._saved_exact = saved["per_rank"] == "exact"
-        self.has_per_rank = saved["per_rank"] != "none"
         self.is_exact = self._saved_exact and saved["world_size"] == group.size
         self.differences: list[str] = []
         saved_shapes = {name: tuple(shape) for name, shape in saved["parameters"].items()}

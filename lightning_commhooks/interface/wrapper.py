@@ -13,7 +13,6 @@ from lightning_commhooks.interface.accumulation import Number, scale_
 from lightning_commhooks.interface.averages_models import AveragesModels, averages_models, is_local
 from lightning_commhooks.interface.bucket import Bucket
 from lightning_commhooks.interface.hook import BoundHook, CommHook
-from lightning_commhooks.interface.hook_state import is_readable
 from lightning_commhooks.interface.models import OptimizerStep
 from lightning_commhooks.interface.state import StateReader, StateWriter
 
@@ -31,7 +30,6 @@ class BoundWrapper(AveragesModels):
         super().__init__(inner[0].group)
         self._all_inner = inner
         self.averages_models = any(averages_models(hook) for hook in inner)
-        self.replaces_state = all(is_readable(hook) for hook in inner)
         self.mixes_averages = any(isinstance(hook, BoundWrapper) and hook.mixes_averages for hook in inner)
 
     @abstractmethod

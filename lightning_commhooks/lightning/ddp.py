@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import logging
 import sys
@@ -16,7 +17,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_commhooks.ddp.attach import attach, resolve_hook
 from lightning_commhooks.ddp.attachment import Attachment, hook_name
-from lightning_commhooks.ddp.committed import copied
 from lightning_commhooks.ddp.pace import Pace
 from lightning_commhooks.interface.hook import CommHook
 from lightning_commhooks.lightning.show import show, steps_of
@@ -238,7 +238,11 @@ class CompressedDDPMixin:
         if self._attachment is None or self._attachment.is_closed:
             return self._last_state
         if self._is_alone():
-            logger.warning("the checkpoint %s has no error feedback of hook %r", filepath, self._attachment.name)
+            logger.warning(
+                "the checkpoint %s has the step count of hook %r, and nothing of what it remembers: that begins anew",
+                filepath,
+                self._attachment.name,
+            )
             return self._attachment.shared_state_dict()
         return self._attachment.state_dict()
 
@@ -267,7 +271,7 @@ class CompressedDDPMixin:
             logger.warning("the checkpoint has the model of rank %d, which was not averaged", self.global_rank)  # type: ignore[attr-defined]
             return super().lightning_module_state_dict()  # type: ignore[misc, no-any-return]
         with self._averaged(attachment):
-            return copied(super().lightning_module_state_dict(), _clone)  # type: ignore[misc, no-any-return]
+            return _cloned(super().lightning_module_state_dict())  # type: ignore[misc, no-any-return]
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """State of an optimizer for a checkpoint, averaged over ranks where it differs."""
@@ -277,7 +281,7 @@ class CompressedDDPMixin:
         if self._resync:
             attachment.average_optimizer_state(optimizer)
         with attachment.averaged_optimizer_state(optimizer):
-            return copied(super().optimizer_state(optimizer), _clone)  # type: ignore[misc, no-any-return]
+            return _cloned(super().optimizer_state(optimizer))  # type: ignore[misc, no-any-return]
 
     def _averaged(self, attachment: Attachment) -> AbstractContextManager[None]:
         if not self._resync:
@@ -356,8 +360,16 @@ class CompressedDDPMixin:
             super().teardown()  # type: ignore[misc]
 
 
-def _clone(tensor: Tensor) -> Tensor:
-    return tensor.detach().clone()
+def _cloned(state: Any) -> Any:
+    """The same nested state with copies of its tensors."""
+    if isinstance(state, Tensor):
+        return state.detach().clone()
+    if isinstance(state, dict):
+        # Also the `_metadata` of a module's state, which `OrderedDict.copy()` drops.
+        new = copy.copy(state)
+        new.update((key, _cloned(value)) for key, value in state.items())
+        return new
+    return [_cloned(value) for value in state] if isinstance(state, list) else state
 
 
 def _handles_signal() -> bool:
