@@ -108,6 +108,7 @@ def accelerate_refusals():
     calls = {
         "refused: not weighted": lambda: plain.handler.add_weight(1.0),
         "refused: no model named": lambda: two.train(True, name_model=False),
+        "refused: each synchronizes": Run(each=True).train,
         "refused: no weight": Run("weighted").train,
         "refused: not prepared": lambda: CommHookKwargs(hook="bf16", accumulation="weighted").add_weight(1.0),
     }
@@ -121,14 +122,12 @@ def accelerate_results():
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
     return results | {
         "scaled": Run("mean", "powersgd", scaler=scaler).train(),
-        "all sync": Run(each=True).train(),
         "view": Run(gradient_as_bucket_view=True).train(),
         "sum": Run("sum").train(),
         "integer": warned(Run(WINDOW).train),
         "own backward": OwnBackward().train(),
         "own backward, sum": OwnBackward("sum").train(),
         "weighted": Run("weighted").train(True),
-        "weighted, all sync": Run("weighted", each=True).train(True),
         "two models": Run(num_models=2).train(takes=lambda k, i: k == 0 or i % 2),
         "two models, weighted": Run("weighted", num_models=2).train(True, takes=lambda k, i: k == 0 or i % 2),
         **accelerate_refusals(),
