@@ -108,7 +108,7 @@ def accelerate_refusals():
     calls = {
         "refused: not weighted": lambda: plain.handler.add_weight(1.0),
         "refused: no model named": lambda: two.train(True, name_model=False),
-        "refused: each synchronizes": Run(each=True).train,
+        "refused: each synchronizes": lambda: Run(each=True).train(),
         "refused: no weight": Run("weighted").train,
         "refused: not prepared": lambda: CommHookKwargs(hook="bf16", accumulation="weighted").add_weight(1.0),
     }

@@ -119,9 +119,9 @@ class MicroBatches:
         if is_last and self._used and self._used <= self._done:
             raise ValueError(
                 "accumulation: gradients were not cleared since the last synchronized backward, which has scaled and "
-                "averaged them already. Let only the last backward of a window synchronize: put the others, with "
-                "their forwards, in no_sync(), in Lightning trainer.strategy.block_backward_sync(); in Accelerate leave "
-                "out sync_each_batch. Or call zero_grad() before"
+                "averaged them already. Let only the last backward of a window synchronize: put the others, with their "
+                "forwards, in no_sync(), in Lightning trainer.strategy.block_backward_sync(); in Accelerate leave out "
+                "sync_each_batch. Or call zero_grad() before"
             )
         return self._last
 
