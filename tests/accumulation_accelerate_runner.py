@@ -108,9 +108,10 @@ def accelerate_refusals():
     calls = {
         "refused: not weighted": lambda: plain.handler.add_weight(1.0),
         "refused: no model named": lambda: two.train(True, name_model=False),
-        "refused: each synchronizes": lambda: Run(each=True).train(),
         "refused: no weight": Run("weighted").train,
         "refused: not prepared": lambda: CommHookKwargs(hook="bf16", accumulation="weighted").add_weight(1.0),
+        # Last: accelerators of one process share this.
+        "refused: each synchronizes": lambda: Run(each=True).train(),
     }
     results = {name: refusal(call) for name, call in calls.items()}
     two.close(), plain.close()
