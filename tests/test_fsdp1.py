@@ -26,7 +26,6 @@ from fsdp_driver import (
 from pool import ignoring
 from torch import nn
 from torch.distributed.algorithms._comm_hooks import default_hooks
-from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_commhooks as lc
@@ -253,23 +252,6 @@ def refusals(rank, world):
 
 def test_models_that_are_refused(run):
     run(refusals)
-
-
-def without_seam(rank, world):
-    seam = vars(FSDPModule).get("set_custom_reduce_scatter")
-    try:
-        if seam is not None:
-            del FSDPModule.set_custom_reduce_scatter
-        message = r"has no FSDPModule.set_custom_reduce_scatter.*PyTorch 2\.9 has.*MixedPrecisionPolicy"
-        with leaving_no_groups(), pytest.raises(ValueError, match=message):
-            lc.attach_fsdp(shard2("full"), "bf16")
-    finally:
-        if seam is not None:
-            FSDPModule.set_custom_reduce_scatter = seam
-
-
-def test_fsdp2_before_pytorch_2_9_is_refused(run):
-    run(without_seam)
 
 
 @pytest.mark.parametrize(
