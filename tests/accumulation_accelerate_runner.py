@@ -110,6 +110,8 @@ def accelerate_refusals():
         "refused: no model named": lambda: two.train(True, name_model=False),
         "refused: no weight": Run("weighted").train,
         "refused: not prepared": lambda: CommHookKwargs(hook="bf16", accumulation="weighted").add_weight(1.0),
+        # Last: accelerators of one process share this.
+        "refused: each synchronizes": lambda: Run(each=True).train(),
     }
     results = {name: refusal(call) for name, call in calls.items()}
     two.close(), plain.close()
@@ -121,14 +123,12 @@ def accelerate_results():
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
     return results | {
         "scaled": Run("mean", "powersgd", scaler=scaler).train(),
-        "all sync": Run(each=True).train(),
         "view": Run(gradient_as_bucket_view=True).train(),
         "sum": Run("sum").train(),
         "integer": warned(Run(WINDOW).train),
         "own backward": OwnBackward().train(),
         "own backward, sum": OwnBackward("sum").train(),
         "weighted": Run("weighted").train(True),
-        "weighted, all sync": Run("weighted", each=True).train(True),
         "two models": Run(num_models=2).train(takes=lambda k, i: k == 0 or i % 2),
         "two models, weighted": Run("weighted", num_models=2).train(True, takes=lambda k, i: k == 0 or i % 2),
         **accelerate_refusals(),

@@ -77,6 +77,7 @@ def refusals():
     runs = {
         "refused: not weighted": lambda: plain.strategy.add_weight(1.0),
         "refused: no model named": lambda: two.train("tokens", name_model=False),
+        "refused: each synchronizes": lambda: Run().train(all_sync=True),
         "refused: no weight": Run("weighted").train,
     }
     texts = {name: refusal(run) for name, run in runs.items()}
@@ -87,7 +88,6 @@ def refusals():
 def results():
     runs = {run: Run(*run).train() for run in RUNS}
     return runs | {
-        "all sync": Run().train(all_sync=True),
         "divided": Run(loss_divided_by=WINDOW).train(divided_by=WINDOW),
         "divided, framework": Run("framework", loss_divided_by=WINDOW).train(divided_by=WINDOW),
         "large": Run("mean", "fp16", "32", lr=LR / LARGE).train(divided_by=1 / LARGE),

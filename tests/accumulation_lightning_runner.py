@@ -70,12 +70,22 @@ class Unweighted(Automatic):
 
 
 class Manual(Automatic):
-    """Every backward synchronizes."""
+    """Backwards synchronize where the optimizer steps."""
 
     def __init__(self, dtype):
         super().__init__(dtype)
         self.automatic_optimization = False
 
+    def training_step(self, i, batch_idx):
+        steps = i % WINDOW == WINDOW - 1 or i == NUM_BATCHES - 1
+        with contextlib.nullcontext() if steps else self.trainer.strategy.block_backward_sync():
+            self.manual_backward(self.value(i))
+        if steps:
+            self.optimizers().step()
+            self.optimizers().zero_grad()
+
+
+class EachSynchronizes(Manual):
     def training_step(self, i, batch_idx):
         self.manual_backward(self.value(i))
         if i % WINDOW == WINDOW - 1 or i == NUM_BATCHES - 1:
@@ -88,7 +98,7 @@ class ManualWeighted(Manual, Weighted):
 
 
 class Toggled(Manual):
-    """Backwards synchronize where an optimizer steps."""
+    """The same by Lightning's context of an optimizer."""
 
     def training_step(self, i, batch_idx):
         steps = i % WINDOW == WINDOW - 1 or i == NUM_BATCHES - 1
@@ -209,6 +219,7 @@ def results():
         "toggled": fit(module=Toggled),
         "two optimizers": fit(module=TwoOptimizers, find_unused_parameters=True),
         "two optimizers, weighted": fit("weighted", module=TwoWeighted, find_unused_parameters=True),
+        "refused: each synchronizes": refusal(fit, module=EachSynchronizes),
         "refused: not weighted": refusal(fit, "mean", module=Weighted),
         "refused: no weight": refusal(fit, "weighted", module=Automatic),
         "refused: no weight on one rank": refusal(fit, "weighted", module=Unweighted),

@@ -69,13 +69,13 @@ def error(found, expected):
     return float(distance / sum(expected[name].norm() ** 2 for name in expected).sqrt())
 
 
-def train(rank, world, hook, windows, sync="last", clear="none", divided_by=1.0, ddp_options=None, **options):
+def train(rank, world, hook, windows, clear="none", divided_by=1.0, ddp_options=None, **options):
     """Errors of each window's gradient against the exact mean over its micro-batches, and against their sum."""
     with attached(hook, ddp_options=ddp_options, loss_divided_by=lambda: divided_by, **options) as (ddp, _):
         errors = []
         for window in windows:
             for i in window:
-                backward(ddp, i, rank, sync == "all" or i == window[-1], 1 / divided_by)
+                backward(ddp, i, rank, i == window[-1], 1 / divided_by)
             means = [exact_mean(world, window, lambda _, by=by: by) for by in (len(window), 1.0)]
             errors.append([error(grads(ddp), mean) for mean in means])
             ddp.zero_grad(set_to_none=clear == "none")
@@ -88,12 +88,12 @@ SHORT_LAST = (range(4), range(4, 8), range(8, 10), range(10, 14))
 @pytest.mark.parametrize(("name", "world"), [*((name, 2) for name in HOOKS), ("powersgd", 4), ("int8", 4)])
 def test_mean_over_the_micro_batches_that_there_were(run, name, world):
     hook, bound = HOOKS[name]
-    for rank in run(_train_mean, hook, SHORT_LAST, "last", "none", 4.0, None, world=world):
+    for rank in run(_train_mean, hook, SHORT_LAST, "none", 4.0, None, world=world):
         assert max(mean for mean, _ in rank) <= bound
 
 
 def test_what_a_framework_leaves_is_something_else(run):
-    assert run(train, "allreduce", SHORT_LAST, "last", "none", 4.0)[0][2][0] > 0.4
+    assert run(train, "allreduce", SHORT_LAST, "none", 4.0)[0][2][0] > 0.4
 
 
 def _train_mean(rank, world, *args):
@@ -102,27 +102,25 @@ def _train_mean(rank, world, *args):
 
 @pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}, {"find_unused_parameters": True}])
 @pytest.mark.parametrize("clear", ["none", "zeros"])
-@pytest.mark.parametrize("sync", ["last", "all"])
-def test_whether_backwards_synchronize_or_not(run, sync, clear, options):
-    for rank in run(_train_mean, "allreduce", SHORT_LAST, sync, clear, 1.0, options):
+def test_ways_to_clear_and_to_wrap(run, clear, options):
+    for rank in run(_train_mean, "allreduce", SHORT_LAST, clear, 1.0, options):
         assert max(mean for mean, _ in rank) <= 1e-6
 
 
 @pytest.mark.parametrize(("accumulation", "index", "factor"), [("sum", 1, 1.0), (3, 1, 1 / 3)])
-@pytest.mark.parametrize("sync", ["last", "all"])
-def test_sum_and_integers(run, sync, accumulation, index, factor):
+def test_sum_and_integers(run, accumulation, index, factor):
     divided_by = 4.0 if accumulation == "sum" else 1.0
-    for rank in run(_scaled, accumulation, sync, divided_by, factor):
+    for rank in run(_scaled, accumulation, divided_by, factor):
         assert max(rank) <= 1e-6
 
 
-def _scaled(rank, world, accumulation, sync, divided_by, factor):
+def _scaled(rank, world, accumulation, divided_by, factor):
     options = {"accumulation": accumulation, "loss_divided_by": lambda: divided_by}
     with attached("allreduce", **options) as (ddp, _):
         errors = []
         for window in SHORT_LAST:
             for i in window:
-                backward(ddp, i, rank, sync == "all" or i == window[-1], 1 / divided_by)
+                backward(ddp, i, rank, i == window[-1], 1 / divided_by)
             expected = exact_mean(world, window, lambda _: 1 / factor)
             errors.append(error(grads(ddp), expected))
             ddp.zero_grad()
@@ -134,15 +132,14 @@ def weights_of(rank, i):
 
 
 @pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("sync", ["last", "all"])
 @pytest.mark.parametrize("as_tensor", [False, True])
-def test_weighted_is_the_mean_over_all_tokens(run, as_tensor, sync, world):
-    for errors, num_collectives in run(_weighted, sync, as_tensor, world=world):
+def test_weighted_is_the_mean_over_all_tokens(run, as_tensor, world):
+    for errors, num_collectives in run(_weighted, as_tensor, world=world):
         assert max(errors) <= 1e-6
         assert num_collectives == 1  # a step
 
 
-def _weighted(rank, world, sync, as_tensor):
+def _weighted(rank, world, as_tensor):
     with attached("allreduce", accumulation="weighted") as (ddp, attachment):
         errors = []
         for window in SHORT_LAST:
@@ -150,7 +147,7 @@ def _weighted(rank, world, sync, as_tensor):
             for i in window:
                 weight = weights_of(rank, i)
                 attachment.add_weight(torch.tensor(weight) if as_tensor else weight)
-                backward(ddp, i, rank, sync == "all" or i == window[-1])
+                backward(ddp, i, rank, i == window[-1])
             expected = exact_mean(world, window, lambda _, total=total: total / world)
             errors.append(error(grads(ddp), expected))
             ddp.zero_grad()
@@ -191,10 +188,10 @@ def _checkpointed(rank, world, use_reentrant, static_graph):
     data = torch.randn(2, 10, 3, 6, generator=torch.Generator().manual_seed(1))
     with attached("allreduce", model, {"static_graph": static_graph}, accumulation="mean") as (ddp, _):
         errors = []
-        for window in SHORT_LAST[:3]:
+        # DDP has no no_sync() in the first backward of a static graph.
+        for window in (range(1), *SHORT_LAST[:3]) if static_graph else SHORT_LAST[:3]:
             for i in window:
-                # DDP has no no_sync() in the first backward of a static graph.
-                with contextlib.nullcontext() if i == window[-1] or static_graph else ddp.no_sync():
+                with contextlib.nullcontext() if i == window[-1] else ddp.no_sync():
                     ddp(data[rank, i].clone().requires_grad_()).backward()
             for x in data[:, list(window)].flatten(0, 1):
                 (reference(x.clone().requires_grad_()) / len(window) / world).backward()

@@ -99,7 +99,7 @@ class _Recorded:
         """This bucket in a step that has no other one."""
         accumulated = self.bucket.accumulated if accumulation_of(hook) != "framework" else None
         if accumulated is not None:
-            accumulated = dataclasses.replace(accumulated, total_weight=None, factors={})
+            accumulated = dataclasses.replace(accumulated, factor=None)
         return dataclasses.replace(self.bucket, index=0, is_last=True, step=step, accumulated=accumulated)
 
 

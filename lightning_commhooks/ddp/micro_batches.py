@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 
@@ -11,11 +10,8 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
-from lightning_commhooks.collectives.averaging import flat_view
 from lightning_commhooks.ddp.copies import NotCopied
-from lightning_commhooks.ddp.engine import call_at_end_of_backward
-from lightning_commhooks.interface.accumulation import Accumulated, Held, Number, is_one, is_positive, is_weight, scale_
-from lightning_commhooks.interface.bucket import Slot
+from lightning_commhooks.interface.accumulation import Accumulated, Number, is_one, is_positive, is_weight, scale_
 
 
 class MicroBatches:
@@ -23,10 +19,11 @@ class MicroBatches:
 
     A micro-batch begins with a forward of the model that trains, and counts when a gradient of it arrives: so it does
     not matter whether gradients are synchronized, how many times a loss is differentiated, and whether activations are
-    computed again for that. The count begins anew after each synchronized backward, and when gradients were cleared. It
-    goes on for parameters whose `.grad` was not cleared after a synchronized backward; their `.grad` gets back what it
-    was before it was scaled, so that all micro-batches count the same. In one more backward after the same forward, as
-    of a second network, the micro-batch counts for the parameters that do not have it yet.
+    computed again for that. The count begins anew after each synchronized backward, and when gradients were cleared.
+    One more backward after the same forward, as of a second network, is of the same micro-batches.
+
+    A synchronized backward must not go on with gradients that an earlier one has averaged and scaled already. With
+    several networks those of another one may be there, to be cleared before its own turn.
 
     What the loss is divided by is asked for in each synchronized backward.
     """
@@ -43,21 +40,23 @@ class MicroBatches:
         self._has_begun = False
         self._step = -1
         self._last: Accumulated | None = None
-        # Weights of the next micro-batch and of the present one.
+        # Weight of the next micro-batch.
         self._pending: Number | None = None
-        self._present: Number | None = None
         self._clear()
 
     def _clear(self) -> None:
         self._count, self._num_weightless = 0, 0
-        # Whether a synchronized backward has ended, and whether one more of the same micro-batch has begun.
-        self._is_over = self._is_within = False
         self._weight: Number = 0.0
-        self._held: dict[str, Held] = {}
-        self._stale: set[str] = set()
-        # Stale gradients as they were before one more backward of the same micro-batch.
-        self._before: dict[str, Tensor] = {}
+        # Whether a synchronized backward has ended.
+        self._is_over = False
+        # Parameters with a gradient from the present backward, and from this window.
         self._used: set[str] = set()
+        self._used_in_window: set[str] = set()
+        # Those that an earlier synchronized backward has averaged, and nobody has cleared.
+        self._done: set[str] = set()
+        # Those that it has averaged though they only had gradients of earlier micro-batches, and by what it has
+        # multiplied them.
+        self._early: dict[str, Number] = {}
         # The last gradient that arrived.
         self._witness: tuple[Tensor, int] | None = None
 
@@ -103,8 +102,12 @@ class MicroBatches:
             return
         raise ValueError(f"a weight must be a finite number of at least 0, is {weight!r}")
 
-    def of_step(self, step: int) -> Accumulated:
-        """What the gradients of a synchronized backward are the sum of; called for each of its buckets."""
+    def of_step(self, step: int, is_last: bool) -> Accumulated:
+        """What the gradients of a synchronized backward are the sum of; called for each of its buckets.
+
+        Raises:
+            ValueError: it is the second one since gradients were cleared; what the loss is divided by is no number.
+        """
         if self._step != step or self._last is None:
             divided_by = self._divided_by()
             if not is_positive(divided_by):
@@ -112,26 +115,19 @@ class MicroBatches:
             if self._last is not None:
                 self._clear()  # a rank out of data, under join(): this backward is not its own
             self._step = step
-            self._last = Accumulated(
-                max(self._count, 1), self._weight, self._num_weightless, divided_by, self._held, self._stale
+            self._last = Accumulated(max(self._count, 1), self._weight, self._num_weightless, divided_by)
+        if is_last and self._used and self._used <= self._done:
+            raise ValueError(
+                "accumulation: gradients were not cleared since the last synchronized backward, which has scaled and "
+                "averaged them already. Let only the last backward of a window synchronize: put the others, with their "
+                "forwards, in no_sync(), in Lightning trainer.strategy.block_backward_sync(); in Accelerate leave out "
+                "sync_each_batch. Or call zero_grad() before"
             )
-            if self._held:
-                last = self._last
-                # In two steps, or DDP would come later.
-                call_at_end_of_backward(lambda: call_at_end_of_backward(lambda: self._scale_unused(last)))
         return self._last
 
     def end_step(self) -> None:
         """Called when a synchronized backward has ended."""
         self._is_over = self._last is not None
-
-    def _scale_unused(self, last: Accumulated) -> None:
-        """Scale what DDP has left alone, because no rank used it, like the rest."""
-        for name in last.held.keys() & last.factors.keys() & self._parameters.keys():
-            gradient, held = self._parameters[name].grad, last.held[name]
-            if gradient is not None and gradient._version == held.version:
-                with torch.no_grad():
-                    scale_(gradient, last.factors[name] / held.factor)
 
     def _arrival(self, name: str, parameter: Tensor) -> Callable[[Sequence[Tensor]], None]:
         def arrives(gradients: Sequence[Tensor]) -> None:
@@ -139,33 +135,13 @@ class MicroBatches:
                 self._has_begun = False
                 self._begin()
             elif self._is_over:
-                self._go_on_within()
+                self._go_on()
             self._used.add(name)
-            if name in self._stale:
-                self._unscale(name, parameter)
+            if (factor := self._early.pop(name, None)) is not None and parameter.grad is not None:
+                with torch.no_grad():
+                    scale_(parameter.grad, 1 / factor)
 
         return arrives
-
-    def _unscale(self, name: str, parameter: Tensor) -> None:
-        gradient = parameter.grad
-        assert gradient is not None
-        if self._is_within and not gradient.is_sparse:
-            # This backward may be of a penalty that is not synchronized: then nothing is to change.
-            self._before[name] = gradient.detach().clone()
-            return
-        self._stale.remove(name)
-        with torch.no_grad():
-            scale_(gradient, 1 / self._held[name].factor)
-
-    def unscale_(self, slots: Sequence[Slot], flat: Tensor) -> None:
-        """Let a bucket have unscaled what was in `.grad` before one more backward of the same micro-batch."""
-        for slot in slots:
-            before = self._before.pop(slot.name, None)
-            if before is not None and slot.name in self._stale:
-                assert slot.parameter is not None
-                self._stale.remove(slot.name)
-                in_order = flat_view(torch.empty_like(slot.parameter, dtype=before.dtype).copy_(before))
-                slot.view(flat).view(-1).add_(in_order * (1 / self._held[slot.name].factor - 1))
 
     def _has_arrived(self, parameter: Tensor) -> None:
         if parameter.grad is not None:
@@ -173,19 +149,32 @@ class MicroBatches:
 
     def _begin(self) -> None:
         if self._last is not None:
-            self._go_on_after(self._last)
+            done = self._kept()
+            self._clear()
+            self._last, self._done = None, done
         elif self._was_cleared():
             self._clear()
-        self._is_within = False
-        self._present, self._pending = self._pending, None
-        self._count_present()
-
-    def _count_present(self) -> None:
+        self._used_in_window |= self._used
+        self._used = set()
         self._count += 1
-        if self._present is None:
+        if self._pending is None:
             self._num_weightless += 1
         else:
-            self._weight = self._weight + self._present
+            self._weight = self._weight + self._pending
+        self._pending = None
+
+    def _go_on(self) -> None:
+        """One more backward of the same forward begins, after a synchronized one."""
+        assert self._last is not None
+        kept, factor = self._kept(), self._last.factor
+        self._done |= kept & self._used
+        early = kept & self._used_in_window - self._used
+        self._early = {} if factor is None or is_one(factor) else dict.fromkeys(early, factor)
+        self._last, self._is_over, self._used = None, False, set()
+
+    def _kept(self) -> set[str]:
+        """Names of parameters that have a gradient from before."""
+        return set(_nonzero(self._parameters))
 
     def _was_cleared(self) -> bool:
         if self._witness is None:
@@ -195,38 +184,6 @@ class MicroBatches:
             return True
         # Scaled or clipped, or set to zero.
         return parameter.grad._version != version and not _nonzero(self._parameters)
-
-    def _go_on_within(self) -> None:
-        """Begin one more backward of the present micro-batch, after a synchronized one."""
-        assert self._last is not None
-        self._go_on_after(self._last)
-        self._held = {name: dataclasses.replace(held, has_present=True) for name, held in self._held.items()}
-        self._is_within = True
-        # After DDP is done; see above.
-        call_at_end_of_backward(lambda: call_at_end_of_backward(lambda: self._before.clear()))
-        self._count_present()
-
-    def _go_on_after(self, last: Accumulated) -> None:
-        """Begin anew after a synchronized backward, but for gradients that were not cleared."""
-        used = self._used
-        self._clear()
-        self._last = None
-        kept = _nonzero(self._parameters)
-        if not kept:
-            return
-        for name in kept:
-            self._held[name] = last.after(name, _version(self._parameters[name]))
-        self._stale = {name for name, held in self._held.items() if not is_one(held.factor)}
-        most = max(self._held.values(), key=lambda held: held.num_micro_batches)
-        for name, parameter in self._parameters.items():
-            # Without gradients so far, and so with nothing to clear.
-            if name not in kept and (parameter.grad is not None or name not in used):
-                self._held[name] = Held(most.num_micro_batches, most.weight)
-
-
-def _version(parameter: Tensor) -> int:
-    assert parameter.grad is not None
-    return parameter.grad._version
 
 
 def _nonzero(parameters: Mapping[str, Tensor]) -> list[str]:

@@ -229,8 +229,7 @@ class Runtime(RunningHook):
         step = self._step_of(index, is_last, last_may_be_skipped)
         accumulated = None
         if self.micro_batches is not None:
-            accumulated = self.micro_batches.of_step(step)
-            self.micro_batches.unscale_(slots, flat)
+            accumulated = self.micro_batches.of_step(step, is_last)
         scale = _current_scale(self._grad_scaler)
         plain = Bucket(index, is_last, step, slots, loss_scale=scale, accumulated=accumulated)
         self.seen.add(plain, flat)

@@ -75,24 +75,14 @@ class ErrorSampler:
 
     def compare(self, taken: _Taken, flat: Tensor, bucket: Bucket, group: Group) -> None:
         """Call after the bucket was reduced, on all ranks: one all-reduce of the elements that were taken."""
-        values = taken.values * self._factors(taken, bucket) if bucket.accumulated is not None else taken.values
+        # What gradients were multiplied by before they were averaged.
+        factor = None if bucket.accumulated is None else bucket.accumulated.factor
+        values = taken.values if factor is None else taken.values * factor
         with group.counters.paused():
             mean = group.all_reduce_mean_(values)
         difference = flat[taken.places].to(mean.dtype) - mean
         sums = torch.stack([difference.double().square().sum(), mean.double().square().sum()]) * taken.weight
         self._sums = sums if self._sums is None else self._sums + sums
-
-    def _factors(self, taken: _Taken, bucket: Bucket) -> Tensor:
-        """What each element was multiplied by before it was averaged."""
-        assert bucket.accumulated is not None
-        factors = [bucket.accumulated.factors.get(name, 1.0) for name in bucket.names]
-        values = taken.values
-        table = torch.cat([values.new_ones(1) * factor for factor in factors])
-        ends = torch.tensor([slot.offset + slot.numel for slot in bucket.slots])
-        if values.is_cuda:
-            # Pinned, a copy does not wait for the device.
-            ends = ends.pin_memory().to(values.device, non_blocking=True)
-        return table[torch.bucketize(taken.places, ends, right=True)]
 
     def _latest(self) -> Tensor | None:
         """Sums of the last step in which gradients were finite, and its number; those before if this one's are not."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_commhooks.collectives.group import Group
-from lightning_commhooks.interface.accumulation import Accumulated, Held, Number, is_one, scale_
+from lightning_commhooks.interface.accumulation import Accumulated, Number, is_one
 from lightning_commhooks.interface.averages_models import is_local
 from lightning_commhooks.interface.bucket import Bucket
 from lightning_commhooks.interface.hook import BoundHook, CommHook
@@ -115,58 +115,40 @@ class _BoundScale(BoundAround):
         return self._accumulation != "weighted" and super().overlaps(step)
 
     def reduce(self, flat: Tensor, bucket: Bucket) -> Tensor | None:
-        factors = self._factors(bucket)
-        first = next(iter(factors.values()), 1.0)
-        if any(factor is not first for factor in factors.values()):
-            for slot in bucket.slots:
-                scale_(slot.view(flat), factors[slot.name])
-            return self._inner.reduce(flat, bucket)
-        return self._reduce_scaled(flat, bucket, first)
+        return self._reduce_scaled(flat, bucket, self._factor(bucket))
 
     def reduce_sparse(self, grad: Tensor, bucket: Bucket) -> Tensor:
-        factor = next(iter(self._factors(bucket).values()), 1.0)
+        factor = self._factor(bucket)
         if not is_one(factor):
             grad = grad.clone()
             grad._values().mul_(factor)
         return self._inner.reduce_sparse(grad, bucket)
 
-    def _factors(self, bucket: Bucket) -> dict[str, Number]:
-        """What to multiply the gradients of each parameter by."""
+    def _factor(self, bucket: Bucket) -> Number:
+        """What to multiply gradients by; one object for all buckets of a step."""
         accumulated = bucket.accumulated
         if accumulated is None:
-            return {}
-        if self._accumulation == "weighted" and accumulated.total_weight is None:
-            accumulated.total_weight = self._total_weight(accumulated, bucket)
-        none, known = Held(), {}
-        factors: dict[str, Number] = {}
-        for name in bucket.names:
-            held = accumulated.held.get(name, none)
-            # Parameters with equal factors share one object, so that nobody has to look at numbers on a device.
-            key = held.num_micro_batches, id(held.weight), held.has_present
-            if key not in known:
-                known[key] = self._factor(accumulated, held, bucket)
-            factors[name] = known[key]
-        accumulated.factors |= factors
-        # Where no gradient arrived, there is what an earlier backward left, scaled as it was then.
-        for name in factors.keys() & accumulated.stale:
-            factors[name] = factors[name] / accumulated.held[name].factor
-        return factors
+            return 1.0
+        if accumulated.factor is None:
+            accumulated.factor = self._factor_of(accumulated, bucket)
+        return accumulated.factor
 
-    def _factor(self, accumulated: Accumulated, held: Held, bucket: Bucket) -> Number:
+    def _factor_of(self, accumulated: Accumulated, bucket: Bucket) -> Number:
+        divided_by = accumulated.divided_by
         if isinstance(self._accumulation, int):
-            self._warn_if_divided_twice(self._accumulation, accumulated.divided_by)
+            self._warn_if_divided_twice(self._accumulation, divided_by)
             return 1 / self._accumulation
         if self._accumulation == "sum":
-            return accumulated.divided_by
-        num_micro_batches, total = accumulated.with_held(held)
+            return divided_by
         if self._accumulation == "mean":
-            return accumulated.divided_by / num_micro_batches
+            return divided_by / accumulated.num_micro_batches
+        total = self._total_weight(accumulated, bucket)
         num_ranks = 1 if is_local(self._inner, bucket.step) else self.group.size
         if isinstance(total, Tensor):
             # By a tensor of no dimension 16-bit gradients would be multiplied in 16 bit.
-            return torch.where(total == 0, 1.0, num_ranks * accumulated.divided_by / total).to(torch.float32).view(1)
+            return torch.where(total == 0, 1.0, num_ranks * divided_by / total).to(torch.float32).view(1)
         # Without tokens there are no gradients either.
-        return num_ranks * accumulated.divided_by / total if total > 0 else 1.0
+        return num_ranks * divided_by / total if total > 0 else 1.0
 
     def _warn_if_divided_twice(self, count: int, divided_by: float) -> None:
         if divided_by == 1 or self._warned or self.group.global_rank != 0:

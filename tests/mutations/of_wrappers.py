@@ -56,8 +56,8 @@ MUTATIONS = [
     Mutation(
         "mean_of_what_is_divided_already",
         f"{WRAPPERS}/scale.py",
-        "return accumulated.divided_by / num_micro_batches",
-        "return 1 / num_micro_batches",
+        "return divided_by / accumulated.num_micro_batches",
+        "return 1 / accumulated.num_micro_batches",
         "accumulation='mean' divides what the framework has divided.",
         "tests/test_accumulation.py -k 'there_were and allreduce'",
     ),
@@ -84,6 +84,22 @@ MUTATIONS = [
         "elif False:",
         "Micro-batches count whose gradients were cleared.",
         "tests/test_accumulation_windows.py -k 'cleared'",
+    ),
+    Mutation(
+        "scaled_twice",
+        f"{PACKAGE}/ddp/micro_batches.py",
+        "if is_last and self._used and self._used <= self._done:",
+        "if False:",
+        "Gradients that one backward has scaled are scaled again by the next one, without a word.",
+        "tests/test_accumulation_windows.py -k 'second_synchronized'",
+    ),
+    Mutation(
+        "second_network_scaled_twice",
+        f"{PACKAGE}/ddp/micro_batches.py",
+        "scale_(parameter.grad, 1 / factor)",
+        "scale_(parameter.grad, 1.0)",
+        "Of two networks with a backward each, the second one's earlier micro-batches count less.",
+        "tests/test_accumulation_windows.py -k 'backward_each'",
     ),
     Mutation(
         "period_off_by_one",
