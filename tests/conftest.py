@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-# Lightning 2.5 calls jsonargparse in a way that it deprecates, also when it is imported.
+# Lightning 2.6 calls jsonargparse in a way that it deprecates, also when it is imported.
 os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
 # Ranks that more processes than processors slow down might seem far from each other, and add up in another order.
 os.environ.setdefault("COMMHOOKS_LATENCY_MS", "0")

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch.distributed._tools.fake_collectives  # in PyTorch 2.10, fake tensors have collectives only with it
 from cuda_dry_streams import Event, Stream, Streams
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,

@@ -83,7 +83,9 @@ def trainer(hook, every, folder):
     parameters = hf_runner.parameters(trainer)
     hf_runner.close(handler)
     size = sum(p.numel() for p in trainer.model.parameters())
-    return {"costs": attachments[0].costs, "size": size, "parameters": parameters}
+    # The GPT-2 of transformers 4 has some numbers that are no parameters.
+    buffers = sum(b.numel() for b in trainer.model.buffers() if b.is_floating_point())
+    return {"costs": attachments[0].costs, "size": size, "buffers": buffers, "parameters": parameters}
 
 
 def main():

@@ -178,17 +178,15 @@ def _each(rank, world):
                 for network in networks:
                     with ddp.no_sync(), only(network, networks):
                         backward(ddp, i, rank) if network is networks[0] else network(micro(rank, i)).backward()
-            first = True
             for network in networks:
                 with only(network, networks):
-                    if first:
+                    if network is networks[0]:
                         ddp(micro(rank, window[-1])).backward()
                     else:
                         loss = network(micro(rank, window[-1]))
                         ddp.require_forward_param_sync = True
                         ddp.reducer.prepare_for_backward([loss])
                         loss.backward()
-                    first = False
                 found = {name: p.grad.double() for name, p in network.named_parameters()}
                 errors.append(error(found, exact_mean(world, window, lambda _, n=window: float(len(n)))))
                 network.zero_grad()

@@ -113,7 +113,7 @@ def command(folder, *arguments, timeout=120):
 
 
 def without_gloo(text):
-    """Without the lines that gloo of PyTorch 2.8 prints when it connects."""
+    """Without the lines that gloo of some versions prints when it connects."""
     return re.sub(r"^\[Gloo\] Rank \d+ is connected to .*\n", "", text, flags=re.MULTILINE)
 
 

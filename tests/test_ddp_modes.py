@@ -219,7 +219,7 @@ def refusals(rank, world):
     _apply_optimizer_in_backward(torch.optim.SGD, with_optimizer.parameters(), {"lr": 0.1})
     texts = []
     for model in (replicate(mlp()), DistributedDataParallel(with_optimizer)):
-        with pytest.raises(ValueError, match=r"What to do|Use an|attach") as refused:
+        with pytest.raises(ValueError, match=r"Use an|attach\(") as refused:
             lc.attach(model, "bf16")
         texts.append(str(refused.value))
     return texts

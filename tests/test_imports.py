@@ -50,7 +50,7 @@ for name in ("CompressedDDPStrategy", "CompressedRayDDPStrategy"):
     except ImportError as error:
         print(error)
 """
-    *_, steps, message, of_ray = python(code).strip().splitlines()  # gloo of PyTorch 2.8 prints something, too
+    *_, steps, message, of_ray = python(code).strip().splitlines()  # gloo of some versions prints something, too
     assert steps == "1"
     assert "pip install 'lightning-commhooks[lightning]'" in message
     assert "pip install 'lightning-commhooks[ray]'" in of_ray

@@ -124,14 +124,15 @@ def test_transformers_trainer_averages_once_where_it_evaluates_and_saves(folder,
     assert all(torch.equal(p, results[1]["parameters"][n]) for n, p in results[0]["parameters"].items())
     for result in results:
         size, costs = result["size"], {what: sent for what, *sent in result["costs"]}
+        model = ring(size + result["buffers"])
         # Besides, what tensors an optimizer has of each parameter: 16 numbers.
         state = ring(ADAM * size) + 4 * 16
         for step in range(1, STEPS + 1):
             training, evaluation = costs[f"train {step}"]
             assert evaluation == 0
-            assert training == (ring(size) + (state if name == "averaged" else 0) if step % PERIOD == 0 else 0)
+            assert training == (model + (state if name == "averaged" else 0) if step % PERIOD == 0 else 0)
             if step % every == 0:
-                of_model = 0 if step % PERIOD == 0 else ring(size)
+                of_model = 0 if step % PERIOD == 0 else model
                 of_state = 0 if step % PERIOD == 0 and name == "averaged" else state
                 assert costs[f"evaluate and save {step}"] == [0, of_model + of_state]
         assert costs["end 12"] == [0, 0]

@@ -52,4 +52,6 @@ def written(profiler, folder):
 def only_cpu(**options):
     """A profiler as users make it, of all threads: those of hooks, too."""
     options.setdefault("experimental_config", torch.profiler._ExperimentalConfig(profile_all_threads=True))
+    # Else the one of PyTorch 2.10 warns that a second cycle would throw away the first.
+    options.setdefault("acc_events", True)
     return torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], **options)

@@ -65,7 +65,7 @@ class Place:
 
 @contextlib.contextmanager
 def nothing_on_stdout() -> Iterator[None]:
-    """Have what others print meanwhile on standard error, libraries in C++ too: gloo of PyTorch 2.8 does."""
+    """Have what others print meanwhile on standard error, libraries in C++ too: some versions of gloo do."""
     sys.stdout.flush()
     with contextlib.redirect_stdout(sys.stderr):
         saved = os.dup(1)

@@ -69,9 +69,7 @@ def own_group(process_group: dist.ProcessGroup, device: torch.device) -> OwnGrou
         return OwnGroup(own, abort_of(own))
     timeout = _timeout_of(process_group, device) or dist.default_pg_timeout
     place, name = (process_group.rank(), process_group.size()), _new_name(process_group)
-    (own,), abort = gloo_abort.with_abort(
-        lambda devices: [_gloo_group(name, *place, device, timeout, devices)], _devices
-    )
+    own, abort = _gloo_group_with_abort(name, place, device, timeout)
     num_near = NUM_LANES if own.size() <= _MOST_RANKS_IN_LANES else 1
     return _with_lanes(own, abort, device, timeout, num_near)
 
@@ -142,6 +140,15 @@ def _new_group(process_group: dist.ProcessGroup, device: torch.device) -> dist.P
         group_desc="lightning_commhooks",
     )
     return own
+
+
+def _gloo_group_with_abort(
+    name: str, place: tuple[int, int], device: torch.device, timeout: timedelta
+) -> tuple[dist.ProcessGroup, Callable[[], None]]:
+    (own,), abort = gloo_abort.with_abort(
+        lambda devices: [_gloo_group(name, *place, device, timeout, devices)], _devices
+    )
+    return own, abort
 
 
 def _gloo_group(
@@ -231,9 +238,7 @@ def own_subgroup(
     if process_group._get_backend(device).name() == dist.Backend.GLOO:
         index, ranks = next((i, ranks) for i, ranks in enumerate(subgroups) if rank in ranks)
         place = ranks.index(rank), len(ranks)
-        (own,), abort = gloo_abort.with_abort(
-            lambda devices: [_gloo_group(f"{name}/{index}", *place, device, timeout, devices)], _devices
-        )
+        own, abort = _gloo_group_with_abort(f"{name}/{index}", place, device, timeout)
         # As many lanes as the threads are that communicate, however many ranks.
         return _with_lanes(own, abort, device, timeout, NUM_LANES) if has_lanes else OwnGroup(own, abort)
     world = dist.get_process_group_ranks(process_group)

@@ -149,7 +149,7 @@ class MicroBatches:
 
     def _begin(self) -> None:
         if self._last is not None:
-            done = self._kept()
+            done = _nonzero(self._parameters)
             self._clear()
             self._last, self._done = None, done
         elif self._was_cleared():
@@ -166,15 +166,11 @@ class MicroBatches:
     def _go_on(self) -> None:
         """One more backward of the same forward begins, after a synchronized one."""
         assert self._last is not None
-        kept, factor = self._kept(), self._last.factor
+        kept, factor = _nonzero(self._parameters), self._last.factor
         self._done |= kept & self._used
         early = kept & self._used_in_window - self._used
         self._early = {} if factor is None or is_one(factor) else dict.fromkeys(early, factor)
         self._last, self._is_over, self._used = None, False, set()
-
-    def _kept(self) -> set[str]:
-        """Names of parameters that have a gradient from before."""
-        return set(_nonzero(self._parameters))
 
     def _was_cleared(self) -> bool:
         if self._witness is None:
@@ -186,12 +182,12 @@ class MicroBatches:
         return parameter.grad._version != version and not _nonzero(self._parameters)
 
 
-def _nonzero(parameters: Mapping[str, Tensor]) -> list[str]:
+def _nonzero(parameters: Mapping[str, Tensor]) -> set[str]:
     """Names of the parameters that have a gradient other than zero. Waits for the device unless all have none."""
     grads = {name: p.grad for name, p in parameters.items() if p.grad is not None}
     values = {name: grad._values() if grad.is_sparse else grad for name, grad in grads.items()}
     names = [name for name, value in values.items() if value.numel()]
     if not names:
-        return []
+        return set()
     norms = torch._foreach_norm([values[name].detach() for name in names], ord=math.inf)
-    return [name for name, norm in zip(names, torch.stack([n.double() for n in norms]).tolist(), strict=True) if norm]
+    return {name for name, norm in zip(names, torch.stack([n.double() for n in norms]).tolist(), strict=True) if norm}

@@ -34,10 +34,6 @@ class RunningHook:
         # None of a user's own function.
         self._engine: Engine | None = None
 
-    def take_over(self, bound: BoundHook) -> None:
-        """Go on with this bound hook."""
-        self.bound = bound
-
     @property
     def name(self) -> str:
         """Name of the hook, or `module.function` of a user's own."""

@@ -76,7 +76,7 @@ class Runtime(RunningHook):
         self._buckets: set[tuple[str, ...]] = set()
         if isinstance(self.method, UserFunction):
             group = Group(process_group, self.counters, device)
-            self.take_over(hook.bind(group))
+            self.bound = hook.bind(group)
         else:
             group = self._start_engine(process_group, device, make_group)
             self._steps = FiniteSteps(self, grad_scaler)
@@ -104,7 +104,7 @@ class Runtime(RunningHook):
                 self.counters.timing = NoTiming()
         try:
             group.nodes()  # so that bytes between them are counted
-            self.take_over(self._bind(group))
+            self.bound = self._bind(group)
         except BaseException:
             self._engine.close()
             destroy([self._owned, *group.release()])
@@ -136,7 +136,7 @@ class Runtime(RunningHook):
                 raise self.failed(group, "in bind()", error) from error
 
     def _begin_at(self, fresh: BoundHook, steps: int) -> None:
-        self.take_over(fresh)
+        self.bound = fresh
         self._buckets = set()
         self.clock.steps = steps
         self.has_forecast = self.has_warned = False

@@ -48,6 +48,8 @@ class StepClock:
         self._static_backward = _NOT_BEGUN
 
     def _is_first_of_static_graph(self) -> bool:
+        if self._static_backward is None:
+            return False
         backward = torch._C._current_graph_task_id()
         if self._static_backward == _NOT_BEGUN:
             self._static_backward = backward
