@@ -125,6 +125,11 @@ MODES |= {
 }
 
 
+# From PyTorch 2.15 on: the user says when gradients are waited for.
+if hasattr(DistributedDataParallel, "finalize_backward"):
+    MODES["manual_finalization"] = (mlp, {})
+
+
 # Modes that need no more than two ranks, and that hooks that average models refuse or round.
 OF_TWO = MODES.keys() - {"unused_on_some_or_all_ranks", "join", "sparse"}
 REFUSED = {"join", "mixed_dtypes"}
@@ -143,6 +148,8 @@ def train(rank, world, hook, mode):
     build, options = MODES[mode]
     model = build()
     ddp = DistributedDataParallel(model, bucket_cap_mb=SMALL_BUCKETS, **options)
+    if mode == "manual_finalization":
+        ddp.require_manual_backward_finalization = True
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     with ignoring("PerParameter: the pattern .* is not the first"):
         attachment = lc.attach(ddp, hook, optimizers=[optimizer]) if hook is not None else None
@@ -153,6 +160,8 @@ def train(rank, world, hook, mode):
             extra = (rank, step) if mode.startswith("unused") else ()
             with ddp.no_sync() if mode == "no_sync" and step % 2 == 0 else _nothing():
                 F.mse_loss(ddp(x, *extra), torch.roll(x, 1, 1)).backward()
+            if mode == "manual_finalization":
+                ddp.finalize_backward()
             if mode != "no_sync" or step % 2:
                 optimizer.step()
                 optimizer.zero_grad()

@@ -7,7 +7,9 @@ from test_examples import EXAMPLES, launched, needs
 @needs("lightning", "sklearn", "rich")
 def test_demo(tmp_path):
     stdout, stderr = launched(EXAMPLES / "demo.py", "--epochs", "4", cwd=tmp_path, TORCH_COMPILE_DISABLE="0")
-    assert not stderr, "no noise"
+    # Of Triton, in a build of PyTorch for CUDA.
+    leaks = ("nanobind: ", " - leaked ", " - ... skipped", "See https://nanobind.")
+    assert not [line for line in stderr.splitlines() if not line.startswith(leaks)], "no noise"
     assert "Warning" not in stdout
     rows = {}
     for line in stdout.splitlines():
