@@ -32,7 +32,6 @@ from lightning_commhooks.interface.averages_models import AveragesModels
 from lightning_commhooks.interface.bucket import Bucket, Slot
 from lightning_commhooks.interface.error_feedback import ErrorFeedback
 from lightning_commhooks.interface.hook import BoundHook, CommHook
-from lightning_commhooks.interface.memory import Memory
 from lightning_commhooks.interface.models import OptimizerStep
 from lightning_commhooks.interface.registry import available_hooks, get_hook, register
 from lightning_commhooks.interface.state import StateError, StateReader, StateWriter
@@ -81,7 +80,6 @@ __all__ = [
     "HookError",
     "Int4",
     "Int8",
-    "Memory",
     "Monitor",
     "Noop",
     "OptimizerStep",

@@ -86,10 +86,8 @@ class Skipping(Broken):
 
 
 class _HastyBound(BoundTopK):
-    def reduce(self, flat, bucket):
-        super().reduce(flat, bucket)
-        for memory in self._plans[bucket.names].memories:
-            memory.end_step(torch.tensor(True))
+    def end_step(self, finite):
+        super().end_step(torch.tensor(True))
 
 
 @frozen
@@ -136,8 +134,8 @@ class Scaled(Broken):
 
 
 class _SpendingBound(BoundTopK):
-    def _keep_what_no_rank_uses_(self, owed, before, bucket):
-        pass
+    def reduce(self, flat, bucket):
+        super().reduce(flat, replace(bucket, unused=None))
 
 
 @frozen

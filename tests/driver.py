@@ -46,8 +46,6 @@ def mean_residuals(state, shapes):
                 for name, entry in value.items():
                     if "residual" in entry:
                         total[name] += entry["residual"].view(shapes[name])
-                    if "carried" in entry:  # of all ranks together
-                        total[name] += entry["carried"].view(shapes[name])
             elif isinstance(value, dict):
                 visit(value)
 
@@ -56,15 +54,12 @@ def mean_residuals(state, shapes):
 
 
 def _of_rank(part, rank):
-    """One rank's part of an exact state, settled."""
+    """One rank's part of an exact state."""
     if not isinstance(part, dict):
         return part
     own = {key: _of_rank(value, rank) for key, value in part.items()}
     if "residual" in part:
         own["residual"] = part["residual"][rank]
-        if "sent_p" in part:
-            flat = own["residual"].reshape(own["residual"].shape[0], -1)
-            own["residual"] = flat - part["sent_p"].t() @ part["sent_q"]
     return own
 
 

@@ -15,7 +15,6 @@ OURS = {
     "_attach",
     "_attachments",
     "_begin_averages",
-    "_begin_sum_of_rows",
     "_num_payloads",
     "_codec",
     "_events",

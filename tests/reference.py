@@ -50,10 +50,13 @@ class Memory:
         return random_factor(self.key, (self.rank, length), self.hook.random_seed, step, like).t()
 
 
-def powersgd(hook, make, world, steps, shapes):
-    """Averaged gradients of each step."""
+def powersgd(hook, make, world, steps, shapes, bad_before=None):
+    """Averaged gradients of each step; before one of them a bad step may have cleared what ranks owe."""
     memory, outputs = {}, []
     for step in range(steps):
+        if step == bad_before:
+            for own in memory.values():
+                own.residuals = [torch.zeros_like(residual) for residual in own.residuals]
         output = mean_gradients(make, world, step, shapes, torch.float64)
         ranks = [make(rank, step, shapes, torch.float64) for rank in range(world)]
         for name, shape in shapes.items() if step >= hook.start_powerSGD_iter else ():

@@ -102,14 +102,15 @@ def test_what_is_left_out_is_what_decoding_lacks():
             if 1024 % (codec.block_size or 1024) == 0
             else flat[:960].view(-1, 24)
         )
-        old, new, decoded = (
-            torch.randn(gradient.shape, generator=generator, dtype=dtype),
-            *(torch.empty_like(gradient) for _ in range(2)),
-        )
-        payload = kernels.encode(gradient, (old, new), one / 4, seed)
+        old, decoded = torch.randn(gradient.shape, generator=generator, dtype=dtype), torch.empty_like(gradient)
+        new = old.clone()
+        payload = kernels.encode(gradient, new, one / 4, seed)
         assert kernels.decode_mean(payload.unsqueeze(0), one, decoded), label
         owed = old + gradient / 4
         assert torch.equal(new, owed - decoded), (label, dtype)
+        added = old.clone()
+        assert torch.equal(payload, kernels.encode_mean(owed, added, one * 3, seed)), (label, dtype)
+        assert torch.equal(added, old + 3 * (owed - decoded)), (label, dtype)
         assert torch.equal(payload, kernels.encode(owed, None, one, seed)), (label, dtype)
         kernels.decode_mean(torch.stack([payload] * 4), one * 8, decoded)
         torch.testing.assert_close(decoded, 8 * (owed - new), msg=f"{label} {dtype}")

@@ -11,14 +11,14 @@ from lightning_commhooks.testing.check import RULES, check_rule
 ON_FOUR = {
     "ranks_agree_on_the_mean",
     "bytes_are_counted",
-    "bad_steps_never_happened",
+    "bad_steps_leave_nothing_behind",
     "error_feedback_loses_nothing",
     "unused_parameters_keep_their_memory",
     "other_numbers_of_ranks_keep_what_is_owed",
 }
 ON_FOUR_ONLY = {"other_numbers_of_ranks_keep_what_is_owed"}  # and on two and one
 # Its phases depend on the number of steps; see test_checkpoint.py.
-COUNTS_STEPS = {("bad_steps_never_happened", "schedule")}  # "powersgd+half inside" has another phase only later
+COUNTS_STEPS = {("bad_steps_leave_nothing_behind", "schedule")}  # "powersgd+half inside" has another phase only later
 
 
 def cases(labels):

@@ -142,9 +142,11 @@ def test_buckets_make_no_difference(run, world):
     one, tiny = (run(means_of, hooks, 4, options, world=world) for options in (ONE_BUCKET, TINY_BUCKETS))
     for label, a, b in zip(HOOKS, one[0], tiny[-1], strict=True):
         if "hadamard" not in label:
-            assert all(same(x, y) for x, y in zip(a, b, strict=True)), label
+            # With more ranks, another one has the error of a mean.
+            num_equal = 4 if world == 2 else 1
+            assert all(same(x, y) for x, y in zip(a[:num_equal], b[:num_equal], strict=True)), label
         # Products of matrices are rounded in other ways when these have more rows, and then to another level at times.
-        assert all(distance(x, y) <= 0.03 * norm(y) for x, y in zip(a, b, strict=True)), label
+        assert all(distance(x, y) <= (0.03 if world == 2 else 0.3) * norm(y) for x, y in zip(a, b, strict=True)), label
 
 
 def test_a_hook_that_takes_over_pays_what_is_owed(run, world):
@@ -174,7 +176,7 @@ def unused(rank, world, hook):
             mean = backward(ddp, {name: g for name, g in gradients.items() if name not in left_out})
             total = {name: total[name] + mean.get(name, 0) for name in SHAPES}
             memories.append(entries_of(attachment))
-        owed = {name: entry["residual"].mean(0) + entry.get("carried", 0) for name, entry in memories[-1].items()}
+        owed = {name: entry["residual"].mean(0) for name, entry in memories[-1].items()}
         return memories, {name: total[name] + owed.get(name, 0) for name in SHAPES}
 
 
@@ -184,7 +186,6 @@ def test_unused_parameters_lose_nothing(run, world):
         others = [name for name in ENCODED if name not in ("second", "conv")]
         assert not any(equal(memories[1], memories[2], [name]) for name in others)
         assert not any(equal(memories[2], memories[3], [name]) for name in ("second", "conv"))
-        assert ("carried" in memories[0]["conv"]) == (world > 2)
         sent = dict.fromkeys(SHAPES, 0)
         for rank in range(world):
             for step in range(5):
@@ -195,34 +196,37 @@ def test_unused_parameters_lose_nothing(run, world):
 
 
 def bad_and_resumed(rank, world, hook, bad_at):
-    """Whether a bad step left the memory as it was; means without interruption, and with one and other buckets."""
-    with attached(hook, exact_state=True) as (ddp, attachment):
+    """Whether a bad step cleared the memory; means without interruption, and with one and the same or other buckets."""
+    options = {"exact_state": True, "find_unused_parameters": True}
+    with attached(hook, **options) as (ddp, attachment):
         whole = []
         for step in range(8):
             if step == bad_at:
-                before = entries_of(attachment)
                 gradients = full_rank_gradients(rank, 100, SHAPES)
                 gradients["conv"].view(-1)[5] = float("inf") if rank == world - 1 else 1
                 is_bad = all(mean.isnan().all() for mean in backward(ddp, gradients).values())
-                kept = is_bad and equal(before, entries_of(attachment), ENCODED)
+                cleared = is_bad and not any(entry["residual"].any() for entry in entries_of(attachment).values())
             if step == 4:
                 state = attachment.state_dict()
             whole.append(backward(ddp, full_rank_gradients(rank, step, SHAPES)))
     resumed = []
-    for options in ({}, {"bucket_cap_mb": 0.02}, {"find_unused_parameters": True}):
-        with attached(hook, exact_state=True, **options) as (ddp, attachment):
+    for other in ({}, {"find_unused_parameters": False}, {"bucket_cap_mb": 0.02}):
+        with attached(hook, **{**options, **other}) as (ddp, attachment):
             attachment.load_state_dict(state)
             resumed.append([backward(ddp, full_rank_gradients(rank, step, SHAPES)) for step in range(4, 8)])
-    memories = {key for key, memory in before["conv"].items() if memory.any()}
-    # What is not encoded is summed in an order that depends on buckets, as with plain DDP.
-    pairs = [(a[n], b[n]) for run in resumed for a, b in zip(whole[4:], run, strict=True) for n in ENCODED]
-    return kept, memories, all(torch.equal(a, b) for a, b in pairs)
+    same_buckets, *others = resumed
+    exact = all(same(a, b) for a, b in zip(whole[4:], same_buckets, strict=True))
+    far = max(distance(a, b) / norm(a) for run in others for a, b in zip(whole[4:], run, strict=True))
+    return cleared, exact, far
 
 
-def test_bad_steps_and_checkpoints_keep_the_memory_bit_by_bit(run):
-    for hook, bad_at in (("int8", 1), ("int4", 4)):
-        for result in run(bad_and_resumed, HOOKS[hook], bad_at, world=4):
-            assert result == (True, {"residual", "carried"}, True)
+def test_bad_steps_clear_the_memory_and_checkpoints_keep_it_bit_by_bit(run):
+    for hook, bad_at, bound in (("int8", 1, 0.02), ("int4", 3, 0.3)):
+        for cleared, exact, far in run(bad_and_resumed, HOOKS[hook], bad_at, world=4):
+            assert cleared
+            assert exact
+            # In other buckets another rank has the error of the mean.
+            assert far < bound
 
 
 def random_rounding(rank, world):

@@ -6,7 +6,7 @@ from codec_reference import block_bytes
 from driver import attached, backward
 
 import lightning_commhooks as lc
-from lightning_commhooks.hooks._chunks import CHUNK_NUMEL, Chunks
+from lightning_commhooks.hooks._chunks import CHUNK_NUMEL, chunks
 from lightning_commhooks.interface.bucket import Slot
 
 STEPS = 3
@@ -39,38 +39,54 @@ def quantized(flat, block_size, num_levels):
     return (torch.round(padded / scale.where(scale > 0, 1)) * scale).view(-1)[: flat.numel()]
 
 
-def reference(world, block_size, num_levels):
-    """Means of every step, one gradient after another; what is owed to the mean is kept in one place."""
+def is_encoded(name):
+    return len(SHAPES[name]) > 1 and name != "tiny"  # which does not fill a block
+
+
+def owners(names, world, block_size):
+    """The rank that sends the mean of each element of encoded gradients, for a bucket."""
+    slots = [slot for slot in slots_of({name: SHAPES[name] for name in names}) if is_encoded(slot.name)]
+    flat = torch.full((sum(torch.Size(SHAPES[name]).numel() for name in names),), -1)
+    for place in chunks(slots, block_size, world):
+        ranks = torch.arange(world).repeat_interleave(place.shape[0] // world)
+        place.scatter(ranks.view(-1, 1).expand(place.shape).contiguous(), flat)
+    return {slot.name: slot.view(flat).view(-1) for slot in slots}
+
+
+def reference(world, block_size, num_levels, buckets):
+    """Means of every step, one gradient after another; buckets of each step by the names of their parameters."""
     residuals = [dict.fromkeys(SHAPES, 0) for _ in range(world)]
-    carried = dict.fromkeys(SHAPES, 0)
     means = []
     for step in range(STEPS):
         ranks = [gradients(rank, step) for rank in range(world)]
+        owner = {name: own for names in buckets[step] for name, own in owners(names, world, block_size).items()}
         means.append({})
         for name, shape in SHAPES.items():
-            if len(shape) == 1 or name == "tiny":  # which does not fill a block
+            if not is_encoded(name):
                 means[-1][name] = sum(own[name] for own in ranks) / world
                 continue
-            mean = 0
+            exact = 0
             for own, residual in zip(ranks, residuals, strict=True):
                 owed = own[name].view(-1) + residual[name]
                 sent = quantized(owed, block_size, num_levels)
                 residual[name] = owed - sent
-                mean = mean + sent / world
-            if world > 2:
-                owed = mean + carried[name]
-                mean = quantized(owed, block_size, num_levels)
-                carried[name] = owed - mean
+                exact = exact + sent / world
+            mean = exact if world == 2 else quantized(exact, block_size, num_levels)
+            for rank, residual in enumerate(residuals):
+                residual[name] = residual[name] + world * (exact - mean) * (owner[name] == rank)
             means[-1][name] = mean.view(shape)
     return means
 
 
 def run_steps(rank, world, hook, bucket_cap_mb):
-    """Means of every step, of rank 0; of the others their sums."""
+    """Means of every step, of rank 0; of the others their sums; and the buckets of each step."""
+    means, buckets = [], []
     with attached(hook, SHAPES, torch.float64, bucket_cap_mb=bucket_cap_mb) as (ddp, attachment):
-        means = [backward(ddp, gradients(rank, step)) for step in range(STEPS)]
+        for step in range(STEPS):
+            means.append(backward(ddp, gradients(rank, step)))
+            buckets.append(list(attachment.bound._of_buckets))
         sums = [{name: (mean.sum(), mean.norm()) for name, mean in step.items()} for step in means]
-        return means if rank == 0 else None, sums, attachment.metrics()
+        return means if rank == 0 else None, sums, attachment.metrics(), buckets
 
 
 @pytest.mark.parametrize(
@@ -80,7 +96,7 @@ def run_steps(rank, world, hook, bucket_cap_mb):
 )
 def test_equal_to_the_reference(run, world, hook, num_levels, bucket_cap_mb):
     results = run(run_steps, hook, bucket_cap_mb, world=world)
-    expected = reference(world, hook.block_size, num_levels)
+    expected = reference(world, hook.block_size, num_levels, results[0][3])
     for step, (means, theirs) in enumerate(zip(results[0][0], expected, strict=True)):
         for name, mean in means.items():
             errors = (mean - theirs[name]).abs()
@@ -89,9 +105,9 @@ def test_equal_to_the_reference(run, world, hook, num_levels, bucket_cap_mb):
             blocks = 2 * step * hook.block_size if mean.numel() > 1e5 else 0
             assert (errors > 1e-6).sum() <= 1e-5 * mean.numel() + blocks, (name, step)
             assert errors.max() <= 2 * theirs[name].abs().max() / num_levels, (name, step)
-    assert all(sums == results[0][1] for _, sums, _ in results)
+    assert all(sums == results[0][1] for _, sums, *_ in results)
     num_matrices = sum(torch.Size(shape).numel() for shape in SHAPES.values() if len(shape) > 1) - 6
-    for _, _, metrics in results:
+    for _, _, metrics, _ in results:
         assert (metrics["numel_compressed"], metrics["numel_uncompressed"]) == (3 * num_matrices, 3 * 706)
         ratio = (
             8
@@ -114,23 +130,11 @@ def slots_of(shapes):
 def test_chunks_cover_each_gradient_once(block_size, num_owners):
     slots = slots_of(SHAPES)
     flat = torch.arange(1, 1 + sum(slot.numel for slot in slots), dtype=torch.float32)
-    chunks = Chunks(slots, block_size, num_owners)
-    numbers = [place.gather(flat, torch.float32) for place in chunks.places]
+    places = chunks(slots, block_size, num_owners)
+    numbers = [place.gather(flat, torch.float32) for place in places]
     everything = torch.cat([own.reshape(-1) for own in numbers])
-    assert everything.numel() == chunks.numel
     assert torch.equal(everything[everything > 0].sort().values, flat)
-    shares = [chunks.shares(rank, num_owners) for rank in range(num_owners)]
-    memory = torch.zeros(chunks.numel)
-    for own in shares:
-        for place, _ in own:
-            memory[place] += 1
-    assert (memory == 1).all()
-    assert len({sum(place.stop - place.start for place, _ in own) for own in shares}) == 1
-    for slot in slots:
-        assert torch.equal(chunks.gradient(slot, everything), slot.view(flat))
-        chunks.write(slot, slot.view(flat), memory)
-        assert torch.equal(chunks.gradient(slot, memory), slot.view(flat))
-    for place, own in zip(chunks.places, numbers, strict=True):
+    for place, own in zip(places, numbers, strict=True):
         assert own.shape[0] % num_owners == 0
         is_view = own.data_ptr() == place.segments[0].of(flat).data_ptr()
         assert is_view == (len(place.segments) == 1 and place.segments[0].numel == own.numel())

@@ -19,7 +19,7 @@ BY_NAME = {rule.__name__: rule for rule in RULES}
     ("hook", "rule", "text"),
     [
         (broken_hooks.NotDivided, "error_feedback_loses_nothing", "is missing"),
-        (broken_hooks.Hasty, "bad_steps_never_happened", "inf or NaN"),
+        (broken_hooks.Hasty, "bad_steps_leave_nothing_behind", "finite after a bad step"),
         (broken_hooks.Forgetful, "a_resumed_run_goes_on", "goes on as if nothing was"),
         (broken_hooks.Forgetful, "other_numbers_of_ranks_keep_what_is_owed", "a state has what is owed"),
         (broken_hooks.Secret, "bytes_are_counted", "counted as they are sent"),
@@ -35,7 +35,7 @@ def test_what_is_wrong_is_said(run, hook, rule, text):
 
 
 def test_inf_in_what_is_not_sent_is_seen_on_all_ranks(run):
-    check_rule(BY_NAME["bad_steps_never_happened"], run, Case(broken_hooks.First()), 2)
+    check_rule(BY_NAME["bad_steps_leave_nothing_behind"], run, Case(broken_hooks.First()), 2)
 
 
 def test_what_is_owed_may_be_the_mean(run):

@@ -102,12 +102,18 @@ def _encode(codec: Codec, blocks: Tensor, seed: Tensor) -> tuple[Tensor, Tensor]
     return codes, scales
 
 
-def _encode_owed(
-    codec: Codec, old: Tensor, gradient: Tensor, factor: Tensor, new: Tensor, seed: Tensor
+def _encode_with_residual(
+    codec: Codec, residual: Tensor, gradient: Tensor, factor: Tensor, seed: Tensor
 ) -> tuple[Tensor, Tensor]:
-    owed = old + gradient * factor
-    codes, scales, sent = codec.quantize(owed, seed)
-    new.copy_(owed - sent)
+    total = residual + gradient * factor
+    codes, scales, sent = codec.quantize(total, seed)
+    residual.copy_(total - sent)
+    return codes, scales
+
+
+def _encode_mean(codec: Codec, residual: Tensor, mean: Tensor, factor: Tensor, seed: Tensor) -> tuple[Tensor, Tensor]:
+    codes, scales, sent = codec.quantize(mean, seed)
+    residual.copy_(residual + (mean - sent) * factor)
     return codes, scales
 
 
@@ -131,7 +137,7 @@ class Kernels:
         self._functions: dict[Callable[..., Any], Callable[..., Any]] = {}
         self._no_seed: dict[torch.device, Tensor] = {}
         if compiled:
-            for function in (_encode, _encode_owed, _decode_mean):
+            for function in (_encode, _encode_with_residual, _encode_mean, _decode_mean):
                 # A code object of its own: PyTorch compiles each for a few kinds of arguments only, and takes for
                 # variable what has varied among those of the same name.
                 name = f"{function.__name__}_{zlib.crc32(repr(codec).encode())}"
@@ -158,20 +164,27 @@ class Kernels:
         with torch.no_grad():  # or PyTorch would compile anew for where it is called with gradients
             return function(self.codec, *args)
 
-    def encode(self, numbers: Tensor, owed: tuple[Tensor, Tensor] | None, factor: Tensor, seed: Tensor) -> Tensor:
+    def encode(self, numbers: Tensor, residual: Tensor | None, factor: Tensor, seed: Tensor) -> Tensor:
         """Payload of blocks, shape `(b, bytes of a block)`, uint8.
 
         Args:
             numbers: shape `(b, s)`, float32 or float64.
-            owed: with error feedback, what was owed, which is added to `numbers * factor`, and where to write what
-                the payload leaves out; both of shape `(b, s)`.
+            residual: with error feedback, what is added to `numbers * factor` before, and what the payload leaves out
+                afterwards; shape `(b, s)`.
             factor: one element.
             seed: see `Codec.quantize`.
         """
         with named(self._name, "encode"):
-            if owed is None:
+            if residual is None:
                 return pack(*self._run(_encode, numbers, numbers, seed))
-            return pack(*self._run(_encode_owed, numbers, owed[0], numbers, factor, owed[1], seed))
+            return pack(*self._run(_encode_with_residual, numbers, residual, numbers, factor, seed))
+
+    def encode_mean(self, mean: Tensor, residual: Tensor | None, factor: Tensor, seed: Tensor) -> Tensor:
+        """Payload of a mean, as `encode`; what it leaves out, times `factor`, is added to `residual`."""
+        with named(self._name, "encode"):
+            if residual is None:
+                return pack(*self._run(_encode, mean, mean, seed))
+            return pack(*self._run(_encode_mean, mean, residual, mean, factor, seed))
 
     def decode_mean(self, payloads: Tensor, factor: Tensor, out: Tensor) -> Tensor:
         """Write the sum of k payloads, shape `(k, b, bytes)`, times `factor / k` to `out`, shape `(b, s)`.
@@ -196,15 +209,17 @@ class Kernels:
         codec, size = self.codec, self.codec.block_size
         shape = (-(-_FEW_ELEMENTS // size) + 2, size) if size else (num_rows, _FEW_ELEMENTS)
         blocks = torch.ones(shape, dtype=torch.float32, device=device)
-        old, new = torch.zeros_like(blocks), torch.empty_like(blocks)
+        residual, out = torch.zeros_like(blocks), torch.empty_like(blocks)
         one, seed = blocks.new_ones(()), seed_tensor(0, device)
         payload = pack(*_encode(codec, blocks, seed))
         calls: list[tuple[Callable[..., Any], tuple[Tensor, ...]]] = [
-            (_encode_owed, (old, blocks, one, new, seed)) if feedback else (_encode, (blocks, seed))
+            (_encode_with_residual, (residual, blocks, one, seed)) if feedback else (_encode, (blocks, seed))
         ]
+        if feedback and 1 in num_payloads:
+            calls.append((_encode_mean, (residual, blocks, one, seed)))
         for k in num_payloads:
             codes, scales = unpack(codec, payload.repeat(k, 1, 1))
-            calls.append((_decode_mean, (codes, scales, one, new)))
+            calls.append((_decode_mean, (codes, scales, one, out)))
         for function, args in calls:
             for tensor in args:
                 # Blocks vary in number, or, where each row is one, in size.

@@ -17,13 +17,11 @@ class Chunk:
 
     Attributes:
         numbers: shape `(b, s)`, float32 or float64, this rank's; b is a multiple of `Group.num_owners`.
-        owed: of the part whose numbers this rank sends (`Group.parts`), one of c: what it owed before, and where to
-            write what it owes then, both of shape `(b / c, s)`. `None`: no error feedback.
-        carried: the same of the part whose mean this rank sends; `None` unless there are two shots.
+        residual: of the numbers, of their shape, changed in place: added to them before they are encoded; what this
+            rank's payloads leave out afterwards. `None`: no error feedback.
         seed: for random rounding; of this rank, step and chunk alone. Below 2^30.
     """
 
     numbers: Tensor
-    owed: tuple[Tensor, Tensor] | None
-    carried: tuple[Tensor, Tensor] | None
+    residual: Tensor | None
     seed: int

@@ -267,18 +267,6 @@ class Communicator:
             wait = self._exchange(chunks)
         return self._counted(wait, "all_to_all", chunks.nbytes)
 
-    def _begin_sum_of_rows(self, chunks: Tensor) -> Wait:
-        """Begin to sum row i of `chunks`, shape `(w, n)`, over ranks for rank i, which gets that row, shape `(n,)`.
-
-        The bytes of an all-to-all.
-        """
-        if self.size == 1:
-            return lambda: chunks[0]
-        self._count("all_to_all", (self.size - 1) / self.size * chunks.nbytes)
-        with named("all_to_all", "begin"):
-            wait = self._sum_rows(chunks)
-        return self._counted(wait, "all_to_all", chunks.nbytes)
-
     def _count(self, kind: Kind, num_bytes: float) -> None:
         self.counters.count(num_bytes, num_bytes * self.leaving(kind))
 
@@ -326,10 +314,6 @@ class Communicator:
             return self._transport.exchange(chunks)
         received = torch.empty_like(chunks)
         return self._begun(received, dist.all_to_all_single, received, chunks)
-
-    def _sum_rows(self, chunks: Tensor) -> Wait:
-        wait = self._exchange(chunks)
-        return lambda: wait().sum(dim=0, dtype=chunks.dtype)
 
     def _begun(self, result: Tensor, collective: Callable[..., dist.Work | None], *args: object) -> Wait:
         group = self._lanes[lane()] if self._lanes else self.process_group

@@ -90,12 +90,15 @@ class _CountingKernels(Kernels):
     def seed(self, number: int, device: torch.device) -> Tensor:
         return torch.empty((), dtype=torch.int32, device=device)
 
-    def encode(self, numbers: Tensor, owed: tuple[Tensor, Tensor] | None, factor: Tensor, seed: Tensor) -> Tensor:
+    def encode(self, numbers: Tensor, residual: Tensor | None, factor: Tensor, seed: Tensor) -> Tensor:
         rows, size = numbers.shape
         if size not in self._num_bytes:
             codes, scales, _ = self.codec.quantize(numbers.new_empty((1, size)), seed)
             self._num_bytes[size] = sum(part.numel() * part.element_size() for part in (codes, scales))
         return numbers.new_empty((rows, self._num_bytes[size]), dtype=torch.uint8)
+
+    def encode_mean(self, mean: Tensor, residual: Tensor | None, factor: Tensor, seed: Tensor) -> Tensor:
+        return self.encode(mean, residual, factor, seed)
 
     def decode_mean(self, payloads: Tensor, factor: Tensor, out: Tensor) -> Tensor:
         return out.new_empty((), dtype=torch.bool)

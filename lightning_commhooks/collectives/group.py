@@ -7,7 +7,7 @@ import hashlib
 import os
 import random
 import socket
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,23 +23,6 @@ from lightning_commhooks.collectives.direct import Direct
 
 # Number of this process's node, as Lightning and Ray, torchrun, and SLURM tell it.
 _NODE_VARIABLES = ("NODE_RANK", "GROUP_RANK", "SLURM_NODEID")
-
-
-@dataclass(frozen=True)
-class Part:
-    """Which of how many equal parts of each chunk is this rank's.
-
-    Attributes:
-        index: which.
-        count: of how many.
-        among: the ranks that have the others.
-        ranks: the same, by their numbers among all; empty where there is one part.
-    """
-
-    index: int
-    count: int
-    among: Group
-    ranks: Sequence[int]
 
 
 @dataclass
@@ -162,22 +145,9 @@ class Group(Communicator):
             self._encoding[codec] = group
         return self._encoding[codec]
 
-    def parts(self, two_shot: bool = True) -> tuple[Part, Part | None]:
-        """What this rank encodes of each chunk that `average_encoded_` averages.
-
-        Returns:
-            the part whose numbers it sends, which is all of them here; and the part whose mean it sends, `None` if all
-            ranks send all to each other.
-        """
-        everything = Part(0, 1, self, ())
-        if not two_shot or self.size <= 2:
-            return everything, None
-        return everything, Part(self.rank, self.size, self, range(self.size))
-
     def num_owners(self, two_shot: bool = True) -> int:
-        """Into how many equal parts `average_encoded_` cuts what it averages."""
-        numbers, mean = self.parts(two_shot)
-        return (mean or numbers).count
+        """Into how many equal shares `average_encoded_` cuts numbers: 1 if all ranks send all to each other."""
+        return self.size if two_shot and self.size > 2 else 1
 
     def kernels(self, codec: Codec, *, feedback: bool, two_shot: bool) -> Kernels:
         """What runs a codec in this group, compiled if that works on all ranks.
@@ -200,7 +170,7 @@ class Group(Communicator):
 
     def _num_payloads(self, two_shot: bool) -> set[int]:
         """How many payloads are decoded together."""
-        return {self.size} if self.parts(two_shot)[1] is None else {self.size, 1}
+        return {self.size} if self.num_owners(two_shot) == 1 else {self.size, 1}
 
     def average_encoded_(
         self,
@@ -222,7 +192,7 @@ class Group(Communicator):
         Args:
             chunks: the same on every rank.
             kernels: of this group.
-            loss_scale: what numbers are divided by before they are added to what is owed, and the mean multiplied by.
+            loss_scale: what numbers are divided by before they are added to the residual, and the mean multiplied by.
             scale: what numbers are multiplied by, those with error feedback only.
             two_shot: whether there are two; if not, each rank sends all to all others, (w-1) times the encoded size.
 
@@ -232,12 +202,11 @@ class Group(Communicator):
         if not chunks:
             return torch.ones((), dtype=torch.bool, device=self.device)
         one = chunks[0].numbers.new_ones(())
-        scale = self._weigh_(chunks, scale)
         way_in, way_out = (one * (scale / loss_scale)).view(()), (one * loss_scale).view(())
         finite = []
         waits = self._begin_averages(chunks, kernels, way_in, two_shot)
         for chunk, wait in zip(chunks, waits, strict=True):
-            factor = way_out if chunk.owed is not None else one
+            factor = way_out if chunk.residual is not None else one
             finite.append(kernels.decode_mean(wait(), factor, chunk.numbers))
         return torch.stack(finite).all()
 
@@ -260,7 +229,7 @@ class Group(Communicator):
         for tensor, place in zip(tensors, places, strict=True):
             place[: tensor.numel()] = tensor.reshape(-1)
         pieces = flat.split(max(unit, CHUNK_NUMEL // unit * unit))
-        self.average_encoded_([Chunk(piece.view(-1, size), None, None, seed=0) for piece in pieces], kernels)
+        self.average_encoded_([Chunk(piece.view(-1, size), None, seed=0) for piece in pieces], kernels)
         for tensor, place in zip(tensors, places, strict=True):
             tensor.copy_(place[: tensor.numel()].view(tensor.shape))
 
@@ -284,19 +253,15 @@ class Group(Communicator):
             factor.mul_(self.size)
         finish()
 
-    def _weigh_(self, chunks: Sequence[Chunk], scale: float | Tensor) -> float | Tensor:
-        """Multiply numbers by `scale` now, or return what they are to be multiplied by when they are encoded."""
-        return scale
-
     def _begin_averages(
-        self, chunks: Iterable[Chunk], kernels: Kernels, factor: Tensor, two_shot: bool
+        self, chunks: Sequence[Chunk], kernels: Kernels, factor: Tensor, two_shot: bool
     ) -> list[Callable[[], Tensor]]:
         """Begin to average chunks, each as soon as there is the next one.
 
         Returns:
             what waits for the payloads of one, shape `(k, b, bytes of a block)`, of which it is the mean.
         """
-        if self.parts(two_shot)[1] is None:
+        if self.num_owners(two_shot) == 1:
             gathers = [(chunk, self._begin_all_gather(self._encoded(chunk, kernels, factor))) for chunk in chunks]
             return [_payloads(wait, self.size, chunk) for chunk, wait in gathers]
         shots = [(chunk, self._send_to_owners(chunk, kernels, factor)) for chunk in chunks]
@@ -304,7 +269,7 @@ class Group(Communicator):
 
     def _encoded(self, chunk: Chunk, kernels: Kernels, factor: Tensor) -> Tensor:
         seed = kernels.seed(chunk.seed, self.device)
-        return kernels.encode(chunk.numbers, chunk.owed, factor, seed).view(-1)
+        return kernels.encode(chunk.numbers, chunk.residual, factor, seed).view(-1)
 
     def _send_to_owners(self, chunk: Chunk, kernels: Kernels, factor: Tensor) -> _FirstShot:
         payload = self._encoded(chunk, kernels, factor).view(self.size, -1)
@@ -318,7 +283,9 @@ class Group(Communicator):
         mean = chunk.numbers.new_empty((b // self.size, s))
         kernels.decode_mean(shot.arriving().view(self.size, b // self.size, -1), one, mean)
         seed = kernels.seed(chunk.seed + 2**30, self.device)
-        share = kernels.encode(mean, chunk.carried, one, seed).view(-1)
+        own = None if chunk.residual is None else chunk.residual.view(self.size, b // self.size, s)[self.rank]
+        # Times the number of ranks, of which the next mean will be one part.
+        share = kernels.encode_mean(mean, own, one * self.size, seed).view(-1)
         # The mean of what equal ranks send is what each of them sends.
         return shot.send_mean(share, shot.payload.clone)
 

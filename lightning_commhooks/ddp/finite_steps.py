@@ -10,7 +10,7 @@ from torch import Tensor
 from lightning_commhooks.ddp.running import RunningHook
 from lightning_commhooks.interface.averages_models import is_local
 from lightning_commhooks.interface.bucket import Bucket
-from lightning_commhooks.interface.memory import all_finite, spoil_unless_
+from lightning_commhooks.interface.finite import all_finite, spoil_unless_
 
 
 class _OnHost:

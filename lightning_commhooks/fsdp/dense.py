@@ -7,7 +7,7 @@ from torch import Tensor
 
 from lightning_commhooks.fsdp.reduction import ShardedReduction
 from lightning_commhooks.fsdp.shard_group import ShardGroup
-from lightning_commhooks.interface.memory import num_overflowed
+from lightning_commhooks.interface.finite import num_overflowed
 
 
 class DenseReduction(ShardedReduction):

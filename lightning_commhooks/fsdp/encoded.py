@@ -49,7 +49,7 @@ class EncodedReduction(ShardedReduction):
         padded[: flat.numel()] = flat
         seed = self._seed()
         chunks = [
-            Chunk(chunk.view(-1, self._block_size), None, None, (seed + i) % 2**30)
+            Chunk(chunk.view(-1, self._block_size), None, (seed + i) % 2**30)
             for i, chunk in enumerate(padded.split(max(unit, CHUNK_NUMEL // unit * unit)))
         ]
         self.group.average_encoded_(chunks, self._kernels)

@@ -35,7 +35,7 @@ class BatchedPowerSGD(LowRankConfig):
             one, in turn P with the Q of the step before, and Q with the P of the step before: half the bytes, one
             all-reduce in place of two, and one product less.
         use_error_feedback: add what compression left out to the next step's gradient. Needs memory of
-            twice the size of the gradients, at least float32: what is owed, and what it was before the step.
+            the size of the gradients, at least float32.
         warm_start: begin each step's power iteration where the last one ended. `num_iters_per_step=1`
             needs it.
         orthogonalization_epsilon: a row of Q (or P) whose norm is at most this fraction of the longest is drawn
@@ -59,7 +59,7 @@ class BatchedPowerSGD(LowRankConfig):
 
     @property
     def multiplies_at_once(self) -> bool:
-        return True  # there is one, and nothing to be taken from it while it is in the cache
+        return True  # there is one, filled up with zeros
 
     def matrices(self, slots: Sequence[Slot]) -> dict[tuple[int, int], list[tuple[Slot, ...]]]:
         side = math.isqrt(max(sum(slot.numel for slot in slots), 1) - 1) + 1

@@ -22,9 +22,8 @@ class FP8(CodecConfig):
         format: `"e4m3"`, 4 significant bits, or `"e5m2"`, 3 of them and a wider range.
         block_size: elements with a common scale, a multiple of 8. Sends `1 + 4 / block_size` bytes for a number.
         rounding: `"nearest"`, or `"stochastic"`, whose error is 0 on average; of use without error feedback.
-        use_error_feedback: add what encoding left out to the next step's gradient, and mean. Needs memory of twice the
-            size of the compressed gradients, at least float32: what is owed, and what it was before the step; and with
-            w > 2 ranks 2/w more, for the mean. With `hierarchy="node"` and l ranks on a node 1/l of that.
+        use_error_feedback: add what encoding left out to the next step's gradient, and mean. Needs memory of the size
+            of the gradients, at least float32.
         compress_1d: also encode biases and the like. They are few, and what norms have in them is sensitive. Gradients
             of fewer elements than a block are never encoded.
         min_bytes: buckets with fewer bytes of gradients to encode are averaged as they are, which is faster.

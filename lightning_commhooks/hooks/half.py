@@ -10,9 +10,9 @@ from torch import Tensor
 
 from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.interface.bucket import Bucket
+from lightning_commhooks.interface.finite import num_overflowed
 from lightning_commhooks.interface.hierarchy import Hierarchy, bind_by_node, check_hierarchy
 from lightning_commhooks.interface.hook import BoundHook, CommHook
-from lightning_commhooks.interface.memory import num_overflowed
 from lightning_commhooks.interface.registry import register
 
 

@@ -12,7 +12,7 @@ from lightning_commhooks.codecs import AffineCodec
 from lightning_commhooks.codecs._rounding import check_block_size
 from lightning_commhooks.collectives.chunk import Chunk
 from lightning_commhooks.collectives.group import Group
-from lightning_commhooks.hooks._chunks import Chunks
+from lightning_commhooks.hooks._chunks import Place, chunks
 from lightning_commhooks.interface.bucket import Bucket, Slot
 from lightning_commhooks.interface.hook import BoundHook, CommHook
 from lightning_commhooks.interface.precision import to_gradient, work_dtype
@@ -96,7 +96,7 @@ class _BoundQuantize(BoundHook):
         super().__init__(group)
         self._two_shot = two_shot
         self._kernels = group.kernels(codec, feedback=False, two_shot=two_shot)
-        self._layouts: dict[int, Chunks] = {}
+        self._places: dict[int, list[Place]] = {}
 
     def overlaps(self, step: int) -> bool:
         return True
@@ -107,17 +107,17 @@ class _BoundQuantize(BoundHook):
             self.group.all_reduce_mean_(flat)
             return
         self.group.counters.numel_compressed += flat.numel()
-        layout = self._layout(flat.numel())
+        places = self._places_of(flat.numel())
         dtype = work_dtype(flat.dtype)
-        chunks = [Chunk(place.gather(flat, dtype), None, None, seed=0) for place in layout.places]
-        self.group.average_encoded_(chunks, self._kernels, two_shot=self._two_shot)
-        for place, mean in zip(layout.places, chunks, strict=True):
+        parts = [Chunk(place.gather(flat, dtype), None, seed=0) for place in places]
+        self.group.average_encoded_(parts, self._kernels, two_shot=self._two_shot)
+        for place, mean in zip(places, parts, strict=True):
             place.scatter(mean.numbers if dtype == flat.dtype else to_gradient(mean.numbers, flat.dtype), flat)
 
-    def _layout(self, numel: int) -> Chunks:
-        if numel not in self._layouts:
+    def _places_of(self, numel: int) -> list[Place]:
+        if numel not in self._places:
             # PyTorch's hooks take no notice of parameters.
             whole = [Slot("", (numel,), 0)]
             num_owners = self.group.num_owners(self._two_shot)
-            self._layouts[numel] = Chunks(whole, self._kernels.codec.block_size, num_owners)
-        return self._layouts[numel]
+            self._places[numel] = chunks(whole, self._kernels.codec.block_size, num_owners)
+        return self._places[numel]

@@ -1,10 +1,8 @@
-"""Hooks with error feedback: the base that leaves one function to write."""
+"""Error feedback: the base of all hooks that send later what compression leaves out."""
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,125 +11,245 @@ from torch import Tensor
 from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.interface.accumulation import is_one, scale_
 from lightning_commhooks.interface.bucket import Bucket, Slot
-from lightning_commhooks.interface.by_parameter import BoundByParameter, Entry, Plan, Shapes
-from lightning_commhooks.interface.memory import Memory, all_finite, spoil_unless_
-from lightning_commhooks.interface.precision import add_unscaled, to_gradient, work_dtype
+from lightning_commhooks.interface.finite import all_finite, spoil_unless_
+from lightning_commhooks.interface.hook import BoundHook
+from lightning_commhooks.interface.precision import add_unscaled_, to_gradient, work_dtype
+from lightning_commhooks.interface.state import StateReader, StateWriter
+
+# Shapes of what is remembered of a parameter, by kind; `None`: any.
+Shapes = dict[str, tuple[int, ...] | None]
 
 
-@dataclass
-class _Remembered(Plan):
-    """The memory of one bucket.
-
-    Attributes:
-        slots: the parameters in it.
-        residual: what this rank owes, one gradient after another, shape of the bucket.
-        common: what is equal on all ranks, by parameter. Replaced, not changed, for readers in other threads.
-    """
-
-    slots: tuple[Slot, ...]
-    residual: Memory
-    common: dict[str, Memory]
-
-    @property
-    def memories(self) -> list[Memory]:
-        return [self.residual, *self.common.values()]
-
-    def entries(self) -> dict[str, Entry]:
-        common = {name: {"common": memory.value} for name, memory in self.common.items()}
-        return {
-            slot.name: {"residual": slot.view(self.residual.value), **common.get(slot.name, {})} for slot in self.slots
-        }
-
-    def owed(self) -> Iterator[Tensor]:
-        yield self.residual.value
-
-
-class ErrorFeedback(BoundByParameter[_Remembered]):
-    """A hook that sends an approximation, and owes the rest: subclasses write `average`.
+class ErrorFeedback(BoundHook):
+    """A hook that sends an approximation, and the rest with the next steps: subclasses write `average`.
 
     Error feedback (Seide et al. 2014; Karimireddy et al. 2019, https://arxiv.org/abs/1901.09847, algorithm 2): what a
-    step leaves out is added to the gradients of the next one. This keeps it by the name of the parameter, at least in
-    float32 and in units of the loss itself, through loss scales, steps with inf or NaN, buckets that DDP builds anew,
+    step leaves out, the residual, is added to the gradients of the next one. The residual is kept by the name of the
+    parameter, in at least float32 and in units of the loss itself, through loss scales, buckets that DDP builds anew,
     parameters that are not used, checkpoints, other numbers of ranks, and a `Schedule` that hands over to another hook.
+
+    There is one residual, changed in place. A step with inf or NaN on any rank sets all residuals to zero, since its
+    gradients are in them. What else is remembered stays as it was before that step.
 
     Args:
         group: the collectives the hook may use.
-        hook: what `average` reads options from, as `self.hook`; the `CommHook` whose `bind` this is made in.
+        hook: its configuration, `self.hook`; the `CommHook` whose `bind` this is made in. With a field
+            `use_error_feedback` that is false there are no residuals.
+
+    Attributes:
+        memory: what is remembered, `{parameter: {kind: tensor}}`: the `"residual"`, which differs between ranks, and
+            what `remember` was given, which is equal on all of them.
     """
 
+    has_memory = True
     scales_gradients = True
-    lasting = ("common",)
 
     def __init__(self, group: Group, hook: Any = None) -> None:
         super().__init__(group)
         self.hook = hook
+        self.has_residuals: bool = getattr(hook, "use_error_feedback", True)
+        self.memory: dict[str, dict[str, Tensor]] = {}
+        # The residuals of a bucket one after another, by names of its parameters; those in `memory` are views.
+        self._of_buckets: dict[tuple[str, ...], Tensor] = {}
+        self._checked: set[tuple[str, str]] = set()
+        # What becomes memory if the step is finite.
+        self._staged: list[tuple[str, str, Tensor]] = []
 
-    @abstractmethod
-    def average(self, owed: Tensor, bucket: Bucket) -> tuple[Tensor, Tensor]:
-        """Approximate the mean over ranks of `owed`.
+    def average(self, residual: Tensor, bucket: Bucket) -> tuple[Tensor, Tensor]:
+        """Approximate the mean over ranks of `residual`.
 
         Called for one bucket after another, in the same order on all ranks. Collectives of `self.group` block.
 
         Args:
-            owed: shape `(numel,)`, float32 or float64: this rank's gradients and what it owed before. To be left as it
-                is. NaN all over when any of it is inf or NaN, so that whatever is sent tells the other ranks.
-            bucket: what lies where in `owed`, as `bucket.slots`.
+            residual: shape `(numel,)`, float32 or float64: this rank's gradients and what it did not send before. To be
+                left as it is. NaN all over when any of it is inf or NaN, so that whatever is sent tells the other
+                ranks.
+            bucket: what lies where in `residual`, as `bucket.slots`.
 
         Returns:
-            the approximation, equal on all ranks; and what of `owed` this rank has sent. Both of the shape of `owed`.
+            the approximation, equal on all ranks; and what of `residual` this rank has sent. Both of the shape of
+            `residual`.
         """
+        raise NotImplementedError(f"{type(self).__name__} is to write average()")
 
-    def remembered(self, slot: Slot, bucket: Bucket, make: Callable[[], Tensor]) -> Memory:
-        """What the hook remembers of a parameter that is equal on all ranks, such as a start for the next step.
+    def average_(self, flat: Tensor, residual: Tensor | None, bucket: Bucket) -> Tensor | None:
+        """Add gradients to the residual, replace them by the mean over ranks, take what was sent from the residual.
+
+        The default does so by `average`. Hooks that save passes over memory override it.
 
         Args:
-            slot: the parameter, one of `bucket.slots`.
-            bucket: the bucket that `average` is called for.
-            make: gives the first value, floating-point, equal on all ranks; a saved one of another shape is dropped.
+            flat: shape `(numel,)`: this rank's gradients; the averaged ones after the call.
+            residual: shape `(numel,)`, float32 or float64, changed in place. `None`: without error feedback.
+            bucket: what lies where in both. Gradients are divided by `bucket.divisor` on the way in, and multiplied by
+                `bucket.loss_scale` on the way out.
 
         Returns:
-            a memory. Read `value`, and write the next one, all of it, to `next()`.
+            see `BoundHook.reduce`.
         """
-        plan = self._plans[bucket.names]
-        if slot.name not in plan.common:
-            first, saved = make(), self._take(slot.name, "common").get("common")
-            if saved is not None and saved.shape == first.shape:
-                first = saved.to(first)
-            plan.common = {**plan.common, slot.name: Memory(first)}
-        return plan.common[slot.name]
-
-    def reduce(self, flat: Tensor, bucket: Bucket) -> None:
-        if not flat.is_floating_point() or not flat.numel():
-            self.group.counters.numel_uncompressed += flat.numel()
-            self.group.all_reduce_mean_(scale_(flat, bucket.scale))
-            return
         self.group.counters.numel_compressed += flat.numel()
-        residual = self._plan(flat, bucket).residual
-        owed = add_unscaled(residual.value, flat, bucket.divisor, out=residual.next())
-        spoil_unless_(all_finite(owed), [owed])
-        mean, sent = self.average(owed, bucket)
+        if residual is None:
+            residual = torch.zeros_like(flat, dtype=work_dtype(flat.dtype))
+        add_unscaled_(residual, flat, bucket.divisor)
+        spoil_unless_(all_finite(residual), [residual])
+        mean, sent = self.average(residual, bucket)
         rounded = to_gradient(mean if is_one(bucket.loss_scale) else mean * bucket.loss_scale, flat.dtype)
         flat.copy_(rounded)
-        left = mean - rounded.to(owed.dtype) / bucket.loss_scale if flat.dtype != owed.dtype else None
-        # From here on: `mean` may be `owed`.
-        owed.sub_(sent)
+        left = mean - rounded.to(residual.dtype) / bucket.loss_scale if flat.dtype != residual.dtype else None
+        # From here on: `mean` may be `residual`.
+        residual.sub_(sent)
         if left is not None:
-            owed.add_(left)
-        if bucket.unused is not None:
-            self._keep_what_no_rank_uses_(owed, residual.value, bucket)
+            residual.add_(left)
+        return None
 
-    def _keep_what_no_rank_uses_(self, owed: Tensor, before: Tensor, bucket: Bucket) -> None:
-        """DDP throws away what a hook returns for a parameter that no rank uses: it is owed as before."""
-        used = self.group.all_reduce_(bucket.used(bucket.slots, owed)) > 0
-        for slot, is_used in zip(bucket.slots, used, strict=True):
-            slot.view(owed).copy_(torch.where(is_used, slot.view(owed), slot.view(before)))
+    def compressed(self, flat: Tensor, bucket: Bucket) -> Sequence[Slot] | None:
+        """Return the slots of a bucket that have residuals; `None` if it is averaged as it is. All by default."""
+        return bucket.slots
 
-    def _make_plan(self, flat: Tensor, bucket: Bucket) -> _Remembered:
-        residual = flat.new_zeros(flat.shape, dtype=work_dtype(flat.dtype))
-        for slot in bucket.slots:
-            if entry := self._take(slot.name, "residual"):
-                slot.view(residual).copy_(entry["residual"])
-        return _Remembered(bucket.slots, Memory(residual), {})
+    def remembered(self, name: str, make: Callable[[], Tensor], kind: str = "shared") -> Tensor:
+        """Return what the hook remembers of a parameter that is equal on all ranks, such as where a step begins.
 
-    def _entry_shapes(self, shapes: list[tuple[int, ...]]) -> Shapes:
-        return {"residual": shapes[0], "common": None}
+        Args:
+            name: of the parameter.
+            make: makes the first value, floating-point, equal on all ranks; a saved one of another shape is dropped.
+            kind: which, if there are several.
+
+        Returns:
+            what `remember` was given in the last finite step, or the first value. To be left as it is.
+        """
+        entry = self.memory.setdefault(name, {})
+        if kind not in entry or (name, kind) not in self._checked:
+            first, saved = make(), entry.get(kind)
+            entry[kind] = first if saved is None or saved.shape != first.shape else saved.to(first)
+            self._checked.add((name, kind))
+        return entry[kind]
+
+    def remember(self, name: str, value: Tensor, kind: str = "shared") -> None:
+        """Let `remembered` return a tensor from the next step on, if this step is finite. Nobody may change it."""
+        self._staged.append((name, kind, value))
+
+    def reduce(self, flat: Tensor, bucket: Bucket) -> Tensor | None:
+        slots = self.compressed(flat, bucket) if flat.is_floating_point() and flat.numel() else None
+        if slots is None:
+            self._average_as_it_is(flat, bucket)
+            return None
+        residual = self._residual(flat, bucket, slots) if slots and self.has_residuals else None
+        if bucket.unused is None or residual is None:
+            return self.average_(flat, residual, bucket)
+        # DDP throws away what a hook returns for a parameter that no rank uses: its residual stays as it is.
+        before = {slot: slot.view(residual).clone() for slot in slots if slot.name in bucket.unused}
+        used = bucket.used(slots, residual)
+        finish = self.group.begin_all_reduce_coalesced_([used])
+        finite = self.average_(flat, residual, bucket)
+        finish()
+        for slot, is_used in zip(slots, used > 0, strict=True):
+            if slot in before:
+                own = slot.view(residual)
+                own.copy_(torch.where(is_used, own, before[slot]))
+        return finite
+
+    def _residual(self, flat: Tensor, bucket: Bucket, slots: Sequence[Slot]) -> Tensor:
+        """The residual of a bucket, in its order. When DDP builds its buckets anew it moves along by name."""
+        if bucket.names not in self._of_buckets:
+            residual = torch.zeros_like(flat, dtype=work_dtype(flat.dtype))
+            for slot in slots:
+                place, entry = slot.view(residual), self.memory.setdefault(slot.name, {})
+                if "residual" in entry:
+                    place.copy_(entry["residual"])
+                entry["residual"] = place
+            others = {names: kept for names, kept in self._of_buckets.items() if not set(names) & set(bucket.names)}
+            self._of_buckets = {**others, bucket.names: residual}
+        return self._of_buckets[bucket.names]
+
+    def _average_as_it_is(self, flat: Tensor, bucket: Bucket) -> None:
+        """Average gradients that are not compressed, perhaps not any more since DDP has built its buckets anew."""
+        scale_(flat, bucket.scale)
+        slots = [slot for slot in bucket.slots if "residual" in self.memory.get(slot.name, {})]
+        if slots and bucket.unused is not None:
+            used = self.group.all_reduce_(bucket.used(slots, flat)).tolist()
+            slots = [slot for slot, is_used in zip(slots, used, strict=True) if is_used]
+        self._drain_(flat, slots, bucket)
+        self.group.counters.numel_uncompressed += flat.numel()
+        self.group.all_reduce_mean_(flat)
+
+    def drain_(self, flat: Tensor, bucket: Bucket) -> None:
+        self._drain_(flat, bucket.slots, bucket)
+
+    def _drain_(self, flat: Tensor, slots: Sequence[Slot], bucket: Bucket) -> None:
+        for slot in slots:
+            residual = self.memory.pop(slot.name, {}).get("residual")
+            if residual is not None:
+                slot.view(flat).add_(residual * bucket.loss_scale)
+                self._of_buckets = {}  # those that go on have views
+
+    def end_step(self, finite: Tensor) -> None:
+        if finite:
+            for name, kind, value in self._staged:
+                self.memory.setdefault(name, {})[kind] = value
+        else:
+            for residual in (*self._of_buckets.values(), *self.owed()):
+                residual.zero_()
+        self._staged = []
+
+    def owed(self) -> Iterator[Tensor]:
+        return (entry["residual"] for entry in self.memory.values() if "residual" in entry)
+
+    def state_dict(self, writer: StateWriter) -> dict[str, Any]:
+        def saved(kind: str, tensor: Tensor) -> Tensor:
+            return writer.per_rank(tensor) if kind == "residual" else writer.shared(tensor)
+
+        entries = ((name, self.memory[name]) for name in sorted(self.memory) if self.memory[name])
+        return {
+            "entries": {name: {kind: saved(kind, entry[kind]) for kind in sorted(entry)} for name, entry in entries}
+        }
+
+    def load_state_dict(self, state: dict[str, Any], reader: StateReader) -> None:
+        memory = {}
+        for name, saved in reader.section(state, "entries").items():
+            shapes = [shape for part in name.split("\n") if (shape := reader.shape_of(part)) is not None]
+            if len(shapes) <= name.count("\n"):
+                reader.differs(f"it has memory of {name!r}, but the model no such parameter, or another hook has it")
+            elif not (expected := self._shapes(shapes)):
+                reader.differs(
+                    f"parameter {name!r} is compressed in the state and not any more, or without error feedback"
+                )
+            else:
+                memory[name] = self._loaded(name, reader.section({name: saved}, name), expected, reader)
+        self.memory, self._of_buckets, self._staged, self._checked = memory, {}, [], set()
+
+    def _shapes(self, shapes: list[tuple[int, ...]]) -> Shapes:
+        """What is remembered of a parameter, or of several together, of these shapes; empty: it is not compressed."""
+        return {"residual": shapes[0], "shared": None}
+
+    def _loaded(
+        self, name: str, saved: Mapping[str, Tensor], expected: Shapes, reader: StateReader
+    ) -> dict[str, Tensor]:
+        """What fits of a saved entry."""
+        entry: dict[str, Tensor] = {}
+        saved = _as_saved_now(saved)
+        if "residual" in expected and "residual" not in saved:
+            reader.differs(f"it has no error feedback of {name!r}")
+        for kind, tensor in saved.items():
+            own = reader.per_rank(tensor) if kind == "residual" else reader.shared(tensor)
+            shape = expected.get(kind)
+            if kind not in expected:
+                what = "error feedback" if kind == "residual" else f"the {kind}"
+                reader.differs(f"it has {what} of {name!r} and the hook has none now")
+            elif shape is not None and own.shape != shape:
+                reader.differs(f"the {kind} of {name!r} has shape {list(own.shape)} in the state and {list(shape)} now")
+            else:
+                entry[kind] = own
+        return entry
+
+    def release(self) -> None:
+        self.memory, self._of_buckets, self._staged = {}, {}, []
+
+
+def _as_saved_now(saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """An entry of an exact state of version 0.1, which had parts of the residual apart, as it is saved now."""
+    entry = dict(saved)
+    if {"sent_p", "sent_q", "residual"} <= entry.keys():
+        sent = entry.pop("sent_p").t() @ entry.pop("sent_q")
+        entry["residual"] = entry["residual"] - sent.view(entry["residual"].shape[1:])
+    if {"carried", "residual"} <= entry.keys():
+        entry["residual"] = entry["residual"] + entry.pop("carried")
+    return entry

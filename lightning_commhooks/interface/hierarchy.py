@@ -10,7 +10,6 @@ from typing import Any, Literal
 from torch import Tensor
 
 from lightning_commhooks.collectives.group import Group
-from lightning_commhooks.collectives.hierarchical_group import HierarchicalGroup
 from lightning_commhooks.collectives.node_group import NodeGroup
 from lightning_commhooks.collectives.two_levels import has_levels
 from lightning_commhooks.interface.bucket import Bucket
@@ -47,22 +46,6 @@ def bind_by_node(hierarchy: Hierarchy, group: Group, bind: Callable[[Group], Bou
         return bind(group)
     nodes = NodeGroup(group)
     return _NodeFirst(bind(nodes if group._codec is None else nodes.encoding(group._codec)), group, nodes)
-
-
-def hierarchical(hierarchy: Hierarchy, group: Group) -> Group:
-    """The ranks for a hook whose gradients are averaged by `average_encoded_` and `all_reduce_` alone.
-
-    Args:
-        hierarchy: the hook's option.
-        group: all ranks.
-
-    Returns:
-        the same ranks; with the option they average within nodes first.
-
-    Raises:
-        ValueError: nodes have different numbers of ranks.
-    """
-    return HierarchicalGroup(group) if _has_levels(hierarchy, group) else group
 
 
 def _has_levels(hierarchy: Hierarchy, group: Group) -> bool:

@@ -87,7 +87,7 @@ class BoundHook(ABC):
     only if the hook `overlaps`, a call for another bucket goes on meanwhile.
 
     A hook whose result depends on earlier steps has memory. It says so (`has_memory`), stages what `reduce`
-    changes (see `interface.memory.Memory`), and takes it over in `end_step` when the step was finite. The engine
+    changes (see `interface.finite.Memory`), and takes it over in `end_step` when the step was finite. The engine
     makes all gradients of other steps NaN, on CUDA the first element of each, on all ranks, so that a `GradScaler`
     or the user's own check skips them everywhere.
 

@@ -18,9 +18,9 @@ def to_gradient(mean: Tensor, dtype: torch.dtype) -> Tensor:
     return mean.to(dtype)
 
 
-def add_unscaled(memory: Tensor, gradient: Tensor, divisor: float | Tensor, out: Tensor) -> Tensor:
-    """`out = memory + gradient / divisor`, without waiting for a scale on a CUDA device."""
+def add_unscaled_(memory: Tensor, gradient: Tensor, divisor: float | Tensor) -> Tensor:
+    """Add `gradient / divisor` to `memory`, in its dtype, without waiting for a divisor on a CUDA device."""
     if isinstance(divisor, float):
-        return torch.add(memory, gradient, alpha=1 / divisor, out=out)
-    # With a dimension, or the division would be in the gradient's own 16 bit and underflow.
-    return torch.div(gradient, divisor.reshape(1), out=out).add_(memory)
+        return memory.add_(gradient, alpha=1 / divisor)
+    # With a dimension, or the quotient would be in the gradient's own 16 bit and underflow.
+    return memory.addcdiv_(gradient, divisor.reshape(1).to(memory.dtype))

@@ -18,7 +18,7 @@ RULES: tuple[Callable[[Run, Case, int], None], ...] = (
     rules.zero_gradients_stay_zero,
     rules.deterministic,
     rules.bytes_are_counted,
-    rules.bad_steps_never_happened,
+    rules.bad_steps_leave_nothing_behind,
     rules.loss_scale_makes_no_difference,
     rules_of_state.error_feedback_loses_nothing,
     rules_of_state.unused_parameters_keep_their_memory,

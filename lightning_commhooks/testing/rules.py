@@ -23,7 +23,6 @@ from lightning_commhooks.testing.model import (
     attached,
     backward,
     distance,
-    equal_states,
     full_rank_gradients,
     low_rank_gradients,
     mean_gradients,
@@ -81,6 +80,11 @@ def largest_norm(world: int, step: int, dtype: torch.dtype = torch.float32) -> f
     return max(norm(low_rank_gradients(rank, step, SHAPES, dtype)) for rank in range(world))
 
 
+def largest_norm_of(make: Callable[..., Gradients], world: int, step: int) -> float:
+    """The same of other gradients."""
+    return max(norm(make(rank, step, SHAPES)) for rank in range(world))
+
+
 def check_result(means: list[Gradients], world: int, step: int, bound: float, dtype: torch.dtype) -> None:
     """All ranks have the same, and it is the mean of `low_rank_gradients`."""
     demand(all(same(means[0], other) for other in means[1:]), f"all ranks get the same; step {step} differs")
@@ -135,52 +139,84 @@ def deterministic(run: Run, case: Case, world: int) -> None:
 _STEPS = 5
 
 
+@dataclass(frozen=True)
+class _WithBadStep:
+    """What a rank sees of some steps and a bad one between them, or none.
+
+    Attributes:
+        means: outputs of the good steps.
+        bad: what the bad step gave.
+        owed: norms of what was not sent, before the bad step and after it.
+        num_bad: bad steps that were counted.
+        has_memory: whether the hook has.
+    """
+
+    means: list[Gradients]
+    bad: Gradients
+    owed: tuple[float, float]
+    num_bad: float
+    has_memory: bool
+
+
 def _with_bad_step(
-    rank: int, world: int, hook: CommHook, bad_step: int | None, at: str, value: float
-) -> tuple[list[Gradients], Any, float, Gradients, bool]:
-    """Outputs of the good steps, with a bad one between them or none; state, count, and what the bad one gave."""
-    means, bad = [], {}
+    rank: int, world: int, hook: CommHook, bad_step: int | None, at: str, value: float, size: float
+) -> _WithBadStep:
+    means: list[Gradients] = []
+    bad, owed = {}, (0.0, 0.0)
     with attached(hook, find_unused_parameters=True) as (ddp, attachment):
         for step in range(_STEPS):
             if step == bad_step:
-                gradients = full_rank_gradients(rank, 100, SHAPES)
+                gradients = {name: size * own for name, own in full_rank_gradients(rank, 100, SHAPES).items()}
                 if rank == world - 1:
                     gradients[at].view(-1)[-1] = value
+                before = attachment.residual_norm()
                 bad = backward(ddp, gradients)
+                owed = before, attachment.residual_norm()
             means.append(backward(ddp, full_rank_gradients(rank, step, SHAPES)))
         has_memory = attachment.bound is not None and attachment.bound.has_memory
-        return means, attachment.state_dict()["hook"], attachment.metrics()["nonfinite_steps"], bad, has_memory
+        return _WithBadStep(means, bad, owed, attachment.metrics()["nonfinite_steps"], has_memory)
 
 
-def _with_bad_steps(rank: int, world: int, hook: CommHook, bad_steps: list[tuple[Any, ...]]) -> list[Any]:
+def _with_bad_steps(rank: int, world: int, hook: CommHook, bad_steps: list[tuple[Any, ...]]) -> list[_WithBadStep]:
     return [_with_bad_step(rank, world, hook, *arguments) for arguments in bad_steps]
 
 
-# The step before which it comes, the parameter and its value; first none.
+# The step before which it comes, the parameter, its value, and how large all other gradients are; first none.
 _BAD_STEPS = [
-    (None, "first", 0.0),
-    (3, "first", float("inf")),
-    (3, "bias", float("nan")),
-    (1, "row", float("-inf")),
-    (0, "conv", float("inf")),
+    (None, "first", 0.0, 1.0),
+    (3, "first", float("inf"), 1e20),
+    (3, "bias", float("nan"), 1.0),
+    (1, "row", float("-inf"), 1.0),
+    (0, "conv", float("inf"), 1e20),
 ]
 
 
-def bad_steps_never_happened(run: Run, case: Case, world: int) -> None:
-    """A step with inf or NaN on one rank is NaN on all, and leaves no trace in a memory."""
+def bad_steps_leave_nothing_behind(run: Run, case: Case, world: int) -> None:
+    """A step with inf or NaN on one rank is NaN on all, and nothing of it comes back with later steps."""
     # What is particular about the others does not depend on the number of ranks.
     tried = _BAD_STEPS if world == 2 else _BAD_STEPS[:2]
-    for (expected, good_state, none, _, has_memory), *others in run(_with_bad_steps, case.hook, tried, world=world):
-        for (means, state, one, bad, _), (step, at, value) in zip(others, tried[1:], strict=True):
-            where = f"; step {step} had {value} in {at!r} of the last rank"
-            good = all(same(a, b) for a, b in zip(expected, means, strict=True))
-            demand(good, f"the steps after one with inf or NaN are as if it had not been{where}")
-            demand(equal_states(good_state, state), f"memory does not change in a step with inf or NaN{where}")
-            finite = [bool(mean.isfinite().all()) for mean in bad.values() if mean.numel()]
+    results = run(_with_bad_steps, case.hook, tried, world=world)
+    for i, (step, at, value, size) in enumerate(tried[1:], start=1):
+        where = f"; step {step} had {value} in {at!r} of the last rank, and gradients of {size:.0e} times the size"
+        for good, one, first in ((ranks[0], ranks[i], results[0][i]) for ranks in results):
+            finite = [bool(mean.isfinite().all()) for mean in one.bad.values() if mean.numel()]
             demand(not all(finite), f"inf or NaN on one rank is seen on all{where}")
-            if has_memory:
-                demand(not any(finite), f"a step that memory disregards is NaN in all gradients{where}")
-                demand((none, one) == (0, 1), f"such a step is counted once{where}")
+            if not one.has_memory:
+                same_steps = all(same(a, b) for a, b in zip(good.means, one.means, strict=True))
+                demand(same_steps, f"without a memory, later steps are as if there had been no bad one{where}")
+                continue
+            demand(not any(finite), f"where there is a memory, a bad step is NaN in all gradients{where}")
+            before, after = one.owed
+            demand(
+                after <= (1 + ROUNDING_OF_16_BIT) * before,
+                f"what is remembered is finite after a bad step, and not larger than before; it was {before:.3g} and "
+                f"is {after:.3g}{where}",
+            )
+            demand((good.num_bad, one.num_bad) == (0, 1), f"a bad step is counted once{where}")
+            largest = sum(largest_norm_of(full_rank_gradients, world, t) for t in range(_STEPS))
+            for mean, other in zip(one.means, first.means, strict=True):
+                demand(same(mean, other), f"all ranks get the same after a bad step{where}")
+                demand(norm(mean) <= 2 * largest, f"nothing of a bad step comes back with a later one{where}")
 
 
 _SCALES = [2.0**16, 2.0**17, 2.0**17, 2.0**5, 1.0, 3.0, 2.0**10, 2.0**9]

@@ -13,9 +13,9 @@ from lightning_commhooks.codecs import Int8Codec
 from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.hooks._low_rank_options import LowRankConfig
 from lightning_commhooks.interface.bucket import Bucket
+from lightning_commhooks.interface.finite import num_overflowed
 from lightning_commhooks.interface.hook import BoundHook, CommHook
 from lightning_commhooks.interface.hook_state import load_hook, save_hook
-from lightning_commhooks.interface.memory import num_overflowed
 from lightning_commhooks.interface.registry import get_hook, get_inner_hook
 from lightning_commhooks.interface.state import StateReader, StateWriter
 from lightning_commhooks.interface.wrapper import BoundAround

@@ -1,4 +1,4 @@
-"""Tensors that a bad step leaves as they were, and how to tell a bad step."""
+"""Whether gradients are finite, and how all ranks see that they are not."""
 
 from __future__ import annotations
 
@@ -7,49 +7,6 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-
-
-class Memory:
-    """A tensor that changes from step to step, but only in steps that turn out to be finite.
-
-    A step is over when its last bucket is reduced, so a bucket cannot know yet. It writes to `next`, or gives a tensor
-    to `stage`, and `end_step` decides. Holds two tensors, because no arithmetic gets the old value back exactly.
-
-    Args:
-        value: any shape and dtype; becomes the memory itself, not a copy.
-
-    Attributes:
-        value: what holds now. To be changed by `end_step` only.
-    """
-
-    def __init__(self, value: Tensor) -> None:
-        self.value = value
-        self._spare: Tensor | None = None
-        self._written = False
-
-    def next(self) -> Tensor:
-        """The tensor to write the next value to, all of it; what is in it before is arbitrary."""
-        if self._spare is None:
-            self._spare = torch.empty_like(self.value)
-        self._written = True
-        return self._spare
-
-    def stage(self, value: Tensor) -> None:
-        """As `next().copy_(value)`, without a copy: nobody may change `value` from now on. Not beside `next`."""
-        self._spare, self._written = value, True
-
-    def end_step(self, finite: Tensor) -> None:
-        """Take over what was written to `next`, or staged, if anything was and the step is finite.
-
-        Args:
-            finite: boolean, one element, on CPU.
-        """
-        if not self._written:
-            return
-        assert self._spare is not None
-        self._written = False
-        if finite:
-            self.value, self._spare = self._spare, self.value
 
 
 def all_finite(tensor: Tensor) -> Tensor:
