@@ -283,6 +283,7 @@ def repeated():
             torch.manual_seed(0)
             model = module()
             trainer.fit(model, data())
+            assert strategy.attachment.is_closed
         before = strategy.attachment.metrics()
         trainer.validate(model, data(), verbose=False)
         trainer.test(model, data(), verbose=False)

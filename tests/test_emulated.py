@@ -223,7 +223,7 @@ def test_averages_of_equal_ranks_are_what_each_has(monkeypatch, world):
     gradient = torch.linspace(-1, 1, 4096)
     with emulated(Link.given(**INSTANT, world_size=world)) as (group, _):
         blocks = gradient.clone().view(8, 512)
-        group.average_encoded_([Chunk(blocks, None, None, seed=0)], Kernels(Int8Codec()))
+        group.average_encoded_([Chunk(blocks, None, seed=0)], Kernels(Int8Codec()))
         assert blocks.view(-1).sub(gradient).abs().max() < 0.02
         assert group.all_reduce_in_float32(gradient.bfloat16()).equal(gradient.bfloat16() * world)
 

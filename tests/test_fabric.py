@@ -46,7 +46,8 @@ def test_hook_is_registered_on_each_model(results, name):
 def test_resumes_from_the_middle_of_a_period(results, name, exact):
     for rank in results:
         result = rank[name, exact]
-        assert apart(result["whole"], result["resumed"]) < (1e-300 if exact else 1e-10)
+        # In the first step DDP has other buckets, and products of matrices may be rounded in another way.
+        assert apart(result["whole"], result["resumed"]) < (1e-14 if exact else 1e-10)
         assert result["step"] == 6
         assert result["rest"] == [], "the hooks' state was taken out"
 

@@ -398,8 +398,8 @@ def test_nothing_runs_after_a_failure():
     assert isinstance(error.value.__cause__, ArithmeticError)
     with pytest.raises(RuntimeError, match="out of numbers"):
         later.wait()
-    engine.close()
     assert aborted
+    engine.close()
     assert not ran
 
 

@@ -29,12 +29,12 @@ class TopK(lc.CommHook):
 class BoundTopK(lc.ErrorFeedback):
     """Top-k at work on one model."""
 
-    def average(self, owed, bucket):
-        picked = torch.cat([slot.offset + self._largest(slot.view(owed).flatten()) for slot in bucket.slots]).int()
-        mean, sent = torch.zeros_like(owed), torch.zeros_like(owed)
-        for indices, values in zip(self.group.all_gather(picked), self.group.all_gather(owed[picked]), strict=True):
+    def average(self, residual, bucket):
+        picked = torch.cat([slot.offset + self._largest(slot.view(residual).flatten()) for slot in bucket.slots]).int()
+        mean, sent = torch.zeros_like(residual), torch.zeros_like(residual)
+        for indices, values in zip(self.group.all_gather(picked), self.group.all_gather(residual[picked]), strict=True):
             mean[indices] += values / self.group.size
-        sent[picked] = owed[picked]
+        sent[picked] = residual[picked]
         return mean, sent
 
     def _largest(self, gradient):

@@ -86,10 +86,10 @@ class BoundHook(ABC):
     last one of a step. Code in `reduce` is straight-line: collectives of `group` block until their result is there;
     only if the hook `overlaps`, a call for another bucket goes on meanwhile.
 
-    A hook whose result depends on earlier steps has memory. It says so (`has_memory`), stages what `reduce`
-    changes (see `interface.finite.Memory`), and takes it over in `end_step` when the step was finite. The engine
-    makes all gradients of other steps NaN, on CUDA the first element of each, on all ranks, so that a `GradScaler`
-    or the user's own check skips them everywhere.
+    A hook whose result depends on earlier steps has memory. It says so (`has_memory`), and `end_step` tells it of a
+    step that was not finite, of which nothing may be left in its memory. The engine makes all gradients of other steps
+    NaN, on CUDA the first element of each, on all ranks, so that a `GradScaler` or the user's own check skips them
+    everywhere.
 
     A hook with error feedback is an [`ErrorFeedback`][], one that lets ranks step alone and averages their models
     instead an [`AveragesModels`][].
@@ -136,7 +136,7 @@ class BoundHook(ABC):
         return False
 
     def end_step(self, finite: Tensor) -> None:  # noqa: B027  # optional to override
-        """Take over what the step's calls of `reduce` and `drain_` staged, if the step was finite.
+        """Let go of what the step's calls of `reduce` have left in the memory, unless the step was finite.
 
         Args:
             finite: boolean, one element, on CPU, equal on all ranks: whether all gradients of the step are finite on
@@ -158,10 +158,10 @@ class BoundHook(ABC):
         return self.group.all_reduce_sparse_mean(grad)
 
     def drain_(self, flat: Tensor, bucket: Bucket) -> None:  # noqa: B027  # optional to override
-        """Add what this hook still owes the parameters in `bucket` to `flat`; with `end_step` it is forgotten.
+        """Add residuals of the parameters in `bucket`, times the loss scale, to `flat`, and forget them.
 
-        Called once for each parameter when another hook takes over (`Schedule`), again if the step was not
-        finite. The default does nothing, right for hooks without error feedback.
+        Called once for each parameter when another hook takes over (`Schedule`). The default does nothing, right for
+        hooks without error feedback.
         """
 
     def owed(self) -> Iterator[Tensor]:

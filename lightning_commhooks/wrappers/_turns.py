@@ -88,8 +88,7 @@ class BoundSwitch(BoundWrapper):
 
     def end_step(self, finite: Tensor) -> None:
         super().end_step(finite)
-        if self._next_phase and finite:
-            self._last_phase |= self._next_phase
+        self._last_phase |= self._next_phase
         self._next_phase = {}
 
     def reduce_sparse(self, grad: Tensor, bucket: Bucket) -> Tensor:

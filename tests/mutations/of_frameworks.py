@@ -75,7 +75,7 @@ MUTATIONS = [
         "                self._attachment.close()\n",
         "                pass\n",
         "Lightning's strategy leaves the hook open, and its warnings unsaid.",
-        "tests/test_lightning.py -k 'nothing_was_compressed'",
+        "tests/test_lightning.py -k 'second_fit'",
     ),
     Mutation(
         "second_fit_with_a_static_graph",
