@@ -70,14 +70,6 @@ MUTATIONS = [
         "tests/test_lightning.py -k 'every_name'",
     ),
     Mutation(
-        "lightning_does_not_close",
-        f"{PACKAGE}/lightning/ddp.py",
-        "                self._attachment.close()\n",
-        "                pass\n",
-        "Lightning's strategy leaves the hook open, and its warnings unsaid.",
-        "tests/test_lightning.py -k 'second_fit'",
-    ),
-    Mutation(
         "second_fit_with_a_static_graph",
         f"{PACKAGE}/lightning/ddp.py",
         "        self._pl_static_graph_delay_done = False\n        self._last_state = None\n",
