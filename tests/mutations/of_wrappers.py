@@ -30,14 +30,6 @@ MUTATIONS = [
         "tests/test_wrappers.py -k 'owes'",
     ),
     Mutation(
-        "handed_over_in_a_bad_step",
-        f"{PACKAGE}/wrappers/_turns.py",
-        "if self._next_phase and finite:",
-        "if self._next_phase:",
-        "What a hook owes is lost when the step of the hand-over is not finite.",
-        "tests/test_checkpoint.py -k 'hand_over'",
-    ),
-    Mutation(
         "phase_begins_late",
         f"{WRAPPERS}/schedule.py",
         "if start <= step)",
