@@ -1,4 +1,4 @@
-"""What hooks have to do with an `Accelerator` besides `backward`: its optimizers, barriers and checkpoints."""
+"""Hooks at work in an `Accelerator`: its backward, optimizers, barriers and checkpoints."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class AcceleratorEvents:
         self._attachments.load_state_dict(_load_everywhere(Path(folder, FILE_NAME)), str(folder))
 
     def loss_divided_by(self) -> float:
-        """What the loss is divided by in the present backward; by nothing, unless it is `accelerator.backward`."""
+        """Divisor of the loss in the present backward; Accelerate divides in `accelerator.backward` only."""
         return self.divided_before * self._divides_by
 
     def _backward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -163,7 +163,7 @@ class CommHookKwargs(DistributedDataParallelKwargs):
         return {name: getattr(self, name) for name in names if name not in ignore_keys}
 
     def events(self, accelerator: Accelerator) -> AcceleratorEvents:
-        """What looks after an accelerator's checkpoints; one for each."""
+        """The `AcceleratorEvents` of an accelerator; one for each."""
         if accelerator not in self._events:
             made = AcceleratorEvents(accelerator, resync=self.resync, strict_state=self.strict_state)
             self._events[accelerator] = made

@@ -1,4 +1,4 @@
-"""What communication hooks do, in the trackers of an `Accelerator` and the log of a `transformers.Trainer`."""
+"""Values of communication hooks in the trackers of an `Accelerator` and the log of a `transformers.Trainer`."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ class TrainerMonitor:
 
 
 def trainer_options(options: object) -> MonitorOptions:
-    """What `use_comm_hook(trainer, hook, monitor=...)` stands for."""
+    """Options that `use_comm_hook(trainer, hook, monitor=...)` stands for."""
     if options is True:
         return MonitorOptions()
     if not isinstance(options, Mapping) or (unknown := sorted(options.keys() - set(_OF_TRAINER), key=str)):

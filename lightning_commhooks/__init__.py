@@ -41,20 +41,18 @@ from lightning_commhooks.wrappers import Auto, Cast, PerParameter, ScaleByGradAc
 if TYPE_CHECKING:
     from lightning_commhooks.fsdp.attach import FSDPAttachment as FSDPAttachment
     from lightning_commhooks.fsdp.attach import attach_fsdp as attach_fsdp
-    from lightning_commhooks.lightning.fabric import CompressedDDPFabricStrategy as CompressedDDPFabricStrategy
-    from lightning_commhooks.lightning.of_lightning import CommHookMonitor as CommHookMonitor
-    from lightning_commhooks.lightning.of_lightning import CompressedDDPStrategy as CompressedDDPStrategy
-    from lightning_commhooks.lightning.of_lightning import CompressedFSDPStrategy as CompressedFSDPStrategy
-    from lightning_commhooks.lightning.of_lightning import (
-        CompressedModelParallelStrategy as CompressedModelParallelStrategy,
-    )
-    from lightning_commhooks.lightning.of_pytorch_lightning import CommHookMonitorPL as CommHookMonitorPL
-    from lightning_commhooks.lightning.of_pytorch_lightning import CompressedDDPStrategyPL as CompressedDDPStrategyPL
-    from lightning_commhooks.lightning.of_pytorch_lightning import CompressedFSDPStrategyPL as CompressedFSDPStrategyPL
-    from lightning_commhooks.lightning.of_pytorch_lightning import (
+    from lightning_commhooks.lightning.classes import CommHookMonitor as CommHookMonitor
+    from lightning_commhooks.lightning.classes import CommHookMonitorPL as CommHookMonitorPL
+    from lightning_commhooks.lightning.classes import CompressedDDPStrategy as CompressedDDPStrategy
+    from lightning_commhooks.lightning.classes import CompressedDDPStrategyPL as CompressedDDPStrategyPL
+    from lightning_commhooks.lightning.classes import CompressedFSDPStrategy as CompressedFSDPStrategy
+    from lightning_commhooks.lightning.classes import CompressedFSDPStrategyPL as CompressedFSDPStrategyPL
+    from lightning_commhooks.lightning.classes import CompressedModelParallelStrategy as CompressedModelParallelStrategy
+    from lightning_commhooks.lightning.classes import (
         CompressedModelParallelStrategyPL as CompressedModelParallelStrategyPL,
     )
-    from lightning_commhooks.lightning.of_ray import CompressedRayDDPStrategy as CompressedRayDDPStrategy
+    from lightning_commhooks.lightning.classes import CompressedRayDDPStrategy as CompressedRayDDPStrategy
+    from lightning_commhooks.lightning.fabric import CompressedDDPFabricStrategy as CompressedDDPFabricStrategy
 
 __version__ = "0.1.0"
 
@@ -126,17 +124,11 @@ if find_spec("pytorch_lightning") is not None:
 if (_found("lightning") or _found("pytorch_lightning")) and _found("ray", "fsspec", "pandas", "pyarrow", "requests"):
     __all__ += ["CompressedRayDDPStrategy"]
 
+_TWICE = ("CommHookMonitor", "CompressedDDPStrategy", "CompressedFSDPStrategy", "CompressedModelParallelStrategy")
 _LAZY = {
-    "CommHookMonitor": "lightning_commhooks.lightning.of_lightning",
-    "CommHookMonitorPL": "lightning_commhooks.lightning.of_pytorch_lightning",
+    **{name + end: "lightning_commhooks.lightning.classes" for name in _TWICE for end in ("", "PL")},
     "CompressedDDPFabricStrategy": "lightning_commhooks.lightning.fabric",
-    "CompressedDDPStrategy": "lightning_commhooks.lightning.of_lightning",
-    "CompressedDDPStrategyPL": "lightning_commhooks.lightning.of_pytorch_lightning",
-    "CompressedFSDPStrategy": "lightning_commhooks.lightning.of_lightning",
-    "CompressedFSDPStrategyPL": "lightning_commhooks.lightning.of_pytorch_lightning",
-    "CompressedModelParallelStrategy": "lightning_commhooks.lightning.of_lightning",
-    "CompressedModelParallelStrategyPL": "lightning_commhooks.lightning.of_pytorch_lightning",
-    "CompressedRayDDPStrategy": "lightning_commhooks.lightning.of_ray",
+    "CompressedRayDDPStrategy": "lightning_commhooks.lightning.classes",
     # Importing PyTorch's FSDP takes half a second.
     "FSDPAttachment": "lightning_commhooks.fsdp.attach",
     "attach_fsdp": "lightning_commhooks.fsdp.attach",

@@ -297,6 +297,31 @@ def test_passes_arguments_on_and_pickles():
     assert pickle.loads(pickle.dumps(strategy)).hook == lc.PowerSGD(matrix_approximation_rank=4)
 
 
+EXCEPTIONS = {
+    "lightning": "lightning.fabric.utilities.exceptions",
+    "pytorch_lightning": "pytorch_lightning.utilities.exceptions",
+}
+
+
+@pytest.mark.parametrize("package", ["lightning", "pytorch_lightning"])
+def test_classes_are_of_their_package_and_pickle(package):
+    classes = [("CommHookMonitor", "Callback")]
+    classes += [(f"Compressed{base}", base) for base in ("DDPStrategy", "FSDPStrategy", "ModelParallelStrategy")]
+    if package == "pytorch_lightning":
+        pytest.importorskip("pytorch_lightning")
+        classes = [(f"{name}PL", base) for name, base in classes]
+    for name, base in classes:
+        made = getattr(lc, name)
+        assert {c.__module__.partition(".")[0] for c in made.__mro__ if c.__name__ == base} == {package}
+        assert made._misconfiguration is importlib.import_module(EXCEPTIONS[package]).MisconfigurationException
+        if base == "DDPStrategy":
+            assert made._callback_class.__mro__[2].__module__.partition(".")[0] == package
+        assert pickle.loads(pickle.dumps(made)) is made
+        assert made.__name__ == made.__qualname__ == name
+    with pytest.raises(AttributeError, match="has no attribute 'Nothing'"):
+        _ = sys.modules[made.__module__].Nothing
+
+
 def test_a_checkpoint_for_a_model_without_ddp_is_refused_with_a_sentence():
     with pytest.raises(MisconfigurationException, match=r"no hook that could take over.*super\(\)\.configure_ddp"):
         lc.CompressedDDPStrategy(hook="bf16")._load({})

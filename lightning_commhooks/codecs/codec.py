@@ -145,7 +145,7 @@ class Kernels:
                 self._functions[function] = torch.compile(own, fullgraph=True)
 
     def seed(self, number: int, device: torch.device) -> Tensor:
-        """What `encode` takes; 0 always, which need not be copied to a device, where nothing is rounded at random."""
+        """The seed for `encode`. Codecs that do not round at random get a 0 that is already on the device."""
         if self.codec.rounds_at_random:
             return seed_tensor(number, device)
         if device not in self._no_seed:

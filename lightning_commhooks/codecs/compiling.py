@@ -1,4 +1,4 @@
-"""What a user is told while codecs are compiled."""
+"""Messages to the user while codecs are compiled."""
 
 from __future__ import annotations
 

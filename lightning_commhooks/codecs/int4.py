@@ -70,7 +70,7 @@ class Int4Codec(Codec):
         return levels * scales.unsqueeze(-1)
 
     def _rotated(self, blocks: Tensor) -> tuple[Tensor, Tensor]:
-        """What is rounded, and its largest magnitudes."""
+        """The numbers to round, and the largest magnitude of each block."""
         extent = largest(blocks)
         if not self.rotation:
             return blocks, extent

@@ -1,4 +1,4 @@
-"""What accumulated gradients are the sum of."""
+"""Counts and weights of the micro-batches whose gradients are accumulated."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Number = float | Tensor
 
 @dataclass
 class Accumulated:
-    """What the gradients of one synchronized backward are the sum of.
+    """The micro-batches whose gradients one synchronized backward sums.
 
     Attributes:
         num_micro_batches: micro-batches of this rank since the last synchronized backward.

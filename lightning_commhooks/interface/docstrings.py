@@ -1,4 +1,4 @@
-"""What docstrings say of options, for tables and lists."""
+"""Descriptions of options, read from docstrings, for tables and lists."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 
 
 def documented_arguments(cls: type) -> dict[str, str]:
-    """What a class's docstring says under `Args:`, each on one line, by name."""
+    """Descriptions under `Args:` of a class's docstring, each on one line, by name."""
     found = re.search(r"^Args:\n((?:    .*\n?|\n)+)", inspect.getdoc(cls) or "", re.MULTILINE)
     if found is None:
         return {}

@@ -24,7 +24,7 @@ _MODEL = ""
 
 @dataclass(frozen=True)
 class OptimizerStep:
-    """What an optimizer has just changed.
+    """A step of an optimizer that has just changed the model.
 
     Attributes:
         optimizer: key of the state that a hook keeps for this optimizer: the name of its first parameter.
@@ -52,7 +52,7 @@ class Models:
     Attributes:
         layout: names of the parameters.
         average_buffers: whether buffers belong to what is averaged.
-        drifted: names of the parameters that ranks changed alone since they were last averaged over all ranks.
+        drifted: names of the parameters that diverged: ranks changed them alone since the last average over all ranks.
         is_swapped: whether the averages stand in the place of each rank's own model for a while.
         is_shown: whether that is until training goes on, not within a `with`.
     """
@@ -65,7 +65,7 @@ class Models:
         self.average_buffers = False
         self.drifted: set[str] = set()
         self._buffers_drifted = False
-        # Names of the parameters of which optimizers' state differs, as `drifted`.
+        # Names of the parameters whose optimizer state has diverged, as `drifted`.
         self._states_drifted: set[str] = set()
         # Averages that are in their place, or kept until training goes on, of the model and of optimizers' state.
         self._looks: dict[str, Look] = {}
@@ -73,7 +73,7 @@ class Models:
         self.is_shown = False
 
     def stepped(self, optimizer: Optimizer, step: int) -> OptimizerStep | None:
-        """What an optimizer has to do with this model; `None` if nothing.
+        """The step of an optimizer of this model; `None` if the optimizer has none of its parameters.
 
         Args:
             optimizer: the optimizer.

@@ -1,4 +1,4 @@
-"""What of an optimizer's state can be averaged over ranks."""
+"""The tensors of an optimizer's state that can be averaged over ranks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def common_states(
 
 
 def floating_points(parameters: Mapping[str, Tensor], state: Mapping[Tensor, Any]) -> list[Tensor]:
-    """What of an optimizer's state this rank may average with others."""
+    """Tensors of an optimizer's state that this rank may average with others."""
     found = [_floating_point(state.get(p, {})) for p in parameters.values()]
     return [tensor for own in found for tensor in own.values()]
 

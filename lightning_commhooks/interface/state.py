@@ -1,4 +1,4 @@
-"""What a hook saves its state with, and loads it from: on another world size, saying what does not fit."""
+"""Writer and reader of a hook's state; the reader takes any world size, and names what does not fit."""
 
 from __future__ import annotations
 

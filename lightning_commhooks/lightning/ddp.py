@@ -1,4 +1,4 @@
-"""What the DDP strategies of `lightning`, `pytorch_lightning` and Ray Train share."""
+"""The part that the DDP strategies of `lightning`, `pytorch_lightning` and Ray Train share."""
 
 from __future__ import annotations
 

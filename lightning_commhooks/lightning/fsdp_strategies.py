@@ -1,4 +1,4 @@
-"""What the FSDP strategies of `lightning` and `pytorch_lightning` share."""
+"""The part that the FSDP strategies of `lightning` and `pytorch_lightning` share."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class ShardedHookMixin:
     """Attaches a communication hook when the model of a strategy is set up for training."""
 
     _misconfiguration: ClassVar[type[Exception]]
-    # What Lightning hands over, and not before training.
+    # Names of options that Lightning hands over to FSDP when training begins.
     _options_of_fsdp: ClassVar[frozenset[str]] = frozenset()
     model: Any
 
@@ -108,12 +108,12 @@ class CompressedFSDPMixin(ShardedHookMixin):
 
     @property
     def _reduce_dtype(self) -> torch.dtype | None:
-        """What FSDP is to reduce in by itself, because it takes no hook."""
+        """The dtype in which FSDP reduces by itself, where it takes no hook; `None`: its own choice."""
         return getattr(self._hook, "dtype", None) if self._is_hybrid else None
 
     @property
     def mixed_precision_config(self) -> MixedPrecision | None:
-        """What FSDP gets as `mixed_precision`; with hybrid strategies it has the dtype of the hook."""
+        """The `mixed_precision` of FSDP; with hybrid strategies it has the dtype of the hook."""
         config: MixedPrecision | None = super().mixed_precision_config  # type: ignore[misc]
         if self._reduce_dtype is None:
             return config

@@ -1,4 +1,4 @@
-"""What the `CommHookMonitor` callbacks of `lightning` and `pytorch_lightning` share."""
+"""The part that the `CommHookMonitor` callbacks of `lightning` and `pytorch_lightning` share."""
 
 from __future__ import annotations
 

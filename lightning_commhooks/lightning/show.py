@@ -1,4 +1,4 @@
-"""What a Trainer shows, and how far it is."""
+"""Lines that a Trainer shows, and the number of its steps."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ def show(trainer: Any, line: str, rank_zero_info: Callable[..., None]) -> None:
 
 
 def steps_of(trainer: Any) -> tuple[int, float]:
-    """How many steps there were, and will have been at the end of training: infinite or below 0 if nobody knows.
+    """Number of steps so far, and at the end of training: infinite or below 0 if nobody knows.
 
-    Those of the optimizer; in manual optimization, where there may be any number of them in a batch, batches.
+    Steps are those of the optimizer; in manual optimization, where a batch may have any number of them, batches.
     """
     if any(type(callback).__name__ == "_LRCallback" for callback in trainer.callbacks):
         return trainer.global_step, -1  # Lightning looks for a learning rate

@@ -46,6 +46,22 @@ MUTATIONS = [
         "tests/test_fsdp_lightning.py -k 'trains_as'",
     ),
     Mutation(
+        "made_class_that_no_pickle_finds",
+        f"{PACKAGE}/lightning/classes.py",
+        "Made.__name__ = Made.__qualname__ = name",
+        "Made.__name__ = name",
+        "The classes that a function makes are called what no module has.",
+        "tests/test_lightning.py -k 'of_their_package'",
+    ),
+    Mutation(
+        "callback_of_the_other_package",
+        f"{PACKAGE}/lightning/classes.py",
+        'f"AverageFirstCallback{tree}"',
+        '"AverageFirstCallback"',
+        "The strategies of pytorch_lightning put a callback of lightning into its Trainer.",
+        "tests/test_lightning.py -k 'of_their_package'",
+    ),
+    Mutation(
         "fsdp_of_accelerate_without_hook",
         f"{ACCELERATE}/prepared_models.py",
         "[attach_fsdp(model, resolved) for model in accelerator._models]",
