@@ -81,7 +81,7 @@ def test_a_whole_run_is_as_forecast(run, hook, world):
     assert has_total is not averages(hook)
 
 
-def local_steps(rank, world, hook, takes_turns, num_steps):
+def local_steps(rank, world, hook, takes_turns, num_steps, backwards=1):
     """Lines that are told, and after how many steps; bytes sent and those of plain DDP until each step."""
     ddp = DistributedDataParallel(Params(SHAPES), bucket_cap_mb=4e-3, find_unused_parameters=True)
     names = [list(SHAPES)[:4], list(SHAPES)[4:]] if takes_turns else [list(SHAPES)]
@@ -94,7 +94,8 @@ def local_steps(rank, world, hook, takes_turns, num_steps):
             counted.append((metrics["bytes_sent"], metrics["bytes_dense"]))
             gradients = full_rank_gradients(rank, step, SHAPES)
             backward(ddp, {name: gradients[name] for name in names[step % len(names)]})
-            optimizers[step % len(names)].step()
+            if step % backwards == backwards - 1:
+                optimizers[step % len(names)].step()
             attachment.tell_forecast(lambda line, step=step: lines.append((step + 1, line)), num_steps - step - 1)
         attachment.close()
     return lines, counted
@@ -128,6 +129,14 @@ def test_averages_of_models_are_measured_over_whole_periods(run, hook, start, ta
     # The same in every other period.
     for other in range(begin, 60 - period):
         assert counted[other + period][0] - counted[other][0] == pytest.approx(sent - sent_before)
+
+
+def test_a_period_without_an_average_is_not_told_of(run):
+    """An optimizer that steps after every third synchronized backward."""
+    ((after, line),), counted = run(local_steps, lc.PostLocalSGD(period=4, **ALONE), False, 40, 3)[0]
+    assert after == 14
+    ratio = (counted[13][1] - counted[9][1]) / (counted[13][0] - counted[9][0])
+    assert line.endswith(f"{ratio:.3g}x fewer bytes in steps 9 to 12")
 
 
 WIDE = {"wide": (300, 500), "bias": (500,)}

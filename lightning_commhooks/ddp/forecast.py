@@ -106,7 +106,7 @@ class Forecaster:
         self._has_sparse |= is_sparse
         if step == self._step:
             return
-        now = _Sent(*(getattr(self._running.counters, name) for name in _Sent._fields))
+        now = _Sent(*(getattr(self._running.counters, name) for name in _Sent.__annotations__))
         if self._first < 0:
             self._first, self._before = step, now
         self._step, self._now = step, now
