@@ -240,7 +240,7 @@ NOTHING = {
     "last phase": (
         (lc.Schedule({0: "allreduce", 396: "bf16"}), 400, WIDE),
         "training ends after 400 steps, and hook='schedule' saves at most 1.0% of the bytes that plain DDP sends, "
-        "because it begins to at step 396 only; let it begin after about a tenth of training, 40 steps",
+        "because it begins to at step 396 only; let it begin after about a tenth of training, 40",
     ),
     "min_bytes": (
         ("int8", None, {"first": (100, 100), "second": (100, 100)}),
@@ -291,10 +291,40 @@ def test_a_warning_in_time_and_once(run, label):
 
 
 def test_a_warning_is_not_repeated_in_a_later_phase(run):
-    (said, warned, closing), _ = run(told, lc.PowerSGD(start_powerSGD_iter=195), 200, WIDE, 190, 10)
-    assert len(said) == 2
+    late = lc.PowerSGD(start_powerSGD_iter=995, matrix_approximation_rank=8)  # and compresses nothing then
+    (said, warned, closing), _ = run(told, late, 1000, NARROW, 990, 10)
+    assert [step for step, _ in said] == [993, 998]
     assert len(warned) == 1
+    assert "saves at most 0.5%" in warned[0]
     assert closing == []
+
+
+def test_a_hook_that_compresses_in_the_first_step_alone(run):
+    """DDP has one bucket of both parameters then, and two buckets that are too small later."""
+    (_, (text,), _), _ = run(told, lc.Int8(min_bytes=60_000), None, {"first": (100, 100), "second": (100, 100)})
+    assert text == (
+        "hook='int8' compresses 0.00% of the gradients, and of the bytes that plain DDP sends it saves 0.0%; use "
+        "another hook, or none"
+    )
+
+
+def reset(rank, world):
+    said = []
+    with attached("bf16") as (ddp, attachment):
+        for step in range(10):
+            if step == 5:
+                attachment.reset_state()
+            backward(ddp, full_rank_gradients(rank, step, SHAPES))
+            attachment.tell_forecast(lambda line, step=step: said.append((step + 1, line)), 9 - step)
+    return said
+
+
+def test_a_hook_that_begins_anew_is_told_of_anew(run):
+    said, _ = run(reset)
+    assert [(step, line.partition("compressed ")[2]) for step, line in said] == [
+        (3, "in all 10 steps; 2x fewer bytes"),
+        (8, "in all 5 steps; 2x fewer bytes"),
+    ]
 
 
 def test_what_a_late_hook_does_is_warned_of_when_it_was_measured(run):

@@ -252,9 +252,11 @@ class Forecaster:
         most = (max(0.0, sent.saved) * change + num_steps - change) / num_steps
         if most >= NEXT_TO_NOTHING:
             return ()
+        starts = (f"set {option} to" for _, option, value in late_starts(hook) if value == change)
         return (
             f"{ends}hook={hook.name!r} saves at most {most:.1%} of the bytes that plain DDP sends, because it begins "
-            f"to at step {change:,} only; {_advice(hook, change, num_steps)}",
+            f"to at step {change:,} only; {next(starts, 'let it begin after')} about a tenth of training, "
+            f"{num_steps // 10:,}",
         )
 
 
@@ -271,10 +273,3 @@ def _times(sent: _Sent) -> str:
     times = max(ratio, 1 / ratio)
     number = f"{times:,.0f}" if times >= 100 else f"{times:.3g}"
     return f"{number}x{_FEWER}" if ratio > 1 else f"{number}x as many bytes as plain DDP"
-
-
-def _advice(hook: CommHook, change: int, num_steps: int) -> str:
-    for _, option, value in late_starts(hook):
-        if value == change:
-            return f"set {option} to about a tenth of training, {num_steps // 10:,}"
-    return f"let it begin after about a tenth of training, {num_steps // 10:,} steps"
