@@ -169,7 +169,7 @@ class Forecaster:
         if say is not None:
             say(forecast.line)
         for text in forecast.warnings if is_new else ():
-            warnings.warn(text, stacklevel=4)
+            warnings.warn(text, stacklevel=3)
 
     def make(self, num_steps: int | None) -> Forecast | None:
         """The forecast, if a whole period was measured. Neither collective nor waits for a device."""
