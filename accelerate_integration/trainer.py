@@ -15,7 +15,6 @@ from accelerate_integration.prepared_models import FSDPCommHook, attach_to_prepa
 from accelerate_integration.replaced_methods import replace_method
 from accelerate_integration.trackers import TrainerMonitor, trainer_options
 from lightning_commhooks.codecs.announce import announce
-from lightning_commhooks.ddp.pace import Pace
 from lightning_commhooks.interface.hook import CommHook
 from lightning_commhooks.wrappers.scale import Accumulation
 
@@ -128,7 +127,6 @@ class _TrainerEvents:
     def __init__(self, trainer: Any, handler: CommHookKwargs) -> None:
         self._trainer = trainer
         self._handler = handler
-        self._pace = Pace()
         self._install()
         # A search of hyperparameters makes a new accelerator for each trial.
         replace_method(trainer, "create_accelerator_and_postprocess", self._recreate)
@@ -177,7 +175,7 @@ class _TrainerEvents:
         # Models of earlier trials of a search may still be there.
         for attachment in [each for each in self._handler.attachments if not each.is_closed][-1:]:
             self._events()
-            self._pace.tell(attachment, announce, lambda: (state.global_step, state.max_steps))
+            attachment.tell_forecast(announce, steps=(state.global_step, state.max_steps))
         return original(*args, **kwargs)
 
     def _training_step(

@@ -25,7 +25,6 @@ OURS = {
     "_finalizer",
     "_iter",
     "_nodes",
-    "_pace",
     "_process_group",
     "_runtime",
     "_set_optimizers",

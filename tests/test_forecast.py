@@ -13,10 +13,9 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_commhooks as lc
-from lightning_commhooks.ddp.forecast import FIRST_STEPS
-from lightning_commhooks.ddp.seen import SeenOptimizers
 
 NUM_STEPS = 40
+FIRST_STEPS = 3
 RANK_2 = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 11}
 POST = lc.PostLocalSGD(period=4, start_localSGD_iter=6, post_local_gradient_allreduce=False)
 BY_NAME = {name: lc.get_hook(name) for name in lc.available_hooks()}
@@ -44,79 +43,100 @@ SAID = ("hook=", "training ended after", "hook='.*' ended while")
 
 
 def whole_run(rank, world, hook, num_steps):
-    """The forecast after a few steps, made on rank 0 alone, and the metrics before and after it, and at the end."""
+    """Forecasts before each step, made on rank 0 alone, and the metrics at the end; whether asking changes metrics."""
     ddp = DistributedDataParallel(Params(SHAPES), bucket_cap_mb=4e-3)
     optimizer = torch.optim.Adam(ddp.parameters(), lr=1e-3)
+    forecasts = []
     with ignoring(*SAID):
         attachment = lc.attach(ddp, hook, optimizers=[optimizer])
-        asked_after = 12 if isinstance(hook, lc.Auto) else FIRST_STEPS
         for step in range(num_steps):
-            if step == asked_after:
-                before = attachment.metrics()
-                forecast = attachment.forecast(num_steps) if rank == 0 else None
-                after = attachment.metrics()
+            before = attachment.metrics()
+            forecasts.append(attachment.forecast(num_steps) if rank == 0 else None)
+            assert attachment.metrics() == before
             if getattr(hook, "accumulation", None) == "weighted":
                 attachment.add_weight(1.0)
             backward(ddp, full_rank_gradients(rank, step, SHAPES))
             optimizer.step()
         metrics = attachment.metrics()
         attachment.close()
-    if rank:
-        return None
-    total = {name.name: getattr(forecast.total, name.name) for name in dataclasses.fields(forecast.total)}
-    return total, forecast.compression_ratio, before == after, metrics
+    return forecasts, metrics
+
+
+def averages(hook):
+    return hasattr(hook, "start_localSGD_iter") or any(averages(inner) for inner in hook.inner_hooks)
 
 
 @pytest.mark.parametrize("hook", [pytest.param(hook, id=label) for label, hook in ALL.items()])
 def test_a_whole_run_is_as_forecast(run, hook, world):
-    total, ratio, is_unchanged, metrics = run(whole_run, hook, NUM_STEPS, world=world)[0]
-    assert is_unchanged
-    assert total == pytest.approx({name: metrics[name] for name in total}, rel=0.01)
-    assert ratio == pytest.approx(metrics["compression_ratio"], rel=0.01)
+    forecasts, metrics = run(whole_run, hook, NUM_STEPS, world=world)[0]
+    last_change = max((step for step in hook.changes_at() if step < NUM_STEPS), default=0)
+    assert forecasts[:FIRST_STEPS] == [None] * FIRST_STEPS
+    for step, forecast in enumerate(forecasts):
+        if forecast is None or forecast.bytes_sent is None:
+            continue
+        assert step > last_change, "what comes after a change is not known before"
+        assert forecast.bytes_sent == pytest.approx(metrics["bytes_sent"], rel=0.01)
+        assert forecast.compression_ratio == pytest.approx(metrics["compression_ratio"], rel=0.01)
+    has_total = forecasts[-1] is not None and forecasts[-1].bytes_sent is not None
+    assert has_total is not averages(hook)
 
 
-def two_networks(rank, world, hook):
-    """Two optimizers take turns, as in a GAN."""
+def local_steps(rank, world, hook, takes_turns, num_steps, backwards=1):
+    """Lines that are told, and after how many steps; bytes sent and those of plain DDP until each step."""
     ddp = DistributedDataParallel(Params(SHAPES), bucket_cap_mb=4e-3, find_unused_parameters=True)
-    names = [list(SHAPES)[:4], list(SHAPES)[4:]]
+    names = [list(SHAPES)[:4], list(SHAPES)[4:]] if takes_turns else [list(SHAPES)]
     optimizers = [torch.optim.SGD([ddp.module.get_parameter(name) for name in own], lr=0.1) for own in names]
+    lines, counted = [], []
     with ignoring(*SAID):
         attachment = lc.attach(ddp, hook, optimizers=optimizers)
-        for step in range(61):
-            if step == 5:
-                forecast = attachment.forecast(61)
+        for step in range(num_steps):
+            metrics = attachment.metrics()
+            counted.append((metrics["bytes_sent"], metrics["bytes_dense"]))
             gradients = full_rank_gradients(rank, step, SHAPES)
-            backward(ddp, {name: gradients[name] for name in names[step % 2]})
-            optimizers[step % 2].step()
-        metrics = attachment.metrics()
+            backward(ddp, {name: gradients[name] for name in names[step % len(names)]})
+            if step % backwards == backwards - 1:
+                optimizers[step % len(names)].step()
+            attachment.tell_forecast(lambda line, step=step: lines.append((step + 1, line)), num_steps - step - 1)
         attachment.close()
-    return forecast.bytes_sent, metrics["bytes_sent"]
+    return lines, counted
 
 
-def test_optimizers_that_take_turns(run):
-    (forecast, sent), _ = run(two_networks, lc.PostLocalSGD(period=4, **ALONE))
-    assert forecast == pytest.approx(sent, rel=0.01)
-
-
+@pytest.mark.parametrize("takes_turns", [False, True], ids=["one optimizer", "two that take turns, as in a GAN"])
+@pytest.mark.parametrize("start", [0, 8])
 @pytest.mark.parametrize(
-    ("steps", "expected"),
+    "hook",
     [
-        ([], (0, [])),
-        (["a"], (0, [["a"]])),
-        (["a", "a", "a"], (2, [["a"]])),
-        (["a", "b", "a"], (1, [["b"], ["a"]])),
-        (["a", "b", "a", "b"], (2, [["a"], ["b"]])),
-        (["ab", "ab"], (1, [["a", "b"]])),
-        (["", "a", "a"], (2, [["a"]])),
-        (["a", "", "", "a", "", "", "a"], (4, [[], [], ["a"]])),
+        pytest.param(lc.PostLocalSGD(period=4, **ALONE), id="post_localsgd"),
+        pytest.param(lc.HierarchicalLocalSGD(period_group_size_dict={3: None}, **ALONE), id="hierarchical"),
+        pytest.param(lc.DiLoCo(period=7, fragments=3, **ALONE), id="diloco"),
     ],
 )
-def test_which_optimizers_step(steps, expected):
-    seen = SeenOptimizers()
-    for step, optimizers in enumerate(steps):
-        for optimizer in optimizers:
-            seen.add(optimizer, step)
-    assert seen.cycle() == expected
+def test_averages_of_models_are_measured_over_whole_periods(run, hook, start, takes_turns):
+    hook = dataclasses.replace(hook, start_localSGD_iter=start)
+    lines, counted = run(local_steps, hook, takes_turns, 60)[0]
+    *before, (after, line) = lines
+    assert len(before) == bool(start)
+    period = hook.repeats_after() * (1 + takes_turns)
+    begin, end = start + 1, start + 1 + period
+    assert after == end + 1
+    for before_line in before:
+        assert before_line[0] == 4
+        expected = f": as many bytes as plain DDP until step {start}; ranks step alone from step {start} of 60 on"
+        assert before_line[1].endswith(expected)
+    (sent, dense), (sent_before, dense_before) = counted[end], counted[begin]
+    ratio = f"{(dense - dense_before) / (sent - sent_before):.3g}x fewer bytes in steps {begin} to {end - 1}"
+    assert f": ranks step alone {f'from step {start} of 60 on' if start else 'in all 60 steps'}; {ratio}" in line
+    # The same in every other period.
+    for other in range(begin, 60 - period):
+        assert counted[other + period][0] - counted[other][0] == pytest.approx(sent - sent_before)
+
+
+def test_a_period_without_an_average_is_not_told_of(run):
+    """An optimizer that steps after every third synchronized backward."""
+    ((after, line),), counted = run(local_steps, lc.PostLocalSGD(period=4, **ALONE), False, 40, 3)[0]
+    assert after == 14
+    ratio = (counted[13][1] - counted[9][1]) / (counted[13][0] - counted[9][0])
+    assert line.endswith(f"{ratio:.3g}x fewer bytes in steps 9 to 12")
 
 
 WIDE = {"wide": (300, 500), "bias": (500,)}
@@ -125,8 +145,8 @@ START = "start_powerSGD_iter"
 AT_ONCE = {START: 0}
 
 
-def told(rank, world, hook, num_left, shapes, resumed_at=0):
-    """What is said and warned of after each step, and when the hook is closed."""
+def told(rank, world, hook, num_steps, shapes, resumed_at=0, steps=5):
+    """What is said after how many steps, what is warned of, and what when the hook is closed."""
     said = []
     with attached(hook, shapes) as (ddp, attachment):
         optimizer = zero_lr(ddp)
@@ -135,77 +155,92 @@ def told(rank, world, hook, num_left, shapes, resumed_at=0):
             attachment.load_state_dict({**attachment.state_dict(), "steps": resumed_at})
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            for step in range(FIRST_STEPS + 2):
+            for step in range(resumed_at + 1, resumed_at + steps + 1):
                 backward(ddp, full_rank_gradients(rank, step, shapes))
                 optimizer.step()
-                attachment.tell_forecast(said.append, num_left)
-                assert bool(said) == (rank == 0 and step + 1 >= FIRST_STEPS)
+                num_left = None if num_steps is None else num_steps - step
+                attachment.tell_forecast(lambda line, step=step: said.append((step, line)), num_left)
         texts = [str(warning.message) for warning in caught]
         return said, texts, closing_texts(attachment)
 
 
 POWERSGD = lc.PowerSGD(matrix_approximation_rank=4, start_powerSGD_iter=1000)
+RANK_4 = "PowerSGD(matrix_approximation_rank=4): "
+PHASES = lc.Schedule({0: "allreduce", 6: "bf16", 12: dataclasses.replace(POWERSGD, **AT_ONCE)})
 GOOD = {
     "late": (
-        (POWERSGD, 1197, WIDE),
-        "PowerSGD(matrix_approximation_rank=4): 99.7% of the gradients are compressed from step 1,000 of 1,200 on; "
-        "40.7x fewer bytes then, 1.19x over the run",
+        (POWERSGD, 1200, WIDE),
+        {3: f"{RANK_4}as many bytes as plain DDP until step 1,000; it compresses from step 1,000 of 1,200 on"},
     ),
     "resumed": (
-        (POWERSGD, 197, WIDE, 900),
-        "PowerSGD(matrix_approximation_rank=4): 99.7% of the gradients are compressed from step 1,000 of 1,100 on; "
-        "40.7x fewer bytes then, 1.95x over the rest of the run",
+        (POWERSGD, 1100, WIDE, 990, 15),
+        {
+            993: f"{RANK_4}as many bytes as plain DDP until step 1,000; it compresses from step 1,000 of 1,100 on",
+            1003: f"{RANK_4}99.7% of the gradients are compressed from step 1,000 of 1,100 on; 40.7x fewer bytes then, "
+            "8.83x over the rest of the run",
+        },
     ),
     "resumed later": (
-        (POWERSGD, 297, WIDE, 1100),
-        "PowerSGD(matrix_approximation_rank=4): 99.7% of the gradients are compressed from step 1,100 to 1,400; 40.7x "
-        "fewer bytes",
+        (POWERSGD, 1400, WIDE, 1100),
+        {1103: f"{RANK_4}99.7% of the gradients are compressed from step 1,100 to 1,400; 40.7x fewer bytes"},
     ),
     "no total": (
-        (POWERSGD, None, WIDE),
-        "PowerSGD(matrix_approximation_rank=4): 99.7% of the gradients are compressed from step 1,000 on; 40.7x fewer "
-        "bytes then",
+        (POWERSGD, None, WIDE, 990, 15),
+        {
+            993: f"{RANK_4}as many bytes as plain DDP until step 1,000; it compresses from step 1,000 on",
+            1003: f"{RANK_4}99.7% of the gradients are compressed from step 1,000 on; 40.7x fewer bytes then",
+        },
     ),
-    "at once": (("bf16", 97, WIDE), "'bf16': 100% of the gradients are compressed in all 100 steps; 2x fewer bytes"),
-    "plain": (("allreduce", 97, WIDE), "'allreduce': as many bytes as plain DDP in all 100 steps"),
+    "at once": (
+        ("bf16", 100, WIDE),
+        {3: "'bf16': 100% of the gradients are compressed in all 100 steps; 2x fewer bytes"},
+    ),
+    "plain": (("allreduce", 100, WIDE), {3: "'allreduce': as many bytes as plain DDP in all 100 steps"}),
     "alone": (
-        (lc.PostLocalSGD(period=8, post_local_gradient_allreduce=False), 997, WIDE),
-        "PostLocalSGD(post_local_gradient_allreduce=False): ranks step alone from step 100 of 1,000 on; 8x fewer bytes "
-        "then, 4.72x over the run",
+        (lc.PostLocalSGD(post_local_gradient_allreduce=False), 1000, WIDE),
+        {
+            4: "PostLocalSGD(post_local_gradient_allreduce=False): as many bytes as plain DDP until step 100; ranks "
+            "step alone from step 100 of 1,000 on"
+        },
     ),
     "phases": (
-        (lc.Schedule({0: "allreduce", 10: "bf16", 50: "fp16", 60: dataclasses.replace(POWERSGD, **AT_ONCE)}), 97, WIDE),
-        "'schedule': until step 10 as many bytes as plain DDP; until step 60 2x fewer bytes; from step 60 of 100 on "
-        "40.7x fewer bytes, 2.78x over the run",
+        (PHASES, 20, WIDE, 0, 17),
+        {
+            3: "'schedule': as many bytes as plain DDP until step 6; it sends otherwise from step 6 of 20 on",
+            9: "'schedule': 100% of the gradients are compressed until step 12; 2x fewer bytes; it sends otherwise "
+            "from step 12 of 20 on",
+            15: "'schedule': 99.7% of the gradients are compressed from step 12 of 20 on; 40.7x fewer bytes then, "
+            "2.17x over the run",
+        },
     ),
 }
 
 
 @pytest.mark.parametrize("label", GOOD)
-def test_one_line(run, label):
+def test_one_line_in_each_phase(run, label):
     arguments, expected = GOOD[label]
     (said, warned, _), others = run(told, *arguments)
-    (line,) = said
-    assert line == f"Forecast for communication hook {expected}"
+    assert dict(said) == {step: f"Forecast for communication hook {line}" for step, line in expected.items()}
+    assert len(said) == len(expected)
     assert warned == []
     assert others[:2] == ([], [])
 
 
 NOTHING = {
     "beyond the end": (
-        (lc.PowerSGD(), 197, WIDE),
+        (lc.PowerSGD(), 200, WIDE),
         "training ends after 200 steps, and hook='powersgd' compresses from start_powerSGD_iter=1000 on; set it to "
         "about a tenth of training, 20 here",
     ),
     "just before the end": (
-        (lc.PowerSGD(start_powerSGD_iter=195), 197, WIDE),
-        "training ends after 200 steps, and hook='powersgd' saves 2.5% of the bytes that plain DDP sends, because it "
-        "begins to at step 195 only; set start_powerSGD_iter to about a tenth of training, 20",
+        (lc.PowerSGD(start_powerSGD_iter=195), 200, WIDE),
+        "training ends after 200 steps, and hook='powersgd' saves at most 2.5% of the bytes that plain DDP sends, "
+        "because it begins to at step 195 only; set start_powerSGD_iter to about a tenth of training, 20",
     ),
     "last phase": (
-        (lc.Schedule({0: "allreduce", 396: "bf16"}), 397, WIDE),
-        "training ends after 400 steps, and hook='schedule' saves 0.5% of the bytes that plain DDP sends, because it "
-        "begins to at step 396 only; let it begin after about a tenth of training, 40 steps",
+        (lc.Schedule({0: "allreduce", 396: "bf16"}), 400, WIDE),
+        "training ends after 400 steps, and hook='schedule' saves at most 1.0% of the bytes that plain DDP sends, "
+        "because it begins to at step 396 only; let it begin after about a tenth of training, 40",
     ),
     "min_bytes": (
         ("int8", None, {"first": (100, 100), "second": (100, 100)}),
@@ -234,17 +269,12 @@ NOTHING = {
         "matrix_approximation_rank=1; lower min_compression_rate, or use hook='bf16'",
     ),
     "alone too late": (
-        (lc.PostLocalSGD(post_local_gradient_allreduce=False), 47, WIDE),
+        (lc.PostLocalSGD(post_local_gradient_allreduce=False), 50, WIDE),
         "training ends after 50 steps, and hook='post_localsgd' averages gradients over all ranks until "
         "start_localSGD_iter=100; set it to about a tenth of training, 5 here",
     ),
-    "never averaged": (
-        (lc.PostLocalSGD(period=64, **ALONE), 47, WIDE),
-        "training ends after 50 steps, and hook='post_localsgd' has never averaged models, the first period of steps "
-        "has not ended",
-    ),
     "resumed": (
-        (lc.PowerSGD(), 97, WIDE, 500),
+        (lc.PowerSGD(), 600, WIDE, 500),
         "training ends after 600 steps, and hook='powersgd' compresses from start_powerSGD_iter=1000 on; set it to "
         "about a tenth of training, 60 here",
     ),
@@ -260,31 +290,72 @@ def test_a_warning_in_time_and_once(run, label):
     assert others[:2] == ([], [])
 
 
-def test_a_run_that_is_shorter_than_told_is_warned_of_at_its_end(run):
-    (_, warned, (text,)), _ = run(told, lc.PowerSGD(start_powerSGD_iter=10), 997, WIDE)
+def test_a_warning_is_not_repeated_in_a_later_phase(run):
+    late = lc.PowerSGD(start_powerSGD_iter=995, matrix_approximation_rank=8)  # and compresses nothing then
+    (said, warned, closing), _ = run(told, late, 1000, NARROW, 990, 10)
+    assert [step for step, _ in said] == [993, 998]
+    assert len(warned) == 1
+    assert "saves at most 0.5%" in warned[0]
+    assert closing == []
+
+
+def test_a_hook_that_compresses_in_the_first_step_alone(run):
+    """DDP has one bucket of both parameters then, and two buckets that are too small later."""
+    (_, (text,), _), _ = run(told, lc.Int8(min_bytes=60_000), None, {"first": (100, 100), "second": (100, 100)})
+    assert text == (
+        "hook='int8' compresses 0.00% of the gradients, and of the bytes that plain DDP sends it saves 0.0%; use "
+        "another hook, or none"
+    )
+
+
+def reset(rank, world):
+    said = []
+    with attached("bf16") as (ddp, attachment):
+        for step in range(10):
+            if step == 5:
+                attachment.reset_state()
+            backward(ddp, full_rank_gradients(rank, step, SHAPES))
+            attachment.tell_forecast(lambda line, step=step: said.append((step + 1, line)), 9 - step)
+    return said
+
+
+def test_a_hook_that_begins_anew_is_told_of_anew(run):
+    said, _ = run(reset)
+    assert [(step, line.partition("compressed ")[2]) for step, line in said] == [
+        (3, "in all 10 steps; 2x fewer bytes"),
+        (8, "in all 5 steps; 2x fewer bytes"),
+    ]
+
+
+def test_what_a_late_hook_does_is_warned_of_when_it_was_measured(run):
+    late = lc.PowerSGD(start_powerSGD_iter=5, matrix_approximation_rank=8)
+    (said, (text,), closing), _ = run(told, late, 100, NARROW, 0, 9)
+    assert [step for step, _ in said] == [3, 8]
+    assert text.startswith("training ends after 100 steps, and hook='powersgd' compresses nothing, no gradient")
+    assert closing == []
+
+
+@pytest.mark.parametrize(
+    ("hook", "why"),
+    [
+        (lc.PowerSGD(start_powerSGD_iter=10), "compresses from start_powerSGD_iter=10 on; set it to"),
+        (lc.PostLocalSGD(period=64, **ALONE), "has never averaged models, the first period of steps has not ended"),
+    ],
+)
+def test_a_run_that_is_shorter_than_told_is_warned_of_at_its_end(run, hook, why):
+    (_, warned, texts), _ = run(told, hook, 1000, WIDE)
     assert warned == []
-    assert text.startswith(f"training ended after {FIRST_STEPS + 2} steps, and hook='powersgd' compresses from {START}")
+    assert any(text.startswith(f"training ended after 5 steps, and hook={hook.name!r} {why}") for text in texts)
 
 
-class OnTheHost(lc.BoundHook):
-    """Sends as much as its numbers need."""
-
-    def reduce(self, flat, bucket):
-        if flat.sum().item() != 0:
-            self.group.all_reduce_mean_(flat)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Host(lc.CommHook):
-    name = "host"
-
-    def bind(self, group):
-        return OnTheHost(group)
+def test_nothing_is_said_of_less_than_a_period(run):
+    (said, warned, _), _ = run(told, lc.PostLocalSGD(period=8, **ALONE), 1000, WIDE, 0, 9)
+    assert (said, warned) == ([], [])
 
 
 def no_forecast(rank, world):
     results = []
-    for hook in (Host(), default_hooks.allreduce_hook, lc.Auto()):
+    for hook in (default_hooks.allreduce_hook, lc.Auto()):
         with attached(hook) as (ddp, attachment):
             for step in range(4):
                 backward(ddp, full_rank_gradients(rank, step, SHAPES))
@@ -293,14 +364,15 @@ def no_forecast(rank, world):
             backward(ddp, full_rank_gradients(rank, 4, SHAPES))
     alone = [dist.new_group([each]) for each in range(world)][rank]
     with attached("bf16", process_group=alone) as (ddp, attachment):
-        backward(ddp, full_rank_gradients(rank, 0, SHAPES))
+        for step in range(4):
+            backward(ddp, full_rank_gradients(rank, step, SHAPES))
         results.append(attachment.forecast(10))
     dist.destroy_process_group(alone)
     return results
 
 
 def test_no_forecast_is_no_error(run):
-    assert run(no_forecast) == [[None] * 4] * 2
+    assert run(no_forecast) == [[None] * 3] * 2
 
 
 def sparse(rank, world):
@@ -308,7 +380,7 @@ def sparse(rank, world):
     ddp = DistributedDataParallel(model)
     with ignoring(*SAID):
         attachment = lc.attach(ddp, "bf16")
-        for _ in range(3):
+        for _ in range(4):
             ddp(torch.arange(4)).sum().backward()
         forecast = attachment.forecast(10)
         attachment.close()

@@ -23,18 +23,22 @@ def results(tmp_path_factory):
 @pytest.mark.parametrize(
     ("label", "when"),
     [
-        ("trainer", "from step 4 of 12 on; "),
-        ("resumed", "from step 6 to 16; "),
-        ("epochs", "from step 4 of 19 on; "),
-        ("tracker", "from step 4 of 8 on; "),
-        ("accumulated", "from step 4 of 8 on; "),
-        ("unknown", "from step 4 on; "),
+        ("trainer", "from step 4 of 12 on"),
+        ("resumed", "from step 6 to 16"),
+        ("epochs", "from step 4 of 19 on"),
+        ("tracker", "from step 4 of 8 on"),
+        ("accumulated", "from step 4 of 8 on"),
+        ("unknown", "from step 4 on"),
     ],
 )
-def test_one_line(results, label, when):
-    (line,) = results[label]["lines"]
+def test_one_line_and_one_when_it_compresses(results, label, when):
+    *before, line = results[label]["lines"]
+    if label == "resumed":
+        assert before == []
+    else:
+        assert before == [f"{POWERSGD}as many bytes as plain DDP until step 4; it compresses {when}"]
     assert line.startswith(POWERSGD)
-    assert f"% of the gradients are compressed {when}" in line
+    assert f"% of the gradients are compressed {when}; " in line
     assert results[label]["warned"] == []
     if label not in ("resumed", "unknown"):
         ratio = results[label]["metrics"]["compression_ratio"]

@@ -51,10 +51,8 @@ class Communicator:
         size: number of ranks.
         rank: this process's rank among them.
         global_rank: this process's rank among all processes.
-        is_dry_run: whether nobody is there, and nothing that is averaged is ever used: see `CountingGroup`.
     """
 
-    is_dry_run: bool = False
     _why_no_process_group = "the process group of this communication hook is gone: the hook was closed"
 
     def __init__(

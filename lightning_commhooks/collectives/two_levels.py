@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lightning_commhooks.codecs.codec import Codec, Kernels
 from lightning_commhooks.collectives.communicator import Kind, Wait
 from lightning_commhooks.collectives.group import Group
 
@@ -29,17 +28,10 @@ class TwoLevels(Group):
         self.across = everyone.split([list(ranks) for ranks in zip(*nodes, strict=True)])
         self.num_lanes = everyone.num_lanes
         self.global_rank = everyone.global_rank
-        self.is_dry_run = everyone.is_dry_run
 
     def all_gather_numbers(self, numbers: list[int], dtype: torch.dtype = torch.int64) -> list[list[int]]:
         """The numbers of each rank of all nodes, which may differ within a node."""
         return self._everyone.all_gather_numbers(numbers, dtype)
-
-    def kernels(self, codec: Codec, *, feedback: bool, two_shot: bool) -> Kernels:
-        everyone = self._everyone
-        if everyone.is_dry_run:
-            return everyone.kernels(codec, feedback=feedback, two_shot=two_shot)
-        return super().kernels(codec, feedback=feedback, two_shot=two_shot)
 
     def all_reduce_sparse_mean(self, grad: Tensor) -> Tensor:
         """Mean over all ranks of a sparse COO tensor, which may differ within a node."""

@@ -17,7 +17,7 @@ from lightning_commhooks.collectives.agreement import raise_on_all_ranks
 from lightning_commhooks.collectives.errors import HookError
 from lightning_commhooks.collectives.link import Link
 from lightning_commhooks.collectives.measure_link import check_ranks, measure_link
-from lightning_commhooks.ddp import checkpoint, forecast
+from lightning_commhooks.ddp import checkpoint
 from lightning_commhooks.ddp.copies import nothing
 from lightning_commhooks.ddp.forecast import Forecast
 from lightning_commhooks.ddp.model import checked_model, device_of, register, unwrapped
@@ -196,40 +196,44 @@ class Attachment:
         return self._runtime.watch.not_compressed()
 
     def forecast(self, num_steps: int | None = None) -> Forecast | None:
-        """What training will send, by the steps so far and a dry run of the others. Call it outside of a backward.
+        """What training will send, by what was measured so far. Neither collective nor waits for a device.
 
-        At the earliest after the second step: DDP makes its buckets anew after the first. Neither collective nor waits
-        for a device. The dry run binds the hook once more, to tensors without numbers.
+        Of what the hook does after a later change, as `start_powerSGD_iter`, only the step is known: ask again then.
 
         Args:
             num_steps: synchronized backwards that training has in all, from its beginning on, those before a checkpoint
                 included; `None`: not known.
 
         Returns:
-            the forecast, one line when it is printed; `None` for a user's own function, for sparse gradients, in one
-            process, before `auto` has chosen, and for a hook that reads numbers on the host.
+            the forecast, one line when it is printed; `None` before a whole period was measured, which takes three
+            steps, and again after each change; for a user's own function, for sparse gradients, in one process, and
+            before `auto` has chosen. Of hooks that average models a period is that between averagings, times the
+            number of optimizers.
         """
         if num_steps is not None:
             check_integer("num_steps", num_steps, 1)
-        return forecast.make_forecast(self._runtime, num_steps)
+        return self._runtime.forecaster.make(num_steps)
 
-    @property
-    def is_forecast_due(self) -> bool:
-        """Whether it is time for `tell_forecast`."""
-        return not self.is_closed and forecast.is_due(self._runtime)
-
-    def tell_forecast(self, say: Callable[[str], None] | None = None, num_left: int | None = None) -> None:
+    def tell_forecast(
+        self,
+        say: Callable[[str], None] | None = None,
+        num_left: int | None = None,
+        *,
+        steps: tuple[int, float] | None = None,
+    ) -> None:
         """Say on the first rank what training will do, and warn there if next to nothing will be compressed.
 
-        Does nothing until the first steps are over, and when it was called since then, so call it after each step, on
-        all ranks. What it has warned of is not repeated when training ends.
+        Says one line after the first steps, and one a few steps after each change of the hook, so call it after each
+        step, on all ranks. It warns once, and that is not repeated when training ends.
 
         Args:
             say: shows one line; `None`: warnings only.
             num_left: synchronized backwards that are still to come; `None`: not known.
+            steps: instead of `num_left`, for a framework whose steps have perhaps several synchronized backwards: how
+                many of its steps there were, and will have been when training ends; infinite or below 0: not known.
         """
-        if self.is_forecast_due:
-            forecast.tell(self._runtime, say, num_left)
+        if not self.is_closed:
+            self._runtime.forecaster.tell(say, num_left, steps)
 
     def compression_stats(self) -> tuple[float, int, int]:
         """`(rate, numel_before, numel_after)` since compression began, as `PowerSGDState.compression_stats`.

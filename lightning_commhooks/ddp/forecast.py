@@ -1,31 +1,25 @@
-"""What will this training send? Told after its first steps, by a dry run of the others."""
+"""What training will send: one line after its first steps, and one after each change, from what was measured."""
 
 from __future__ import annotations
 
-import logging
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, is_dataclass
+from typing import NamedTuple
 
-import torch
-
-from lightning_commhooks.ddp.dry_run import DryRun, Sent, Training
-from lightning_commhooks.ddp.runtime import Runtime
-from lightning_commhooks.ddp.stretches import Stretch, go_through
+from lightning_commhooks.ddp.local_steps import LocalSteps
+from lightning_commhooks.ddp.running import RunningHook
+from lightning_commhooks.interface.averages_models import averages_models, is_local
 from lightning_commhooks.interface.hook import NEXT_TO_NOTHING, CommHook
 from lightning_commhooks.interface.python_code import code
 from lightning_commhooks.interface.user_function import UserFunction
 from lightning_commhooks.wrappers.auto import Auto
 from lightning_commhooks.wrappers.late_start import late_starts
 
-# Synchronized backwards before: DDP rebuilds its buckets after the first, and two optimizers take turns.
-FIRST_STEPS = 3
 # A hook with more options is told by its name.
 _LONGEST_NAME = 80
 _FEWER = " fewer bytes"
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -33,205 +27,249 @@ class Forecast:
     """What a training sends, made by `Attachment.forecast`. `str()` gives it as one line.
 
     Attributes:
-        hook: the hook, as Python code.
-        first_step: number of the first step in this process, from 0 on; above 0 when training was resumed.
-        num_steps: number of steps of the training, counted from its beginning; `None`: unknown.
-        stretches: what is sent when.
-        total: what this process sends in all its steps; `None` if their number is unknown.
-        warnings: why it is nothing or next to nothing that is compressed, and what to set.
+        line: what was measured, and from which step on the hook sends otherwise.
+        bytes_sent: payload bytes that this rank sends from the first step in this process to the last; `None` if that
+            is not known yet: the number of steps is unknown, the hook changes later on, or it averages models.
+        compression_ratio: bytes that plain DDP sends in these steps, over `bytes_sent`; `None` if that is not known.
+        warnings: why nothing or next to nothing is compressed, and what to set.
     """
 
-    hook: str
-    first_step: int
-    num_steps: int | None
-    stretches: tuple[Stretch, ...]
-    total: Sent | None
+    line: str
+    bytes_sent: float | None
+    compression_ratio: float | None
     warnings: tuple[str, ...]
 
-    @property
-    def bytes_sent(self) -> float | None:
-        """Payload bytes that this rank sends in this process, as in `Attachment.metrics`; `None` if that is unknown."""
-        return None if self.total is None else self.total.bytes_sent
-
-    @property
-    def compression_ratio(self) -> float | None:
-        """Bytes plain DDP would send, over `bytes_sent`; `None` if that is unknown."""
-        if self.total is None:
-            return None
-        return self.total.bytes_dense / self.total.bytes_sent if self.total.bytes_sent else math.inf
-
     def __str__(self) -> str:
-        parts = _merged([each for each in self.stretches if each.last is None or each.last > self.first_step])
-        what, when, times = _what(parts[-1]), self._when(parts[-1]), _times(parts[-1].usual)
-        if len(parts) == 1:
-            text = f"{what} {when}; {times}" if what else f"{times} {when}"
-        elif len(parts) == 2 and what:
-            text = f"{what} {when}; {times} then"
+        return self.line
+
+
+class _Sent(NamedTuple):
+    """Counts until a step, or from one to another: see `Counters`."""
+
+    bytes_sent: float
+    bytes_dense: float
+    bytes_sent_between_nodes: float
+    bytes_dense_between_nodes: float
+    numel_compressed: float
+    numel_uncompressed: float
+    averagings: float
+
+    def plus(self, other: _Sent, times: float) -> _Sent:
+        return _Sent(*(own + times * more for own, more in zip(self, other, strict=True)))
+
+    @property
+    def is_between_nodes(self) -> bool:
+        """Whether what leaves nodes counts, since they have several ranks each."""
+        return 0 < self.bytes_dense_between_nodes < 0.999 * self.bytes_dense
+
+    @property
+    def ratio(self) -> float:
+        """Bytes of plain DDP over bytes sent; inf if nothing is sent."""
+        sent, dense = self[2:4] if self.is_between_nodes else self[:2]
+        return dense / sent if sent else math.inf
+
+    @property
+    def saved(self) -> float:
+        """Part of the bytes of plain DDP that is not sent; below 0 if more is sent."""
+        return 1 - 1 / self.ratio if self.bytes_dense else 0.0
+
+    @property
+    def share_compressed(self) -> float:
+        return self.numel_compressed / max(1, self.numel_compressed + self.numel_uncompressed)
+
+
+class Forecaster:
+    """Measures what the steps of a hook send, over whole periods between its changes, and says it.
+
+    Attributes:
+        has_warned: whether the user was warned that next to nothing is compressed.
+    """
+
+    def __init__(self, running: RunningHook, local: LocalSteps) -> None:
+        self._running = running
+        self._local = local
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget all steps: the hook begins anew, or goes on from a checkpoint."""
+        self.has_warned = self._has_sparse = False
+        self._step = self._first = self._phase = self._told = -1
+        self._hook: CommHook | None = None
+        self._changes: list[int] = []
+        # Where the present period begins, and the last whole one with its two ends.
+        self._begin: tuple[int, _Sent] | None = None
+        self._measured: tuple[int, int, _Sent] | None = None
+        self._framework_began: tuple[int, int] | None = None
+
+    def begin_step(self, step: int, is_sparse: bool) -> None:
+        """Note what was sent before a step, by optimizers' steps too. Called for each bucket of the step."""
+        self._has_sparse |= is_sparse
+        if step == self._step:
+            return
+        now = _Sent(*(getattr(self._running.counters, name) for name in _Sent.__annotations__))
+        if self._first < 0:
+            self._first, self._before = step, now
+        self._step, self._now = step, now
+        hook = self._config()
+        if hook is None or hook is not self._hook or step in self._changes:
+            # The first step is by itself: DDP builds its buckets anew after it, and a hook pays what another one owed.
+            self._hook, self._changes = hook, sorted(hook.changes_at()) if hook is not None else []
+            self._phase, self._begin, self._measured = step, None, None
+        elif self._begin is None:
+            self._begin = step, now
+        elif step - self._begin[0] >= self._period(hook):
+            begin, before = self._begin
+            sent = now.plus(before, -1)
+            # Ranks that step alone average now and then: perhaps optimizers step more seldom than the backward ends.
+            if sent.averagings or not is_local(self._running.bound, step - 1):
+                self._measured = begin, step, sent
+            self._begin = step, now
+
+    def _config(self) -> CommHook | None:
+        """The hook that is used from now on, if it is known what it sends."""
+        method = self._running.method
+        if isinstance(method, UserFunction):
+            return None
+        if isinstance(method, Auto):
+            chosen: CommHook | None = getattr(self._running.bound, "chosen", None)
+            return chosen
+        return self._running.config
+
+    def _period(self, hook: CommHook) -> int:
+        """Steps after which what is sent repeats. Of optimizers that take turns each counts its own."""
+        if not averages_models(self._running.bound):
+            return hook.repeats_after()
+        if is_local(self._running.bound, self._step):
+            return hook.repeats_after() * max(1, self._local.num_optimizers)
+        return 2  # of PowerSGD's half iterations, as in another phase of a schedule
+
+    def tell(self, say: Callable[[str], None] | None, num_left: int | None, steps: tuple[int, float] | None) -> None:
+        """Say once in each phase of the hook what training will do, and warn once, on the first rank.
+
+        Arguments are those of `Attachment.tell_forecast`.
+        """
+        if steps is not None:
+            done, end = steps
+            if self._framework_began is None or done < self._framework_began[0]:
+                self._framework_began = done, self._running.counters.steps
+            before, backwards = self._framework_began
+            if done == before:
+                return
+            pace = (self._running.counters.steps - backwards) / (done - before)
+            num_left = round((end - done) * pace) if done <= end < math.inf else None
+        if self._told == self._phase:
+            return
+        forecast = self.make(None if num_left is None else self._running.clock.steps + num_left)
+        if forecast is None:
+            return
+        self._told = self._phase
+        is_new, self.has_warned = not self.has_warned, self.has_warned or bool(forecast.warnings)
+        if self._running.bound.group.rank != 0:
+            return
+        if say is not None:
+            say(forecast.line)
+        for text in forecast.warnings if is_new else ():
+            warnings.warn(text, stacklevel=3)
+
+    def make(self, num_steps: int | None) -> Forecast | None:
+        """The forecast, if a whole period was measured. Neither collective nor waits for a device."""
+        if self._measured is None or self._has_sparse or self._running.bound.group.size == 1:
+            return None
+        if num_steps is not None and num_steps < self._running.clock.steps:
+            num_steps = None
+        begin, end, sent = self._measured
+        change = next((c for c in self._changes if self._step < c < (num_steps or math.inf)), None)
+        total = None
+        if num_steps is not None and change is None and not averages_models(self._running.bound):
+            total = self._now.plus(self._before, -1).plus(sent, (num_steps - self._step) / (end - begin))
+        return Forecast(
+            f"Forecast for communication hook {self._name()}: {self._line(num_steps, change, total)}",
+            total and total.bytes_sent,
+            total and (total.bytes_dense / total.bytes_sent if total.bytes_sent else math.inf),
+            self._warnings(num_steps, change, sent, total),
+        )
+
+    def _name(self) -> str:
+        """The hook as a user would write it, unless that is long."""
+        method = self._running.method
+        name = code(method).replace('"', "'") if is_dataclass(method) else ""
+        if isinstance(method, Auto) and self._hook is not None:
+            name = f"'auto', which is {code(self._hook)} now".replace('"', "'")
+        return name if 0 < len(name) <= _LONGEST_NAME else f"'{method.name}'"
+
+    def _line(self, num_steps: int | None, change: int | None, total: _Sent | None) -> str:
+        assert self._measured is not None
+        begin, end, sent = self._measured
+        is_alone, times = is_local(self._running.bound, end - 1), _times(sent)
+        what = f"{100 * sent.share_compressed:.3g}% of the gradients are compressed" if sent.share_compressed else ""
+        what = "ranks step alone" if is_alone else what
+        first = self._first
+        if change is not None:
+            when = f"until step {change:,}"
+        elif self._phase > first or num_steps is None:
+            when = _from(self._phase, num_steps) if self._phase else "from the first step on"
         else:
-            text = "; ".join(f"{self._when(each)} {_times(each.usual)}" for each in parts)
-        if self.total is not None and (len(parts) > 1 or abs(self.total.saved - parts[0].usual.saved) > 0.02):
-            over = _times(self.total)
+            when = f"from step {first:,} to {num_steps:,}" if first else f"in all {num_steps:,} steps"
+        text = f"{what} {when}; {times}" if what else f"{times} {when}"
+        if is_alone:
+            text += f" in steps {begin:,} to {end - 1:,}"
+        elif what and change is None and self._phase > first:
+            text += " then"
+        if change is not None:
+            text += f"; {self._what_comes(change)} {_from(change, num_steps)}"
+        if total is not None and (self._phase > first or abs(total.saved - sent.saved) > 0.02):
             # As in "25x fewer bytes then, 1.2x over the run".
-            over = over.removesuffix(_FEWER) if times.endswith(_FEWER) else over
-            text += f", {over} over the {'rest of the ' if self.first_step else ''}run"
-        if parts[-1].usual.is_between_nodes:
-            text += "; of those that leave a node"
-        return f"Forecast for communication hook {self.hook}: {text}"
+            over = _times(total).removesuffix(_FEWER) if times.endswith(_FEWER) else _times(total)
+            text += f", {over} over the {'rest of the ' if first else ''}run"
+        return text + ("; of those that leave a node" if sent.is_between_nodes else "")
 
-    def _when(self, part: Stretch) -> str:
-        first, last = max(part.first, self.first_step), self.num_steps
-        if part.first <= self.first_step and part.last == last:
-            if last is None:
-                return "from the first step on" if not first else f"from step {first:,} on"
-            return f"in all {last:,} steps" if not first else f"from step {first:,} to {last:,}"
-        if part.last != last:
-            return f"until step {part.last:,}"
-        return f"from step {first:,} on" if last is None else f"from step {first:,} of {last:,} on"
+    def _what_comes(self, change: int) -> str:
+        """What the hook does from that step on, which is not measured yet."""
+        bound = self._running.bound
+        if is_local(bound, change):
+            return "ranks step alone"
+        assert self._hook is not None
+        is_late = any(value == change for _, _, value in late_starts(self._hook))
+        return "it compresses" if is_late and not averages_models(bound) else "it sends otherwise"
+
+    def _warnings(self, num_steps: int | None, change: int | None, sent: _Sent, total: _Sent | None) -> tuple[str, ...]:
+        """What the user should change."""
+        assert self._hook is not None
+        hook, ends = self._hook, "" if num_steps is None else f"training ends after {num_steps:,} steps, and "
+        if change is None:
+            reason = self._running.bound.not_begun(self._step if num_steps is None else num_steps - 1)
+            if reason is not None:
+                return (f"{ends}{reason}",)
+            is_little = sent.saved < NEXT_TO_NOTHING and (total is None or total.saved < NEXT_TO_NOTHING)
+            if not is_little or not self._now.numel_compressed:
+                return ()  # the latter for hooks that are not for that
+            return (
+                f"hook={hook.name!r} compresses {sent.share_compressed:.2%} of the gradients, and of the bytes that "
+                f"plain DDP sends it saves {sent.saved:.1%}; use another hook, or none",
+            )
+        if num_steps is None:
+            return ()
+        most = (max(0.0, sent.saved) * change + num_steps - change) / num_steps
+        if most >= NEXT_TO_NOTHING:
+            return ()
+        starts = (f"set {option} to" for _, option, value in late_starts(hook) if value == change)
+        return (
+            f"{ends}hook={hook.name!r} saves at most {most:.1%} of the bytes that plain DDP sends, because it begins "
+            f"to at step {change:,} only; {next(starts, 'let it begin after')} about a tenth of training, "
+            f"{num_steps // 10:,}",
+        )
 
 
-def _merged(parts: Sequence[Stretch]) -> list[Stretch]:
-    """Without steps at which nothing changes after all. There is a part."""
-    merged = [parts[0]]
-    for part in parts[1:]:
-        before = merged[-1]
-        if before.is_local == part.is_local and abs(before.usual.saved - part.usual.saved) < 0.005:
-            merged[-1] = Stretch(before.first, part.last, part.period, part.is_local, part.steps)
-        else:
-            merged.append(part)
-    return merged
+def _from(step: int, num_steps: int | None) -> str:
+    return f"from step {step:,} on" if num_steps is None else f"from step {step:,} of {num_steps:,} on"
 
 
-def _what(part: Stretch) -> str:
-    """What is done to send less, if anything."""
-    if part.is_local:
-        return "ranks step alone"
-    if not part.usual.numel_compressed:
-        return ""
-    return f"{100 * part.usual.share_compressed:.3g}% of the gradients are compressed"
-
-
-def _times(sent: Sent) -> str:
+def _times(sent: _Sent) -> str:
     ratio = sent.ratio
     if math.isinf(ratio):
         return "nothing is sent"
     if abs(ratio - 1) < 0.005:
         return "as many bytes as plain DDP"
-    return f"{_number(ratio)}x{_FEWER}" if ratio > 1 else f"{_number(1 / ratio)}x as many bytes as plain DDP"
-
-
-def _number(ratio: float) -> str:
-    return f"{ratio:,.0f}" if ratio >= 100 else f"{ratio:.3g}"
-
-
-def is_due(run: Runtime) -> bool:
-    """Whether the first steps are over, and nobody was told yet. Equal on all ranks."""
-    steps = run.counters.steps - run.steps_before
-    return not run.has_forecast and steps >= FIRST_STEPS and _config(run) is not None
-
-
-def _config(run: Runtime) -> CommHook | None:
-    """The hook that is used from now on, if it is known what it sends."""
-    if isinstance(run.method, UserFunction):
-        return None
-    if isinstance(run.method, Auto):
-        chosen: CommHook | None = getattr(run.bound, "chosen", None)
-        return chosen
-    return run.config
-
-
-def tell(run: Runtime, say: Callable[[str], None] | None, num_left: int | None) -> None:
-    """Say once what training will do, and warn, on the first rank."""
-    run.has_forecast = True
-    forecast = make_forecast(run, None if num_left is None else run.clock.steps + num_left)
-    if forecast is None:
-        return
-    run.has_warned = bool(forecast.warnings)
-    if run.bound.group.rank != 0:
-        return
-    if say is not None:
-        say(str(forecast))
-    for text in forecast.warnings:
-        warnings.warn(text, stacklevel=4)
-
-
-def make_forecast(run: Runtime, num_steps: int | None) -> Forecast | None:
-    """The forecast; `None` if the hook cannot run dry. Neither collective nor waits for a device."""
-    config, group = _config(run), run.bound.group
-    if config is None or group.size == 1 or not run.seen.buckets or run.seen.num_sparse:
-        return None
-    now = run.clock.steps
-    if num_steps is not None and num_steps < now:
-        num_steps = None
-    first = now - (run.counters.steps - run.steps_before)
-    try:
-        with torch.no_grad(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the user got them when the hook was attached
-            stretches, reason = _dry_run(run, config, num_steps)
-        total = None
-        if num_steps is not None:
-            total = Sent.until_now(run.counters)
-            for stretch in stretches:
-                total += stretch.sent(now, num_steps)
-        texts = _warnings(config, stretches, num_steps, total, reason)
-        forecast = Forecast(_name(run, config), first, num_steps, tuple(stretches), total, texts)
-        str(forecast)
-    except Exception as error:  # of a hook that reads numbers, of which there are none, or has others than we know
-        logger.info("no forecast for communication hook %r: %s", run.name, error)
-        return None
-    return forecast
-
-
-def _name(run: Runtime, config: CommHook) -> str:
-    """The hook as a user would write it, unless that is long."""
-    name = code(run.method).replace('"', "'") if is_dataclass(run.method) else ""
-    if isinstance(run.method, Auto):
-        name = f"'auto', which is {code(config)} now".replace('"', "'")
-    return name if 0 < len(name) <= _LONGEST_NAME else f"'{run.name}'"
-
-
-def _dry_run(run: Runtime, config: CommHook, num_steps: int | None) -> tuple[list[Stretch], str | None]:
-    """Stretches, and what keeps the hook from what it is for until the last step."""
-    optimizers = run.local.steps_of_optimizers()
-    first, cycle = run.local.seen.cycle()
-    cycle = cycle or [list(optimizers)]
-    accumulated = run.micro_batches is not None
-    group = run.bound.group
-    training = Training(group, run.seen.buckets, accumulated, run.layout, optimizers, cycle, first)
-    dry = DryRun(config, training)
-    period = config.repeats_after() * (len(cycle) or 1)
-    stretches = go_through(dry, sorted(config.changes_at()), num_steps, period)
-    last = stretches[-1].first + len(stretches[-1].steps) if num_steps is None else num_steps
-    return stretches, dry.bound.not_begun(last - 1)
-
-
-def _warnings(
-    config: CommHook, stretches: Sequence[Stretch], num_steps: int | None, total: Sent | None, reason: str | None
-) -> tuple[str, ...]:
-    """What the user should change."""
-    run = "" if num_steps is None else f"training ends after {num_steps:,} steps, and "
-    if reason is not None:
-        return (f"{run}{reason}",)
-    last = stretches[-1]
-    if last.usual.saved < NEXT_TO_NOTHING:
-        if not any(stretch.usual.numel_compressed for stretch in stretches):
-            return ()  # a hook that is not for that
-        if total is None or total.saved < NEXT_TO_NOTHING:
-            return (
-                f"hook={config.name!r} compresses {last.usual.share_compressed:.2%} of the gradients, and of the bytes "
-                f"that plain DDP sends it saves {last.usual.saved:.1%}; use another hook, or none",
-            )
-        return ()
-    if total is None or total.saved >= NEXT_TO_NOTHING:
-        return ()
-    assert num_steps is not None
-    return (
-        f"{run}hook={config.name!r} saves {total.saved:.1%} of the bytes that plain DDP sends, because it begins to at "
-        f"step {last.first:,} only; {_advice(config, last.first, num_steps)}",
-    )
-
-
-def _advice(config: CommHook, first: int, num_steps: int) -> str:
-    for _, option, value in late_starts(config):
-        if value == first:
-            return f"set {option} to about a tenth of training, {num_steps // 10:,}"
-    return f"let it begin after about a tenth of training, {num_steps // 10:,} steps"
+    times = max(ratio, 1 / ratio)
+    number = f"{times:,.0f}" if times >= 100 else f"{times:.3g}"
+    return f"{number}x{_FEWER}" if ratio > 1 else f"{number}x as many bytes as plain DDP"

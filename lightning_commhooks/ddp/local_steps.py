@@ -16,7 +16,6 @@ from lightning_commhooks.collectives.errors import HookError
 from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.ddp.optimizers import check_optimizer, register_step_hooks
 from lightning_commhooks.ddp.running import RunningHook
-from lightning_commhooks.ddp.seen import SeenOptimizers
 from lightning_commhooks.interface.averages_models import averages_models
 from lightning_commhooks.interface.layout import Layout
 from lightning_commhooks.interface.models import Models, OptimizerStep, parameters_of
@@ -31,7 +30,6 @@ class LocalSteps:
 
     Attributes:
         models: what differs between ranks.
-        seen: which optimizers have stepped lately.
         find_optimizers: returns the optimizers; called in each backward of ranks that step alone.
         reported_by_user: whether optimizers may step that are not known yet.
     """
@@ -42,7 +40,6 @@ class LocalSteps:
         self._handles: dict[Optimizer, list[RemovableHandle]] = {}
         self._optimizers: dict[str, Optimizer] = {}
         self.models = Models(group, self._optimizers, running.name)
-        self.seen = SeenOptimizers()
         self.find_optimizers: Callable[[], Iterable[Optimizer]] = list
         self.reported_by_user = False
         self._warned: set[str] = set()
@@ -125,7 +122,6 @@ class LocalSteps:
             return
         self._last_reported = self._running.clock.steps
         self.models.forget()
-        self.seen.add(stepped.optimizer, stepped.step)
         with self._running.aborting():
             self._refuse_while_swapped()
         with self._running.counters.timing.wait():
@@ -140,10 +136,10 @@ class LocalSteps:
             where = f"after the optimizer's step {stepped.step} ({stepped.optimizer}, ...)"
             raise self._running.failed(bound.group, where, error) from error
 
-    def steps_of_optimizers(self) -> dict[str, OptimizerStep]:
-        """Those that are known, and what they change, by their keys."""
-        stepped = (self.models.stepped(optimizer, -1) for optimizer in list(self._optimizers.values()))
-        return {each.optimizer: each for each in stepped if each is not None}
+    @property
+    def num_optimizers(self) -> int:
+        """How many are known that change the model."""
+        return len(self._optimizers)
 
     @property
     def keeps_own_buffers(self) -> bool:

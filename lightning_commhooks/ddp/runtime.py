@@ -25,11 +25,11 @@ from lightning_commhooks.ddp import checkpoint
 from lightning_commhooks.ddp.compression import Watch
 from lightning_commhooks.ddp.engine import CLOSED
 from lightning_commhooks.ddp.finite_steps import FiniteSteps
+from lightning_commhooks.ddp.forecast import Forecaster
 from lightning_commhooks.ddp.local_steps import LocalSteps
 from lightning_commhooks.ddp.micro_batches import MicroBatches
 from lightning_commhooks.ddp.model import LocalPhase, Trampoline, Usage
 from lightning_commhooks.ddp.running import RunningHook
-from lightning_commhooks.ddp.seen import SeenBuckets
 from lightning_commhooks.ddp.stream_engine import StreamEngine
 from lightning_commhooks.ddp.thread_engine import ThreadEngine
 from lightning_commhooks.interface.averages_models import averages_models
@@ -62,11 +62,6 @@ class Runtime(RunningHook):
     ) -> None:
         super().__init__(hook, self._end_step)
         self.watch = Watch()
-        self.seen = SeenBuckets()
-        # Whether the user was told what training will do, and was warned of it then.
-        self.has_forecast = self.has_warned = False
-        # Synchronized backwards in this process before the training that it is about, as of a tuner.
-        self.steps_before = 0
         self.hook_state = hook_state
         self.micro_batches = MicroBatches(loss_divided_by) if accumulation_of(hook) != "framework" else None
         self._grad_scaler = grad_scaler
@@ -83,6 +78,7 @@ class Runtime(RunningHook):
         # That of the bound hook may be a part of it.
         self._group = group
         self.local = LocalSteps(self, group)
+        self.forecaster = Forecaster(self, self.local)
         self._usage = Usage()
 
     def _start_engine(
@@ -139,8 +135,7 @@ class Runtime(RunningHook):
         self.bound = fresh
         self._buckets = set()
         self.clock.steps = steps
-        self.has_forecast = self.has_warned = False
-        self.steps_before = self.counters.steps
+        self.forecaster.restart()
         if self.micro_batches is not None:
             self.micro_batches.restart()
 
@@ -231,9 +226,8 @@ class Runtime(RunningHook):
         if self.micro_batches is not None:
             accumulated = self.micro_batches.of_step(step, is_last)
         scale = _current_scale(self._grad_scaler)
-        plain = Bucket(index, is_last, step, slots, loss_scale=scale, accumulated=accumulated)
-        self.seen.add(plain, flat)
-        return plain
+        self.forecaster.begin_step(step, flat.is_sparse)
+        return Bucket(index, is_last, step, slots, loss_scale=scale, accumulated=accumulated)
 
     def _reduce(self, flat: Tensor, bucket: Bucket, is_late: bool) -> Tensor:
         group, finite = self.bound.group, None
@@ -286,7 +280,6 @@ class Runtime(RunningHook):
         """Release thread, process group and memory; warn of what the user should know."""
         self.is_closed = True
         texts = self.local.close()
-        self.seen.clear()
         self._usage.watch({})
         if self.micro_batches is not None:
             self.micro_batches.close()
@@ -304,7 +297,7 @@ class Runtime(RunningHook):
 
     def _not_begun(self) -> list[str]:
         steps = self.clock.steps
-        reason = self.bound.not_begun(steps - 1) if steps and not self.has_warned else None
+        reason = self.bound.not_begun(steps - 1) if steps and not self.forecaster.has_warned else None
         return [f"training ended after {steps} steps, and {reason}"] if reason is not None else []
 
 

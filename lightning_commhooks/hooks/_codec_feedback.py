@@ -73,7 +73,7 @@ class CodecFeedback(ErrorFeedback):
         self.scales_gradients = hook.use_error_feedback
         self._places: dict[tuple[str, ...], list[Place]] = {}
         self._numel = self._numel_compressed = 0
-        # Bytes to encode in the bucket that has most of them.
+        # Bytes to encode in the bucket that has most of them, of the last step: DDP builds its buckets anew.
         self._largest = 0
 
     def overlaps(self, step: int) -> bool:
@@ -86,7 +86,7 @@ class CodecFeedback(ErrorFeedback):
     def compressed(self, flat: Tensor, bucket: Bucket) -> Sequence[Slot] | None:
         slots = [slot for slot in bucket.slots if self.hook.compresses(slot.shape)]
         num_bytes = sum(slot.numel for slot in slots) * flat.element_size()
-        self._largest = max(self._largest, num_bytes)
+        self._largest = max(self._largest if bucket.index else 0, num_bytes)
         return slots if slots and num_bytes >= self.hook.min_bytes else None
 
     def average_(self, flat: Tensor, residual: Tensor | None, bucket: Bucket) -> Tensor | None:

@@ -271,7 +271,7 @@ class BoundPowerSGD(ErrorFeedback):
         self._numel_compressed += numel - numel_rest
         self.group.counters.numel_uncompressed += numel_rest
         self.group.counters.numel_compressed += numel - numel_rest
-        if bucket.is_last and bucket.step >= self._next_report and not self.group.is_dry_run:
+        if bucket.is_last and bucket.step >= self._next_report:
             rate, before, after = self.compression_stats()
             logger.info(
                 "step %d: %d elements before compression, %d after, rate %.4g", bucket.step, before, after, rate

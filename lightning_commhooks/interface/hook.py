@@ -59,7 +59,8 @@ class CommHook(ABC):
     def changes_at(self) -> set[int]:
         """Steps from which on the hook sends otherwise than before, such as `start_powerSGD_iter`.
 
-        Between them, what it sends repeats after every `repeats_after()` steps. A forecast looks at both.
+        Between them, what it sends repeats after every `repeats_after()` steps. A forecast names the next such step,
+        and measures whole periods after each.
         """
         return {step for hook in self.inner_hooks for step in hook.changes_at()}
 
@@ -175,9 +176,9 @@ class BoundHook(ABC):
         """What keeps this hook from what it is for in a step, and what to do about it; `None` if nothing does.
 
         Shown for steps that are not compressed, and as a warning when training ends with such a step: after its first
-        steps if that is foreseen, by a dry run of the others, or else when it has ended. A clause that names the hook,
-        and perhaps a semicolon and advice: `"hook='powersgd' compresses from start_powerSGD_iter=1000 on; set it to
-        about a tenth of training"`.
+        steps if that is foreseen, for which it is asked of the last step while `changes_at()` has no step in between,
+        or else when it has ended. A clause that names the hook, and perhaps a semicolon and advice: `"hook='powersgd'
+        compresses from start_powerSGD_iter=1000 on; set it to about a tenth of training"`.
 
         Args:
             step: number of synchronized backwards before it.

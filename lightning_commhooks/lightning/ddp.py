@@ -17,7 +17,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_commhooks.ddp.attach import attach, resolve_hook
 from lightning_commhooks.ddp.attachment import Attachment, hook_name
-from lightning_commhooks.ddp.pace import Pace
 from lightning_commhooks.interface.hook import CommHook
 from lightning_commhooks.lightning.show import show, steps_of
 from lightning_commhooks.wrappers.hook_name import HookName
@@ -126,7 +125,6 @@ class CompressedDDPMixin:
         self._strict_state = strict_state
         self._resync = resync
         self._callback: Any = None
-        self._pace = Pace()
         self._evaluation = ExitStack()
         self._attachment: Attachment | None = None
         # For checkpoints that Lightning writes when the model is out of DDP again.
@@ -206,8 +204,8 @@ class CompressedDDPMixin:
             if self._attachment.unfrozen():
                 self._wrap_again()
             trainer = self.lightning_module.trainer  # type: ignore[attr-defined]
-            self._pace.tell(
-                self._attachment, lambda line: show(trainer, line, self._rank_zero_info), lambda: steps_of(trainer)
+            self._attachment.tell_forecast(
+                lambda line: show(trainer, line, self._rank_zero_info), steps=steps_of(trainer)
             )
         return super().training_step(*args, **kwargs)  # type: ignore[misc]
 
@@ -343,7 +341,7 @@ class CompressedDDPMixin:
             self._last_state = state if self.is_global_zero else None  # type: ignore[attr-defined]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_evaluation": ExitStack(), "_pace": Pace()}  # type: ignore[dict-item]  # of Strategy
+        return {**super().__getstate__(), "_evaluation": ExitStack()}  # type: ignore[dict-item]  # of Strategy
 
     def teardown(self) -> None:
         """Close the hook, then tear the strategy down."""

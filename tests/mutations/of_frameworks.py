@@ -237,4 +237,20 @@ MUTATIONS = [
         "Ranks other than 0 log.",
         "tests/test_monitor_lightning.py -k 'own'",
     ),
+    Mutation(
+        "forecast_of_half_a_period",
+        f"{PACKAGE}/ddp/forecast.py",
+        "hook.repeats_after() * max(1, self._local.num_optimizers)",
+        "max(1, hook.repeats_after() // 2)",
+        "What ranks send that step alone is measured over a part of their period.",
+        "tests/test_forecast.py -k 'whole_periods'",
+    ),
+    Mutation(
+        "forecast_over_a_change",
+        f"{PACKAGE}/ddp/forecast.py",
+        " or step in self._changes:",
+        ":",
+        "What was measured before a hook begins to compress is told of the steps after it.",
+        "tests/test_forecast_lightning.py -k 'one_line'",
+    ),
 ]
