@@ -51,8 +51,7 @@ def run(bound: lc.BoundHook, flat: torch.Tensor, slots: tuple[lc.Slot, ...], ste
     begin = time.perf_counter()
     for step in steps:
         start = time.perf_counter()
-        bucket = lc.Bucket(flat=flat, index=0, is_last=True, step=step, slots=slots)
-        finite = bound.group.finish(bound.reduce(bucket, bound.group))
+        finite = bound.reduce(flat, lc.Bucket(index=0, is_last=True, step=step, slots=slots))
         assert finite is not None
         bound.end_step(FINITE)
         seconds.append(time.perf_counter() - start)

@@ -31,20 +31,20 @@ class Failing(lc.CommHook):
 
     def bind(self, group):
         fail_at("bind")
-        group.finish(group.all_gather(torch.zeros(1)))
+        group.all_gather(torch.zeros(1))
         return _BoundFailing(group)
 
 
 class _BoundFailing(lc.AveragesModels):
     has_memory = True
 
-    def reduce(self, bucket, ranks):
+    def reduce(self, flat, bucket):
         fail_at("reduce")
-        yield from ranks.all_reduce_mean_(bucket.flat)
+        self.group.all_reduce_mean_(flat)
 
-    def reduce_sparse(self, grad, bucket, ranks):
+    def reduce_sparse(self, grad, bucket):
         fail_at("reduce_sparse")
-        return super().reduce_sparse(grad, bucket, ranks)
+        return super().reduce_sparse(grad, bucket)
 
     def end_step(self, finite):
         fail_at("end_step")
@@ -55,7 +55,7 @@ class _BoundFailing(lc.AveragesModels):
 
     def after_optimizer_step(self, stepped):
         fail_at("after_optimizer_step")
-        self.group.finish(self.group.all_gather(torch.zeros(1)))
+        self.group.all_gather(torch.zeros(1))
 
     def state_dict(self, writer):
         fail_at("state_dict")

@@ -70,7 +70,7 @@ class Failing(lc.CommHook):
 
 
 class FailingBound(lc.BoundHook):
-    def reduce(self, bucket, ranks):
+    def reduce(self, flat, bucket):
         raise ZeroDivisionError("on purpose")
 
 

@@ -22,8 +22,6 @@ from pool import check_no_leaks
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_commhooks as lc
-from lightning_commhooks.collectives.steps import result
-from lightning_commhooks.collectives.timing import HostTiming
 from lightning_commhooks.ddp.thread_engine import ThreadEngine
 
 SOON = 10 * PATIENCE  # seconds, far more than it takes, on a machine that has other things to do
@@ -52,10 +50,10 @@ class Broken(lc.CommHook):
 
 
 class _BoundBroken(lc.BoundHook):
-    def reduce(self, bucket, ranks):
-        if bucket.step == 2 and "second" in bucket.names and ranks.global_rank == ranks.size - 1:
+    def reduce(self, flat, bucket):
+        if bucket.step == 2 and "second" in bucket.names and self.group.global_rank == self.group.size - 1:
             raise ArithmeticError("out of numbers")
-        yield from ranks.all_reduce_mean_(bucket.flat)
+        self.group.all_reduce_mean_(flat)
 
 
 # What the ranks do -------------------------------------------------------------------------------------------
@@ -383,27 +381,17 @@ def test_all_ranks_fail_soon_wherever_one_fails_and_stays(run, place, world):
         assert seconds < SECONDS_TO_FAIL
 
 
-def engine_of(abort=lambda: None, **options):
-    return ThreadEngine(CPU, abort, HostTiming(), **options)
-
-
-def steps_of(function):
-    """A computation that waits for nobody."""
-    return lambda: result(function())
-
-
-@pytest.mark.parametrize("is_ordered", [True, False])
-def test_nothing_runs_after_a_failure(is_ordered):
+def test_nothing_runs_after_a_failure():
     aborted, ran = [], []
-    engine = engine_of(lambda: aborted.append(True), is_ordered=is_ordered)
+    engine = ThreadEngine(torch.device("cpu"), lambda: aborted.append(True))
     gate = threading.Event()
 
     def fail():
         gate.wait()
         raise ArithmeticError("out of numbers")
 
-    engine.submit(steps_of(fail), CPU)
-    later = engine.submit(steps_of(lambda: ran.append(1)), CPU)
+    engine.submit(fail, CPU)
+    later = engine.submit(lambda: ran.append(1), CPU)
     threading.Timer(0.2, gate.set).start()
     with pytest.raises(lc.HookError, match="out of numbers") as error:
         engine.call(lambda: ran.append(2))
@@ -416,17 +404,17 @@ def test_nothing_runs_after_a_failure(is_ordered):
 
 
 def test_close_waits_for_work():
-    engine = engine_of()
+    engine = ThreadEngine(torch.device("cpu"))
     done = []
-    engine.submit(steps_of(lambda: time.sleep(0.3) or done.append(True) or torch.zeros(1)), CPU)
+    engine.submit(lambda: time.sleep(0.3) or done.append(True) or torch.zeros(1), CPU)
     engine.close()
     assert done
 
 
 def test_close_aborts_work_that_does_not_end():
     gate = threading.Event()
-    engine = engine_of(gate.set)
-    engine.submit(steps_of(lambda: gate.wait() and torch.zeros(1)), CPU)
+    engine = ThreadEngine(torch.device("cpu"), gate.set)
+    engine.submit(lambda: gate.wait() and torch.zeros(1), CPU)
     engine.close()
     assert gate.is_set()
 

@@ -43,10 +43,10 @@ class _BoundDelayed(lc.BoundHook):
         self.inner, self.seconds, self.buckets = inner, seconds, set()
         self.random = random.Random(inner.group.global_rank)
 
-    def reduce(self, bucket, ranks):
+    def reduce(self, flat, bucket):
         self.buckets.add(bucket.names)
         time.sleep(self.random.uniform(0, self.seconds))
-        return (yield from self.inner.reduce(bucket, ranks))
+        self.inner.reduce(flat, bucket)
 
 
 def unused_names(mode, rank, step):

@@ -120,10 +120,9 @@ _leaked = []
 
 
 def leak_a_thread(rank, world):
-    from lightning_commhooks.collectives.timing import HostTiming
     from lightning_commhooks.ddp.thread_engine import ThreadEngine
 
-    _leaked.append(ThreadEngine(torch.device("cpu"), lambda: None, HostTiming()))
+    _leaked.append(ThreadEngine(torch.device("cpu")))
     _leaked[0].call(lambda: None)
 
 

@@ -3,7 +3,6 @@
 import contextlib
 import signal
 import threading
-import time
 import warnings
 from datetime import timedelta
 
@@ -48,9 +47,9 @@ class _BoundGated(lc.BoundHook):
         super().__init__(group)
         self.config = config
 
-    def reduce(self, bucket, ranks):
+    def reduce(self, flat, bucket):
         self.config.before()
-        yield from ranks.all_reduce_mean_(bucket.flat)
+        self.group.all_reduce_mean_(flat)
         self.config.after()
 
 
@@ -137,21 +136,18 @@ def loaded(rank, world, hook):
 
 def count_meanwhile(rank, world):
     hook = Gated()
-    begun = hook.before
-    hook.after.opened.set()
+    begun, counted = hook.before, hook.after
+    counted.opened.set()
 
     def pause():
         assert begun.reached.wait(SECONDS)
-        counters = attachment.bound.group.counters
-        sent, deadline = counters.bytes_sent, time.monotonic() + SECONDS
-        with counters.paused():
+        with attachment.bound.group.counters.paused():
             begun.opened.set()
-            while counters.bytes_sent == sent and time.monotonic() < deadline:
-                time.sleep(0.01)
+            assert counted.reached.wait(SECONDS)
 
     with attached(hook) as (ddp, attachment):
         step(ddp, 0)  # DDP has one bucket in it
-        begun.closed = True
+        begun.closed = counted.closed = True
         with in_the_backward(ddp, pause):
             step(ddp, 1)
         return attachment.metrics()

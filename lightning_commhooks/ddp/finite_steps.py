@@ -7,8 +7,6 @@ import threading
 import torch
 from torch import Tensor
 
-from lightning_commhooks.collectives.group import Group
-from lightning_commhooks.collectives.steps import Steps
 from lightning_commhooks.ddp.running import RunningHook
 from lightning_commhooks.interface.averages_models import is_local
 from lightning_commhooks.interface.bucket import Bucket
@@ -66,8 +64,8 @@ class FiniteSteps:
         """Whether a step has ended, but for the hook."""
         return self._pending is not None
 
-    def add(self, reduced: Tensor, finite: Tensor | None, bucket: Bucket, is_late: bool, ranks: Group) -> Steps[None]:
-        """Note the averaged gradients of a bucket, and whether they are finite if that is known.
+    def add(self, reduced: Tensor, finite: Tensor | None, bucket: Bucket, is_late: bool) -> None:
+        """Note the averaged gradients of a bucket, and whether they are finite if that is known; called on the engine.
 
         DDP has not given them to the parameters yet. With `is_late` it will have when the step ends.
         """
@@ -77,7 +75,7 @@ class FiniteSteps:
         if self._running.bound.has_memory or self._is_local:
             finite = all_finite(reduced) if finite is None else finite
             if self._is_local and is_late:
-                finite = yield from self._agreed(finite, ranks)
+                finite = self._agreed(finite)
                 spoil_unless_(finite, [reduced])
             self._finite.append(finite)
             self._reduced.append((reduced, bucket))
@@ -85,10 +83,10 @@ class FiniteSteps:
     def _may_skip(self) -> bool:
         return self._grad_scaler is not None and self._grad_scaler.is_enabled()
 
-    def _agreed(self, finite: Tensor, ranks: Group) -> Steps[Tensor]:
+    def _agreed(self, finite: Tensor) -> Tensor:
         """Whether gradients are finite on all ranks; one scalar all-reduce."""
         num_bad = finite.logical_not().to(torch.float32).view(1)
-        return (yield from ranks.all_reduce_(num_bad)).eq(0).view(())
+        return self._running.bound.group.all_reduce_(num_bad).eq(0).view(())
 
     def end(self, in_time: bool, complete: bool) -> None:
         """Let the hook take over its new memory, or make the gradients of the step NaN.
@@ -108,8 +106,7 @@ class FiniteSteps:
             if not complete:
                 finite = torch.zeros_like(finite)
             if self._is_local:
-                group = self._running.bound.group
-                finite = group.finish(self._agreed(finite, group))
+                finite = self._agreed(finite)
             self.forget()
             if in_time:
                 spoil_unless_(finite, [part for gradients, bucket in reduced for part in _parts(gradients, bucket)])

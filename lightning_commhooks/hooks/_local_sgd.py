@@ -10,7 +10,6 @@ from typing import Any, Literal
 from torch import Tensor
 
 from lightning_commhooks.collectives.group import Group
-from lightning_commhooks.collectives.steps import Steps
 from lightning_commhooks.interface.averages_models import AveragesModels
 from lightning_commhooks.interface.bucket import Bucket
 from lightning_commhooks.interface.checks import check_bool, check_integer
@@ -84,18 +83,22 @@ class BoundLocalSGD(AveragesModels):
     def _group_at(self, step: int) -> Group | None:
         return self.group if step < self._config.start_localSGD_iter else self._subgroup
 
-    def reduce(self, bucket: Bucket, ranks: Group) -> Steps[None]:
+    def overlaps(self, step: int) -> bool:
+        return True
+
+    def reduce(self, flat: Tensor, bucket: Bucket) -> Tensor | None:
         group = self._group_at(bucket.step)
         if group is not None:
-            self.group.counters.numel_uncompressed += bucket.flat.numel()
-            yield from group.on(ranks).all_reduce_mean_(bucket.flat)
+            self.group.counters.numel_uncompressed += flat.numel()
+            group.all_reduce_mean_(flat)
+        return None
 
-    def reduce_sparse(self, grad: Tensor, bucket: Bucket, ranks: Group) -> Steps[Tensor]:
+    def reduce_sparse(self, grad: Tensor, bucket: Bucket) -> Tensor:
         group = self._group_at(bucket.step)
         if group is None:
             return grad.coalesce()
         self.group.counters.numel_uncompressed += grad._values().numel()
-        return (yield from group.on(ranks).all_reduce_sparse_mean(grad))
+        return group.all_reduce_sparse_mean(grad)
 
     def after_optimizer_step(self, stepped: OptimizerStep) -> None:
         if stepped.step < self._config.start_localSGD_iter:

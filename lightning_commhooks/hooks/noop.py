@@ -9,7 +9,6 @@ from typing import ClassVar
 from torch import Tensor
 
 from lightning_commhooks.collectives.group import Group
-from lightning_commhooks.collectives.steps import Steps, result
 from lightning_commhooks.interface.bucket import Bucket
 from lightning_commhooks.interface.hook import BoundHook, CommHook
 from lightning_commhooks.interface.registry import register
@@ -34,7 +33,10 @@ class Noop(CommHook):
 class _BoundNoop(BoundHook):
     _warned = False
 
-    def reduce(self, bucket: Bucket, ranks: Group) -> Steps[None]:
+    def overlaps(self, step: int) -> bool:
+        return True
+
+    def reduce(self, flat: Tensor, bucket: Bucket) -> None:
         if not self._warned and self.group.size > 1 and self.group.global_rank == 0:
             self._warned = True
             warnings.warn(
@@ -42,7 +44,6 @@ class _BoundNoop(BoundHook):
                 "time communication costs, never to train",
                 stacklevel=2,
             )
-        return result(None)
 
-    def reduce_sparse(self, grad: Tensor, bucket: Bucket, ranks: Group) -> Steps[Tensor]:
-        return result(grad)
+    def reduce_sparse(self, grad: Tensor, bucket: Bucket) -> Tensor:
+        return grad

@@ -10,9 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_commhooks.codecs import Int8Codec
-from lightning_commhooks.codecs.codec import Codec
 from lightning_commhooks.collectives.group import Group
-from lightning_commhooks.collectives.steps import Steps
 from lightning_commhooks.hooks._low_rank_options import LowRankConfig
 from lightning_commhooks.interface.bucket import Bucket
 from lightning_commhooks.interface.finite import num_overflowed
@@ -69,9 +67,8 @@ class Cast(CommHook):
     def bind(self, group: Group) -> BoundHook:
         hook = get_hook(self.hook)
         if self.dtype in _CODECS:
-            codec = _CODECS[self.dtype]
-            return _BoundCast(hook, hook.bind(group.encoding(codec)), None, codec)
-        return _BoundCast(hook, hook.bind(group), _DTYPES[self.dtype], None)
+            return _BoundCast(hook, hook.bind(group.encoding(_CODECS[self.dtype])), None)
+        return _BoundCast(hook, hook.bind(group), _DTYPES[self.dtype])
 
 
 def _sends_factors(hook: CommHook | str) -> bool:
@@ -80,32 +77,28 @@ def _sends_factors(hook: CommHook | str) -> bool:
 
 
 class _BoundCast(BoundAround):
-    def __init__(self, hook: CommHook, inner: BoundHook, dtype: torch.dtype | None, codec: Codec | None) -> None:
+    def __init__(self, hook: CommHook, inner: BoundHook, dtype: torch.dtype | None) -> None:
         super().__init__(inner)
         self.scales_gradients = dtype is not None or inner.scales_gradients
         self._hook = hook
-        self._dtype, self._codec = dtype, codec
+        self._dtype = dtype
 
-    def reduce(self, bucket: Bucket, ranks: Group) -> Steps[Tensor | None]:
-        flat = bucket.flat
+    def reduce(self, flat: Tensor, bucket: Bucket) -> Tensor | None:
         if not self._casts(flat):
-            return (yield from self._reduce_scaled(bucket, bucket.scale, self._encoding(ranks)))
+            return self._reduce_scaled(flat, bucket, bucket.scale)
         half = torch.empty_like(flat, dtype=self._dtype)
         torch.mul(flat, bucket.scale, out=half)
         self.group.counters.numel_overflowed += num_overflowed(flat, half)
-        finite = yield from self._inner.reduce(dataclasses.replace(bucket, flat=half, scale=1.0), ranks)
+        finite = self._inner.reduce(half, dataclasses.replace(bucket, scale=1.0))
         flat.copy_(half)
         return finite
 
-    def reduce_sparse(self, grad: Tensor, bucket: Bucket, ranks: Group) -> Steps[Tensor]:
+    def reduce_sparse(self, grad: Tensor, bucket: Bucket) -> Tensor:
         if not self._casts(grad):
-            return (yield from self._inner.reduce_sparse(grad, bucket, ranks))
+            return self._inner.reduce_sparse(grad, bucket)
         half = grad.to(self._dtype)
         self.group.counters.numel_overflowed += num_overflowed(grad._values(), half._values())
-        return (yield from self._inner.reduce_sparse(half, bucket, ranks)).to(grad.dtype)
-
-    def _encoding(self, ranks: Group) -> Group:
-        return ranks if self._codec is None else ranks.encoding(self._codec)
+        return self._inner.reduce_sparse(half, bucket).to(grad.dtype)
 
     def _casts(self, gradient: Tensor) -> bool:
         if self._dtype is None or not gradient.is_floating_point():
