@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import lightning_commhooks as lc
+from lightning_commhooks.collectives.backend import Backend
 from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.interface.bucket import Bucket, Slot
 
@@ -45,14 +46,14 @@ def fraction_sent(hook: lc.CommHook, world: int) -> float:
     """Bytes that a rank sends in a step, over those of a float32 ring."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
     try:
-        group = Group(dist.group.WORLD)
+        group = Group(Backend(dist.group.WORLD), process_group=dist.group.WORLD)
         bound = hook.bind(group)
         dense = 0.0
         for layer in range(8):
             slots = (Slot(f"{layer}.bias", (1024,), 0), Slot(f"{layer}.weight", (1024, 1024), 1024))
             flat = torch.randn(1024 + 1024 * 1024)
             dense += group.ring_bytes(flat)
-            bound.reduce(flat, Bucket(layer, layer == 7, 0, slots))
+            group.finish(bound.reduce(Bucket(flat, layer, layer == 7, 0, slots), group))
         return group.counters.bytes_sent / dense
     finally:
         dist.destroy_process_group()

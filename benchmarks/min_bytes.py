@@ -22,6 +22,7 @@ import torch.distributed as dist
 from netns import hosts, pin
 
 import lightning_commhooks as lc
+from lightning_commhooks.collectives.backend import Backend
 from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.interface.bucket import Bucket, Slot
 
@@ -36,7 +37,7 @@ def work(rounds: int) -> None:
     pin(rank)
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    group = Group(dist.group.WORLD)
+    group = Group(Backend(dist.group.WORLD), process_group=dist.group.WORLD)
     rows = []
     for num_bytes in SIZES:
         n = num_bytes // 4
@@ -46,10 +47,10 @@ def work(rounds: int) -> None:
         times: dict[str, list[float]] = {name: [] for name in HOOKS}
         for step in range(rounds):
             for name, hook in bound.items():
-                own, bucket = flat.clone(), Bucket(0, True, step, (slot,))
+                bucket = Bucket(flat.clone(), 0, True, step, (slot,))
                 dist.barrier()
                 start = time.perf_counter()
-                hook.reduce(own, bucket)
+                group.finish(hook.reduce(bucket, group))
                 times[name].append(time.perf_counter() - start)
                 hook.end_step(torch.tensor(True))
         rows.append((num_bytes, {name: statistics.median(t[2:]) * 1e3 for name, t in times.items()}))

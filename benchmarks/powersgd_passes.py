@@ -51,7 +51,8 @@ def run(bound: lc.BoundHook, flat: torch.Tensor, slots: tuple[lc.Slot, ...], ste
     begin = time.perf_counter()
     for step in steps:
         start = time.perf_counter()
-        finite = bound.reduce(flat, lc.Bucket(index=0, is_last=True, step=step, slots=slots))
+        bucket = lc.Bucket(flat=flat, index=0, is_last=True, step=step, slots=slots)
+        finite = bound.group.finish(bound.reduce(bucket, bound.group))
         assert finite is not None
         bound.end_step(FINITE)
         seconds.append(time.perf_counter() - start)

@@ -32,6 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_commhooks import Bucket, CommHook, PowerSGD, attach
 from lightning_commhooks.collectives.group import Group
+from lightning_commhooks.collectives.steps import Steps
 from lightning_commhooks.interface.hook import BoundHook
 
 # Ours over stock, of the cost above noop: what is asked for, by matrix rank.
@@ -61,18 +62,19 @@ class BoundFloor(BoundHook):
         self._config = config
         self._memory: dict[tuple[str, ...], list[torch.Tensor]] = {}
 
-    def reduce(self, flat: torch.Tensor, bucket: Bucket) -> None:
+    def reduce(self, bucket: Bucket, ranks: Group) -> Steps[None]:
         """See `BoundHook.reduce`."""
+        flat = bucket.flat
         if bucket.names not in self._memory:
             self._memory[bucket.names] = [torch.zeros_like(flat), torch.zeros_like(flat)]
         old, spare = self._memory[bucket.names]
         memory = torch.add(old, flat, out=old if self._config.in_place else spare)
         self._memory[bucket.names] = [memory, old if memory is spare else spare]
         factor = flat.new_zeros(self._config.rank * flat.numel() // 1024)
-        self.group.all_reduce_(factor)
+        yield from ranks.all_reduce_(factor)
         if not self._config.is_half:
             memory.sum()
-            self.group.all_reduce_(factor)
+            yield from ranks.all_reduce_(factor)
         flat.fill_(0.0)
 
 

@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parameters_to_vector
 
 import lightning_commhooks as lc
+from lightning_commhooks.collectives.steps import Steps
 
 # All compress and average models within ten steps.
 LOCAL: dict[str, Any] = {"start_localSGD_iter": 3, "post_local_gradient_allreduce": False}
@@ -84,11 +85,11 @@ def count_buckets(attachment: lc.Attachment) -> set[tuple[str, ...]]:
     seen: dict[int, tuple[str, ...]] = {}
     reduce, buckets = bound.reduce, set()
 
-    def counting(flat: torch.Tensor, bucket: lc.Bucket) -> None:
+    def counting(bucket: lc.Bucket, ranks: lc.Group) -> Steps[torch.Tensor | None]:
         if bucket.step > 0:
             seen[bucket.index] = bucket.names
             buckets.update(seen.values())
-        reduce(flat, bucket)
+        return reduce(bucket, ranks)
 
     bound.reduce = counting  # type: ignore[method-assign]
     return buckets

@@ -28,9 +28,10 @@ class BoundTopK(lc.ErrorFeedback):
         super().__init__(group)
         self._ratio = config.ratio
 
-    def average(self, owed, bucket):
+    def average(self, owed, bucket, ranks):
         picked = torch.cat([slot.offset + self._largest(slot.view(owed).reshape(-1)) for slot in bucket.slots])
-        indices, values = self.group.all_gather(picked), self.group.all_gather(owed[picked])
+        indices = yield from ranks.all_gather(picked)
+        values = yield from ranks.all_gather(owed[picked])
         mean = torch.zeros_like(owed).index_add_(0, indices.view(-1), values.view(-1) / self.group.size)
         return mean, torch.zeros_like(owed).index_copy_(0, picked, owed[picked])
 
@@ -63,8 +64,8 @@ class First(Broken):
 
 
 class _SumBound(BoundTopK):
-    def average(self, owed, bucket):
-        mean, sent = super().average(owed, bucket)
+    def average(self, owed, bucket, ranks):
+        mean, sent = yield from super().average(owed, bucket, ranks)
         return mean * self.group.size, sent
 
 
@@ -74,10 +75,10 @@ class NotDivided(Broken):
 
 
 class _SkippingBound(BoundTopK):
-    def average(self, owed, bucket):
-        if bucket.step == 1 and self.group.rank == 1:
+    def average(self, owed, bucket, ranks):
+        if bucket.step == 1 and ranks.rank == 1:
             return torch.zeros_like(owed), torch.zeros_like(owed)
-        return super().average(owed, bucket)
+        return (yield from super().average(owed, bucket, ranks))
 
 
 @frozen
@@ -108,10 +109,9 @@ class Forgetful(Broken):
 
 
 class _SecretBound(BoundTopK):
-    def average(self, owed, bucket):
-        extra = owed.clone()
-        dist.all_reduce(extra, group=self.group.process_group)
-        return super().average(owed, bucket)
+    def average(self, owed, bucket, ranks):
+        dist.all_reduce(owed.clone(), group=self.group.process_group)
+        return super().average(owed, bucket, ranks)
 
 
 @frozen
@@ -122,8 +122,8 @@ class Secret(Broken):
 
 
 class _ScaledBound(BoundTopK):
-    def reduce(self, flat, bucket):
-        super().reduce(flat, replace(bucket, loss_scale=1.0))
+    def reduce(self, bucket, ranks):
+        return super().reduce(replace(bucket, loss_scale=1.0), ranks)
 
 
 @frozen
@@ -134,8 +134,8 @@ class Scaled(Broken):
 
 
 class _SpendingBound(BoundTopK):
-    def reduce(self, flat, bucket):
-        super().reduce(flat, replace(bucket, unused=None))
+    def reduce(self, bucket, ranks):
+        return super().reduce(replace(bucket, unused=None), ranks)
 
 
 @frozen
@@ -146,9 +146,9 @@ class Spending(Broken):
 
 
 class _RandomBound(BoundTopK):
-    def average(self, owed, bucket):
+    def average(self, owed, bucket, ranks):
         torch.rand(1)
-        return super().average(owed, bucket)
+        return super().average(owed, bucket, ranks)
 
 
 @frozen
@@ -159,8 +159,8 @@ class Random(Broken):
 
 
 class _LossyBound(BoundTopK):
-    def average(self, owed, bucket):
-        mean, _ = super().average(owed, bucket)
+    def average(self, owed, bucket, ranks):
+        mean, _ = yield from super().average(owed, bucket, ranks)
         return mean, owed.clone()
 
 
@@ -182,14 +182,14 @@ class Sum(lc.CommHook):
 
 
 class _BoundSum(lc.BoundHook):
-    def reduce(self, flat, bucket):
-        self.group.counters.numel_uncompressed += flat.numel()
-        self.group.all_reduce_(flat)
+    def reduce(self, bucket, ranks):
+        self.group.counters.numel_uncompressed += bucket.flat.numel()
+        yield from ranks.all_reduce_(bucket.flat)
 
 
 class _WholeBound(lc.ErrorFeedback):
-    def average(self, owed, bucket):
-        return (owed, owed) if self.group.size == 1 else (self.group.all_reduce_mean_(owed.clone()), owed)
+    def average(self, owed, bucket, ranks):
+        return (owed, owed) if ranks.size == 1 else ((yield from ranks.all_reduce_mean_(owed.clone())), owed)
 
 
 @frozen

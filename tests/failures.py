@@ -31,20 +31,20 @@ class Failing(lc.CommHook):
 
     def bind(self, group):
         fail_at("bind")
-        group.all_gather(torch.zeros(1))
+        group.finish(group.all_gather(torch.zeros(1)))
         return _BoundFailing(group)
 
 
 class _BoundFailing(lc.AveragesModels):
     has_memory = True
 
-    def reduce(self, flat, bucket):
+    def reduce(self, bucket, ranks):
         fail_at("reduce")
-        self.group.all_reduce_mean_(flat)
+        yield from ranks.all_reduce_mean_(bucket.flat)
 
-    def reduce_sparse(self, grad, bucket):
+    def reduce_sparse(self, grad, bucket, ranks):
         fail_at("reduce_sparse")
-        return super().reduce_sparse(grad, bucket)
+        return super().reduce_sparse(grad, bucket, ranks)
 
     def end_step(self, finite):
         fail_at("end_step")
@@ -55,7 +55,7 @@ class _BoundFailing(lc.AveragesModels):
 
     def after_optimizer_step(self, stepped):
         fail_at("after_optimizer_step")
-        self.group.all_gather(torch.zeros(1))
+        self.group.finish(self.group.all_gather(torch.zeros(1)))
 
     def state_dict(self, writer):
         fail_at("state_dict")

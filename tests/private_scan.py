@@ -21,7 +21,6 @@ OURS = {
     "_connect",
     "_encoding",
     "_evaluation",
-    "_expect_all_gather",
     "_finalizer",
     "_iter",
     "_nodes",
@@ -30,11 +29,21 @@ OURS = {
     "_set_optimizers",
     "_fail",
     "_finish_step",
-    "_begin_all_gather",
-    "_begin_all_reduce_",
     "_curve",
-    "_begin_all_to_all",
     "_wire",
+    "_are_alike",
+    "_is_quiet",
+    "_is_uniform",
+    "_everyone",
+    "_is_channel",
+    "_number",
+    "_transport",
+    "_first",
+    "_begun",
+    "_part",
+    "_set_members",
+    # Documented, of named tuples.
+    "_fields",
 }
 
 

@@ -18,10 +18,15 @@ from lightning_commhooks.advice.ranking import Row, decide, headroom, ranked
 from lightning_commhooks.advice.step_time import amortized, undisturbed
 from lightning_commhooks.advice.study import Result, WhatIf, _delay_notes, _notes, _setting
 from lightning_commhooks.advice.task import try_task
+from lightning_commhooks.collectives.backend import Backend
 from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.collectives.link import Cost, Link
 
 CPU = torch.device("cpu")
+
+
+def of_world():
+    return Group(Backend(dist.group.WORLD), process_group=dist.group.WORLD)
 
 
 def row(label, step, error=0.0, averages_models=False, spread=0.5, predicted=None):
@@ -375,7 +380,7 @@ class TestTask:
 def setting_on_two_nodes(rank, world):
     os.environ["NODE_RANK"] = str(rank // 2)
     try:
-        setting = _setting(SimpleNamespace(group=Group(dist.group.WORLD)), None)
+        setting = _setting(SimpleNamespace(group=of_world()), None)
     finally:
         del os.environ["NODE_RANK"]
     return setting.link.world_size, setting.nodes, setting.node_link.world_size
@@ -386,7 +391,7 @@ def test_links_within_and_between_nodes(run):
 
 
 def what_if(rank, world):
-    setting = _setting(SimpleNamespace(group=Group(dist.group.WORLD)), WhatIf(1e6, 0.001, 8))
+    setting = _setting(SimpleNamespace(group=of_world()), WhatIf(1e6, 0.001, 8))
     return setting.link, setting.nodes
 
 
@@ -399,7 +404,7 @@ def test_what_if_is_no_faster_than_this_machine(run):
 
 
 def world_size_of_what_if(rank, world):
-    return _setting(SimpleNamespace(group=Group(dist.group.WORLD)), WhatIf(bandwidth=1e6)).link.world_size
+    return _setting(SimpleNamespace(group=of_world()), WhatIf(bandwidth=1e6)).link.world_size
 
 
 def test_what_if_is_of_as_many_ranks_as_there_are(run, world):

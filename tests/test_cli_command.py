@@ -42,11 +42,12 @@ class Ternary(lc.CommHook):
         return BoundTernary(group)
 
 class BoundTernary(lc.BoundHook):
-    def reduce(self, flat, bucket):
-        padded = flat.new_zeros(-(-flat.numel() // self.group.size) * self.group.size)
+    def reduce(self, bucket, ranks):
+        flat = bucket.flat
+        padded = flat.new_zeros(-(-flat.numel() // ranks.size) * ranks.size)
         padded[: flat.numel()] = flat.sign() * flat.abs().mean() * (flat.abs() > flat.abs().mean() / 2)
-        share = self.group.all_to_all(padded.view(self.group.size, -1)).mean(dim=0)
-        flat.copy_(self.group.all_gather(share).view(-1)[: flat.numel()])
+        share = (yield from ranks.all_to_all(padded.view(ranks.size, -1))).mean(dim=0)
+        flat.copy_((yield from ranks.all_gather(share)).view(-1)[: flat.numel()])
 
 TERNARY = Ternary()
 

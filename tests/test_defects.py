@@ -70,7 +70,7 @@ class Failing(lc.CommHook):
 
 
 class FailingBound(lc.BoundHook):
-    def reduce(self, flat, bucket):
+    def reduce(self, bucket, ranks):
         raise ZeroDivisionError("on purpose")
 
 

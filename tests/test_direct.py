@@ -1,7 +1,7 @@
-"""Direct collectives against plain sums, and several buckets that are under way at once."""
+"""Direct collectives against plain sums, and buckets that ranks go on with in different orders."""
 
 import contextlib
-import threading
+import random
 import time
 
 import pytest
@@ -21,7 +21,9 @@ from lightning_commhooks.collectives.direct import (
 from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.collectives.messages import Messages
 from lightning_commhooks.collectives.process_groups import own_group
-from lightning_commhooks.collectives.turns import Turns, in_lane, lane, waiting
+from lightning_commhooks.collectives.steps import Wait, begun, finish
+from lightning_commhooks.collectives.timing import HostTiming
+from lightning_commhooks.ddp.runtime import Runtime
 from lightning_commhooks.ddp.thread_engine import ThreadEngine
 
 CPU = torch.device("cpu")
@@ -39,24 +41,24 @@ def numbers(rank, numel, dtype):
 
 
 @contextlib.contextmanager
-def messages(latency):
+def direct(latency):
     """Direct messages as among ranks that are so far away."""
     own = own_group(dist.group.WORLD, CPU)
-    yield Direct(Messages(own.process_group._get_backend(CPU)), latency)
+    yield Direct(process_groups._messages(own.process_group, CPU), latency)
     dist.barrier()
     process_groups.destroy([own.process_group])
 
 
 def sums(rank, world, latency):
     found = {}
-    with messages(latency) as ranks:
+    with direct(latency) as ranks:
         for dtype in DTYPES:
             for numel in (1, 2, 3, 5, 1000, 70_001):
-                found[dtype, numel] = ranks.sum_(numbers(rank, numel, dtype))()
-        found["large"] = ranks.sum_(torch.arange(1_500_000.0) * (rank + 1))()
+                found[dtype, numel] = finish(ranks.sum_(numbers(rank, numel, dtype)))
+        found["large"] = finish(ranks.sum_(torch.arange(1_500_000.0) * (rank + 1)))
         # Begun before others are finished, in another order than they are waited for.
-        several = [ranks.sum_(torch.full((n,), rank + 1.0)) for n in (5, 3000, 7)]
-        found["several"] = [several[i]() for i in (2, 0, 1)]
+        several = [begun(ranks.sum_(torch.full((n,), rank + 1.0))) for n in (5, 3000, 7)]
+        found["several"] = [finish(several[i]) for i in (2, 0, 1)]
     return found
 
 
@@ -74,9 +76,22 @@ def test_sums(run, world, latency):
         assert all(other[key].equal(value) for key, value in results[0].items() if key != "several")
 
 
+def waits_for_a_late_rank(rank, world):
+    with direct(0.0) as ranks:
+        total = begun(ranks.sum_(torch.full((1_000_000,), rank + 1.0)))
+        dist.barrier()
+        if rank == world - 1:
+            time.sleep(0.3)
+        return finish(total).unique().tolist()
+
+
+def test_sums_wait_for_all_shares(run):
+    assert run(waits_for_a_late_rank, world=4) == [[10.0]] * 4
+
+
 def rounded_once(rank, world):
-    with messages(NEAR) as ranks:
-        return ranks.sum_(torch.randn(999, generator=torch.Generator().manual_seed(rank)).bfloat16())()
+    with direct(NEAR) as ranks:
+        return finish(ranks.sum_(torch.randn(999, generator=torch.Generator().manual_seed(rank)).bfloat16()))
 
 
 def test_16_bit_numbers_are_added_in_float32_and_rounded_once(run):
@@ -88,11 +103,11 @@ def test_16_bit_numbers_are_added_in_float32_and_rounded_once(run):
 
 
 def others(rank, world):
-    with messages(FAR) as ranks:
+    with direct(FAR) as ranks:
         chunks = torch.arange(world * 3).view(world, 3) + 100 * rank
-        first, second = ranks.exchange(chunks), ranks.gather(2, torch.float64)
-        gathered = second(torch.tensor([rank, 0.5], dtype=torch.float64))
-        return gathered(), first()
+        own = torch.tensor([rank, 0.5], dtype=torch.float64)
+        first, expected = begun(ranks.exchange(chunks)), ranks.expect(own)
+        return finish(ranks.gather(own, expected)), finish(first)
 
 
 @pytest.mark.parametrize("world", [2, 4])
@@ -111,10 +126,30 @@ def test_what_is_chosen():
     assert [num_connections(latency) for latency in (NEAR, 10e-3, 40e-3, 1.0)] == [1, 1, 4, 4]
 
 
+class Nobody:
+    """What `Messages` take for a `ProcessGroupGloo`, of the first of so many ranks."""
+
+    def __init__(self, size):
+        self.size, self.rank = (lambda: size), (lambda: 0)
+
+
+def test_messages_of_channels_and_parts_have_numbers_of_their_own():
+    everyone = Messages(Nobody(4))
+    parts = [everyone, everyone.among([0, 1], 1), everyone.among([0, 2], 2)]
+    channels = [part.channel(number) for part in parts for number in (0, 1, 2, 4095)]
+    used = [channel.number() for channel in channels for _ in range(100)]
+    assert len(set(used)) == len(used)
+    assert 0 <= min(used) <= max(used) < 2**31
+    assert everyone.channel(1).number() == everyone.channel(1).number(), "the same on all ranks"
+    assert everyone.among([2, 0], 1).peers == [0]
+    with pytest.raises(ValueError, match="31 divisions into subgroups at most"):
+        everyone.among([0, 1], 32)
+
+
 def latencies(rank, world):
-    with pytest.MonkeyPatch.context() as patch, messages(0.0) as ranks:
+    with pytest.MonkeyPatch.context() as patch, direct(0.0) as ranks:
         patch.delenv("COMMHOOKS_LATENCY_MS")  # see conftest.py
-        return measure_latency(ranks._messages)
+        return measure_latency(ranks.messages)
 
 
 def test_latency_is_equal_on_all_ranks(run):
@@ -124,13 +159,13 @@ def test_latency_is_equal_on_all_ranks(run):
 
 
 def with_variable(rank, world, texts):
-    with pytest.MonkeyPatch.context() as patch, messages(0.0) as ranks:
+    with pytest.MonkeyPatch.context() as patch, direct(0.0) as ranks:
         if texts[rank] is None:
             patch.delenv("COMMHOOKS_LATENCY_MS")
         else:
             patch.setenv("COMMHOOKS_LATENCY_MS", texts[rank])
         try:
-            return measure_latency(ranks._messages)
+            return measure_latency(ranks.messages)
         except ValueError as error:
             return str(error)
 
@@ -151,14 +186,14 @@ def on_interfaces(rank, world, names, latency):
         patch.setenv("GLOO_SOCKET_IFNAME", names)
         patch.setenv("COMMHOOKS_LATENCY_MS", latency)
         own = own_group(dist.group.WORLD, CPU)
-        total = own.transport.sum_(torch.full((1_000_000,), rank + 1.0))().unique().tolist()
+        total = finish(own.transport.sum_(torch.full((1_000_000,), rank + 1.0))).unique().tolist()
         begin = time.monotonic()
         if rank == 0:
             own.abort()
         with pytest.raises(RuntimeError):
-            own.transport.sum_(torch.ones(3))()
+            finish(own.transport.sum_(torch.ones(3)))
         seconds = time.monotonic() - begin
-        connections = len(own.transport._messages._backend.options._devices)
+        connections = len(own.transport.messages._backend.options._devices)
         dist.barrier()
         process_groups.destroy([own.process_group])
     return total, seconds, connections
@@ -191,64 +226,163 @@ HOOKS = {
 
 
 @contextlib.contextmanager
-def as_if(num_lanes=4, latency="40"):
+def as_if(latency="40"):
     """Ranks seem so many milliseconds apart: with 40, direct messages over several connections."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("COMMHOOKS_LATENCY_MS", latency)
-        patch.setattr(process_groups, "NUM_LANES", num_lanes)
         yield
 
 
-def steps(rank, world, hook, num_lanes, latency):
-    with as_if(num_lanes, latency), attached(hook, exact_state=True) as (ddp, attachment):
-        means = [backward(ddp, full_rank_gradients(rank, step, SHAPES)) for step in range(6)]
-        metrics = attachment.metrics()
-        keys = ("bytes_sent", "collectives", "numel_compressed", "steps", "rounds")
-        return means, {key: metrics[key] for key in keys}, len(attachment._runtime._engine._executors)
+class Pause:
+    """Something that takes its time."""
+
+    def __init__(self, seconds):
+        self.seconds = seconds
+
+    def wait(self):
+        time.sleep(self.seconds)
+
+
+def late(steps, chance, seconds):
+    """The same computation; it begins late, and whatever it waits for takes longer."""
+    waits = Wait(())
+    while True:
+        yield Wait([*waits.works, Pause(chance.uniform(0, seconds))], waits.name)
+        try:
+            waits = next(steps)
+        except StopIteration as done:
+            return done.value
+
+
+def averaged(rank, world, hook, latency, is_late):
+    """Averaged gradients and counts of some steps; all ranks but the first wait longer for everything if `is_late`."""
+    chance, reduce = random.Random(rank), Runtime._reduce
+    with pytest.MonkeyPatch.context() as patch, as_if(latency):
+        if is_late:
+            seconds = 3e-3 if rank else 0.0
+            patch.setattr(Runtime, "_reduce", lambda *args: late(reduce(*args), chance, seconds))
+        with attached(hook, exact_state=True) as (ddp, attachment):
+            means = [backward(ddp, full_rank_gradients(rank, step, SHAPES)) for step in range(6)]
+            metrics = attachment.metrics()
+            keys = ("bytes_sent", "collectives", "numel_compressed", "steps", "rounds")
+            return means, {key: metrics[key] for key in keys}
 
 
 @pytest.mark.parametrize("latency", ["0", "40"])
 @pytest.mark.parametrize("hook", HOOKS)
-def test_lanes_do_not_change_results(run, hook, latency):
-    one, four = (run(steps, HOOKS[hook], num_lanes, latency, world=4) for num_lanes in (1, 4))
-    assert [num_lanes for *_, num_lanes in (one[0], four[0])] == [1, 4]
-    for (means, counts, _), (in_lanes, counts_in_lanes, _) in zip(one, four, strict=True):
-        assert counts == counts_in_lanes
-        for step, (mean, mean_in_lanes) in enumerate(zip(means, in_lanes, strict=True)):
-            assert same(mean, mean_in_lanes), step
-            assert same(mean, one[0][0][step]), step
+def test_late_ranks_change_no_result(run, hook, latency):
+    """Far ranks go on with their buckets in whatever order, each in another one."""
+    in_time, delayed = (run(averaged, HOOKS[hook], latency, is_late, world=4) for is_late in (False, True))
+    for (means, counts), (means_of_late, counts_of_late) in zip(in_time, delayed, strict=True):
+        assert counts == counts_of_late
+        for step, (mean, mean_of_late) in enumerate(zip(means, means_of_late, strict=True)):
+            assert same(mean, mean_of_late), step
+            assert same(mean, in_time[0][0][step]), step
 
 
-def crosswise(rank, world, latency):
-    """Each rank begins the collectives of lanes in another order."""
-    with as_if(latency=latency):
+NUM_BUCKETS = 12
+
+
+def own_numbers(rank, number):
+    return torch.full((1000 * (1 + number % 3),), float(2**rank * (1 + number)))
+
+
+def mixed(number, ranks, subgroups):
+    """All kinds of collectives of one bucket, some at once, among all ranks and in two divisions."""
+    pairs, across = (ranks.split(subgroup) for subgroup in subgroups)
+    x = own_numbers(ranks.rank, number)
+    # From here on pairs number otherwise than all ranks.
+    of_pair = yield from pairs.all_gather(x[: number + 1])
+    total, of_all = begun(ranks.all_reduce_(x.clone())), begun(ranks.all_gather(x[: number + 2]))
+    sums = begun(pairs.all_reduce_(x[:7].clone())), begun(across.all_reduce_(x[:5].clone()))
+    swapped = yield from across.all_to_all(x[:4].view(2, 2))
+    found = [of_pair, swapped, (yield from total), (yield from of_all), (yield from sums[0]), (yield from sums[1])]
+    return torch.tensor([values for tensor in found for values in _of_rows(tensor)])
+
+
+def _of_rows(tensor):
+    """What each row consists of, which is one number."""
+    rows = tensor.view(1, -1) if tensor.dim() == 1 else tensor
+    assert all(row.eq(row[0]).all() for row in rows), tensor
+    return [row[0].item() for row in rows]
+
+
+def expected_of(rank, number):
+    x = [2**other * (1 + number) for other in range(4)]
+    pair, across = ([0, 1] if rank < 2 else [2, 3]), ([0, 2] if rank % 2 == 0 else [1, 3])
+    in_pair, in_across = [x[other] for other in pair], [x[other] for other in across]
+    return [*in_pair, *in_across, sum(x), *x, sum(in_pair), sum(in_across)]
+
+
+SUBGROUPS = [[0, 1], [2, 3]], [[0, 2], [1, 3]]
+
+
+def in_another_order(rank, world, is_late):
+    """Each rank is handed its buckets in another order, and waits longer for some things than for others."""
+    with as_if():
         own = own_group(dist.group.WORLD, CPU)
         group = Group.of(own, None, CPU)
-        waits = {}
-        for place in range(8):
-            number = (place + rank) % 4
-            with in_lane(number):
-                x = torch.full((1000 * (number + 1),), float(rank + place + number))
-                waits[place, number] = group._begin_all_gather(x[:number].clone()), group._begin_all_reduce_(x)
-        # In one thread: a sum goes on only while somebody waits for it.
-        order = sorted(waits, key=lambda key: key[::-1])
-        found = {key: [wait().unique().tolist() for wait in waits[key]] for key in order}
+        for subgroup in SUBGROUPS:
+            group.split(subgroup)
+        assert not group.is_ordered
+        order, chance = list(range(NUM_BUCKETS)), random.Random(rank)
+        chance.shuffle(order)
+        engine = ThreadEngine(CPU, own.abort, HostTiming(), is_ordered=False)
+        futures = {}
+
+        def reduce(number):
+            steps = mixed(number, group.channel(1 + number), SUBGROUPS)
+            return lambda: late(steps, chance, 0.02) if is_late else steps
+
+        for number in order:
+            futures[number] = engine.submit(reduce(number), CPU)
+        found = [futures[number].wait().tolist() for number in range(NUM_BUCKETS)]
         dist.barrier()
-        own.abort()
+        engine.close()
         process_groups.destroy([own.process_group])
     return found
 
 
-@pytest.mark.parametrize("latency", ["0", "40"])
-def test_there_is_no_order_between_lanes(run, latency):
-    for rank, found in enumerate(run(crosswise, latency, world=4)):
-        for (place, number), (gathered, total) in found.items():
-            # The same lane has its turn earlier or later on other ranks, with the same two numbers.
-            own = [sorted(p + other + number for p in range(8) if (p + other) % 4 == number) for other in range(4)]
-            turn = own[rank].index(rank + place + number)
-            values = [numbers_[turn] for numbers_ in own]
-            assert total == [sum(values)], (place, number)
-            assert gathered == sorted(set(values) if number else []), (place, number)
+@pytest.mark.parametrize("is_late", [False, True])
+def test_there_is_no_order_between_buckets(run, is_late):
+    for rank, found in enumerate(run(in_another_order, is_late, world=4)):
+        for number, values in enumerate(found):
+            assert values == expected_of(rank, number), number
+
+
+def of_near_ranks(rank, world):
+    own = own_group(dist.group.WORLD, CPU)
+    group = Group.of(own, None, CPU)
+    for subgroup in SUBGROUPS:
+        group.split(subgroup)
+    assert group.is_ordered
+    assert not group.split(SUBGROUPS[0]).is_ordered
+    found = [finish(mixed(number, group.channel(1 + number), SUBGROUPS)).tolist() for number in range(3)]
+    dist.barrier()
+    own.abort()
+    process_groups.destroy([own.process_group])
+    return found
+
+
+def test_subgroups_of_near_ranks_send_directly(run):
+    for rank, found in enumerate(run(of_near_ranks, world=4)):
+        assert found == [expected_of(rank, number) for number in range(3)]
+
+
+def alone_in_a_subgroup(rank, world):
+    with as_if():
+        own = own_group(dist.group.WORLD, CPU)
+        group = Group.of(own, None, CPU)
+        some = group.split([[0, 1, 2], [3]])
+        total = finish(some.all_reduce_(torch.tensor([2.0**rank]))).item()
+        dist.barrier()
+        own.abort()
+        process_groups.destroy([own.process_group])
+    return some.size, total
+
+
+def test_a_far_rank_may_be_alone_in_its_subgroup(run):
+    assert run(alone_in_a_subgroup, world=4) == [(3, 7.0)] * 3 + [(1, 8.0)]
 
 
 def near_and_far(rank, world, hook):
@@ -256,7 +390,8 @@ def near_and_far(rank, world, hook):
     for context in (contextlib.nullcontext(), as_if()):
         with context, attached(hook) as (ddp, attachment):
             means = [backward(ddp, full_rank_gradients(rank, step, SHAPES)) for step in range(3)]
-            found.append((means[-1], attachment.bound.group._transport is not None))
+            assert attachment._runtime._engine._is_ordered == attachment.bound.group.is_ordered
+            found.append((means[-1], attachment.bound.group.is_ordered))
     return found
 
 
@@ -264,9 +399,9 @@ def near_and_far(rank, world, hook):
 def test_far_ranks_average_as_near_ones(run, world):
     exact = mean_gradients(full_rank_gradients, world, 2, SHAPES)
     for hook in ("allreduce", "int8"):
-        for (near, is_direct), (far, is_far) in run(near_and_far, HOOKS[hook], world=world):
-            assert is_far
-            assert not is_direct
+        for (near, is_ring), (far, is_ring_of_far) in run(near_and_far, HOOKS[hook], world=world):
+            assert is_ring
+            assert not is_ring_of_far
             assert distance(near, far) <= 1e-6 * norm(exact)
 
 
@@ -292,47 +427,45 @@ def test_rounds_of_messages(run, world):
 
 
 def in_flight(rank, world, latency):
-    """How many buckets wait for others at once, at most; without a wait in between nobody runs."""
+    """How many buckets wait for others at once, at most; and whether two were ever computed at once."""
     _Counting.most = 0
-    with as_if(latency=latency), attached(_Counting()) as (ddp, _):
+    with as_if(latency), attached(_Counting()) as (ddp, _):
         for step in range(3):
             backward(ddp, full_rank_gradients(rank, step, SHAPES))
-    return _Counting.most, _Counting.at_work, _Counting.num_calls
+    return _Counting.most, _Counting.computed, _Counting.num_calls
 
 
 class _Counting(lc.CommHook):
     name = "counting"
-    now = most = at_work = num_calls = 0
+    now = most = computed = num_calls = 0
 
     def bind(self, group):
         return _BoundCounting(group)
 
 
 class _BoundCounting(lc.BoundHook):
-    def overlaps(self, step):
-        return step > 0
-
-    def reduce(self, flat, bucket):
+    def reduce(self, bucket, ranks):
         _Counting.now += 1
         _Counting.num_calls += 1
         _Counting.most = max(_Counting.most, _Counting.now)
-        begin = _Counting.at_work
+        begin = _Counting.computed
+        time.sleep(1e-3)
+        _Counting.computed = begin + 1
         # Each rank waits for the other in turn.
-        time.sleep(0.03 if (_Counting.num_calls + self.group.rank) % 2 else 0.0)
-        _Counting.at_work = begin + 1
-        self.group.all_reduce_mean_(flat)
+        yield Wait([Pause(0.03 if (_Counting.num_calls + ranks.rank) % 2 else 0.0)])
+        yield from ranks.all_reduce_mean_(bucket.flat)
         _Counting.now -= 1
 
 
 @pytest.mark.parametrize("latency", ["0", "40"])
-def test_several_buckets_are_under_way(run, latency):
-    for most, at_work, num_calls in run(in_flight, latency, world=2):
+def test_several_buckets_are_under_way_and_one_is_computed(run, latency):
+    for most, computed, num_calls in run(in_flight, latency, world=2):
         assert most > 1
-        assert at_work == num_calls
+        assert computed == num_calls
 
 
-def fail_in_a_lane(rank, world, latency):
-    with as_if(latency=latency), attached(_Failing()) as (ddp, _):
+def fail_in_a_bucket(rank, world, latency):
+    with as_if(latency), attached(_Failing()) as (ddp, _):
         for step in range(3):
             begin = time.monotonic()
             try:
@@ -343,74 +476,22 @@ def fail_in_a_lane(rank, world, latency):
 
 
 class _Failing(lc.CommHook):
-    name = "failing_in_a_lane"
+    name = "failing_in_a_bucket"
 
     def bind(self, group):
         return _BoundFailing(group)
 
 
 class _BoundFailing(lc.BoundHook):
-    def overlaps(self, step):
-        return True
-
-    def reduce(self, flat, bucket):
-        if bucket.step == 2 and bucket.index == 1 and self.group.rank == 0:
+    def reduce(self, bucket, ranks):
+        if bucket.step == 2 and bucket.index == 1 and ranks.rank == 0:
             raise ArithmeticError("out of numbers")
-        self.group.all_reduce_mean_(flat)
+        yield from ranks.all_reduce_mean_(bucket.flat)
 
 
 @pytest.mark.parametrize("latency", ["0", "40"])
-def test_a_failure_in_one_lane_ends_all_ranks_soon(run, latency):
-    for step, error, seconds in run(fail_in_a_lane, latency, world=4):
+def test_a_failure_in_one_bucket_ends_all_ranks_soon(run, latency):
+    for step, error, seconds in run(fail_in_a_bucket, latency, world=4):
         assert step == 2
         assert seconds < 20
         assert "out of numbers" in error or "failed on rank" in error
-
-
-def test_a_turn_is_given_away_while_waiting():
-    turns, order, may_end = Turns(), [], threading.Event()
-
-    def first():
-        with turns.turn(1):
-            order.append(lane())
-            with waiting():
-                may_end.wait(10)
-            order.append(lane())
-
-    thread = threading.Thread(target=first)
-    thread.start()
-    while not order:
-        time.sleep(0.001)
-    with turns.turn(2):
-        order.append(lane())
-        may_end.set()
-        time.sleep(0.05)
-        order.append(lane())
-    thread.join()
-    assert order == [1, 2, 2, 1]
-    assert lane() == 0
-
-
-def test_what_does_not_overlap_is_alone():
-    order, engine = [], ThreadEngine(CPU, num_lanes=3)
-
-    def work(name, seconds):
-        def run():
-            order.append(f"{name} begins")
-            with waiting():
-                time.sleep(seconds)
-            order.append(f"{name} ends")
-            return torch.zeros(1)
-
-        return run
-
-    try:
-        engine.submit(work("a", 0.2), CPU, 0, True)
-        engine.submit(work("b", 0.1), CPU, 1, True)
-        engine.submit(work("alone", 0.1), CPU, 2, False)
-        engine.submit(work("c", 0.01), CPU, 0, True)
-        assert engine.call(lambda: len(order)) == 8
-    finally:
-        engine.close()
-    assert order.index("b begins") < order.index("a ends")
-    assert order[4:6] == ["alone begins", "alone ends"]

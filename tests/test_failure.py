@@ -22,6 +22,8 @@ from pool import check_no_leaks
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_commhooks as lc
+from lightning_commhooks.collectives.steps import result
+from lightning_commhooks.collectives.timing import HostTiming
 from lightning_commhooks.ddp.thread_engine import ThreadEngine
 
 SOON = 10 * PATIENCE  # seconds, far more than it takes, on a machine that has other things to do
@@ -50,10 +52,10 @@ class Broken(lc.CommHook):
 
 
 class _BoundBroken(lc.BoundHook):
-    def reduce(self, flat, bucket):
-        if bucket.step == 2 and "second" in bucket.names and self.group.global_rank == self.group.size - 1:
+    def reduce(self, bucket, ranks):
+        if bucket.step == 2 and "second" in bucket.names and ranks.global_rank == ranks.size - 1:
             raise ArithmeticError("out of numbers")
-        self.group.all_reduce_mean_(flat)
+        yield from ranks.all_reduce_mean_(bucket.flat)
 
 
 # What the ranks do -------------------------------------------------------------------------------------------
@@ -381,17 +383,27 @@ def test_all_ranks_fail_soon_wherever_one_fails_and_stays(run, place, world):
         assert seconds < SECONDS_TO_FAIL
 
 
-def test_nothing_runs_after_a_failure():
+def engine_of(abort=lambda: None, **options):
+    return ThreadEngine(CPU, abort, HostTiming(), **options)
+
+
+def steps_of(function):
+    """A computation that waits for nobody."""
+    return lambda: result(function())
+
+
+@pytest.mark.parametrize("is_ordered", [True, False])
+def test_nothing_runs_after_a_failure(is_ordered):
     aborted, ran = [], []
-    engine = ThreadEngine(torch.device("cpu"), lambda: aborted.append(True))
+    engine = engine_of(lambda: aborted.append(True), is_ordered=is_ordered)
     gate = threading.Event()
 
     def fail():
         gate.wait()
         raise ArithmeticError("out of numbers")
 
-    engine.submit(fail, CPU)
-    later = engine.submit(lambda: ran.append(1), CPU)
+    engine.submit(steps_of(fail), CPU)
+    later = engine.submit(steps_of(lambda: ran.append(1)), CPU)
     threading.Timer(0.2, gate.set).start()
     with pytest.raises(lc.HookError, match="out of numbers") as error:
         engine.call(lambda: ran.append(2))
@@ -404,17 +416,17 @@ def test_nothing_runs_after_a_failure():
 
 
 def test_close_waits_for_work():
-    engine = ThreadEngine(torch.device("cpu"))
+    engine = engine_of()
     done = []
-    engine.submit(lambda: time.sleep(0.3) or done.append(True) or torch.zeros(1), CPU)
+    engine.submit(steps_of(lambda: time.sleep(0.3) or done.append(True) or torch.zeros(1)), CPU)
     engine.close()
     assert done
 
 
 def test_close_aborts_work_that_does_not_end():
     gate = threading.Event()
-    engine = ThreadEngine(torch.device("cpu"), gate.set)
-    engine.submit(lambda: gate.wait() and torch.zeros(1), CPU)
+    engine = engine_of(gate.set)
+    engine.submit(steps_of(lambda: gate.wait() and torch.zeros(1)), CPU)
     engine.close()
     assert gate.is_set()
 

@@ -31,6 +31,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import lightning_commhooks as lc
 from lightning_commhooks.codecs import FP8Codec, Int4Codec, Int8Codec
+from lightning_commhooks.collectives.counters import Counters
 from lightning_commhooks.fsdp import shard_group
 from lightning_commhooks.fsdp.fsdp2 import _ReduceScatter
 from lightning_commhooks.fsdp.runtime import ShardedRuntime
@@ -288,7 +289,7 @@ def encoded(rank, world, numel, part_numel):
     before, shard_group.CHUNK_NUMEL = shard_group.CHUNK_NUMEL, part_numel
     try:
         for codec in CODECS:
-            group = ShardGroup(dist.group.WORLD)
+            group = ShardGroup(dist.group.WORLD, Counters(), torch.device("cpu"))
             kernels = group.kernels(codec, feedback=False, two_shot=True)
             group.counters.bytes_sent = 0.0
             ranks = [torch.randn(world, numel, generator=torch.Generator().manual_seed(r)).pow(3) for r in range(world)]
@@ -323,7 +324,7 @@ def compiled_share(rank, world):
     results = []
     for context in (compiling(), ignoring()):
         with context:
-            group = ShardGroup(dist.group.WORLD)
+            group = ShardGroup(dist.group.WORLD, Counters(), torch.device("cpu"))
             kernels = group.kernels(Int8Codec(), feedback=False, two_shot=True)
         results.append(group.reduce_scatter_encoded(chunks, kernels, seed=0))
     return (results[0] - results[1]).abs().max().item()

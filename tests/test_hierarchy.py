@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import os
 import warnings
 
@@ -12,9 +13,9 @@ from hooks_under_test import CASES
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_commhooks as lc
-from lightning_commhooks.advice.ensemble import run_ranks
 from lightning_commhooks.codecs.codec import Kernels
 from lightning_commhooks.collectives import group as group_module
+from lightning_commhooks.collectives.in_memory import groups_in_memory, run_together
 from lightning_commhooks.interface.bucket import Bucket, Slot
 from lightning_commhooks.interface.hierarchy import Hierarchy, bind_by_node
 from lightning_commhooks.testing.check import RULES, check_rule
@@ -83,7 +84,7 @@ def test_on_nodes_of_one_rank_it_is_the_hook_as_it_is(run):
     assert all(same(a, b) for a, b in zip(plain, by_node, strict=True))
 
 
-def in_threads(nodes, hook, gradients, dtype=torch.float32, scale_of=lambda rank: 1.0):
+def in_memory(nodes, hook, gradients, dtype=torch.float32, scale_of=lambda rank: 1.0):
     """Means of each step on each rank, `gradients(rank)` of shape `(steps, 96, 80)`; and the hook of rank 1."""
     slots, bound = (Slot("weight", (96, 80), 0),), {}
 
@@ -93,15 +94,15 @@ def in_threads(nodes, hook, gradients, dtype=torch.float32, scale_of=lambda rank
         means = []
         for step, gradient in enumerate(gradients(group.rank)):
             flat = gradient.to(dtype).reshape(-1).clone()
-            own.reduce(flat, Bucket(0, True, step, slots, scale=scale_of(group.rank)))
+            yield from own.reduce(Bucket(flat, 0, True, step, slots, scale=scale_of(group.rank)), group)
             own.end_step(torch.tensor(True))
             means.append(flat)
         return torch.stack(means)
 
-    # PyTorch 2.10 for CUDA crashes where several threads compile without a device.
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(group_module, "compiled", lambda codec, *_: Kernels(codec))
-        return run_ranks(sum(map(len, nodes)), torch.device("cpu"), on_rank), bound[1]
+        groups = groups_in_memory(sum(map(len, nodes)))
+        return run_together([functools.partial(on_rank, group) for group in groups]), bound[1]
 
 
 @pytest.fixture
@@ -115,9 +116,9 @@ def many():
 @pytest.mark.parametrize("label", ["int8", "powersgd", "bf16"])
 def test_four_nodes_of_two_ranks(many, label):
     """Two shots between nodes: each owns a share of the mean."""
-    of_ranks, _ = in_threads([[0, 1], [2, 3], [4, 5], [6, 7]], HOOKS[label], lambda rank: many[rank, :3])
+    of_ranks, _ = in_memory([[0, 1], [2, 3], [4, 5], [6, 7]], HOOKS[label], lambda rank: many[rank, :3])
     means = (many[::2, :3] + many[1::2, :3]) / 2
-    of_nodes, _ = in_threads([[0], [1], [2], [3]], CASES[label].hook, lambda rank: means[rank])
+    of_nodes, _ = in_memory([[0], [1], [2], [3]], CASES[label].hook, lambda rank: means[rank])
     assert all(torch.equal(of_ranks[0], other) for other in of_ranks)
     torch.testing.assert_close(of_ranks[0], of_nodes[0], rtol=1e-4, atol=1e-5)
 
@@ -125,7 +126,7 @@ def test_four_nodes_of_two_ranks(many, label):
 @pytest.mark.parametrize("label", ["int8", "bf16", "powersgd"])
 def test_weights_that_differ_within_a_node(many, label):
     weights = torch.tensor([0.25, 1.75, 0.5, 1.5])
-    means, _ = in_threads(
+    means, _ = in_memory(
         [[0, 1], [2, 3]], HOOKS[label], lambda rank: many[rank, :1], scale_of=lambda rank: weights[rank].item()
     )
     expected = (weights.view(4, 1, 1) * many[:4, 0]).mean(dim=0).view(-1)
@@ -138,7 +139,7 @@ NODES = {"two nodes": [[0, 1], [2, 3]], "four nodes": [[0, 1], [2, 3], [4, 5], [
 
 def test_each_rank_remembers_what_its_node_owes(many):
     for nodes in NODES.values():
-        _, bound = in_threads(nodes, HOOKS["int8"], lambda rank: many[rank, :2])
+        _, bound = in_memory(nodes, HOOKS["int8"], lambda rank: many[rank, :2])
         assert sum(owed.numel() for owed in bound.owed()) == 96 * 80
 
 
@@ -328,9 +329,9 @@ class Halves(lc.CommHook):
 
 
 class _BoundHalves(lc.ErrorFeedback):
-    def average(self, owed, bucket):
+    def average(self, owed, bucket, ranks):
         sent = owed / 2
-        return self.group.all_reduce_mean_(sent.clone()), sent
+        return (yield from ranks.all_reduce_mean_(sent.clone())), sent
 
 
 def test_somebody_elses_hook(run):

@@ -43,10 +43,10 @@ class _BoundDelayed(lc.BoundHook):
         self.inner, self.seconds, self.buckets = inner, seconds, set()
         self.random = random.Random(inner.group.global_rank)
 
-    def reduce(self, flat, bucket):
+    def reduce(self, bucket, ranks):
         self.buckets.add(bucket.names)
         time.sleep(self.random.uniform(0, self.seconds))
-        self.inner.reduce(flat, bucket)
+        return (yield from self.inner.reduce(bucket, ranks))
 
 
 def unused_names(mode, rank, step):

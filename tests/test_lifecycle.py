@@ -120,9 +120,10 @@ _leaked = []
 
 
 def leak_a_thread(rank, world):
+    from lightning_commhooks.collectives.timing import HostTiming
     from lightning_commhooks.ddp.thread_engine import ThreadEngine
 
-    _leaked.append(ThreadEngine(torch.device("cpu")))
+    _leaked.append(ThreadEngine(torch.device("cpu"), lambda: None, HostTiming()))
     _leaked[0].call(lambda: None)
 
 

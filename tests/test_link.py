@@ -8,13 +8,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_commhooks.advice.emulated import EmulatedGroup
+from lightning_commhooks.advice.emulated import Emulated, emulated_group
 from lightning_commhooks.collectives import measure_link as measuring
+from lightning_commhooks.collectives.backend import Backend
+from lightning_commhooks.collectives.counters import Counters
 from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.collectives.link import Cost, Link
 from lightning_commhooks.collectives.measure_link import _rising, measure_link
 from lightning_commhooks.collectives.process_groups import destroy, own_group
 
+CPU = torch.device("cpu")
 MEASURED = Link(
     2,
     {
@@ -58,7 +61,7 @@ def test_given():
     assert link.cost("all_to_all", 2e6).seconds == pytest.approx(2.0 + 0.01)
     assert link.cost("all_reduce", 2e6).cpu_seconds == 0
     assert link.bandwidth == pytest.approx(1e6)
-    assert link.num_lanes == 1
+    assert link.num_at_once == 0
     assert link.message_seconds == 0
 
 
@@ -71,7 +74,7 @@ def test_given_on_cpu(world, of_sum):
         cost = far.cost(kind, 1e6)
         assert (cost.seconds, cost.occupancy) == pytest.approx((1 + latencies * 0.01, 1.0))
     assert far.without_hook.cost("all_reduce", 1e6).seconds == pytest.approx(1 + 2 * (world - 1) * 0.025)
-    assert (far.num_lanes, far.without_hook.num_lanes) == (4, 2)
+    assert (far.num_at_once, far.without_hook.num_at_once) == (0, 2)
     assert far.scaled(2).latency == pytest.approx(0.02)
     assert far.scaled(2).without_hook.latency == pytest.approx(0.05)
     near = Link.given(bandwidth=1e6, latency=0.001, world_size=world)
@@ -131,7 +134,7 @@ def test_bad_values(options, message):
 
 
 def measure(rank, world, of_steps=False):
-    group = Group(dist.group.WORLD)
+    group = Group(Backend(dist.group.WORLD), process_group=dist.group.WORLD)
     link = measure_link(group, 0.3, of_steps)
     assert group.counters.bytes_sent == 0
     assert group.counters.collectives == 0
@@ -156,8 +159,8 @@ def test_measured(run, world, of_steps):
 def measure_far(rank, world):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("COMMHOOKS_LATENCY_MS", "5")
-        own = own_group(dist.group.WORLD, torch.device("cpu"))
-        link = measure_link(Group.of(own, None, torch.device("cpu")), 0.3, of_steps=True)
+        own = own_group(dist.group.WORLD, CPU)
+        link = measure_link(Group.of(own, None, CPU), 0.3, of_steps=True)
         dist.barrier()
         destroy([own.process_group])
     return link
@@ -167,7 +170,7 @@ def test_measured_of_far_ranks(run):
     link, other = run(measure_far)
     assert other == link
     assert link.message_seconds == 0.005
-    assert link.num_lanes == 4
+    assert (link.num_at_once, link.without_hook.num_at_once) == (0, 2)
     assert {"plain_ddp", "all_reduce"} <= set(link.curves)
     assert link.curves["all_reduce"][-1].busy_seconds > 0
 
@@ -195,7 +198,7 @@ def measured_over(monkeypatch, link):
     monkeypatch.setattr(
         measuring, "time", SimpleNamespace(perf_counter=clock.now, process_time=clock.cpu, sleep=clock.sleep)
     )
-    group = EmulatedGroup(link, clock=clock)
+    group = emulated_group(Emulated(link, clock=clock), Counters(), CPU)
     found = measure_link(group)
     group.release()
     return found, clock.time - 100

@@ -50,6 +50,7 @@ def mean_gradient(rank, world, hook, variables):
             return -model.a[0].item(), [str(warning.message) for warning in caught]
 
 
+FAR = {"COMMHOOKS_LATENCY_MS": [40] * 4}
 NODES = {
     "two": ({"NODE_RANK": [0, 0, 1, 1]}, None, [1.5, 1.5, 3.5, 3.5]),
     "torchrun": ({"GROUP_RANK": [0, 0, 1, 1]}, None, [1.5, 1.5, 3.5, 3.5]),
@@ -62,6 +63,9 @@ NODES = {
     "uneven_given": ({}, 3, [2.0, 2.0, 2.0, 4.0]),
     "one_node": ({}, None, [2.5] * 4),
     "all_given": ({}, 4, [2.5] * 4),
+    "far": ({"NODE_RANK": [0, 0, 1, 1], **FAR}, None, [1.5, 1.5, 3.5, 3.5]),
+    "far_one_each": ({"NODE_RANK": [0, 1, 2, 3], **FAR}, None, [1.0, 2.0, 3.0, 4.0]),
+    "far_uneven_given": ({**FAR}, 3, [2.0, 2.0, 2.0, 4.0]),
 }
 
 

@@ -81,7 +81,7 @@ def split_of_three(rank, group):
     patch = pytest.MonkeyPatch()
     patch.setattr(dist, "ProcessGroupNCCL", NCCL, raising=False)
     patch.setattr(dist, "get_process_group_ranks", lambda _: [0, 1, 2])
-    own = process_groups.own_subgroup(Parent(group), [[0, 2], [1]], "some name", CUDA, has_lanes=True)
+    own = process_groups.own_subgroup(Parent(group), [[0, 2], [1]], "some name", CUDA)
     patch.undo()
     mine = torch.full((1,), 10.0**rank)
     own.process_group._get_backend(CUDA).allreduce([mine]).wait()

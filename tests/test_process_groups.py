@@ -14,8 +14,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import lightning_commhooks as lc
 from lightning_commhooks.collectives import direct, process_groups
+from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.collectives.messages import Messages
 from lightning_commhooks.collectives.process_groups import abort_of, destroy, own_group, own_subgroup
+from lightning_commhooks.collectives.steps import finish
 
 CPU = torch.device("cpu")
 
@@ -79,17 +81,55 @@ def test_a_refused_latency_leaves_no_group_behind(run):
         assert groups == 0
 
 
-def subgroups(rank, world):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(process_groups, "_MOST_RANKS_IN_LANES", 1)
-        patch.setenv("COMMHOOKS_LATENCY_MS", "0")
-        own = own_subgroup(dist.group.WORLD, [[0, 1], [2, 3]], "pairs", CPU, has_lanes=True)
-        dist.barrier()
-        return len(own.lanes)
+def with_subgroups(rank, world):
+    """Descriptors and groups before subgroups of CPU ranks are made, and with some."""
+    own = own_group(dist.group.WORLD, CPU)
+    group = Group.of(own, None, CPU)
+    before, groups = resources(), len(dist.distributed_c10d._world.pg_map)
+    pairs, across = group.split([[0, 1], [2, 3]]), group.split([[0, 2], [1, 3]])
+    total = group.finish(pairs.all_reduce_(torch.tensor([2.0**rank]))).item()
+    total_across = group.finish(across.all_reduce_(torch.tensor([2.0**rank]))).item()
+    with pytest.raises(RuntimeError, match="these ranks have no process group: they are a subgroup, or emulated"):
+        _ = pairs.process_group
+    after, made = settled(before), len(dist.distributed_c10d._world.pg_map) - groups
+    dist.barrier()
+    own.abort()
+    destroy([own.process_group, *group.release()])
+    with pytest.raises(RuntimeError, match="is gone: the hook was closed"):
+        _ = group.process_group
+    return before, after, made, (total, total_across)
 
 
-def test_a_large_subgroup_has_as_many_lanes_as_the_engine(run):
-    assert run(subgroups, world=4) == [process_groups.NUM_LANES] * 4
+def test_subgroups_on_cpu_take_no_connections(run):
+    for rank, (before, after, made, totals) in enumerate(run(with_subgroups, world=4)):
+        assert after <= before
+        assert made == 0
+        assert totals == ((3.0, 12.0)[rank // 2], (5.0, 10.0)[rank % 2])
+
+
+def of_gloo(rank, world):
+    """A sum over a process group of a part of the ranks, as those of tensors on CUDA, and what aborts it."""
+    own = own_group(dist.group.WORLD, CPU)
+    some = own_subgroup(own.process_group, [[0, 3], [1, 2]], "some", CPU)
+    total = finish(some.transport.sum_(torch.tensor([2.0**rank]))).item()
+    dist.barrier()
+    begin = time.monotonic()
+    if some.transport.rank == 0:
+        some.abort()
+    with pytest.raises(RuntimeError):
+        finish(some.transport.sum_(torch.ones(3)))
+    seconds = time.monotonic() - begin
+    dist.barrier()
+    own.abort()
+    destroy([own.process_group, some.process_group])
+    return total, some.transport.is_ordered, seconds
+
+
+def test_process_groups_of_subgroups(run):
+    for rank, (total, is_ordered, seconds) in enumerate(run(of_gloo, world=4)):
+        assert total == (9.0 if rank in (0, 3) else 6.0)
+        assert is_ordered
+        assert seconds < 10
 
 
 def aborted(rank, world):

@@ -3,6 +3,7 @@
 import contextlib
 import signal
 import threading
+import time
 import warnings
 from datetime import timedelta
 
@@ -47,9 +48,9 @@ class _BoundGated(lc.BoundHook):
         super().__init__(group)
         self.config = config
 
-    def reduce(self, flat, bucket):
+    def reduce(self, bucket, ranks):
         self.config.before()
-        self.group.all_reduce_mean_(flat)
+        yield from ranks.all_reduce_mean_(bucket.flat)
         self.config.after()
 
 
@@ -136,18 +137,21 @@ def loaded(rank, world, hook):
 
 def count_meanwhile(rank, world):
     hook = Gated()
-    begun, counted = hook.before, hook.after
-    counted.opened.set()
+    begun = hook.before
+    hook.after.opened.set()
 
     def pause():
         assert begun.reached.wait(SECONDS)
-        with attachment.bound.group.counters.paused():
+        counters = attachment.bound.group.counters
+        sent, deadline = counters.bytes_sent, time.monotonic() + SECONDS
+        with counters.paused():
             begun.opened.set()
-            assert counted.reached.wait(SECONDS)
+            while counters.bytes_sent == sent and time.monotonic() < deadline:
+                time.sleep(0.01)
 
     with attached(hook) as (ddp, attachment):
         step(ddp, 0)  # DDP has one bucket in it
-        begun.closed = counted.closed = True
+        begun.closed = True
         with in_the_backward(ddp, pause):
             step(ddp, 1)
         return attachment.metrics()

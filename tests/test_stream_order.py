@@ -1,7 +1,6 @@
 """The side stream on which hooks run on NCCL: nothing overtakes what it needs, in a run with a stand-in for DDP."""
 
 import contextlib
-import types
 
 import pytest
 import torch
@@ -15,7 +14,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import lightning_commhooks as lc
 from lightning_commhooks.codecs.codec import Kernels
-from lightning_commhooks.collectives import communicator, group
+from lightning_commhooks.collectives import group
+from lightning_commhooks.collectives import steps as steps_module
+from lightning_commhooks.collectives.timing import HostTiming
 from lightning_commhooks.ddp import finite_steps, runtime, stream_engine
 
 HOOKS = {
@@ -164,7 +165,9 @@ def test_capturing(device, monkeypatch):
 def test_side_stream_comes_first(device):
     """Between kernels that wait, a device takes those of the stream with the higher priority, the lower number."""
     with device():
-        assert stream_engine.StreamEngine(torch.device("cuda", 0), lambda: None)._stream.priority < 0
+        assert (
+            stream_engine.StreamEngine(torch.device("cuda", 0), lambda: None, HostTiming(), "hook")._stream.priority < 0
+        )
 
 
 def test_sees_what_does_not_wait(device, monkeypatch):
@@ -177,14 +180,7 @@ def test_sees_what_does_not_wait(device, monkeypatch):
 
 def test_sees_a_collective_that_is_not_waited_for(device, monkeypatch):
     with device() as order:
-        monkeypatch.setattr(communicator.Communicator, "_counted", lambda self, wait, kind, tensor: lambda: wait.tensor)
-        begun = communicator.Communicator._begun
-
-        def never_waited_for(self, result, collective, *args):
-            begun(self, result, collective, *args)
-            return types.SimpleNamespace(tensor=result)
-
-        monkeypatch.setattr(communicator.Communicator, "_begun", never_waited_for)
+        monkeypatch.setattr(steps_module.Wait, "wait", lambda self: None)
         training = Training(HOOKS["allreduce"], PLAIN, order.edges)
         steps(order, training, range(2))
     assert any("what nccl may be at work on" in text for text in order.found)

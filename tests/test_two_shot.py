@@ -9,6 +9,7 @@ from codec_reference import encoded_bytes, error_bound, there_and_back
 
 from lightning_commhooks.codecs import AffineCodec, FP8Codec, Int4Codec, Int8Codec
 from lightning_commhooks.codecs.codec import Kernels
+from lightning_commhooks.collectives.backend import Backend
 from lightning_commhooks.collectives.chunk import Chunk
 from lightning_commhooks.collectives.group import Group
 
@@ -32,7 +33,7 @@ def numbers(rank, numel, step=0, dtype=torch.float32):
 
 def group():
     """All ranks, with a count of bytes of its own."""
-    return Group(dist.group.WORLD)
+    return Group(Backend(dist.group.WORLD), process_group=dist.group.WORLD)
 
 
 def filled(flat, unit):
@@ -64,7 +65,7 @@ def average_all(rank, world, numels, dtype):
     for (label, codec), numel in itertools.product(CODECS.items(), numels):
         ranks = group()
         mean = numbers(rank, numel, 0, dtype)
-        ranks.average_tensors_encoded_([mean], Kernels(codec))
+        ranks.finish(ranks.average_tensors_encoded_([mean], Kernels(codec)))
         results[label, numel] = mean, ranks.counters.bytes_sent
     return results
 
@@ -101,7 +102,7 @@ def test_flat_average_is_that_of_the_reference(run, world, dtype):
 def average_huge(rank, world):
     ranks, codec = group(), Int8Codec()
     mean = numbers(rank, HUGE)
-    ranks.average_tensors_encoded_([mean], Kernels(codec))
+    ranks.finish(ranks.average_tensors_encoded_([mean], Kernels(codec)))
     digest = torch.stack([mean.double().sum(), mean.double().norm()])
     return digest, (mean if rank == 0 else None), ranks.counters.bytes_sent, ranks.counters.collectives
 
@@ -122,7 +123,7 @@ def test_flat_average_of_several_parts(run, world):
 def one_part(ranks, flat, residual, seed, **options):
     """One average of a part; the residual, if there is one, is changed in place."""
     part = Chunk(flat.view(-1, 64).clone(), residual, seed=seed)
-    finite = ranks.average_encoded_([part], Kernels(options.pop("codec")), **options)
+    finite = ranks.finish(ranks.average_encoded_([part], Kernels(options.pop("codec")), **options))
     return part.numbers, finite
 
 

@@ -29,11 +29,12 @@ class TopK(lc.CommHook):
 class BoundTopK(lc.ErrorFeedback):
     """Top-k at work on one model."""
 
-    def average(self, residual, bucket):
+    def average(self, residual, bucket, ranks):
         picked = torch.cat([slot.offset + self._largest(slot.view(residual).flatten()) for slot in bucket.slots]).int()
         mean, sent = torch.zeros_like(residual), torch.zeros_like(residual)
-        for indices, values in zip(self.group.all_gather(picked), self.group.all_gather(residual[picked]), strict=True):
-            mean[indices] += values / self.group.size
+        indices, values = (yield from ranks.all_gather(picked)), (yield from ranks.all_gather(residual[picked]))
+        for places, own in zip(indices, values, strict=True):
+            mean[places] += own / ranks.size
         sent[picked] = residual[picked]
         return mean, sent
 

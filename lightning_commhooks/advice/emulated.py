@@ -6,19 +6,20 @@ import functools
 import math
 import threading
 import time
+import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from lightning_commhooks.advice.ensemble import WHY_NO_PROCESS_GROUP
-from lightning_commhooks.collectives.communicator import Kind, SendToAll, Wait
+from lightning_commhooks.collectives.communicator import Kind
 from lightning_commhooks.collectives.counters import Counters
+from lightning_commhooks.collectives.direct import takes_one_round
 from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.collectives.link import Cost, Link
-from lightning_commhooks.collectives.turns import waiting
+from lightning_commhooks.collectives.steps import Steps, Wait, finish
 
 # Processor time of a collective is spent in portions, with pauses between them, of this many seconds each on the whole.
 _PORTION = 0.002
@@ -54,40 +55,27 @@ class HostClock:
 class _Wire:
     """One link, used by one collective after another, and the thread of those that go on by themselves."""
 
-    def __init__(self, clock: HostClock, burst_seconds: float) -> None:
+    def __init__(self, clock: HostClock, link: Link) -> None:
         self.clock = clock
-        self._burst = burst_seconds
-        self._saved = burst_seconds
+        self._burst = self._saved = link.burst_seconds
+        # When the last ones ended: no other one begins before the first of them has, if that is limited.
+        self._ends = deque([-math.inf] * link.num_at_once, maxlen=link.num_at_once)
         self._free = clock.now()
         self._lock = threading.Lock()
         self._executor: ThreadPoolExecutor | None = None
-        self._last: Future[Tensor] | None = None
-
-    def run(self, collective: Callable[[], Tensor]) -> Tensor:
-        """Have it done, behind all that were started."""
-        if self._last is not None and not self._last.done():
-            return self.start(collective)()
-        with self._lock:
-            return collective()
 
     def start(self, collective: Callable[[], Tensor]) -> Callable[[], Tensor]:
         """Have it done in the thread; returns what waits for the result."""
         if self._executor is None:
             self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="lightning_commhooks_wire")
+            # Its thread ends when nobody has the link any more, not a moment later.
+            weakref.finalize(self, self._executor.shutdown).atexit = False
 
         def run() -> Tensor:
             with self._lock, torch.no_grad():
                 return collective()
 
-        self._last = self._executor.submit(run)
-        return self._last.result
-
-    def close(self) -> None:
-        """End the thread."""
-        if self._executor is not None:
-            self._executor.shutdown(wait=True)
-        self._executor = None
-        self._last = None
+        return self._executor.submit(run).result
 
     def pass_time(self, cost: Cost, fastest: float, started: float, work: Callable[[], Tensor]) -> Tensor:
         """Take the time of one collective, and let `work`, which makes its result, be a part of it.
@@ -97,12 +85,15 @@ class _Wire:
         """
         clock = self.clock
         cpu_begin, before = clock.cpu(), self._free
+        if self._ends:
+            started = max(started, self._ends[0])
         # A token bucket, in seconds of the link.
         self._saved = min(self._burst, self._saved + max(0.0, started - before))
         end = max(started + cost.seconds, before + cost.occupancy)
         gain = min(self._saved, end - started - fastest)
         end -= gain
         self._saved -= gain
+        self._ends.append(end)
         begin = clock.now()
         result = work()
         seconds = max(0.0, end - begin)
@@ -132,134 +123,121 @@ def _cycles_per_second(device: torch.device) -> float:
     return float(cycles / (begin.elapsed_time(end) / 1e3))
 
 
-class EmulatedGroup(Group):
-    """Ranks that are not there: results have the right shapes, every rank being like this one, and take their time.
+class Emulated:
+    """Ranks that are not there, as a transport: every rank is like this one, and collectives take their time.
 
-    Counts bytes as a `Group` of that size. With a codec, error feedback and all that, a hook does with it what it does
-    with real ranks, and averages made by the methods of `Group` are those of equal ranks. What a hook makes of several
-    collectives by itself, or groups of two levels make of it, may be wrong, since every rank owns the same share:
-    `EnsembleGroup` tells how good a hook is.
+    Results have the right shapes, and sums are those of equal ranks. `advice.errors` tells how good a hook is.
 
     Args:
         link: what collectives cost, among as many ranks as there are to be.
         rank: which of them this one is.
-        counters: where bytes are counted.
-        device: where the gradients are.
         nodes: ranks by node; each alone, if it is not given.
         node_link: what collectives cost among the ranks of one node; as `link`, if it is not given.
         on_stream: whether collectives are queued on the present CUDA stream, as with NCCL.
         clock: passes the time on the host.
-    """
 
-    _why_no_process_group = WHY_NO_PROCESS_GROUP
+    Attributes:
+        is_ordered: see `Direct`, as the others.
+        latency: see there.
+        size: number of ranks.
+        rank: see above.
+    """
 
     def __init__(
         self,
         link: Link,
         rank: int = 0,
-        counters: Counters | None = None,
-        device: torch.device | str = "cpu",
         *,
         nodes: Sequence[Sequence[int]] | None = None,
         node_link: Link | None = None,
         on_stream: bool = False,
         clock: HostClock | None = None,
     ) -> None:
-        super().__init__(None, counters, device)
-        self.num_lanes = link.num_lanes
-        self.size = link.world_size
-        self.rank = rank
-        self.global_rank = dist.get_rank() if dist.is_initialized() else rank
+        self.is_ordered, self.latency = not link.message_seconds, link.message_seconds
+        self.size, self.rank = link.world_size, rank
         self._link = link
         self._node_link = node_link
-        self._nodes = [list(node) for node in nodes] if nodes is not None else [[rank] for rank in range(self.size)]
+        self.nodes = [list(node) for node in nodes] if nodes is not None else [[rank] for rank in range(self.size)]
         self._on_stream = on_stream
-        self._wire = _Wire(clock or HostClock(), link.burst_seconds)
+        self._wire = _Wire(clock or HostClock(), link)
 
-    @property
-    def latency(self) -> float:
-        return self._link.message_seconds
+    def channel(self, number: int, ranks: object = None) -> Emulated:
+        """What the bucket of that number communicates by: the same link."""
+        return self
 
-    def release(self) -> list[dist.ProcessGroup | None]:
-        self._wire.close()
-        return super().release()
+    def among(self, ranks: Sequence[int], part: int) -> Emulated:
+        """Some of the ranks, over the same link, or over that of a node."""
+        is_node = self._node_link is not None and any(set(ranks) <= set(node) for node in self.nodes)
+        link = self._node_link if is_node and self._node_link is not None else self._link
+        some = Emulated(link.scaled(len(ranks)), list(ranks).index(self.rank), on_stream=self._on_stream)
+        some._wire = self._wire
+        return some
 
-    def spend(self, kind: Kind, num_bytes: float) -> None:
-        """Take the time of a collective that is none of the hook's, as a broadcast of buffers. Not counted."""
+    def spend(self, kind: Kind, num_bytes: float, device: torch.device) -> None:
+        """Take the time of a collective that is none of the hook's, as a broadcast of buffers."""
         if self.size > 1 and num_bytes:
-            nothing = torch.empty(0, device=self.device)
-            self._pass_time(kind, num_bytes, nothing, lambda: nothing)
+            nothing = torch.empty(0, device=device)
+            finish(self._take(kind, num_bytes, nothing, lambda: nothing))
 
-    def _split(self, subgroups: tuple[tuple[int, ...], ...]) -> Group:
-        own = next(ranks for ranks in subgroups if self.rank in ranks)
-        link = self._link
-        if self._node_link is not None and any(set(own) <= set(node) for node in self._nodes):
-            link = self._node_link
-        link, rank = link.scaled(len(own)), own.index(self.rank)
-        group = EmulatedGroup(link, rank, self.counters, self.device, on_stream=self._on_stream)
-        group._wire = self._wire
-        return group
+    def num_rounds(self, num_bytes: int) -> int:
+        """Rounds of messages in which a tensor is summed."""
+        if self.is_ordered:
+            return 2 * (self.size - 1)
+        return 1 if takes_one_round(num_bytes, self.size, self.latency) else 2
 
-    def _sum_(self, tensor: Tensor) -> Wait:
-        num_bytes = self.ring_bytes(tensor)
-        if tensor.is_cuda or self.num_lanes > 1:
-            return self._start("all_reduce", num_bytes, tensor, lambda: tensor.mul_(self.size))
-        return lambda: self._pass_time("all_reduce", num_bytes, tensor, lambda: tensor.mul_(self.size))
+    def sum_(self, tensor: Tensor) -> Steps[Tensor]:
+        """Multiply a tensor by the number of ranks."""
+        num_bytes = 2 * (self.size - 1) / self.size * tensor.nbytes
+        return self._take("all_reduce", num_bytes, tensor, lambda: tensor.mul_(self.size))
 
-    def _gather(self, like: Tensor) -> SendToAll:
-        announced = self._wire.clock.now()
+    def expect(self, like: Tensor) -> float:
+        """The present moment, for `gather`."""
+        return self._wire.clock.now()
 
-        def send(tensor: Tensor, of_equals: Callable[[], Tensor] | None) -> Wait:
-            num_bytes = (self.size - 1) * tensor.numel() * tensor.element_size()
-            work = of_equals or (lambda: tensor.repeat(self.size, 1))
-            return self._start("all_gather", num_bytes, tensor, work, announced)
+    def gather(self, tensor: Tensor, expected: object = None) -> Steps[Tensor]:
+        """The tensor, as often as there are ranks."""
+        num_bytes = (self.size - 1) * tensor.nbytes
+        announced = expected if isinstance(expected, float) else math.inf
+        return self._take("all_gather", num_bytes, tensor, lambda: tensor.repeat(self.size, 1), announced)
 
-        return send
-
-    def _exchange(self, chunks: Tensor) -> Wait:
-        num_bytes = (self.size - 1) / self.size * chunks.numel() * chunks.element_size()
+    def exchange(self, chunks: Tensor) -> Steps[Tensor]:
+        """This rank's own chunk, as often as there are ranks."""
+        num_bytes = (self.size - 1) / self.size * chunks.nbytes
         own = chunks[self.rank : self.rank + 1]
-        return self._start("all_to_all", num_bytes, chunks, lambda: own.repeat(self.size, 1))
+        return self._take("all_to_all", num_bytes, chunks, lambda: own.repeat(self.size, 1))
 
-    def _start(
-        self,
-        kind: Kind,
-        num_bytes: float,
-        tensor: Tensor,
-        work: Callable[[], Tensor],
-        announced: float = math.inf,
-    ) -> Wait:
-        if tensor.is_cuda:
-            with self.counters.timing.comm():
-                result = self._pass_time(kind, num_bytes, tensor, work)
-            return lambda: result
-        finish = self._wire.start(self._on_wire(kind, num_bytes, tensor.dtype, work, announced))
-
-        def wait() -> Tensor:
-            with waiting():
-                return finish()
-
-        return wait
-
-    def _pass_time(self, kind: Kind, num_bytes: float, tensor: Tensor, work: Callable[[], Tensor]) -> Tensor:
+    def _take(
+        self, kind: Kind, num_bytes: float, tensor: Tensor, work: Callable[[], Tensor], announced: float = math.inf
+    ) -> Steps[Tensor]:
+        cost = self._link.cost(kind, num_bytes, tensor.dtype)
         if self._on_stream:
-            seconds = self._link.cost(kind, num_bytes, tensor.dtype).seconds
-            torch.cuda._sleep(int(seconds * _cycles_per_second(self.device)))
+            torch.cuda._sleep(int(cost.seconds * _cycles_per_second(tensor.device)))
             return work()
         if tensor.is_cuda:  # gloo waits for the device
             torch.cuda.current_stream(tensor.device).synchronize()
-        return self._wire.run(self._on_wire(kind, num_bytes, tensor.dtype, work))
-
-    def _on_wire(
-        self,
-        kind: Kind,
-        num_bytes: float,
-        dtype: torch.dtype,
-        work: Callable[[], Tensor],
-        announced: float = math.inf,
-    ) -> Callable[[], Tensor]:
-        cost, now = self._link.cost(kind, num_bytes, dtype), self._wire.clock.now()
+        now = self._wire.clock.now()
         fastest = min(cost.seconds, self._link.latency)
         # The message by which each rank says that it waits is there already, or under way.
         early = min(max(0.0, now - announced), self._link.message_seconds)
-        return functools.partial(self._wire.pass_time, cost, fastest, now - early, work)
+        under_way = _UnderWay(
+            self._wire.start(functools.partial(self._wire.pass_time, cost, fastest, now - early, work))
+        )
+        yield Wait([under_way])
+        return under_way.wait()
+
+
+class _UnderWay:
+    """A collective that goes on by itself."""
+
+    def __init__(self, result: Callable[[], Tensor]) -> None:
+        self._result = result
+
+    def wait(self) -> Tensor:
+        return self._result()
+
+
+def emulated_group(transport: Emulated, counters: Counters, device: torch.device) -> Group:
+    """The group of ranks that are not there."""
+    group = Group(transport, counters, device)
+    group._nodes, group._are_alike = transport.nodes, True
+    return group

@@ -14,10 +14,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_commhooks.advice.candidates import DENSE, NOOP, Candidate
-from lightning_commhooks.advice.ensemble import run_ranks
 from lightning_commhooks.advice.task import Task, Tell
 from lightning_commhooks.collectives.errors import HookError
 from lightning_commhooks.collectives.group import Group
+from lightning_commhooks.collectives.in_memory import groups_in_memory, run_together
+from lightning_commhooks.collectives.steps import Steps, result
 from lightning_commhooks.ddp.attach import attach
 from lightning_commhooks.interface.averages_models import is_local
 from lightning_commhooks.interface.bucket import Bucket
@@ -95,12 +96,13 @@ class _Recorded:
     flat: Tensor
     bucket: Bucket
 
-    def at(self, step: int, hook: CommHook) -> Bucket:
-        """This bucket in a step that has no other one."""
+    def at(self, step: int, hook: CommHook, device: torch.device) -> Bucket:
+        """A copy of this bucket on a device, in a step that has no other one."""
         accumulated = self.bucket.accumulated if accumulation_of(hook) != "framework" else None
         if accumulated is not None:
             accumulated = dataclasses.replace(accumulated, factor=None)
-        return dataclasses.replace(self.bucket, index=0, is_last=True, step=step, accumulated=accumulated)
+        flat = self.flat.to(device, copy=True)
+        return dataclasses.replace(self.bucket, flat=flat, index=0, is_last=True, step=step, accumulated=accumulated)
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,8 +123,9 @@ class _BoundRecorder(BoundHook):
         super().__init__(group)
         self._kept = kept
 
-    def reduce(self, flat: Tensor, bucket: Bucket) -> None:
-        self._kept[bucket.names] = _Recorded(flat.detach().to("cpu", copy=True), bucket)
+    def reduce(self, bucket: Bucket, ranks: Group) -> Steps[None]:
+        self._kept[bucket.names] = _Recorded(bucket.flat.detach().to("cpu", copy=True), bucket)
+        return result(None)
 
 
 def _gradients(task: Task, alone: dist.ProcessGroup, batches: list[Any]) -> list[list[_Recorded]]:
@@ -157,11 +160,11 @@ def _unused(recorded: _Recorded) -> _Recorded:
 def _errors(candidate: Candidate, gradients: list[list[_Recorded]], sizes: list[int], task: Task) -> list[float]:
     """Among the first of `sizes`, numbers of ranks, that the hook fits; nothing but in the first process."""
     assert candidate.measured is not None
-    live = functools.partial(_live, candidate.measured, gradients)
     for size in sizes if dist.get_rank() == 0 else []:
         try:
-            first: list[float] = run_ranks(size, task.device, live)[0]
-            return first
+            groups = groups_in_memory(size, task.device)
+            lives = [functools.partial(_live, candidate.measured, gradients, group) for group in groups]
+            return run_together(lives)[0]
         except ValueError as error:
             if size == sizes[-1]:
                 raise ValueError(f"hook {candidate.label}: {error}") from error
@@ -170,7 +173,7 @@ def _errors(candidate: Candidate, gradients: list[list[_Recorded]], sizes: list[
     return []
 
 
-def _live(hook: CommHook, gradients: list[list[_Recorded]], group: Group) -> list[float]:
+def _live(hook: CommHook, gradients: list[list[_Recorded]], group: Group) -> Steps[list[float]]:
     """One rank: bucket by bucket, so that there is the memory of one bucket only."""
     own = gradients[group.rank % len(gradients)]
     numel = sum(recorded.flat.numel() for recorded in own)
@@ -180,13 +183,12 @@ def _live(hook: CommHook, gradients: list[list[_Recorded]], group: Group) -> lis
         if is_local(bound, _STEPS):
             return []
         for step in range(_STEPS):
-            flat, bucket = recorded.flat.to(group.device, copy=True), recorded.at(step, hook)
-            sampler = samplers.get(step)
-            taken = sampler.take(flat, bucket) if sampler is not None else None
-            finite = bound.reduce(flat, bucket)
+            bucket, sampler = recorded.at(step, hook, group.device), samplers.get(step)
+            taken = sampler.take(bucket.flat, bucket) if sampler is not None else None
+            finite = yield from bound.reduce(bucket, group)
             if bound.has_memory:
-                bound.end_step((all_finite(flat) if finite is None else finite).cpu())
+                bound.end_step((all_finite(bucket.flat) if finite is None else finite).cpu())
             if sampler is not None and taken is not None:
-                sampler.compare(taken, flat, bucket, group)
+                yield from sampler.compare(taken, bucket.flat, bucket, group)
         bound.release()
     return [sampler.relative_error for sampler in samplers.values()]

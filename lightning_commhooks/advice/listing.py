@@ -18,7 +18,7 @@ from torch._C._distributed_c10d import HashStore
 
 from lightning_commhooks import wrappers
 from lightning_commhooks.advice.candidates import Candidate, candidate
-from lightning_commhooks.advice.emulated import EmulatedGroup
+from lightning_commhooks.advice.emulated import Emulated, emulated_group
 from lightning_commhooks.advice.step_time import amortized
 from lightning_commhooks.advice.task import Task
 from lightning_commhooks.collectives.link import Link
@@ -133,7 +133,10 @@ def _fraction_sent(candidate: Candidate, world: int, group: dist.ProcessGroup) -
         warnings.simplefilter("ignore")
         model = task.wrap(group)
         attachment = attach_emulated(
-            model, candidate.emulated, lambda counters: EmulatedGroup(link, 0, counters), task.optimizers
+            model,
+            candidate.emulated,
+            lambda counters: emulated_group(Emulated(link), counters, task.device),
+            task.optimizers,
         )
         sent, dense = [0.0], 0.0
         for _ in range(max(2, candidate.period)):

@@ -20,10 +20,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_commhooks.advice.candidates import Candidate
-from lightning_commhooks.advice.emulated import EmulatedGroup
+from lightning_commhooks.advice.emulated import Emulated, emulated_group
 from lightning_commhooks.advice.errors import errors_among, num_averaged
 from lightning_commhooks.advice.step_time import StepTime, Turn, own_step_time
 from lightning_commhooks.advice.task import Task, Tell
+from lightning_commhooks.collectives.backend import Backend
 from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.collectives.link import Link
 from lightning_commhooks.collectives.process_groups import OwnGroup, backend_for, destroy, own_group
@@ -70,7 +71,7 @@ class Bench:
         assert world is not None
         self._on_stream = backend_for(world, task.device) == dist.Backend.NCCL
         # As a hook has it.
-        self._own = OwnGroup(world) if self._on_stream else own_group(world, task.device)
+        self._own = OwnGroup(world, Backend(world)) if self._on_stream else own_group(world, task.device)
         self.group = Group.of(self._own, None, task.device)
         self._alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
         self._clock: Timing[Any] = DeviceTiming(task.device) if task.device.type == "cuda" else HostTiming()
@@ -227,23 +228,21 @@ class Bench:
             raise UnfitError(f"hook {candidate.label}: {error}") from error
 
     def _emulated(self, model: DistributedDataParallel, candidate: Candidate, setting: Setting) -> Attachment:
-        make_group = functools.partial(
-            EmulatedGroup,
+        transport = Emulated(
             setting.link if candidate.measured is not None else setting.link.without_hook,
             dist.get_rank() % setting.link.world_size,
-            device=self.task.device,
             nodes=setting.nodes,
             node_link=setting.node_link,
             on_stream=self._on_stream,
         )
+        device = self.task.device
+        make_group = functools.partial(emulated_group, transport, device=device)
         attachment = attach_emulated(model, candidate.emulated, make_group, self.task.optimizers)
         buffers = sum(b.numel() * b.element_size() for b in self.task.module.buffers())
 
         def broadcast_buffers(model: DistributedDataParallel, inputs: object) -> None:
-            if model.will_sync_module_buffers() and attachment.bound is not None:
-                group = attachment.bound.group
-                assert isinstance(group, EmulatedGroup)
-                group.spend("all_gather", buffers)
+            if model.will_sync_module_buffers():
+                transport.spend("all_gather", buffers, device)
 
         model.register_forward_pre_hook(broadcast_buffers)
         return attachment

@@ -1,6 +1,6 @@
 """Named ranges in the traces of PyTorch's profilers: what a hook does, and for how long.
 
-* `commhooks::<hook>::reduce`: the reduction of a bucket, with FSDP of a unit.
+* `commhooks::<hook>::reduce`: the reduction of a bucket, from one wait to the next, with FSDP of a unit.
 * `commhooks::<hook>::average`: an averaging of models, or of optimizers' states.
 * `commhooks::<codec>::encode`, `commhooks::<codec>::decode`: the work of a codec.
 * `commhooks::all_reduce`, `::all_gather`, `::all_to_all`, `::reduce_scatter`: the wait for a collective; the same with

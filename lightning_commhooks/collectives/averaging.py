@@ -32,9 +32,10 @@ def average_(tensors: Sequence[Tensor], group: Group) -> None:
         wire = torch.promote_types(views[0].dtype, torch.float32)
         # Divided before the sum: buffers may have the largest number there is, as masks do.
         if len(views) == 1 and views[0].dtype == wire and views[0].is_contiguous():
-            group.all_reduce_(views[0].div_(group.size))  # no copy
+            group.finish(group.all_reduce_(views[0].div_(group.size)))  # no copy
             continue
-        mean = group.all_reduce_(torch.cat([view.reshape(-1).to(wire) for view in views]).div_(group.size))
+        flat = torch.cat([view.reshape(-1).to(wire) for view in views])
+        mean = group.finish(group.all_reduce_(flat.div_(group.size)))
         for view, own in zip(views, mean.split([view.numel() for view in views]), strict=True):
             view.copy_(own.view(view.shape))
 

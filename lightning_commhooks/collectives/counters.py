@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import threading
-from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, fields
@@ -13,9 +12,8 @@ from typing import Any
 from torch import Tensor
 
 from lightning_commhooks.collectives.timing import HostTiming, Timing
-from lightning_commhooks.collectives.turns import lane
 
-_NOT_COUNTS = ("sent_in_lane", "between_in_lane", "rounds_in_lane", "timing", "evaluating_threads")
+_NOT_COUNTS = ("timing", "evaluating_threads")
 
 
 @dataclass
@@ -39,9 +37,6 @@ class Counters:
         nonfinite_steps: steps that were made NaN on all ranks, because a gradient was inf or NaN on some rank: with a
             hook that has memory, and of ranks that step alone under a scaler.
         averagings: times that (a part of) the model was averaged over ranks.
-        sent_in_lane: `bytes_sent`, by lane.
-        between_in_lane: `bytes_sent_between_nodes`, by lane.
-        rounds_in_lane: `rounds`, by lane.
         timing: where the time of steps went.
         evaluating_threads: those that are within `evaluating`.
     """
@@ -61,9 +56,6 @@ class Counters:
     numel_overflowed: int | Tensor = 0
     nonfinite_steps: int = 0
     averagings: int = 0
-    sent_in_lane: defaultdict[int, float] = field(default_factory=lambda: defaultdict(float), repr=False)
-    between_in_lane: defaultdict[int, float] = field(default_factory=lambda: defaultdict(float), repr=False)
-    rounds_in_lane: defaultdict[int, int] = field(default_factory=lambda: defaultdict(int), repr=False)
     timing: Timing[Any] = field(default_factory=HostTiming, compare=False, repr=False)
     evaluating_threads: set[int] = field(default_factory=set, compare=False, repr=False)
 
@@ -80,26 +72,22 @@ class Counters:
         }
         return {**plain, **ratios}
 
-    def count(self, num_bytes: float, between_nodes: float) -> None:
-        """Count a collective that sends so many bytes, of which so many leave the node."""
+    def count(self, num_bytes: float, between_nodes: float) -> bool:
+        """Count a collective that sends so many bytes, of which so many leave the node.
+
+        Returns:
+            whether it is one of training.
+        """
         if self.timing.is_paused:
-            return
+            return False
         if self.is_evaluating:
             self.bytes_evaluation += num_bytes
             self.bytes_evaluation_between_nodes += between_nodes
-        else:
-            self.bytes_sent += num_bytes
-            self.bytes_sent_between_nodes += between_nodes
-            self.sent_in_lane[lane()] += num_bytes
-            self.between_in_lane[lane()] += between_nodes
-            self.collectives += 1
-
-    def waited_for(self, num_rounds: int) -> None:
-        """So many rounds, of `rounds_in_lane`, are over, if not more."""
-        more = num_rounds - self.rounds_in_lane[lane()]
-        if more > 0 and not self.timing.is_paused:
-            self.rounds_in_lane[lane()] += more
-            self.rounds += more
+            return False
+        self.bytes_sent += num_bytes
+        self.bytes_sent_between_nodes += between_nodes
+        self.collectives += 1
+        return True
 
     def paused(self) -> AbstractContextManager[None]:
         """Do not count the collectives of measurements, or of a few numbers that ranks agree on.

@@ -8,11 +8,11 @@ for the first, so that a sum takes three times the latency of the link, and one 
 
 from __future__ import annotations
 
-import itertools
+import copy
 import math
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_commhooks.collectives.messages import Messages
+from lightning_commhooks.collectives.steps import Steps, Wait, finish
 
 # Numbers of these dtypes are added up in float32.
 HALF = (torch.float16, torch.bfloat16)
@@ -73,7 +74,7 @@ class _Share:
     Attributes:
         own: of its own tensor; in the end of the sum.
         rows: of the tensors of the others, shape `(w-1, n)`.
-        arriving: what waits for each row.
+        arriving: what waits for them.
         number: of the messages with the sum.
     """
 
@@ -83,123 +84,128 @@ class _Share:
     number: int
 
 
+@dataclass
+class Expected:
+    """What was announced by `Direct.expect`.
+
+    Attributes:
+        gathered: where it will be, shape `(w, n)`.
+        arriving: what waits for it.
+        number: of the messages.
+    """
+
+    gathered: Tensor
+    arriving: list[dist.Work]
+    number: int
+
+
 class Direct:
-    """Collectives by direct messages.
+    """Collectives by direct messages. Ranks may go on with the buckets of different channels in any order.
 
     Args:
         messages: among the ranks.
         latency: seconds that a message takes, equal on all ranks.
+
+    Attributes:
+        is_ordered: whether all ranks have to begin collectives in the same order.
+        latency: see above.
+        size: number of ranks.
+        rank: this one.
     """
+
+    is_ordered = False
 
     def __init__(self, messages: Messages, latency: float = 0.0) -> None:
         self.latency = latency
-        self._messages = messages
-        self._size, self._rank, self._peers = messages.size, messages.rank, messages.peers
+        self.messages = messages
+        self.size, self.rank, self._peers = messages.size, messages.rank, messages.peers
         # Memory for what arrives: new memory would be handed back to the system, and cleared by it, each time.
         self._spare: list[Tensor] = []
 
-    def num_rounds(self, tensor: Tensor) -> int:
-        """Rounds of messages of `sum_`."""
-        return 1 if takes_one_round(tensor.numel() * tensor.element_size(), self._size, self.latency) else 2
+    def channel(self, number: int, ranks: object = None) -> Direct:
+        """What the bucket of that number, equal on all ranks, communicates by."""
+        other = copy.copy(self)
+        other.messages = self.messages.channel(number)
+        return other
 
-    def sum_(self, flat: Tensor) -> Callable[[], Tensor]:
-        """Begin to replace a tensor by its sum over ranks; returns what finishes it and gives the tensor.
+    def among(self, ranks: Sequence[int], part: int) -> Direct:
+        """Collectives of some of the ranks; arguments as of `Messages.among`. Collective: measures their latency."""
+        some = self.messages.among(ranks, part)
+        return Direct(some, min(self.latency, measure_latency(some)) if self.latency > FAR else self.latency)
+
+    def num_rounds(self, num_bytes: int) -> int:
+        """Rounds of messages in which a tensor is summed."""
+        return 1 if takes_one_round(num_bytes, self.size, self.latency) else 2
+
+    def sum_(self, tensor: Tensor) -> Steps[Tensor]:
+        """Replace a contiguous tensor by its sum over ranks.
 
         Each rank adds up its share, in the order of ranks, 16-bit numbers in float32, and sends the sum to all:
         bit-identical on all ranks, and the same wherever in a tensor a number is, which it is not around gloo's ring.
-
-        Args:
-            flat: shape `(n,)`, contiguous, not to be touched before it is finished.
         """
-        num_bytes = flat.numel() * flat.element_size()
-        pieces = flat.tensor_split(num_pieces(num_bytes, self._size))
-        if self.num_rounds(flat) == 1:
-            return self._swap(flat, pieces)
-        shares, sums, sent = [], [], []
-        splits = [piece.tensor_split(self._size) for piece in pieces]
-        sizes = [split[self._rank].numel() * len(self._peers) for split in splits]
+        flat = tensor.view(-1)
+        pieces = flat.tensor_split(num_pieces(flat.nbytes, self.size))
+        if self.num_rounds(flat.nbytes) == 1:
+            yield from self._swap(flat, pieces)
+            return tensor
+        shares, last = [], []
+        splits = [piece.tensor_split(self.size) for piece in pieces]
+        sizes = [split[self.rank].numel() * len(self._peers) for split in splits]
         memory, received = self._take_memory(flat, sum(sizes))
-        places = iter(received.split(sizes))
-        for split in splits:
-            number, own = self._messages.number(), split[self._rank]
-            rows = next(places).view(len(self._peers), own.numel())
-            arriving = self._messages.receive(list(rows), number)
-            sent += self._messages.send([split[peer] for peer in self._peers], number)
-            sums += self._messages.receive([split[peer] for peer in self._peers], self._messages.second(number))
-            shares.append(_Share(own, rows, arriving, self._messages.second(number)))
+        for split, place in zip(splits, received.split(sizes), strict=True):
+            number, of_sums, own = self.messages.number(), self.messages.number(), split[self.rank]
+            rows = place.view(len(self._peers), own.numel())
+            arriving = self.messages.receive(list(rows), number)
+            last += self.messages.send([split[peer] for peer in self._peers], number)
+            last += self.messages.receive([split[peer] for peer in self._peers], of_sums)
+            shares.append(_Share(own, rows, arriving, of_sums))
+        for share in shares:
+            yield Wait(share.arriving)
+            self._add_up(share)
+            last += self.messages.send([share.own] * len(self._peers), share.number)
+        yield Wait(last)
+        self._give_back(memory)
+        return tensor
 
-        def finish() -> Tensor:
-            for share in shares:
-                self._add_up(share)
-                sent.extend(self._messages.send([share.own] * len(self._peers), share.number))
-            self._messages.wait([*sums, *sent])
-            self._give_back(memory)
-            return flat
+    def expect(self, like: Tensor) -> Expected:
+        """Say early that this rank waits for a `gather` of tensors like this one: that saves a question."""
+        gathered, number = like.new_empty((self.size, like.numel())), self.messages.number()
+        return Expected(gathered, self.messages.receive([gathered[peer] for peer in self._peers], number), number)
 
-        return finish
+    def gather(self, tensor: Tensor, expected: object = None) -> Steps[Tensor]:
+        """The contiguous tensors of all ranks, shape `(w, n)`; `expected` is what `expect` has returned."""
+        announced = expected if isinstance(expected, Expected) else self.expect(tensor)
+        own = announced.gathered[self.rank].copy_(tensor.view(-1))
+        yield Wait(announced.arriving + self.messages.send([own] * len(self._peers), announced.number))
+        return announced.gathered
 
-    def gather(self, numel: int, dtype: torch.dtype) -> Callable[[Tensor], Callable[[], Tensor]]:
-        """Wait for a tensor of each rank: returns what sends this rank's, and returns what waits for those of all.
+    def exchange(self, chunks: Tensor) -> Steps[Tensor]:
+        """Send row i of `chunks`, shape `(w, n)`, to rank i; row i of the result comes from rank i."""
+        received, number = torch.empty_like(chunks), self.messages.number()
+        arriving = self.messages.receive([received[peer] for peer in self._peers], number)
+        received[self.rank] = chunks[self.rank]
+        yield Wait(arriving + self.messages.send([chunks[peer] for peer in self._peers], number))
+        return received
 
-        Args:
-            numel: of each.
-            dtype: of each.
-        """
-        gathered, number = torch.empty((self._size, numel), dtype=dtype), self._messages.number()
-        arriving = self._messages.receive([gathered[peer] for peer in self._peers], number)
-
-        def send(tensor: Tensor) -> Callable[[], Tensor]:
-            own = gathered[self._rank].copy_(tensor)
-            sent = self._messages.send([own] * len(self._peers), number)
-
-            def finish() -> Tensor:
-                self._messages.wait([*arriving, *sent])
-                return gathered
-
-            return finish
-
-        return send
-
-    def exchange(self, chunks: Tensor) -> Callable[[], Tensor]:
-        """Begin to send row i of `chunks`, shape `(w, n)`, to rank i; row i of the result comes from rank i."""
-        received, number = torch.empty_like(chunks), self._messages.number()
-        arriving = self._messages.receive([received[peer] for peer in self._peers], number)
-        sent = self._messages.send([chunks[peer] for peer in self._peers], number)
-        received[self._rank] = chunks[self._rank]
-
-        def finish() -> Tensor:
-            self._messages.wait([*arriving, *sent])
-            return received
-
-        return finish
-
-    def _swap(self, flat: Tensor, pieces: Sequence[Tensor]) -> Callable[[], Tensor]:
+    def _swap(self, flat: Tensor, pieces: Sequence[Tensor]) -> Steps[None]:
         """`sum_` of two ranks, which send each other all."""
         memory, received = self._take_memory(flat, flat.numel())
         places = received.split([piece.numel() for piece in pieces])
-        numbers = [self._messages.number() for _ in pieces]
-        arriving = [self._messages.receive([place], number) for place, number in zip(places, numbers, strict=True)]
-        sent = [self._messages.send([piece], number) for piece, number in zip(pieces, numbers, strict=True)]
-
-        def finish() -> Tensor:
-            for piece, place, *works in zip(pieces, places, arriving, sent, strict=True):
-                self._messages.wait(itertools.chain(*works))
-                piece.add_(place)
-            self._give_back(memory)
-            return flat
-
-        return finish
+        numbers = [self.messages.number() for _ in pieces]
+        works = [self.messages.receive([place], number) for place, number in zip(places, numbers, strict=True)]
+        for piece, number, own in zip(pieces, numbers, works, strict=True):
+            own += self.messages.send([piece], number)
+        for piece, place, own in zip(pieces, places, works, strict=True):
+            yield Wait(own)
+            piece.add_(place)
+        self._give_back(memory)
 
     def _add_up(self, share: _Share) -> None:
-        arriving = dict(zip(self._peers, share.arriving, strict=True)) if share.arriving else {}
-        rows = {**dict(zip(self._peers, share.rows, strict=True)), self._rank: share.own}
+        rows = {**dict(zip(self._peers, share.rows, strict=True)), self.rank: share.own}
         in_float32 = share.own.dtype in HALF
-        total = share.own
-        for rank in range(self._size):
-            self._messages.wait([arriving[rank]] if rank in arriving else [])
-            if rank == 0:
-                total = rows[0].to(torch.float32) if in_float32 else rows[0]
-            elif rank < self._size - 1 or in_float32:
+        total = rows[0].to(torch.float32) if in_float32 else rows[0]
+        for rank in range(1, self.size):
+            if rank < self.size - 1 or in_float32:
                 total.add_(rows[rank])
             else:
                 torch.add(total, rows[rank], out=share.own)
@@ -228,6 +234,8 @@ def measure_latency(messages: Messages) -> float:
     Raises:
         ValueError: `COMMHOOKS_LATENCY_MS`, which is taken instead, is no number of milliseconds on some rank.
     """
+    if messages.size == 1:
+        return 0.0
     best = [math.inf] * (messages.size - 1).bit_length()
     latency = _slowest(messages, _ping(messages, best, _NUM_PINGS))
     if latency > FAR:
@@ -251,7 +259,7 @@ def _ping(messages: Messages, best: list[float], num: int) -> float:
 def _slowest(messages: Messages, measured: float) -> float:
     given = _given_latency()
     own = torch.tensor([measured if given is None else given], dtype=torch.float64)
-    slowest = float(Direct(messages).gather(1, own.dtype)(own)().max())
+    slowest = float(finish(Direct(messages).gather(own)).max())
     if not 0 <= slowest < math.inf:
         raise ValueError(
             f"the environment variable {_LATENCY} must be a number of milliseconds of at least 0 on all ranks, is "

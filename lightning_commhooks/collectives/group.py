@@ -8,7 +8,6 @@ import os
 import random
 import socket
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -17,57 +16,47 @@ from torch import Tensor
 from lightning_commhooks.codecs.codec import Codec, Kernels, compiled
 from lightning_commhooks.collectives import process_groups as groups
 from lightning_commhooks.collectives.chunk import CHUNK_NUMEL, Chunk
-from lightning_commhooks.collectives.communicator import Communicator, Wait
+from lightning_commhooks.collectives.communicator import Communicator, Tally, Transport
 from lightning_commhooks.collectives.counters import Counters
-from lightning_commhooks.collectives.direct import Direct
+from lightning_commhooks.collectives.steps import Steps, begun
 
 # Number of this process's node, as Lightning and Ray, torchrun, and SLURM tell it.
 _NODE_VARIABLES = ("NODE_RANK", "GROUP_RANK", "SLURM_NODEID")
-
-
-@dataclass
-class _FirstShot:
-    """What the ranks send to the owners of shares.
-
-    Attributes:
-        payload: this rank's, shape `(w, n)`.
-        arriving: waits for its share of all.
-        send_mean: begins the second shot.
-    """
-
-    payload: Tensor
-    arriving: Wait
-    send_mean: Callable[[Tensor, Callable[[], Tensor] | None], Wait]
 
 
 class Group(Communicator):
     """The ranks that a hook averages over; collectives as of `Communicator`.
 
     Args:
-        process_group: the ranks that average gradients together; `None` for a single process.
+        transport: how tensors get from rank to rank; `None` for a single process.
         counters: where bytes are counted.
         device: where the gradients are.
-        aborts: where groups that are split off leave a function that aborts them.
-        transport: by what CPU tensors go between far ranks, if not by gloo's own collectives.
-        lanes: the process group of each thread, if several communicate beside each other.
+        process_group: of the same ranks, if there is one.
+        aborts: where process groups that are made for subgroups leave a function that aborts them.
     """
 
     def __init__(
         self,
-        process_group: dist.ProcessGroup | None,
+        transport: Transport | None,
         counters: Counters | None = None,
         device: torch.device | str = "cpu",
+        process_group: dist.ProcessGroup | None = None,
         aborts: list[Callable[[], None]] | None = None,
-        transport: Direct | None = None,
-        lanes: Sequence[dist.ProcessGroup] = (),
     ) -> None:
-        super().__init__(process_group, counters, device, transport, lanes)
+        super().__init__(transport, counters, device, process_group)
         self._aborts = aborts if aborts is not None else []
-        self._split_off: dict[tuple[tuple[int, ...], ...], Group] = {}
+        # Shared by the same ranks in all channels.
+        self._subgroups: dict[tuple[tuple[int, ...], ...], Group] = {}
+        self._kernels: dict[tuple[Codec, bool, bool], Kernels] = {}
         # What `all_reduce_factors_` encodes by, and the same ranks with a codec.
         self._codec: Codec | None = None
         self._encoding: dict[Codec, Group] = {}
-        self._kernels: dict[tuple[Codec, bool, bool], Kernels] = {}
+        # Whether this is for one bucket, and its number.
+        self._is_channel, self._number = False, 0
+        # Whether all ranks are in this process, so that they agree on what they agree on by blocking calls.
+        self._are_alike = False
+        # All ranks, for what ranks of one node may disagree on; see `nodes_as_ranks`.
+        self._everyone: Group | None = None
 
     @classmethod
     def of(
@@ -80,22 +69,49 @@ class Group(Communicator):
         """The ranks of a group for communication threads. Leaves what aborts it in `aborts`; arguments as above."""
         if aborts is not None:
             aborts.append(own.abort)
-        return cls(own.process_group, counters, device, aborts, own.transport, own.lanes)
+        return cls(own.transport, counters, device, own.process_group, aborts)
+
+    def channel(self, number: int) -> Group:
+        """The same ranks for the bucket of that number, equal on all of them, with a tally of its own."""
+        bucket = copy.copy(self)
+        bucket._is_channel, bucket._number, bucket.tally = True, number, Tally()
+        return self.on(bucket)
+
+    def on(self, ranks: Group) -> Group:
+        """These ranks in the channel of the bucket that `ranks` are for: they count together."""
+        own = copy.copy(self)
+        own._is_channel, own._number, own.tally = ranks._is_channel, ranks._number, ranks.tally
+        own._is_quiet = self._is_quiet or ranks._is_quiet
+        if self._transport is not None:
+            own._transport = self._transport.channel(ranks._number, ranks)
+        return own
+
+    def quiet(self) -> Group:
+        """The same ranks; what they send is not counted."""
+        own = copy.copy(self)
+        own._is_quiet = True
+        return own
+
+    def all_gather_quietly(self, numbers: list[int]) -> list[list[int]]:
+        """The numbers of each rank; not counted. Blocks, and waits for the device."""
+        if self._are_alike:
+            return [list(numbers) for _ in range(self.size)]
+        with self.counters.paused():
+            return self.all_gather_numbers(numbers)
 
     def release(self) -> list[dist.ProcessGroup | None]:
         """Let go of the process group, so that its threads end when nobody else has it.
 
         Returns:
-            the process groups of the groups that were split off.
+            the process groups of subgroups.
         """
         released: list[dist.ProcessGroup | None] = []
-        for group in self._split_off.values():
+        for group in self._subgroups.values():
             released += [group._process_group, *group.release()]
-        self._split_off.clear()
         for group in self._encoding.values():
-            released += group.release()
+            group._process_group = group._transport = None
+        self._subgroups.clear()
         self._process_group = self._transport = None
-        self._lanes = ()
         return released
 
     def nodes(self) -> list[list[int]]:
@@ -111,9 +127,9 @@ class Group(Communicator):
         return self._nodes
 
     def split(self, subgroups: Sequence[Sequence[int]]) -> Group:
-        """This rank's subgroup, which counts bytes together with this group.
+        """This rank's subgroup, in the channel of this group, with which it counts bytes together.
 
-        Collective when these subgroups are asked for the first time.
+        Collective when these subgroups are asked for the first time, which is in `CommHook.bind`.
 
         Args:
             subgroups: ranks of this group; each rank is in one subgroup.
@@ -121,29 +137,36 @@ class Group(Communicator):
         key = tuple(tuple(ranks) for ranks in subgroups)
         if len(key) == 1:
             return self
-        if key not in self._split_off:
+        if key not in self._subgroups:
             own = next(ranks for ranks in key if self.rank in ranks)
-            group = self._split(key)
+            group = self._split(key, own)
             group.global_rank = self.global_rank
             nodes = ([i for i, rank in enumerate(own) if rank in node] for node in self._nodes)
             group._nodes = [node for node in nodes if node]
-            self._split_off[key] = group
-        return self._split_off[key]
+            group._is_uniform = self._is_uniform and len({len(ranks) for ranks in key}) == 1
+            self._subgroups[key] = group
+        return self._subgroups[key].on(self) if self._is_channel else self._subgroups[key]
 
-    def _split(self, subgroups: tuple[tuple[int, ...], ...]) -> Group:
+    def _split(self, subgroups: tuple[tuple[int, ...], ...], own: tuple[int, ...]) -> Group:
+        assert self._transport is not None
+        among = self._transport.among(own, len(self._subgroups) + 1)
+        if among is not None:
+            group = Group(among, self.counters, self.device)
+            group._are_alike = self._are_alike
+            return group
         # All ranks take part in making groups, also those that are alone.
         name = self.all_gather_quietly([random.SystemRandom().getrandbits(62)])[0][0]
-        own = groups.own_subgroup(self.process_group, subgroups, str(name), self.device, self.num_lanes > 1)
-        return Group.of(own, self.counters, self.device, self._aborts)
+        made = groups.own_subgroup(self.process_group, subgroups, str(name), self.device)
+        return Group.of(made, self.counters, self.device, self._aborts)
 
     def encoding(self, codec: Codec) -> Group:
-        """The same ranks, with `all_reduce_factors_` encoding; counts bytes together with this group. Collective."""
+        """The same ranks, with `all_reduce_factors_` encoding. Collective when that codec is asked for first."""
         if codec not in self._encoding:
             group = copy.copy(self)
-            group._codec, group._encoding = codec, {}
+            group._codec = codec
             group.kernels(codec, feedback=False, two_shot=True)
             self._encoding[codec] = group
-        return self._encoding[codec]
+        return self._encoding[codec].on(self) if self._is_channel else self._encoding[codec]
 
     def num_owners(self, two_shot: bool = True) -> int:
         """Into how many equal shares `average_encoded_` cuts numbers: 1 if all ranks send all to each other."""
@@ -164,7 +187,8 @@ class Group(Communicator):
             num_payloads, owners = self._num_payloads(two_shot), self.num_owners(two_shot)
             own = compiled(codec, self.device, num_payloads, feedback, owners, self.rank == 0)
             # Sums of a compiled function may be rounded in another way.
-            everywhere = all(is_compiled for (is_compiled,) in self.all_gather_quietly([int(own is not None)]))
+            asked = self._everyone or self
+            everywhere = all(is_compiled for (is_compiled,) in asked.all_gather_quietly([int(own is not None)]))
             self._kernels[key] = own if own is not None and everywhere else Kernels(codec)
         return self._kernels[key]
 
@@ -180,7 +204,7 @@ class Group(Communicator):
         loss_scale: float | Tensor = 1.0,
         scale: float | Tensor = 1.0,
         two_shot: bool = True,
-    ) -> Tensor:
+    ) -> Steps[Tensor]:
         """Replace the numbers of each chunk by their mean over ranks, encoded on the way, equal on all ranks.
 
         Two-shot, as CGX (Markov et al. 2022, https://arxiv.org/abs/2111.08617) and ZeRO++ (Wang et al. 2023,
@@ -204,13 +228,13 @@ class Group(Communicator):
         one = chunks[0].numbers.new_ones(())
         way_in, way_out = (one * (scale / loss_scale)).view(()), (one * loss_scale).view(())
         finite = []
-        waits = self._begin_averages(chunks, kernels, way_in, two_shot)
-        for chunk, wait in zip(chunks, waits, strict=True):
+        means = yield from self._begin_averages(chunks, kernels, way_in, two_shot)
+        for chunk, steps in zip(chunks, means, strict=True):
             factor = way_out if chunk.residual is not None else one
-            finite.append(kernels.decode_mean(wait(), factor, chunk.numbers))
+            finite.append(kernels.decode_mean((yield from steps), factor, chunk.numbers))
         return torch.stack(finite).all()
 
-    def average_tensors_encoded_(self, tensors: Sequence[Tensor], kernels: Kernels) -> None:
+    def average_tensors_encoded_(self, tensors: Sequence[Tensor], kernels: Kernels) -> Steps[None]:
         """Replace tensors by their means over ranks, without error feedback: see `average_encoded_`.
 
         Args:
@@ -229,11 +253,11 @@ class Group(Communicator):
         for tensor, place in zip(tensors, places, strict=True):
             place[: tensor.numel()] = tensor.reshape(-1)
         pieces = flat.split(max(unit, CHUNK_NUMEL // unit * unit))
-        self.average_encoded_([Chunk(piece.view(-1, size), None, seed=0) for piece in pieces], kernels)
+        yield from self.average_encoded_([Chunk(piece.view(-1, size), None, seed=0) for piece in pieces], kernels)
         for tensor, place in zip(tensors, places, strict=True):
             tensor.copy_(place[: tensor.numel()].view(tensor.shape))
 
-    def all_reduce_factors_(self, exact: Sequence[Tensor], factors: Sequence[Tensor]) -> None:
+    def all_reduce_factors_(self, exact: Sequence[Tensor], factors: Sequence[Tensor]) -> Steps[None]:
         """Replace each tensor by its sum over ranks; `factors` encoded on the way, if this group has a codec.
 
         Args:
@@ -242,55 +266,54 @@ class Group(Communicator):
                 do not fill a block are not encoded.
         """
         if self._codec is None or self.size == 1:
-            self.all_reduce_coalesced_([*exact, *factors])
+            yield from self.all_reduce_coalesced_([*exact, *factors])
             return
         kernels = self.kernels(self._codec, feedback=False, two_shot=True)
         large = [factor for factor in factors if kernels.fills_block(factor)]
         small = [factor for factor in factors if not kernels.fills_block(factor)]
-        finish = self.begin_all_reduce_coalesced_([*exact, *small])
-        self.average_tensors_encoded_(large, kernels)
+        sums = begun(self.all_reduce_coalesced_([*exact, *small]))
+        yield from self.average_tensors_encoded_(large, kernels)
         for factor in large:
             factor.mul_(self.size)
-        finish()
+        yield from sums
 
     def _begin_averages(
         self, chunks: Sequence[Chunk], kernels: Kernels, factor: Tensor, two_shot: bool
-    ) -> list[Callable[[], Tensor]]:
+    ) -> Steps[list[Steps[Tensor]]]:
         """Begin to average chunks, each as soon as there is the next one.
 
         Returns:
-            what waits for the payloads of one, shape `(k, b, bytes of a block)`, of which it is the mean.
+            the rest for each: gives payloads, shape `(k, b, bytes of a block)`, of which the chunk is the mean.
         """
         if self.num_owners(two_shot) == 1:
-            gathers = [(chunk, self._begin_all_gather(self._encoded(chunk, kernels, factor))) for chunk in chunks]
-            return [_payloads(wait, self.size, chunk) for chunk, wait in gathers]
-        shots = [(chunk, self._send_to_owners(chunk, kernels, factor)) for chunk in chunks]
-        return [_payloads(self._send_mean(chunk, kernels, shot), 1, chunk) for chunk, shot in shots]
+            return [
+                begun(self._gather_payloads(chunk, self.size, self._encoded(chunk, kernels, factor)))
+                for chunk in chunks
+            ]
+        shots = []
+        for chunk in chunks:
+            payload = self._encoded(chunk, kernels, factor).view(self.size, -1)
+            shots.append((begun(self.all_to_all(payload)), self.expect_all_gather(payload[0])))
+        means = []
+        for chunk, (first_shot, expected) in zip(chunks, shots, strict=True):
+            share = self._encoded_mean(chunk, kernels, (yield from first_shot))
+            means.append(begun(self._gather_payloads(chunk, 1, share, expected)))
+        return means
+
+    def _gather_payloads(self, chunk: Chunk, num: int, own: Tensor, expected: object = None) -> Steps[Tensor]:
+        return (yield from self.all_gather(own, expected)).view(num, chunk.numbers.shape[0], -1)
 
     def _encoded(self, chunk: Chunk, kernels: Kernels, factor: Tensor) -> Tensor:
         seed = kernels.seed(chunk.seed, self.device)
         return kernels.encode(chunk.numbers, chunk.residual, factor, seed).view(-1)
 
-    def _send_to_owners(self, chunk: Chunk, kernels: Kernels, factor: Tensor) -> _FirstShot:
-        payload = self._encoded(chunk, kernels, factor).view(self.size, -1)
-        arriving = self._begin_all_to_all(payload)
-        return _FirstShot(payload, arriving, self._expect_all_gather(payload[0]))
-
-    def _send_mean(self, chunk: Chunk, kernels: Kernels, shot: _FirstShot) -> Wait:
+    def _encoded_mean(self, chunk: Chunk, kernels: Kernels, arrived: Tensor) -> Tensor:
         """The second shot: this rank's share of the mean."""
         b, s = chunk.numbers.shape
         one = chunk.numbers.new_ones(())
         mean = chunk.numbers.new_empty((b // self.size, s))
-        kernels.decode_mean(shot.arriving().view(self.size, b // self.size, -1), one, mean)
+        kernels.decode_mean(arrived.view(self.size, b // self.size, -1), one, mean)
         seed = kernels.seed(chunk.seed + 2**30, self.device)
         own = None if chunk.residual is None else chunk.residual.view(self.size, b // self.size, s)[self.rank]
         # Times the number of ranks, of which the next mean will be one part.
-        share = kernels.encode_mean(mean, own, one * self.size, seed).view(-1)
-        # The mean of what equal ranks send is what each of them sends.
-        return shot.send_mean(share, shot.payload.clone)
-
-
-def _payloads(wait: Wait, num: int, chunk: Chunk) -> Callable[[], Tensor]:
-    """Wait for payloads of a chunk, shape `(num, b, bytes)`."""
-    rows = chunk.numbers.shape[0]
-    return lambda: wait().view(num, rows, -1)
+        return kernels.encode_mean(mean, own, one * self.size, seed).view(-1)

@@ -11,12 +11,13 @@ import torch
 
 from lightning_commhooks.collectives.communicator import Kind
 from lightning_commhooks.collectives.direct import FAR
-from lightning_commhooks.collectives.process_groups import NUM_LANES
 
 # Latencies that a round of messages takes in gloo's own collectives, by measuring: the sender may have to ask first.
 _RING_LATENCIES = 2.5
 # Buckets that plain DDP has under way at once: PyTorch gives a gloo group as many threads.
 LANES_OF_DDP = 2
+# Buckets that an engine has under way at once on CPU, where ranks have to agree on an order.
+BUCKETS_AT_ONCE = 4
 
 
 @dataclass(frozen=True)
@@ -55,14 +56,14 @@ class Link:
         burst_seconds: what a link that was idle sends faster than its bandwidth allows for long, in seconds of that
             bandwidth: routers and network cards let some data through at once.
         message_seconds: that a message takes, if ranks are so far from each other that they send directly; else 0.
-        num_lanes: buckets that are under way at once.
+        num_at_once: collectives that may be under way at once; 0: any number.
     """
 
     world_size: int
     curves: Mapping[str, Curve]
     burst_seconds: float = 0.0
     message_seconds: float = 0.0
-    num_lanes: int = 1
+    num_at_once: int = 0
 
     @classmethod
     def given(cls, *, bandwidth: float, latency: float, world_size: int, on_cpu: bool = True) -> Link:
@@ -99,7 +100,7 @@ class Link:
 
         curves = {kind: (cost(delay, 0.0), cost(delay, 2.0**20)) for kind, delay in delays.items()}
         message_seconds = latency if is_far else 0.0
-        return cls(world_size, curves, message_seconds=message_seconds, num_lanes=NUM_LANES if on_cpu else 1)
+        return cls(world_size, curves, message_seconds=message_seconds)
 
     @property
     def latency(self) -> float:
@@ -125,7 +126,7 @@ class Link:
         if "plain_ddp" in curves:
             sums = {kind: curves["plain_ddp"] for kind in curves if kind.startswith("all_reduce")}
             curves = {**curves, **sums}
-        return replace(self, curves=curves, num_lanes=min(self.num_lanes, LANES_OF_DDP))
+        return replace(self, curves=curves, num_at_once=LANES_OF_DDP)
 
     def cost(self, kind: Kind, num_bytes: float, dtype: torch.dtype = torch.float32) -> Cost:
         """What a collective costs.
@@ -170,13 +171,13 @@ class Link:
                 for a, b in pairs
             )
         message_seconds = max(self.message_seconds, other.message_seconds)
-        return Link(self.world_size, curves, message_seconds=message_seconds, num_lanes=self.num_lanes)
+        return Link(self.world_size, curves, message_seconds=message_seconds, num_at_once=self.num_at_once)
 
     def as_dict(self) -> dict[str, Any]:
         """As plain numbers, with `latency` in seconds and `bandwidth` in bytes per second."""
         curves = {kind: [asdict(cost) for cost in curve] for kind, curve in self.curves.items()}
         summary = {"world_size": self.world_size, "latency": self.latency, "bandwidth": self.bandwidth}
-        others = {name: getattr(self, name) for name in ("burst_seconds", "message_seconds", "num_lanes")}
+        others = {name: getattr(self, name) for name in ("burst_seconds", "message_seconds")}
         return {**summary, **others, "curves": curves}
 
 

@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 
 from lightning_commhooks.collectives.group import Group
-from lightning_commhooks.collectives.link import LANES_OF_DDP, Cost, Curve, Link
-from lightning_commhooks.collectives.turns import in_lane, lane
+from lightning_commhooks.collectives.link import BUCKETS_AT_ONCE, LANES_OF_DDP, Cost, Curve, Link
+from lightning_commhooks.collectives.steps import Steps, Wait, begun, finish
 
-# Begins a collective, and returns what waits for it; and what makes one for a number of bytes.
-Start = Callable[[], Callable[[], object]]
+# A collective in the channel of that number; and what makes one for a number of bytes.
+Start = Callable[[int], Steps[object]]
 Run = Callable[[int], Start]
 
 # Bytes that a rank sends, by our own count.
@@ -117,7 +117,7 @@ class _Meter:
         small = tuple(cost for cost in curve if cost.num_bytes < others[0])
         curves = {kind: c if c is curve or kind == "plain_ddp" else (*small, *c) for kind, c in curves.items()}
         burst = self._burst(run, curve)
-        return Link(self._group.size, curves, burst, self._message_latency, self._group.num_lanes)
+        return Link(self._group.size, curves, burst, self._message_latency)
 
     def _curve(self, run: Run, sizes: Sequence[int]) -> Curve:
         curve: list[Cost] = []
@@ -153,11 +153,11 @@ class _Meter:
 
     def _time(self, start: Start, calls: int) -> tuple[float, float]:
         """Seconds and processor seconds of one of several calls in a row: of the median one, the mean over ranks."""
-        start()()
+        finish(start(0))
         self._wait()
         moments, cpu_begin = [time.perf_counter()], time.process_time()
         for _ in range(calls):
-            start()()
+            finish(start(0))
             self._wait()
             moments.append(time.perf_counter())
         cpu_seconds = (time.process_time() - cpu_begin) / calls
@@ -175,12 +175,8 @@ class _Meter:
         for _ in range(1 if self._is_far else _MIN_CALLS):
             self._agreed(0.0)
             begin = time.perf_counter()
-            waits = []
-            for number in range(num):
-                with in_lane(number % self._group.num_lanes):
-                    waits.append(start())
-            for wait in waits:
-                wait()
+            for steps in [begun(start(number)) for number in range(num)]:
+                finish(steps)
             self._wait()
             best = min(best, self._agreed(time.perf_counter() - begin)[0])
         return best
@@ -197,7 +193,7 @@ class _Meter:
                 time.sleep(_IDLE_SECONDS)
                 self._agreed(0.0)
                 begin = time.perf_counter()
-                start()()
+                finish(start(0))
                 self._wait()
                 gain.append(cost.seconds - self._agreed(time.perf_counter() - begin)[0])
             gains.append(statistics.median(gain))
@@ -208,7 +204,7 @@ class _Meter:
     def _agreed(self, *seconds: float) -> list[float]:
         """Means over ranks, bit-identical on all of them."""
         own = torch.tensor(seconds, dtype=torch.float64, device=self._group.device)
-        means: list[float] = self._group.all_reduce_mean_(own).tolist()
+        means: list[float] = finish(self._group.all_reduce_mean_(own)).tolist()
         return means
 
     def _wait(self) -> None:
@@ -218,23 +214,26 @@ class _Meter:
     def _all_reduce(self, dtype: torch.dtype) -> Run:
         def of_size(num_bytes: int) -> Start:
             numel = self._numel_of_sum(num_bytes, dtype)
-            # Those of several lanes are under way at once, and do not share memory.
-            num = self._group.num_lanes if self._of_steps else 1
+            # Those that are under way at once do not share memory.
+            num = self._num_at_once if self._of_steps else 1
             tensors = [torch.zeros(numel, dtype=dtype, device=self._group.device) for _ in range(num)]
-            return lambda: self._group._begin_all_reduce_(tensors[lane()])
+            return lambda number: self._group.channel(number).all_reduce_(tensors[number % num])
 
         return of_size
 
+    @property
+    def _num_at_once(self) -> int:
+        return BUCKETS_AT_ONCE if self._group.device.type == "cpu" else 1
+
     def _of_ddp(self, num_bytes: int) -> Start:
-        numel, numbers = self._numel_of_sum(num_bytes, torch.float32), itertools.count()
+        numel = self._numel_of_sum(num_bytes, torch.float32)
         tensors = [torch.zeros(numel) for _ in range(LANES_OF_DDP)]
 
-        def start() -> Callable[[], object]:
-            tensor = tensors[next(numbers) % LANES_OF_DDP]
+        def start(number: int) -> Steps[None]:
+            tensor = tensors[number % LANES_OF_DDP]
             work = dist.all_reduce(tensor, group=self._group.process_group, async_op=True)
             assert work is not None
-            wait: Callable[[], object] = work.wait
-            return wait
+            yield Wait([work])
 
         return start
 
@@ -245,12 +244,12 @@ class _Meter:
     def _all_gather(self, num_bytes: int) -> Start:
         numel = max(1, round(num_bytes / (self._group.size - 1)))
         tensor = torch.zeros(numel, dtype=torch.uint8, device=self._group.device)
-        return lambda: self._group._begin_all_gather(tensor)
+        return lambda number: self._group.channel(number).all_gather(tensor)
 
     def _all_to_all(self, num_bytes: int) -> Start:
         numel = max(1, round(num_bytes / (self._group.size - 1)))
         tensor = torch.zeros((self._group.size, numel), dtype=torch.uint8, device=self._group.device)
-        return lambda: self._group._begin_all_to_all(tensor)
+        return lambda number: self._group.channel(number).all_to_all(tensor)
 
 
 def _rising(curve: Sequence[Cost]) -> Curve:

@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import copy
+from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_commhooks.collectives.turns import lane, waiting
-
-# Numbers of messages in the first round of a thread's collectives; as many more are those of the second.
-_NUMBERS = 2**23
+# Buckets that may be under way at once; groups of ranks within one; messages of each before numbers come again.
+_CHANNELS, _PARTS, _NUMBERS = 2**12, 2**5, 2**13
 
 
 class Messages:
-    """Messages among the ranks of a gloo group that is used for nothing else but gloo's own collectives.
+    """Messages among some ranks of a gloo group that is used for nothing else but gloo's own collectives.
 
-    All ranks begin the same collectives in the same order; each has the same number on all of them. Threads that do so
-    beside each other have numbers of their own: see `turns.lane`.
+    A channel, in which one bucket is reduced, has numbers of its own, so that ranks may go on with their buckets in any
+    order. Within it all ranks begin the same collectives in the same order.
 
     Args:
-        backend: the ranks, a `ProcessGroupGloo`. If it has several contexts, messages take turns among them.
+        backend: all ranks, a `ProcessGroupGloo`. If it has several contexts, messages take turns among them.
 
     Attributes:
         size: number of ranks.
@@ -31,41 +30,55 @@ class Messages:
 
     def __init__(self, backend: Any) -> None:
         self._backend = backend
-        self.size: int = backend.size()
-        self.rank: int = backend.rank()
-        self.peers = [(self.rank + distance) % self.size for distance in range(1, self.size)]
-        # How many collectives each lane has begun.
-        self._begun: dict[int, int] = {}
+        self._first = self._part = self._begun = 0
+        self._set_members(range(backend.size()), backend.rank())
+
+    def _set_members(self, members: Sequence[int], rank: int) -> None:
+        self._members, self.size, self.rank = members, len(members), rank
+        self.peers = [(rank + distance) % self.size for distance in range(1, self.size)]
+
+    def channel(self, number: int) -> Messages:
+        """The same ranks in another channel, whose number is the same on all of them; 0 is where they begin."""
+        other = copy.copy(self)
+        other._first, other._begun = number % _CHANNELS * _PARTS * _NUMBERS, 0
+        return other
+
+    def among(self, ranks: Sequence[int], part: int) -> Messages:
+        """Some of these ranks, this one included. Nothing is made, and nobody is asked.
+
+        Args:
+            ranks: which.
+            part: tells them from other groups of ranks with some of the same; equal on all of them, at least 1.
+
+        Raises:
+            ValueError: there are more groups than can be told from each other.
+        """
+        if part >= _PARTS:
+            raise ValueError(f"a hook can have {_PARTS - 1} divisions into subgroups at most")
+        some = copy.copy(self)
+        some._part, some._begun = part, 0
+        some._set_members([self._members[i] for i in ranks], ranks.index(self.rank))
+        return some
 
     def number(self) -> int:
-        """The number of the next collective of this thread."""
-        begun = self._begun.get(lane(), 0)
-        self._begun[lane()] = begun + 1
-        return 2 * _NUMBERS * lane() + begun % _NUMBERS
-
-    def second(self, number: int) -> int:
-        """The number of the second round of a collective."""
-        return number + _NUMBERS
+        """The number of the next messages."""
+        self._begun += 1
+        return self._first + self._part * _NUMBERS + self._begun % _NUMBERS
 
     def receive(self, places: Sequence[Tensor], number: int) -> list[dist.Work]:
         """Say that this rank waits for a message of each peer; empty ones are not sent."""
         pairs = zip(places, self.peers, strict=True)
-        return [self._backend.recv([place], peer, number) for place, peer in pairs if place.numel()]
+        return [self._backend.recv([place], self._members[peer], number) for place, peer in pairs if place.numel()]
 
     def send(self, tensors: Sequence[Tensor], number: int) -> list[dist.Work]:
         """Begin to send each peer a tensor, contiguous and not to be touched before it is waited for."""
         pairs = zip(tensors, self.peers, strict=True)
-        return [self._backend.send([tensor], peer, number) for tensor, peer in pairs if tensor.numel()]
+        return [self._backend.send([tensor], self._members[peer], number) for tensor, peer in pairs if tensor.numel()]
 
     def swap(self, own: Tensor, other: Tensor, distance: int) -> None:
         """Send the rank at that distance a tensor, and wait for the one of the rank as far before."""
         number = self.number()
-        arriving = self._backend.recv([other], (self.rank - distance) % self.size, number)
-        sent = self._backend.send([own], (self.rank + distance) % self.size, number)
-        self.wait([arriving, sent])
-
-    def wait(self, works: Iterable[dist.Work]) -> None:
-        """Wait until messages have been sent and received; other threads have their turn."""
-        with waiting():
-            for work in works:
-                work.wait()
+        arriving = self._backend.recv([other], self._members[(self.rank - distance) % self.size], number)
+        sent = self._backend.send([own], self._members[(self.rank + distance) % self.size], number)
+        arriving.wait()
+        sent.wait()

@@ -18,19 +18,15 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
 from lightning_commhooks.collectives import direct, gloo_abort
+from lightning_commhooks.collectives.backend import Backend
 from lightning_commhooks.collectives.direct import Direct, measure_latency
 from lightning_commhooks.collectives.messages import Messages
+from lightning_commhooks.collectives.steps import finish
 
 logger = logging.getLogger(__name__)
 
 # The network interfaces that gloo uses, separated by commas; one that is named twice gets two connections.
 _INTERFACES = "GLOO_SOCKET_IFNAME"
-
-
-# Buckets that are under way at once.
-NUM_LANES = 4
-# More near ranks than these have one at a time: a group for each lane is a connection to each rank for each lane.
-_MOST_RANKS_IN_LANES = 64
 
 
 @dataclass(frozen=True)
@@ -44,16 +40,12 @@ class OwnGroup:
         process_group: the group.
         abort: aborts it from any thread: collectives under way fail at once, here and on the peers that wait for this
             rank. Does not keep the group alive.
-        transport: by what CPU tensors go, if not by gloo's own collectives: direct messages, if ranks are far from each
-            other.
-        lanes: of each thread that communicates beside others, the group that gloo's own collectives go by; empty
-            where there is one such thread.
+        transport: the collectives: direct messages between ranks that are far from each other, or the backend's own.
     """
 
     process_group: dist.ProcessGroup
+    transport: Backend | Direct
     abort: Callable[[], None] = lambda: None
-    transport: Direct | None = None
-    lanes: tuple[dist.ProcessGroup, ...] = ()
 
 
 def backend_for(process_group: dist.ProcessGroup, device: torch.device) -> str:
@@ -66,48 +58,46 @@ def own_group(process_group: dist.ProcessGroup, device: torch.device) -> OwnGrou
     """A group over the same ranks. Collective."""
     if backend_for(process_group, device) != dist.Backend.GLOO:
         own = _new_group(process_group, device)
-        return OwnGroup(own, abort_of(own))
+        return OwnGroup(own, Backend(own), abort_of(own))
     timeout = _timeout_of(process_group, device) or dist.default_pg_timeout
     place, name = (process_group.rank(), process_group.size()), _new_name(process_group)
     own, abort = _gloo_group_with_abort(name, place, device, timeout)
-    num_near = NUM_LANES if own.size() <= _MOST_RANKS_IN_LANES else 1
-    return _with_lanes(own, abort, device, timeout, num_near)
-
-
-def _with_lanes(
-    own: dist.ProcessGroup, abort: Callable[[], None], device: torch.device, timeout: timedelta, num_near: int
-) -> OwnGroup:
-    """Let several threads communicate beside each other: by direct messages between far ranks, or by a group each."""
     if device.type != "cpu" or own.size() == 1:
-        return OwnGroup(own, abort)
+        return OwnGroup(own, Backend(own), abort)
     messages = _messages(own, device)
     try:
         latency = measure_latency(messages)
     except ValueError:
         abort()  # a refusal: its connections would stay for as long as somebody keeps the error
         raise
-    is_far = latency > direct.FAR
-    num_connections = direct.num_connections(latency) if is_far and len(_interfaces()) == 1 else 1
-    num_more = int(num_connections > 1) if is_far else num_near - 1
-    if not num_more:
-        return OwnGroup(own, abort, Direct(messages, latency), (own,) * NUM_LANES) if is_far else OwnGroup(own, abort)
-    number = torch.tensor([random.SystemRandom().getrandbits(62)])
-    name = str(Direct(messages).gather(1, number.dtype)(number)()[0].item())
-    place = own.rank(), own.size()
-
-    def make(devices: Sequence[dist.ProcessGroupGloo.Device]) -> list[dist.ProcessGroup]:
-        several = [one for one in devices for _ in range(num_connections)]
-        return [_gloo_group(f"{name}/{i}", *place, device, timeout, several) for i in range(num_more)]
-
-    more, abort_more = gloo_abort.with_abort(make, _devices)
+    if latency <= direct.FAR:
+        return OwnGroup(own, Backend(own, messages), abort)
+    num_connections = direct.num_connections(latency) if len(_interfaces()) == 1 else 1
+    if num_connections == 1:
+        return OwnGroup(own, Direct(messages, latency), abort)
+    messages, abort_more = _with_connections(messages, num_connections, device, timeout)
 
     def abort_all() -> None:
         abort()
         abort_more()
 
-    if is_far:
-        return OwnGroup(own, abort_all, Direct(_messages(more[0], device), latency), (own,) * NUM_LANES)
-    return OwnGroup(own, abort_all, lanes=(own, *more))
+    return OwnGroup(own, Direct(messages, latency), abort_all)
+
+
+def _with_connections(
+    messages: Messages, num: int, device: torch.device, timeout: timedelta
+) -> tuple[Messages, Callable[[], None]]:
+    """Messages among the same ranks over several connections each, and what aborts them. Collective."""
+    number = torch.tensor([random.SystemRandom().getrandbits(62)])
+    name = str(finish(Direct(messages).gather(number))[0].item())
+    place = messages.rank, messages.size
+
+    def make(devices: Sequence[dist.ProcessGroupGloo.Device]) -> list[dist.ProcessGroup]:
+        several = [one for one in devices for _ in range(num)]
+        return [_gloo_group(name, *place, device, timeout, several)]
+
+    (more,), abort = gloo_abort.with_abort(make, _devices)
+    return _messages(more, device), abort
 
 
 def _messages(own: dist.ProcessGroup, device: torch.device) -> Messages:
@@ -164,7 +154,8 @@ def _gloo_group(
     options = gloo._Options()
     options._timeout = timeout
     options._devices = list(devices)
-    options._threads = 2 * len(options._devices)
+    # One: of two collectives under way, gloo may tell only one that a connection was closed, and the other never ends.
+    options._threads = 1
     backend = gloo(store, rank, size, options)
     own = dist.ProcessGroup(store, rank, size)
     own._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
@@ -216,13 +207,9 @@ def _devices() -> list[dist.ProcessGroupGloo.Device]:
 
 
 def own_subgroup(
-    process_group: dist.ProcessGroup,
-    subgroups: Sequence[Sequence[int]],
-    name: str,
-    device: torch.device,
-    has_lanes: bool,
+    process_group: dist.ProcessGroup, subgroups: Sequence[Sequence[int]], name: str, device: torch.device
 ) -> OwnGroup:
-    """A group over those ranks of `process_group` that are in the same subgroup as this one.
+    """A group over those ranks of `process_group` that are in the same subgroup as this one, for CUDA tensors.
 
     Collective.
 
@@ -231,7 +218,6 @@ def own_subgroup(
         subgroups: ranks in `process_group`, each in one subgroup.
         name: unlike that of any other group, equal on all ranks.
         device: of the tensors.
-        has_lanes: whether several threads communicate beside each other.
     """
     rank = process_group.rank()
     timeout = _timeout_of(process_group, device) or dist.default_pg_timeout
@@ -239,8 +225,7 @@ def own_subgroup(
         index, ranks = next((i, ranks) for i, ranks in enumerate(subgroups) if rank in ranks)
         place = ranks.index(rank), len(ranks)
         own, abort = _gloo_group_with_abort(f"{name}/{index}", place, device, timeout)
-        # As many lanes as the threads are that communicate, however many ranks.
-        return _with_lanes(own, abort, device, timeout, NUM_LANES) if has_lanes else OwnGroup(own, abort)
+        return OwnGroup(own, Backend(own), abort)
     world = dist.get_process_group_ranks(process_group)
     is_part = len(world) < dist.get_world_size()
     if is_part and process_group._get_backend(device).name() == dist.Backend.NCCL:
@@ -254,7 +239,7 @@ def own_subgroup(
             if not is_part or rank in ranks
         ]
         own = next(group for group in groups if group is not dist.GroupMember.NON_GROUP_MEMBER)
-    return OwnGroup(own, abort_of(own))
+    return OwnGroup(own, Backend(own), abort_of(own))
 
 
 def destroy(process_groups: Iterable[dist.ProcessGroup | None]) -> None:

@@ -29,6 +29,8 @@ class _Step(Generic[M]):
 
     handed_over: M
     comm: list[tuple[M, M]] = field(default_factory=list)
+    # Of `comm`, what lies within work.
+    within_work: list[tuple[M, M]] = field(default_factory=list)
     work: list[tuple[M, M]] = field(default_factory=list)
     waits: list[tuple[M, M]] = field(default_factory=list)
     backward_done: M | None = None
@@ -72,13 +74,21 @@ class Timing(ABC, Generic[M]):
         if self._step is not None:
             self._step.backward_done = self.now()
 
-    def comm(self) -> AbstractContextManager[None]:
-        """Time a collective, or the wait for one."""
+    @contextmanager
+    def comm(self, within_work: bool = True) -> Iterator[None]:
+        """Time the wait for a collective.
+
+        Args:
+            within_work: whether it lies within the time of work, of which it is none.
+        """
         step = self._step
-        return self._timed(step.comm if step is not None and not self.is_paused else None)
+        with self._timed(step.comm if step is not None and not self.is_paused else None):
+            yield
+        if step is not None and within_work and not self.is_paused:
+            step.within_work.append(step.comm[-1])
 
     def work(self) -> AbstractContextManager[None]:
-        """Time work of the hook, collectives included."""
+        """Time work of the hook, perhaps with waits within."""
         step = self._step
         return self._timed(step.work if step is not None else None)
 
@@ -129,7 +139,7 @@ class Timing(ABC, Generic[M]):
     def _add(self, step: _Step[M]) -> None:
         assert step.backward_done is not None
         done = step.backward_done
-        comm = sum(self.ms(*pair) for pair in step.comm)
+        comm = sum(self.ms(*pair) for pair in step.within_work)
         work = sum(self.ms(*pair) for pair in step.work)
         waits = sum(self.ms(*pair) for pair in step.waits)
         in_backward = step.work[: step.num_in_backward]

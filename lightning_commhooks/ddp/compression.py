@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Generator
 
 from torch import Tensor
 
-from lightning_commhooks.collectives.turns import lane
+from lightning_commhooks.collectives.group import Group
+from lightning_commhooks.collectives.steps import Steps, T
 from lightning_commhooks.interface.averages_models import is_local
 from lightning_commhooks.interface.bucket import Bucket
 from lightning_commhooks.interface.error_sample import ErrorSampler
@@ -31,25 +31,32 @@ class Watch:
         self._sent = self._dense = 0.0
         self._why: str | None = None
 
-    @contextmanager
-    def reduction(self, bound: BoundHook, flat: Tensor, bucket: Bucket) -> Iterator[None]:
-        """Watch the reduction of one bucket."""
-        counters = bound.group.counters
+    def reduce(self, bound: BoundHook, bucket: Bucket, ranks: Group) -> Steps[tuple[Tensor, Tensor | None]]:
+        """Reduce one bucket, and watch it.
+
+        Returns:
+            the averaged gradients, and what `BoundHook.reduce` says of whether they are finite.
+        """
+        flat, counters = bucket.flat, bound.group.counters
         # While ranks step alone their gradients are not meant to be the mean.
         sampler = None if is_local(bound, bucket.step) else self.sampler
         taken = sampler.take(flat, bucket) if sampler is not None else None
-        dense = bound.group.ring_bytes(flat._values() if flat.is_sparse else flat)
-        leaving = bound.group.leaving(around_ring=True)
+        dense = ranks.ring_bytes(flat._values() if flat.is_sparse else flat)
+        leaving = ranks.leaving(around_ring=True)
         counters.bytes_dense += dense
         counters.bytes_dense_between_nodes += dense * leaving
+        finite = None
+        if flat.is_sparse:
+            flat = yield from started(bound.reduce_sparse(flat, bucket, ranks), bound, "reduce_sparse")
+        else:
+            finite = yield from started(bound.reduce(bucket, ranks), bound, "reduce")
         # Of nodes with several ranks what counts is what leaves them.
-        sent = counters.between_in_lane if 0 < leaving < 1 else counters.sent_in_lane
-        before = sent[lane()]
-        with counters.timing.work():
-            yield
-        self._add(bound, bucket.step, sent[lane()] - before, dense * (leaving if 0 < leaving < 1 else 1))
+        is_between = 0 < leaving < 1
+        sent = ranks.tally.between_nodes if is_between else ranks.tally.sent
+        self._add(bound, bucket.step, sent, dense * (leaving if is_between else 1))
         if sampler is not None and taken is not None:
-            sampler.compare(taken, flat, bucket, bound.group)
+            yield from sampler.compare(taken, flat, bucket, ranks)
+        return flat, finite
 
     def _add(self, bound: BoundHook, step: int, sent: float, dense: float) -> None:
         if step != self._step:
@@ -67,3 +74,18 @@ class Watch:
         """Number of steps that sent no fewer bytes, or no fewer between nodes, than plain DDP, by reason."""
         self._end_step()
         return dict(self._not_compressed)
+
+
+def started(steps: Steps[T], bound: BoundHook, method: str) -> Steps[T]:
+    """Return what a hook's method has returned.
+
+    Raises:
+        TypeError: that is no generator, so nothing would wait for its collectives.
+    """
+    if not isinstance(steps, Generator):
+        raise TypeError(
+            f"{type(bound).__name__}.{method} is no generator, it returned {type(steps).__name__}: begin each "
+            "collective by `yield from`, as in `yield from ranks.all_reduce_mean_(bucket.flat)`; if there is none, end "
+            "with `return` and a `yield` after it"
+        )
+    return steps

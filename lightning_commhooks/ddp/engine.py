@@ -1,8 +1,7 @@
-"""Runs a bound hook on buckets, in the order in which DDP hands them over.
+"""Runs what hooks do to buckets, beside the backward pass: see [`ThreadEngine`][] and [`StreamEngine`][].
 
-Collectives are issued in that order and no other, or in lanes, each with a group or numbers of its own: ranks cannot
-disagree. Where the overlap with the backward pass comes from depends on the device: see [`ThreadEngine`][] and
-[`StreamEngine`][].
+A hook is a generator that yields what it waits for. Buckets are numbered in the order in which DDP hands them over,
+which is the same on all ranks; each communicates in a channel of that number.
 """
 
 from __future__ import annotations
@@ -10,13 +9,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.futures import Future
 
 from lightning_commhooks.collectives.errors import HookError, raise_if_capturing
+from lightning_commhooks.collectives.steps import Steps
+from lightning_commhooks.collectives.timing import Timing
 
 T = TypeVar("T")
 
@@ -32,7 +33,7 @@ def call_at_end_of_backward(function: Callable[[], None]) -> None:
 
 
 class Engine(ABC):
-    """Runs work items in the order of submission, those that may overlap in the order of their lane.
+    """Runs reductions of buckets, and functions in turn with them.
 
     After the first failure no further work runs: this rank's collectives would not match its peers'. So that the
     peers need not wait for the timeout of the process group, a failure aborts it, of work or of what comes before it
@@ -41,28 +42,31 @@ class Engine(ABC):
     Args:
         device: of the gradients.
         abort: makes collectives under way fail; it is called from any thread, perhaps more than once.
+        timing: where the time of work and of waiting is added up.
+        name: of the hook, for the traces of profilers.
     """
 
-    def __init__(self, device: torch.device, abort: Callable[[], None]) -> None:
+    def __init__(self, device: torch.device, abort: Callable[[], None], timing: Timing[Any], name: str) -> None:
         self._device = device
         self._abort = abort
+        self._timing = timing
+        self._name = name
         self._closed = False
         self._failure: BaseException | None = None
 
     @abstractmethod
-    def submit(self, work: Callable[[], Tensor], device: torch.device, index: int, overlaps: bool) -> Future[Tensor]:
-        """Run `work`, return a future of its result for DDP.
+    def submit(self, reduce: Callable[[], Steps[Tensor]], device: torch.device, is_last: bool) -> Future[Tensor]:
+        """Reduce a bucket, return a future of its gradients for DDP.
 
         Args:
-            work: reduces a bucket.
+            reduce: makes the computation.
             device: of the bucket.
-            index: of the bucket, the same on all ranks.
-            overlaps: whether work on other buckets may go on while this waits for other ranks.
+            is_last: whether no other bucket of this backward follows, as far as is known; equal on all ranks.
         """
 
     @abstractmethod
     def call(self, function: Callable[[], T]) -> T:
-        """Run `function` after all submitted work and return its result.
+        """Run `function`, which may wait for other ranks, when all buckets are done, and return its result.
 
         Raises:
             HookError: earlier work failed; `function` did not run.

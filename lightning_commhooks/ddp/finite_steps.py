@@ -7,6 +7,8 @@ import threading
 import torch
 from torch import Tensor
 
+from lightning_commhooks.collectives.group import Group
+from lightning_commhooks.collectives.steps import Steps
 from lightning_commhooks.ddp.running import RunningHook
 from lightning_commhooks.interface.averages_models import is_local
 from lightning_commhooks.interface.bucket import Bucket
@@ -64,8 +66,8 @@ class FiniteSteps:
         """Whether a step has ended, but for the hook."""
         return self._pending is not None
 
-    def add(self, reduced: Tensor, finite: Tensor | None, bucket: Bucket, is_late: bool) -> None:
-        """Note the averaged gradients of a bucket, and whether they are finite if that is known; called on the engine.
+    def add(self, reduced: Tensor, finite: Tensor | None, bucket: Bucket, is_late: bool, ranks: Group) -> Steps[None]:
+        """Note the averaged gradients of a bucket, and whether they are finite if that is known.
 
         DDP has not given them to the parameters yet. With `is_late` it will have when the step ends.
         """
@@ -75,7 +77,7 @@ class FiniteSteps:
         if self._running.bound.has_memory or self._is_local:
             finite = all_finite(reduced) if finite is None else finite
             if self._is_local and is_late:
-                finite = self._agreed(finite)
+                finite = yield from self._agreed(finite, ranks)
                 spoil_unless_(finite, [reduced])
             self._finite.append(finite)
             self._reduced.append((reduced, bucket))
@@ -83,10 +85,10 @@ class FiniteSteps:
     def _may_skip(self) -> bool:
         return self._grad_scaler is not None and self._grad_scaler.is_enabled()
 
-    def _agreed(self, finite: Tensor) -> Tensor:
+    def _agreed(self, finite: Tensor, ranks: Group) -> Steps[Tensor]:
         """Whether gradients are finite on all ranks; one scalar all-reduce."""
         num_bad = finite.logical_not().to(torch.float32).view(1)
-        return self._running.bound.group.all_reduce_(num_bad).eq(0).view(())
+        return (yield from ranks.all_reduce_(num_bad)).eq(0).view(())
 
     def end(self, in_time: bool, complete: bool) -> None:
         """Let the hook take over its new memory, or make the gradients of the step NaN.
@@ -106,7 +108,8 @@ class FiniteSteps:
             if not complete:
                 finite = torch.zeros_like(finite)
             if self._is_local:
-                finite = self._agreed(finite)
+                group = self._running.bound.group
+                finite = group.finish(self._agreed(finite, group))
             self.forget()
             if in_time:
                 spoil_unless_(finite, [part for gradients, bucket in reduced for part in _parts(gradients, bucket)])

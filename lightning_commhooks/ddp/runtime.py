@@ -4,6 +4,7 @@
 
 import dataclasses
 import functools
+import itertools
 import warnings
 from collections.abc import Callable
 from typing import TypeVar
@@ -16,10 +17,12 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_commhooks.codecs.ranges import named
+from lightning_commhooks.collectives.backend import Backend
 from lightning_commhooks.collectives.counters import Counters
 from lightning_commhooks.collectives.errors import HookError
 from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.collectives.process_groups import abort_of, backend_for, destroy, own_group
+from lightning_commhooks.collectives.steps import Steps
 from lightning_commhooks.collectives.timing import DeviceTiming, NoTiming
 from lightning_commhooks.ddp import checkpoint
 from lightning_commhooks.ddp.compression import Watch
@@ -68,9 +71,10 @@ class Runtime(RunningHook):
         self._warned = False
         self.is_closed = False
         self._owned: dist.ProcessGroup | None = None
-        self._buckets: set[tuple[str, ...]] = set()
+        # Of buckets that DDP has handed over, equal on all ranks.
+        self._numbers = itertools.count()
         if isinstance(self.method, UserFunction):
-            group = Group(process_group, self.counters, device)
+            group = Group(Backend(process_group), self.counters, device, process_group)
             self.bound = hook.bind(group)
         else:
             group = self._start_engine(process_group, device, make_group)
@@ -85,19 +89,20 @@ class Runtime(RunningHook):
         self, process_group: dist.ProcessGroup, device: torch.device, make_group: Callable[[Counters], Group] | None
     ) -> Group:
         aborts: list[Callable[[], None]] = []
-        if device.type == "cuda" and backend_for(process_group, device) == dist.Backend.NCCL:
-            real = Group(process_group, self.counters, device, aborts)
-            group = make_group(self.counters) if make_group else real
-            self._engine = StreamEngine(device, functools.partial(_call_all, aborts))
-            self.counters.timing = DeviceTiming(device)
+        if device.type == "cuda":
+            is_nccl = backend_for(process_group, device) == dist.Backend.NCCL
+            self.counters.timing = DeviceTiming(device) if is_nccl else NoTiming()
+        timing, abort = self.counters.timing, functools.partial(_call_all, aborts)
+        if isinstance(self.counters.timing, DeviceTiming):
+            group = Group(Backend(process_group), self.counters, device, process_group, aborts)
+            group = make_group(self.counters) if make_group else group
+            self._engine = StreamEngine(device, abort, timing, self.name)
         else:
             own = own_group(process_group, device)
             self._owned = own.process_group
-            real = Group.of(own, self.counters, device, aborts)
-            group = make_group(self.counters) if make_group else real
-            self._engine = ThreadEngine(device, functools.partial(_call_all, aborts), group.num_lanes)
-            if device.type == "cuda":
-                self.counters.timing = NoTiming()
+            group = Group.of(own, self.counters, device, aborts)
+            group = make_group(self.counters) if make_group else group
+            self._engine = ThreadEngine(device, abort, timing, self.name, group.is_ordered)
         try:
             group.nodes()  # so that bytes between them are counted
             self.bound = self._bind(group)
@@ -133,7 +138,6 @@ class Runtime(RunningHook):
 
     def _begin_at(self, fresh: BoundHook, steps: int) -> None:
         self.bound = fresh
-        self._buckets = set()
         self.clock.steps = steps
         self.forecaster.restart()
         if self.micro_batches is not None:
@@ -205,18 +209,11 @@ class Runtime(RunningHook):
                 is_late = watched.begin(self.bound, plain.step)
                 if watches:
                     plain = dataclasses.replace(plain, unused=usage.unused(plain.slots))
-                overlaps = self._is_known(plain) and self.bound.overlaps(plain.step)
-                return engine.submit(lambda: self._reduce(flat, plain, is_late), flat.device, plain.index, overlaps)
+                number = next(self._numbers)
+                drains = plain.is_last or self.clock.is_first_of_static_graph
+                return engine.submit(lambda: self._reduce(plain, number, is_late), flat.device, drains)
 
         return trampoline
-
-    def _is_known(self, bucket: Bucket) -> bool:
-        """Whether the hook has got this bucket before, and none in between with some of its parameters."""
-        if bucket.names in self._buckets:
-            return True
-        names = set(bucket.names)
-        self._buckets = {other for other in self._buckets if names.isdisjoint(other)} | {bucket.names}
-        return False
 
     def _plain(self, bucket: GradBucket, flat: Tensor, last_may_be_skipped: bool) -> Bucket:
         slots = self.layout.slots(bucket.parameters(), flat.numel())
@@ -227,24 +224,22 @@ class Runtime(RunningHook):
             accumulated = self.micro_batches.of_step(step, is_last)
         scale = _current_scale(self._grad_scaler)
         self.forecaster.begin_step(step, flat.is_sparse)
-        return Bucket(index, is_last, step, slots, loss_scale=scale, accumulated=accumulated)
+        return Bucket(flat, index, is_last, step, slots, loss_scale=scale, accumulated=accumulated)
 
-    def _reduce(self, flat: Tensor, bucket: Bucket, is_late: bool) -> Tensor:
-        group, finite = self.bound.group, None
+    def _reduce(self, bucket: Bucket, number: int, is_late: bool) -> Steps[Tensor]:
+        # 0 is the channel of what is done between buckets.
+        ranks = self._group.channel(1 + number)
         try:
-            if not flat.is_sparse:
-                _forget_infinities(flat, bucket)
-            with named(self.name, "reduce"), self.watch.reduction(self.bound, flat, bucket):
-                if flat.is_sparse:
-                    flat = self.bound.reduce_sparse(flat, bucket)
-                else:
-                    finite = self.bound.reduce(flat, bucket)
-            self._steps.add(flat._values() if flat.is_sparse else flat, finite, bucket, is_late)
+            if not bucket.flat.is_sparse:
+                _forget_infinities(bucket.flat, bucket)
+            flat, finite = yield from self.watch.reduce(self.bound, bucket, ranks)
+            reduced = flat._values() if flat.is_sparse else flat
+            yield from self._steps.add(reduced, finite, bucket, is_late, ranks)
             return flat
         except Exception as error:
             names = ", ".join(bucket.names[:3]) + (", ..." if len(bucket.names) > 3 else "")
             where = f"at step {bucket.step}, bucket {bucket.index} ({names})"
-            raise self.failed(group, where, error) from error
+            raise self.failed(ranks, where, error) from error
 
     def _counting(self, hook: DDPHook, watched: LocalPhase, last_may_be_skipped: bool) -> Trampoline:
         def trampoline(state: object, bucket: GradBucket) -> Future[Tensor]:
@@ -254,10 +249,11 @@ class Runtime(RunningHook):
             plain = self._plain(bucket, flat, last_may_be_skipped)
             watched.begin(self.bound, plain.step)
             _count_dense(self.bound.group, flat)
+            group = self.bound.group
             if flat.is_sparse:
-                bucket.set_buffer(self.bound.reduce_sparse(flat, plain))
+                bucket.set_buffer(group.finish(self.bound.reduce_sparse(flat, plain, group)))
             else:
-                self.bound.reduce(flat, plain)
+                group.finish(self.bound.reduce(plain, group))
             with named(self.name, "reduce"):
                 result: Future[Tensor] = hook(state, bucket)
             return result

@@ -47,7 +47,9 @@ class StepClock:
         """
         self._static_backward = _NOT_BEGUN
 
-    def _is_first_of_static_graph(self) -> bool:
+    @property
+    def is_first_of_static_graph(self) -> bool:
+        """Whether this is the first backward of a static graph: DDP waits for its buckets before it says it is done."""
         if self._static_backward is None:
             return False
         backward = torch._C._current_graph_task_id()
@@ -57,7 +59,7 @@ class StepClock:
 
     def step_of(self, index: int, is_last: bool, last_may_be_skipped: bool) -> int:
         """Number of the step that a bucket belongs to, from 0 on; called once for each bucket."""
-        if self._is_first_of_static_graph():
+        if self.is_first_of_static_graph:
             index = 0 if self._previous_index is None else self._previous_index + 1
             last_may_be_skipped = True
         begins = self._previous_index is None or index <= self._previous_index

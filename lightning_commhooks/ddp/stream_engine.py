@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.futures import Future
 
+from lightning_commhooks.codecs.ranges import named
+from lightning_commhooks.collectives.steps import Steps
+from lightning_commhooks.collectives.timing import Timing
 from lightning_commhooks.ddp.engine import Engine, T
 
 
@@ -22,23 +26,40 @@ class StreamEngine(Engine):
     Args:
         device: of the gradients.
         abort: see `Engine`.
+        timing: see `Engine`.
+        name: see `Engine`.
     """
 
-    def __init__(self, device: torch.device, abort: Callable[[], None]) -> None:
-        super().__init__(device, abort)
+    def __init__(self, device: torch.device, abort: Callable[[], None], timing: Timing[Any], name: str) -> None:
+        super().__init__(device, abort, timing, name)
         self._stream = torch.cuda.Stream(device, priority=-1)
 
-    def submit(self, work: Callable[[], Tensor], device: torch.device, index: int, overlaps: bool) -> Future[Tensor]:
+    def submit(self, reduce: Callable[[], Steps[Tensor]], device: torch.device, is_last: bool) -> Future[Tensor]:
         self.raise_if_unusable()
         self._stream.wait_stream(torch.cuda.current_stream(device))
 
         def run() -> Future[Tensor]:
             future: Future[Tensor] = Future(devices=[device])
-            future.set_result(work())
+            future.set_result(self._finish(reduce()))
             return future
 
         with torch.cuda.stream(self._stream):
             return super().aside(run)
+
+    def _finish(self, steps: Steps[Tensor]) -> Tensor:
+        with self._timing.work(), named(self._name, "reduce"):
+            failure: Exception | None = None
+            while True:
+                try:
+                    waits = next(steps) if failure is None else steps.throw(failure)
+                except StopIteration as done:
+                    reduced: Tensor = done.value
+                    return reduced
+                try:
+                    with self._timing.comm():
+                        waits.wait()
+                except Exception as reason:  # the computation tells what it was about
+                    failure = reason
 
     def call(self, function: Callable[[], T]) -> T:
         self.raise_if_unusable()

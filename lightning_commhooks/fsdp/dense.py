@@ -41,8 +41,8 @@ class DenseReduction(ShardedReduction):
     def all_reduce_(self, flat: Tensor, factor: float) -> None:
         sent, factor = self._divided(flat, factor)
         is_half = sent.element_size() == 2
-        total = self.group.all_reduce_in_float32(sent) if self._in_float32 and is_half else self.group.all_reduce_(sent)
-        _write(total, factor, flat)
+        sum_ = self.group.all_reduce_in_float32 if self._in_float32 and is_half else self.group.all_reduce_
+        _write(self.group.finish(sum_(sent)), factor, flat)
 
     def _divided(self, flat: Tensor, factor: float) -> tuple[Tensor, float]:
         """What to send, and what its sum is to be multiplied by."""

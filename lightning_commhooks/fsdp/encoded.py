@@ -52,7 +52,7 @@ class EncodedReduction(ShardedReduction):
             Chunk(chunk.view(-1, self._block_size), None, (seed + i) % 2**30)
             for i, chunk in enumerate(padded.split(max(unit, CHUNK_NUMEL // unit * unit)))
         ]
-        self.group.average_encoded_(chunks, self._kernels)
+        self.group.finish(self.group.average_encoded_(chunks, self._kernels))
         flat.copy_(padded[: flat.numel()].mul_(factor * self.group.size))
 
     def _is_worth_it(self, flat: Tensor, numel_of_share: int) -> bool:

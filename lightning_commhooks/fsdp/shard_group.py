@@ -3,20 +3,31 @@
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from lightning_commhooks.codecs.codec import Kernels
 from lightning_commhooks.codecs.ranges import named
+from lightning_commhooks.collectives.backend import Backend, renamed
 from lightning_commhooks.collectives.chunk import CHUNK_NUMEL
-from lightning_commhooks.collectives.communicator import renamed
+from lightning_commhooks.collectives.counters import Counters
 from lightning_commhooks.collectives.group import Group
+from lightning_commhooks.collectives.steps import begun
 
 
 class ShardGroup(Group):
-    """Collectives over the ranks among which a model is sharded; arguments as of `Group`.
+    """Collectives over the ranks among which a model is sharded. Those that leave shares block.
 
     Legend: row i of `chunks`, shape `(w, n)`, is for rank i.
+
+    Args:
+        process_group: the ranks.
+        counters: where bytes are counted.
+        device: where the gradients are.
     """
+
+    def __init__(self, process_group: dist.ProcessGroup, counters: Counters, device: torch.device) -> None:
+        super().__init__(Backend(process_group), counters, device, process_group)
 
     def shard_bytes(self, numel: int, itemsize: int) -> float:
         """Payload bytes that each rank sends in a reduce-scatter of `numel` elements of `itemsize` bytes."""
@@ -30,7 +41,8 @@ class ShardGroup(Group):
         """
         if not chunks.is_cuda or self.size == 1:
             return self.reduce_scatter_in_float32(chunks)
-        self._count("all_reduce", self.shard_bytes(chunks.numel(), chunks.element_size()))
+        num_bytes = self.shard_bytes(chunks.numel(), chunks.element_size())
+        self.counters.count(num_bytes, num_bytes * self.leaving())
         total = chunks.new_empty(chunks.shape[1])
         reduce_scatter = renamed("reduce_scatter_tensor", "reduce_scatter_single")
         with named("reduce_scatter"):
@@ -39,7 +51,7 @@ class ShardGroup(Group):
 
     def reduce_scatter_in_float32(self, chunks: Tensor) -> Tensor:
         """Sum over ranks of this rank's row, shape `(n,)`, at least float32: sent as it is, not rounded again."""
-        return self.all_to_all(chunks).sum(dim=0, dtype=torch.promote_types(chunks.dtype, torch.float32))
+        return self.finish(self.all_to_all(chunks)).sum(dim=0, dtype=torch.promote_types(chunks.dtype, torch.float32))
 
     def reduce_scatter_encoded(self, chunks: Tensor, kernels: Kernels, seed: int) -> Tensor:
         """Sum over ranks of this rank's row, shape `(n,)`, at least float32, encoded on the way.
@@ -63,10 +75,10 @@ class ShardGroup(Group):
         for start in starts:
             some = blocks[:, start : start + at_once].reshape(-1, size)
             payload = kernels.encode(some, None, one, kernels.seed(seed + start, self.device))
-            sent.append(self._begin_all_to_all(payload.view(self.size, -1)))
-        for start, arrived in zip(starts, sent, strict=True):
+            sent.append(begun(self.all_to_all(payload.view(self.size, -1))))
+        for start, steps in zip(starts, sent, strict=True):
             out = total[start : start + at_once]
-            kernels.decode_mean(arrived().view(self.size, out.shape[0], -1), one * self.size, out)
+            kernels.decode_mean(self.finish(steps).view(self.size, out.shape[0], -1), one * self.size, out)
         return total.view(-1)[: chunks.shape[1]]
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from lightning_commhooks.codecs.codec import Codec
 from lightning_commhooks.collectives.chunk import Chunk
 from lightning_commhooks.collectives.group import Group
+from lightning_commhooks.collectives.steps import Steps, begun
 from lightning_commhooks.hooks._chunks import Place, chunks
 from lightning_commhooks.interface.bucket import Bucket, Slot
 from lightning_commhooks.interface.checks import check_bool, check_integer
@@ -76,25 +77,23 @@ class CodecFeedback(ErrorFeedback):
         # Bytes to encode in the bucket that has most of them, of the last step: DDP builds its buckets anew.
         self._largest = 0
 
-    def overlaps(self, step: int) -> bool:
-        return True
+    def reduce(self, bucket: Bucket, ranks: Group) -> Steps[Tensor | None]:
+        self._numel += bucket.flat.numel()
+        return super().reduce(bucket, ranks)
 
-    def reduce(self, flat: Tensor, bucket: Bucket) -> Tensor | None:
-        self._numel += flat.numel()
-        return super().reduce(flat, bucket)
-
-    def compressed(self, flat: Tensor, bucket: Bucket) -> Sequence[Slot] | None:
+    def compressed(self, bucket: Bucket) -> Sequence[Slot] | None:
         slots = [slot for slot in bucket.slots if self.hook.compresses(slot.shape)]
-        num_bytes = sum(slot.numel for slot in slots) * flat.element_size()
+        num_bytes = sum(slot.numel for slot in slots) * bucket.flat.element_size()
         self._largest = max(self._largest if bucket.index else 0, num_bytes)
         return slots if slots and num_bytes >= self.hook.min_bytes else None
 
-    def average_(self, flat: Tensor, residual: Tensor | None, bucket: Bucket) -> Tensor | None:
+    def average_(self, residual: Tensor | None, bucket: Bucket, ranks: Group) -> Steps[Tensor | None]:
+        flat = bucket.flat
         rest = [slot.view(flat).view(-1) for slot in bucket.slots if not self.hook.compresses(slot.shape)]
         dense = torch.cat([flat[:0], *rest]).div_(self.group.size / bucket.scale)
-        finish = self.group.begin_all_reduce_coalesced_([dense])
-        finite = self._average_encoded(flat, residual, bucket)
-        finish()
+        averaging = begun(ranks.all_reduce_(dense))
+        finite = yield from self._average_encoded(residual, bucket, ranks)
+        yield from averaging
         for view, mean in zip(rest, dense.split([len(view) for view in rest]), strict=True):
             view.copy_(mean)
         numel = flat.numel() - dense.numel()
@@ -104,14 +103,16 @@ class CodecFeedback(ErrorFeedback):
         # The product with the scale may be infinite where the mean is not.
         return finite & all_finite(dense) if isinstance(bucket.loss_scale, float) and bucket.loss_scale == 1 else None
 
-    def _average_encoded(self, flat: Tensor, residual: Tensor | None, bucket: Bucket) -> Tensor:
-        dtype = work_dtype(flat.dtype)
+    def _average_encoded(self, residual: Tensor | None, bucket: Bucket, ranks: Group) -> Steps[Tensor]:
+        flat, dtype = bucket.flat, work_dtype(bucket.flat.dtype)
         places, parts = self._places_of(bucket), []
         for place in places:
             own = None if residual is None else place.gather(residual, dtype)
             seed = f"{self.hook.random_seed}:{bucket.step}:{self.group.rank}:{place.segments[0].key}"
             parts.append(Chunk(place.gather(flat, dtype), own, zlib.crc32(seed.encode()) % 2**30))
-        finite = self.group.average_encoded_(parts, self._kernels, loss_scale=bucket.loss_scale, scale=bucket.scale)
+        finite = yield from ranks.average_encoded_(
+            parts, self._kernels, loss_scale=bucket.loss_scale, scale=bucket.scale
+        )
         for place, part in zip(places, parts, strict=True):
             numbers = part.numbers
             if dtype != flat.dtype:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from lightning_commhooks.collectives.group import Group
+from lightning_commhooks.collectives.steps import Steps
 from lightning_commhooks.interface.averages_models import AveragesModels
 from lightning_commhooks.interface.bucket import Bucket
 from lightning_commhooks.interface.checks import check_bool, check_integer
@@ -83,22 +84,18 @@ class BoundLocalSGD(AveragesModels):
     def _group_at(self, step: int) -> Group | None:
         return self.group if step < self._config.start_localSGD_iter else self._subgroup
 
-    def overlaps(self, step: int) -> bool:
-        return True
-
-    def reduce(self, flat: Tensor, bucket: Bucket) -> Tensor | None:
+    def reduce(self, bucket: Bucket, ranks: Group) -> Steps[None]:
         group = self._group_at(bucket.step)
         if group is not None:
-            self.group.counters.numel_uncompressed += flat.numel()
-            group.all_reduce_mean_(flat)
-        return None
+            self.group.counters.numel_uncompressed += bucket.flat.numel()
+            yield from group.on(ranks).all_reduce_mean_(bucket.flat)
 
-    def reduce_sparse(self, grad: Tensor, bucket: Bucket) -> Tensor:
+    def reduce_sparse(self, grad: Tensor, bucket: Bucket, ranks: Group) -> Steps[Tensor]:
         group = self._group_at(bucket.step)
         if group is None:
             return grad.coalesce()
         self.group.counters.numel_uncompressed += grad._values().numel()
-        return group.all_reduce_sparse_mean(grad)
+        return (yield from group.on(ranks).all_reduce_sparse_mean(grad))
 
     def after_optimizer_step(self, stepped: OptimizerStep) -> None:
         if stepped.step < self._config.start_localSGD_iter:

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from torch import Tensor
 
 from lightning_commhooks.collectives.group import Group
+from lightning_commhooks.collectives.steps import Steps
 from lightning_commhooks.interface.bucket import Bucket
 from lightning_commhooks.interface.hook import BoundHook, CommHook
 from lightning_commhooks.interface.registry import register
@@ -32,11 +32,9 @@ class AllGather(CommHook):
 
 
 class _BoundAllGather(BoundHook):
-    def overlaps(self, step: int) -> bool:
-        return True
-
-    def reduce(self, flat: Tensor, bucket: Bucket) -> None:
+    def reduce(self, bucket: Bucket, ranks: Group) -> Steps[None]:
+        flat = bucket.flat
         self.group.counters.numel_uncompressed += flat.numel()
-        gathered = self.group.all_gather(flat)
+        gathered = yield from ranks.all_gather(flat)
         accumulator = torch.promote_types(flat.dtype, torch.float32) if flat.is_floating_point() else flat.dtype
         flat.copy_(gathered.mean(dim=0, dtype=accumulator))

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from torch import Tensor
-
 from lightning_commhooks.collectives.group import Group
+from lightning_commhooks.collectives.steps import Steps
 from lightning_commhooks.interface.bucket import Bucket
 from lightning_commhooks.interface.hook import BoundHook, CommHook
 from lightning_commhooks.interface.registry import register
@@ -32,9 +31,6 @@ class AllReduce(CommHook):
 class _BoundAllReduce(BoundHook):
     scales_gradients = True
 
-    def overlaps(self, step: int) -> bool:
-        return True
-
-    def reduce(self, flat: Tensor, bucket: Bucket) -> None:
-        self.group.counters.numel_uncompressed += flat.numel()
-        self.group.all_reduce_mean_(flat, bucket.scale)
+    def reduce(self, bucket: Bucket, ranks: Group) -> Steps[None]:
+        self.group.counters.numel_uncompressed += bucket.flat.numel()
+        yield from ranks.all_reduce_mean_(bucket.flat, bucket.scale)

@@ -12,6 +12,7 @@ from torch import Tensor
 from lightning_commhooks.codecs import Int4Codec, Int8Codec
 from lightning_commhooks.collectives.averaging import average_, check_same, flat_view
 from lightning_commhooks.collectives.group import Group
+from lightning_commhooks.collectives.steps import Steps
 from lightning_commhooks.hooks._local_sgd import BoundLocalSGD, LocalSGDConfig
 from lightning_commhooks.interface.bucket import Bucket
 from lightning_commhooks.interface.checks import check_bool, check_integer
@@ -106,13 +107,13 @@ class _BoundDiLoCo(BoundLocalSGD):
         codec = _CODECS.get(config.pseudo_gradient)
         self._kernels = group.kernels(codec, feedback=False, two_shot=True) if codec is not None else None
 
-    def reduce(self, flat: Tensor, bucket: Bucket) -> Tensor | None:
+    def reduce(self, bucket: Bucket, ranks: Group) -> Steps[None]:
         self._drop_anchors(bucket)
-        return super().reduce(flat, bucket)
+        return super().reduce(bucket, ranks)
 
-    def reduce_sparse(self, grad: Tensor, bucket: Bucket) -> Tensor:
+    def reduce_sparse(self, grad: Tensor, bucket: Bucket, ranks: Group) -> Steps[Tensor]:
         self._drop_anchors(bucket)
-        return super().reduce_sparse(grad, bucket)
+        return super().reduce_sparse(grad, bucket, ranks)
 
     def _drop_anchors(self, bucket: Bucket) -> None:
         if bucket.step < self._config.start_localSGD_iter:
@@ -174,11 +175,12 @@ class _BoundDiLoCo(BoundLocalSGD):
             return
         if self._kernels is not None:
             fills_block = self._kernels.fills_block
-            self.group.average_tensors_encoded_([move for move in moves if fills_block(move)], self._kernels)
+            large = [move for move in moves if fills_block(move)]
+            self.group.finish(self.group.average_tensors_encoded_(large, self._kernels))
             average_([move for move in moves if not fills_block(move)], self.group)
             return
         half = torch.cat([move.div(self.group.size).to(torch.bfloat16) for move in moves])
-        mean = self.group.all_reduce_in_float32(half)
+        mean = self.group.finish(self.group.all_reduce_in_float32(half))
         for move, own in zip(moves, mean.split([move.numel() for move in moves]), strict=True):
             move.copy_(own)
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
-from torch import Tensor
 
 from lightning_commhooks.collectives.group import Group
+from lightning_commhooks.collectives.steps import Steps
 from lightning_commhooks.interface.bucket import Bucket
 from lightning_commhooks.interface.finite import num_overflowed
 from lightning_commhooks.interface.hierarchy import Hierarchy, bind_by_node, check_hierarchy
@@ -90,16 +90,15 @@ class _BoundHalf(BoundHook):
         self._dtype = dtype
         self._in_float32 = in_float32
 
-    def overlaps(self, step: int) -> bool:
-        return True
-
-    def reduce(self, flat: Tensor, bucket: Bucket) -> None:
+    def reduce(self, bucket: Bucket, ranks: Group) -> Steps[None]:
+        flat = bucket.flat
         if not flat.is_floating_point():
             self.group.counters.numel_uncompressed += flat.numel()
-            self.group.all_reduce_mean_(flat, bucket.scale)
+            yield from ranks.all_reduce_mean_(flat, bucket.scale)
             return
         self.group.counters.numel_compressed += flat.numel()
         half = torch.empty_like(flat, dtype=self._dtype)
         torch.div(flat, self.group.size / bucket.scale, out=half)
         self.group.counters.numel_overflowed += num_overflowed(flat, half)
-        flat.copy_(self.group.all_reduce_in_float32(half) if self._in_float32 else self.group.all_reduce_(half))
+        sum_ = ranks.all_reduce_in_float32 if self._in_float32 else ranks.all_reduce_
+        flat.copy_((yield from sum_(half)))

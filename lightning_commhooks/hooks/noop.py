@@ -9,6 +9,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from lightning_commhooks.collectives.group import Group
+from lightning_commhooks.collectives.steps import Steps, result
 from lightning_commhooks.interface.bucket import Bucket
 from lightning_commhooks.interface.hook import BoundHook, CommHook
 from lightning_commhooks.interface.registry import register
@@ -33,10 +34,7 @@ class Noop(CommHook):
 class _BoundNoop(BoundHook):
     _warned = False
 
-    def overlaps(self, step: int) -> bool:
-        return True
-
-    def reduce(self, flat: Tensor, bucket: Bucket) -> None:
+    def reduce(self, bucket: Bucket, ranks: Group) -> Steps[None]:
         if not self._warned and self.group.size > 1 and self.group.global_rank == 0:
             self._warned = True
             warnings.warn(
@@ -44,6 +42,7 @@ class _BoundNoop(BoundHook):
                 "time communication costs, never to train",
                 stacklevel=2,
             )
+        return result(None)
 
-    def reduce_sparse(self, grad: Tensor, bucket: Bucket) -> Tensor:
-        return grad
+    def reduce_sparse(self, grad: Tensor, bucket: Bucket, ranks: Group) -> Steps[Tensor]:
+        return result(grad)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_commhooks.collectives.group import Group
+from lightning_commhooks.collectives.steps import Steps
 from lightning_commhooks.hooks._low_rank import (
     factor_dtype,
     orthonormal_basis,
@@ -137,17 +138,14 @@ class BoundPowerSGD(ErrorFeedback):
         self._numel_before = self._numel_after = self._numel_compressed = 0
         self._next_report = 0
 
-    def overlaps(self, step: int) -> bool:
-        return True
-
-    def average_(self, flat: Tensor, residual: Tensor | None, bucket: Bucket) -> Tensor:
-        laid = self._laid[bucket.names]
+    def average_(self, residual: Tensor | None, bucket: Bucket, ranks: Group) -> Steps[Tensor]:
+        flat, laid = bucket.flat, self._laid[bucket.names]
         if residual is None:
             residual = torch.zeros_like(flat, dtype=work_dtype(flat.dtype))
         rest = [slot.view(flat).view(-1) for slot in laid.rest]
         dense = torch.cat([flat[:0], *rest]).div_(self.group.size / bucket.scale)
         approximate = self._whole if self._half_steps is None else self._half
-        ps, qs = approximate(laid.matrices, flat, residual, bucket, dense)
+        ps, qs = yield from approximate(laid.matrices, residual, bucket, dense, ranks)
         finite = [all_finite(dense)]
         for batch, p, q in zip(laid.matrices, ps, qs, strict=True):
             batch.write_and_subtract_(residual, flat, p, q, bucket)
@@ -161,29 +159,29 @@ class BoundPowerSGD(ErrorFeedback):
         return torch.stack(finite).all()
 
     def _whole(
-        self, matrices: Sequence[Matrices], flat: Tensor, residual: Tensor, bucket: Bucket, dense: Tensor
-    ) -> tuple[list[Tensor], list[Tensor]]:
-        starts = [self._start(batch, "factor", bucket.step) for batch in matrices]
+        self, matrices: Sequence[Matrices], residual: Tensor, bucket: Bucket, dense: Tensor, ranks: Group
+    ) -> Steps[tuple[list[Tensor], list[Tensor]]]:
+        flat, starts = bucket.flat, [self._start(batch, "factor", bucket.step) for batch in matrices]
         # P = M Q, whose sum over ranks has the same basis as its mean.
         ps = [batch.add_and_multiply_(residual, flat, q, bucket) for batch, q in zip(matrices, starts, strict=True)]
-        ps = [orthonormal_basis(p) for p in self._sum_over_ranks(ps, flat.dtype, [dense])]
+        ps = [orthonormal_basis(p) for p in (yield from self._sum_over_ranks(ps, flat.dtype, ranks, [dense]))]
         # Q = M^T P
         qs = [batch.multiply(residual, p).div_(self.group.size) for batch, p in zip(matrices, ps, strict=True)]
-        return ps, self._sum_over_ranks(qs, flat.dtype)
+        return ps, (yield from self._sum_over_ranks(qs, flat.dtype, ranks))
 
     def _half(
-        self, matrices: Sequence[Matrices], flat: Tensor, residual: Tensor, bucket: Bucket, dense: Tensor
-    ) -> tuple[list[Tensor], list[Tensor]]:
+        self, matrices: Sequence[Matrices], residual: Tensor, bucket: Bucket, dense: Tensor, ranks: Group
+    ) -> Steps[tuple[list[Tensor], list[Tensor]]]:
         """Half an iteration, as Zhang et al. 2023, https://arxiv.org/abs/2306.08881: P = M Q, in the next Q = M^T P."""
         assert self._half_steps is not None
         makes_q = self._half_steps.number % 2 == 1
         self._half_steps.count()
         starts = [self._start(batch, "factor_p" if makes_q else "factor", bucket.step) for batch in matrices]
         products = [
-            batch.add_and_multiply_(residual, flat, start, bucket, transposed=makes_q).div_(self.group.size)
+            batch.add_and_multiply_(residual, bucket.flat, start, bucket, transposed=makes_q).div_(self.group.size)
             for batch, start in zip(matrices, starts, strict=True)
         ]
-        means = self._sum_over_ranks(products, flat.dtype, [dense])
+        means = yield from self._sum_over_ranks(products, bucket.flat.dtype, ranks, [dense])
         return (starts, means) if makes_q else (means, starts)
 
     def _start(self, batch: Matrices, kind: str, step: int) -> Tensor:
@@ -201,21 +199,21 @@ class BoundPowerSGD(ErrorFeedback):
         )
 
     def _sum_over_ranks(
-        self, factors: Sequence[Tensor], dtype: torch.dtype, along: Sequence[Tensor] = ()
-    ) -> list[Tensor]:
+        self, factors: Sequence[Tensor], dtype: torch.dtype, ranks: Group, along: Sequence[Tensor] = ()
+    ) -> Steps[list[Tensor]]:
         """Sums of factors of gradients of a dtype; `along` becomes its sum, too. `Cast` may have factors encoded."""
         self._numel_after += sum(factor.numel() for factor in factors)
         sent = [factor.to(factor_dtype(dtype)) for factor in factors]
-        self.group.all_reduce_factors_(along, sent)
+        yield from ranks.all_reduce_factors_(along, sent)
         return [total.to(factor.dtype) for total, factor in zip(sent, factors, strict=True)]
 
-    def compressed(self, flat: Tensor, bucket: Bucket) -> Sequence[Slot] | None:
+    def compressed(self, bucket: Bucket) -> Sequence[Slot] | None:
         if bucket.step < self.hook.start_powerSGD_iter:
             return None
         if bucket.names not in self._laid:
             names = set(bucket.names)
             self._laid = {other: laid for other, laid in self._laid.items() if names.isdisjoint(other)}
-            laid = self._laid[bucket.names] = self._lay_out(flat, bucket)
+            laid = self._laid[bucket.names] = self._lay_out(bucket)
             # Factors of several gradients together, as they were before DDP has built its buckets anew.
             keys = {key for batch in laid.matrices for key in batch.keys}
             for key in [key for key in self.memory if "\n" in key and not names.isdisjoint(key.split("\n"))]:
@@ -223,8 +221,8 @@ class BoundPowerSGD(ErrorFeedback):
                     del self.memory[key]
         return self._laid[bucket.names].in_matrices
 
-    def _lay_out(self, flat: Tensor, bucket: Bucket) -> _Laid:
-        batches = []
+    def _lay_out(self, bucket: Bucket) -> _Laid:
+        flat, batches = bucket.flat, []
         for (n, m), gradients in self.hook.matrices(bucket.slots).items():
             batch = Matrices(gradients, n, m, not flat.is_cpu or self.hook.multiplies_at_once, {})
             like = flat.new_empty((len(gradients), self.hook.rank(n, m), n + m), dtype=work_dtype(flat.dtype))

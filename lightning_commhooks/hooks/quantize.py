@@ -6,12 +6,11 @@ from abc import abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from torch import Tensor
-
 from lightning_commhooks.codecs import AffineCodec
 from lightning_commhooks.codecs._rounding import check_block_size
 from lightning_commhooks.collectives.chunk import Chunk
 from lightning_commhooks.collectives.group import Group
+from lightning_commhooks.collectives.steps import Steps
 from lightning_commhooks.hooks._chunks import Place, chunks
 from lightning_commhooks.interface.bucket import Bucket, Slot
 from lightning_commhooks.interface.hook import BoundHook, CommHook
@@ -98,19 +97,17 @@ class _BoundQuantize(BoundHook):
         self._kernels = group.kernels(codec, feedback=False, two_shot=two_shot)
         self._places: dict[int, list[Place]] = {}
 
-    def overlaps(self, step: int) -> bool:
-        return True
-
-    def reduce(self, flat: Tensor, bucket: Bucket) -> None:
+    def reduce(self, bucket: Bucket, ranks: Group) -> Steps[None]:
+        flat = bucket.flat
         if not flat.is_floating_point() or not flat.numel():
             self.group.counters.numel_uncompressed += flat.numel()
-            self.group.all_reduce_mean_(flat)
+            yield from ranks.all_reduce_mean_(flat)
             return
         self.group.counters.numel_compressed += flat.numel()
         places = self._places_of(flat.numel())
         dtype = work_dtype(flat.dtype)
         parts = [Chunk(place.gather(flat, dtype), None, seed=0) for place in places]
-        self.group.average_encoded_(parts, self._kernels, two_shot=self._two_shot)
+        yield from ranks.average_encoded_(parts, self._kernels, two_shot=self._two_shot)
         for place, mean in zip(places, parts, strict=True):
             place.scatter(mean.numbers if dtype == flat.dtype else to_gradient(mean.numbers, flat.dtype), flat)
 

@@ -1,4 +1,4 @@
-"""Plain metadata that travels with a flat gradient bucket."""
+"""A flat gradient bucket, and plain metadata that travels with it."""
 
 from __future__ import annotations
 
@@ -40,9 +40,10 @@ class Slot:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Metadata of one flat gradient bucket.
+    """One flat gradient bucket, and what lies where in it.
 
     Attributes:
+        flat: shape `(numel,)`, any dtype: this rank's gradients, to be replaced by the averaged ones.
         index: position of the bucket in this backward. Never a key of state: DDP rebuilds its buckets.
         is_last: whether DDP called this the last bucket of the backward. With
             `skip_all_reduce_unused_params=True` a backward may end without one.
@@ -61,6 +62,7 @@ class Bucket:
             (`ScaleByGradAccumulation`).
     """
 
+    flat: Tensor = field(compare=False, repr=False)
     index: int
     is_last: bool
     step: int

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_commhooks.collectives.group import Group
+from lightning_commhooks.collectives.steps import Steps, begun
 from lightning_commhooks.interface.accumulation import is_one, scale_
 from lightning_commhooks.interface.bucket import Bucket, Slot
 from lightning_commhooks.interface.finite import all_finite, spoil_unless_
@@ -55,16 +56,17 @@ class ErrorFeedback(BoundHook):
         # What becomes memory if the step is finite.
         self._staged: list[tuple[str, str, Tensor]] = []
 
-    def average(self, residual: Tensor, bucket: Bucket) -> tuple[Tensor, Tensor]:
+    def average(self, residual: Tensor, bucket: Bucket, ranks: Group) -> Steps[tuple[Tensor, Tensor]]:
         """Approximate the mean over ranks of `residual`.
 
-        Called for one bucket after another, in the same order on all ranks. Collectives of `self.group` block.
+        A generator, as `reduce`.
 
         Args:
             residual: shape `(numel,)`, float32 or float64: this rank's gradients and what it did not send before. To be
                 left as it is. NaN all over when any of it is inf or NaN, so that whatever is sent tells the other
                 ranks.
             bucket: what lies where in `residual`, as `bucket.slots`.
+            ranks: the collectives for this bucket.
 
         Returns:
             the approximation, equal on all ranks; and what of `residual` this rank has sent. Both of the shape of
@@ -72,26 +74,27 @@ class ErrorFeedback(BoundHook):
         """
         raise NotImplementedError(f"{type(self).__name__} is to write average()")
 
-    def average_(self, flat: Tensor, residual: Tensor | None, bucket: Bucket) -> Tensor | None:
+    def average_(self, residual: Tensor | None, bucket: Bucket, ranks: Group) -> Steps[Tensor | None]:
         """Add gradients to the residual, replace them by the mean over ranks, take what was sent from the residual.
 
         The default does so by `average`. Hooks that save passes over memory override it.
 
         Args:
-            flat: shape `(numel,)`: this rank's gradients; the averaged ones after the call.
             residual: shape `(numel,)`, float32 or float64, changed in place. `None`: without error feedback.
-            bucket: what lies where in both. Gradients are divided by `bucket.divisor` on the way in, and multiplied by
-                `bucket.loss_scale` on the way out.
+            bucket: this rank's gradients, the averaged ones afterwards, and what lies where in both. Gradients are
+                divided by `bucket.divisor` on the way in, and multiplied by `bucket.loss_scale` on the way out.
+            ranks: the collectives for this bucket.
 
         Returns:
             see `BoundHook.reduce`.
         """
+        flat = bucket.flat
         self.group.counters.numel_compressed += flat.numel()
         if residual is None:
             residual = torch.zeros_like(flat, dtype=work_dtype(flat.dtype))
         add_unscaled_(residual, flat, bucket.divisor)
         spoil_unless_(all_finite(residual), [residual])
-        mean, sent = self.average(residual, bucket)
+        mean, sent = yield from self.average(residual, bucket, ranks)
         rounded = to_gradient(mean if is_one(bucket.loss_scale) else mean * bucket.loss_scale, flat.dtype)
         flat.copy_(rounded)
         left = mean - rounded.to(residual.dtype) / bucket.loss_scale if flat.dtype != residual.dtype else None
@@ -101,7 +104,7 @@ class ErrorFeedback(BoundHook):
             residual.add_(left)
         return None
 
-    def compressed(self, flat: Tensor, bucket: Bucket) -> Sequence[Slot] | None:
+    def compressed(self, bucket: Bucket) -> Sequence[Slot] | None:
         """Return the slots of a bucket that have residuals; `None` if it is averaged as it is. All by default."""
         return bucket.slots
 
@@ -127,30 +130,31 @@ class ErrorFeedback(BoundHook):
         """Let `remembered` return a tensor from the next step on, if this step is finite. Nobody may change it."""
         self._staged.append((name, kind, value))
 
-    def reduce(self, flat: Tensor, bucket: Bucket) -> Tensor | None:
-        slots = self.compressed(flat, bucket) if flat.is_floating_point() and flat.numel() else None
+    def reduce(self, bucket: Bucket, ranks: Group) -> Steps[Tensor | None]:
+        flat = bucket.flat
+        slots = self.compressed(bucket) if flat.is_floating_point() and flat.numel() else None
         if slots is None:
-            self._average_as_it_is(flat, bucket)
+            yield from self._average_as_it_is(bucket, ranks)
             return None
-        residual = self._residual(flat, bucket, slots) if slots and self.has_residuals else None
+        residual = self._residual(bucket, slots) if slots and self.has_residuals else None
         if bucket.unused is None or residual is None:
-            return self.average_(flat, residual, bucket)
+            return (yield from self.average_(residual, bucket, ranks))
         # DDP throws away what a hook returns for a parameter that no rank uses: its residual stays as it is.
         before = {slot: slot.view(residual).clone() for slot in slots if slot.name in bucket.unused}
         used = bucket.used(slots, residual)
-        finish = self.group.begin_all_reduce_coalesced_([used])
-        finite = self.average_(flat, residual, bucket)
-        finish()
+        counting = begun(ranks.all_reduce_(used))
+        finite = yield from self.average_(residual, bucket, ranks)
+        yield from counting
         for slot, is_used in zip(slots, used > 0, strict=True):
             if slot in before:
                 own = slot.view(residual)
                 own.copy_(torch.where(is_used, own, before[slot]))
         return finite
 
-    def _residual(self, flat: Tensor, bucket: Bucket, slots: Sequence[Slot]) -> Tensor:
+    def _residual(self, bucket: Bucket, slots: Sequence[Slot]) -> Tensor:
         """The residual of a bucket, in its order. When DDP builds its buckets anew it moves along by name."""
         if bucket.names not in self._of_buckets:
-            residual = torch.zeros_like(flat, dtype=work_dtype(flat.dtype))
+            residual = torch.zeros_like(bucket.flat, dtype=work_dtype(bucket.flat.dtype))
             for slot in slots:
                 place, entry = slot.view(residual), self.memory.setdefault(slot.name, {})
                 if "residual" in entry:
@@ -160,25 +164,26 @@ class ErrorFeedback(BoundHook):
             self._of_buckets = {**others, bucket.names: residual}
         return self._of_buckets[bucket.names]
 
-    def _average_as_it_is(self, flat: Tensor, bucket: Bucket) -> None:
+    def _average_as_it_is(self, bucket: Bucket, ranks: Group) -> Steps[None]:
         """Average gradients that are not compressed, perhaps not any more since DDP has built its buckets anew."""
+        flat = bucket.flat
         scale_(flat, bucket.scale)
         slots = [slot for slot in bucket.slots if "residual" in self.memory.get(slot.name, {})]
         if slots and bucket.unused is not None:
-            used = self.group.all_reduce_(bucket.used(slots, flat)).tolist()
+            used = (yield from ranks.all_reduce_(bucket.used(slots, flat))).tolist()
             slots = [slot for slot, is_used in zip(slots, used, strict=True) if is_used]
-        self._drain_(flat, slots, bucket)
+        self._drain_(slots, bucket)
         self.group.counters.numel_uncompressed += flat.numel()
-        self.group.all_reduce_mean_(flat)
+        yield from ranks.all_reduce_mean_(flat)
 
-    def drain_(self, flat: Tensor, bucket: Bucket) -> None:
-        self._drain_(flat, bucket.slots, bucket)
+    def drain_(self, bucket: Bucket) -> None:
+        self._drain_(bucket.slots, bucket)
 
-    def _drain_(self, flat: Tensor, slots: Sequence[Slot], bucket: Bucket) -> None:
+    def _drain_(self, slots: Sequence[Slot], bucket: Bucket) -> None:
         for slot in slots:
             residual = self.memory.pop(slot.name, {}).get("residual")
             if residual is not None:
-                slot.view(flat).add_(residual * bucket.loss_scale)
+                slot.view(bucket.flat).add_(residual * bucket.loss_scale)
                 self._of_buckets = {}  # those that go on have views
 
     def end_step(self, finite: Tensor) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_commhooks.collectives.group import Group
+from lightning_commhooks.collectives.steps import Steps
 from lightning_commhooks.interface.bucket import Bucket
 
 DEFAULT_NUMEL = 2**14
@@ -73,13 +74,12 @@ class ErrorSampler:
         values = flat[places].to(torch.promote_types(flat.dtype, torch.float32))
         return _Taken(places, values, numel / count)
 
-    def compare(self, taken: _Taken, flat: Tensor, bucket: Bucket, group: Group) -> None:
+    def compare(self, taken: _Taken, flat: Tensor, bucket: Bucket, ranks: Group) -> Steps[None]:
         """Call after the bucket was reduced, on all ranks: one all-reduce of the elements that were taken."""
         # What gradients were multiplied by before they were averaged.
         factor = None if bucket.accumulated is None else bucket.accumulated.factor
         values = taken.values if factor is None else taken.values * factor
-        with group.counters.paused():
-            mean = group.all_reduce_mean_(values)
+        mean = yield from ranks.quiet().all_reduce_mean_(values)
         difference = flat[taken.places].to(mean.dtype) - mean
         sums = torch.stack([difference.double().square().sum(), mean.double().square().sum()]) * taken.weight
         self._sums = sums if self._sums is None else self._sums + sums

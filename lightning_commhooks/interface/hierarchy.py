@@ -9,9 +9,9 @@ from typing import Any, Literal
 
 from torch import Tensor
 
+from lightning_commhooks.collectives.by_node import has_levels, nodes_as_ranks
 from lightning_commhooks.collectives.group import Group
-from lightning_commhooks.collectives.node_group import NodeGroup
-from lightning_commhooks.collectives.two_levels import has_levels
+from lightning_commhooks.collectives.steps import Steps
 from lightning_commhooks.interface.bucket import Bucket
 from lightning_commhooks.interface.hook import BoundHook
 from lightning_commhooks.interface.state import StateReader
@@ -44,7 +44,7 @@ def bind_by_node(hierarchy: Hierarchy, group: Group, bind: Callable[[Group], Bou
     """
     if not _has_levels(hierarchy, group):
         return bind(group)
-    nodes = NodeGroup(group)
+    nodes = nodes_as_ranks(group)
     return _NodeFirst(bind(nodes if group._codec is None else nodes.encoding(group._codec)), group, nodes)
 
 
@@ -66,20 +66,21 @@ class _NodeFirst(BoundAround):
     All ranks of a node do what the hook inside does with the same numbers, and have the same memory.
     """
 
-    def __init__(self, inner: BoundHook, group: Group, nodes: NodeGroup) -> None:
+    def __init__(self, inner: BoundHook, group: Group, nodes: Group) -> None:
         super().__init__(inner)
         self.scales_gradients = True
         self.group = group
-        self._within = nodes.within
+        self._nodes = nodes
         self._ranks = next(node for node in group.nodes() if group.rank in node)
 
-    def reduce(self, flat: Tensor, bucket: Bucket) -> Tensor | None:
-        unused = bucket.unused
+    def reduce(self, bucket: Bucket, ranks: Group) -> Steps[Tensor | None]:
+        within, unused = ranks.split(self.group.nodes()), bucket.unused
         if unused is not None:
-            used = self._within.all_reduce_(bucket.used(bucket.slots, flat)).tolist()
+            used = (yield from within.all_reduce_(bucket.used(bucket.slots, bucket.flat))).tolist()
             unused = frozenset(slot.name for slot, num in zip(bucket.slots, used, strict=True) if not num)
-        self._within.all_reduce_mean_(flat, bucket.scale)
-        return self._inner.reduce(flat, dataclasses.replace(bucket, scale=1.0, unused=unused))
+        yield from within.all_reduce_mean_(bucket.flat, bucket.scale)
+        averaged = dataclasses.replace(bucket, scale=1.0, unused=unused)
+        return (yield from self._inner.reduce(averaged, self._nodes.on(ranks)))
 
     def load_state_dict(self, state: dict[str, Any], reader: StateReader) -> None:
         # Another hook, or this one without the option, may have saved what differs within a node.

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from lightning_commhooks.collectives.group import Group
+from lightning_commhooks.collectives.steps import Steps
 from lightning_commhooks.interface.bucket import Bucket
 from lightning_commhooks.interface.state import StateReader, StateWriter
 
@@ -83,9 +84,10 @@ class CommHook(ABC):
 class BoundHook(ABC):
     """Runtime state of a communication method for one model.
 
-    The engine calls `reduce` for one bucket after another, in the same order on every rank, and `end_step` after the
-    last one of a step. Code in `reduce` is straight-line: collectives of `group` block until their result is there;
-    only if the hook `overlaps`, a call for another bucket goes on meanwhile.
+    The engine calls `reduce` for one bucket after another, in the same order on every rank, and `end_step` when all of
+    a step are done. `reduce` is a generator that reads like a blocking function: it gets results of collectives by
+    `yield from`, and while it waits for other ranks the engine goes on with other buckets. Two buckets have no
+    parameter in common; what they share otherwise must not depend on which comes first.
 
     A hook whose result depends on earlier steps has memory. It says so (`has_memory`), and `end_step` tells it of a
     step that was not finite, of which nothing may be left in its memory. The engine makes all gradients of other steps
@@ -111,30 +113,20 @@ class BoundHook(ABC):
         self.group = group
 
     @abstractmethod
-    def reduce(self, flat: Tensor, bucket: Bucket) -> Tensor | None:
-        """Replace a flat gradient bucket by its average over all ranks, in place.
+    def reduce(self, bucket: Bucket, ranks: Group) -> Steps[Tensor | None]:
+        """Replace the gradients of a bucket by their average over all ranks: `bucket.flat`, in place.
+
+        A generator; one that sends nothing has a `yield` after a `return`.
 
         Args:
-            flat: shape `(numel,)`, any dtype, this rank's gradients; after the call, the averaged gradients.
-            bucket: what lies where in `flat`.
+            bucket: gradients, and what lies where in them.
+            ranks: the collectives for this bucket: those of `self.group` in a channel of its own. Subgroups are
+                `ranks.split(...)`, which `bind` has called before.
 
         Returns:
-            whether the result is finite, boolean, one element on the device of `flat`, equal on all ranks; `None`
-            to have `flat` looked at. Of use to hooks with memory that know it from something smaller.
+            whether the result is finite, boolean, one element on the device of the gradients, equal on all ranks;
+            `None` to have them looked at. Of use to hooks with memory that know it from something smaller.
         """
-
-    def overlaps(self, step: int) -> bool:
-        """Whether `reduce` may be called for a bucket while a call for another one of the step waits for other ranks.
-
-        On CPU tensors, over gloo, that hides most of the waiting. Calls take turns: between two collectives nobody else
-        runs. What they share must not depend on which bucket comes first, and collectives must
-        be those of `group`, which keeps them apart. All buckets of a step are done before `end_step`, and a bucket that
-        is new, in the first step or since DDP has built its buckets anew, is reduced alone.
-
-        Args:
-            step: number of synchronized backwards before it.
-        """
-        return False
 
     def end_step(self, finite: Tensor) -> None:  # noqa: B027  # optional to override
         """Let go of what the step's calls of `reduce` have left in the memory, unless the step was finite.
@@ -145,21 +137,22 @@ class BoundHook(ABC):
                 step begins.
         """
 
-    def reduce_sparse(self, grad: Tensor, bucket: Bucket) -> Tensor:
+    def reduce_sparse(self, grad: Tensor, bucket: Bucket, ranks: Group) -> Steps[Tensor]:
         """Average a sparse COO gradient over all ranks; dense values of it are never compressed.
 
         Args:
             grad: this rank's sparse gradient of the only parameter in `bucket`.
             bucket: metadata with one slot.
+            ranks: see `reduce`.
 
         Returns:
             the averaged sparse gradient, coalesced.
         """
         self.group.counters.numel_uncompressed += grad._values().numel()
-        return self.group.all_reduce_sparse_mean(grad)
+        return (yield from ranks.all_reduce_sparse_mean(grad))
 
-    def drain_(self, flat: Tensor, bucket: Bucket) -> None:  # noqa: B027  # optional to override
-        """Add residuals of the parameters in `bucket`, times the loss scale, to `flat`, and forget them.
+    def drain_(self, bucket: Bucket) -> None:  # noqa: B027  # optional to override
+        """Add residuals of the parameters in `bucket`, times the loss scale, to its gradients, and forget them.
 
         Called once for each parameter when another hook takes over (`Schedule`). The default does nothing, right for
         hooks without error feedback.

@@ -38,9 +38,10 @@ class StateWriter:
     def per_rank(self, tensor: Tensor) -> Tensor:
         """Of a tensor that differs between ranks the mean, or all of them, shape `(w, *shape)`, if `kind` is so."""
         if self.kind == "exact":
-            return self._group.all_gather(tensor.reshape(-1)).view(self._group.size, *tensor.shape).cpu()
+            gathered = self._group.finish(self._group.all_gather(tensor.reshape(-1)))
+            return gathered.view(self._group.size, *tensor.shape).cpu()
         mean = tensor.clone(memory_format=torch.contiguous_format)
-        return self._group.all_reduce_mean_(mean).cpu()
+        return self._group.finish(self._group.all_reduce_mean_(mean)).cpu()
 
 
 class StateReader:

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 
 from lightning_commhooks.collectives.group import Group
+from lightning_commhooks.collectives.steps import Steps, result
 from lightning_commhooks.interface.bucket import Bucket
 from lightning_commhooks.interface.hook import BoundHook, CommHook
 
@@ -53,11 +54,11 @@ class UserFunction(CommHook):
 
 
 class _NoState(BoundHook):
-    def reduce(self, flat: Tensor, bucket: Bucket) -> None:
-        return None
+    def reduce(self, bucket: Bucket, ranks: Group) -> Steps[None]:
+        return result(None)
 
-    def reduce_sparse(self, grad: Tensor, bucket: Bucket) -> Tensor:
-        return grad
+    def reduce_sparse(self, grad: Tensor, bucket: Bucket, ranks: Group) -> Steps[Tensor]:
+        return result(grad)
 
 
 def check_user_hook(hook: object) -> None:

@@ -9,6 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
+from lightning_commhooks.collectives.group import Group
+from lightning_commhooks.collectives.steps import Steps
 from lightning_commhooks.interface.accumulation import Number, scale_
 from lightning_commhooks.interface.averages_models import AveragesModels, averages_models, is_local
 from lightning_commhooks.interface.bucket import Bucket
@@ -36,16 +38,13 @@ class BoundWrapper(AveragesModels):
     def _at_work(self) -> Sequence[BoundHook]:
         """The hooks inside that reduce gradients at present."""
 
-    def overlaps(self, step: int) -> bool:
-        return all(hook.overlaps(step) for hook in self._all_inner)
-
     def end_step(self, finite: Tensor) -> None:
         for hook in self._all_inner:
             hook.end_step(finite)
 
-    def drain_(self, flat: Tensor, bucket: Bucket) -> None:
+    def drain_(self, bucket: Bucket) -> None:
         for hook in self._all_inner:
-            hook.drain_(flat, bucket)
+            hook.drain_(bucket)
 
     def owed(self) -> Iterator[Tensor]:
         for hook in self._all_inner:
@@ -79,17 +78,18 @@ class BoundAround(BoundWrapper):
         """Whether the hook inside has memory now."""
         return self._inner.has_memory
 
-    def reduce(self, flat: Tensor, bucket: Bucket) -> Tensor | None:
-        return self._inner.reduce(flat, bucket)
+    def reduce(self, bucket: Bucket, ranks: Group) -> Steps[Tensor | None]:
+        return self._inner.reduce(bucket, ranks)
 
-    def _reduce_scaled(self, flat: Tensor, bucket: Bucket, factor: Number) -> Tensor | None:
+    def _reduce_scaled(self, bucket: Bucket, factor: Number, ranks: Group) -> Steps[Tensor | None]:
         """Let the hook inside reduce gradients times `factor`, in a pass that it makes anyway if it does."""
         if self._inner.scales_gradients:
-            return self._inner.reduce(flat, dataclasses.replace(bucket, scale=factor))
-        return self._inner.reduce(scale_(flat, factor), dataclasses.replace(bucket, scale=1.0))
+            return self._inner.reduce(dataclasses.replace(bucket, scale=factor), ranks)
+        scale_(bucket.flat, factor)
+        return self._inner.reduce(dataclasses.replace(bucket, scale=1.0), ranks)
 
-    def reduce_sparse(self, grad: Tensor, bucket: Bucket) -> Tensor:
-        return self._inner.reduce_sparse(grad, bucket)
+    def reduce_sparse(self, grad: Tensor, bucket: Bucket, ranks: Group) -> Steps[Tensor]:
+        return self._inner.reduce_sparse(grad, bucket, ranks)
 
     def is_local(self, step: int) -> bool:
         return is_local(self._inner, step)

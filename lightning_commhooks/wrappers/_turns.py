@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_commhooks.collectives.group import Group
+from lightning_commhooks.collectives.steps import Steps
 from lightning_commhooks.interface.averages_models import AveragesModels, is_local
 from lightning_commhooks.interface.bucket import Bucket, Slot
 from lightning_commhooks.interface.hook import BoundHook, CommHook
@@ -41,35 +42,32 @@ class BoundSwitch(BoundWrapper):
     def _phase(self, step: int) -> int:
         """Key of the hook whose turn it is, equal on all ranks. Called in any order and thread."""
 
-    def overlaps(self, step: int) -> bool:
-        # While a hook is handed over to, parameters of any bucket may change hands.
-        phases = set(self._last_phase.values())
-        return phases <= {self._phase(step)} and self._phases[self._phase(step)].overlaps(step)
+    def reduce(self, bucket: Bucket, ranks: Group) -> Steps[Tensor | None]:
+        return self._reduce_as(self._phase(bucket.step), bucket, ranks)
 
-    def reduce(self, flat: Tensor, bucket: Bucket) -> Tensor | None:
-        phase = self._phase(bucket.step)
+    def _reduce_as(self, phase: int, bucket: Bucket, ranks: Group) -> Steps[Tensor | None]:
         if self.has_memory:
-            self._hand_over(flat, bucket, phase)
-        return self._phases[phase].reduce(flat, bucket)
+            yield from self._hand_over(bucket, phase, ranks)
+        return (yield from self._phases[phase].reduce(bucket, ranks))
 
-    def _hand_over(self, flat: Tensor, bucket: Bucket, phase: int) -> None:
+    def _hand_over(self, bucket: Bucket, phase: int, ranks: Group) -> Steps[None]:
         changing = [slot for slot in bucket.slots if self._last_phase.setdefault(slot.name, phase) != phase]
         if changing and bucket.unused is not None:
-            changing = self._used_ones(changing, flat, bucket, phase)
+            changing = yield from self._used_ones(changing, bucket, phase, ranks)
         for slot in changing:
-            self._phases[self._last_phase[slot.name]].drain_(flat, dataclasses.replace(bucket, slots=(slot,)))
+            self._phases[self._last_phase[slot.name]].drain_(dataclasses.replace(bucket, slots=(slot,)))
             self._next_phase[slot.name] = phase
         if bucket.unused is not None:
             self._ever_used.update(set(bucket.names) - bucket.unused)
 
-    def _used_ones(self, changing: list[Slot], flat: Tensor, bucket: Bucket, phase: int) -> list[Slot]:
+    def _used_ones(self, changing: list[Slot], bucket: Bucket, phase: int, ranks: Group) -> Steps[list[Slot]]:
         """Parameters of `changing` that some rank uses.
 
         For others DDP throws away what a hook returns: they are handed over later.
         """
         before = dataclasses.replace(bucket, unused=frozenset(bucket.names) - self._ever_used)
-        counts = torch.cat([bucket.used(changing, flat), before.used(changing, flat)])
-        now, before_now = (self.group.all_reduce_(counts) > 0).view(2, -1).tolist()
+        counts = torch.cat([bucket.used(changing, bucket.flat), before.used(changing, bucket.flat)])
+        now, before_now = ((yield from ranks.all_reduce_(counts)) > 0).view(2, -1).tolist()
         for slot, is_used, was_used in zip(changing, now, before_now, strict=True):
             if not is_used and not was_used:  # and so is owed nothing
                 self._last_phase[slot.name] = phase
@@ -91,8 +89,8 @@ class BoundSwitch(BoundWrapper):
         self._last_phase |= self._next_phase
         self._next_phase = {}
 
-    def reduce_sparse(self, grad: Tensor, bucket: Bucket) -> Tensor:
-        return self._phases[self._phase(bucket.step)].reduce_sparse(grad, bucket)
+    def reduce_sparse(self, grad: Tensor, bucket: Bucket, ranks: Group) -> Steps[Tensor]:
+        return self._phases[self._phase(bucket.step)].reduce_sparse(grad, bucket, ranks)
 
     def not_begun(self, step: int) -> str | None:
         return self._phases[self._phase(step)].not_begun(step)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lightning_commhooks.codecs.announce import announce
 from lightning_commhooks.collectives.group import Group
+from lightning_commhooks.collectives.steps import Steps
 from lightning_commhooks.hooks.allreduce import AllReduce
 from lightning_commhooks.hooks.noop import Noop
 from lightning_commhooks.interface.averages_models import averages_models
@@ -120,6 +121,8 @@ class _BoundAuto(BoundSwitch):
         self._config = config
         # Alone, there is nothing to choose.
         self._choice: int | None = 0 if group.size == 1 else None
+        # Step in which it was made, in this process.
+        self._chosen_at = -1
         self._is_tidy = False
         self._begin_anew()
 
@@ -149,60 +152,60 @@ class _BoundAuto(BoundSwitch):
     def is_local(self, step: int) -> bool:
         return False
 
-    def overlaps(self, step: int) -> bool:
-        return (self._is_tidy or self._is_timed(step)) and super().overlaps(step)
-
-    def _is_timed(self, step: int) -> bool:
-        """Whether a step is timed, as steps will be that go on with this hook; and not the one in which to choose."""
-        if self._choice is not None or self._first_step is None:
-            return False
-        elapsed, key = step - self._first_step, self._phase(step)
-        lead_in = self._config.warmup_steps if key == 0 else _LEAD_IN
-        return lead_in <= elapsed - self._begins(key) and elapsed < self._begins(len(self._phases))
-
-    def reduce(self, flat: Tensor, bucket: Bucket) -> Tensor | None:
-        sampler = self._enter(bucket, flat.numel())
+    def reduce(self, bucket: Bucket, ranks: Group) -> Steps[Tensor | None]:
+        yield from self._enter(bucket, bucket.flat.numel(), ranks)
+        phase, sampler = self._phase(bucket.step), self._sampler(bucket.step)
         # It is what this hook gets that is to be averaged.
         bucket = dataclasses.replace(bucket, accumulated=None)
-        taken = sampler.take(flat, bucket) if sampler is not None else None
-        finite = super().reduce(flat, bucket)
+        taken = sampler.take(bucket.flat, bucket) if sampler is not None else None
+        finite = yield from self._reduce_as(phase, bucket, ranks)
         if sampler is not None and taken is not None:
-            sampler.compare(taken, flat, bucket, self.group)
+            yield from sampler.compare(taken, bucket.flat, bucket, ranks)
         return finite
 
-    def reduce_sparse(self, grad: Tensor, bucket: Bucket) -> Tensor:
-        self._enter(bucket, grad._values().numel())
-        return super().reduce_sparse(grad, bucket)
+    def reduce_sparse(self, grad: Tensor, bucket: Bucket, ranks: Group) -> Steps[Tensor]:
+        yield from self._enter(bucket, grad._values().numel(), ranks)
+        return (yield from super().reduce_sparse(grad, bucket, ranks))
 
-    def _enter(self, bucket: Bucket, numel: int) -> ErrorSampler | None:
-        """Called for each bucket; returns what samples the errors of this step, if they are to be."""
-        if self._choice is not None:
-            return None
+    def _enter(self, bucket: Bucket, numel: int, ranks: Group) -> Steps[None]:
+        """Called for each bucket before it is reduced: notes the time of a step, and chooses when it has enough.
+
+        What a bucket sends follows from the number of its step alone: whether another bucket of the step has come to a
+        choice by now may differ between ranks, so each comes to it for itself.
+        """
+        if self._choice is not None and bucket.step != self._chosen_at:
+            return
         if self._first_step is None or not 0 <= bucket.step - self._first_step - len(self._moments) + 1 <= 1:
             self._begin_anew()
             self._first_step = bucket.step
         elapsed = bucket.step - self._first_step
         if elapsed == len(self._moments):
             self._moments.append(self.group.counters.timing.now())
-            if elapsed == self._begins(len(self._phases)):
-                self._choose()
-                return None
         self._numel += numel if elapsed == 0 else 0
-        key = self._phase(bucket.step)
-        if key == 0 or not 1 <= elapsed - self._begins(key) < _LEAD_IN:
+        if elapsed == self._begins(len(self._phases)):
+            self._chosen_at = bucket.step
+            yield from self._choose(ranks)
+
+    def _sampler(self, step: int) -> ErrorSampler | None:
+        """What samples the errors of a step, if they are to be."""
+        if self._choice is not None or self._first_step is None:
+            return None
+        key = self._phase(step)
+        if key == 0 or not 1 <= step - self._first_step - self._begins(key) < _LEAD_IN:
             return None
         if key not in self._samplers:
             self._samplers[key] = ErrorSampler(1, DEFAULT_NUMEL, self._numel)
         return self._samplers[key]
 
-    def _choose(self) -> None:
+    def _choose(self, ranks: Group) -> Steps[None]:
         own = [self._samplers[key].relative_error if key in self._samplers else math.nan for key in self._phases]
-        agreed = self._agreed([*(self._step_ms(key) for key in self._phases), *own])
+        agreed = yield from self._agreed([*(self._step_ms(key) for key in self._phases), *own], ranks)
         times, errors = agreed[: len(own)], agreed[len(own) :]
         acceptable = [key for key in self._phases if key == 0 or errors[key] <= self._config.max_error]
         best = min(acceptable, key=times.__getitem__)
+        is_first = self._choice is None
         self._choice = best if times[best] <= times[0] * (1 - self._config.min_gain) else 0
-        if self.group.rank == 0:
+        if is_first and self.group.rank == 0:
             announce(self._explain(times, errors))
 
     def _step_ms(self, key: int) -> float:
@@ -211,11 +214,10 @@ class _BoundAuto(BoundSwitch):
         timing = self.group.counters.timing
         return statistics.median(timing.ms(a, b) for a, b in itertools.pairwise(moments))
 
-    def _agreed(self, numbers: list[float]) -> list[float]:
+    def _agreed(self, numbers: list[float], ranks: Group) -> Steps[list[float]]:
         """Means over ranks, bit-identical on all of them."""
         own = torch.tensor(numbers, dtype=torch.float64, device=self.group.device)
-        with self.group.counters.paused():
-            means: list[float] = self.group.all_reduce_mean_(own).tolist()
+        means: list[float] = (yield from ranks.quiet().all_reduce_mean_(own)).tolist()
         return means
 
     def _explain(self, times: list[float], errors: list[float]) -> str:

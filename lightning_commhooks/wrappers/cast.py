@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from lightning_commhooks.codecs import Int8Codec
+from lightning_commhooks.codecs.codec import Codec
 from lightning_commhooks.collectives.group import Group
+from lightning_commhooks.collectives.steps import Steps
 from lightning_commhooks.hooks._low_rank_options import LowRankConfig
 from lightning_commhooks.interface.bucket import Bucket
 from lightning_commhooks.interface.finite import num_overflowed
@@ -67,8 +69,9 @@ class Cast(CommHook):
     def bind(self, group: Group) -> BoundHook:
         hook = get_hook(self.hook)
         if self.dtype in _CODECS:
-            return _BoundCast(hook, hook.bind(group.encoding(_CODECS[self.dtype])), None)
-        return _BoundCast(hook, hook.bind(group), _DTYPES[self.dtype])
+            codec = _CODECS[self.dtype]
+            return _BoundCast(hook, hook.bind(group.encoding(codec)), None, codec)
+        return _BoundCast(hook, hook.bind(group), _DTYPES[self.dtype], None)
 
 
 def _sends_factors(hook: CommHook | str) -> bool:
@@ -77,28 +80,32 @@ def _sends_factors(hook: CommHook | str) -> bool:
 
 
 class _BoundCast(BoundAround):
-    def __init__(self, hook: CommHook, inner: BoundHook, dtype: torch.dtype | None) -> None:
+    def __init__(self, hook: CommHook, inner: BoundHook, dtype: torch.dtype | None, codec: Codec | None) -> None:
         super().__init__(inner)
         self.scales_gradients = dtype is not None or inner.scales_gradients
         self._hook = hook
-        self._dtype = dtype
+        self._dtype, self._codec = dtype, codec
 
-    def reduce(self, flat: Tensor, bucket: Bucket) -> Tensor | None:
+    def reduce(self, bucket: Bucket, ranks: Group) -> Steps[Tensor | None]:
+        flat = bucket.flat
         if not self._casts(flat):
-            return self._reduce_scaled(flat, bucket, bucket.scale)
+            return (yield from self._reduce_scaled(bucket, bucket.scale, self._encoding(ranks)))
         half = torch.empty_like(flat, dtype=self._dtype)
         torch.mul(flat, bucket.scale, out=half)
         self.group.counters.numel_overflowed += num_overflowed(flat, half)
-        finite = self._inner.reduce(half, dataclasses.replace(bucket, scale=1.0))
+        finite = yield from self._inner.reduce(dataclasses.replace(bucket, flat=half, scale=1.0), ranks)
         flat.copy_(half)
         return finite
 
-    def reduce_sparse(self, grad: Tensor, bucket: Bucket) -> Tensor:
+    def reduce_sparse(self, grad: Tensor, bucket: Bucket, ranks: Group) -> Steps[Tensor]:
         if not self._casts(grad):
-            return self._inner.reduce_sparse(grad, bucket)
+            return (yield from self._inner.reduce_sparse(grad, bucket, ranks))
         half = grad.to(self._dtype)
         self.group.counters.numel_overflowed += num_overflowed(grad._values(), half._values())
-        return self._inner.reduce_sparse(half, bucket).to(grad.dtype)
+        return (yield from self._inner.reduce_sparse(half, bucket, ranks)).to(grad.dtype)
+
+    def _encoding(self, ranks: Group) -> Group:
+        return ranks if self._codec is None else ranks.encoding(self._codec)
 
     def _casts(self, gradient: Tensor) -> bool:
         if self._dtype is None or not gradient.is_floating_point():

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_commhooks.collectives.group import Group
+from lightning_commhooks.collectives.steps import Steps
 from lightning_commhooks.interface.averages_models import averages_models, common_choice_of_buffers, is_local
 from lightning_commhooks.interface.bucket import Bucket, Slot
 from lightning_commhooks.interface.hook import BoundHook, CommHook
@@ -120,23 +121,24 @@ class _BoundPerParameter(BoundWrapper):
         groups = {hook: [slot for slot in slots if self._find(slot.name) is hook] for hook in self._hooks}
         return {hook: slots for hook, slots in groups.items() if slots}
 
-    def reduce(self, flat: Tensor, bucket: Bucket) -> Tensor | None:
-        finite = []
+    def reduce(self, bucket: Bucket, ranks: Group) -> Steps[Tensor | None]:
+        flat, finite = bucket.flat, []
         for hook, slots in self._by_hook(bucket.slots).items():
             numel = sum(slot.numel for slot in slots)
             first, last = slots[0].offset, slots[-1].offset + slots[-1].numel
             is_apart = last - first != numel
             own = torch.cat([slot.view(flat).reshape(-1) for slot in slots]) if is_apart else flat[first:last]
-            finite.append(hook.reduce(own, dataclasses.replace(bucket, slots=_moved_together(slots))))
+            part = dataclasses.replace(bucket, flat=own, slots=_moved_together(slots))
+            finite.append((yield from hook.reduce(part, ranks)))
             if is_apart:
                 for slot, mean in zip(slots, own.split([slot.numel for slot in slots]), strict=True):
                     slot.view(flat).copy_(mean.view(slot.shape))
         known = [part for part in finite if part is not None]
         return torch.stack(known).all() if len(known) == len(finite) else None
 
-    def reduce_sparse(self, grad: Tensor, bucket: Bucket) -> Tensor:
+    def reduce_sparse(self, grad: Tensor, bucket: Bucket, ranks: Group) -> Steps[Tensor]:
         (hook,) = self._by_hook(bucket.slots)
-        return hook.reduce_sparse(grad, bucket)
+        return hook.reduce_sparse(grad, bucket, ranks)
 
     def is_local(self, step: int) -> bool:
         return any(is_local(hook, step) for hook in self._hooks)
@@ -147,9 +149,9 @@ class _BoundPerParameter(BoundWrapper):
             if own:
                 after_optimizer_step(hook, dataclasses.replace(stepped, parameters=own))
 
-    def drain_(self, flat: Tensor, bucket: Bucket) -> None:
+    def drain_(self, bucket: Bucket) -> None:
         for hook, slots in self._by_hook(bucket.slots).items():
-            hook.drain_(flat, dataclasses.replace(bucket, slots=tuple(slots)))
+            hook.drain_(dataclasses.replace(bucket, slots=tuple(slots)))
 
     def not_begun(self, step: int) -> str | None:
         return "; ".join(dict.fromkeys(text for hook in self._hooks if (text := hook.not_begun(step)))) or None

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_commhooks.collectives.group import Group
+from lightning_commhooks.collectives.steps import Steps
 from lightning_commhooks.interface.accumulation import Accumulated, Number, is_one
 from lightning_commhooks.interface.averages_models import is_local
 from lightning_commhooks.interface.bucket import Bucket
@@ -41,7 +42,7 @@ class ScaleByGradAccumulation(CommHook):
       for code that divides the loss by nothing.
     * `"weighted"`: w `sum(g_i)` over the sum of the weights of all micro-batches of all w ranks, which
       `Attachment.add_weight` is told; so the mean over all tokens, if the loss is a sum over tokens and the weight
-      their number. Sends one number in each step. While ranks step alone, each uses its own sum, and sends nothing.
+      their number. Sends two numbers with each bucket. While ranks step alone, each uses its own sum and sends none.
 
     Args:
         hook: the hook that averages the scaled gradients: a name, a configured `CommHook`, or a DDP hook function
@@ -110,30 +111,26 @@ class _BoundScale(BoundAround):
         self._accumulation = accumulation
         self._warned = False
 
-    def overlaps(self, step: int) -> bool:
-        # The first bucket finds out about the weights for all others.
-        return self._accumulation != "weighted" and super().overlaps(step)
+    def reduce(self, bucket: Bucket, ranks: Group) -> Steps[Tensor | None]:
+        return (yield from self._reduce_scaled(bucket, (yield from self._factor(bucket, ranks)), ranks))
 
-    def reduce(self, flat: Tensor, bucket: Bucket) -> Tensor | None:
-        return self._reduce_scaled(flat, bucket, self._factor(bucket))
-
-    def reduce_sparse(self, grad: Tensor, bucket: Bucket) -> Tensor:
-        factor = self._factor(bucket)
+    def reduce_sparse(self, grad: Tensor, bucket: Bucket, ranks: Group) -> Steps[Tensor]:
+        factor = yield from self._factor(bucket, ranks)
         if not is_one(factor):
             grad = grad.clone()
             grad._values().mul_(factor)
-        return self._inner.reduce_sparse(grad, bucket)
+        return (yield from self._inner.reduce_sparse(grad, bucket, ranks))
 
-    def _factor(self, bucket: Bucket) -> Number:
-        """What to multiply gradients by; one object for all buckets of a step."""
+    def _factor(self, bucket: Bucket, ranks: Group) -> Steps[Number]:
+        """What to multiply gradients by, the same for all buckets of a step."""
         accumulated = bucket.accumulated
         if accumulated is None:
             return 1.0
-        if accumulated.factor is None:
-            accumulated.factor = self._factor_of(accumulated, bucket)
+        # Each bucket asks for itself: whether another one has asked by now may differ between ranks.
+        accumulated.factor = yield from self._factor_of(accumulated, bucket, ranks)
         return accumulated.factor
 
-    def _factor_of(self, accumulated: Accumulated, bucket: Bucket) -> Number:
+    def _factor_of(self, accumulated: Accumulated, bucket: Bucket, ranks: Group) -> Steps[Number]:
         divided_by = accumulated.divided_by
         if isinstance(self._accumulation, int):
             self._warn_if_divided_twice(self._accumulation, divided_by)
@@ -142,7 +139,7 @@ class _BoundScale(BoundAround):
             return divided_by
         if self._accumulation == "mean":
             return divided_by / accumulated.num_micro_batches
-        total = self._total_weight(accumulated, bucket)
+        total = yield from self._total_weight(accumulated, bucket, ranks)
         num_ranks = 1 if is_local(self._inner, bucket.step) else self.group.size
         if isinstance(total, Tensor):
             # By a tensor of no dimension 16-bit gradients would be multiplied in 16 bit.
@@ -160,13 +157,13 @@ class _BoundScale(BoundAround):
             stacklevel=2,
         )
 
-    def _total_weight(self, accumulated: Accumulated, bucket: Bucket) -> Number:
+    def _total_weight(self, accumulated: Accumulated, bucket: Bucket, ranks: Group) -> Steps[Number]:
         # Made on the device: copying a number there would wait for it.
         total = torch.zeros(2, dtype=torch.float64, device=self.group.device)
         total[0] += accumulated.weight
         total[1] += accumulated.num_weightless
         if not is_local(self._inner, bucket.step):
-            self.group.all_reduce_(total)
+            yield from ranks.all_reduce_(total)
         if accumulated.num_weightless or (total.is_cpu and total[1] > 0):
             count = accumulated.num_weightless or f"on another rank {total[1]:g}"
             raise ValueError(

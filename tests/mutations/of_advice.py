@@ -32,7 +32,7 @@ MUTATIONS = [
     Mutation(
         "error_against_own_gradient",
         f"{PACKAGE}/interface/error_sample.py",
-        "mean = group.all_reduce_mean_(values)",
+        "mean = yield from ranks.quiet().all_reduce_mean_(values)",
         "mean = values",
         "The error is that against this rank's gradient, not the mean.",
         "tests/test_metrics.py -k 'relative_error'",
@@ -88,8 +88,8 @@ MUTATIONS = [
     Mutation(
         "ranks_choose_alone",
         f"{PACKAGE}/wrappers/auto.py",
-        "means: list[float] = self.group.all_reduce_mean_(own).tolist()",
-        "means: list[float] = (self.group.all_reduce_mean_(own.clone()), own.tolist())[1]",
+        "means: list[float] = (yield from ranks.quiet().all_reduce_mean_(own)).tolist()",
+        "means: list[float] = ((yield from ranks.quiet().all_reduce_mean_(own.clone())), own.tolist())[1]",
         "Each rank chooses by its own clock.",
         "tests/test_auto.py -k 'other_clocks'",
     ),
@@ -132,6 +132,22 @@ MUTATIONS = [
         "early = 0.0",
         "Emulated far ranks ask for the second shot when they could have it.",
         "tests/test_emulated.py -k 'directly'",
+    ),
+    Mutation(
+        "plain_ddp_has_all_buckets_at_once",
+        f"{ADVICE}/emulated.py",
+        "            started = max(started, self._ends[0])\n",
+        "            pass\n",
+        "Without a hook, latencies of all buckets are predicted to pass at once.",
+        "tests/test_emulated.py -k 'without_a_hook'",
+    ),
+    Mutation(
+        "never_stuck",
+        f"{PACKAGE}/collectives/in_memory.py",
+        "        if tensor.shape != place.shape or tensor.dtype != place.dtype:\n",
+        "        if False:\n",
+        "Ranks in memory that disagree on what they send get whatever comes.",
+        "tests/test_in_memory.py -k 'disagree and size'",
     ),
     Mutation(
         "bits_for_bytes",

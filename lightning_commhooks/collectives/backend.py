@@ -1,0 +1,78 @@
+"""The collectives of a process group's own backend: NCCL's, and gloo's between ranks that are near each other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_commhooks.collectives.direct import Direct
+from lightning_commhooks.collectives.messages import Messages
+from lightning_commhooks.collectives.steps import Steps, Wait
+
+
+def renamed(name: str, since_2_13: str) -> Callable[..., dist.Work | None]:
+    """The collective of that name, by the one that it has from PyTorch 2.13 on, if there is."""
+    collective: Callable[..., dist.Work | None] = getattr(dist, since_2_13, None) or getattr(dist, name)
+    return collective
+
+
+class Backend:
+    """Collectives that all ranks have to begin in the same order: there are no channels.
+
+    Args:
+        process_group: the ranks.
+        messages: of the same ranks on CPU, for subgroups of them.
+
+    Attributes:
+        is_ordered: whether all ranks have to begin collectives in the same order.
+        latency: seconds that a message takes; 0 where ranks are near each other.
+        size: number of ranks.
+        rank: this one.
+    """
+
+    is_ordered = True
+    latency = 0.0
+
+    def __init__(self, process_group: dist.ProcessGroup, messages: Messages | None = None) -> None:
+        self._process_group = process_group
+        self._messages = messages
+        self.size, self.rank = process_group.size(), process_group.rank()
+
+    def channel(self, number: int, ranks: object = None) -> Backend:
+        """What the bucket of that number communicates by."""
+        return self
+
+    def among(self, ranks: Sequence[int], part: int) -> Direct | None:
+        """Collectives of some of the ranks; `None` where they need a process group of their own."""
+        return None if self._messages is None else Direct(self._messages.among(ranks, part))
+
+    def num_rounds(self, num_bytes: int) -> int:
+        """Rounds of messages in which a tensor is summed: once around the ring, and once more."""
+        return 2 * (self.size - 1)
+
+    def sum_(self, tensor: Tensor) -> Steps[Tensor]:
+        """Replace a contiguous tensor by its sum over ranks."""
+        return self._run(tensor, dist.all_reduce, tensor)
+
+    def expect(self, like: Tensor) -> None:
+        """Do nothing: see `Direct.expect`."""
+
+    def gather(self, tensor: Tensor, expected: object = None) -> Steps[Tensor]:
+        """The contiguous tensors of all ranks, shape `(w, n)`."""
+        gathered = tensor.new_empty((self.size, tensor.numel()))
+        all_gather = renamed("all_gather_into_tensor", "all_gather_single")
+        return self._run(gathered, all_gather, gathered.view(-1), tensor)  # gloo takes no rows
+
+    def exchange(self, chunks: Tensor) -> Steps[Tensor]:
+        """Send row i of `chunks`, shape `(w, n)`, to rank i; row i of the result comes from rank i."""
+        received = torch.empty_like(chunks)
+        return self._run(received, dist.all_to_all_single, received, chunks)
+
+    def _run(self, result: Tensor, collective: Callable[..., dist.Work | None], *args: object) -> Steps[Tensor]:
+        work = collective(*args, group=self._process_group, async_op=True)
+        assert work is not None
+        yield Wait([work])
+        return result

@@ -1,0 +1,135 @@
+"""Any number of ranks in one process: their computations go on by turns and exchange tensors in memory.
+
+No processes, threads or sockets. Nothing depends on chance, and ranks that would wait for each other for ever are found
+out at once. Nothing about time can be learned.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from lightning_commhooks.collectives.counters import Counters
+from lightning_commhooks.collectives.direct import Direct
+from lightning_commhooks.collectives.group import Group
+from lightning_commhooks.collectives.messages import Messages
+from lightning_commhooks.collectives.steps import Steps, Wait
+
+T = TypeVar("T")
+# From a rank to another one, under a number.
+_Way = tuple[int, int, int]
+
+
+class StuckError(RuntimeError):
+    """All ranks wait for what nobody sends, or expect something else than is sent."""
+
+
+class _Message:
+    """A message, done as soon as it is there."""
+
+    def __init__(self, text: str, is_done: bool) -> None:
+        self.text, self.is_done = text, is_done
+
+    def wait(self) -> None:
+        """Do not wait: nobody would send it meanwhile.
+
+        Raises:
+            StuckError: it is not there.
+        """
+        if not self.is_done:
+            raise StuckError(f"{self.text}, in a call that blocks: `yield from` collectives in memory")
+
+
+class _Post:
+    """Tensors on their way, and places in which they are expected."""
+
+    def __init__(self) -> None:
+        self.sent: dict[_Way, deque[Tensor]] = {}
+        self.expected: dict[_Way, deque[tuple[Tensor, _Message]]] = {}
+
+
+class _Backend:
+    """What `Messages` take for a `ProcessGroupGloo`."""
+
+    def __init__(self, post: _Post, rank: int, size: int) -> None:
+        self._post, self._rank, self._size = post, rank, size
+
+    def rank(self) -> int:
+        return self._rank
+
+    def size(self) -> int:
+        return self._size
+
+    def send(self, tensors: Sequence[Tensor], peer: int, number: int) -> _Message:
+        (tensor,), way = tensors, (self._rank, peer, number)
+        if waiting := self._post.expected.get(way):
+            self._deliver(tensor, *waiting.popleft())
+        else:
+            self._post.sent.setdefault(way, deque()).append(tensor.clone())
+        return _Message("", True)
+
+    def recv(self, tensors: Sequence[Tensor], peer: int, number: int) -> _Message:
+        (place,), way = tensors, (peer, self._rank, number)
+        text = f"rank {self._rank} waits for {place.numel()} elements of {place.dtype} from rank {peer}"
+        message = _Message(text, False)
+        if arrived := self._post.sent.get(way):
+            self._deliver(arrived.popleft(), place, message)
+        else:
+            self._post.expected.setdefault(way, deque()).append((place, message))
+        return message
+
+    def _deliver(self, tensor: Tensor, place: Tensor, message: _Message) -> None:
+        if tensor.shape != place.shape or tensor.dtype != place.dtype:
+            raise StuckError(f"{message.text}, which sends {tensor.numel()} of {tensor.dtype}")
+        place.copy_(tensor)
+        message.is_done = True
+
+
+def groups_in_memory(size: int, device: torch.device | str = "cpu") -> list[Group]:
+    """The groups of so many ranks of this process, each on a node of its own, with counters of its own.
+
+    What ranks agree on by calls that block, as in `bind`, has to be the same on all of them.
+    """
+    post = _Post()
+    groups = []
+    for rank in range(size):
+        group = Group(Direct(Messages(_Backend(post, rank, size))), Counters(), device)
+        group.global_rank = rank
+        group._nodes = [[other] for other in range(size)]
+        group._are_alike = True
+        groups.append(group)
+    return groups
+
+
+def run_together(ranks: Sequence[Callable[[], Steps[T]]], seed: int = 0) -> list[T]:
+    """Run a computation of each rank to its end, by turns in an arbitrary order; returns the results.
+
+    Raises:
+        StuckError: they would wait for ever.
+        Exception: what the first rank that failed has raised.
+    """
+    chance = random.Random(seed)
+    results: dict[int, T] = {}
+    with torch.no_grad():
+        running = {rank: (make(), Wait(())) for rank, make in enumerate(ranks)}
+        while running:
+            free = [rank for rank, (_, waits) in running.items() if not _missing(waits)]
+            if not free:
+                raise StuckError("; ".join(text for _, waits in running.values() for text in _missing(waits)))
+            rank = chance.choice(free)
+            steps, _ = running[rank]
+            try:
+                running[rank] = steps, next(steps)
+            except StopIteration as done:
+                results[rank] = done.value
+                del running[rank]
+    return [results[rank] for rank in range(len(ranks))]
+
+
+def _missing(waits: Wait) -> list[str]:
+    return [work.text for work in waits.works if isinstance(work, _Message) and not work.is_done]

@@ -1,0 +1,78 @@
+"""Computations that wait for other ranks, as generators: they yield what they wait for, and never wait themselves.
+
+    total = yield from ranks.all_reduce_(tensor)
+
+Whoever advances a generator waits for what it yields: an engine for many of them beside each other, `finish` for one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+from lightning_commhooks.codecs.ranges import named
+
+T = TypeVar("T")
+
+
+class Work(Protocol):
+    """What `torch.distributed` returns of a collective that is under way."""
+
+    def wait(self) -> object:
+        """Wait until it is done; on NCCL the current stream waits, not the host."""
+
+
+@dataclass(frozen=True)
+class Wait:
+    """What has to be done before a computation goes on.
+
+    Attributes:
+        works: all of them.
+        name: of the collective, for the traces of profilers.
+        is_uniform: whether all ranks wait here, and as often as the others.
+    """
+
+    works: Sequence[Work]
+    name: str = "wait"
+    is_uniform: bool = True
+
+    def wait(self) -> None:
+        """Wait for all."""
+        with named(self.name):
+            for work in self.works:
+                work.wait()
+
+
+# A computation that yields what must be done before it goes on.
+Steps = Generator[Wait, None, T]
+
+
+def finish(steps: Steps[T]) -> T:
+    """Run a computation to its end, waiting in this thread."""
+    while True:
+        try:
+            waits = next(steps)
+        except StopIteration as done:
+            return done.value  # type: ignore[no-any-return]
+        waits.wait()
+
+
+def begun(steps: Steps[T]) -> Steps[T]:
+    """Run a computation until it waits for the first time; returns the rest of it."""
+    try:
+        waits = next(steps)
+    except StopIteration as done:
+        return result(done.value)
+    return _rest(waits, steps)
+
+
+def _rest(waits: Wait, steps: Steps[T]) -> Steps[T]:
+    yield waits
+    return (yield from steps)
+
+
+def result(value: T) -> Steps[T]:
+    """A computation that has its result already."""
+    return value
+    yield  # type: ignore[unreachable]  # makes it a generator
