@@ -189,7 +189,7 @@ def on_interfaces(rank, world, names, latency):
         total = finish(own.transport.sum_(torch.full((1_000_000,), rank + 1.0))).unique().tolist()
         begin = time.monotonic()
         if rank == 0:
-            own.abort()
+            own.connections.abort()
         with pytest.raises(RuntimeError):
             finish(own.transport.sum_(torch.ones(3)))
         seconds = time.monotonic() - begin
@@ -327,7 +327,7 @@ def in_another_order(rank, world, is_late):
         assert not group.is_ordered
         order, chance = list(range(NUM_BUCKETS)), random.Random(rank)
         chance.shuffle(order)
-        engine = ThreadEngine(CPU, own.abort, HostTiming(), is_ordered=False)
+        engine = ThreadEngine(CPU, own.connections, HostTiming(), is_ordered=False)
         futures = {}
 
         def reduce(number):
@@ -359,7 +359,7 @@ def of_near_ranks(rank, world):
     assert not group.split(SUBGROUPS[0]).is_ordered
     found = [finish(mixed(number, group.channel(1 + number), SUBGROUPS)).tolist() for number in range(3)]
     dist.barrier()
-    own.abort()
+    own.connections.abort()
     process_groups.destroy([own.process_group])
     return found
 
@@ -376,7 +376,7 @@ def alone_in_a_subgroup(rank, world):
         some = group.split([[0, 1, 2], [3]])
         total = finish(some.all_reduce_(torch.tensor([2.0**rank]))).item()
         dist.barrier()
-        own.abort()
+        own.connections.abort()
         process_groups.destroy([own.process_group])
     return some.size, total
 

@@ -5,6 +5,7 @@
 The process groups have a timeout of half an hour, as PyTorch's: whoever waits for it counts as hanging.
 """
 
+import os
 import signal
 import subprocess
 import sys
@@ -22,7 +23,8 @@ from pool import check_no_leaks
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_commhooks as lc
-from lightning_commhooks.collectives.steps import result
+from lightning_commhooks.collectives.gloo_abort import Connections
+from lightning_commhooks.collectives.steps import Wait, result
 from lightning_commhooks.collectives.timing import HostTiming
 from lightning_commhooks.ddp.thread_engine import ThreadEngine
 
@@ -58,6 +60,28 @@ class _BoundBroken(lc.BoundHook):
         yield from ranks.all_reduce_mean_(bucket.flat)
 
 
+class Stopped(Broken):
+    """In step 2, rank 0 sends rank 1 what does not fit into buffers of the system, and rank 1 stops as a process."""
+
+    name = "stopped"
+
+    def bind(self, group):
+        return _BoundStopped(group)
+
+
+class _BoundStopped(lc.BoundHook):
+    def reduce(self, bucket, ranks):
+        if bucket.step == 2:
+            messages, much = ranks._transport.messages, torch.zeros(2**26)
+            if ranks.rank == 1:
+                works = messages.receive([much], messages.number())
+                os.kill(os.getpid(), signal.SIGSTOP)
+            else:
+                works = messages.send([much], messages.number())
+            yield Wait(works)
+        yield from ranks.all_reduce_mean_(bucket.flat)
+
+
 # What the ranks do -------------------------------------------------------------------------------------------
 
 
@@ -80,6 +104,10 @@ def train(rank, hook="allreduce", absent=None, **options):
 
 def fail_and_die(rank, world):
     train(rank, Broken())
+
+
+def stop_while_receiving(rank, world):
+    train(rank, Stopped())
 
 
 def fail_and_stay(rank, failing, num_groups=1, **options):
@@ -324,6 +352,14 @@ def test_sigterm_kills_one_rank(start, killed, latency):
     ranks.end_by_hook_error(1 - killed)
 
 
+def test_kill_of_a_rank_to_which_a_message_is_on_its_way(start):
+    """Gloo tells nobody who waits for that message."""
+    ranks = start(stop_while_receiving, COMMHOOKS_LATENCY_MS="40")
+    time.sleep(0.5)  # then rank 0 waits for a message to be sent
+    ranks.send(1, signal.SIGKILL)
+    ranks.end_by_hook_error(0)
+
+
 def test_sigterm_with_a_handler_that_exits(start):
     ranks = start(wait_with_handler)
     time.sleep(0.5)  # then rank 0 waits in step 2 for rank 1, who is not there
@@ -384,7 +420,9 @@ def test_all_ranks_fail_soon_wherever_one_fails_and_stays(run, place, world):
 
 
 def engine_of(abort=lambda: None, **options):
-    return ThreadEngine(CPU, abort, HostTiming(), **options)
+    connections = Connections()
+    connections.abort = abort
+    return ThreadEngine(CPU, connections, HostTiming(), **options)
 
 
 def steps_of(function):

@@ -20,6 +20,7 @@ from driver import (
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_commhooks as lc
+from lightning_commhooks.collectives.gloo_abort import Connections
 
 
 def attach_again(rank, world):
@@ -123,7 +124,7 @@ def leak_a_thread(rank, world):
     from lightning_commhooks.collectives.timing import HostTiming
     from lightning_commhooks.ddp.thread_engine import ThreadEngine
 
-    _leaked.append(ThreadEngine(torch.device("cpu"), lambda: None, HostTiming()))
+    _leaked.append(ThreadEngine(torch.device("cpu"), Connections(), HostTiming()))
     _leaked[0].call(lambda: None)
 
 

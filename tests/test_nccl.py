@@ -102,7 +102,7 @@ def test_abort_does_not_wait_and_holds_nothing():
             end.wait()
 
     group = Group()
-    abort = process_groups.abort_of(group)
+    abort = process_groups.connections_of(group).abort
     abort()
     assert begun.wait(10)
     end.set()

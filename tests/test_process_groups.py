@@ -16,7 +16,7 @@ import lightning_commhooks as lc
 from lightning_commhooks.collectives import direct, process_groups
 from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.collectives.messages import Messages
-from lightning_commhooks.collectives.process_groups import abort_of, destroy, own_group, own_subgroup
+from lightning_commhooks.collectives.process_groups import connections_of, destroy, own_group, own_subgroup
 from lightning_commhooks.collectives.steps import finish
 
 CPU = torch.device("cpu")
@@ -93,7 +93,7 @@ def with_subgroups(rank, world):
         _ = pairs.process_group
     after, made = settled(before), len(dist.distributed_c10d._world.pg_map) - groups
     dist.barrier()
-    own.abort()
+    own.connections.abort()
     destroy([own.process_group, *group.release()])
     with pytest.raises(RuntimeError, match="is gone: the hook was closed"):
         _ = group.process_group
@@ -115,12 +115,12 @@ def of_gloo(rank, world):
     dist.barrier()
     begin = time.monotonic()
     if some.transport.rank == 0:
-        some.abort()
+        some.connections.abort()
     with pytest.raises(RuntimeError):
         finish(some.transport.sum_(torch.ones(3)))
     seconds = time.monotonic() - begin
     dist.barrier()
-    own.abort()
+    own.connections.abort()
     destroy([own.process_group, some.process_group])
     return total, some.transport.is_ordered, seconds
 
@@ -147,7 +147,7 @@ def aborted(rank, world):
         own = own_group(dist.group.WORLD, CPU)
     begin = time.monotonic()
     if rank == 0:
-        own.abort()
+        own.connections.abort()
     with pytest.raises(RuntimeError):
         dist.all_reduce(torch.ones(3), group=own.process_group, async_op=True).wait()
     seconds = time.monotonic() - begin
@@ -178,12 +178,12 @@ class Other:
 @pytest.mark.parametrize("error", [None, RuntimeError("Backend mpi does not support abort")])
 def test_other_backends_are_aborted_if_they_can_be(error):
     group = Other(error)
-    abort_of(group)()
+    connections_of(group).abort()
     deadline = time.monotonic() + 5
     while not group.aborted and time.monotonic() < deadline:
         time.sleep(0.01)
     assert group.aborted == 1
-    gone = abort_of(Other())
+    gone = connections_of(Other()).abort
     gone()
 
 

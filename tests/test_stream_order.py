@@ -13,6 +13,8 @@ from stream_order import recorded
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import lightning_commhooks as lc
+from lightning_commhooks.collectives import process_groups
+from lightning_commhooks.collectives.gloo_abort import Connections
 from lightning_commhooks.codecs.codec import Kernels
 from lightning_commhooks.collectives import group
 from lightning_commhooks.collectives import steps as steps_module
@@ -116,7 +118,7 @@ def test_two_models(device):
 def test_failure(device, monkeypatch):
     """It aborts the group; later steps are refused, and nothing is launched for them."""
     aborted = []
-    monkeypatch.setattr(runtime, "abort_of", lambda group: lambda: aborted.append(group))
+    monkeypatch.setattr(process_groups._BackendConnections, "abort", lambda self: aborted.append(self))
     with device() as order:
         training = Training(HOOKS["int8"], PLAIN, order.edges)
         steps(order, training, range(2))
@@ -139,7 +141,7 @@ def test_failure(device, monkeypatch):
 
 def test_options_that_do_not_fit_leave_the_group_alone(device, monkeypatch):
     aborted = []
-    monkeypatch.setattr(runtime, "abort_of", lambda group: lambda: aborted.append(group))
+    monkeypatch.setattr(process_groups._BackendConnections, "abort", lambda self: aborted.append(self))
 
     def unfit(self, group):
         raise ValueError("subgroup_size=3 on 2 ranks")
@@ -166,7 +168,7 @@ def test_side_stream_comes_first(device):
     """Between kernels that wait, a device takes those of the stream with the higher priority, the lower number."""
     with device():
         assert (
-            stream_engine.StreamEngine(torch.device("cuda", 0), lambda: None, HostTiming(), "hook")._stream.priority < 0
+            stream_engine.StreamEngine(torch.device("cuda", 0), Connections(), HostTiming(), "hook")._stream.priority < 0
         )
 
 

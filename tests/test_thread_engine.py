@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import lightning_commhooks as lc
+from lightning_commhooks.collectives.gloo_abort import Connections
 from lightning_commhooks.collectives.link import BUCKETS_AT_ONCE
 from lightning_commhooks.collectives.steps import Wait
 from lightning_commhooks.collectives.timing import HostTiming
@@ -18,12 +19,12 @@ CPU = torch.device("cpu")
 SECONDS = 10
 
 
-class Peers:
+class Peers(Connections):
     """What an engine waits for: each wait has a name, and ends when it may, or when all is aborted."""
 
     def __init__(self, engine_options):
         self.log, self.gates, self.aborted = [], {}, threading.Event()
-        self.engine = ThreadEngine(CPU, self.abort, HostTiming(), **engine_options)
+        self.engine = ThreadEngine(CPU, self, HostTiming(), **engine_options)
 
     def abort(self):
         self.aborted.set()

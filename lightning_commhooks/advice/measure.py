@@ -81,7 +81,7 @@ class Bench:
 
     def close(self) -> None:
         """Let go of process groups. After a failure the process ends, which others notice."""
-        self._own.abort()
+        self._own.connections.abort()
         destroy([*self.group.release(), None if self._on_stream else self._own.process_group, self._alone])
 
     def times(

@@ -1,17 +1,21 @@
 """Ends collectives of a gloo group that are under way, which gloo itself offers no way to do.
 
 `ProcessGroupGloo.abort()` and `shutdown()` do nothing (PyTorch 2.13), and a collective that waits for a peer returns
-for a closed connection only.
+for a closed connection only. Not even then if just that message was on its way: gloo's `Pair::signalException` passes
+over the message that it is sending, and over the one that it is receiving, and whoever waits for one of them waits for
+the timeout of the group. So connections tell here whether one is lost.
 """
 
 from __future__ import annotations
 
-import functools
+import ctypes
 import logging
 import os
 import socket
 import stat
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 
 import torch
 import torch.distributed as dist
@@ -19,20 +23,102 @@ import torch.distributed as dist
 logger = logging.getLogger(__name__)
 
 ADDRESS_BYTES = 128  # of one of the group's listeners
-
+# In `struct tcp_info`: tcpi_bytes_acked and tcpi_bytes_received.
+_TCP_INFO_BYTES, _BYTES_IN_TCP_INFO = 136, slice(120, 136)
 
 # How often devices are made until it is clear which listeners are theirs.
 _ATTEMPTS = 10
 Devices = list[dist.ProcessGroupGloo.Device]
 
 
-def with_abort(
-    make: Callable[[Devices], list[dist.ProcessGroup]], make_devices: Callable[[], Devices]
-) -> tuple[list[dist.ProcessGroup], Callable[[], None]]:
-    """New gloo groups, and what aborts them from any thread: collectives fail at once, here and on waiting peers.
+class Connections:
+    """What connects the ranks of a group, from any thread; does nothing for a backend that tells nothing of it."""
 
-    Collective. The function that aborts does not keep the groups alive. It does nothing where it cannot tell which
-    connections are the groups'; peers then wait for their timeout.
+    def abort(self) -> None:
+        """Make collectives fail at once, here and on the peers that wait for this rank."""
+
+    def fail(self) -> None:
+        """As `abort`, after a failure: collectives may be under way."""
+        self.abort()
+
+    def without_a_peer(self) -> object | None:
+        """`None` while all peers are there; then how much the others have sent and received, to be compared."""
+        return None
+
+
+class GlooConnections(Connections):
+    """The TCP connections of gloo groups. Does not keep the groups alive.
+
+    Without listeners it cannot tell which connections are the group's, and does nothing; peers then wait for their
+    timeout.
+
+    Args:
+        groups: which, of the same ranks.
+        mine: addresses where this rank listens.
+        listeners: addresses where all ranks listen; every connection of the groups has one such end.
+    """
+
+    def __init__(self, groups: Sequence[dist.ProcessGroup], mine: set[str], listeners: set[str]) -> None:
+        self._groups = [weakref.ref(group) for group in groups]
+        self._mine, self._listeners = mine, listeners
+        # Descriptors come again for other files, with another number.
+        self._files = {(one.fileno(), os.fstat(one.fileno()).st_ino) for one in self._open()} if mine else set()
+
+    def __or__(self, other: GlooConnections) -> GlooConnections:
+        groups = [group for one in (*self._groups, *other._groups) if (group := one()) is not None]
+        return GlooConnections(groups, self._mine | other._mine, self._listeners | other._listeners)
+
+    def fail(self) -> None:
+        for one in self._groups:
+            if (group := one()) is not None:
+                # For ever: when gloo destroys a group it waits for its collectives, of which one may never end.
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+        self._groups.clear()
+        self.abort()
+
+    def abort(self) -> None:
+        # A connection is not ours to close, but may be shut down under gloo's hands.
+        for connection in self._open():
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+
+    def without_a_peer(self) -> object | None:
+        # Gloo closes a connection when the peer has closed it.
+        if all(_file_number(descriptor) == number for descriptor, number in self._files):
+            return None
+        return sorted((one.fileno(), _num_bytes(one)) for one in self._open())
+
+    def _open(self) -> Iterator[socket.socket]:
+        for connection in _tcp_sockets():
+            try:
+                is_ours = _address(connection.getpeername()) in self._listeners
+                is_ours = is_ours or _address(connection.getsockname()) in self._mine
+            except OSError:  # listens, and must go on doing so: gloo aborts the process if it cannot
+                continue
+            if is_ours:
+                yield connection
+
+
+class AllConnections(Connections, list[Connections]):
+    """Those of several groups."""
+
+    def abort(self) -> None:
+        for one in tuple(self):
+            one.abort()
+
+    def fail(self) -> None:
+        for one in tuple(self):
+            one.fail()
+
+    def without_a_peer(self) -> object | None:
+        states = [one.without_a_peer() for one in tuple(self)]
+        return states if any(state is not None for state in states) else None
+
+
+def with_connections(
+    make: Callable[[Devices], list[dist.ProcessGroup]], make_devices: Callable[[], Devices]
+) -> tuple[list[dist.ProcessGroup], GlooConnections]:
+    """New gloo groups, and their connections. Collective.
 
     Args:
         make: makes the groups, of the same ranks.
@@ -40,7 +126,7 @@ def with_abort(
     """
     devices, mine = _listening_devices(make_devices)
     groups = make(devices)
-    return groups, functools.partial(_shut_down, mine, _gather_addresses(groups[0], mine, len(devices)))
+    return groups, GlooConnections(groups, mine, _gather_addresses(groups[0], mine, len(devices)))
 
 
 def _listening_devices(make: Callable[[], Devices]) -> tuple[Devices, set[str]]:
@@ -63,14 +149,19 @@ def _gather_addresses(own: dist.ProcessGroup, mine: set[str], num_listeners: int
     return {address.strip() for part in gathered for address in bytes(part.tolist()).decode().split("\n")} - {""}
 
 
-def _shut_down(mine: set[str], listeners: set[str]) -> None:
-    # A connection is not ours to close, but may be shut down under gloo's hands.
-    for connection in _tcp_sockets():
-        try:
-            if _address(connection.getpeername()) in listeners or _address(connection.getsockname()) in mine:
-                connection.shutdown(socket.SHUT_RDWR)
-        except OSError:  # listens, and must go on doing so: gloo aborts the process if it cannot
-            continue
+def _file_number(descriptor: int) -> int | None:
+    try:
+        return os.fstat(descriptor).st_ino
+    except OSError:
+        return None
+
+
+def _num_bytes(connection: socket.socket) -> bytes:
+    """What Linux says of bytes that were sent and received."""
+    try:
+        return connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)[_BYTES_IN_TCP_INFO]
+    except (AttributeError, OSError):  # another system; closed meanwhile
+        return b""
 
 
 def _listening() -> set[str]:

@@ -7,7 +7,7 @@ import hashlib
 import os
 import random
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,7 @@ from lightning_commhooks.collectives import process_groups as groups
 from lightning_commhooks.collectives.chunk import CHUNK_NUMEL, Chunk
 from lightning_commhooks.collectives.communicator import Communicator, Tally, Transport
 from lightning_commhooks.collectives.counters import Counters
+from lightning_commhooks.collectives.gloo_abort import Connections
 from lightning_commhooks.collectives.steps import Steps, begun
 
 # Number of this process's node, as Lightning and Ray, torchrun, and SLURM tell it.
@@ -32,7 +33,7 @@ class Group(Communicator):
         counters: where bytes are counted.
         device: where the gradients are.
         process_group: of the same ranks, if there is one.
-        aborts: where process groups that are made for subgroups leave a function that aborts them.
+        connections: where process groups that are made for subgroups leave theirs.
     """
 
     def __init__(
@@ -41,10 +42,10 @@ class Group(Communicator):
         counters: Counters | None = None,
         device: torch.device | str = "cpu",
         process_group: dist.ProcessGroup | None = None,
-        aborts: list[Callable[[], None]] | None = None,
+        connections: list[Connections] | None = None,
     ) -> None:
         super().__init__(transport, counters, device, process_group)
-        self._aborts = aborts if aborts is not None else []
+        self._connections = connections if connections is not None else []
         # Shared by the same ranks in all channels.
         self._subgroups: dict[tuple[tuple[int, ...], ...], Group] = {}
         self._kernels: dict[tuple[Codec, bool, bool], Kernels] = {}
@@ -64,12 +65,12 @@ class Group(Communicator):
         own: groups.OwnGroup,
         counters: Counters | None,
         device: torch.device,
-        aborts: list[Callable[[], None]] | None = None,
+        connections: list[Connections] | None = None,
     ) -> Group:
-        """The ranks of a group for communication threads. Leaves what aborts it in `aborts`; arguments as above."""
-        if aborts is not None:
-            aborts.append(own.abort)
-        return cls(own.transport, counters, device, own.process_group, aborts)
+        """The ranks of a group for communication threads. Leaves its connections in `connections`; arguments as above."""
+        if connections is not None:
+            connections.append(own.connections)
+        return cls(own.transport, counters, device, own.process_group, connections)
 
     def channel(self, number: int) -> Group:
         """The same ranks for the bucket of that number, equal on all of them, with a tally of its own."""
@@ -157,7 +158,7 @@ class Group(Communicator):
         # All ranks take part in making groups, also those that are alone.
         name = self.all_gather_quietly([random.SystemRandom().getrandbits(62)])[0][0]
         made = groups.own_subgroup(self.process_group, subgroups, str(name), self.device)
-        return Group.of(made, self.counters, self.device, self._aborts)
+        return Group.of(made, self.counters, self.device, self._connections)
 
     def encoding(self, codec: Codec) -> Group:
         """The same ranks, with `all_reduce_factors_` encoding. Collective when that codec is asked for first."""

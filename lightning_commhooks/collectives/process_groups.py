@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import random
@@ -17,9 +18,10 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
-from lightning_commhooks.collectives import direct, gloo_abort
+from lightning_commhooks.collectives import direct
 from lightning_commhooks.collectives.backend import Backend
 from lightning_commhooks.collectives.direct import Direct, measure_latency
+from lightning_commhooks.collectives.gloo_abort import Connections, GlooConnections, with_connections
 from lightning_commhooks.collectives.messages import Messages
 from lightning_commhooks.collectives.steps import finish
 
@@ -38,14 +40,13 @@ class OwnGroup:
 
     Attributes:
         process_group: the group.
-        abort: aborts it from any thread: collectives under way fail at once, here and on the peers that wait for this
-            rank. Does not keep the group alive.
         transport: the collectives: direct messages between ranks that are far from each other, or the backend's own.
+        connections: of its ranks. Does not keep the group alive.
     """
 
     process_group: dist.ProcessGroup
     transport: Backend | Direct
-    abort: Callable[[], None] = lambda: None
+    connections: Connections = dataclasses.field(default_factory=Connections)
 
 
 def backend_for(process_group: dist.ProcessGroup, device: torch.device) -> str:
@@ -58,36 +59,31 @@ def own_group(process_group: dist.ProcessGroup, device: torch.device) -> OwnGrou
     """A group over the same ranks. Collective."""
     if backend_for(process_group, device) != dist.Backend.GLOO:
         own = _new_group(process_group, device)
-        return OwnGroup(own, Backend(own), abort_of(own))
+        return OwnGroup(own, Backend(own), connections_of(own))
     timeout = _timeout_of(process_group, device) or dist.default_pg_timeout
     place, name = (process_group.rank(), process_group.size()), _new_name(process_group)
-    own, abort = _gloo_group_with_abort(name, place, device, timeout)
+    own, connections = _connected_gloo_group(name, place, device, timeout)
     if device.type != "cpu" or own.size() == 1:
-        return OwnGroup(own, Backend(own), abort)
+        return OwnGroup(own, Backend(own), connections)
     messages = _messages(own, device)
     try:
         latency = measure_latency(messages)
     except ValueError:
-        abort()  # a refusal: its connections would stay for as long as somebody keeps the error
+        connections.abort()  # a refusal: its connections would stay for as long as somebody keeps the error
         raise
     if latency <= direct.FAR:
-        return OwnGroup(own, Backend(own, messages), abort)
+        return OwnGroup(own, Backend(own, messages), connections)
     num_connections = direct.num_connections(latency) if len(_interfaces()) == 1 else 1
     if num_connections == 1:
-        return OwnGroup(own, Direct(messages, latency), abort)
-    messages, abort_more = _with_connections(messages, num_connections, device, timeout)
-
-    def abort_all() -> None:
-        abort()
-        abort_more()
-
-    return OwnGroup(own, Direct(messages, latency), abort_all)
+        return OwnGroup(own, Direct(messages, latency), connections)
+    messages, more = _with_connections(messages, num_connections, device, timeout)
+    return OwnGroup(own, Direct(messages, latency), connections | more)
 
 
 def _with_connections(
     messages: Messages, num: int, device: torch.device, timeout: timedelta
-) -> tuple[Messages, Callable[[], None]]:
-    """Messages among the same ranks over several connections each, and what aborts them. Collective."""
+) -> tuple[Messages, GlooConnections]:
+    """Messages among the same ranks over several connections each, and these. Collective."""
     number = torch.tensor([random.SystemRandom().getrandbits(62)])
     name = str(finish(Direct(messages).gather(number))[0].item())
     place = messages.rank, messages.size
@@ -96,8 +92,8 @@ def _with_connections(
         several = [one for one in devices for _ in range(num)]
         return [_gloo_group(name, *place, device, timeout, several)]
 
-    (more,), abort = gloo_abort.with_abort(make, _devices)
-    return _messages(more, device), abort
+    (more,), connections = with_connections(make, _devices)
+    return _messages(more, device), connections
 
 
 def _messages(own: dist.ProcessGroup, device: torch.device) -> Messages:
@@ -132,13 +128,13 @@ def _new_group(process_group: dist.ProcessGroup, device: torch.device) -> dist.P
     return own
 
 
-def _gloo_group_with_abort(
+def _connected_gloo_group(
     name: str, place: tuple[int, int], device: torch.device, timeout: timedelta
-) -> tuple[dist.ProcessGroup, Callable[[], None]]:
-    (own,), abort = gloo_abort.with_abort(
+) -> tuple[dist.ProcessGroup, GlooConnections]:
+    (own,), connections = with_connections(
         lambda devices: [_gloo_group(name, *place, device, timeout, devices)], _devices
     )
-    return own, abort
+    return own, connections
 
 
 def _gloo_group(
@@ -179,25 +175,31 @@ def _store(name: str) -> PrefixStore:
     return PrefixStore(f"lightning_commhooks/{name}/", dist.distributed_c10d._get_default_store())
 
 
-def abort_of(process_group: dist.ProcessGroup) -> Callable[[], None]:
-    """What ends collectives of a group that is not gloo's and that are under way in this process, from any thread.
+class _BackendConnections(Connections):
+    """Connections of a group that is not gloo's, as of [`connections_of`][]."""
 
-    Does not keep the group alive. In a thread of its own, since NCCL may wait there for what the device is doing. Does
-    nothing if the backend cannot abort; other ranks then wait for their timeout.
+    def __init__(self, process_group: dist.ProcessGroup) -> None:
+        self._group = weakref.ref(process_group)
+
+    def abort(self) -> None:
+        if (group := self._group()) is not None:
+            threading.Thread(target=_abort, args=(group,), name="lightning_commhooks abort", daemon=True).start()
+
+
+def _abort(group: dist.ProcessGroup) -> None:
+    try:
+        group.abort()
+    except RuntimeError as error:  # of a backend without
+        logger.info("after a failure here, other ranks wait for the timeout of the process group: %s", error)
+
+
+def connections_of(process_group: dist.ProcessGroup) -> Connections:
+    """Connections of a group that is not gloo's. Does not keep the group alive.
+
+    It is aborted in a thread of its own, since NCCL may wait there for what the device is doing; nothing happens if the
+    backend cannot abort, and other ranks then wait for their timeout.
     """
-    reference = weakref.ref(process_group)
-
-    def abort_group(group: dist.ProcessGroup) -> None:
-        try:
-            group.abort()
-        except RuntimeError as error:  # of a backend without
-            logger.info("after a failure here, other ranks wait for the timeout of the process group: %s", error)
-
-    def abort() -> None:
-        if (group := reference()) is not None:
-            threading.Thread(target=abort_group, args=(group,), name="lightning_commhooks abort", daemon=True).start()
-
-    return abort
+    return _BackendConnections(process_group)
 
 
 def _devices() -> list[dist.ProcessGroupGloo.Device]:
@@ -224,8 +226,8 @@ def own_subgroup(
     if process_group._get_backend(device).name() == dist.Backend.GLOO:
         index, ranks = next((i, ranks) for i, ranks in enumerate(subgroups) if rank in ranks)
         place = ranks.index(rank), len(ranks)
-        own, abort = _gloo_group_with_abort(f"{name}/{index}", place, device, timeout)
-        return OwnGroup(own, Backend(own), abort)
+        own, connections = _connected_gloo_group(f"{name}/{index}", place, device, timeout)
+        return OwnGroup(own, Backend(own), connections)
     world = dist.get_process_group_ranks(process_group)
     is_part = len(world) < dist.get_world_size()
     if is_part and process_group._get_backend(device).name() == dist.Backend.NCCL:
@@ -239,7 +241,7 @@ def own_subgroup(
             if not is_part or rank in ranks
         ]
         own = next(group for group in groups if group is not dist.GroupMember.NON_GROUP_MEMBER)
-    return OwnGroup(own, Backend(own), abort_of(own))
+    return OwnGroup(own, Backend(own), connections_of(own))
 
 
 def destroy(process_groups: Iterable[dist.ProcessGroup | None]) -> None:

@@ -7,6 +7,7 @@ Whoever advances a generator waits for what it yields: an engine for many of the
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
@@ -14,6 +15,10 @@ from typing import Protocol, TypeVar
 from lightning_commhooks.codecs.ranges import named
 
 T = TypeVar("T")
+
+
+# Threads that wait for other ranks at present.
+waiting_threads: set[int] = set()
 
 
 class Work(Protocol):
@@ -39,9 +44,14 @@ class Wait:
 
     def wait(self) -> None:
         """Wait for all."""
-        with named(self.name):
-            for work in self.works:
-                work.wait()
+        thread = threading.get_ident()
+        waiting_threads.add(thread)
+        try:
+            with named(self.name):
+                for work in self.works:
+                    work.wait()
+        finally:
+            waiting_threads.discard(thread)
 
 
 # A computation that yields what must be done before it goes on.

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from lightning_commhooks.collectives.errors import HookError, raise_if_capturing
+from lightning_commhooks.collectives.gloo_abort import Connections
 from lightning_commhooks.collectives.steps import Steps
 from lightning_commhooks.collectives.timing import Timing
 
@@ -41,14 +42,14 @@ class Engine(ABC):
 
     Args:
         device: of the gradients.
-        abort: makes collectives under way fail; it is called from any thread, perhaps more than once.
+        connections: of the ranks; called from any thread, perhaps more than once.
         timing: where the time of work and of waiting is added up.
         name: of the hook, for the traces of profilers.
     """
 
-    def __init__(self, device: torch.device, abort: Callable[[], None], timing: Timing[Any], name: str) -> None:
+    def __init__(self, device: torch.device, connections: Connections, timing: Timing[Any], name: str) -> None:
         self._device = device
-        self._abort = abort
+        self._connections = connections
         self._timing = timing
         self._name = name
         self._closed = False
@@ -98,7 +99,7 @@ class Engine(ABC):
         """Abort collectives under way, here and on peers; later work raises `HookError`."""
         if self._failure is None:
             self._failure = failure
-        self._abort()
+        self._connections.fail()
 
     def _error(self) -> HookError:
         # A new exception: the stored one would collect the frames of the user's code, and keep them alive.

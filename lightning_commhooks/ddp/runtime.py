@@ -3,7 +3,6 @@
 # No `from __future__ import annotations`: DDP compares the annotations of the hooks that are made here.
 
 import dataclasses
-import functools
 import itertools
 import warnings
 from collections.abc import Callable
@@ -20,8 +19,9 @@ from lightning_commhooks.codecs.ranges import named
 from lightning_commhooks.collectives.backend import Backend
 from lightning_commhooks.collectives.counters import Counters
 from lightning_commhooks.collectives.errors import HookError
+from lightning_commhooks.collectives.gloo_abort import AllConnections
 from lightning_commhooks.collectives.group import Group
-from lightning_commhooks.collectives.process_groups import abort_of, backend_for, destroy, own_group
+from lightning_commhooks.collectives.process_groups import backend_for, connections_of, destroy, own_group
 from lightning_commhooks.collectives.steps import Steps
 from lightning_commhooks.collectives.timing import DeviceTiming, NoTiming
 from lightning_commhooks.ddp import checkpoint
@@ -88,21 +88,21 @@ class Runtime(RunningHook):
     def _start_engine(
         self, process_group: dist.ProcessGroup, device: torch.device, make_group: Callable[[Counters], Group] | None
     ) -> Group:
-        aborts: list[Callable[[], None]] = []
+        connections = AllConnections()
         if device.type == "cuda":
             is_nccl = backend_for(process_group, device) == dist.Backend.NCCL
             self.counters.timing = DeviceTiming(device) if is_nccl else NoTiming()
-        timing, abort = self.counters.timing, functools.partial(_call_all, aborts)
+        timing = self.counters.timing
         if isinstance(self.counters.timing, DeviceTiming):
-            group = Group(Backend(process_group), self.counters, device, process_group, aborts)
+            group = Group(Backend(process_group), self.counters, device, process_group, connections)
             group = make_group(self.counters) if make_group else group
-            self._engine = StreamEngine(device, abort, timing, self.name)
+            self._engine = StreamEngine(device, connections, timing, self.name)
         else:
             own = own_group(process_group, device)
             self._owned = own.process_group
-            group = Group.of(own, self.counters, device, aborts)
+            group = Group.of(own, self.counters, device, connections)
             group = make_group(self.counters) if make_group else group
-            self._engine = ThreadEngine(device, abort, timing, self.name, group.is_ordered)
+            self._engine = ThreadEngine(device, connections, timing, self.name, group.is_ordered)
         try:
             group.nodes()  # so that bytes between them are counted
             self.bound = self._bind(group)
@@ -112,7 +112,7 @@ class Runtime(RunningHook):
             raise
         if self._owned is None:
             # Not before: options that do not fit are no reason to take DDP's own group away.
-            aborts.append(abort_of(process_group))
+            connections.append(connections_of(process_group))
         return group
 
     def reset(self) -> None:
@@ -295,11 +295,6 @@ class Runtime(RunningHook):
         steps = self.clock.steps
         reason = self.bound.not_begun(steps - 1) if steps and not self.forecaster.has_warned else None
         return [f"training ended after {steps} steps, and {reason}"] if reason is not None else []
-
-
-def _call_all(functions: list[Callable[[], None]]) -> None:
-    for function in tuple(functions):
-        function()
 
 
 def _forget_infinities(flat: Tensor, bucket: Bucket) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from lightning_commhooks.codecs.ranges import named
+from lightning_commhooks.collectives.gloo_abort import Connections
 from lightning_commhooks.collectives.steps import Steps
 from lightning_commhooks.collectives.timing import Timing
 from lightning_commhooks.ddp.engine import Engine, T
@@ -25,13 +26,13 @@ class StreamEngine(Engine):
 
     Args:
         device: of the gradients.
-        abort: see `Engine`.
+        connections: see `Engine`.
         timing: see `Engine`.
         name: see `Engine`.
     """
 
-    def __init__(self, device: torch.device, abort: Callable[[], None], timing: Timing[Any], name: str) -> None:
-        super().__init__(device, abort, timing, name)
+    def __init__(self, device: torch.device, connections: Connections, timing: Timing[Any], name: str) -> None:
+        super().__init__(device, connections, timing, name)
         self._stream = torch.cuda.Stream(device, priority=-1)
 
     def submit(self, reduce: Callable[[], Steps[Tensor]], device: torch.device, is_last: bool) -> Future[Tensor]:

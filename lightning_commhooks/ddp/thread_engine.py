@@ -10,9 +10,9 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future as HostFuture
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import InvalidStateError
 from contextlib import suppress
 from typing import Any
 
@@ -22,15 +22,15 @@ from torch.futures import Future
 
 from lightning_commhooks.codecs.ranges import named
 from lightning_commhooks.collectives.errors import HookError
+from lightning_commhooks.collectives.gloo_abort import Connections
 from lightning_commhooks.collectives.link import BUCKETS_AT_ONCE
-from lightning_commhooks.collectives.steps import Steps, Wait
+from lightning_commhooks.collectives.steps import Steps, Wait, waiting_threads
 from lightning_commhooks.collectives.timing import Timing
 from lightning_commhooks.ddp.engine import Engine, T
+from lightning_commhooks.ddp.waiters import PATIENCE_SECONDS, Waiters, watch
 
 # Work that is under way when an engine closes belongs to a backward that was broken off; usually it waits for peers.
 GRACE_SECONDS = 1.0
-# As many as there may be buckets under way: a wait for which there is no thread could be what a peer waits for.
-_MOST_WAITS = 2**12
 
 
 @functools.cache
@@ -76,11 +76,12 @@ class ThreadEngine(Engine):
     have to begin in one order on all ranks, so there a bucket goes on when the next ones arrive, by a fixed rule: each
     earlier one goes one wait further, and of `BUCKETS_AT_ONCE` the first is finished.
 
-    An interruption (Ctrl-C, a signal handler that raises) of the main thread while it waits for work is a failure, too.
+    An interruption (Ctrl-C, a signal handler that raises) of the main thread while it waits for work is a failure, too,
+    and so is a wait that does not end though a peer is gone.
 
     Args:
         device: of the gradients.
-        abort: see `Engine`.
+        connections: see `Engine`.
         timing: see `Engine`.
         name: see `Engine`.
         is_ordered: whether all ranks have to begin collectives in one order.
@@ -89,29 +90,40 @@ class ThreadEngine(Engine):
     def __init__(
         self,
         device: torch.device,
-        abort: Callable[[], None],
+        connections: Connections,
         timing: Timing[Any],
         name: str = "hook",
         is_ordered: bool = True,
     ) -> None:
-        super().__init__(device, abort, timing, name)
+        super().__init__(device, connections, timing, name)
         _let_gloo_finish_at_exit()
         _close_before_threads_are_joined()
         self._process = os.getpid()
         self._is_ordered = is_ordered
+        # Buckets and calls whose results somebody may wait for.
+        self._unfinished: set[_Bucket] = set()
+        self._called: set[HostFuture[Any]] = set()
+        self._books = threading.Lock()
+        self._gave_up = False
+        # Held while a bucket is computed.
+        self._computing = threading.RLock()
         self._under_way: deque[_Bucket] = deque()
         self._jobs: queue.SimpleQueue[_Bucket | Callable[[], object] | None] = queue.SimpleQueue()
         # Functions that wait until all buckets are done.
         self._calls: deque[Callable[[], object]] = deque()
-        self._waiters = ThreadPoolExecutor(_MOST_WAITS, "lightning_commhooks wait")
+        self._waiters = Waiters()
         weakref.finalize(self, self._jobs.put, None).atexit = False
-        self._thread = threading.Thread(target=_run, args=(weakref.ref(self), self._jobs), name="lightning_commhooks")
-        self._thread.start()
+        self._thread = _start(_run, weakref.ref(self), self._jobs)
+        self._no_watch = threading.Event()
+        weakref.finalize(self, self._no_watch.set).atexit = False
+        self._watch = _start(watch, weakref.ref(self), self._no_watch)
         _open_engines.add(self)
 
     def submit(self, reduce: Callable[[], Steps[Tensor]], device: torch.device, is_last: bool = True) -> Future[Tensor]:
-        self.raise_if_unusable()
         bucket = _Bucket(reduce, device, is_last)
+        with self._books:
+            self.raise_if_unusable()
+            self._unfinished.add(bucket)
 
         def unwrap(done: Future[Tensor | None]) -> Tensor:
             reduced = done.value()
@@ -124,9 +136,11 @@ class ThreadEngine(Engine):
         return future
 
     def call(self, function: Callable[[], T]) -> T:
-        self.raise_if_unusable()
-        ready, done = _record(self._device), torch.cuda.Event() if self._device.type == "cuda" else None
         called: HostFuture[T] = HostFuture()
+        with self._books:
+            self.raise_if_unusable()
+            self._called.add(called)
+        ready, done = _record(self._device), torch.cuda.Event() if self._device.type == "cuda" else None
 
         def run() -> None:
             try:
@@ -142,7 +156,10 @@ class ThreadEngine(Engine):
                     done.record(torch.cuda.current_stream(self._device))
 
         self._jobs.put(run)
-        self._wait_for(called)
+        try:
+            self._wait_for(called)
+        finally:
+            self._called.discard(called)
         result = called.result()
         if done is not None:
             torch.cuda.current_stream(self._device).wait_event(done)
@@ -182,7 +199,7 @@ class ThreadEngine(Engine):
         reduced = None
         try:
             if self._failure is None:
-                with self._timing.work(), named(self._name, "reduce"):
+                with self._computing, self._timing.work(), named(self._name, "reduce"):
                     if bucket.steps is None:
                         if bucket.ready is not None:
                             torch.cuda.current_stream(self._device).wait_event(bucket.ready)
@@ -191,14 +208,22 @@ class ThreadEngine(Engine):
         except BaseException as failure:
             self._fail(failure)
         if bucket.waits is None or self._failure is not None:
-            self._under_way.remove(bucket)
-            bucket.steps = bucket.waits = None
-            bucket.reduced.set_result(reduced)
+            self._end(bucket, reduced)
         elif not self._is_ordered:
-            self._waiters.submit(self._wait_elsewhere, bucket)
+            self._waiters.submit(functools.partial(self._wait_elsewhere, bucket))
         elif not bucket.waits.is_uniform:
             # Another rank may have nothing to wait for here, and would be a wait ahead.
             self._wait_and_advance(bucket)
+
+    def _end(self, bucket: _Bucket, reduced: Tensor | None) -> None:
+        with self._books:
+            if bucket not in self._unfinished:
+                return  # it was given up
+            self._unfinished.remove(bucket)
+        with suppress(ValueError):
+            self._under_way.remove(bucket)
+        bucket.steps = bucket.waits = None
+        bucket.reduced.set_result(reduced)
 
     def _wait_elsewhere(self, bucket: _Bucket) -> None:
         self._wait(bucket)
@@ -214,6 +239,30 @@ class ThreadEngine(Engine):
         except BaseException as failure:
             bucket.failure = failure
 
+    def without_a_peer(self) -> object | None:
+        """`None` unless this engine waits, and a peer is gone; then how far it is, to be compared."""
+        is_waiting = self._thread.ident in waiting_threads or self._waiters.are_among(waiting_threads)
+        return self._connections.without_a_peer() if is_waiting else None
+
+    def give_up(self) -> None:
+        """End what waits for a peer that is gone; the threads that wait stay until gloo lets them go."""
+        lost = ConnectionError("another rank is gone")
+        if self._computing.acquire(timeout=PATIENCE_SECONDS):
+            # Their computation tells what it was about.
+            for bucket in tuple(self._under_way):
+                bucket.failure = lost
+                self._advance(bucket)
+            self._computing.release()
+        self._fail(HookError(str(lost)))
+        self._gave_up = True
+        with self._books:
+            buckets, called = [*self._unfinished], [*self._called]
+        for bucket in buckets:
+            self._end(bucket, None)
+        for one in called:
+            with suppress(InvalidStateError):
+                one.set_exception(self._error())
+
     def close(self) -> None:
         if self._closed:
             return
@@ -225,14 +274,21 @@ class ThreadEngine(Engine):
         if not ended.wait(GRACE_SECONDS):
             self._fail(HookError("the communication hook was closed before its work was done"))
         # First: they hand buckets back, whose futures are still to be set.
-        self._waiters.shutdown(wait=True)
+        self._join(self._waiters.end())
         self._jobs.put(None)
-        self._thread.join()
+        self._join([self._thread])
+        self._no_watch.set()
+        self._watch.join()
         # Gloo would wait 10 ms for each connection that is still open when it closes it.
-        self._abort()
+        self._connections.abort()
         # Once more, at exit or when a backward comes too late, it might be somebody else's ports.
-        self._abort = _nothing
+        self._connections = Connections()
         _open_engines.discard(self)
+
+    def _join(self, threads: Sequence[threading.Thread]) -> None:
+        for thread in threads:
+            while thread.is_alive() and not (self._gave_up and thread.ident in waiting_threads):
+                thread.join(GRACE_SECONDS)
 
     def _wait_for(self, work: HostFuture[Any]) -> None:
         try:
@@ -243,8 +299,15 @@ class ThreadEngine(Engine):
 
     def _fail(self, failure: BaseException) -> None:
         if self._process != os.getpid():
-            self._abort = _nothing  # a forked child shares the connections
+            self._connections = Connections()  # a forked child shares the connections
         super()._fail(failure)
+
+
+def _start(function: Callable[..., None], *args: object) -> threading.Thread:
+    """A daemon: at exit, engines are closed before threads are joined, and nobody waits for one that gloo holds."""
+    thread = threading.Thread(target=function, args=args, name="lightning_commhooks", daemon=True)
+    thread.start()
+    return thread
 
 
 def _run(engine: weakref.ref[ThreadEngine], jobs: queue.SimpleQueue[_Bucket | Callable[[], object] | None]) -> None:
@@ -256,10 +319,6 @@ def _run(engine: weakref.ref[ThreadEngine], jobs: queue.SimpleQueue[_Bucket | Ca
                 with suppress(BaseException), own.aborting():  # or whoever waits for this thread would wait for ever
                     own.handle(job)
             del own, job  # they hold results
-
-
-def _nothing() -> None:
-    """In place of what aborts a group that is gone."""
 
 
 def _record(device: torch.device) -> torch.cuda.Event | None:

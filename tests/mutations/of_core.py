@@ -208,8 +208,8 @@ MUTATIONS = [
     Mutation(
         "future_never_set",
         f"{PACKAGE}/ddp/thread_engine.py",
-        "        self._waiters.shutdown(wait=True)\n        self._jobs.put(None)\n",
-        "        self._jobs.put(None)\n        self._waiters.shutdown(wait=True)\n",
+        "        self._join(self._waiters.end())\n        self._jobs.put(None)\n",
+        "        self._jobs.put(None)\n        self._join(self._waiters.end())\n",
         "Whoever waits for a bucket that is under way when the hook is closed waits for ever.",
         "tests/test_thread_engine.py -k 'never_does'",
     ),
