@@ -13,11 +13,10 @@ from stream_order import recorded
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import lightning_commhooks as lc
-from lightning_commhooks.collectives import process_groups
-from lightning_commhooks.collectives.gloo_abort import Connections
 from lightning_commhooks.codecs.codec import Kernels
-from lightning_commhooks.collectives import group
+from lightning_commhooks.collectives import group, process_groups
 from lightning_commhooks.collectives import steps as steps_module
+from lightning_commhooks.collectives.gloo_abort import Connections
 from lightning_commhooks.collectives.timing import HostTiming
 from lightning_commhooks.ddp import finite_steps, runtime, stream_engine
 
@@ -168,7 +167,8 @@ def test_side_stream_comes_first(device):
     """Between kernels that wait, a device takes those of the stream with the higher priority, the lower number."""
     with device():
         assert (
-            stream_engine.StreamEngine(torch.device("cuda", 0), Connections(), HostTiming(), "hook")._stream.priority < 0
+            stream_engine.StreamEngine(torch.device("cuda", 0), Connections(), HostTiming(), "hook")._stream.priority
+            < 0
         )
 
 

@@ -10,9 +10,9 @@ import torch
 import lightning_commhooks as lc
 from lightning_commhooks.collectives.gloo_abort import Connections
 from lightning_commhooks.collectives.link import BUCKETS_AT_ONCE
-from lightning_commhooks.collectives.steps import Wait
+from lightning_commhooks.collectives.steps import Wait, finish
 from lightning_commhooks.collectives.timing import HostTiming
-from lightning_commhooks.ddp import thread_engine
+from lightning_commhooks.ddp import thread_engine, waiters
 from lightning_commhooks.ddp.thread_engine import ThreadEngine
 
 CPU = torch.device("cpu")
@@ -241,3 +241,72 @@ def test_close_waits_for_what_is_computed_though_it_takes_long(peers, monkeypatc
     peers.engine.close()
     assert peers.log == ["computed"]
     assert not peers.engine._thread.is_alive()
+
+
+class LostPeers(Peers):
+    """Waits that nothing ends, as gloo leaves them when a peer is gone; `progress` is what the others do meanwhile."""
+
+    progress = 0
+
+    def abort(self):
+        """End nothing."""
+
+    def without_a_peer(self):
+        return self.progress
+
+    def close(self):
+        """Close the engine, which does not wait for threads that wait, and then let these go."""
+        self.engine.close()
+        super().abort()
+        for thread in (self.engine._thread, *self.engine._waiters.end()):
+            thread.join(SECONDS)
+
+
+def lost_peers(is_ordered, monkeypatch):
+    monkeypatch.setattr(waiters, "PATIENCE_SECONDS", 0.5)
+    monkeypatch.setattr(thread_engine, "GRACE_SECONDS", 0.1)
+    return LostPeers({"is_ordered": is_ordered})
+
+
+def explained(steps):
+    """A computation that says what it was about."""
+    try:
+        return (yield from steps)
+    except ConnectionError as error:
+        raise lc.HookError(f"in bucket 7: {error}") from error
+
+
+@pytest.mark.parametrize("is_ordered", [True, False])
+def test_a_wait_that_gloo_leaves_alone_fails_when_a_peer_is_gone(is_ordered, monkeypatch):
+    peers = lost_peers(is_ordered, monkeypatch)
+    first = peers.engine.submit(lambda: explained(peers.bucket("a")()), CPU, is_last=False)
+    second = peers.engine.submit(peers.bucket("b"), CPU, is_last=True)
+    for future in (first, second):
+        with pytest.raises(RuntimeError, match="in bucket 7: another rank is gone"):
+            future.wait()
+    with pytest.raises(lc.HookError, match="in bucket 7"):
+        peers.engine.call(lambda: None)
+    peers.close()
+
+
+def test_a_call_fails_when_a_peer_is_gone(monkeypatch):
+    peers = lost_peers(is_ordered=True, monkeypatch=monkeypatch)
+    with pytest.raises(lc.HookError, match="another rank is gone"):
+        peers.engine.call(lambda: finish(peers.bucket("a", 1)()))
+    peers.close()
+
+
+@pytest.mark.parametrize("is_ordered", [True, False])
+def test_who_goes_on_receiving_is_not_given_up(is_ordered, monkeypatch):
+    """A rank that has ended may be gone while the others still finish the same sum."""
+    peers = lost_peers(is_ordered, monkeypatch)
+    future = peers.engine.submit(peers.bucket("a", 1), CPU)
+    for _ in range(12):
+        time.sleep(0.1)
+        peers.progress += 1
+    assert not future.done()
+    peers.let_go("a0")
+    assert future.wait().tolist() == [1.0]
+    time.sleep(0.8)  # nobody waits any more
+    assert peers.engine.call(lambda: 3) == 3
+    peers.engine.close()

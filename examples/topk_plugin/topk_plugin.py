@@ -31,12 +31,11 @@ class BoundTopK(lc.ErrorFeedback):
 
     def average(self, residual, bucket, ranks):
         picked = torch.cat([slot.offset + self._largest(slot.view(residual).flatten()) for slot in bucket.slots]).int()
-        mean, sent = torch.zeros_like(residual), torch.zeros_like(residual)
+        mean = torch.zeros_like(residual)
         indices, values = (yield from ranks.all_gather(picked)), (yield from ranks.all_gather(residual[picked]))
         for places, own in zip(indices, values, strict=True):
             mean[places] += own / ranks.size
-        sent[picked] = residual[picked]
-        return mean, sent
+        return mean, torch.zeros_like(residual).index_put((picked,), residual[picked])
 
     def _largest(self, gradient):
         return gradient.abs().topk(min(gradient.numel(), max(1, int(self.hook.ratio * gradient.numel())))).indices

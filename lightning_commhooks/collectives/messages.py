@@ -51,8 +51,10 @@ class Messages:
             part: tells them from other groups of ranks with some of the same; equal on all of them, at least 1.
 
         Raises:
-            ValueError: there are more groups than can be told from each other.
+            ValueError: these are a part already, or there are more groups than can be told from each other.
         """
+        if self._part:
+            raise ValueError("a subgroup cannot be split: split the whole group into what is needed")
         if part >= _PARTS:
             raise ValueError(f"a hook can have {_PARTS - 1} divisions into subgroups at most")
         some = copy.copy(self)
