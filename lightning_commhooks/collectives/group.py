@@ -67,7 +67,7 @@ class Group(Communicator):
         device: torch.device,
         connections: list[Connections] | None = None,
     ) -> Group:
-        """The ranks of a group for communication threads. Leaves its connections in `connections`; arguments as above."""
+        """The ranks of a group for communication threads, whose connections are left in `connections`; see above."""
         if connections is not None:
             connections.append(own.connections)
         return cls(own.transport, counters, device, own.process_group, connections)
