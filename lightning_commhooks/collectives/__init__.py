@@ -1,1 +1,1 @@
-"""What ranks send, and what it costs."""
+"""Collectives, and their costs."""

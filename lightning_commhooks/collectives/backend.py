@@ -42,7 +42,7 @@ class Backend:
         self.size, self.rank = process_group.size(), process_group.rank()
 
     def channel(self, number: int, ranks: object = None) -> Backend:
-        """What the bucket of that number communicates by."""
+        """Return itself: all buckets communicate by the same collectives."""
         return self
 
     def among(self, ranks: Sequence[int], part: int) -> Direct | None:

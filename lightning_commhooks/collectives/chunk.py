@@ -1,4 +1,4 @@
-"""What is encoded and sent together in an average over ranks."""
+"""Numbers that are encoded and sent together in an average over ranks."""
 
 from __future__ import annotations
 

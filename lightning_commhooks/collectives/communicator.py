@@ -45,7 +45,7 @@ class Transport(Protocol):
 
 @dataclass
 class Tally:
-    """What one bucket has sent so far: payload bytes, those of them that left the node, and rounds of messages."""
+    """Count for one bucket so far: payload bytes sent, those of them that left the node, and rounds of messages."""
 
     sent: float = 0.0
     between_nodes: float = 0.0

@@ -86,7 +86,7 @@ class _Share:
 
 @dataclass
 class Expected:
-    """What was announced by `Direct.expect`.
+    """A gather that was announced by `Direct.expect`.
 
     Attributes:
         gathered: where it will be, shape `(w, n)`.
@@ -123,7 +123,7 @@ class Direct:
         self._spare: list[Tensor] = []
 
     def channel(self, number: int, ranks: object = None) -> Direct:
-        """What the bucket of that number, equal on all ranks, communicates by."""
+        """Collectives for the bucket of that number, equal on all ranks."""
         other = copy.copy(self)
         other.messages = self.messages.channel(number)
         return other
@@ -269,7 +269,7 @@ def _slowest(messages: Messages, measured: float) -> float:
 
 
 def _given_latency() -> float | None:
-    """What the user says; NaN if that is no latency, for all ranks to see."""
+    """The latency that the user states; NaN if that is no latency, for all ranks to see."""
     text = os.environ.get(_LATENCY)
     if text is None:
         return None

@@ -1,4 +1,4 @@
-"""What is raised when communication fails."""
+"""Errors of communication."""
 
 from __future__ import annotations
 

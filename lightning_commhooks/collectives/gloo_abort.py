@@ -32,7 +32,7 @@ Devices = list[dist.ProcessGroupGloo.Device]
 
 
 class Connections:
-    """What connects the ranks of a group, from any thread; does nothing for a backend that tells nothing of it."""
+    """Connections between the ranks of a group, for any thread; does nothing for a backend that tells nothing of it."""
 
     def abort(self) -> None:
         """Make collectives fail at once, here and on the peers that wait for this rank."""
@@ -157,7 +157,7 @@ def _file_number(descriptor: int) -> int | None:
 
 
 def _num_bytes(connection: socket.socket) -> bytes:
-    """What Linux says of bytes that were sent and received."""
+    """Numbers of bytes that were sent and received, as Linux says."""
     try:
         return connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)[_BYTES_IN_TCP_INFO]
     except (AttributeError, OSError):  # another system; closed meanwhile

@@ -1,4 +1,4 @@
-"""What a hook may do with its ranks: collectives, averages that are encoded on the way, and groups of some of them."""
+"""The ranks of a hook: collectives, averages that are encoded on the way, and groups of some of them."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ class Group(Communicator):
         return self.size if two_shot and self.size > 2 else 1
 
     def kernels(self, codec: Codec, *, feedback: bool, two_shot: bool) -> Kernels:
-        """What runs a codec in this group, compiled if that works on all ranks.
+        """Functions that run a codec in this group, compiled if that works on all ranks.
 
         Collective when this is asked for the first time.
 

@@ -54,7 +54,7 @@ class _Post:
 
 
 class _Backend:
-    """What `Messages` take for a `ProcessGroupGloo`."""
+    """A stand-in for a `ProcessGroupGloo` in `Messages`."""
 
     def __init__(self, post: _Post, rank: int, size: int) -> None:
         self._post, self._rank, self._size = post, rank, size

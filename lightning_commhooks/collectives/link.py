@@ -1,4 +1,4 @@
-"""What collectives cost: seconds and processor time by the bytes that a rank sends."""
+"""Costs of collectives: seconds and processor time by the bytes that a rank sends."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BUCKETS_AT_ONCE = 4
 
 @dataclass(frozen=True)
 class Cost:
-    """What one collective costs a rank.
+    """Cost of one collective to a rank.
 
     Attributes:
         num_bytes: that it sends, by the formulas in `collectives.group`.
@@ -47,7 +47,7 @@ Curve = tuple[Cost, ...]
 
 @dataclass(frozen=True)
 class Link:
-    """What collectives among some ranks cost.
+    """Costs of collectives among some ranks.
 
     Attributes:
         world_size: number of ranks that this is about.
@@ -121,7 +121,7 @@ class Link:
 
     @property
     def without_hook(self) -> Link:
-        """What it costs DDP itself, which averages by all-reduces that are not ours."""
+        """Costs to DDP itself, which averages by all-reduces that are not ours."""
         curves = dict(self.curves)
         if "plain_ddp" in curves:
             sums = {kind: curves["plain_ddp"] for kind in curves if kind.startswith("all_reduce")}
@@ -129,7 +129,7 @@ class Link:
         return replace(self, curves=curves, num_at_once=LANES_OF_DDP)
 
     def cost(self, kind: Kind, num_bytes: float, dtype: torch.dtype = torch.float32) -> Cost:
-        """What a collective costs.
+        """Cost of a collective.
 
         Args:
             kind: of collective.

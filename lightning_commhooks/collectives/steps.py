@@ -22,7 +22,7 @@ waiting_threads: set[int] = set()
 
 
 class Work(Protocol):
-    """What `torch.distributed` returns of a collective that is under way."""
+    """A collective that is under way, as `torch.distributed` returns it."""
 
     def wait(self) -> object:
         """Wait until it is done; on NCCL the current stream waits, not the host."""
@@ -30,7 +30,7 @@ class Work(Protocol):
 
 @dataclass(frozen=True)
 class Wait:
-    """What has to be done before a computation goes on.
+    """Works that have to be done before a computation goes on.
 
     Attributes:
         works: all of them.

@@ -1,4 +1,4 @@
-"""What becomes of a hook when its model, or what holds it, is pickled or copied: a copy has no hook, and says so."""
+"""Copies of models with a hook, and of what holds them: a copy has no hook, and says so."""
 
 from __future__ import annotations
 
@@ -58,5 +58,5 @@ def _in_copies(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def registered_name(model: DistributedDataParallel) -> str:
-    """What DDP itself says its communication hook is, empty for none."""
+    """Name of DDP's communication hook, as DDP says; empty for none."""
     return str(model._get_ddp_logging_data().get("comm_hook", ""))

@@ -85,7 +85,7 @@ class Engine(ABC):
 
     @contextmanager
     def aborting(self) -> Iterator[None]:
-        """Whatever raises within, in any thread, ends the work of all ranks: peers would wait for this one."""
+        """End the work of all ranks when something raises within, in any thread: peers would wait for this one."""
         try:
             yield
         except BaseException as failure:

@@ -135,7 +135,7 @@ class FiniteSteps:
 
 
 def _parts(gradients: Tensor, bucket: Bucket) -> list[Tensor]:
-    """What is to be NaN of the averaged gradients of a bucket after a bad step: on CPU all.
+    """The part of the averaged gradients of a bucket that is to be NaN after a bad step: on CPU all.
 
     On CUDA, where the host does not know whether a step is bad, the first element of each: that is enough for whoever
     looks for non-finite gradients or takes their norm, and saves a pass over all of them in each step.

@@ -1,4 +1,4 @@
-"""What training will send: one line after its first steps, and one after each change, from what was measured."""
+"""Forecast of what training will send, from what was measured: a line after its first steps and each change."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _FEWER = " fewer bytes"
 
 @dataclass(frozen=True)
 class Forecast:
-    """What a training sends, made by `Attachment.forecast`. `str()` gives it as one line.
+    """Forecast of what a training sends, made by `Attachment.forecast`. `str()` gives it as one line.
 
     Attributes:
         line: what was measured, and from which step on the hook sends otherwise.
@@ -224,7 +224,7 @@ class Forecaster:
         return text + ("; of those that leave a node" if sent.is_between_nodes else "")
 
     def _what_comes(self, change: int) -> str:
-        """What the hook does from that step on, which is not measured yet."""
+        """Say what the hook does from that step on, which is not measured yet."""
         bound = self._running.bound
         if is_local(bound, change):
             return "ranks step alone"
@@ -233,7 +233,7 @@ class Forecaster:
         return "it compresses" if is_late and not averages_models(bound) else "it sends otherwise"
 
     def _warnings(self, num_steps: int | None, change: int | None, sent: _Sent, total: _Sent | None) -> tuple[str, ...]:
-        """What the user should change."""
+        """Say what the user should change."""
         assert self._hook is not None
         hook, ends = self._hook, "" if num_steps is None else f"training ends after {num_steps:,} steps, and "
         if change is None:

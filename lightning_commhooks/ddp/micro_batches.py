@@ -103,7 +103,7 @@ class MicroBatches:
         raise ValueError(f"a weight must be a finite number of at least 0, is {weight!r}")
 
     def of_step(self, step: int, is_last: bool) -> Accumulated:
-        """What the gradients of a synchronized backward are the sum of; called for each of its buckets.
+        """The sum that the gradients of a synchronized backward are; called for each of its buckets.
 
         Raises:
             ValueError: it is the second one since gradients were cleared; what the loss is divided by is no number.

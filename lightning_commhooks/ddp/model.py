@@ -86,7 +86,7 @@ def device_of(model: DistributedDataParallel) -> torch.device:
 
 
 class _Registered(NotCopied):
-    """What DDP calls for each bucket, under the name of the hook."""
+    """Function that DDP calls for each bucket, under the name of the hook."""
 
     def __init__(self, trampoline: Trampoline, name: str, is_closed: Callable[[], bool]) -> None:
         # Without recording, which a backward with `create_graph=True` would do.

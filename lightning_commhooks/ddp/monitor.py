@@ -1,4 +1,4 @@
-"""What an attachment does, as values to log while training and one line at its end."""
+"""Values to log while training, and one line at its end, of an attachment."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Attached(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class MonitorOptions:
-    """What adapters of frameworks let their users choose, checked before there is a model.
+    """Options of users of the frameworks, checked before there is a model.
 
     The fields are those of `CommHookMonitor`.
 
@@ -134,7 +134,7 @@ class Monitor:
         return self.attachment.num_steps - int(self._last["steps"])
 
     def values(self) -> dict[str, float]:
-        """What to log, on any rank alone, outside of a backward; what is not known yet, or never, is left out.
+        """Values to log, on any rank alone, outside of a backward; what is not known yet, or never, is left out.
 
         `comm/bytes_sent`, `comm/averagings` and `comm/nonfinite_steps` since `attach`. `comm/compression_ratio`, and
         `comm/exposed_ms` and `comm/codec_ms` per step, since the last call. `comm/bytes_sent_between_nodes` and

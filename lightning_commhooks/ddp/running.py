@@ -76,5 +76,5 @@ class RunningHook:
             raise self.failed(self.bound.group, f"after {self.clock.steps} steps", error) from error
 
     def failed(self, group: Group, where: str, error: Exception) -> HookError:
-        """What a user is told of an error of the hook."""
+        """The error that a user sees for one of the hook."""
         return HookError(f"communication hook {self.name!r} failed on rank {group.global_rank} {where}: {error}")

@@ -1,4 +1,4 @@
-"""What runs for one attachment: between the buckets of DDP and a bound hook."""
+"""The runtime of one attachment, between the buckets of DDP and a bound hook."""
 
 # No `from __future__ import annotations`: DDP compares the annotations of the hooks that are made here.
 

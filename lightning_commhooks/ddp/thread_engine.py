@@ -322,7 +322,7 @@ def _run(engine: weakref.ref[ThreadEngine], jobs: queue.SimpleQueue[_Bucket | Ca
 
 
 def _record(device: torch.device) -> torch.cuda.Event | None:
-    """What the caller's stream has to do before the work, on CUDA."""
+    """Event of what the caller's stream has to do before the work, on CUDA."""
     return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
 
 

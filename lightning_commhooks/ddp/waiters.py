@@ -47,7 +47,7 @@ class Waiters:
 
 
 class Watched(Protocol):
-    """What [`watch`][] watches."""
+    """Something that [`watch`][] watches."""
 
     def without_a_peer(self) -> object | None:
         """`None` unless it waits and a peer is gone; then how far it is, to be compared."""

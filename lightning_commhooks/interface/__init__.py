@@ -1,1 +1,1 @@
-"""What a hook is."""
+"""Hooks: what they are asked and told."""

@@ -74,7 +74,7 @@ class Bucket:
 
     @property
     def divisor(self) -> float | Tensor:
-        """What to divide gradients by on the way in: they are then scaled, and in units of the loss."""
+        """The divisor of gradients on the way in: they are then scaled, and in units of the loss."""
         return self.loss_scale / self.scale
 
     @property

@@ -159,14 +159,14 @@ class BoundHook(ABC):
         """
 
     def owed(self) -> Iterator[Tensor]:
-        """What this rank has not sent yet, for error feedback: one tensor after another, in units of the loss.
+        """The residual of this rank, for error feedback: one tensor after another, in units of the loss.
 
         Not collective. The default has nothing, right for hooks without error feedback.
         """
         yield from ()
 
     def not_begun(self, step: int) -> str | None:
-        """What keeps this hook from what it is for in a step, and what to do about it; `None` if nothing does.
+        """Say what keeps this hook from its work in a step, and what to do about it; `None` if nothing does.
 
         Shown for steps that are not compressed, and as a warning when training ends with such a step: after its first
         steps if that is foreseen, for which it is asked of the last step while `changes_at()` has no step in between,

@@ -1,4 +1,4 @@
-"""What wrappers of hooks have in common."""
+"""Base of the wrappers of hooks."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ class BoundAround(BoundWrapper):
 
     @property
     def chosen(self) -> CommHook | None:
-        """What the hook inside has chosen to be; by name, since only `Auto` chooses, which imports this."""
+        """The hook that the one inside has chosen to be; by name, since only `Auto` chooses, which imports this."""
         return getattr(self._inner, "chosen", None)
 
 

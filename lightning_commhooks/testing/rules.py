@@ -1,4 +1,4 @@
-"""What every hook owes, in each step: one rule per function.
+"""Rules for every hook, in each step: one rule per function.
 
 A rule gets `run`, which calls a function on so many ranks, and a [`Case`][], and raises [`BrokenRule`][] with the rule
 in words. Whatever runs on a rank is a function of a module, so that it can be sent there.
@@ -141,7 +141,7 @@ _STEPS = 5
 
 @dataclass(frozen=True)
 class _WithBadStep:
-    """What a rank sees of some steps and a bad one between them, or none.
+    """The view that a rank has of some steps and a bad one between them, or none.
 
     Attributes:
         means: outputs of the good steps.
@@ -321,7 +321,7 @@ def _measuring() -> Iterator[list[float]]:
 
 
 def _measured(rank: int, world: int, hook: CommHook) -> tuple[dict[str, float], float]:
-    """What is counted in a step, and what is sent; not in the first two, after which DDP builds its buckets anew."""
+    """Bytes counted in a step, and bytes sent; not in the first two, after which DDP builds its buckets anew."""
     with attached(hook, bucket_cap_mb=25) as (ddp, attachment):
         for step in range(2):
             backward(ddp, full_rank_gradients(rank, step, SHAPES))

@@ -47,7 +47,7 @@ def _total(means: list[Gradients]) -> Gradients:
 
 
 def error_feedback_loses_nothing(run: Run, case: Case, world: int) -> None:
-    """What was sent and what is owed together is what was produced."""
+    """Sent and owed together is what was produced."""
     for steps in (3, 6):
         (means, has_memory), *_ = run(_until_handed_over, case.hook, steps, world=world)
         if not has_memory:

@@ -187,7 +187,7 @@ class _BoundAuto(BoundSwitch):
             yield from self._choose(ranks)
 
     def _sampler(self, step: int) -> ErrorSampler | None:
-        """What samples the errors of a step, if they are to be."""
+        """The sample of the errors of a step, if they are to be sampled."""
         if self._choice is not None or self._first_step is None:
             return None
         key = self._phase(step)

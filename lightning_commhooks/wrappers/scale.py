@@ -100,7 +100,7 @@ def unscaled(hook: CommHook) -> CommHook:
 
 
 def accumulation_of(hook: CommHook) -> Accumulation:
-    """What a hook divides accumulated gradients by."""
+    """Divisor of accumulated gradients."""
     return hook.accumulation if isinstance(hook, ScaleByGradAccumulation) else "framework"
 
 
@@ -122,7 +122,7 @@ class _BoundScale(BoundAround):
         return (yield from self._inner.reduce_sparse(grad, bucket, ranks))
 
     def _factor(self, bucket: Bucket, ranks: Group) -> Steps[Number]:
-        """What to multiply gradients by, the same for all buckets of a step."""
+        """Factor of gradients, the same for all buckets of a step."""
         accumulated = bucket.accumulated
         if accumulated is None:
             return 1.0
