@@ -59,21 +59,21 @@ class GlooConnections(Connections):
     """
 
     def __init__(self, groups: Sequence[dist.ProcessGroup], mine: set[str], listeners: set[str]) -> None:
-        self._groups = [weakref.ref(group) for group in groups]
-        self._mine, self._listeners = mine, listeners
+        self.groups = [weakref.ref(group) for group in groups]
+        self.mine, self.listeners = mine, listeners
         # Descriptors come again for other files, with another number.
         self._files = {(one.fileno(), os.fstat(one.fileno()).st_ino) for one in self._open()} if mine else set()
 
     def __or__(self, other: GlooConnections) -> GlooConnections:
-        groups = [group for one in (*self._groups, *other._groups) if (group := one()) is not None]
-        return GlooConnections(groups, self._mine | other._mine, self._listeners | other._listeners)
+        groups = [group for one in (*self.groups, *other.groups) if (group := one()) is not None]
+        return GlooConnections(groups, self.mine | other.mine, self.listeners | other.listeners)
 
     def fail(self) -> None:
-        for one in self._groups:
+        for one in self.groups:
             if (group := one()) is not None:
                 # For ever: when gloo destroys a group it waits for its collectives, of which one may never end.
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
-        self._groups.clear()
+        self.groups.clear()
         self.abort()
 
     def abort(self) -> None:
@@ -91,8 +91,8 @@ class GlooConnections(Connections):
     def _open(self) -> Iterator[socket.socket]:
         for connection in _tcp_sockets():
             try:
-                is_ours = _address(connection.getpeername()) in self._listeners
-                is_ours = is_ours or _address(connection.getsockname()) in self._mine
+                is_ours = _address(connection.getpeername()) in self.listeners
+                is_ours = is_ours or _address(connection.getsockname()) in self.mine
             except OSError:  # listens, and must go on doing so: gloo aborts the process if it cannot
                 continue
             if is_ours:

@@ -112,8 +112,8 @@ MUTATIONS = [
     Mutation(
         "any_order_of_gloos_collectives",
         f"{PACKAGE}/ddp/runtime.py",
-        "ThreadEngine(device, abort, timing, self.name, group.is_ordered)",
-        "ThreadEngine(device, abort, timing, self.name, False)",
+        "ThreadEngine(device, connections, timing, self.name, group.is_ordered)",
+        "ThreadEngine(device, connections, timing, self.name, False)",
         "Gloo's own collectives of several buckets are begun in another order on each rank.",
         "tests/test_direct.py -k 'average_as_near'",
     ),
@@ -128,8 +128,8 @@ MUTATIONS = [
     Mutation(
         "one_bucket_at_a_time",
         f"{PACKAGE}/ddp/thread_engine.py",
-        "                    self._waiters.submit(self._wait_elsewhere, bucket)\n",
-        "                    self._wait_elsewhere(bucket)\n",
+        "            self._waiters.submit(functools.partial(self._wait_elsewhere, bucket))\n",
+        "            self._wait_elsewhere(bucket)\n",
         "While a bucket waits for other ranks, no other goes on.",
         "tests/test_thread_engine.py -k 'whichever'",
     ),
@@ -184,10 +184,26 @@ MUTATIONS = [
     Mutation(
         "no_abort",
         f"{PACKAGE}/ddp/engine.py",
-        "        self._abort()\n",
+        "        self._connections.fail()\n",
         "        pass\n",
         "A failure does not end the collectives that peers wait in.",
         "tests/test_failure.py -k 'nothing_runs_after'",
+    ),
+    Mutation(
+        "lost_peer_is_waited_for",
+        f"{PACKAGE}/collectives/gloo_abort.py",
+        "if all(_file_number(descriptor) == number for descriptor, number in self._files):",
+        "if True:",
+        "A wait that gloo leaves alone lasts until the timeout of the group.",
+        "tests/test_failure.py -k 'message_is_on_its_way'",
+    ),
+    Mutation(
+        "impatient_with_those_who_send",
+        f"{PACKAGE}/ddp/waiters.py",
+        "if state is not None and state == before else 0",
+        "if state is not None else 0",
+        "Ranks that still send each other the end of a sum fail when another has left.",
+        "tests/test_thread_engine.py -k 'goes_on_receiving'",
     ),
     Mutation(
         "engine_goes_on_after_a_failure",
@@ -200,7 +216,7 @@ MUTATIONS = [
     Mutation(
         "thread_not_joined",
         f"{PACKAGE}/ddp/thread_engine.py",
-        "        self._thread.join()\n",
+        "        self._join([self._thread])\n",
         "",
         "The communication thread outlives close().",
         "tests/test_thread_engine.py -k 'what_is_computed'",
