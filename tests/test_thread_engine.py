@@ -113,7 +113,7 @@ def test_in_order_each_earlier_bucket_goes_one_wait_further_when_the_next_one_co
         peers.engine.submit(peers.bucket(name, 3, is_gated=False), CPU, is_last=False)
     peers.engine.call(lambda: peers.log.append("called"))
     first_ends = ["a0", "b0", "a1", "c0", "a2", "b1", "d0", "a ends", "b2", "c1"]
-    assert peers.log == [*first_ends, "b ends", "c2", "c ends", "d1", "d2", "d ends", "called"]
+    assert peers.log == [*first_ends, "b ends", "c2", "d1", "c ends", "d2", "d ends", "called"]
 
 
 @IN_ORDER

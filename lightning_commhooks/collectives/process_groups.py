@@ -22,6 +22,7 @@ from lightning_commhooks.collectives import direct
 from lightning_commhooks.collectives.backend import Backend
 from lightning_commhooks.collectives.direct import Direct, measure_latency
 from lightning_commhooks.collectives.gloo_abort import Connections, GlooConnections, with_connections
+from lightning_commhooks.collectives.link import BUCKETS_AT_ONCE
 from lightning_commhooks.collectives.messages import Messages
 from lightning_commhooks.collectives.steps import finish
 
@@ -150,8 +151,8 @@ def _gloo_group(
     options = gloo._Options()
     options._timeout = timeout
     options._devices = list(devices)
-    # One: of two collectives under way, gloo may tell only one that a connection was closed, and the other never ends.
-    options._threads = 1
+    # Each runs one collective: those of all buckets under way at once.
+    options._threads = BUCKETS_AT_ONCE
     backend = gloo(store, rank, size, options)
     own = dist.ProcessGroup(store, rank, size)
     own._set_default_backend(dist.ProcessGroup.BackendType.GLOO)

@@ -74,7 +74,7 @@ class ThreadEngine(Engine):
 
     By direct messages, buckets go on in whatever order their waits end: other threads wait. Collectives of gloo itself
     have to begin in one order on all ranks, so there a bucket goes on when the next ones arrive, by a fixed rule: each
-    earlier one goes one wait further, and of `BUCKETS_AT_ONCE` the first is finished.
+    earlier one goes one wait further, and with `BUCKETS_AT_ONCE` all do so until one ends.
 
     An interruption (Ctrl-C, a signal handler that raises) of the main thread while it waits for work is a failure, too,
     and so is a wait that does not end though a peer is gone.
@@ -186,9 +186,9 @@ class ThreadEngine(Engine):
                     self._wait_and_advance(bucket)
         everything = not isinstance(job, _Bucket) or job.is_last
         while len(self._under_way) >= (1 if everything else BUCKETS_AT_ONCE):
-            first = self._under_way[0]
-            while first in self._under_way:
-                self._wait_and_advance(first)
+            # In turns: what the others begin is under way while one is waited for.
+            for bucket in [*self._under_way]:
+                self._wait_and_advance(bucket)
 
     def _wait_and_advance(self, bucket: _Bucket) -> None:
         self._wait(bucket)
