@@ -53,8 +53,10 @@ class ErrorFeedback(BoundHook):
         # The residuals of a bucket one after another, by names of its parameters; those in `memory` are views.
         self._of_buckets: dict[tuple[str, ...], Tensor] = {}
         self._checked: set[tuple[str, str]] = set()
+        # The slots of the buckets as they are now, and what `lay_out` made for them, by names of their parameters.
+        self.plans: dict[tuple[str, ...], tuple[Sequence[Slot], Any]] = {}
         # What becomes memory if the step is finite.
-        self._staged: list[tuple[str, str, Tensor]] = []
+        self._staged: list[tuple[str, str, Tensor | None]] = []
 
     def average(self, residual: Tensor, bucket: Bucket, ranks: Group) -> Steps[tuple[Tensor, Tensor]]:
         """Approximate the mean over ranks of `residual`.
@@ -89,7 +91,6 @@ class ErrorFeedback(BoundHook):
             see `BoundHook.reduce`.
         """
         flat = bucket.flat
-        self.group.counters.numel_compressed += flat.numel()
         if residual is None:
             residual = torch.zeros_like(flat, dtype=work_dtype(flat.dtype))
         add_unscaled_(residual, flat, bucket.divisor)
@@ -107,6 +108,22 @@ class ErrorFeedback(BoundHook):
     def compressed(self, bucket: Bucket) -> Sequence[Slot] | None:
         """Return the slots of a bucket that have residuals; `None` if it is averaged as it is. All by default."""
         return bucket.slots
+
+    def lay_out(self, bucket: Bucket) -> Any:
+        """Make what `plan` returns of a bucket; for hooks that divide buckets."""
+
+    def plan(self, bucket: Bucket) -> Any:
+        """Return what `lay_out` made for a bucket; it is asked again when DDP has built its buckets anew."""
+        if bucket.names not in self.plans:
+            is_new = set(bucket.names).isdisjoint
+            self.plans = {names: plan for names, plan in self.plans.items() if is_new(names)}
+            self.plans[bucket.names] = bucket.slots, self.lay_out(bucket)
+            # Of several parameters together, as they were in a bucket that is not there any more.
+            for key in [key for key in self.memory if "\n" in key and not is_new(key.split("\n"))]:
+                if tuple(key.split("\n")) != bucket.names:
+                    del self.memory[key]
+        _, plan = self.plans[bucket.names]
+        return plan
 
     def remembered(self, name: str, make: Callable[[], Tensor], kind: str = "shared") -> Tensor:
         """Return what the hook remembers of a parameter that is equal on all ranks, such as where a step begins.
@@ -126,8 +143,11 @@ class ErrorFeedback(BoundHook):
             self._checked.add((name, kind))
         return entry[kind]
 
-    def remember(self, name: str, value: Tensor, kind: str = "shared") -> None:
-        """Let `remembered` return a tensor from the next step on, if this step is finite. Nobody may change it."""
+    def remember(self, name: str, value: Tensor | None, kind: str = "shared") -> None:
+        """Let `remembered` return a tensor from the next step on, if this step is finite. Nobody may change it.
+
+        `None`: forget it.
+        """
         self._staged.append((name, kind, value))
 
     def reduce(self, bucket: Bucket, ranks: Group) -> Steps[Tensor | None]:
@@ -136,6 +156,9 @@ class ErrorFeedback(BoundHook):
         if slots is None:
             yield from self._average_as_it_is(bucket, ranks)
             return None
+        numel = sum(slot.numel for slot in slots)
+        self.group.counters.numel_compressed += numel
+        self.group.counters.numel_uncompressed += flat.numel() - numel
         residual = self._residual(bucket, slots) if slots and self.has_residuals else None
         if bucket.unused is None or residual is None:
             return (yield from self.average_(residual, bucket, ranks))
@@ -189,7 +212,10 @@ class ErrorFeedback(BoundHook):
     def end_step(self, finite: Tensor) -> None:
         if finite:
             for name, kind, value in self._staged:
-                self.memory.setdefault(name, {})[kind] = value
+                if value is None:
+                    self.memory.get(name, {}).pop(kind, None)
+                else:
+                    self.memory.setdefault(name, {})[kind] = value
         else:
             for residual in (*self._of_buckets.values(), *self.owed()):
                 residual.zero_()
@@ -246,7 +272,7 @@ class ErrorFeedback(BoundHook):
         return entry
 
     def release(self) -> None:
-        self.memory, self._of_buckets, self._staged = {}, {}, []
+        self.memory, self._of_buckets, self._staged, self.plans = {}, {}, [], {}
 
 
 def _as_saved_now(saved: Mapping[str, Tensor]) -> dict[str, Tensor]:

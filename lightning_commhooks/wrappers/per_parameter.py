@@ -127,12 +127,11 @@ class _BoundPerParameter(BoundWrapper):
             numel = sum(slot.numel for slot in slots)
             first, last = slots[0].offset, slots[-1].offset + slots[-1].numel
             is_apart = last - first != numel
-            own = torch.cat([slot.view(flat).reshape(-1) for slot in slots]) if is_apart else flat[first:last]
+            own = bucket.gather(slots) if is_apart else flat[first:last]
             part = dataclasses.replace(bucket, flat=own, slots=_moved_together(slots))
             finite.append((yield from hook.reduce(part, ranks)))
             if is_apart:
-                for slot, mean in zip(slots, own.split([slot.numel for slot in slots]), strict=True):
-                    slot.view(flat).copy_(mean.view(slot.shape))
+                bucket.scatter_(slots, own)
         known = [part for part in finite if part is not None]
         return torch.stack(known).all() if len(known) == len(finite) else None
 
