@@ -24,12 +24,13 @@ from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.collectives.steps import Steps
 from lightning_commhooks.hooks._low_rank_options import LowRankConfig
 from lightning_commhooks.interface.bucket import Bucket, Slot
-from lightning_commhooks.interface.error_feedback import ErrorFeedback, Shapes
+from lightning_commhooks.interface.error_feedback import ErrorFeedback
 from lightning_commhooks.interface.finite import all_finite
 from lightning_commhooks.interface.hierarchy import bind_by_node
 from lightning_commhooks.interface.hook import NEXT_TO_NOTHING, BoundHook
 from lightning_commhooks.interface.precision import add_unscaled_, to_gradient, work_dtype
 from lightning_commhooks.interface.registry import register
+from lightning_commhooks.interface.state import Shapes
 
 logger = logging.getLogger(__name__)
 
@@ -202,18 +203,14 @@ class BoundPowerSGD(ErrorFeedback):
         matrices = {slot for batch in batches for slots in batch.slots for slot in slots}
         return batches, [slot for slot in bucket.slots if slot not in matrices]
 
-    def _shapes(self, shapes: list[tuple[int, ...]]) -> Shapes:
+    def kept(self, shapes: list[tuple[int, ...]]) -> Shapes:
         matrices = self.hook.matrices([Slot(str(i), shape, 0) for i, shape in enumerate(shapes)])
         if len(matrices) != 1:
             return {}
         ((n, m),) = matrices
         r = self.hook.rank(n, m)
-        expected: Shapes = {"factor": (r, m)}
-        if self.hook.num_iters_per_step == 1:
-            expected["factor_p"] = (r, n)
-        if self.has_residuals and len(shapes) == 1:
-            expected["residual"] = shapes[0]
-        return expected
+        factors = {"factor": (r, m), "factor_p": (r, n)} if self.hook.num_iters_per_step == 1 else {"factor": (r, m)}
+        return {**factors, "residual": shapes[0]} if self.has_residuals and len(shapes) == 1 else factors
 
     def _report(self, numel: int, numel_rest: int, bucket: Bucket) -> None:
         """Log at the first compressed step and every `compression_stats_logging_frequency` steps."""
