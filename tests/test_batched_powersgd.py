@@ -12,7 +12,7 @@ def with_buckets(rank, world, hook, steps):
     # With find_unused_parameters DDP keeps its buckets.
     with attached(hook, dtype=torch.float64, find_unused_parameters=True) as (ddp, attachment):
         means = [backward(ddp, full_rank_gradients(rank, step, SHAPES, torch.float64)) for step in range(steps)]
-        return means, list(attachment.bound._laid), attachment.compression_stats()
+        return means, list(attachment.bound.plans), attachment.compression_stats()
 
 
 @pytest.mark.parametrize("matrix_rank", [1, 3])

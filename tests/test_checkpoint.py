@@ -249,7 +249,7 @@ def test_hand_over_in_a_bad_step_forgets_what_was_owed(run, world, value):
             expected = mean_gradients(full_rank_gradients, world, step, SHAPES, torch.float64)
             assert distance(means[step], expected) <= 2.0**-7 * norm(expected)
         assert norm(mean_residuals(state, SHAPES)) == 0
-        phases = state["hook"]["state"]["phases"]
+        phases = state["hook"]["state"]["hooks"]
         assert not phases["0"]["state"]["entries"], "what is paid takes no memory"
 
 

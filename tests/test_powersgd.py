@@ -21,8 +21,7 @@ from reference import powersgd
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
 import lightning_commhooks as lc
-from lightning_commhooks.hooks import _matrices
-from lightning_commhooks.hooks._low_rank import random_factor
+from lightning_commhooks.hooks import powersgd as algorithm
 
 START, STEPS = 2, 7
 ONE_BUCKET = {"bucket_cap_mb": 25}
@@ -38,7 +37,7 @@ def preset_stock(state, bucket):
             m = parameter.numel() // n
             r = min(n, m, stock.matrix_approximation_rank)
             if parameter.dim() > 1 and (n + m) * r * stock.min_compression_rate < n * m:
-                start = random_factor(names[parameter], (r, m), 0, 0, parameter.detach())
+                start = algorithm._random_factors([names[parameter]], (r, m), parameter.detach(), 0, 0)[0]
                 by_shape.setdefault((n, m), []).append((torch.zeros(n, r, dtype=parameter.dtype), start.t()))
         pairs = [pair for same_shape in by_shape.values() for pair in same_shape]
         stock.p_memory_dict[0] = torch.cat([p.reshape(-1) for p, _ in pairs])
@@ -126,10 +125,10 @@ def test_matrices_in_many_blocks_equal_reference(run, num_iters):
             assert distance(a, b) <= 1e-9 * norm(b)
 
 
-def with_a_bad_step(rank, world, hook, block_numel=_matrices._BLOCK_NUMEL):
+def with_a_bad_step(rank, world, hook, block_numel=algorithm._BLOCK_NUMEL):
     means = []
     with (
-        mock.patch.object(_matrices, "_BLOCK_NUMEL", block_numel),
+        mock.patch.object(algorithm, "_BLOCK_NUMEL", block_numel),
         attached(hook, dtype=torch.float64) as (ddp, _),
     ):
         for step in range(STEPS):

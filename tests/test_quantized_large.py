@@ -6,7 +6,7 @@ from codec_reference import block_bytes
 from driver import attached, backward
 
 import lightning_commhooks as lc
-from lightning_commhooks.hooks._chunks import CHUNK_NUMEL, chunks
+from lightning_commhooks.hooks.int8 import CHUNK_NUMEL, chunks
 from lightning_commhooks.interface.bucket import Slot
 
 STEPS = 3
@@ -136,15 +136,16 @@ def test_chunks_cover_each_gradient_once(block_size, num_owners):
     assert torch.equal(everything[everything > 0].sort().values, flat)
     for place, own in zip(places, numbers, strict=True):
         assert own.shape[0] % num_owners == 0
-        is_view = own.data_ptr() == place.segments[0].of(flat).data_ptr()
-        assert is_view == (len(place.segments) == 1 and place.segments[0].numel == own.numel())
+        is_view = own.data_ptr() == place.stretches[0].view(flat).data_ptr()
+        assert is_view == (len(place.stretches) == 1 and place.stretches[0].numel == own.numel())
         if block_size:
             assert own.numel() <= 2 * CHUNK_NUMEL
             # A block begins with each gradient and goes on where another stretch of it ends.
-            assert all(segment.start % block_size == segment.first % block_size == 0 for segment in place.segments)
+            assert all(start % block_size == 0 for start in place.starts)
+            assert all(int(stretch.name.split(":")[1]) % block_size == 0 for stretch in place.stretches)
             place.scatter(own, flat)
             assert torch.equal(flat, torch.arange(1, 1 + flat.numel(), dtype=torch.float32))
             place.scatter(-own.clone(), flat)
-            for segment in place.segments:
-                assert (segment.of(flat) < 0).all()
+            for stretch in place.stretches:
+                assert (stretch.view(flat) < 0).all()
             flat.abs_()

@@ -11,7 +11,7 @@ from lightning_commhooks.collectives.chunk import CHUNK_NUMEL, Chunk
 from lightning_commhooks.fsdp.dense import DenseReduction
 from lightning_commhooks.fsdp.reduction import ShardedReduction
 from lightning_commhooks.fsdp.shard_group import ShardGroup
-from lightning_commhooks.hooks._codec_feedback import CodecConfig
+from lightning_commhooks.hooks.int8 import CodecConfig
 
 
 class EncodedReduction(ShardedReduction):

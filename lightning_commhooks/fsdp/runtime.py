@@ -13,7 +13,7 @@ from lightning_commhooks.collectives.errors import HookError, raise_if_capturing
 from lightning_commhooks.fsdp.reduction import ShardedReduction
 from lightning_commhooks.fsdp.shard_group import ShardGroup
 from lightning_commhooks.fsdp.supported import bind_sharded
-from lightning_commhooks.hooks._codec_feedback import CodecConfig
+from lightning_commhooks.hooks.int8 import CodecConfig
 from lightning_commhooks.interface.hook import CommHook
 
 

@@ -9,7 +9,7 @@ from lightning_commhooks.fsdp.encoded import EncodedReduction
 from lightning_commhooks.fsdp.reduction import ShardedReduction
 from lightning_commhooks.fsdp.shard_group import ShardGroup
 from lightning_commhooks.hooks import BF16, FP8, FP16, AllReduce, Int4, Int8
-from lightning_commhooks.hooks._codec_feedback import CodecConfig
+from lightning_commhooks.hooks.int8 import CodecConfig
 from lightning_commhooks.interface.hook import CommHook
 from lightning_commhooks.interface.registry import get_hook, get_hook_class
 

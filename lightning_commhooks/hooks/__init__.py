@@ -4,11 +4,9 @@ from lightning_commhooks.hooks.allgather import AllGather
 from lightning_commhooks.hooks.allreduce import AllReduce
 from lightning_commhooks.hooks.batched_powersgd import BatchedPowerSGD
 from lightning_commhooks.hooks.diloco import DiLoCo
-from lightning_commhooks.hooks.fp8 import FP8
 from lightning_commhooks.hooks.half import BF16, FP16
 from lightning_commhooks.hooks.hierarchical_localsgd import HierarchicalLocalSGD
-from lightning_commhooks.hooks.int4 import Int4
-from lightning_commhooks.hooks.int8 import Int8
+from lightning_commhooks.hooks.int8 import FP8, Int4, Int8
 from lightning_commhooks.hooks.noop import Noop
 from lightning_commhooks.hooks.post_localsgd import PostLocalSGD
 from lightning_commhooks.hooks.powersgd import PowerSGD

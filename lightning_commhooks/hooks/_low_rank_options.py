@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from lightning_commhooks.interface.bucket import Slot
 from lightning_commhooks.interface.checks import check_bool, check_integer
@@ -14,11 +15,13 @@ from lightning_commhooks.interface.hook import CommHook
 
 @dataclass(frozen=True, kw_only=True)
 class LowRankConfig(CommHook):
-    """Options of `torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook.PowerSGDState`, same names and defaults.
+    """Options of PyTorch's `PowerSGDState` that `powersgd` and `batched_powersgd` share, same names and defaults.
 
     `num_iters_per_step=1` is that of the authors' package, https://github.com/epfml/powersgd, beginning with P; 2 is
     what PyTorch's hook does, where theirs would send the sum of two approximations.
     """
+
+    batch_tensors_with_same_shape: ClassVar[bool] = False
 
     matrix_approximation_rank: int = 1
     start_powerSGD_iter: int = 1_000
@@ -31,14 +34,11 @@ class LowRankConfig(CommHook):
     hierarchy: Hierarchy = None
 
     def __post_init__(self) -> None:
-        for field, lowest in (
-            ("matrix_approximation_rank", 1),
-            ("start_powerSGD_iter", 0),
-            ("compression_stats_logging_frequency", 1),
-        ):
-            check_integer(field, getattr(self, field), lowest)
-        for field in ("use_error_feedback", "warm_start"):
-            check_bool(field, getattr(self, field))
+        check_integer("matrix_approximation_rank", self.matrix_approximation_rank, 1)
+        check_integer("start_powerSGD_iter", self.start_powerSGD_iter, 0)
+        check_integer("compression_stats_logging_frequency", self.compression_stats_logging_frequency, 1)
+        check_bool("use_error_feedback", self.use_error_feedback)
+        check_bool("warm_start", self.warm_start)
         check_integer("random_seed", self.random_seed)
         check_hierarchy(self.hierarchy)
         check_integer("num_iters_per_step", self.num_iters_per_step, 1)
@@ -60,21 +60,16 @@ class LowRankConfig(CommHook):
 
     @abstractmethod
     def matrices(self, slots: Sequence[Slot]) -> dict[tuple[int, int], list[tuple[Slot, ...]]]:
-        """The matrices that gradients of a bucket make up, by their shape `(n, m)`.
+        """Cut a bucket into matrices, by their shape `(n, m)`.
 
         Args:
             slots: the gradients, in memory order.
 
         Returns:
-            the gradients of each matrix: neighbours in the bucket, zeros after the last. What is in no matrix is sent
-            as it is.
+            the gradients of each matrix: neighbours in the bucket, zeros after the last. Gradients in no matrix are
+            sent as they are.
         """
 
     def rank(self, n: int, m: int) -> int:
         """Rank of the approximation of a matrix of that shape."""
         return min(n, m, self.matrix_approximation_rank)
-
-    @property
-    def multiplies_at_once(self) -> bool:
-        """Whether matrices of one shape are multiplied together, on CPU too. Those that zeros fill up have to be."""
-        return False

@@ -51,15 +51,14 @@ class BatchedPowerSGD(LowRankConfig):
         ValueError: a value is out of range.
     """
 
+    # There is one, filled up with zeros.
+    batch_tensors_with_same_shape: ClassVar[bool] = True
+
     name: ClassVar[str] = "batched_powersgd"
     aliases: ClassVar[tuple[str, ...]] = ("batched_power_sgd",)
 
     def bind(self, group: Group) -> BoundHook:
         return bind_by_node(self.hierarchy, group, lambda ranks: BoundPowerSGD(ranks, self))
-
-    @property
-    def multiplies_at_once(self) -> bool:
-        return True  # there is one, filled up with zeros
 
     def matrices(self, slots: Sequence[Slot]) -> dict[tuple[int, int], list[tuple[Slot, ...]]]:
         side = math.isqrt(max(sum(slot.numel for slot in slots), 1) - 1) + 1

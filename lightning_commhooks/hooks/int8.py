@@ -1,14 +1,69 @@
-"""Gradients in 8-bit integers: a quarter of the bytes of float32."""
+"""Gradients in 8 or 4 bits: `int8`, `int4` and `fp8`, with error feedback."""
 
 from __future__ import annotations
 
+import math
+import zlib
+from abc import abstractmethod
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from itertools import accumulate
+from typing import ClassVar, Literal
 
-from lightning_commhooks.codecs import Int8Codec
+import torch
+from torch import Tensor
+
+from lightning_commhooks.codecs import FP8Codec, Int4Codec, Int8Codec
 from lightning_commhooks.codecs._rounding import Rounding
-from lightning_commhooks.hooks._codec_feedback import CodecConfig
+from lightning_commhooks.codecs.codec import Codec
+from lightning_commhooks.collectives.chunk import CHUNK_NUMEL, Chunk
+from lightning_commhooks.collectives.group import Group
+from lightning_commhooks.collectives.steps import Steps, begun
+from lightning_commhooks.interface.bucket import Bucket, Slot
+from lightning_commhooks.interface.checks import check_bool, check_integer
+from lightning_commhooks.interface.error_feedback import ErrorFeedback
+from lightning_commhooks.interface.finite import all_finite
+from lightning_commhooks.interface.hierarchy import Hierarchy, bind_by_node, check_hierarchy
+from lightning_commhooks.interface.hook import NEXT_TO_NOTHING, BoundHook, CommHook
+from lightning_commhooks.interface.precision import to_gradient, work_dtype
 from lightning_commhooks.interface.registry import register
+from lightning_commhooks.interface.state import Shapes
+
+# A gradient of fewer elements is copied together with others.
+_ALONE_NUMEL = 2**17
+
+
+@dataclass(frozen=True, kw_only=True)
+class CodecConfig(CommHook):
+    """Options of hooks that encode gradients and have error feedback."""
+
+    use_error_feedback: bool = True
+    compress_1d: bool = False
+    min_bytes: int = 2**17
+    random_seed: int = 0
+    hierarchy: Hierarchy = None
+
+    def __post_init__(self) -> None:
+        for field in ("use_error_feedback", "compress_1d"):
+            check_bool(field, getattr(self, field))
+        check_integer("min_bytes", self.min_bytes, 0)
+        check_integer("random_seed", self.random_seed)
+        check_hierarchy(self.hierarchy)
+        self.codec  # noqa: B018  # refuses its own options
+
+    @property
+    @abstractmethod
+    def codec(self) -> Codec:
+        """What gradients are encoded by."""
+
+    def compresses(self, shape: Sequence[int]) -> bool:
+        """Whether a gradient of that shape is encoded."""
+        # A block is sent as a whole, however little of it a gradient fills.
+        fills_block = math.prod(shape) >= (self.codec.block_size or 1)
+        return fills_block and (self.compress_1d or len(shape) > 1)
+
+    def bind(self, group: Group) -> BoundHook:
+        return bind_by_node(self.hierarchy, group, lambda ranks: CodecFeedback(ranks, self))
 
 
 @register
@@ -45,3 +100,233 @@ class Int8(CodecConfig):
     @property
     def codec(self) -> Int8Codec:
         return Int8Codec(block_size=self.block_size, rounding=self.rounding)
+
+
+@register
+@dataclass(frozen=True, kw_only=True)
+class Int4(CodecConfig):
+    """Average gradients as blocks of 4-bit integers with a scale each, with error feedback.
+
+    A two-shot all-reduce (`Group.average_encoded_`): sends a seventh of what float32 does, at every number of ranks.
+    Gradients are encoded once and their mean once more, unless there are two ranks. Levels and errors: see
+    `Int4Codec`.
+
+    Args:
+        block_size: elements with a common scale, a multiple of 8. Sends `1/2 + 4 / block_size` bytes for a number.
+        rounding: `"nearest"`, or `"stochastic"`, whose error is 0 on average; of use without error feedback.
+        rotation: `"hadamard"`: rotate blocks first, which spreads outliers; then `block_size` is a power of 2.
+        use_error_feedback: add what encoding left out to the next step's gradient, and mean. Needs memory of the size
+            of the gradients, at least float32.
+        compress_1d: also encode biases and the like. They are few, and what norms have in them is sensitive. Gradients
+            of fewer elements than a block are never encoded.
+        min_bytes: buckets with fewer bytes of gradients to encode are averaged as they are, which is faster.
+        random_seed: of stochastic rounding. The global random state is not touched.
+        hierarchy: `"node"`: gradients are averaged within each node as they are, and compressed between nodes, so that
+            what leaves a node is what one of its ranks would send, not all of them. Needs as many ranks on each node.
+            `None`: among all ranks.
+
+    Raises:
+        ValueError: a value is out of range.
+    """
+
+    name: ClassVar[str] = "int4"
+
+    block_size: int = 64
+    rounding: Rounding = "nearest"
+    rotation: Literal["hadamard"] | None = None
+
+    @property
+    def codec(self) -> Int4Codec:
+        return Int4Codec(block_size=self.block_size, rounding=self.rounding, rotation=self.rotation)
+
+
+@register
+@dataclass(frozen=True, kw_only=True)
+class FP8(CodecConfig):
+    """Average gradients as blocks of 8-bit floating-point numbers with a scale each, with error feedback.
+
+    As `Int8`, at the same size; small gradients beside large ones are more precise and large ones less. See `FP8Codec`.
+
+    Args:
+        format: `"e4m3"`, 4 significant bits, or `"e5m2"`, 3 of them and a wider range.
+        block_size: elements with a common scale, a multiple of 8. Sends `1 + 4 / block_size` bytes for a number.
+        rounding: `"nearest"`, or `"stochastic"`, whose error is 0 on average; of use without error feedback.
+        use_error_feedback: add what encoding left out to the next step's gradient, and mean. Needs memory of the size
+            of the gradients, at least float32.
+        compress_1d: also encode biases and the like. They are few, and what norms have in them is sensitive. Gradients
+            of fewer elements than a block are never encoded.
+        min_bytes: buckets with fewer bytes of gradients to encode are averaged as they are, which is faster.
+        random_seed: of stochastic rounding. The global random state is not touched.
+        hierarchy: `"node"`: gradients are averaged within each node as they are, and compressed between nodes, so that
+            what leaves a node is what one of its ranks would send, not all of them. Needs as many ranks on each node.
+            `None`: among all ranks.
+
+    Raises:
+        ValueError: a value is out of range.
+    """
+
+    name: ClassVar[str] = "fp8"
+
+    format: Literal["e4m3", "e5m2"] = "e4m3"
+    block_size: int = 512
+    rounding: Rounding = "nearest"
+
+    @property
+    def codec(self) -> FP8Codec:
+        return FP8Codec(format=self.format, block_size=self.block_size, rounding=self.rounding)
+
+
+class CodecFeedback(ErrorFeedback):
+    """Error feedback at both ends of a two-shot average.
+
+    What a rank's payload leaves out is its residual. What the payload of the mean leaves out is added, times the number
+    of ranks, to the residual of the rank that sends it, so that it is in the next mean. DoubleSqueeze has a second
+    memory for it (Tang et al. 2019, https://arxiv.org/abs/1905.05957, algorithm 1).
+    """
+
+    hook: CodecConfig
+
+    def __init__(self, group: Group, hook: CodecConfig) -> None:
+        super().__init__(group, hook)
+        self._kernels = group.kernels(hook.codec, feedback=hook.use_error_feedback, two_shot=True)
+        self.has_memory = hook.use_error_feedback
+        # Without, nothing is added to gradients before they are encoded.
+        self.scales_gradients = hook.use_error_feedback
+
+    def average_(self, residual: Tensor | None, bucket: Bucket, ranks: Group) -> Steps[Tensor | None]:
+        flat, plan, dtype = bucket.flat, self.plan(bucket), work_dtype(bucket.flat.dtype)
+        dense = bucket.gather(plan.rest).div_(self.group.size / bucket.scale)
+        averaging = begun(ranks.all_reduce_(dense))
+        parts = []
+        for place in plan.places:
+            own = None if residual is None else place.gather(residual, dtype)
+            seed = f"{self.hook.random_seed}:{bucket.step}:{self.group.rank}:{place.stretches[0].name}"
+            parts.append(Chunk(place.gather(flat, dtype), own, zlib.crc32(seed.encode()) % 2**30))
+        finite = yield from ranks.average_encoded_(
+            parts, self._kernels, loss_scale=bucket.loss_scale, scale=bucket.scale
+        )
+        for place, part in zip(plan.places, parts, strict=True):
+            mean = to_gradient(part.numbers, flat.dtype)
+            place.scatter(mean, flat)
+            if residual is not None and part.residual is not None:
+                if dtype != flat.dtype:
+                    part.residual.add_((part.numbers - mean.to(dtype)) / bucket.loss_scale)
+                place.scatter(part.residual, residual)
+        yield from averaging
+        bucket.scatter_(plan.rest, dense)
+        # The product with the scale may be infinite where the mean is not.
+        return finite & all_finite(dense) if isinstance(bucket.loss_scale, float) and bucket.loss_scale == 1 else None
+
+    def compressed(self, bucket: Bucket) -> Sequence[Slot] | None:
+        plan = self.plan(bucket)
+        return plan.slots if plan.num_bytes >= max(1, self.hook.min_bytes) else None
+
+    def lay_out(self, bucket: Bucket) -> _Plan:
+        slots = [slot for slot in bucket.slots if self.hook.compresses(slot.shape)]
+        rest = [slot for slot in bucket.slots if not self.hook.compresses(slot.shape)]
+        places = chunks(slots, self.hook.codec.block_size, self.group.num_owners())
+        return _Plan(slots, rest, places, sum(slot.numel for slot in slots) * bucket.flat.element_size())
+
+    def kept(self, shapes: list[tuple[int, ...]]) -> Shapes:
+        return {"residual": shapes[0]} if self.has_residuals and self.hook.compresses(shapes[0]) else {}
+
+    def not_begun(self, step: int) -> str | None:
+        config, plans = self.hook, [plan for _, plan in self.plans.values()]
+        encoded = [slot for plan in plans if plan.num_bytes >= config.min_bytes for slot in plan.slots]
+        numel = sum(slot.numel for slots, _ in self.plans.values() for slot in slots)
+        share = sum(slot.numel for slot in encoded) / max(1, numel)
+        if share > NEXT_TO_NOTHING:
+            return None
+        which = "" if config.compress_1d else "in two dimensions "
+        how_much = f"only {share:.2%}, few buckets have" if share else "nothing, no bucket has"
+        largest = max((plan.num_bytes for plan in plans), default=0)
+        lower = "lower block_size"
+        if not share and largest:
+            lower = f"the largest has {largest}: lower min_bytes to that"
+        elif share:
+            lower = "lower min_bytes or block_size"
+        return (
+            f"hook={config.name!r} compresses {how_much} min_bytes={config.min_bytes} bytes of gradients with "
+            f"block_size={config.codec.block_size} elements or more {which}(compress_1d={config.compress_1d}); "
+            f"{lower}, or use hook='bf16'"
+        )
+
+
+@dataclass(frozen=True)
+class Place:
+    """Stretches of gradients that are encoded and sent together, each filled up with zeros to whole blocks.
+
+    Attributes:
+        stretches: named by their gradients and first elements.
+        starts: where they begin in the chunk.
+        shape: `(b, s)`, b a multiple of the number of owners.
+    """
+
+    stretches: tuple[Slot, ...]
+    starts: tuple[int, ...]
+    shape: tuple[int, int]
+
+    def gather(self, flat: Tensor, dtype: torch.dtype) -> Tensor:
+        """Gradients or residuals, shape `(b, s)`: a view of `flat` if they lie so and have that dtype, or a copy."""
+        numel = self.shape[0] * self.shape[1]
+        if len(self.stretches) == 1 and self.stretches[0].numel == numel and flat.dtype == dtype:
+            return self.stretches[0].view(flat).view(self.shape)
+        numbers = flat.new_zeros(numel, dtype=dtype)
+        for stretch, start in zip(self.stretches, self.starts, strict=True):
+            numbers[start:][: stretch.numel] = stretch.view(flat)
+        return numbers.view(self.shape)
+
+    def scatter(self, numbers: Tensor, flat: Tensor) -> None:
+        """Write `numbers`, shape `(b, s)`, to `flat`, if they are not there already."""
+        if numbers.data_ptr() != self.stretches[0].view(flat).data_ptr():
+            for stretch, start in zip(self.stretches, self.starts, strict=True):
+                stretch.view(flat).copy_(numbers.view(-1)[start:][: stretch.numel])
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """The gradients of a bucket to encode, where they go, and their bytes; and the rest."""
+
+    slots: list[Slot]
+    rest: list[Slot]
+    places: list[Place]
+    num_bytes: int
+
+
+def chunks(slots: Sequence[Slot], block_size: int | None, num_owners: int) -> list[Place]:
+    """Cut gradients into chunks. Each begins a block, so that what a block has does not depend on the bucket.
+
+    Args:
+        slots: the gradients.
+        block_size: elements of a block; `None`: all gradients together are one block for each owner.
+        num_owners: into how many parts, of as many blocks each, every chunk can be cut.
+    """
+    size = block_size or -(-sum(slot.numel for slot in slots) // num_owners)
+    unit = size * num_owners
+    at_once = max(unit, CHUNK_NUMEL // unit * unit)
+    places: list[Place] = []
+    together: list[Slot] = []
+
+    def ends(stretches: Iterable[Slot]) -> list[int]:
+        sizes = (slot.numel if block_size is None else -(-slot.numel // size) * size for slot in stretches)
+        return list(accumulate(sizes, initial=0))
+
+    def add(*stretches: Slot) -> None:
+        *starts, end = ends(stretches)
+        places.append(Place(stretches, tuple(starts), (-(-end // unit) * num_owners, size)))
+
+    def stretch(slot: Slot, first: int, last: int) -> Slot:
+        return Slot(f"{slot.name}:{first}", (last - first,), slot.offset + first)
+
+    for slot in slots:
+        alone = slot.numel // unit * unit if slot.numel >= _ALONE_NUMEL else 0
+        for first in range(0, alone, at_once):
+            add(stretch(slot, first, min(first + at_once, alone)))
+        if slot.numel > alone:
+            together.append(stretch(slot, alone, slot.numel))
+        if ends(together)[-1] >= at_once:
+            add(*together)
+            together = []
+    if together:
+        add(*together)
+    return places

@@ -1,39 +1,41 @@
-"""PowerSGD: each gradient matrix is sent as two thin factors."""
+"""PowerSGD: Vogels et al. 2019, https://arxiv.org/abs/1905.13727, algorithms 1 and 2.
+
+Legend: k matrices of equal shape, n rows, m columns. M, shape `(k, n, m)`: residuals of a rank with its gradients. P,
+`(k, r, n)`, and Q, `(k, r, m)`: equal on all ranks, the mean of M over them is about P^T Q. A wide matrix is multiplied
+by a few rows from the left several times faster than by a few columns from the right.
+"""
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import logging
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.collectives.steps import Steps
-from lightning_commhooks.hooks._low_rank import (
-    factor_dtype,
-    orthonormal_basis,
-    random_factor,
-    revive,
-    sent_is_finite,
-)
 from lightning_commhooks.hooks._low_rank_options import LowRankConfig
-from lightning_commhooks.hooks._matrices import Matrices
-from lightning_commhooks.hooks._steps_taken import StepsTaken
 from lightning_commhooks.interface.bucket import Bucket, Slot
-from lightning_commhooks.interface.error_feedback import ErrorFeedback, Shapes
+from lightning_commhooks.interface.error_feedback import ErrorFeedback
 from lightning_commhooks.interface.finite import all_finite
 from lightning_commhooks.interface.hierarchy import bind_by_node
 from lightning_commhooks.interface.hook import NEXT_TO_NOTHING, BoundHook
-from lightning_commhooks.interface.precision import work_dtype
+from lightning_commhooks.interface.precision import add_unscaled_, to_gradient, work_dtype
 from lightning_commhooks.interface.registry import register
-from lightning_commhooks.interface.state import StateReader, StateWriter
+from lightning_commhooks.interface.state import Shapes
 
 logger = logging.getLogger(__name__)
+
+# 1 MB of float32: half of what a core's second-level cache holds on common servers.
+_BLOCK_NUMEL = 2**18
 
 
 @register
@@ -82,7 +84,7 @@ class PowerSGD(LowRankConfig):
     aliases: ClassVar[tuple[str, ...]] = ("power_sgd",)
 
     min_compression_rate: float = 2
-    batch_tensors_with_same_shape: bool = False
+    batch_tensors_with_same_shape: bool = False  # type: ignore[misc]  # a constant of the base
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -92,188 +94,132 @@ class PowerSGD(LowRankConfig):
     def bind(self, group: Group) -> BoundHook:
         return bind_by_node(self.hierarchy, group, lambda ranks: BoundPowerSGD(ranks, self))
 
-    @property
-    def multiplies_at_once(self) -> bool:
-        return self.batch_tensors_with_same_shape
-
     def matrices(self, slots: Sequence[Slot]) -> dict[tuple[int, int], list[tuple[Slot, ...]]]:
         by_shape: dict[tuple[int, int], list[tuple[Slot, ...]]] = {}
         for slot in slots:
-            if len(slot.shape) > 1 and slot.numel:
-                n, m = slot.shape[0], math.prod(slot.shape[1:])
-                if (n + m) * self.rank(n, m) * self.min_compression_rate < n * m:
-                    by_shape.setdefault((n, m), []).append((slot,))
+            n, m = (slot.shape[0], math.prod(slot.shape[1:])) if len(slot.shape) > 1 else (1, 0)
+            if (n + m) * self.rank(n, m) * self.min_compression_rate < n * m:
+                by_shape.setdefault((n, m), []).append((slot,))
         return by_shape
 
 
-@dataclass
-class _Laid:
-    """The matrices in a bucket, and the gradients that are in none."""
-
-    matrices: list[Matrices]
-    rest: list[Slot]
-
-    @property
-    def in_matrices(self) -> list[Slot]:
-        """All gradients of matrices."""
-        return [slot for batch in self.matrices for slots in batch.gradients for slot in slots]
-
-
 class BoundPowerSGD(ErrorFeedback):
-    """Algorithm 1 of Vogels et al. 2019, for all matrices of a bucket at once; algorithm 2 is `ErrorFeedback`.
-
-    Legend: M a rank's residual, its gradient included, shape `(n, m)`; P and Q factors of the mean of M over ranks,
-    r rows each, so that it is about `P^T Q`. Matrices of one shape are a batch of k.
+    """Algorithm 1 for all matrices of a bucket at once; algorithm 2 is `ErrorFeedback`.
 
     Args:
         group: the collectives the hook may use.
         hook: its options.
     """
 
+    hook: LowRankConfig
+
     def __init__(self, group: Group, hook: LowRankConfig) -> None:
         super().__init__(group, hook)
-        self._laid: dict[tuple[str, ...], _Laid] = {}
-        self._half_steps = StepsTaken() if hook.num_iters_per_step == 1 else None
-        # Elements before compression and after it, and those of matrices, since compression began.
-        self._numel_before = self._numel_after = self._numel_compressed = 0
-        self._next_report = 0
+        # Elements of gradients, and numbers sent, since compression began; the step of the next message about them.
+        self._numel_before = self._numel_after = self._next_report = 0
 
     def average_(self, residual: Tensor | None, bucket: Bucket, ranks: Group) -> Steps[Tensor]:
-        flat, laid = bucket.flat, self._laid[bucket.names]
+        flat, (batches, rest) = bucket.flat, self.plan(bucket)
         if residual is None:
             residual = torch.zeros_like(flat, dtype=work_dtype(flat.dtype))
-        rest = [slot.view(flat).view(-1) for slot in laid.rest]
-        dense = torch.cat([flat[:0], *rest]).div_(self.group.size / bucket.scale)
-        approximate = self._whole if self._half_steps is None else self._half
-        ps, qs = yield from approximate(laid.matrices, residual, bucket, dense, ranks)
+        dense = bucket.gather(rest).div_(self.group.size / bucket.scale)
+        ps, qs = yield from self._factors(batches, residual, bucket, dense, ranks)
         finite = [all_finite(dense)]
-        for batch, p, q in zip(laid.matrices, ps, qs, strict=True):
-            batch.write_and_subtract_(residual, flat, p, q, bucket)
-            finite.append(sent_is_finite(p, q * bucket.loss_scale, flat.dtype))
-            for kind, factors in (("factor", q), ("factor_p", p)):
-                for key, factor in zip(batch.keys, factors, strict=True) if kind in batch.fresh else ():
-                    self.remember(key, factor, kind)
-        for view, mean in zip(rest, dense.split([len(view) for view in rest]), strict=True):
-            view.copy_(mean)
-        self._count(flat.numel(), dense.numel(), bucket)
+        for batch, p, q in zip(batches, ps, qs, strict=True):
+            batch.write_and_subtract_(residual, bucket, p, q)
+            finite.append(_sent_is_finite(p, q * bucket.loss_scale, flat.dtype))
+        bucket.scatter_(rest, dense)
+        self._report(flat.numel(), dense.numel(), bucket)
         return torch.stack(finite).all()
 
-    def _whole(
-        self, matrices: Sequence[Matrices], residual: Tensor, bucket: Bucket, dense: Tensor, ranks: Group
+    def _factors(
+        self, batches: Sequence[_Matrices], residual: Tensor, bucket: Bucket, dense: Tensor, ranks: Group
     ) -> Steps[tuple[list[Tensor], list[Tensor]]]:
-        flat, starts = bucket.flat, [self._start(batch, "factor", bucket.step) for batch in matrices]
-        # P = M Q, whose sum over ranks has the same basis as its mean.
-        ps = [batch.add_and_multiply_(residual, flat, q, bucket) for batch, q in zip(matrices, starts, strict=True)]
-        ps = [orthonormal_basis(p) for p in (yield from self._sum_over_ranks(ps, flat.dtype, ranks, [dense]))]
-        # Q = M^T P
-        qs = [batch.multiply(residual, p).div_(self.group.size) for batch, p in zip(matrices, ps, strict=True)]
-        return ps, (yield from self._sum_over_ranks(qs, flat.dtype, ranks))
+        """P and Q of each batch; `dense` becomes its sum over ranks.
 
-    def _half(
-        self, matrices: Sequence[Matrices], residual: Tensor, bucket: Bucket, dense: Tensor, ranks: Group
-    ) -> Steps[tuple[list[Tensor], list[Tensor]]]:
-        """Half an iteration, as Zhang et al. 2023, https://arxiv.org/abs/2306.08881: P = M Q, in the next Q = M^T P."""
-        assert self._half_steps is not None
-        makes_q = self._half_steps.number % 2 == 1
-        self._half_steps.count()
-        starts = [self._start(batch, "factor_p" if makes_q else "factor", bucket.step) for batch in matrices]
+        With one iteration in a step half of one, as Zhang et al. 2023, https://arxiv.org/abs/2306.08881: P = M Q, and
+        from that in the next step Q = M^T P.
+        """
+        # P is remembered from the half that made it until the one that makes Q of it.
+        makes_q = any("factor_p" in self.memory.get(key, {}) for batch in batches for key in batch.keys)
+        last, new = ("factor_p", "factor") if makes_q else ("factor", "factor_p")
+        starts = [self._start(batch, last, bucket.step) for batch in batches]
         products = [
-            batch.add_and_multiply_(residual, bucket.flat, start, bucket, transposed=makes_q).div_(self.group.size)
-            for batch, start in zip(matrices, starts, strict=True)
+            batch.add_and_multiply_(residual, bucket, start, makes_q)
+            for batch, start in zip(batches, starts, strict=True)
         ]
-        means = yield from self._sum_over_ranks(products, bucket.flat.dtype, ranks, [dense])
-        return (starts, means) if makes_q else (means, starts)
+        factors = yield from self._mean(products, bucket.flat.dtype, ranks, [dense])
+        if self.hook.num_iters_per_step == 1:
+            self._remember(batches, factors, new)
+            return (starts, factors) if makes_q else (factors, starts)
+        ps = [_orthonormal_basis(p) for p in factors]
+        qs = [batch.multiply(residual, p) for batch, p in zip(batches, ps, strict=True)]
+        qs = yield from self._mean(qs, bucket.flat.dtype, ranks)
+        self._remember(batches, qs, "factor")
+        return ps, qs
 
-    def _start(self, batch: Matrices, kind: str, step: int) -> Tensor:
+    def _start(self, batch: _Matrices, kind: str, step: int) -> Tensor:
         """Orthonormal factors to begin with: of an earlier step, or random."""
         fresh = batch.fresh[kind]
         if not self.hook.warm_start:
-            return orthonormal_basis(self._random(batch.keys, fresh, step))
+            return _orthonormal_basis(_random_factors(batch.keys, fresh.shape[1:], fresh, self.hook.random_seed, step))
         last = [self.remembered(key, own.clone, kind) for key, own in zip(batch.keys, fresh, strict=True)]
-        return orthonormal_basis(revive(torch.stack(last), fresh, self.hook.orthogonalization_epsilon))
+        return _orthonormal_basis(_revived(torch.stack(last), fresh, self.hook.orthogonalization_epsilon))
 
-    def _random(self, keys: Sequence[str], like: Tensor, step: int) -> Tensor:
-        """Random factors, shape, dtype and device of `like`, equal on all ranks."""
-        return torch.stack(
-            [random_factor(key, tuple(like.shape[1:]), self.hook.random_seed, step, like) for key in keys]
-        )
+    def _remember(self, batches: Sequence[_Matrices], factors: Sequence[Tensor], kind: str) -> None:
+        for batch, own in zip(batches, factors, strict=True):
+            for key, factor in zip(batch.keys, own, strict=True):
+                self.remember(key, factor, kind)
+                if kind == "factor":
+                    self.remember(key, None, "factor_p")
 
-    def _sum_over_ranks(
+    def _mean(
         self, factors: Sequence[Tensor], dtype: torch.dtype, ranks: Group, along: Sequence[Tensor] = ()
     ) -> Steps[list[Tensor]]:
-        """Sums of factors of gradients of a dtype; `along` becomes its sum, too. `Cast` may have factors encoded."""
+        """Means of factors of gradients of a dtype; `along` becomes its sum, too. `Cast` may have factors encoded."""
         self._numel_after += sum(factor.numel() for factor in factors)
-        sent = [factor.to(factor_dtype(dtype)) for factor in factors]
+        # A row's norm may exceed the range of float16 though none of its elements does.
+        wire = torch.bfloat16 if dtype == torch.float16 else dtype
+        sent = [factor.div_(self.group.size).to(wire) for factor in factors]
         yield from ranks.all_reduce_factors_(along, sent)
         return [total.to(factor.dtype) for total, factor in zip(sent, factors, strict=True)]
 
     def compressed(self, bucket: Bucket) -> Sequence[Slot] | None:
         if bucket.step < self.hook.start_powerSGD_iter:
             return None
-        if bucket.names not in self._laid:
-            names = set(bucket.names)
-            self._laid = {other: laid for other, laid in self._laid.items() if names.isdisjoint(other)}
-            laid = self._laid[bucket.names] = self._lay_out(bucket)
-            # Factors of several gradients together, as they were before DDP has built its buckets anew.
-            keys = {key for batch in laid.matrices for key in batch.keys}
-            for key in [key for key in self.memory if "\n" in key and not names.isdisjoint(key.split("\n"))]:
-                if key not in keys:
-                    del self.memory[key]
-        return self._laid[bucket.names].in_matrices
+        batches, _ = self.plan(bucket)
+        return [slot for batch in batches for slots in batch.slots for slot in slots]
 
-    def _lay_out(self, bucket: Bucket) -> _Laid:
-        flat, batches = bucket.flat, []
-        for (n, m), gradients in self.hook.matrices(bucket.slots).items():
-            batch = Matrices(gradients, n, m, not flat.is_cpu or self.hook.multiplies_at_once, {})
-            like = flat.new_empty((len(gradients), self.hook.rank(n, m), n + m), dtype=work_dtype(flat.dtype))
-            batch.fresh["factor"] = self._random(batch.keys, like[:, :, :m], step=0)
-            if self._half_steps is not None:
-                batch.fresh["factor_p"] = self._random(batch.keys, like[:, :, m:], step=-1)
+    def lay_out(self, bucket: Bucket) -> tuple[list[_Matrices], list[Slot]]:
+        """The matrices in a bucket, and the gradients that are in none."""
+        hook, batches = self.hook, []
+        like = bucket.flat.new_empty(0, dtype=work_dtype(bucket.flat.dtype))
+        for (n, m), slots in hook.matrices(bucket.slots).items():
+            batch = _Matrices(slots, n, m, hook.batch_tensors_with_same_shape or not like.is_cpu)
+            batch.fresh["factor"] = _random_factors(batch.keys, (hook.rank(n, m), m), like, hook.random_seed, 0)
+            if hook.num_iters_per_step == 1:
+                batch.fresh["factor_p"] = _random_factors(batch.keys, (hook.rank(n, m), n), like, hook.random_seed, -1)
             batches.append(batch)
-        laid = _Laid(batches, [])
-        matrices = set(laid.in_matrices)
-        laid.rest = [slot for slot in bucket.slots if slot not in matrices]
-        return laid
+        matrices = {slot for batch in batches for slots in batch.slots for slot in slots}
+        return batches, [slot for slot in bucket.slots if slot not in matrices]
 
-    def end_step(self, finite: Tensor) -> None:
-        super().end_step(finite)
-        if self._half_steps is not None:
-            self._half_steps.end_step(finite)
-
-    def state_dict(self, writer: StateWriter) -> dict[str, Any]:
-        state = super().state_dict(writer)
-        return state if self._half_steps is None else {**state, "half_steps": self._half_steps.saved()}
-
-    def load_state_dict(self, state: dict[str, Any], reader: StateReader) -> None:
-        super().load_state_dict(state, reader)
-        if self._half_steps is not None:
-            if "half_steps" not in state and any("factor_p" in entry for entry in self.memory.values()):
-                reader.differs("it has no 'half_steps', by which P and Q take turns")
-            self._half_steps.load(state.get("half_steps"))
-
-    def _shapes(self, shapes: list[tuple[int, ...]]) -> Shapes:
-        expected: Shapes = {}
+    def kept(self, shapes: list[tuple[int, ...]]) -> Shapes:
         matrices = self.hook.matrices([Slot(str(i), shape, 0) for i, shape in enumerate(shapes)])
-        if len(matrices) == 1:
-            ((n, m),) = matrices
-            r = self.hook.rank(n, m)
-            expected = {"factor": (r, m), **({} if self._half_steps is None else {"factor_p": (r, n)})}
-            if self.has_residuals and len(shapes) == 1:
-                expected["residual"] = shapes[0]
-        return expected
+        if len(matrices) != 1:
+            return {}
+        ((n, m),) = matrices
+        r = self.hook.rank(n, m)
+        factors = {"factor": (r, m), "factor_p": (r, n)} if self.hook.num_iters_per_step == 1 else {"factor": (r, m)}
+        return {**factors, "residual": shapes[0]} if self.has_residuals and len(shapes) == 1 else factors
 
-    def _count(self, numel: int, numel_rest: int, bucket: Bucket) -> None:
-        """Count elements; log at the first compressed step and every `compression_stats_logging_frequency` steps."""
+    def _report(self, numel: int, numel_rest: int, bucket: Bucket) -> None:
+        """Log at the first compressed step and every `compression_stats_logging_frequency` steps."""
         self._numel_before += numel
         self._numel_after += numel_rest
-        self._numel_compressed += numel - numel_rest
-        self.group.counters.numel_uncompressed += numel_rest
-        self.group.counters.numel_compressed += numel - numel_rest
         if bucket.is_last and bucket.step >= self._next_report:
             rate, before, after = self.compression_stats()
-            logger.info(
-                "step %d: %d elements before compression, %d after, rate %.4g", bucket.step, before, after, rate
-            )
+            text = "step %d: %d elements before compression, %d after, rate %.4g"
+            logger.info(text, bucket.step, before, after, rate)
             self._next_report = bucket.step + self.hook.compression_stats_logging_frequency
 
     def compression_stats(self) -> tuple[float, int, int]:
@@ -282,35 +228,145 @@ class BoundPowerSGD(ErrorFeedback):
         return rate, self._numel_before, self._numel_after
 
     def not_begun(self, step: int) -> str | None:
-        start = self.hook.start_powerSGD_iter
+        hook, start, rank = self.hook, self.hook.start_powerSGD_iter, self.hook.matrix_approximation_rank
         if step < start:
             advice = f"set it to about a tenth of training, {(step + 1) // 10} here"
-            return f"hook={self.hook.name!r} compresses from start_powerSGD_iter={start} on; {advice}"
-        if not self._numel_before or self._numel_compressed > NEXT_TO_NOTHING * self._numel_before:
+            return f"hook={hook.name!r} compresses from start_powerSGD_iter={start} on; {advice}"
+        share = self._share(rank)
+        if share > NEXT_TO_NOTHING:
             return None
-        rank, share = self.hook.matrix_approximation_rank, self._numel_compressed / self._numel_before
         how_much = "nothing, no gradient is a matrix that shrinks"
         if share:
             how_much = f"only {share:.2%}, few gradients are matrices that shrink"
-        better = self._rank_that_compresses()
-        lower = f"lower it to {better}" if better else "lower min_compression_rate"
+        # The highest rank at which more is compressed: the lower it is, the more.
+        better = bisect.bisect_left(range(1, rank), -NEXT_TO_NOTHING, key=lambda rank: -self._share(rank))
         return (
-            f"hook={self.hook.name!r} compresses {how_much} enough at matrix_approximation_rank={rank}; {lower}, or "
-            "use hook='bf16'"
+            f"hook={hook.name!r} compresses {how_much} enough at matrix_approximation_rank={rank}; "
+            f"lower {f'it to {better}' if better else 'min_compression_rate'}, or use hook='bf16'"
         )
 
-    def _rank_that_compresses(self) -> int:
-        """The highest rank at which more than next to nothing is compressed; 0 if there is none."""
-        slots = [slot for laid in self._laid.values() for slot in (*laid.rest, *laid.in_matrices)]
-        total = sum(slot.numel for slot in slots)
-        good, bad = 0, self.hook.matrix_approximation_rank
-        while bad - good > 1:
-            middle = (good + bad) // 2
-            matrices = dataclasses.replace(self.hook, matrix_approximation_rank=middle).matrices(slots)
-            numel = sum(slot.numel for some in matrices.values() for gradients in some for slot in gradients)
-            good, bad = (middle, bad) if numel > NEXT_TO_NOTHING * total else (good, middle)
-        return good
+    def _share(self, rank: int) -> float:
+        """Elements of matrices that would be compressed at that rank, as a part of all; 1 before there are any."""
+        hook = dataclasses.replace(self.hook, matrix_approximation_rank=rank)
+        slots = [slot for slots, _ in self.plans.values() for slot in slots]
+        matrices = [slot for of in hook.matrices(slots).values() for some in of for slot in some]
+        return sum(slot.numel for slot in matrices) / max(1, sum(slot.numel for slot in slots)) if slots else 1.0
 
-    def release(self) -> None:
-        super().release()
-        self._laid = {}
+
+@dataclass
+class _Matrices:
+    """The matrices of one shape in a bucket.
+
+    Attributes:
+        slots: the gradients of each, neighbours in the bucket; the matrix has zeros after the last.
+        n: rows.
+        m: columns.
+        at_once: whether to multiply them together, from a copy, and not one after another in blocks of rows.
+        fresh: random factors by kind: `"factor"`, Q, and with half iterations `"factor_p"`, P.
+    """
+
+    slots: list[tuple[Slot, ...]]
+    n: int
+    m: int
+    at_once: bool
+    fresh: dict[str, Tensor] = field(default_factory=dict)
+    _together: Tensor | None = None
+
+    @property
+    def keys(self) -> list[str]:
+        """Names of the matrices: those of their parameters."""
+        return ["\n".join(slot.name for slot in slots) for slots in self.slots]
+
+    def _of(self, flat: Tensor) -> list[Tensor]:
+        """The gradients of each matrix, one behind the other, as a view of a flat bucket."""
+        return [flat[slots[0].offset : slots[-1].offset + slots[-1].numel] for slots in self.slots]
+
+    def _blocks(self, m: Tensor) -> Iterator[tuple[slice, slice]]:
+        """Rows that stay in the cache until they are multiplied, and their elements."""
+        step = max(1, _BLOCK_NUMEL // self.m) if m.is_cpu else self.n
+        for first in range(0, self.n, step):
+            yield slice(first, first + step), slice(first * self.m, (first + step) * self.m)
+
+    def add_and_multiply_(self, residual: Tensor, bucket: Bucket, start: Tensor, makes_q: bool) -> Tensor:
+        """Add the gradients to the residuals, which are M then; returns M Q, or M^T P if `makes_q`."""
+        k, r, _ = start.shape
+        product = start.new_zeros((k, r, self.m if makes_q else self.n))
+        for i, (m, gradient) in enumerate(zip(self._of(residual), self._of(bucket.flat), strict=True)):
+            for rows, block in self._blocks(m):
+                add_unscaled_(m[block], gradient[block], bucket.divisor)
+                if makes_q and not self.at_once:
+                    product[i].addmm_(start[i][:, rows], m[block].view(-1, self.m))
+                elif not self.at_once:
+                    torch.mm(start[i], m[block].view(-1, self.m).t(), out=product[i][:, rows])
+        if self.at_once:
+            filled = [pad(m, (0, self.n * self.m - m.numel())).view(self.n, self.m) for m in self._of(residual)]
+            self._together = torch.stack(filled)
+            torch.bmm(start, self._together if makes_q else self._together.mT, out=product)
+        return product
+
+    def multiply(self, residual: Tensor, p: Tensor) -> Tensor:
+        """M^T P, once gradients were added."""
+        if self._together is not None:
+            return torch.bmm(p, self._together)
+        matrices = (m.view(self.n, self.m) for m in self._of(residual))
+        return torch.stack([torch.mm(own, m) for own, m in zip(p, matrices, strict=True)])
+
+    def write_and_subtract_(self, residual: Tensor, bucket: Bucket, p: Tensor, q: Tensor) -> None:
+        """Write P^T Q to the gradients, times the loss scale, and take it from the residuals as it was rounded."""
+        self._together = None
+        for i, (m, gradient) in enumerate(zip(self._of(residual), self._of(bucket.flat), strict=True)):
+            scaled = q[i] * bucket.loss_scale
+            is_whole = gradient.dtype == q.dtype and gradient.numel() == self.n * self.m
+            # Of one row, a product of matrices takes a third longer.
+            multiply = torch.mul if len(scaled) == 1 else torch.mm
+            for rows, block in self._blocks(m):
+                written, out = gradient[block], gradient[block].view(-1, self.m) if is_whole else None
+                product = multiply(p[i][:, rows].t(), scaled, out=out)
+                if not is_whole:
+                    written.copy_(to_gradient(product.view(-1)[: written.numel()], written.dtype))
+                add_unscaled_(m[block], written, -bucket.loss_scale)
+
+
+def _random_factors(keys: Sequence[str], shape: Sequence[int], like: Tensor, seed: int, step: int) -> Tensor:
+    """Standard normal numbers for each key, dtype and device of `like`, the same on all ranks and devices.
+
+    They depend on names of parameters, so that no order of buckets matters, on the seed, and on the step where they are
+    drawn anew at each.
+    """
+    generator = torch.Generator()
+    factors = torch.empty(len(keys), *shape)
+    for key, factor in zip(keys, factors, strict=True):
+        factor.normal_(generator=generator.manual_seed(zlib.crc32(f"{seed}:{step}:{key}".encode())))
+    # Pinned, a copy does not wait for the device.
+    return factors.pin_memory().to(like, non_blocking=True) if like.is_cuda else factors.to(like)
+
+
+def _orthonormal_basis(rows: Tensor) -> Tensor:
+    """An orthonormal basis of the span of each matrix's rows, shape `(k, r, n)`, r <= n; NaN where they are not finite.
+
+    By Householder, which also gives orthonormal rows for dependent, zero, tiny and huge ones: where they span less than
+    r dimensions, the rest of the basis is arbitrary. (PyTorch's Gram-Schmidt divides by zero or loses orthogonality.)
+    """
+    # Norms are sums of squares: scaling keeps them from overflow and underflow.
+    largest = torch.linalg.vector_norm(rows, math.inf, dim=2, keepdim=True).clamp_min_(torch.finfo(rows.dtype).tiny)
+    basis: Tensor = torch.linalg.qr((rows / largest).mT).Q
+    return basis.mT.contiguous()
+
+
+def _revived(rows: Tensor, fresh: Tensor, epsilon: float) -> Tensor:
+    """Rows of factors, with fresh ones for the dead: shorter than `epsilon` times the longest of their matrix, or zero.
+
+    Those of a matrix that was zero at the last step could give P = 0 for ever after.
+    """
+    norm = torch.linalg.vector_norm(rows, ord=1, dim=2, keepdim=True)
+    alive = norm > (epsilon * norm.amax(dim=1, keepdim=True) if epsilon else 0)
+    return torch.where(alive, rows, fresh)
+
+
+def _sent_is_finite(p: Tensor, q: Tensor, dtype: torch.dtype) -> Tensor:
+    """Whether P^T Q is finite as gradients of that dtype: boolean, one element. One of both has orthonormal rows."""
+    # No element of P^T Q is larger than r times the product of the largest ones.
+    limit = torch.finfo(q.dtype if dtype == torch.float16 else dtype).max
+    largest_p, largest_q = (torch.linalg.vector_norm(factor, math.inf) for factor in (p, q))
+    finite: Tensor = largest_p * largest_q * q.shape[1] < limit
+    return finite

@@ -11,7 +11,7 @@ from lightning_commhooks.codecs._rounding import check_block_size
 from lightning_commhooks.collectives.chunk import Chunk
 from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.collectives.steps import Steps
-from lightning_commhooks.hooks._chunks import Place, chunks
+from lightning_commhooks.hooks.int8 import Place, chunks
 from lightning_commhooks.interface.bucket import Bucket, Slot
 from lightning_commhooks.interface.hook import BoundHook, CommHook
 from lightning_commhooks.interface.precision import to_gradient, work_dtype

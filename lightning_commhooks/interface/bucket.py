@@ -87,6 +87,15 @@ class Bucket:
         """Number of elements of the gradients."""
         return sum(slot.numel for slot in self.slots)
 
+    def gather(self, slots: Sequence[Slot]) -> Tensor:
+        """A copy of these gradients, one after another."""
+        return torch.cat([self.flat[:0], *(slot.view(self.flat).view(-1) for slot in slots)])
+
+    def scatter_(self, slots: Sequence[Slot], gradients: Tensor) -> None:
+        """Replace these gradients by what `gather` returned, or its average."""
+        for slot, own in zip(slots, gradients.split([slot.numel for slot in slots]), strict=True):
+            slot.view(self.flat).copy_(own.view(slot.shape))
+
     def used(self, slots: Sequence[Slot], like: Tensor) -> Tensor:
         """Shape `(len(slots),)`, dtype and device of `like`: 1 for each parameter that this rank used, else 0."""
         used = torch.tensor([self.unused is None or slot.name not in self.unused for slot in slots], dtype=like.dtype)
