@@ -113,7 +113,7 @@ def test_nothing_is_lost_on_the_way(run, world, hook, ms_per_kb):
     assert distance({name: paid[name] + owed[name] for name in SHAPES}, exact) < 1e-4 * norm(exact)
     assert (norm(owed) > 0) == (chosen != lc.AllReduce())
     assert all(same(a, b) for a, b in zip(means, results[1][1], strict=True))
-    saved = state["hook"]["state"]["phases"]
+    saved = state["hook"]["state"]["hooks"]
     for key, phase in saved.items():
         is_chosen = phase["name"] == chosen.name and key != "0"
         assert bool(phase["state"].get("entries")) == (is_chosen and chosen != lc.AllReduce()), (

@@ -251,7 +251,7 @@ def test_state_that_does_not_fit_changes_nothing(run):
     results, whole = run(refuse), run(uninterrupted, HOOKS["diloco"])
     for (trajectory, texts), expected in zip(results, whole, strict=True):
         assert all(same(a, b) for a, b in zip(trajectory, expected, strict=True))
-        assert "the anchor of 'first.3.bias' fits no parameter" in texts[0]
+        assert "it has memory of 'first.3.bias', but the model no such parameter" in texts[0]
         assert "it is of hook 'post_localsgd', not of 'diloco'" in texts[1]
         assert "truncated" in texts[2]
 
@@ -277,5 +277,5 @@ def load_loosely(rank, world):
 def test_what_fits_may_be_taken_over_alone(run):
     first, second = run(load_loosely)
     assert first[:2] == second[:2] == ({"first.3.weight", "first.3.bias"}, 12)
-    assert "not taken over from the state of hook 'diloco': the anchor of 'first.3." in first[2][0]
+    assert "not taken over from the state of hook 'diloco': it has memory of 'first.3." in first[2][0]
     assert not second[2]

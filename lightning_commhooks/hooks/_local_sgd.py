@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from torch import Tensor
 
@@ -16,7 +16,6 @@ from lightning_commhooks.interface.bucket import Bucket
 from lightning_commhooks.interface.checks import check_bool, check_integer
 from lightning_commhooks.interface.hook import CommHook
 from lightning_commhooks.interface.models import OptimizerStep
-from lightning_commhooks.interface.state import StateReader, StateWriter
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +68,7 @@ class BoundLocalSGD(AveragesModels):
                 stacklevel=2,
             )
         # Steps that each optimizer has taken since ranks step alone.
-        self._num_steps: dict[str, int] = {}
+        self._num_steps = self.numbers["num_steps"] = {}
 
     def _subgroups(self) -> list[list[int]]:
         size = self._config.subgroup_size
@@ -104,7 +103,7 @@ class BoundLocalSGD(AveragesModels):
         if self.is_local(stepped.step):
             stepped.models.drift(stepped)
         self._after_local_step(num_steps, stepped)
-        self._num_steps = {**self._num_steps, stepped.optimizer: num_steps}
+        self._num_steps[stepped.optimizer] = num_steps
 
     @abstractmethod
     def _after_local_step(self, num_steps: int, stepped: OptimizerStep) -> None:
@@ -121,12 +120,6 @@ class BoundLocalSGD(AveragesModels):
             stepped.models.average_state_(stepped, group)
         elif self._config.optimizer_state == "reset":
             stepped.models.reset_state_(stepped)
-
-    def state_dict(self, writer: StateWriter) -> dict[str, Any]:
-        return {"num_steps": dict(self._num_steps)}
-
-    def load_state_dict(self, state: dict[str, Any], reader: StateReader) -> None:
-        self._num_steps = dict(reader.section(state, "num_steps"))
 
     def not_begun(self, step: int) -> str | None:
         start, name = self._config.start_localSGD_iter, self._config.name

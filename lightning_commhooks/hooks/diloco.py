@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from lightning_commhooks.interface.checks import check_bool, check_integer
 from lightning_commhooks.interface.hook import BoundHook
 from lightning_commhooks.interface.models import OptimizerStep
 from lightning_commhooks.interface.registry import register
-from lightning_commhooks.interface.state import StateReader, StateWriter
+from lightning_commhooks.interface.state import Shapes
 
 _CODECS = {"int8": Int8Codec(), "int4": Int4Codec()}
 
@@ -101,9 +101,6 @@ class _BoundDiLoCo(BoundLocalSGD):
 
     def __init__(self, config: DiLoCo, group: Group) -> None:
         super().__init__(config, group)
-        # By name, flat in memory order: where the ranks began to move, equal on all of them, and outer momentum.
-        self._anchors: dict[str, Tensor] = {}
-        self._momenta: dict[str, Tensor] = {}
         codec = _CODECS.get(config.pseudo_gradient)
         self._kernels = group.kernels(codec, feedback=False, two_shot=True) if codec is not None else None
 
@@ -119,17 +116,17 @@ class _BoundDiLoCo(BoundLocalSGD):
         if bucket.step < self._config.start_localSGD_iter:
             return
         # In the backward before the first step alone, ranks are equal.
-        new = {slot.name: slot.parameter for slot in bucket.slots if slot.name not in self._anchors}
-        for name, parameter in new.items():
-            assert parameter is not None
-            self._anchors[name] = _at_least_float32(parameter).clone()
+        for slot in bucket.slots:
+            if slot.name not in self.memory:
+                assert slot.parameter is not None
+                # Where the ranks begin to move, flat in memory order.
+                self.memory[slot.name] = {"anchor": _at_least_float32(slot.parameter).clone()}
 
     def after_optimizer_step(self, stepped: OptimizerStep) -> None:
         if stepped.step >= self._config.start_localSGD_iter and stepped.optimizer not in self._num_steps:
             # After a phase of a schedule in which ranks stepped alone they begin at different places.
-            apart = [name for name in stepped.parameters if name in self._anchors and name in stepped.models.drifted]
-            self._anchors |= {name: self._anchors[name].clone() for name in apart}
-            average_([self._anchors[name] for name in apart], self.group)
+            apart = [name for name in stepped.parameters if name in self.memory and name in stepped.models.drifted]
+            average_([self.memory[name]["anchor"] for name in apart], self.group)
         super().after_optimizer_step(stepped)
 
     def _after_local_step(self, num_steps: int, stepped: OptimizerStep) -> None:
@@ -145,25 +142,25 @@ class _BoundDiLoCo(BoundLocalSGD):
             stepped.models.average_buffers_()
 
     def _outer_step(self, stepped: OptimizerStep) -> None:
-        parameters = {name: flat_view(p) for name, p in stepped.parameters.items() if name in self._anchors}
+        parameters = {name: flat_view(p) for name, p in stepped.parameters.items() if name in self.memory}
         check_same(f"take an outer step of {len(parameters)} parameters of {stepped.optimizer!r}", self.group)
-        moves = {name: self._anchors[name] - _at_least_float32(p) for name, p in parameters.items()}
+        moves = {name: self.memory[name]["anchor"] - _at_least_float32(p) for name, p in parameters.items()}
         self._average_(list(moves.values()))
         for name, gradient in moves.items():
+            entry = self.memory[name]
             if self._config.outer_momentum:
-                old = self._momenta.get(name)
-                momentum = gradient.clone() if old is None else old.mul(self._config.outer_momentum).add_(gradient)
-                self._momenta[name] = momentum
+                old = entry.get("momentum")
+                momentum = gradient.clone() if old is None else old.mul_(self._config.outer_momentum).add_(gradient)
+                entry["momentum"] = momentum
                 if self._config.nesterov:
                     gradient = gradient.add(momentum, alpha=self._config.outer_momentum)
                 else:
                     gradient = momentum
             # Into the move, which nobody needs any more.
-            anchor = torch.sub(self._anchors[name], gradient, alpha=self._config.outer_lr, out=moves[name])
-            self._anchors[name] = anchor
-            parameters[name].copy_(anchor.view(parameters[name].shape))
+            entry["anchor"] = torch.sub(entry["anchor"], gradient, alpha=self._config.outer_lr, out=moves[name])
+            parameters[name].copy_(entry["anchor"].view(parameters[name].shape))
         # What was in no backward has no anchor.
-        average_([p for name, p in stepped.parameters.items() if name not in self._anchors], self.group)
+        average_([p for name, p in stepped.parameters.items() if name not in self.memory], self.group)
         stepped.models.averaged(stepped.parameters)
         self._follow_up_optimizer(stepped, self.group)
 
@@ -184,26 +181,9 @@ class _BoundDiLoCo(BoundLocalSGD):
         for move, own in zip(moves, mean.split([move.numel() for move in moves]), strict=True):
             move.copy_(own)
 
-    def state_dict(self, writer: StateWriter) -> dict[str, Any]:
-        shared = {name: {"anchor": writer.shared(anchor)} for name, anchor in sorted(self._anchors.items())}
-        for name, momentum in self._momenta.items():
-            shared[name]["momentum"] = writer.shared(momentum)
-        return {**super().state_dict(writer), "entries": shared}
-
-    def load_state_dict(self, state: dict[str, Any], reader: StateReader) -> None:
-        super().load_state_dict(state, reader)
-        for name, entry in reader.section(state, "entries").items():
-            shape = reader.shape_of(name)
-            # Twice as many numbers for a complex one.
-            if shape is None or entry["anchor"].numel() % max(1, torch.Size(shape).numel()):
-                reader.differs(f"the anchor of {name!r} fits no parameter")
-                continue
-            self._anchors[name] = reader.shared(entry["anchor"])
-            if "momentum" in entry:
-                self._momenta[name] = reader.shared(entry["momentum"])
-
-    def release(self) -> None:
-        self._anchors, self._momenta = {}, {}
+    def kept(self, shapes: list[tuple[int, ...]]) -> Shapes:
+        # Twice as many numbers for a complex parameter.
+        return {"anchor": None, "momentum": None}
 
 
 def _at_least_float32(parameter: Tensor) -> Tensor:

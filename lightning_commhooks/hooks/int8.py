@@ -21,12 +21,13 @@ from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.collectives.steps import Steps, begun
 from lightning_commhooks.interface.bucket import Bucket, Slot
 from lightning_commhooks.interface.checks import check_bool, check_integer
-from lightning_commhooks.interface.error_feedback import ErrorFeedback, Shapes
+from lightning_commhooks.interface.error_feedback import ErrorFeedback
 from lightning_commhooks.interface.finite import all_finite
 from lightning_commhooks.interface.hierarchy import Hierarchy, bind_by_node, check_hierarchy
 from lightning_commhooks.interface.hook import NEXT_TO_NOTHING, BoundHook, CommHook
 from lightning_commhooks.interface.precision import to_gradient, work_dtype
 from lightning_commhooks.interface.registry import register
+from lightning_commhooks.interface.state import Shapes
 
 # A gradient of fewer elements is copied together with others.
 _ALONE_NUMEL = 2**17
@@ -226,7 +227,7 @@ class CodecFeedback(ErrorFeedback):
         places = chunks(slots, self.hook.codec.block_size, self.group.num_owners())
         return _Plan(slots, rest, places, sum(slot.numel for slot in slots) * bucket.flat.element_size())
 
-    def _shapes(self, shapes: list[tuple[int, ...]]) -> Shapes:
+    def kept(self, shapes: list[tuple[int, ...]]) -> Shapes:
         return {"residual": shapes[0]} if self.has_residuals and self.hook.compresses(shapes[0]) else {}
 
     def not_begun(self, step: int) -> str | None:

@@ -24,12 +24,13 @@ from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.collectives.steps import Steps
 from lightning_commhooks.hooks._low_rank_options import LowRankConfig
 from lightning_commhooks.interface.bucket import Bucket, Slot
-from lightning_commhooks.interface.error_feedback import ErrorFeedback, Shapes
+from lightning_commhooks.interface.error_feedback import ErrorFeedback
 from lightning_commhooks.interface.finite import all_finite
 from lightning_commhooks.interface.hierarchy import bind_by_node
 from lightning_commhooks.interface.hook import NEXT_TO_NOTHING, BoundHook
 from lightning_commhooks.interface.precision import add_unscaled_, to_gradient, work_dtype
 from lightning_commhooks.interface.registry import register
+from lightning_commhooks.interface.state import Shapes
 
 logger = logging.getLogger(__name__)
 
@@ -118,7 +119,7 @@ class BoundPowerSGD(ErrorFeedback):
         self._numel_before = self._numel_after = self._next_report = 0
 
     def average_(self, residual: Tensor | None, bucket: Bucket, ranks: Group) -> Steps[Tensor]:
-        flat, (batches, rest) = bucket.flat, self.plan(bucket)
+        flat, (_, batches, rest) = bucket.flat, self.plan(bucket)
         if residual is None:
             residual = torch.zeros_like(flat, dtype=work_dtype(flat.dtype))
         dense = bucket.gather(rest).div_(self.group.size / bucket.scale)
@@ -169,7 +170,7 @@ class BoundPowerSGD(ErrorFeedback):
         for batch, own in zip(batches, factors, strict=True):
             for key, factor in zip(batch.keys, own, strict=True):
                 self.remember(key, factor, kind)
-                if kind == "factor":
+                if kind == "factor" and "factor_p" in self.memory.get(key, {}):
                     self.remember(key, None, "factor_p")
 
     def _mean(
@@ -186,11 +187,11 @@ class BoundPowerSGD(ErrorFeedback):
     def compressed(self, bucket: Bucket) -> Sequence[Slot] | None:
         if bucket.step < self.hook.start_powerSGD_iter:
             return None
-        batches, _ = self.plan(bucket)
-        return [slot for batch in batches for slots in batch.slots for slot in slots]
+        slots: list[Slot] = self.plan(bucket)[0]
+        return slots
 
-    def lay_out(self, bucket: Bucket) -> tuple[list[_Matrices], list[Slot]]:
-        """The matrices in a bucket, and the gradients that are in none."""
+    def lay_out(self, bucket: Bucket) -> tuple[list[Slot], list[_Matrices], list[Slot]]:
+        """The gradients of matrices in a bucket, the matrices, and the other gradients."""
         hook, batches = self.hook, []
         like = bucket.flat.new_empty(0, dtype=work_dtype(bucket.flat.dtype))
         for (n, m), slots in hook.matrices(bucket.slots).items():
@@ -199,21 +200,18 @@ class BoundPowerSGD(ErrorFeedback):
             if hook.num_iters_per_step == 1:
                 batch.fresh["factor_p"] = _random_factors(batch.keys, (hook.rank(n, m), n), like, hook.random_seed, -1)
             batches.append(batch)
-        matrices = {slot for batch in batches for slots in batch.slots for slot in slots}
-        return batches, [slot for slot in bucket.slots if slot not in matrices]
+        inside = [slot for batch in batches for slots in batch.slots for slot in slots]
+        outside = set(bucket.slots).difference(inside)
+        return inside, batches, [slot for slot in bucket.slots if slot in outside]
 
-    def _shapes(self, shapes: list[tuple[int, ...]]) -> Shapes:
+    def kept(self, shapes: list[tuple[int, ...]]) -> Shapes:
         matrices = self.hook.matrices([Slot(str(i), shape, 0) for i, shape in enumerate(shapes)])
         if len(matrices) != 1:
             return {}
         ((n, m),) = matrices
         r = self.hook.rank(n, m)
-        expected: Shapes = {"factor": (r, m)}
-        if self.hook.num_iters_per_step == 1:
-            expected["factor_p"] = (r, n)
-        if self.has_residuals and len(shapes) == 1:
-            expected["residual"] = shapes[0]
-        return expected
+        factors = {"factor": (r, m), "factor_p": (r, n)} if self.hook.num_iters_per_step == 1 else {"factor": (r, m)}
+        return {**factors, "residual": shapes[0]} if self.has_residuals and len(shapes) == 1 else factors
 
     def _report(self, numel: int, numel_rest: int, bucket: Bucket) -> None:
         """Log at the first compressed step and every `compression_stats_logging_frequency` steps."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,10 +15,7 @@ from lightning_commhooks.interface.bucket import Bucket, Slot
 from lightning_commhooks.interface.finite import all_finite, spoil_unless_
 from lightning_commhooks.interface.hook import BoundHook
 from lightning_commhooks.interface.precision import add_unscaled_, to_gradient, work_dtype
-from lightning_commhooks.interface.state import StateReader, StateWriter
-
-# Shapes of what is remembered of a parameter, by kind; `None`: any.
-Shapes = dict[str, tuple[int, ...] | None]
+from lightning_commhooks.interface.state import Shapes, StateReader
 
 
 class ErrorFeedback(BoundHook):
@@ -36,10 +33,6 @@ class ErrorFeedback(BoundHook):
         group: the collectives the hook may use.
         hook: its configuration, `self.hook`; the `CommHook` whose `bind` this is made in. With a field
             `use_error_feedback` that is false there are no residuals.
-
-    Attributes:
-        memory: what is remembered, `{parameter: {kind: tensor}}`: the `"residual"`, which differs between ranks, and
-            what `remember` was given, which is equal on all of them.
     """
 
     has_memory = True
@@ -49,7 +42,6 @@ class ErrorFeedback(BoundHook):
         super().__init__(group)
         self.hook = hook
         self.has_residuals: bool = getattr(hook, "use_error_feedback", True)
-        self.memory: dict[str, dict[str, Tensor]] = {}
         # The residuals of a bucket one after another, by names of its parameters; those in `memory` are views.
         self._of_buckets: dict[tuple[str, ...], Tensor] = {}
         self._checked: set[tuple[str, str]] = set()
@@ -114,16 +106,16 @@ class ErrorFeedback(BoundHook):
 
     def plan(self, bucket: Bucket) -> Any:
         """Return what `lay_out` made for a bucket; it is asked again when DDP has built its buckets anew."""
-        if bucket.names not in self.plans:
-            is_new = set(bucket.names).isdisjoint
-            self.plans = {names: plan for names, plan in self.plans.items() if is_new(names)}
-            self.plans[bucket.names] = bucket.slots, self.lay_out(bucket)
+        names = bucket.names
+        if names not in self.plans:
+            is_apart = set(names).isdisjoint
+            self.plans = {other: plan for other, plan in self.plans.items() if is_apart(other)}
+            self.plans[names] = bucket.slots, self.lay_out(bucket)
             # Of several parameters together, as they were in a bucket that is not there any more.
-            for key in [key for key in self.memory if "\n" in key and not is_new(key.split("\n"))]:
-                if tuple(key.split("\n")) != bucket.names:
+            for key in [key for key in self.memory if "\n" in key and not is_apart(key.split("\n"))]:
+                if tuple(key.split("\n")) != names:
                     del self.memory[key]
-        _, plan = self.plans[bucket.names]
-        return plan
+        return self.plans[names][1]
 
     def remembered(self, name: str, make: Callable[[], Tensor], kind: str = "shared") -> Tensor:
         """Return what the hook remembers of a parameter that is equal on all ranks, such as where a step begins.
@@ -221,66 +213,13 @@ class ErrorFeedback(BoundHook):
                 residual.zero_()
         self._staged = []
 
-    def owed(self) -> Iterator[Tensor]:
-        return (entry["residual"] for entry in self.memory.values() if "residual" in entry)
-
-    def state_dict(self, writer: StateWriter) -> dict[str, Any]:
-        def saved(kind: str, tensor: Tensor) -> Tensor:
-            return writer.per_rank(tensor) if kind == "residual" else writer.shared(tensor)
-
-        entries = ((name, self.memory[name]) for name in sorted(self.memory) if self.memory[name])
-        return {
-            "entries": {name: {kind: saved(kind, entry[kind]) for kind in sorted(entry)} for name, entry in entries}
-        }
-
-    def load_state_dict(self, state: dict[str, Any], reader: StateReader) -> None:
-        memory = {}
-        for name, saved in reader.section(state, "entries").items():
-            shapes = [shape for part in name.split("\n") if (shape := reader.shape_of(part)) is not None]
-            if len(shapes) <= name.count("\n"):
-                reader.differs(f"it has memory of {name!r}, but the model no such parameter, or another hook has it")
-            elif not (expected := self._shapes(shapes)):
-                reader.differs(
-                    f"parameter {name!r} is compressed in the state and not any more, or without error feedback"
-                )
-            else:
-                memory[name] = self._loaded(name, reader.section({name: saved}, name), expected, reader)
-        self.memory, self._of_buckets, self._staged, self._checked = memory, {}, [], set()
-
-    def _shapes(self, shapes: list[tuple[int, ...]]) -> Shapes:
-        """What is remembered of a parameter, or of several together, of these shapes; empty: it is not compressed."""
+    def kept(self, shapes: list[tuple[int, ...]]) -> Shapes:
         return {"residual": shapes[0], "shared": None}
 
-    def _loaded(
-        self, name: str, saved: Mapping[str, Tensor], expected: Shapes, reader: StateReader
-    ) -> dict[str, Tensor]:
-        """What fits of a saved entry."""
-        entry: dict[str, Tensor] = {}
-        saved = _as_saved_now(saved)
-        if "residual" in expected and "residual" not in saved:
-            reader.differs(f"it has no error feedback of {name!r}")
-        for kind, tensor in saved.items():
-            own = reader.per_rank(tensor) if kind == "residual" else reader.shared(tensor)
-            shape = expected.get(kind)
-            if kind not in expected:
-                what = "error feedback" if kind == "residual" else f"the {kind}"
-                reader.differs(f"it has {what} of {name!r} and the hook has none now")
-            elif shape is not None and own.shape != shape:
-                reader.differs(f"the {kind} of {name!r} has shape {list(own.shape)} in the state and {list(shape)} now")
-            else:
-                entry[kind] = own
-        return entry
+    def load_state_dict(self, state: dict[str, Any], reader: StateReader) -> None:
+        super().load_state_dict(state, reader)
+        self._of_buckets, self._staged, self._checked = {}, [], set()
 
     def release(self) -> None:
-        self.memory, self._of_buckets, self._staged, self.plans = {}, {}, [], {}
-
-
-def _as_saved_now(saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """An entry of an exact state of version 0.1, which had parts of the residual apart, as it is saved now."""
-    entry = dict(saved)
-    if {"sent_p", "sent_q", "residual"} <= entry.keys():
-        sent = entry.pop("sent_p").t() @ entry.pop("sent_q")
-        entry["residual"] = entry["residual"] - sent.view(entry["residual"].shape[1:])
-    if {"carried", "residual"} <= entry.keys():
-        entry["residual"] = entry["residual"] + entry.pop("carried")
-    return entry
+        super().release()
+        self._of_buckets, self._staged, self.plans = {}, [], {}

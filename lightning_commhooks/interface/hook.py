@@ -16,7 +16,7 @@ from torch import Tensor
 from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.collectives.steps import Steps
 from lightning_commhooks.interface.bucket import Bucket
-from lightning_commhooks.interface.state import StateReader, StateWriter
+from lightning_commhooks.interface.state import Memory, Shapes, StateReader, StateWriter
 
 # A hook that compresses, or saves, no more than this part of the gradients does next to nothing.
 NEXT_TO_NOTHING = 0.03
@@ -101,6 +101,9 @@ class BoundHook(ABC):
         group: the collectives the hook may use.
 
     Attributes:
+        memory: what the hook remembers, `{parameter: {kind: tensor}}`. The kind `"residual"` differs between ranks:
+            what this one has not sent yet, in units of the loss. All others are equal on them.
+        numbers: whole numbers, equal on all ranks, `{what: {of what: number}}`, that are saved with it.
         has_memory: whether results depend on the gradients of earlier steps.
         scales_gradients: whether `reduce` multiplies gradients by `Bucket.scale`, in a pass over them that it makes
             anyway. If not, they are multiplied before.
@@ -111,6 +114,8 @@ class BoundHook(ABC):
 
     def __init__(self, group: Group) -> None:
         self.group = group
+        self.memory: Memory = {}
+        self.numbers: dict[str, dict[str, int]] = {}
 
     @abstractmethod
     def reduce(self, bucket: Bucket, ranks: Group) -> Steps[Tensor | None]:
@@ -159,11 +164,8 @@ class BoundHook(ABC):
         """
 
     def owed(self) -> Iterator[Tensor]:
-        """What this rank has not sent yet, for error feedback: one tensor after another, in units of the loss.
-
-        Not collective. The default has nothing, right for hooks without error feedback.
-        """
-        yield from ()
+        """The residuals of this rank, one after another."""
+        return (entry["residual"] for entry in self.memory.values() if "residual" in entry)
 
     def not_begun(self, step: int) -> str | None:
         """What keeps this hook from what it is for in a step, and what to do about it; `None` if nothing does.
@@ -178,13 +180,24 @@ class BoundHook(ABC):
         """
         return None
 
+    def kept(self, shapes: list[tuple[int, ...]]) -> Shapes:
+        """Name what the hook remembers of a parameter, or of several together: kinds, and shapes that they must have.
+
+        Args:
+            shapes: of the parameters, in memory order.
+
+        Returns:
+            shapes by kind, `None` for any shape; empty if nothing is remembered of them.
+        """
+        return {}
+
     def state_dict(self, writer: StateWriter) -> dict[str, Any]:
         """State as tensors and primitives. Collective: every rank calls it, every rank gets the same.
 
         Args:
             writer: makes copies of tensors, and of those that differ between ranks one for all.
         """
-        return {}
+        return {"entries": writer.memory(self.memory), **{what: dict(own) for what, own in self.numbers.items()}}
 
     def load_state_dict(self, state: dict[str, Any], reader: StateReader) -> None:
         """Take over what `state_dict` of the same hook returned, with other options or on another world size even.
@@ -195,8 +208,12 @@ class BoundHook(ABC):
             state: the state.
             reader: gives this rank's part of a saved tensor; is told of what does not fit and is left out.
         """
-        for key in state:
-            reader.differs(f"{key!r} is in the state, but {type(self).__name__} keeps no state")
+        if self.has_memory or "entries" in state:
+            self.memory = reader.memory(reader.section(state, "entries"), self.kept)
+        for what, own in self.numbers.items():
+            own.clear()
+            own.update(reader.section(state, what))
 
-    def release(self) -> None:  # noqa: B027  # optional to override
+    def release(self) -> None:
         """Free large memory; called once, when the hook has been used for the last time."""
+        self.memory = {}

@@ -11,6 +11,12 @@ from torch import Tensor
 
 from lightning_commhooks.collectives.group import Group
 
+# What a hook remembers, `{parameter: {kind: tensor}}`: see `BoundHook.memory`.
+Memory = dict[str, dict[str, Tensor]]
+
+# Shapes of what is remembered of a parameter, by kind; `None`: any.
+Shapes = Mapping[str, tuple[int, ...] | None]
+
 # What a state has of the tensors that differ between ranks: their mean, or those of each rank.
 PerRank = Literal["mean", "exact"]
 
@@ -42,6 +48,15 @@ class StateWriter:
             return gathered.view(self._group.size, *tensor.shape).cpu()
         mean = tensor.clone(memory_format=torch.contiguous_format)
         return self._group.finish(self._group.all_reduce_mean_(mean)).cpu()
+
+    def memory(self, memory: Memory) -> Memory:
+        """A copy of what a hook remembers."""
+        saved: Memory = {}
+        # Ranks may have met the parameters in different orders.
+        for name in sorted(name for name in memory if memory[name]):
+            entry = sorted(memory[name].items())
+            saved[name] = {kind: (self.per_rank if kind == "residual" else self.shared)(own) for kind, own in entry}
+        return saved
 
 
 class StateReader:
@@ -102,10 +117,6 @@ class StateReader:
         self.differs(f"it has no {key!r}")
         return {}
 
-    def shape_of(self, name: str) -> tuple[int, ...] | None:
-        """Shape of a parameter in memory order; `None` if the model now has none of that name and shape."""
-        return self._shapes.get(name)
-
     def shared(self, tensor: Tensor) -> Tensor:
         """A copy on the gradients' device of what `StateWriter.shared` saved."""
         return tensor.to(self._group.device, copy=True)
@@ -117,6 +128,38 @@ class StateReader:
             # The mean of equal rows may be rounded.
             tensor = rows[0] if bool((rows == rows[0]).all()) else rows.mean(dim=0)
         return tensor.to(self._group.device, copy=True)
+
+    def memory(self, saved: Mapping[str, Any], kept: Callable[[list[tuple[int, ...]]], Shapes]) -> Memory:
+        """What fits of the memory in a state, by `BoundHook.kept`."""
+        memory: Memory = {}
+        for name in saved:
+            shapes = [self._shapes[part] for part in name.split("\n") if part in self._shapes]
+            if len(shapes) <= name.count("\n"):
+                self.differs(f"it has memory of {name!r}, but the model no such parameter, or another hook has it")
+            elif not (expected := kept(shapes)):
+                self.differs(
+                    f"parameter {name!r} is compressed in the state and not any more, or without error feedback"
+                )
+            else:
+                memory[name] = self._entry(name, self.section(saved, name), expected)
+        return memory
+
+    def _entry(self, name: str, saved: Mapping[str, Tensor], expected: Shapes) -> dict[str, Tensor]:
+        entry: dict[str, Tensor] = {}
+        saved = _as_saved_now(saved)
+        if "residual" in expected and "residual" not in saved:
+            self.differs(f"it has no error feedback of {name!r}")
+        for kind, tensor in saved.items():
+            own = self.per_rank(tensor) if kind == "residual" else self.shared(tensor)
+            shape = expected.get(kind)
+            if kind not in expected:
+                what = "error feedback" if kind == "residual" else f"the {kind}"
+                self.differs(f"it has {what} of {name!r} and the hook has none now")
+            elif shape is not None and own.shape != shape:
+                self.differs(f"the {kind} of {name!r} has shape {list(own.shape)} in the state and {list(shape)} now")
+            else:
+                entry[kind] = own
+        return entry
 
     @contextmanager
     def of_ranks(self, ranks: Sequence[int]) -> Iterator[None]:
@@ -137,3 +180,14 @@ class StateReader:
         self._options, self._shapes = options, {name: shape for name, shape in self._shapes.items() if has(name)}
         yield
         self._options, self._shapes = before
+
+
+def _as_saved_now(saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """An entry of an exact state of version 0.1, which had parts of the residual apart, as it is saved now."""
+    entry = dict(saved)
+    if {"sent_p", "sent_q", "residual"} <= entry.keys():
+        sent = entry.pop("sent_p").t() @ entry.pop("sent_q")
+        entry["residual"] = entry["residual"] - sent.view(entry["residual"].shape[1:])
+    if {"carried", "residual"} <= entry.keys():
+        entry["residual"] = entry["residual"] + entry.pop("carried")
+    return entry

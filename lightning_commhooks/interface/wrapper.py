@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import types
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -15,6 +17,7 @@ from lightning_commhooks.interface.accumulation import Number, scale_
 from lightning_commhooks.interface.averages_models import AveragesModels, averages_models, is_local
 from lightning_commhooks.interface.bucket import Bucket
 from lightning_commhooks.interface.hook import BoundHook, CommHook
+from lightning_commhooks.interface.hook_state import load_hook, save_hook
 from lightning_commhooks.interface.models import OptimizerStep
 from lightning_commhooks.interface.state import StateReader, StateWriter
 
@@ -22,15 +25,20 @@ from lightning_commhooks.interface.state import StateReader, StateWriter
 class BoundWrapper(AveragesModels):
     """A hook made of hooks: what is the same for one inside and for several.
 
+    Args:
+        inner: the hooks inside.
+        hooks: what they were made of, by what they are called in a state; empty: it is that of the only one inside.
+
     Attributes:
         mixes_averages: whether it averages gradients of some parameters and models of others, in one step.
     """
 
     mixes_averages: bool
 
-    def __init__(self, inner: Sequence[BoundHook]) -> None:
+    def __init__(self, inner: Sequence[BoundHook], hooks: Mapping[int, CommHook] = types.MappingProxyType({})) -> None:
         super().__init__(inner[0].group)
         self._all_inner = inner
+        self._parts = {str(key): (hook, bound) for (key, hook), bound in zip(hooks.items(), inner, strict=False)}
         self.averages_models = any(averages_models(hook) for hook in inner)
         self.mixes_averages = any(isinstance(hook, BoundWrapper) and hook.mixes_averages for hook in inner)
 
@@ -56,6 +64,34 @@ class BoundWrapper(AveragesModels):
         found = (getattr(hook, "compression_stats", None) for hook in self._at_work())
         return next((stats for stats in found if stats is not None), None)
 
+    def _has(self, hook: BoundHook, name: str) -> bool:
+        """Whether a parameter is one of that hook's."""
+        return True
+
+    def state_dict(self, writer: StateWriter) -> dict[str, Any]:
+        if not self._parts:
+            return self._all_inner[0].state_dict(writer)
+        parts = {key: save_hook(hook, bound, writer) for key, (hook, bound) in self._parts.items()}
+        return {**super().state_dict(writer), "hooks": parts}
+
+    def load_state_dict(self, state: dict[str, Any], reader: StateReader) -> None:
+        if not self._parts:
+            self._all_inner[0].load_state_dict(state, reader)
+            return
+        # As version 0.1 named them.
+        hooks = state.get("phases") or ({"0": state["inner"]} if "inner" in state else {})
+        state = {"entries": {}, "hooks": hooks, **state}
+        super().load_state_dict(state, reader)
+        saved = reader.section(state, "hooks")
+        for key in sorted(saved.keys() ^ self._parts.keys()):
+            self._part_differs(key, "then" if key in saved else "now", reader)
+        for key, (hook, bound) in self._parts.items():
+            if key in saved:
+                load_hook(saved[key], hook, bound, reader, functools.partial(self._has, bound))
+
+    def _part_differs(self, key: str, when: str, reader: StateReader) -> None:
+        reader.differs(f"the hook {key} of {type(self).__name__} is there {when} only")
+
     def release(self) -> None:
         for hook in self._all_inner:
             hook.release()
@@ -64,8 +100,8 @@ class BoundWrapper(AveragesModels):
 class BoundAround(BoundWrapper):
     """Does what the hook inside does; subclasses change what it gets to see."""
 
-    def __init__(self, inner: BoundHook) -> None:
-        super().__init__([inner])
+    def __init__(self, inner: BoundHook, hook: CommHook | None = None) -> None:
+        super().__init__([inner], {} if hook is None else {0: hook})
         self.average_buffers = averages_models(inner) and inner.average_buffers
         self.scales_gradients = inner.scales_gradients
         self._inner = inner
@@ -100,12 +136,6 @@ class BoundAround(BoundWrapper):
 
     def not_begun(self, step: int) -> str | None:
         return self._inner.not_begun(step)
-
-    def state_dict(self, writer: StateWriter) -> dict[str, Any]:
-        return self._inner.state_dict(writer)
-
-    def load_state_dict(self, state: dict[str, Any], reader: StateReader) -> None:
-        self._inner.load_state_dict(state, reader)
 
     @property
     def chosen(self) -> CommHook | None:

@@ -15,9 +15,8 @@ from lightning_commhooks.collectives.steps import Steps
 from lightning_commhooks.interface.averages_models import AveragesModels, is_local
 from lightning_commhooks.interface.bucket import Bucket, Slot
 from lightning_commhooks.interface.hook import BoundHook, CommHook
-from lightning_commhooks.interface.hook_state import load_hook, save_hook
 from lightning_commhooks.interface.models import OptimizerStep
-from lightning_commhooks.interface.state import StateReader, StateWriter
+from lightning_commhooks.interface.state import StateReader
 from lightning_commhooks.interface.wrapper import BoundWrapper
 
 
@@ -30,10 +29,10 @@ class BoundSwitch(BoundWrapper):
     def __init__(self, hooks: Mapping[int, CommHook], group: Group) -> None:
         self._hooks = hooks
         self._phases = {key: hook.bind(group) for key, hook in hooks.items()}
-        super().__init__(list(self._phases.values()))
+        super().__init__(list(self._phases.values()), hooks)
         self.has_memory = any(phase.has_memory for phase in self._phases.values())
         # For each parameter, the phase that last averaged it; and what that will be after this step.
-        self._last_phase: dict[str, int] = {}
+        self._last_phase = self.numbers["last_phase"] = {}
         self._next_phase: dict[str, int] = {}
         # Parameters that this rank has used, where DDP looks for those that it has not.
         self._ever_used: set[str] = set()
@@ -95,16 +94,8 @@ class BoundSwitch(BoundWrapper):
     def not_begun(self, step: int) -> str | None:
         return self._phases[self._phase(step)].not_begun(step)
 
-    def _save_phases(self, writer: StateWriter) -> dict[str, Any]:
-        phases = {str(key): save_hook(self._hooks[key], phase, writer) for key, phase in self._phases.items()}
-        return {"phases": phases, "last_phase": dict(self._last_phase)}
-
-    def _load_phases(self, state: dict[str, Any], reader: StateReader) -> None:
-        """Load those that are in the state."""
-        saved = reader.section(state, "phases")
-        for key, phase in self._phases.items():
-            if str(key) in saved:
-                load_hook(saved[str(key)], self._hooks[key], phase, reader)
-        last = reader.section(state, "last_phase")
-        self._last_phase = {name: key for name, key in last.items() if key in self._phases}
+    def load_state_dict(self, state: dict[str, Any], reader: StateReader) -> None:
+        super().load_state_dict(state, reader)
+        for name in [name for name, key in self._last_phase.items() if key not in self._phases]:
+            del self._last_phase[name]
         self._ever_used = set(self._last_phase)

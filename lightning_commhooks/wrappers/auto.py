@@ -249,10 +249,13 @@ class _BoundAuto(BoundSwitch):
 
     def state_dict(self, writer: StateWriter) -> dict[str, Any]:
         choice = {} if self._choice is None else {"choice": describe(self._hooks[self._choice])}
-        return {**self._save_phases(writer), **choice}
+        return {**super().state_dict(writer), **choice}
+
+    def _part_differs(self, key: str, when: str, reader: StateReader) -> None:
+        """Nothing: who has chosen keeps to it."""
 
     def load_state_dict(self, state: dict[str, Any], reader: StateReader) -> None:
-        self._load_phases(state, reader)
+        super().load_state_dict(state, reader)
         self._begin_anew()
         if "choice" in state and self.group.size > 1:
             known = {key: describe(hook) for key, hook in self._hooks.items()}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -17,9 +17,7 @@ from lightning_commhooks.hooks._low_rank_options import LowRankConfig
 from lightning_commhooks.interface.bucket import Bucket
 from lightning_commhooks.interface.finite import num_overflowed
 from lightning_commhooks.interface.hook import BoundHook, CommHook
-from lightning_commhooks.interface.hook_state import load_hook, save_hook
 from lightning_commhooks.interface.registry import get_hook, get_inner_hook
-from lightning_commhooks.interface.state import StateReader, StateWriter
 from lightning_commhooks.interface.wrapper import BoundAround
 from lightning_commhooks.wrappers.hook_name import HookName
 
@@ -81,9 +79,8 @@ def _sends_factors(hook: CommHook | str) -> bool:
 
 class _BoundCast(BoundAround):
     def __init__(self, hook: CommHook, inner: BoundHook, dtype: torch.dtype | None, codec: Codec | None) -> None:
-        super().__init__(inner)
+        super().__init__(inner, hook)
         self.scales_gradients = dtype is not None or inner.scales_gradients
-        self._hook = hook
         self._dtype, self._codec = dtype, codec
 
     def reduce(self, bucket: Bucket, ranks: Group) -> Steps[Tensor | None]:
@@ -111,9 +108,3 @@ class _BoundCast(BoundAround):
         if self._dtype is None or not gradient.is_floating_point():
             return False
         return gradient.element_size() > self._dtype.itemsize
-
-    def state_dict(self, writer: StateWriter) -> dict[str, Any]:
-        return {"inner": save_hook(self._hook, self._inner, writer)}
-
-    def load_state_dict(self, state: dict[str, Any], reader: StateReader) -> None:
-        load_hook(reader.section(state, "inner"), self._hook, self._inner, reader)

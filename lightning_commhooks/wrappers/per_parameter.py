@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
-import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -17,10 +16,8 @@ from lightning_commhooks.collectives.steps import Steps
 from lightning_commhooks.interface.averages_models import averages_models, common_choice_of_buffers, is_local
 from lightning_commhooks.interface.bucket import Bucket, Slot
 from lightning_commhooks.interface.hook import BoundHook, CommHook
-from lightning_commhooks.interface.hook_state import load_hook, save_hook
 from lightning_commhooks.interface.models import OptimizerStep
 from lightning_commhooks.interface.registry import get_hook, get_inner_hook
-from lightning_commhooks.interface.state import StateReader, StateWriter
 from lightning_commhooks.interface.wrapper import BoundWrapper, after_optimizer_step
 from lightning_commhooks.wrappers.hook_name import HookName
 
@@ -104,7 +101,7 @@ class _BoundPerParameter(BoundWrapper):
         self._config = config
         self._configs = config.inner_hooks
         self._hooks = [hook.bind(group) for hook in self._configs]
-        super().__init__(self._hooks)
+        super().__init__(self._hooks, dict(enumerate(self._configs)))
         self.has_memory = any(hook.has_memory for hook in self._hooks)
         self.mixes_averages = self.mixes_averages or len({averages_models(hook) for hook in self._hooks}) > 1
         self.average_buffers = common_choice_of_buffers(self._hooks, "PerParameter")
@@ -155,26 +152,11 @@ class _BoundPerParameter(BoundWrapper):
     def not_begun(self, step: int) -> str | None:
         return "; ".join(dict.fromkeys(text for hook in self._hooks if (text := hook.not_begun(step)))) or None
 
-    def state_dict(self, writer: StateWriter) -> dict[str, Any]:
-        return {"hooks": {str(i): save_hook(hook, bound, writer) for i, (hook, bound) in self._numbered()}}
-
     def _has(self, hook: BoundHook, name: str) -> bool:
         try:
             return self._find(name) is hook
         except ValueError:
             return False  # frozen, and matched by no pattern
-
-    def _numbered(self) -> Iterator[tuple[int, tuple[CommHook, BoundHook]]]:
-        return enumerate(zip(self._configs, self._hooks, strict=True))
-
-    def load_state_dict(self, state: dict[str, Any], reader: StateReader) -> None:
-        saved = reader.section(state, "hooks")
-        if len(saved) != len(self._hooks):
-            reader.differs(f"it has {len(saved)} hooks for different parameters, and there are {len(self._hooks)} now")
-        for i, (hook, bound) in self._numbered():
-            if str(i) in saved:
-                # What has another hook now is no parameter of this one.
-                load_hook(saved[str(i)], hook, bound, reader, functools.partial(self._has, bound))
 
     def _at_work(self) -> Sequence[BoundHook]:
         return self._hooks

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.interface.averages_models import common_choice_of_buffers
 from lightning_commhooks.interface.hook import BoundHook, CommHook
 from lightning_commhooks.interface.registry import get_hook, get_inner_hook
-from lightning_commhooks.interface.state import StateReader, StateWriter
+from lightning_commhooks.interface.state import StateReader
 from lightning_commhooks.wrappers._turns import BoundSwitch
 from lightning_commhooks.wrappers.hook_name import HookName
 from lightning_commhooks.wrappers.late_start import at_once, late_starts
@@ -84,14 +84,8 @@ class _BoundSchedule(BoundSwitch):
     def _phase(self, step: int) -> int:
         return max(start for start in self._phases if start <= step)
 
-    def state_dict(self, writer: StateWriter) -> dict[str, Any]:
-        return self._save_phases(writer)
-
-    def load_state_dict(self, state: dict[str, Any], reader: StateReader) -> None:
-        saved = reader.section(state, "phases")
-        for begin in sorted(saved.keys() ^ {str(start) for start in self._phases}):
-            reader.differs(f"a phase of the schedule begins at step {begin} {'then' if begin in saved else 'now'} only")
-        self._load_phases(state, reader)
+    def _part_differs(self, key: str, when: str, reader: StateReader) -> None:
+        reader.differs(f"a phase of the schedule begins at step {key} {when} only")
 
     def not_begun(self, step: int) -> str | None:
         later = [start for start in self._phases if start > step]

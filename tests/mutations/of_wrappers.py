@@ -152,8 +152,8 @@ MUTATIONS = [
     Mutation(
         "outer_momentum_backwards",
         f"{HOOKS}/diloco.py",
-        "old.mul(self._config.outer_momentum).add_(gradient)",
-        "old.mul(self._config.outer_momentum).sub_(gradient)",
+        "old.mul_(self._config.outer_momentum).add_(gradient)",
+        "old.mul_(self._config.outer_momentum).sub_(gradient)",
         "DiLoCo's outer momentum has the wrong sign.",
         "tests/test_local_sgd.py -k 'trajectory and diloco'",
     ),
@@ -175,9 +175,9 @@ MUTATIONS = [
     ),
     Mutation(
         "period_forgotten",
-        f"{HOOKS}/_local_sgd.py",
-        'self._num_steps = dict(reader.section(state, "num_steps"))',
-        "self._num_steps = {}",
+        "lightning_commhooks/interface/hook.py",
+        "            own.update(reader.section(state, what))\n",
+        "",
         "A resumed run begins a new period.",
         "tests/test_local_sgd_state.py -k 'bit_by_bit and post'",
     ),
