@@ -511,3 +511,67 @@ def test_states_of_earlier_versions_load(run, hook):
         for mean, expected in zip(means, saved["after"], strict=True):
             # Another version of PyTorch may add up in another order.
             assert distance(mean, expected) <= 1e-5 * norm(expected)
+
+
+class Counting(lc.CommHook):
+    """Names what it keeps, and does not save or load it."""
+
+    name = "counting"
+
+    def bind(self, group):
+        return _BoundCounting(group)
+
+
+class _BoundCounting(lc.BoundHook):
+    def reduce(self, bucket, ranks):
+        for slot in bucket.slots:
+            entry = self.memory.setdefault(slot.name, {"count": torch.zeros(1), "residual": torch.zeros(slot.shape)})
+            entry["count"] = entry["count"] + 1
+            entry["residual"] += ranks.rank
+        yield from ranks.all_reduce_mean_(bucket.flat)
+
+    def kept(self, shapes):
+        return {"count": (1,), "residual": shapes[0]}
+
+
+def counts(rank, world):
+    with attached(Counting()) as (ddp, attachment):
+        for step in range(3):
+            backward(ddp, full_rank_gradients(rank, step, SHAPES))
+        state = attachment.state_dict()
+    wrong = copy.deepcopy(state)
+    wrong["hook"]["state"]["entries"]["first"]["count"] = torch.zeros(2)
+    with attached(Counting()) as (ddp, attachment):
+        with pytest.raises(lc.StateError, match=r"the count of 'first' has shape \[2\] in the state and \[1\] now"):
+            attachment.load_state_dict(wrong)
+        attachment.load_state_dict(state)
+        backward(ddp, full_rank_gradients(rank, 3, SHAPES))
+        return {name: {kind: own.clone() for kind, own in e.items()} for name, e in attachment.bound.memory.items()}
+
+
+def test_a_hook_names_what_it_keeps(run):
+    """It is saved, loaded and checked; the residual as the mean over ranks."""
+    for rank, memory in enumerate(run(counts)):
+        assert memory.keys() == SHAPES.keys()
+        for entry in memory.values():
+            assert entry["count"] == 4
+            assert (entry["residual"] == 3 * 0.5 + rank).all()
+
+
+def loads_as_before(rank, world, hook, rename):
+    state = saved_state(rank, hook)
+    inside = state["hook"]["state"]
+    assert inside.pop("entries") == {}
+    hooks = inside.pop("hooks")
+    inside |= {rename: hooks["0"] if rename == "inner" else hooks}
+    with attached(hook) as (_, attachment):
+        attachment.load_state_dict(state)
+        loaded = attachment.state_dict()["hook"]["state"]["hooks"]
+    return all(same(loaded["0"]["state"]["entries"][name], e) for name, e in hooks["0"]["state"]["entries"].items())
+
+
+@pytest.mark.parametrize(
+    ("hook", "name"), [(lc.Cast(POWERSGD), "inner"), (lc.Schedule({0: POWERSGD, 9: "bf16"}), "phases")]
+)
+def test_wrappers_load_what_they_had_under_other_names(run, hook, name):
+    assert all(run(loads_as_before, hook, name))

@@ -303,8 +303,9 @@ def test_a_hook_that_compresses_in_the_first_step_alone(run):
     """DDP has one bucket of both parameters then, and two buckets that are too small later."""
     (_, (text,), _), _ = run(told, lc.Int8(min_bytes=60_000), None, {"first": (100, 100), "second": (100, 100)})
     assert text == (
-        "hook='int8' compresses 0.00% of the gradients, and of the bytes that plain DDP sends it saves 0.0%; use "
-        "another hook, or none"
+        "hook='int8' compresses nothing, no bucket has min_bytes=60000 bytes of gradients with block_size=512 elements "
+        "or more in two dimensions (compress_1d=False); the largest has 40000: lower min_bytes to that, "
+        "or use hook='bf16'"
     )
 
 

@@ -119,7 +119,7 @@ class BoundPowerSGD(ErrorFeedback):
         self._numel_before = self._numel_after = self._next_report = 0
 
     def average_(self, residual: Tensor | None, bucket: Bucket, ranks: Group) -> Steps[Tensor]:
-        flat, (batches, rest) = bucket.flat, self.plan(bucket)
+        flat, (_, batches, rest) = bucket.flat, self.plan(bucket)
         if residual is None:
             residual = torch.zeros_like(flat, dtype=work_dtype(flat.dtype))
         dense = bucket.gather(rest).div_(self.group.size / bucket.scale)
@@ -170,7 +170,7 @@ class BoundPowerSGD(ErrorFeedback):
         for batch, own in zip(batches, factors, strict=True):
             for key, factor in zip(batch.keys, own, strict=True):
                 self.remember(key, factor, kind)
-                if kind == "factor":
+                if kind == "factor" and "factor_p" in self.memory.get(key, {}):
                     self.remember(key, None, "factor_p")
 
     def _mean(
@@ -187,11 +187,11 @@ class BoundPowerSGD(ErrorFeedback):
     def compressed(self, bucket: Bucket) -> Sequence[Slot] | None:
         if bucket.step < self.hook.start_powerSGD_iter:
             return None
-        batches, _ = self.plan(bucket)
-        return [slot for batch in batches for slots in batch.slots for slot in slots]
+        slots: list[Slot] = self.plan(bucket)[0]
+        return slots
 
-    def lay_out(self, bucket: Bucket) -> tuple[list[_Matrices], list[Slot]]:
-        """The matrices in a bucket, and the gradients that are in none."""
+    def lay_out(self, bucket: Bucket) -> tuple[list[Slot], list[_Matrices], list[Slot]]:
+        """The gradients of matrices in a bucket, the matrices, and the other gradients."""
         hook, batches = self.hook, []
         like = bucket.flat.new_empty(0, dtype=work_dtype(bucket.flat.dtype))
         for (n, m), slots in hook.matrices(bucket.slots).items():
@@ -200,8 +200,9 @@ class BoundPowerSGD(ErrorFeedback):
             if hook.num_iters_per_step == 1:
                 batch.fresh["factor_p"] = _random_factors(batch.keys, (hook.rank(n, m), n), like, hook.random_seed, -1)
             batches.append(batch)
-        matrices = {slot for batch in batches for slots in batch.slots for slot in slots}
-        return batches, [slot for slot in bucket.slots if slot not in matrices]
+        inside = [slot for batch in batches for slots in batch.slots for slot in slots]
+        outside = set(bucket.slots).difference(inside)
+        return inside, batches, [slot for slot in bucket.slots if slot in outside]
 
     def kept(self, shapes: list[tuple[int, ...]]) -> Shapes:
         matrices = self.hook.matrices([Slot(str(i), shape, 0) for i, shape in enumerate(shapes)])

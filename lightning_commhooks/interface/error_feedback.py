@@ -106,16 +106,16 @@ class ErrorFeedback(BoundHook):
 
     def plan(self, bucket: Bucket) -> Any:
         """Return what `lay_out` made for a bucket; it is asked again when DDP has built its buckets anew."""
-        if bucket.names not in self.plans:
-            is_new = set(bucket.names).isdisjoint
-            self.plans = {names: plan for names, plan in self.plans.items() if is_new(names)}
-            self.plans[bucket.names] = bucket.slots, self.lay_out(bucket)
+        names = bucket.names
+        if names not in self.plans:
+            is_apart = set(names).isdisjoint
+            self.plans = {other: plan for other, plan in self.plans.items() if is_apart(other)}
+            self.plans[names] = bucket.slots, self.lay_out(bucket)
             # Of several parameters together, as they were in a bucket that is not there any more.
-            for key in [key for key in self.memory if "\n" in key and not is_new(key.split("\n"))]:
-                if tuple(key.split("\n")) != bucket.names:
+            for key in [key for key in self.memory if "\n" in key and not is_apart(key.split("\n"))]:
+                if tuple(key.split("\n")) != names:
                     del self.memory[key]
-        _, plan = self.plans[bucket.names]
-        return plan
+        return self.plans[names][1]
 
     def remembered(self, name: str, make: Callable[[], Tensor], kind: str = "shared") -> Tensor:
         """Return what the hook remembers of a parameter that is equal on all ranks, such as where a step begins.

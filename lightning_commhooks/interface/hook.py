@@ -187,7 +187,7 @@ class BoundHook(ABC):
             shapes: of the parameters, in memory order.
 
         Returns:
-            `None` for any shape; empty: nothing is remembered of them.
+            shapes by kind, `None` for any shape; empty if nothing is remembered of them.
         """
         return {}
 
