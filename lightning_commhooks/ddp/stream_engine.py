@@ -1,4 +1,4 @@
-"""The engine for CUDA tensors on NCCL: a side stream."""
+"""Engines that run a hook where a bucket is handed over: on that stream, or for NCCL on a side stream."""
 
 from __future__ import annotations
 
@@ -16,7 +16,41 @@ from lightning_commhooks.collectives.timing import Timing
 from lightning_commhooks.ddp.engine import Engine, T
 
 
-class StreamEngine(Engine):
+class InlineEngine(Engine):
+    """Runs a hook to its end, in the thread and on the stream that hand a bucket over: who does so waits for it."""
+
+    def submit(self, reduce: Callable[[], Steps[Tensor]], device: torch.device, is_last: bool) -> Future[Tensor]:
+        self.raise_if_unusable()
+
+        def run() -> Future[Tensor]:
+            future: Future[Tensor] = Future(devices=[device] if device.type == "cuda" else None)
+            future.set_result(self._finish(reduce()))
+            return future
+
+        # Not as a subclass does what goes on beside the backward.
+        return Engine.aside(self, run)
+
+    def _finish(self, steps: Steps[Tensor]) -> Tensor:
+        with self._timing.work(), named(self._name, "reduce"):
+            failure: Exception | None = None
+            while True:
+                try:
+                    waits = next(steps) if failure is None else steps.throw(failure)
+                except StopIteration as done:
+                    reduced: Tensor = done.value
+                    return reduced
+                try:
+                    with self._timing.comm():
+                        waits.wait()
+                except Exception as reason:  # the computation tells what it was about
+                    failure = reason
+
+    def call(self, function: Callable[[], T]) -> T:
+        self.raise_if_unusable()
+        return self.aside(function)
+
+
+class StreamEngine(InlineEngine):
     """A side stream, for CUDA tensors on NCCL: the hook's kernels and collectives queue up on it, inline.
 
     Waiting for a collective blocks the side stream only, so that the backward goes on beside it. The stream has high
@@ -38,33 +72,8 @@ class StreamEngine(Engine):
     def submit(self, reduce: Callable[[], Steps[Tensor]], device: torch.device, is_last: bool) -> Future[Tensor]:
         self.raise_if_unusable()
         self._stream.wait_stream(torch.cuda.current_stream(device))
-
-        def run() -> Future[Tensor]:
-            future: Future[Tensor] = Future(devices=[device])
-            future.set_result(self._finish(reduce()))
-            return future
-
         with torch.cuda.stream(self._stream):
-            return super().aside(run)
-
-    def _finish(self, steps: Steps[Tensor]) -> Tensor:
-        with self._timing.work(), named(self._name, "reduce"):
-            failure: Exception | None = None
-            while True:
-                try:
-                    waits = next(steps) if failure is None else steps.throw(failure)
-                except StopIteration as done:
-                    reduced: Tensor = done.value
-                    return reduced
-                try:
-                    with self._timing.comm():
-                        waits.wait()
-                except Exception as reason:  # the computation tells what it was about
-                    failure = reason
-
-    def call(self, function: Callable[[], T]) -> T:
-        self.raise_if_unusable()
-        return self.aside(function)
+            return super().submit(reduce, device, is_last)
 
     def aside(self, function: Callable[[], T]) -> T:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))

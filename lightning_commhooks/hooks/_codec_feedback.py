@@ -16,6 +16,7 @@ from lightning_commhooks.collectives.chunk import Chunk
 from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.collectives.steps import Steps, begun
 from lightning_commhooks.hooks._chunks import Place, chunks
+from lightning_commhooks.hooks._shares import reduce_scatter, reduce_scatter_encoded
 from lightning_commhooks.interface.bucket import Bucket, Slot
 from lightning_commhooks.interface.checks import check_bool, check_integer
 from lightning_commhooks.interface.error_feedback import ErrorFeedback, Shapes
@@ -108,8 +109,7 @@ class CodecFeedback(ErrorFeedback):
         places, parts = self._places_of(bucket), []
         for place in places:
             own = None if residual is None else place.gather(residual, dtype)
-            seed = f"{self.hook.random_seed}:{bucket.step}:{self.group.rank}:{place.segments[0].key}"
-            parts.append(Chunk(place.gather(flat, dtype), own, zlib.crc32(seed.encode()) % 2**30))
+            parts.append(Chunk(place.gather(flat, dtype), own, self._seed(bucket, place.segments[0].key)))
         finite = yield from ranks.average_encoded_(
             parts, self._kernels, loss_scale=bucket.loss_scale, scale=bucket.scale
         )
@@ -123,6 +123,20 @@ class CodecFeedback(ErrorFeedback):
             if residual is not None and part.residual is not None:
                 place.scatter(part.residual, residual)
         return finite
+
+    def reduce_scatter(self, bucket: Bucket, out: Tensor, ranks: Group) -> Steps[None]:
+        """Write this rank's share of the average to `out`: see `_shares.reduce_scatter`."""
+        flat = bucket.flat
+        # A block is sent as a whole, however little of it is filled.
+        fills_block = out.numel() >= (self.hook.codec.block_size or 1)
+        if ranks.size == 1 or not fills_block or flat.nbytes < self.hook.min_bytes:
+            return reduce_scatter(bucket, out, ranks)
+        self.group.counters.numel_compressed += flat.numel()
+        return reduce_scatter_encoded(bucket, out, ranks, self._kernels, self._seed(bucket, bucket.slots[0].name))
+
+    def _seed(self, bucket: Bucket, key: str) -> int:
+        seed = f"{self.hook.random_seed}:{bucket.step}:{self.group.rank}:{key}"
+        return zlib.crc32(seed.encode()) % 2**30
 
     def _places_of(self, bucket: Bucket) -> list[Place]:
         if bucket.names not in self._places:

@@ -112,8 +112,8 @@ MUTATIONS = [
     Mutation(
         "any_order_of_gloos_collectives",
         f"{PACKAGE}/ddp/runtime.py",
-        "ThreadEngine(device, abort, timing, self.name, group.is_ordered)",
-        "ThreadEngine(device, abort, timing, self.name, False)",
+        "ThreadEngine(device, connections, timing, self.name, group.is_ordered)",
+        "ThreadEngine(device, connections, timing, self.name, False)",
         "Gloo's own collectives of several buckets are begun in another order on each rank.",
         "tests/test_direct.py -k 'average_as_near'",
     ),
@@ -128,8 +128,8 @@ MUTATIONS = [
     Mutation(
         "one_bucket_at_a_time",
         f"{PACKAGE}/ddp/thread_engine.py",
-        "                    self._waiters.submit(self._wait_elsewhere, bucket)\n",
-        "                    self._wait_elsewhere(bucket)\n",
+        "self._waiters.submit(functools.partial(self._wait_elsewhere, bucket))",
+        "self._wait_elsewhere(bucket)",
         "While a bucket waits for other ranks, no other goes on.",
         "tests/test_thread_engine.py -k 'whichever'",
     ),
@@ -175,8 +175,8 @@ MUTATIONS = [
     ),
     Mutation(
         "hook_never_hears_of_its_step",
-        f"{PACKAGE}/ddp/runtime.py",
-        "                self.settle()\n",
+        f"{PACKAGE}/sources/ddp.py",
+        "                runtime.settle()\n",
         "",
         "On CUDA a step begins before the hook has taken over the last one.",
         "tests/test_late_verdicts.py",
@@ -184,7 +184,7 @@ MUTATIONS = [
     Mutation(
         "no_abort",
         f"{PACKAGE}/ddp/engine.py",
-        "        self._abort()\n",
+        "        self._connections.fail()\n",
         "        pass\n",
         "A failure does not end the collectives that peers wait in.",
         "tests/test_failure.py -k 'nothing_runs_after'",
@@ -200,7 +200,7 @@ MUTATIONS = [
     Mutation(
         "thread_not_joined",
         f"{PACKAGE}/ddp/thread_engine.py",
-        "        self._thread.join()\n",
+        "        self._join([self._thread])\n",
         "",
         "The communication thread outlives close().",
         "tests/test_thread_engine.py -k 'what_is_computed'",
@@ -271,9 +271,9 @@ MUTATIONS = [
     ),
     Mutation(
         "unfrozen_without_a_word",
-        f"{PACKAGE}/ddp/runtime.py",
-        "if index == 0 and not self._warned and",
-        "if index < 0 and not self._warned and",
+        f"{PACKAGE}/sources/ddp.py",
+        "        if index == 0:\n",
+        "        if index < 0:\n",
         "Parameters that were unfrozen are not averaged, and nobody is told.",
         "tests/test_checkpoint.py -k unfrozen",
     ),
