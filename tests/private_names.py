@@ -283,7 +283,7 @@ TORCH = [
     Use("._version", (MICRO_BATCHES, f"{PACKAGE}/interface/looks.py"), "accumulation fails", _counts_changes),
     Use(
         "._orig_mod",
-        (f"{PACKAGE}/sources/ddp_model.py", f"{PACKAGE}/interface/layout.py"),
+        (f"{PACKAGE}/interface/layout.py",),
         "silent: state of compiled models is not that of the others",
         lambda: next(torch.compile(torch.nn.Linear(1, 1)).named_parameters())[0] == "_orig_mod.weight",
     ),

@@ -32,11 +32,9 @@ from lightning_commhooks.wrappers.scale import accumulation_of
 class Attachment:
     """A hook at work on one model; made by [`attach`][].
 
-    With FSDP a hook reduces gradients and keeps no memory: what asks for its state, whole gradients or models of ranks
-    says so in a `ValueError`, does nothing or returns what there is, zero or `None`.
-
-    Not copied: by `copy.deepcopy` or `pickle` of what holds it there is `None` in its place, since the hook stays with
-    the model that it was attached to.
+    With FSDP a hook reduces gradients and keeps no memory: what asks for state, whole gradients or models of ranks says
+    so in a `ValueError`, does nothing, or returns what there is, zero or `None`. Not copied: in a copy of what holds it
+    there is `None`, since the hook stays with the model that it was attached to.
 
     Attributes:
         hook: the configuration: a `CommHook`, or the user's own DDP hook function.
@@ -82,22 +80,20 @@ class Attachment:
         """Cumulative counts of this rank. Times of a step that has not ended, with the optimizer's, are not included.
 
         Returns:
-            `steps` (synchronized backwards since `attach`; with FSDP 1 and reentrant activation checkpointing, each of
-            those inside of another counts too), `bytes_sent` and `bytes_dense` (payload bytes this rank sent to train,
-            gradients and the averages of models that the hook itself makes, and would have sent without a hook, FSDP in
-            float32; what FSDP sends of parameters, and FSDP2 between replicas by itself, is not included),
-            `bytes_evaluation` (payload bytes it sent besides, to evaluate and to save: averages of models and
-            optimizers' state that somebody looks at, and the hook's state in checkpoints), `compression_ratio` (dense
-            over sent, of training alone, as the following are), `bytes_sent_between_nodes`,
-            `bytes_evaluation_between_nodes`, `bytes_dense_between_nodes` and `compression_ratio_between_nodes` (the
-            same of what leaves this rank's node, on the mean over ranks: all ranks of a node together send that times
-            their number; nodes are told as for `subgroup_size=None` of local SGD), `collectives`, `rounds` (of messages
-            that were waited for one after another, for a bucket at a time; of NCCL's collectives those of a ring),
-            `numel_compressed` and `numel_uncompressed` (gradient elements that were and were not sent in another form),
-            `numel_overflowed` (gradient elements of this rank that are finite, but not in the float16 they were sent
-            in), `nonfinite_steps` (steps that a hook with memory disregarded, because a gradient was inf or NaN on some
-            rank; also those that ranks taking steps alone skip together), `averagings` (times that the model, or a part
-            of it, was averaged).
+            `steps` (synchronized backwards since `attach`; with FSDP 1, also those within those of reentrant activation
+            checkpointing), `bytes_sent` and `bytes_dense` (payload bytes this rank sent to train, gradients and the
+            averages of models that the hook itself makes, and would have sent without a hook, FSDP in float32; not
+            FSDP's parameters, and what FSDP2 sends between replicas by itself), `bytes_evaluation` (payload bytes it
+            sent besides, to evaluate and to save: averages of models and optimizers' state that somebody looks at, and
+            the hook's state in checkpoints), `compression_ratio` (dense over sent, of training alone, as the following
+            are), `bytes_sent_between_nodes`, `bytes_evaluation_between_nodes`, `bytes_dense_between_nodes`,
+            `compression_ratio_between_nodes` (what leaves the node, on the mean over ranks: times the number of its
+            ranks, all of it; nodes are told as for `subgroup_size=None` of local SGD), `collectives`, `rounds` (of
+            messages that were waited for one after another, for a bucket at a time; of NCCL's collectives those of a
+            ring), `numel_compressed`, `numel_uncompressed` (gradient elements that were and were not sent in another
+            form), `numel_overflowed` (gradient elements of this rank that are finite, but not in the float16 they were
+            sent in), `nonfinite_steps` (steps that a hook with memory disregarded, because a gradient was inf or NaN on
+            some rank, or that ranks taking steps alone skip together), `averagings` (of the model, or a part of it).
 
             Milliseconds, summed over the `timed_steps` (all steps; on NCCL one in ten): `exposed_ms` (time that the
             training thread, or on NCCL its stream, had nothing to do but wait for the hook), `comm_ms` (time within
@@ -128,7 +124,7 @@ class Attachment:
             ValueError: a value is out of range, or not the same on all ranks; a user's own function, or FSDP.
         """
         self._known("sample_error")
-        with raise_on_all_ranks(self._runtime.bound.group.process_group, "sample_error()") as same:
+        with raise_on_all_ranks(self._runtime.source.process_group, "sample_error()") as same:
             check_integer("every", every, 0)
             check_integer("numel", 1 if numel is None else numel, 1)
             same |= {"every": every, "numel": numel}
@@ -147,9 +143,9 @@ class Attachment:
         return self._runtime.call(lambda: measure_link(bound.group, budget))
 
     def residual_norm(self) -> float:
-        """Euclidean norm of what this rank has not sent yet, for error feedback, in units of the loss's gradients.
+        """Euclidean norm of the residual of error feedback, in units of the loss's gradients; 0 for hooks without.
 
-        0 for hooks without. Makes a pass over the memory, and on CUDA waits for it; call it outside of a backward.
+        Makes a pass over the residual, and on CUDA waits for it; call it outside of a backward.
         """
         bound = self.bound
         if bound is None:

@@ -96,28 +96,24 @@ class Runtime(RunningHook):
     def _start_engine(
         self, process_group: dist.ProcessGroup, device: torch.device, make_group: Callable[[Counters], Group] | None
     ) -> Group:
-        connections = AllConnections()
-        is_awaited = self.source.is_awaited
-        if device.type == "cuda" or is_awaited:
-            is_nccl = not is_awaited and backend_for(process_group, device) == dist.Backend.NCCL
-            self.counters.timing = DeviceTiming(device) if is_nccl else NoTiming()
-        timing = self.counters.timing
-        if is_awaited or isinstance(timing, DeviceTiming):
+        connections, is_awaited = AllConnections(), self.source.is_awaited
+        is_nccl = device.type == "cuda" and backend_for(process_group, device) == dist.Backend.NCCL
+        if is_awaited or device.type == "cuda":
+            self.counters.timing = DeviceTiming(device) if is_nccl and not is_awaited else NoTiming()
+        if is_awaited or is_nccl:
             group = Group(Backend(process_group), self.counters, device, process_group, connections)
         else:
             own = own_group(process_group, device)
             self._owned = own.process_group
             group = Group.of(own, self.counters, device, connections)
         group = make_group(self.counters) if make_group else group
+        of_engine = device, connections, self.counters.timing, self.name
         if is_awaited:
-            self._engine = InlineEngine(device, connections, timing, self.name)
-        elif isinstance(timing, DeviceTiming):
-            self._engine = StreamEngine(device, connections, timing, self.name)
+            self._engine = InlineEngine(*of_engine)
         else:
-            self._engine = ThreadEngine(device, connections, timing, self.name, group.is_ordered)
+            self._engine = StreamEngine(*of_engine) if is_nccl else ThreadEngine(*of_engine, group.is_ordered)
         try:
-            if not is_awaited:
-                group.nodes()  # so that bytes between them are counted
+            group.nodes()  # so that bytes between them are counted
             self.bound = self._bind(group)
         except BaseException:
             self._engine.close()
@@ -280,8 +276,7 @@ class Runtime(RunningHook):
             metrics["relative_error"] = self.watch.sampler.relative_error
         if isinstance(self.method, UserFunction):
             metrics.update(dict.fromkeys(_UNKNOWN_OF_FUNCTIONS, math.nan))
-        counted = self.source.counted or metrics.keys()
-        return {name: value for name, value in metrics.items() if name in counted}
+        return {name: value for name, value in metrics.items() if not name.endswith(self.source.not_counted)}
 
     @property
     def limits(self) -> str:
@@ -314,7 +309,7 @@ class Runtime(RunningHook):
         self.bound.release()
         # Last: where warnings are errors, nothing else may be left to do.
         for text in texts:
-            warnings.warn(text, stacklevel=4)
+            warnings.warn(text, stacklevel=5)
 
     def _not_begun(self) -> list[str]:
         steps = self.clock.steps

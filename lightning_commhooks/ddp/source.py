@@ -24,17 +24,19 @@ class Source(ABC):
 
     Attributes:
         refused: options of `attach` that do not fit, and why.
+        kept: those that the source itself needs.
         limits: why a hook does nothing here but reduce gradients, and what to use; empty if it does more.
-        counted: metrics that there are; empty: all.
+        not_counted: how names of metrics end that there are none of.
         is_awaited: whether buckets are reduced where they are handed over, in process groups of the source's own.
         device: of the gradients.
         layout: names of the parameters.
-        options: those of `attach` that differ from their defaults.
+        options: what was given of those that are kept.
     """
 
     refused: ClassVar[Mapping[str, str]] = {}
+    kept: ClassVar[tuple[str, ...]] = ()
     limits: ClassVar[str] = ""
-    counted: ClassVar[frozenset[str]] = frozenset()
+    not_counted: ClassVar[tuple[str, ...]] = ()
     is_awaited: ClassVar[bool] = False
 
     def __init__(self, process_group: dist.ProcessGroup) -> None:
@@ -48,7 +50,7 @@ class Source(ABC):
         for name in given:
             if name in self.refused:
                 raise ValueError(f"{name} {self.refused[name]}")
-        self.options = given
+        self.options = {name: given[name] for name in self.kept if name in given}
 
     @abstractmethod
     def resolve_hook(self, hook: object) -> CommHook | DDPHook:

@@ -63,6 +63,7 @@ class DDPSource(Source):
     refused: ClassVar[Mapping[str, str]] = {
         "replicate_group": "is for fully_shard: DistributedDataParallel averages over its own process_group"
     }
+    kept = ("hook_state", "accumulation")
 
     def __init__(self, process_group: dist.ProcessGroup) -> None:
         super().__init__(process_group)

@@ -82,20 +82,8 @@ class ShardedSource(Source):
         "FSDP hands over gradients flat and without names, of which a hook keeps no memory: use metrics(), and for "
         "another wrapper attach()"
     )
-    # Others need several steps, whole gradients, or to know the nodes of each group of FSDP's.
-    counted = frozenset(
-        (
-            "steps",
-            "bytes_sent",
-            "bytes_dense",
-            "compression_ratio",
-            "collectives",
-            "rounds",
-            "numel_compressed",
-            "numel_uncompressed",
-            "numel_overflowed",
-        )
-    )
+    # Of several steps, whole gradients, or the nodes of each group of FSDP's.
+    not_counted = ("_ms", "_steps", "_between_nodes", "bytes_evaluation", "averagings")
     is_awaited = True
 
     def resolve_hook(self, hook: object) -> CommHook:

@@ -96,6 +96,8 @@ def units(model: nn.Module) -> list[FSDPModule]:
 class FSDP2(ShardedSource):
     """All units of a model to which `fully_shard` was applied."""
 
+    kept = ("replicate_group",)
+
     def __init__(self, model: nn.Module) -> None:
         # Among these ranks one agrees on the hook. In which dimensions of a mesh gradients are reduced, FSDP2 does not
         # say before the first backward.

@@ -112,8 +112,8 @@ MUTATIONS = [
     Mutation(
         "any_order_of_gloos_collectives",
         f"{PACKAGE}/ddp/runtime.py",
-        "ThreadEngine(device, connections, timing, self.name, group.is_ordered)",
-        "ThreadEngine(device, connections, timing, self.name, False)",
+        "ThreadEngine(*of_engine, group.is_ordered)",
+        "ThreadEngine(*of_engine, False)",
         "Gloo's own collectives of several buckets are begun in another order on each rank.",
         "tests/test_direct.py -k 'average_as_near'",
     ),
