@@ -17,7 +17,6 @@ from torch.nn.parallel import DistributedDataParallel
 PACKAGE = "lightning_commhooks"
 GROUPS = "lightning_commhooks/collectives/process_groups.py"
 MICRO_BATCHES = "lightning_commhooks/ddp/micro_batches.py"
-COPIES = "lightning_commhooks/ddp/copies.py"
 
 
 @dataclass(frozen=True)
@@ -249,7 +248,12 @@ TORCH = [
     Use("sys._getframe", ("accelerate_integration/kwargs.py", "lightning_commhooks/lightning/ddp.py"), "as documented"),
     Use("os._exit", ("lightning_commhooks/advice/cli.py",), "as documented"),
     Use("._comm_hooks", (f"{PACKAGE}/sources/ddp_model.py",), "a second hook is not refused", _tells_its_hook),
-    Use("._get_ddp_logging_data", (COPIES,), "silent: nobody sees that DDP has no hook", _tells_its_hook),
+    Use(
+        "._get_ddp_logging_data",
+        (f"{PACKAGE}/sources/ddp_model.py",),
+        "silent: nobody sees that DDP has no hook",
+        _tells_its_hook,
+    ),
     Use(
         "._use_python_reducer",
         (f"{PACKAGE}/sources/ddp_model.py",),

@@ -1,1 +1,1 @@
-"""Hooks at work on `DistributedDataParallel`."""
+"""Hooks at work on buckets, wherever they come from."""

@@ -115,7 +115,7 @@ class CompressedDDPFabricStrategy(DDPStrategy):
         """
         wrapped = model._forward_module if isinstance(model, _FabricModule) else model
         with refusals_as(MisconfigurationException, self):
-            attachment_of(wrapped, self.attachments).add_weight(weight)  # type: ignore[arg-type]
+            attachment_of(wrapped, self.attachments).add_weight(weight)
 
     def backward(self, tensor: Tensor, module: Module | None, *args: Any, **kwargs: Any) -> None:
         """The backward; before the one after the first steps, warn if a hook will compress next to nothing."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
@@ -12,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from lightning_commhooks.collectives.errors import raise_if_capturing
-from lightning_commhooks.ddp.copies import LostHook, NotCopied, nothing, registered_name
+from lightning_commhooks.ddp.copies import NotCopied, nothing
 from lightning_commhooks.interface.bucket import Slot
 from lightning_commhooks.interface.layout import unwrapped
 
@@ -20,6 +22,11 @@ from lightning_commhooks.interface.layout import unwrapped
 _COMPOSABLE = "torch.distributed._composable.replicate"
 
 Trampoline = Callable[[object, GradBucket], Future[Tensor]]
+
+
+def registered_name(model: DistributedDataParallel) -> str:
+    """What DDP itself says its communication hook is, empty for none."""
+    return str(model._get_ddp_logging_data().get("comm_hook", ""))
 
 
 def is_composable(model: object) -> bool:
@@ -78,6 +85,28 @@ def device_of(model: DistributedDataParallel) -> torch.device:
         raise ValueError(f"communication hooks run on CPU and CUDA devices, the model is on {device}")
     raise_if_capturing(device)
     return device
+
+
+class LostHook:
+    """In a copy of a model in the place of its hook: a forward pre-hook that warns, once, when the copy is trained."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._warned = False
+
+    def __call__(self, model: DistributedDataParallel, inputs: object) -> None:
+        """Warn in a forward that trains, unless the copy was given a hook of its own."""
+        # Not by `model.training`, which Lightning leaves as it was.
+        if self._warned or not torch.is_grad_enabled() or registered_name(model):
+            return
+        self._warned = True
+        if dist.get_rank(model.process_group) == 0:
+            warnings.warn(
+                f"this DistributedDataParallel is a copy of one with the communication hook {self._name!r}, which is "
+                "not copied: DDP averages gradients by itself. To train with a hook, attach it to the copy: "
+                "attach(model, hook)",
+                stacklevel=2,
+            )
 
 
 class _Registered(NotCopied):
