@@ -10,8 +10,8 @@ from accelerate import Accelerator
 from accelerate.utils import DDPCommunicationHookType, DistributedType
 
 from accelerate_integration.kwargs import AVERAGED_ELSEWHERE, from_environment
-from lightning_commhooks.ddp.attachment import Attachment
 from lightning_commhooks.interface.hook import CommHook
+from lightning_commhooks.runtime.attachment import Attachment
 from lightning_commhooks.sources.attach import attach
 from lightning_commhooks.sources.sharded_hooks import resolve_sharded_hook
 

@@ -13,10 +13,10 @@ from accelerate_integration.kwargs import CommHookKwargs
 from accelerate_integration.prepared_models import FSDPCommHook
 from accelerate_integration.replaced_methods import replace_method
 from lightning_commhooks.codecs.announce import announce
-from lightning_commhooks.ddp.attachment import Attachment
-from lightning_commhooks.ddp.monitor import PREFIX, Monitor, MonitorOptions
 from lightning_commhooks.interface.checks import check_integer
 from lightning_commhooks.interface.error_sample import DEFAULT_NUMEL
+from lightning_commhooks.runtime.attachment import Attachment
+from lightning_commhooks.runtime.monitor import PREFIX, Monitor, MonitorOptions
 
 _OF_TRAINER = [field.name for field in dataclasses.fields(MonitorOptions) if field.name != "every_n_steps"]
 

@@ -12,10 +12,10 @@ from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
 import lightning_commhooks as lc
-from lightning_commhooks.ddp.attachment import Attachment
-from lightning_commhooks.ddp.runtime import Runtime
 from lightning_commhooks.interface.error_sample import ErrorSampler
 from lightning_commhooks.interface.layout import Layout
+from lightning_commhooks.runtime.attachment import Attachment
+from lightning_commhooks.runtime.runtime import Runtime
 from lightning_commhooks.sources.ddp import DDPSource
 from lightning_commhooks.testing.model import Params, use_device
 

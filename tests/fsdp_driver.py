@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, Sha
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 import lightning_commhooks as lc
-from lightning_commhooks.ddp.runtime import Runtime
+from lightning_commhooks.runtime.runtime import Runtime
 from lightning_commhooks.sources.fsdp import ShardedSource
 
 # 24 * 41 and 7 are no multiples of 2 or 4 rows or blocks.

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 PACKAGE = "lightning_commhooks"
 GROUPS = "lightning_commhooks/collectives/process_groups.py"
-MICRO_BATCHES = "lightning_commhooks/ddp/micro_batches.py"
+MICRO_BATCHES = "lightning_commhooks/runtime/micro_batches.py"
 
 
 @dataclass(frozen=True)
@@ -189,8 +189,8 @@ IMPORTED = "import of the package fails"
 SPARSE = (
     f"{PACKAGE}/interface/hook.py",
     MICRO_BATCHES,
-    f"{PACKAGE}/ddp/compression.py",
-    f"{PACKAGE}/ddp/runtime.py",
+    f"{PACKAGE}/runtime/compression.py",
+    f"{PACKAGE}/runtime/runtime.py",
     f"{PACKAGE}/sources/ddp.py",
     "lightning_commhooks/hooks/_local_sgd.py",
     "lightning_commhooks/wrappers/auto.py",
@@ -211,7 +211,7 @@ TORCH = [
     Use("torch._C._distributed_c10d.PrefixStore", (GROUPS,), IMPORTED),
     Use(
         "torch._C._current_graph_task_id",
-        (f"{PACKAGE}/ddp/steps.py",),
+        (f"{PACKAGE}/runtime/steps.py",),
         "every backward with a hook fails",
         _task_has_an_id,
     ),
@@ -229,7 +229,7 @@ TORCH = [
     Use("torch._foreach_norm", (MICRO_BATCHES,), "accumulation cannot tell cleared gradients"),
     Use(
         "torch.autograd.Variable._execution_engine.queue_callback",
-        (f"{PACKAGE}/ddp/engine.py",),
+        (f"{PACKAGE}/runtime/engine.py",),
         "the end of a step is never seen",
     ),
     Use("torch.cuda._sleep", (f"{PACKAGE}/advice/emulated.py",), "`advise` on CUDA fails"),
@@ -242,7 +242,7 @@ TORCH = [
     Use("torch.distributed.fsdp.ShardingStrategy._HYBRID_SHARD_ZERO2", (f"{PACKAGE}/sources/fsdp1.py",), IMPORTED),
     Use(
         "threading._register_atexit",
-        (f"{PACKAGE}/ddp/thread_engine.py",),
+        (f"{PACKAGE}/runtime/thread_engine.py",),
         "a process that failed waits for peers at exit",
     ),
     Use("sys._getframe", ("accelerate_integration/kwargs.py", "lightning_commhooks/lightning/ddp.py"), "as documented"),
@@ -291,7 +291,9 @@ TORCH = [
         "silent: state of compiled models is not that of the others",
         lambda: next(torch.compile(torch.nn.Linear(1, 1)).named_parameters())[0] == "_orig_mod.weight",
     ),
-    Use("._scale", (f"{PACKAGE}/ddp/runtime.py",), "silent: memory in units of a scaled loss", _scaler_has_its_scale),
+    Use(
+        "._scale", (f"{PACKAGE}/runtime/runtime.py",), "silent: memory in units of a scaled loss", _scaler_has_its_scale
+    ),
     Use("__getstate__", (f"{PACKAGE}/sources/fsdp2.py",), "FSDP2 with an even divisor fails", _premultiplies),
     Use(
         "set_custom_reduce_scatter",

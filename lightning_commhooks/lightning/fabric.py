@@ -19,10 +19,10 @@ except ImportError as error:
         "CompressedDDPFabricStrategy needs Lightning: pip install 'lightning-commhooks[lightning]'"
     ) from error
 
-from lightning_commhooks.ddp.attachment import Attachment
-from lightning_commhooks.ddp.attachments import Attachments, attachment_of
 from lightning_commhooks.interface.hook import CommHook
 from lightning_commhooks.lightning.ddp import CHECKPOINT_KEY, refusals_as
+from lightning_commhooks.runtime.attachment import Attachment
+from lightning_commhooks.runtime.attachments import Attachments, attachment_of
 from lightning_commhooks.sources.attach import attach
 from lightning_commhooks.sources.ddp import resolve_hook
 from lightning_commhooks.wrappers.hook_name import HookName

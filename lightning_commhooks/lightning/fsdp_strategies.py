@@ -10,10 +10,10 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 
-from lightning_commhooks.ddp.attachment import Attachment
 from lightning_commhooks.hooks import BF16, FP16, AllReduce
 from lightning_commhooks.interface.hook import CommHook
 from lightning_commhooks.lightning.ddp import refusals_as
+from lightning_commhooks.runtime.attachment import Attachment
 from lightning_commhooks.sources import fsdp1
 from lightning_commhooks.sources.attach import attach
 from lightning_commhooks.sources.sharded_hooks import resolve_sharded_hook

@@ -18,14 +18,14 @@ from lightning_commhooks.collectives.agreement import raise_on_all_ranks
 from lightning_commhooks.collectives.counters import Counters
 from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.collectives.process_groups import backend_for
-from lightning_commhooks.ddp.attachment import Attachment
-from lightning_commhooks.ddp.optimizers import check_optimizer
-from lightning_commhooks.ddp.runtime import Runtime
-from lightning_commhooks.ddp.source import Source
 from lightning_commhooks.interface.accumulation import is_positive
 from lightning_commhooks.interface.hook import CommHook
 from lightning_commhooks.interface.layout import unwrapped
 from lightning_commhooks.interface.user_function import DDPHook, UserFunction, warn_if_broken_here
+from lightning_commhooks.runtime.attachment import Attachment
+from lightning_commhooks.runtime.optimizers import check_optimizer
+from lightning_commhooks.runtime.runtime import Runtime
+from lightning_commhooks.runtime.source import Source
 from lightning_commhooks.sources.ddp import DDPSource
 from lightning_commhooks.sources.ddp_model import checked_model, is_composable
 from lightning_commhooks.wrappers.scale import Accumulation, accumulation_of, unscaled

@@ -16,17 +16,17 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_commhooks.codecs.ranges import named
 from lightning_commhooks.collectives.errors import HookError
-from lightning_commhooks.ddp.copies import NotCopied
-from lightning_commhooks.ddp.engine import CLOSED
-from lightning_commhooks.ddp.local_steps import LocalSteps
-from lightning_commhooks.ddp.runtime import Runtime
-from lightning_commhooks.ddp.source import Source
 from lightning_commhooks.interface.averages_models import averages_models
 from lightning_commhooks.interface.bucket import Bucket
 from lightning_commhooks.interface.hook import CommHook
 from lightning_commhooks.interface.layout import Layout
 from lightning_commhooks.interface.registry import get_hook
 from lightning_commhooks.interface.user_function import DDPHook, UserFunction, check_user_hook
+from lightning_commhooks.runtime.copies import NotCopied
+from lightning_commhooks.runtime.engine import CLOSED
+from lightning_commhooks.runtime.local_steps import LocalSteps
+from lightning_commhooks.runtime.runtime import Runtime
+from lightning_commhooks.runtime.source import Source
 from lightning_commhooks.sources.ddp_model import Trampoline, Usage, checked_model, device_of, register
 from lightning_commhooks.wrappers.scale import Accumulation, ScaleByGradAccumulation, unscaled
 

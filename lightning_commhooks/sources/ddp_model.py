@@ -14,9 +14,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from lightning_commhooks.collectives.errors import raise_if_capturing
-from lightning_commhooks.ddp.copies import NotCopied, nothing
 from lightning_commhooks.interface.bucket import Slot
 from lightning_commhooks.interface.layout import unwrapped
+from lightning_commhooks.runtime.copies import NotCopied, nothing
 
 # Where `replicate` is, in its two versions.
 _COMPOSABLE = "torch.distributed._composable.replicate"

@@ -12,11 +12,11 @@ from lightning_commhooks.collectives.agreement import raise_on_all_ranks
 from lightning_commhooks.collectives.backend import Backend
 from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.collectives.steps import Steps
-from lightning_commhooks.ddp.runtime import Runtime
-from lightning_commhooks.ddp.source import Source
 from lightning_commhooks.hooks._codec_feedback import CodecConfig
 from lightning_commhooks.interface.bucket import Bucket, Slot
 from lightning_commhooks.interface.hook import BoundHook, CommHook
+from lightning_commhooks.runtime.runtime import Runtime
+from lightning_commhooks.runtime.source import Source
 from lightning_commhooks.sources.sharded_hooks import resolve_sharded_hook
 
 _OF_DDP = (

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
-from lightning_commhooks.ddp.runtime import Runtime
+from lightning_commhooks.runtime.runtime import Runtime
 from lightning_commhooks.sources.fsdp import ShardedSource, reduce, shares_of
 
 HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from lightning_commhooks.ddp.runtime import Runtime
+from lightning_commhooks.runtime.runtime import Runtime
 from lightning_commhooks.sources.fsdp import ShardedSource, reduce, shares_of
 
 # The last hook of each unit, and whether it averages over replicas.

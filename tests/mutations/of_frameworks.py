@@ -239,7 +239,7 @@ MUTATIONS = [
     ),
     Mutation(
         "forecast_of_half_a_period",
-        f"{PACKAGE}/ddp/forecast.py",
+        f"{PACKAGE}/runtime/forecast.py",
         "hook.repeats_after() * max(1, self._local.num_optimizers)",
         "max(1, hook.repeats_after() // 2)",
         "What ranks send that step alone is measured over a part of their period.",
@@ -247,7 +247,7 @@ MUTATIONS = [
     ),
     Mutation(
         "forecast_over_a_change",
-        f"{PACKAGE}/ddp/forecast.py",
+        f"{PACKAGE}/runtime/forecast.py",
         " or step in self._changes:",
         ":",
         "What was measured before a hook begins to compress is told of the steps after it.",

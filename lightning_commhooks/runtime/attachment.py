@@ -15,10 +15,6 @@ from lightning_commhooks.collectives.agreement import raise_on_all_ranks
 from lightning_commhooks.collectives.errors import HookError
 from lightning_commhooks.collectives.link import Link
 from lightning_commhooks.collectives.measure_link import check_ranks, measure_link
-from lightning_commhooks.ddp import checkpoint
-from lightning_commhooks.ddp.copies import nothing
-from lightning_commhooks.ddp.forecast import Forecast
-from lightning_commhooks.ddp.runtime import Runtime
 from lightning_commhooks.interface.averages_models import averages_models
 from lightning_commhooks.interface.checks import check_integer
 from lightning_commhooks.interface.error_sample import DEFAULT_NUMEL, ErrorSampler
@@ -26,6 +22,10 @@ from lightning_commhooks.interface.hook import BoundHook, CommHook
 from lightning_commhooks.interface.layout import unwrapped
 from lightning_commhooks.interface.state import PerRank
 from lightning_commhooks.interface.user_function import DDPHook
+from lightning_commhooks.runtime import checkpoint
+from lightning_commhooks.runtime.copies import nothing
+from lightning_commhooks.runtime.forecast import Forecast
+from lightning_commhooks.runtime.runtime import Runtime
 from lightning_commhooks.wrappers.scale import accumulation_of
 
 

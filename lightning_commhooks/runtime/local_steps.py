@@ -14,12 +14,12 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_commhooks.collectives.errors import HookError
 from lightning_commhooks.collectives.group import Group
-from lightning_commhooks.ddp.optimizers import check_optimizer, register_step_hooks
-from lightning_commhooks.ddp.running import RunningHook
 from lightning_commhooks.interface.averages_models import averages_models
 from lightning_commhooks.interface.layout import Layout
 from lightning_commhooks.interface.models import Models, OptimizerStep, parameters_of
 from lightning_commhooks.interface.wrapper import after_optimizer_step
+from lightning_commhooks.runtime.optimizers import check_optimizer, register_step_hooks
+from lightning_commhooks.runtime.running import RunningHook
 
 # Backwards that may be accumulated for one step, before one is missed.
 MANY_STEPS = 256

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from lightning_commhooks.ddp.copies import NotCopied
 from lightning_commhooks.interface.accumulation import Accumulated, Number, is_one, is_positive, is_weight, scale_
+from lightning_commhooks.runtime.copies import NotCopied
 
 
 class MicroBatches:

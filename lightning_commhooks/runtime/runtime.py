@@ -21,22 +21,22 @@ from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.collectives.process_groups import backend_for, connections_of, destroy, own_group
 from lightning_commhooks.collectives.steps import Steps
 from lightning_commhooks.collectives.timing import DeviceTiming, NoTiming
-from lightning_commhooks.ddp import checkpoint
-from lightning_commhooks.ddp.compression import Watch
-from lightning_commhooks.ddp.finite_steps import FiniteSteps
-from lightning_commhooks.ddp.forecast import Forecaster
-from lightning_commhooks.ddp.local_steps import LocalSteps
-from lightning_commhooks.ddp.micro_batches import MicroBatches
-from lightning_commhooks.ddp.running import RunningHook
-from lightning_commhooks.ddp.source import Source
-from lightning_commhooks.ddp.stream_engine import InlineEngine, StreamEngine
-from lightning_commhooks.ddp.thread_engine import ThreadEngine
 from lightning_commhooks.interface.averages_models import averages_models
 from lightning_commhooks.interface.bucket import Bucket, Slot
 from lightning_commhooks.interface.hook import BoundHook, CommHook
 from lightning_commhooks.interface.layout import Layout
 from lightning_commhooks.interface.state import StateError
 from lightning_commhooks.interface.user_function import UserFunction
+from lightning_commhooks.runtime import checkpoint
+from lightning_commhooks.runtime.compression import Watch
+from lightning_commhooks.runtime.finite_steps import FiniteSteps
+from lightning_commhooks.runtime.forecast import Forecaster
+from lightning_commhooks.runtime.local_steps import LocalSteps
+from lightning_commhooks.runtime.micro_batches import MicroBatches
+from lightning_commhooks.runtime.running import RunningHook
+from lightning_commhooks.runtime.source import Source
+from lightning_commhooks.runtime.stream_engine import InlineEngine, StreamEngine
+from lightning_commhooks.runtime.thread_engine import ThreadEngine
 from lightning_commhooks.wrappers.scale import accumulation_of
 
 T = TypeVar("T")

@@ -13,7 +13,7 @@ from lightning_commhooks.codecs.ranges import named
 from lightning_commhooks.collectives.gloo_abort import Connections
 from lightning_commhooks.collectives.steps import Steps
 from lightning_commhooks.collectives.timing import Timing
-from lightning_commhooks.ddp.engine import Engine, T
+from lightning_commhooks.runtime.engine import Engine, T
 
 
 class InlineEngine(Engine):

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from lightning_commhooks.collectives.counters import Counters
-from lightning_commhooks.ddp.engine import call_at_end_of_backward
+from lightning_commhooks.runtime.engine import call_at_end_of_backward
 
 _NOT_BEGUN = -2
 

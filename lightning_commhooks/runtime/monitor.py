@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from lightning_commhooks.collectives.link import Link
-from lightning_commhooks.ddp.attachment import Attachment
-from lightning_commhooks.ddp.copies import nothing
 from lightning_commhooks.interface.checks import check_bool, check_integer
 from lightning_commhooks.interface.error_sample import DEFAULT_NUMEL
+from lightning_commhooks.runtime.attachment import Attachment
+from lightning_commhooks.runtime.copies import nothing
 
 PREFIX = "comm/"
 MetricName = Literal[

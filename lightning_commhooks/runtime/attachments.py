@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_commhooks.ddp.attachment import Attachment
+from lightning_commhooks.runtime.attachment import Attachment
 
 
 def attachment_of(model: nn.Module | None, attachments: Sequence[Attachment]) -> Attachment:
