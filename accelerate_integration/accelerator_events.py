@@ -15,10 +15,10 @@ from accelerate.utils import gather_object, save
 from torch.optim import Optimizer
 
 from accelerate_integration.replaced_methods import replace_method
-from lightning_commhooks.ddp.attachment import Attachment
-from lightning_commhooks.ddp.attachments import Attachments
-from lightning_commhooks.ddp.copies import NotCopied
-from lightning_commhooks.ddp.optimizers import check_optimizer
+from lightning_commhooks.runtime.attachment import Attachment
+from lightning_commhooks.runtime.attachments import Attachments
+from lightning_commhooks.runtime.copies import NotCopied
+from lightning_commhooks.runtime.optimizers import check_optimizer
 
 FILE_NAME = "lightning_commhooks.bin"
 

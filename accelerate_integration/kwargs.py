@@ -20,11 +20,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from accelerate_integration.accelerator_events import AcceleratorEvents
 from accelerate_integration.replaced_methods import replace_method
-from lightning_commhooks.ddp.attach import attach, resolve_hook
-from lightning_commhooks.ddp.attachment import Attachment, hook_name
-from lightning_commhooks.ddp.attachments import attachment_of
 from lightning_commhooks.interface.hook import CommHook
 from lightning_commhooks.interface.registry import get_hook
+from lightning_commhooks.runtime.attachment import Attachment
+from lightning_commhooks.runtime.attachments import attachment_of
+from lightning_commhooks.sources.attach import attach
+from lightning_commhooks.sources.ddp import hook_name, resolve_hook
 from lightning_commhooks.wrappers import Cast
 from lightning_commhooks.wrappers.scale import Accumulation
 

@@ -10,9 +10,10 @@ from accelerate import Accelerator
 from accelerate.utils import DDPCommunicationHookType, DistributedType
 
 from accelerate_integration.kwargs import AVERAGED_ELSEWHERE, from_environment
-from lightning_commhooks.fsdp.attach import FSDPAttachment, attach_fsdp
-from lightning_commhooks.fsdp.supported import resolve_sharded_hook
 from lightning_commhooks.interface.hook import CommHook
+from lightning_commhooks.runtime.attachment import Attachment
+from lightning_commhooks.sources.attach import attach
+from lightning_commhooks.sources.sharded_hooks import resolve_sharded_hook
 
 _INSTEAD = {"NO": "training runs in one process, and there is nothing to reduce", **AVERAGED_ELSEWHERE}
 _IN_DDP = (
@@ -31,7 +32,7 @@ class FSDPCommHook:
     """
 
     hook: CommHook
-    attachments: list[FSDPAttachment] = field(default_factory=list)
+    attachments: list[Attachment] = field(default_factory=list)
 
 
 def attach_to_prepared(
@@ -53,4 +54,4 @@ def attach_to_prepared(
     resolved = resolve_sharded_hook(from_environment(needed) if name is None else name)
     if not accelerator._models:
         raise ValueError("the accelerator has no model yet: call use_comm_hook(accelerator, ...) after prepare()")
-    return FSDPCommHook(resolved, [attach_fsdp(model, resolved) for model in accelerator._models])
+    return FSDPCommHook(resolved, [attach(model, resolved) for model in accelerator._models])

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from lightning_commhooks.ddp.copies import NotCopied
+from lightning_commhooks.runtime.copies import NotCopied
 
 
 def replace_method(target: object, name: str, replacement: Callable[..., Any]) -> None:

@@ -13,11 +13,10 @@ from accelerate_integration.kwargs import CommHookKwargs
 from accelerate_integration.prepared_models import FSDPCommHook
 from accelerate_integration.replaced_methods import replace_method
 from lightning_commhooks.codecs.announce import announce
-from lightning_commhooks.ddp.attachment import Attachment
-from lightning_commhooks.ddp.monitor import PREFIX, Monitor, MonitorOptions
-from lightning_commhooks.fsdp.attach import FSDPAttachment
 from lightning_commhooks.interface.checks import check_integer
 from lightning_commhooks.interface.error_sample import DEFAULT_NUMEL
+from lightning_commhooks.runtime.attachment import Attachment
+from lightning_commhooks.runtime.monitor import PREFIX, Monitor, MonitorOptions
 
 _OF_TRAINER = [field.name for field in dataclasses.fields(MonitorOptions) if field.name != "every_n_steps"]
 
@@ -102,8 +101,8 @@ class CommHookTracker:
         """
         self._step = step
         for monitor, end in zip(self._monitors, self._ends, strict=True):
-            if isinstance(attachment := monitor.attachment, Attachment):
-                attachment.tell_forecast(announce, None if end is None else max(0, end - attachment.num_steps))
+            attachment = monitor.attachment
+            attachment.tell_forecast(announce, None if end is None else max(0, end - attachment.num_steps))
         self._log_after(self._options.every_n_steps)
 
     def summary(self) -> list[str]:
@@ -175,7 +174,7 @@ def trainer_options(options: object) -> MonitorOptions:
     return MonitorOptions(**options)
 
 
-def open_attachments(handler: CommHookKwargs | FSDPCommHook) -> list[Attachment | FSDPAttachment]:
+def open_attachments(handler: CommHookKwargs | FSDPCommHook) -> list[Attachment]:
     """Attachments of models in use."""
     return [attachment for attachment in handler.attachments if not attachment.is_closed]
 

@@ -58,7 +58,7 @@ def use_comm_hook(
 
     Args:
         trainer: the trainer; DDP settings of its `TrainingArguments` hold. Or the accelerator, without further options.
-        hook: see [`CommHookKwargs`][], and with FSDP [`attach_fsdp`][].
+        hook: see [`CommHookKwargs`][], and with FSDP [`attach`][].
         hook_state: see there.
         exact_state: see there.
         strict_state: see there.
@@ -74,7 +74,7 @@ def use_comm_hook(
         the handler, whose `attachments[-1].metrics()` tell what was sent.
 
     Raises:
-        ValueError: see `CommHookKwargs` and `attach_fsdp`; `monitor` has other options; the trainer has a hook already,
+        ValueError: see `CommHookKwargs` and `attach`; `monitor` has other options; the trainer has a hook already,
             or shards its model by FSDP; the accelerator does not, or has no model yet.
     """
     options: dict[str, Any] = {

@@ -139,7 +139,7 @@ def measure(way: str, hook: str, steps: int) -> Sent:
     import lightning_commhooks as lch
 
     model = make_model(way, hook)
-    attachment = lch.attach_fsdp(model, hook) if hook not in ("none", "reduce_dtype", "silent") else None
+    attachment = lch.attach(model, hook) if hook not in ("none", "reduce_dtype", "silent") else None
     if hook == "silent":
         silence(way, model)
     generator = torch.Generator().manual_seed(dist.get_rank())

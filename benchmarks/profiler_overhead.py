@@ -31,8 +31,8 @@ from torch.nn.parallel import DistributedDataParallel
 import lightning_commhooks as lc
 from lightning_commhooks.codecs import codec, ranges
 from lightning_commhooks.collectives import communicator
-from lightning_commhooks.ddp import runtime
 from lightning_commhooks.interface import models
+from lightning_commhooks.runtime import runtime
 
 USERS: tuple[ModuleType, ...] = (codec, communicator, runtime, models)
 HOOKS: dict[str, lc.CommHook] = {

@@ -7,10 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_commhooks.collectives.errors import HookError
 from lightning_commhooks.collectives.group import Group
-from lightning_commhooks.ddp.attach import attach
-from lightning_commhooks.ddp.attachment import Attachment
-from lightning_commhooks.ddp.forecast import Forecast
-from lightning_commhooks.ddp.monitor import Monitor
 from lightning_commhooks.hooks import (
     BF16,
     FP8,
@@ -36,11 +32,13 @@ from lightning_commhooks.interface.models import OptimizerStep
 from lightning_commhooks.interface.registry import available_hooks, get_hook, register
 from lightning_commhooks.interface.state import StateError, StateReader, StateWriter
 from lightning_commhooks.lightning.strategy_names import register_strategy_names
+from lightning_commhooks.runtime.attachment import Attachment
+from lightning_commhooks.runtime.forecast import Forecast
+from lightning_commhooks.runtime.monitor import Monitor
+from lightning_commhooks.sources.attach import attach
 from lightning_commhooks.wrappers import Auto, Cast, PerParameter, ScaleByGradAccumulation, Schedule
 
 if TYPE_CHECKING:
-    from lightning_commhooks.fsdp.attach import FSDPAttachment as FSDPAttachment
-    from lightning_commhooks.fsdp.attach import attach_fsdp as attach_fsdp
     from lightning_commhooks.lightning.classes import CommHookMonitor as CommHookMonitor
     from lightning_commhooks.lightning.classes import CommHookMonitorPL as CommHookMonitorPL
     from lightning_commhooks.lightning.classes import CompressedDDPStrategy as CompressedDDPStrategy
@@ -129,13 +127,16 @@ _LAZY = {
     **{name + end: "lightning_commhooks.lightning.classes" for name in _TWICE for end in ("", "PL")},
     "CompressedDDPFabricStrategy": "lightning_commhooks.lightning.fabric",
     "CompressedRayDDPStrategy": "lightning_commhooks.lightning.classes",
-    # Importing PyTorch's FSDP takes half a second.
-    "FSDPAttachment": "lightning_commhooks.fsdp.attach",
-    "attach_fsdp": "lightning_commhooks.fsdp.attach",
+}
+_REMOVED = {
+    "attach_fsdp": "attach(model, hook), which takes sharded models too",
+    "FSDPAttachment": "Attachment, which is what attach(model, hook) returns for sharded models too",
 }
 
 
 def __getattr__(name: str) -> Any:
+    if name in _REMOVED:
+        raise AttributeError(f"lightning_commhooks.{name} is gone: use {_REMOVED[name]}")
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import importlib

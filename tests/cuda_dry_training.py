@@ -12,10 +12,11 @@ from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
 import lightning_commhooks as lc
-from lightning_commhooks.ddp.attachment import Attachment
-from lightning_commhooks.ddp.runtime import Runtime
 from lightning_commhooks.interface.error_sample import ErrorSampler
 from lightning_commhooks.interface.layout import Layout
+from lightning_commhooks.runtime.attachment import Attachment
+from lightning_commhooks.runtime.runtime import Runtime
+from lightning_commhooks.sources.ddp import DDPSource
 from lightning_commhooks.testing.model import Params, use_device
 
 DEVICE = torch.device("cuda", 0)
@@ -141,6 +142,17 @@ class DDP(nn.Module):
                     parameter.grad.copy_(mean.view(parameter.shape))
 
 
+class Buckets(DDPSource):
+    """Of a stand-in for DDP, which is not registered anything with."""
+
+    def __init__(self, ddp):
+        super().__init__(dist.group.WORLD)
+        self.device, self.layout = DEVICE, Layout(ddp.module)
+
+    def connect(self, model, runtime):
+        self.function = self.trampoline(runtime, model)
+
+
 @dataclass(frozen=True)
 class Way:
     """What differs between runs of one hook.
@@ -184,12 +196,12 @@ class Training:
         module.register_buffer("mean", torch.zeros(3, device=DEVICE))
         self.ddp = DDP(module, edges, way.find_unused_parameters)
         self.optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
-        self.runtime = Runtime(config, dist.group.WORLD, DEVICE, None, self.scaler, lambda: 1.0)
+        source = Buckets(self.ddp)
+        self.runtime = Runtime(config, source, self.scaler, lambda: 1.0)
         self.attachment = Attachment(config, self.runtime, way.exact_state)
-        # As `Attachment._connect` does, which takes a DDP model only.
-        self.runtime.local.models.layout = Layout(module)
-        self._trampoline = torch.no_grad()(self.runtime.trampoline(self.ddp))
-        self.attachment._set_optimizers([self.optimizer])
+        self.runtime.connect(self.ddp)
+        self._trampoline = torch.no_grad()(source.function)
+        self.runtime.local.set_optimizers([self.optimizer])
         # By `Attachment.sample_error` ranks would agree on the numbers.
         self.runtime.watch.sampler = ErrorSampler(3, 500, 5000)
 

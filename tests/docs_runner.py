@@ -128,7 +128,7 @@ class Recorder:
 
     def __init__(self):
         self._attach, self._attachments = lc.attach, []
-        self._module = importlib.import_module("lightning_commhooks.ddp.attach")
+        self._module = importlib.import_module("lightning_commhooks.sources.attach")
         self._attachment_class = self._module.Attachment
         self._module.Attachment = self._record
 
@@ -282,7 +282,7 @@ def run_python(path, block, namespace, made):
     tree = ast.parse(block.text)
     used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
     own = namespace.setdefault("__own__", set())
-    is_sharded = made and "attach_fsdp" in used
+    is_sharded = made and {"attach", "CompressedFSDPStrategy"} <= used
     wanted = used if is_sharded else used - own
     given = {name: make() for name, make in (SHARDED if is_sharded else made).items() if name in wanted}
     # Hooks are closed when their model is gone, which a later block may not have.

@@ -12,6 +12,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, Sha
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 import lightning_commhooks as lc
+from lightning_commhooks.runtime.runtime import Runtime
+from lightning_commhooks.sources.fsdp import ShardedSource
 
 # 24 * 41 and 7 are no multiples of 2 or 4 rows or blocks.
 SHAPES = {"matrix": (40, 24), "odd": (41, 24), "vector": (7,), "wide": (16, 512)}
@@ -110,6 +112,21 @@ def whole_gradients(model):
     return {name: p.grad.full_tensor().double().cpu() for name, p in model.named_parameters()}
 
 
+class AllRanks(ShardedSource):
+    """Shares of no model in particular."""
+
+    def check(self, model):
+        pass
+
+    def connect(self, model, runtime):
+        pass
+
+
+def runtime(hook):
+    """What runs a hook for all ranks."""
+    return Runtime(hook, AllRanks(dist.group.WORLD))
+
+
 @contextlib.contextmanager
 def leaving_no_groups():
     """Destroy the process groups of device meshes."""
@@ -142,7 +159,7 @@ def measured(rank, world, ways, device="cpu"):
             results[way, "none"] = {"errors": errors(reduced(shard(way, device), rank), world)}
             for label, hook in HOOKS.items():
                 model = shard(way, device)
-                attachment = lc.attach_fsdp(model, hook)
+                attachment = lc.attach(model, hook)
                 found = errors(reduced(model, rank), world)
                 results[way, label] = {"errors": found, "metrics": attachment.metrics()}
                 attachment.close()

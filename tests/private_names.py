@@ -16,8 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 PACKAGE = "lightning_commhooks"
 GROUPS = "lightning_commhooks/collectives/process_groups.py"
-MICRO_BATCHES = "lightning_commhooks/ddp/micro_batches.py"
-COPIES = "lightning_commhooks/ddp/copies.py"
+MICRO_BATCHES = "lightning_commhooks/runtime/micro_batches.py"
 
 
 @dataclass(frozen=True)
@@ -190,8 +189,9 @@ IMPORTED = "import of the package fails"
 SPARSE = (
     f"{PACKAGE}/interface/hook.py",
     MICRO_BATCHES,
-    f"{PACKAGE}/ddp/compression.py",
-    f"{PACKAGE}/ddp/runtime.py",
+    f"{PACKAGE}/runtime/compression.py",
+    f"{PACKAGE}/runtime/runtime.py",
+    f"{PACKAGE}/sources/ddp.py",
     "lightning_commhooks/hooks/_local_sgd.py",
     "lightning_commhooks/wrappers/auto.py",
     "lightning_commhooks/wrappers/cast.py",
@@ -203,7 +203,7 @@ LAUNCH, LISTING = "lightning_commhooks/advice/launch.py", "lightning_commhooks/a
 TORCH = [
     Use(
         "torch._C._distributed_c10d.GradBucket",
-        (f"{PACKAGE}/ddp/model.py", f"{PACKAGE}/ddp/runtime.py", f"{PACKAGE}/interface/user_function.py"),
+        (f"{PACKAGE}/sources/ddp.py", f"{PACKAGE}/sources/ddp_model.py", f"{PACKAGE}/interface/user_function.py"),
         IMPORTED,
     ),
     Use("torch._C._distributed_c10d.HashStore", (LAUNCH, LISTING), "`list` and `advise` fail"),
@@ -211,7 +211,7 @@ TORCH = [
     Use("torch._C._distributed_c10d.PrefixStore", (GROUPS,), IMPORTED),
     Use(
         "torch._C._current_graph_task_id",
-        (f"{PACKAGE}/fsdp/runtime.py", f"{PACKAGE}/ddp/steps.py"),
+        (f"{PACKAGE}/runtime/steps.py",),
         "every backward with a hook fails",
         _task_has_an_id,
     ),
@@ -229,7 +229,7 @@ TORCH = [
     Use("torch._foreach_norm", (MICRO_BATCHES,), "accumulation cannot tell cleared gradients"),
     Use(
         "torch.autograd.Variable._execution_engine.queue_callback",
-        (f"{PACKAGE}/ddp/engine.py",),
+        (f"{PACKAGE}/runtime/engine.py",),
         "the end of a step is never seen",
     ),
     Use("torch.cuda._sleep", (f"{PACKAGE}/advice/emulated.py",), "`advise` on CUDA fails"),
@@ -239,32 +239,37 @@ TORCH = [
         "`advise`, hooks on subgroups",
     ),
     Use("torch.distributed.distributed_c10d._world.pg_map", (GROUPS,), "closing an attachment fails"),
-    Use("torch.distributed.fsdp.ShardingStrategy._HYBRID_SHARD_ZERO2", (f"{PACKAGE}/fsdp/fsdp1.py",), IMPORTED),
+    Use("torch.distributed.fsdp.ShardingStrategy._HYBRID_SHARD_ZERO2", (f"{PACKAGE}/sources/fsdp1.py",), IMPORTED),
     Use(
         "threading._register_atexit",
-        (f"{PACKAGE}/ddp/thread_engine.py",),
+        (f"{PACKAGE}/runtime/thread_engine.py",),
         "a process that failed waits for peers at exit",
     ),
     Use("sys._getframe", ("accelerate_integration/kwargs.py", "lightning_commhooks/lightning/ddp.py"), "as documented"),
     Use("os._exit", ("lightning_commhooks/advice/cli.py",), "as documented"),
-    Use("._comm_hooks", (f"{PACKAGE}/ddp/model.py",), "a second hook is not refused", _tells_its_hook),
-    Use("._get_ddp_logging_data", (COPIES,), "silent: nobody sees that DDP has no hook", _tells_its_hook),
+    Use("._comm_hooks", (f"{PACKAGE}/sources/ddp_model.py",), "a second hook is not refused", _tells_its_hook),
+    Use(
+        "._get_ddp_logging_data",
+        (f"{PACKAGE}/sources/ddp_model.py",),
+        "silent: nobody sees that DDP has no hook",
+        _tells_its_hook,
+    ),
     Use(
         "._use_python_reducer",
-        (f"{PACKAGE}/ddp/model.py",),
+        (f"{PACKAGE}/sources/ddp_model.py",),
         "silent: under torch.compile hooks get gradients instead of buckets",
         _says_python_reducer,
     ),
-    Use("._join_config", (f"{PACKAGE}/ddp/model.py",), "local steps fail; within join() they hang", _joins),
+    Use("._join_config", (f"{PACKAGE}/sources/ddp.py",), "local steps fail; within join() they hang", _joins),
     Use(
         "._divide_by_initial_world_size",
-        (f"{PACKAGE}/ddp/model.py",),
+        (f"{PACKAGE}/sources/ddp.py",),
         "silent: nobody is told that hooks ignore join(divide_by_initial_world_size=False)",
         _joins_and_tells_by_what_it_divides,
     ),
     Use(
         "._in_backward_optimizers",
-        (f"{PACKAGE}/ddp/model.py",),
+        (f"{PACKAGE}/sources/ddp_model.py",),
         "refused later, without saying what to do",
         _marks_optimizers,
     ),
@@ -275,22 +280,24 @@ TORCH = [
     Use("._threads", (GROUPS,), "hooks on subgroups fail", _gloo_takes_devices),
     Use("._register_backend", (GROUPS,), "hooks on subgroups fail", _process_group_takes_backends),
     Use("._set_default_backend", (GROUPS,), "hooks on subgroups fail", _process_group_takes_backends),
-    Use("._comm_hook", (f"{PACKAGE}/fsdp/fsdp1.py",), "attach_fsdp fails", _fsdp_keeps_its_hook),
-    Use("._comm_hook_state", (f"{PACKAGE}/fsdp/fsdp1.py",), "attach_fsdp fails after close()", _fsdp_keeps_its_hook),
+    Use("._comm_hook", (f"{PACKAGE}/sources/fsdp1.py",), "FSDP 1 is refused", _fsdp_keeps_its_hook),
+    Use("._comm_hook_state", (f"{PACKAGE}/sources/fsdp1.py",), "FSDP 1 is refused after close()", _fsdp_keeps_its_hook),
     Use("._nnz", (f"{PACKAGE}/collectives/communicator.py",), "sparse gradients fail", lambda: _sparse()._nnz() == 1),
     Use("._values", SPARSE, "sparse gradients fail", lambda: _sparse()._values().tolist() == [2.0]),
     Use("._version", (MICRO_BATCHES, f"{PACKAGE}/interface/looks.py"), "accumulation fails", _counts_changes),
     Use(
         "._orig_mod",
-        (f"{PACKAGE}/ddp/model.py", f"{PACKAGE}/interface/layout.py"),
+        (f"{PACKAGE}/interface/layout.py",),
         "silent: state of compiled models is not that of the others",
         lambda: next(torch.compile(torch.nn.Linear(1, 1)).named_parameters())[0] == "_orig_mod.weight",
     ),
-    Use("._scale", (f"{PACKAGE}/ddp/runtime.py",), "silent: memory in units of a scaled loss", _scaler_has_its_scale),
-    Use("__getstate__", (f"{PACKAGE}/fsdp/fsdp2.py",), "FSDP2 with an even divisor fails", _premultiplies),
+    Use(
+        "._scale", (f"{PACKAGE}/runtime/runtime.py",), "silent: memory in units of a scaled loss", _scaler_has_its_scale
+    ),
+    Use("__getstate__", (f"{PACKAGE}/sources/fsdp2.py",), "FSDP2 with an even divisor fails", _premultiplies),
     Use(
         "set_custom_reduce_scatter",
-        (f"{PACKAGE}/fsdp/fsdp2.py",),
+        (f"{PACKAGE}/sources/fsdp2.py",),
         "FSDP2 is refused",
         lambda: resolve("torch.distributed.fsdp.FSDPModule.set_custom_reduce_scatter"),
     ),

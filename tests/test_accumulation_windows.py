@@ -15,7 +15,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_commhooks as lc
-from lightning_commhooks.ddp.micro_batches import MicroBatches
+from lightning_commhooks.runtime.micro_batches import MicroBatches
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])

@@ -231,7 +231,7 @@ def after_close(rank, world):
             wrapped_again = DistributedDataParallel(ddp.module)
             lc.attach(wrapped_again, "allreduce")
             backward(wrapped_again, full_rank_gradients(rank, 0, SHAPES))
-            with pytest.raises(lc.HookError, match="was closed; attach a hook to a new DistributedDataParallel"):
+            with pytest.raises(lc.HookError, match="was closed; attach another one, to a new wrapper"):
                 backward(ddp, full_rank_gradients(rank, 0, SHAPES))
             for other in ("bf16", own_hook):
                 with pytest.raises(ValueError, match=r"hook 'lightning_commhooks:.*' of this model was closed.*wrap"):

@@ -16,7 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import lightning_commhooks as lc
 from lightning_commhooks.codecs.codec import Kernels
 from lightning_commhooks.collectives import group
-from lightning_commhooks.ddp import runtime
+from lightning_commhooks.runtime import runtime
 
 LOCAL = {"start_localSGD_iter": 2, "post_local_gradient_allreduce": False}
 

@@ -23,8 +23,8 @@ from lightning_commhooks.collectives.messages import Messages
 from lightning_commhooks.collectives.process_groups import own_group
 from lightning_commhooks.collectives.steps import Wait, begun, finish
 from lightning_commhooks.collectives.timing import HostTiming
-from lightning_commhooks.ddp.runtime import Runtime
-from lightning_commhooks.ddp.thread_engine import ThreadEngine
+from lightning_commhooks.runtime.runtime import Runtime
+from lightning_commhooks.runtime.thread_engine import ThreadEngine
 
 CPU = torch.device("cpu")
 NEAR, A_LITTLE, FAR = 5e-5, 3e-3, 40e-3

@@ -22,7 +22,7 @@ from lightning_commhooks.collectives.chunk import Chunk
 from lightning_commhooks.collectives.counters import Counters
 from lightning_commhooks.collectives.link import Cost, Link
 from lightning_commhooks.collectives.steps import begun, finish
-from lightning_commhooks.ddp.attach import attach_emulated
+from lightning_commhooks.sources.attach import attach_emulated
 
 LOCAL = {
     "post_localsgd": lc.PostLocalSGD(start_localSGD_iter=1, period=2, subgroup_size=2, optimizer_state="average"),

@@ -6,7 +6,7 @@ from driver import SHAPES, Params, attached
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_commhooks as lc
-from lightning_commhooks.ddp.attach import resolve_hook
+from lightning_commhooks.sources.ddp import resolve_hook
 
 
 @pytest.mark.parametrize(
@@ -26,7 +26,7 @@ from lightning_commhooks.ddp.attach import resolve_hook
         (lambda: resolve_hook(lc.BF16(), hook_state=1), "set its options instead"),
         (lambda: lc.attach(torch.nn.Linear(2, 2), "bf16"), "DistributedDataParallel, not to Linear; wrap the model"),
         (lambda: lc.attach(None, "bf16"), "not to NoneType"),
-        (lambda: lc.attach(None, 3), "hook must be a name, a CommHook or a callable"),
+        (lambda: resolve_hook(3), "hook must be a name, a CommHook or a callable"),
     ],
 )
 def test_message(make, message):

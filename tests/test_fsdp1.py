@@ -1,6 +1,7 @@
 """Hooks for `FullyShardedDataParallel` on CPU: bounds, bytes, PyTorch's own hooks, refusals."""
 
 import gc
+import types
 import warnings
 
 import pytest
@@ -19,6 +20,7 @@ from fsdp_driver import (
     measured,
     mixed,
     reduced,
+    shard,
     shard1,
     shard2,
     whole_gradients,
@@ -29,8 +31,8 @@ from torch.distributed.algorithms._comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_commhooks as lc
-from lightning_commhooks.fsdp.dense import predivide_factor
-from lightning_commhooks.fsdp.supported import resolve_sharded_hook, sharded_hooks
+from lightning_commhooks.hooks._shares import predivide_factor
+from lightning_commhooks.sources.sharded_hooks import resolve_sharded_hook, sharded_hooks
 
 _measured = {}
 
@@ -43,7 +45,7 @@ def results(run, world):
 
 
 def bound(label, way, world):
-    """Of the error of an element, in units of the mean magnitude over ranks; see `DenseReduction`."""
+    """Of the error of an element, in units of the mean magnitude over ranks; see `_shares.reduce_scatter`."""
     name = label.split("+")[0]
     if name not in UNITS:
         return 1e-6
@@ -94,7 +96,7 @@ def stock(rank, world):
     ]:
         theirs, ours = shard1(way), shard1(way)
         theirs.register_comm_hook(default_hooks.DefaultState(dist.group.WORLD), function)
-        lc.attach_fsdp(ours, "reduce_scatter")
+        lc.attach(ours, "reduce_scatter")
         a, b = reduced(theirs, rank), reduced(ours, rank)
         found[way] = max(((a[name] - b[name]).abs() / a[name].abs().clamp_min(1e-3)).max().item() for name in NAMES)
     crashing = shard1("FULL_SHARD")
@@ -124,7 +126,7 @@ def large_and_small(rank, step, shapes, dtype=torch.float32):
 
 def extreme(rank, world):
     model = shard1("FULL_SHARD")
-    attachment = lc.attach_fsdp(model, "fp16")
+    attachment = lc.attach(model, "fp16")
     found = reduced(model, rank, make=large_and_small)
     assert attachment.metrics()["numel_overflowed"] == 0
     return found
@@ -138,7 +140,7 @@ def test_fp16_neither_overflows_nor_underflows(run):
 
 def accumulated(rank, world):
     model = shard1("FULL_SHARD")
-    attachment = lc.attach_fsdp(model, "bf16")
+    attachment = lc.attach(model, "bf16")
     gradients = [{name: (i + 1.0) * (rank + 1) * torch.ones(shape) for name, shape in NAMES.items()} for i in range(3)]
     with model.no_sync():
         model(gradients[0]).backward()
@@ -158,7 +160,7 @@ def hybrid(rank, world):
         results = {}
         for way in ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"):
             with pytest.raises(ValueError, match=r"no communication hook with HYBRID_SHARD.*MixedPrecision\(reduce_d"):
-                lc.attach_fsdp(shard1(way), "bf16")
+                lc.attach(shard1(way), "bf16")
             for dtype in (torch.bfloat16, torch.float16):
                 results[way, dtype] = errors(reduced(shard1(way, mixed_precision=mixed(dtype)), rank), world)[0]
         return results
@@ -175,7 +177,7 @@ def test_hybrid_strategies_reduce_in_16_bit_by_themselves(run):
 def mixed_precision(rank, world):
     """Gradients that come in bfloat16 already: nothing to cast, but float32 in the end."""
     model = shard1("FULL_SHARD", mixed_precision=mixed(torch.bfloat16))
-    attachment = lc.attach_fsdp(model, "bf16")
+    attachment = lc.attach(model, "bf16")
     found = errors(reduced(model, rank), world)[0]
     return found, {p.grad.dtype for p in model.parameters() if p.grad is not None}, attachment.metrics()
 
@@ -190,9 +192,9 @@ def test_gradients_in_16_bit(run):
 
 def lifecycle(rank, world):
     model = shard1("FULL_SHARD")
-    attachment = lc.attach_fsdp(model, "bf16")
+    attachment = lc.attach(model, "bf16")
     with pytest.raises(ValueError, match="has a communication hook already"):
-        lc.attach_fsdp(model, "fp16")
+        lc.attach(model, "fp16")
     reduced(model, rank)
     attachment.close()
     attachment.close()
@@ -204,12 +206,12 @@ def lifecycle(rank, world):
 
 def replaced(rank, world):
     model = shard1("FULL_SHARD")
-    lc.attach_fsdp(model, "int8").close()
-    attachment = lc.attach_fsdp(model, "fp16")
+    lc.attach(model, "int8").close()
+    attachment = lc.attach(model, "fp16")
     relative = errors(reduced(model, rank), world)[0]
     assert attachment.metrics()["steps"] == 1
     quiet = shard1("FULL_SHARD")
-    small = lc.attach_fsdp(quiet, "int8")
+    small = lc.attach(quiet, "int8")
     reduced(quiet, rank)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -233,21 +235,21 @@ def test_replacing_and_warning(run):
 
 def refusals(rank, world):
     with leaving_no_groups():
-        with pytest.raises(ValueError, match="no module of Linear is sharded by FSDP: wrap it"):
-            lc.attach_fsdp(nn.Linear(2, 2), "bf16")
-        with pytest.raises(ValueError, match=r"use attach\(model, hook\)"):
-            lc.attach_fsdp(DistributedDataParallel(nn.Linear(2, 2)), "bf16")
+        with pytest.raises(ValueError, match=r"not to Linear; wrap the model first.* or shard it by FSDP"):
+            lc.attach(nn.Linear(2, 2), "bf16")
+        with pytest.raises(ValueError, match="replicate_group is for fully_shard: Distributed"):
+            lc.attach(DistributedDataParallel(nn.Linear(2, 2)), "bf16", replicate_group=dist.group.WORLD)
         with pytest.raises(ValueError, match="shard it with one of them"):
-            lc.attach_fsdp(nn.ModuleList([shard1("FULL_SHARD"), shard2("full")]), "bf16")
+            lc.attach(nn.ModuleList([shard1("FULL_SHARD"), shard2("full")]), "bf16")
         taken = shard1("FULL_SHARD")
         taken.register_comm_hook(None, lambda state, grad, output: None)
         with pytest.raises(ValueError, match="has a communication hook already, and FSDP takes one"):
-            lc.attach_fsdp(taken, "bf16")
+            lc.attach(taken, "bf16")
         alone = [dist.new_group([r]) for r in range(world)][rank]
         with ignoring(NO_SHARD_IS_DEPRECATED, "FSDP is switching to use `NO_SHARD`"):
             model = shard1("FULL_SHARD", process_group=alone)
         with pytest.raises(ValueError, match="process group of one rank out of 2"):
-            lc.attach_fsdp(model, "bf16")
+            lc.attach(model, "bf16")
 
 
 def test_models_that_are_refused(run):
@@ -277,7 +279,78 @@ def test_models_that_are_refused(run):
 )
 def test_hooks_that_are_refused(hook, message):
     with pytest.raises(ValueError, match=message):
-        lc.attach_fsdp(nn.Linear(2, 2), hook)
+        resolve_sharded_hook(hook)
+
+
+OPTIONS = {
+    "hook_state": object(),
+    "grad_scaler": torch.amp.GradScaler("cpu"),
+    "exact_state": True,
+    "optimizers": [],
+    "accumulation": "mean",
+    "loss_divided_by": 2,
+}
+
+
+def other_options(rank, world):
+    with leaving_no_groups():
+        for way in ("FULL_SHARD", "full"):
+            model = shard(way)
+            for name, value in OPTIONS.items():
+                with pytest.raises(ValueError, match=f"^{name} is for Distributed.* leave it out with FSDP"):
+                    lc.attach(model, "bf16", **{name: value})
+            with pytest.raises(ValueError, match="hook='powersgd' does not work with FSDP"):
+                lc.attach(model, "powersgd")
+            lc.attach(model, "bf16", accumulation="framework", loss_divided_by=1).close()
+
+
+def test_options_for_ddp_are_refused(run):
+    run(other_options)
+
+
+def what_does_not_apply(rank, world):
+    with leaving_no_groups():
+        for way in ("FULL_SHARD", "full"):
+            model = shard(way)
+            attachment = lc.attach(types.SimpleNamespace(_orig_mod=model), "bf16")  # as torch.compile returns it
+            assert repr(attachment) == "Attachment(hook=BF16(accumulate_dtype=None, hierarchy=None), steps=0)"
+            assert attachment.is_attached_to(model)
+            reduced(model, rank)
+            for method, *args in [
+                ("state_dict",),
+                ("shared_state_dict",),
+                ("load_state_dict", {}),
+                ("reset_state",),
+                ("sample_error",),
+                ("measure_link",),
+                ("compression_stats",),
+                ("move_to", model),
+            ]:
+                with pytest.raises(ValueError, match=rf"^{method}\(\): FSDP hands over gradients flat"):
+                    getattr(attachment, method)(*args)
+            with pytest.raises(ValueError, match="was attached without"):
+                attachment.add_weight(1)
+            attachment.tell_forecast(print, 5)
+            attachment.average_weights()
+            with attachment.averaged_weights():
+                pass
+            assert (attachment.bound, attachment.forecast(), attachment.unfrozen()) == (None, None, [])
+            assert not any((attachment.averages_models, attachment.models_differ, attachment.has_state))
+            monitor = lc.Monitor(attachment)
+            reduced(model, rank)
+            assert set(monitor.values()) == {"comm/bytes_sent", "comm/compression_ratio"}
+            assert attachment.steps_not_compressed() == {}
+            assert attachment.metrics()["steps"] == attachment.num_steps == 2
+
+
+def test_what_does_not_apply_to_shares_says_so(run):
+    run(what_does_not_apply)
+
+
+def test_names_that_are_gone_say_what_to_use():
+    for name in ("attach_fsdp", "FSDPAttachment"):
+        with pytest.raises(AttributeError, match=rf"{name} is gone: use .*attach\(model, hook\)"):
+            getattr(lc, name)
 
 
 def test_hooks_by_name():

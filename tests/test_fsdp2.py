@@ -20,6 +20,7 @@ from fsdp_driver import (
     leaving_no_groups,
     measured,
     reduced,
+    runtime,
     shard,
     shard1,
     shard2,
@@ -31,11 +32,12 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import lightning_commhooks as lc
 from lightning_commhooks.codecs import FP8Codec, Int4Codec, Int8Codec
-from lightning_commhooks.collectives.counters import Counters
-from lightning_commhooks.fsdp import shard_group
-from lightning_commhooks.fsdp.fsdp2 import _ReduceScatter
-from lightning_commhooks.fsdp.runtime import ShardedRuntime
-from lightning_commhooks.fsdp.shard_group import ShardGroup
+from lightning_commhooks.collectives.backend import Backend
+from lightning_commhooks.collectives.group import Group
+from lightning_commhooks.hooks import _shares
+from lightning_commhooks.interface.bucket import Bucket
+from lightning_commhooks.sources import fsdp2
+from lightning_commhooks.sources.fsdp2 import _ReduceScatter
 
 _measured = {}
 LABELS = ["none", "allreduce", "bf16", "fp16", "bf16+float32", "fp16+float32"]
@@ -96,7 +98,7 @@ def test_bf16_with_float32_sums_is_more_exact_than_reduce_dtype(run):
 
 def against_reduce_dtype(rank, world):
     model, plain = shard2("full"), shard2("full", mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.bfloat16))
-    lc.attach_fsdp(model, "bf16")
+    lc.attach(model, "bf16")
     return errors(reduced(model, rank), world)[0], errors(reduced(plain, rank), world)[0]
 
 
@@ -108,7 +110,7 @@ def operations(rank, world):
     total = sum(ranks).view(world, n)[rank]
     ops = {1.0: dist.ReduceOp.SUM, 1 / world: dist.ReduceOp.AVG, 0.3: dist._make_nccl_premul_sum(0.3)}
     for label, hook in HOOKS.items():
-        comm = _ReduceScatter(ShardedRuntime(lc.get_hook(hook), torch.device("cpu")), False)
+        comm = _ReduceScatter(runtime(lc.get_hook(hook)), False)
         for factor, op in ops.items():
             out = comm.allocate((n,), dtype=torch.float32, device=torch.device("cpu"))
             for asynchronous in (False, True):
@@ -119,7 +121,7 @@ def operations(rank, world):
                 found[label, factor, asynchronous] = ((out - factor * total).norm() / (factor * total).norm()).item()
     # FSDP2 has divided what it casts to float16 and asks to sum: it must not be divided again.
     smallest, sum_ = torch.full((world * n,), 2.0**-24, dtype=torch.float16), torch.empty(n, dtype=torch.float16)
-    fp16 = _ReduceScatter(ShardedRuntime(lc.FP16(), torch.device("cpu")), False)
+    fp16 = _ReduceScatter(runtime(lc.FP16()), False)
     fp16(sum_, smallest, group, dist.ReduceOp.SUM)
     assert (sum_ == world * 2.0**-24).all()
     with pytest.raises(ValueError, match="communication hooks know AVG, SUM and PREMUL_SUM"):
@@ -141,7 +143,7 @@ def policies(rank, world):
     for dtype, unit in ((torch.bfloat16, UNITS["bf16"]), (torch.float16, UNITS["fp16"])):
         for hook in ("allreduce", "bf16" if dtype == torch.bfloat16 else "fp16"):
             model = shard2("full", mp_policy=MixedPrecisionPolicy(reduce_dtype=dtype))
-            lc.attach_fsdp(model, hook)
+            lc.attach(model, hook)
             found[f"{hook} of {dtype}"] = errors(reduced(model, rank), world)[0] / unit
             assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
     for force in (False, True):
@@ -149,7 +151,7 @@ def policies(rank, world):
         for module in (model, model.first, model.second):
             module.set_gradient_divide_factor(5.0)
             module.set_force_sum_reduction_for_comms(force)
-        lc.attach_fsdp(model, "fp16")
+        lc.attach(model, "fp16")
         five = {name: g * 5 / world for name, g in reduced(model, rank).items()}
         found[f"divided by 5, {force}"] = errors(five, world)[0] / UNITS["fp16"]
     return found
@@ -164,7 +166,7 @@ def test_options_of_fsdp2(run, world):
 
 def accumulated(rank, world):
     model = shard2("full")
-    attachment = lc.attach_fsdp(model, "bf16")
+    attachment = lc.attach(model, "bf16")
     for i, sync in enumerate((False, True, True)):
         model.set_requires_gradient_sync(sync)
         model({name: (i + 1.0) * (rank + 1) * torch.ones(shape) for name, shape in NAMES.items()}).backward()
@@ -180,13 +182,13 @@ def replicas(rank, world):
         for hook in ("bf16", INT8):
             with pytest.warns(UserWarning, match=REPLICAS) if rank == 0 else contextlib.nullcontext([]) as caught:
                 model = shard2("hybrid")
-                attachment = lc.attach_fsdp(model, hook)
+                attachment = lc.attach(model, hook)
                 reduced(model, rank)
                 reduced(model, rank)
                 attachment.close()
             assert len(caught) == (rank == 0)
         quiet = shard2("hybrid", mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.bfloat16))
-        lc.attach_fsdp(quiet, "bf16")
+        lc.attach(quiet, "bf16")
         return errors(reduced(quiet, rank), world)[0]
 
 
@@ -201,15 +203,15 @@ def replicas_by_hook(rank, world):
         group, found = mesh["replicas"].get_group(), {}
         for label, hook in HOOKS.items():
             model = shard2("full", mesh=mesh["shards"])
-            attachment = lc.attach_fsdp(model, hook, replicate_group=group)
+            attachment = lc.attach(model, hook, replicate_group=group)
             found[label] = *errors(reduced(model, rank), world), attachment.metrics()
             attachment.close()
-        lc.attach_fsdp(model, "allreduce")
+        lc.attach(model, "allreduce")
         alone = errors(reduced(model, rank), world)[0]  # averaged within a replica only
         with pytest.raises(ValueError, match="replicate_group is for fully_shard on a mesh of one dimension"):
-            lc.attach_fsdp(shard2("hybrid"), "bf16", replicate_group=group)
+            lc.attach(shard2("hybrid"), "bf16", replicate_group=group)
         with pytest.raises(ValueError, match="FullyShardedDataParallel has HYBRID_SHARD"):
-            lc.attach_fsdp(shard1("FULL_SHARD"), "bf16", replicate_group=group)
+            lc.attach(shard1("FULL_SHARD"), "bf16", replicate_group=group)
         return found, alone
 
 
@@ -229,7 +231,7 @@ def unsharded(rank, world):
         alone = init_device_mesh("cpu", (world, 1), mesh_dim_names=("replicas", "shards"))
         for mesh in (alone, alone["shards"]):
             with pytest.raises(ValueError, match="no parameter of the model is sharded over more than one rank"):
-                lc.attach_fsdp(shard2("full", mesh=mesh), "bf16")
+                lc.attach(shard2("full", mesh=mesh), "bf16")
 
 
 def test_a_hook_that_would_never_run_is_refused(run):
@@ -237,7 +239,7 @@ def test_a_hook_that_would_never_run_is_refused(run):
 
 
 def attach_and_reduce(model, hook, rank):
-    lc.attach_fsdp(model, hook)
+    lc.attach(model, hook)
     reduced(model, rank)
 
 
@@ -261,15 +263,15 @@ def test_ranks_with_different_hooks_are_told_both(run, world):
 
 def lifecycle(rank, world):
     model = shard2("full")
-    attachment = lc.attach_fsdp(model, INT8)
+    attachment = lc.attach(model, INT8)
     with pytest.raises(ValueError, match="has the communication hook 'int8' already; close it first"):
-        lc.attach_fsdp(model, "fp16")
+        lc.attach(model, "fp16")
     attachment.close()
     with pytest.raises(lc.HookError, match="was closed; attach another one"):
         reduced(model, rank)
     fresh = shard2("full")
-    lc.attach_fsdp(fresh, "int8").close()
-    other = lc.attach_fsdp(fresh, "bf16")
+    lc.attach(fresh, "int8").close()
+    other = lc.attach(fresh, "bf16")
     assert errors(reduced(fresh, rank), world)[0] <= UNITS["bf16"] * 1.01
     del fresh
     gc.collect()
@@ -280,20 +282,32 @@ def test_attaching_and_closing(run):
     run(lifecycle)
 
 
+def all_ranks():
+    return Group(Backend(dist.group.WORLD), process_group=dist.group.WORLD)
+
+
+def shares(group, chunks, kernels, seed):
+    """This rank's share of the sum over ranks of `chunks`, shape `(w, n)`."""
+    out = torch.empty(chunks.shape[1])
+    bucket = Bucket(chunks.reshape(-1), 0, False, 0, (), scale=float(group.size))
+    group.finish(_shares.reduce_scatter_encoded(bucket, out, group, kernels, seed))
+    return out
+
+
 CODECS = [Int8Codec(block_size=16), Int8Codec(block_size=16, rounding="stochastic"), Int4Codec(), FP8Codec()]
 
 
 def encoded(rank, world, numel, part_numel):
     """Whether each element of a share is within the codec's bound, how close the worst is, and bytes."""
     found = []
-    before, shard_group.CHUNK_NUMEL = shard_group.CHUNK_NUMEL, part_numel
+    before, _shares.CHUNK_NUMEL = _shares.CHUNK_NUMEL, part_numel
     try:
         for codec in CODECS:
-            group = ShardGroup(dist.group.WORLD, Counters(), torch.device("cpu"))
+            group = all_ranks()
             kernels = group.kernels(codec, feedback=False, two_shot=True)
             group.counters.bytes_sent = 0.0
             ranks = [torch.randn(world, numel, generator=torch.Generator().manual_seed(r)).pow(3) for r in range(world)]
-            result = group.reduce_scatter_encoded(ranks[rank], kernels, seed=rank)
+            result = shares(group, ranks[rank], kernels, seed=rank)
             own = [chunks[rank] for chunks in ranks]
             size = codec.block_size
             blocks = [torch.nn.functional.pad(row, (0, -numel % size)).view(-1, size) for row in own]
@@ -301,7 +315,7 @@ def encoded(rank, world, numel, part_numel):
             worst = ((result - sum(own)).abs() / (bounds + 1e-5)).max().item()
             found.append((worst, group.counters.bytes_sent, (world - 1) * encoded_bytes(codec, numel)))
     finally:
-        shard_group.CHUNK_NUMEL = before
+        _shares.CHUNK_NUMEL = before
     return found
 
 
@@ -324,9 +338,9 @@ def compiled_share(rank, world):
     results = []
     for context in (compiling(), ignoring()):
         with context:
-            group = ShardGroup(dist.group.WORLD, Counters(), torch.device("cpu"))
+            group = all_ranks()
             kernels = group.kernels(Int8Codec(), feedback=False, two_shot=True)
-        results.append(group.reduce_scatter_encoded(chunks, kernels, seed=0))
+        results.append(shares(group, chunks, kernels, seed=0))
     return (results[0] - results[1]).abs().max().item()
 
 
@@ -338,7 +352,7 @@ def repeated(rank, world, rounding):
     """Distance of the mean of many reductions of the same gradients from their mean, and of one."""
     model = shard2("full")
     hook = lc.Int8(min_bytes=0, block_size=512, rounding=rounding, use_error_feedback=False, compress_1d=True)
-    lc.attach_fsdp(model, hook)
+    lc.attach(model, hook)
     runs = [reduced(model, rank) for _ in range(40)]
     mean = {name: sum(g[name] for g in runs) / len(runs) for name in NAMES}
     return errors(mean, world)[1] / errors(runs[0], world)[1]
@@ -353,11 +367,9 @@ def test_shares_on_cuda_are_kept_until_they_are_averaged(monkeypatch):
     """FSDP2 frees a share in the order of its own stream."""
     from types import SimpleNamespace
 
-    from lightning_commhooks.fsdp.fsdp2 import _average_over
-
     order = []
-    runtime = SimpleNamespace(reduction=lambda group: None, reduce=lambda *args: order.append("reduce"))
+    monkeypatch.setattr(fsdp2, "reduce", lambda *args: order.append("reduce"))
     share = SimpleNamespace(is_cuda=True, record_stream=order.append)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: "stream of all-reduces")
-    _average_over(SimpleNamespace(size=lambda: 2), runtime)(share)
+    fsdp2._average_over(None, None)(share)
     assert order == ["stream of all-reduces", "reduce"]

@@ -9,7 +9,7 @@ from hooks_under_test import INT8, RANK_2
 from torch import nn
 
 import lightning_commhooks as lc
-from lightning_commhooks.ddp import finite_steps
+from lightning_commhooks.runtime import finite_steps
 
 LOCAL = {"start_localSGD_iter": 2, "period": 2, "post_local_gradient_allreduce": False}
 HOOKS = {

@@ -85,7 +85,9 @@ def test_resumed_on_another_number_of_ranks(saved, on_one, on_four, devices, exa
     assert ranks[0]["world_size"] == devices
     assert ranks[0]["metrics"]["compression_ratio"] > 2 or devices == 1
     assert 0 < results.distance(label, f"powersgd-{exact}") < 0.2
-    line = f"INFO:lightning_commhooks.ddp.checkpoint:state of hook 'powersgd': saved on 2 ranks, loaded on {devices}"
+    line = (
+        f"INFO:lightning_commhooks.runtime.checkpoint:state of hook 'powersgd': saved on 2 ranks, loaded on {devices}"
+    )
     assert results.stderr.count(line) == 2, "once for each of the two fits"
 
 

@@ -9,7 +9,7 @@ pytest.importorskip("transformers")
 from accelerate import Accelerator
 
 from accelerate_integration import CommHookKwargs, CommHookTracker, use_comm_hook
-from lightning_commhooks.ddp.monitor import NAMES, NAMES_OF_NODES
+from lightning_commhooks.runtime.monitor import NAMES, NAMES_OF_NODES
 
 ALL = [f"comm/{name}" for name in NAMES if name not in NAMES_OF_NODES]
 # Those that grow with the steps.

@@ -13,7 +13,9 @@ from torch.nn.parallel import DistributedDataParallel
 import lightning_commhooks as lc
 from lightning_commhooks.collectives import process_groups
 from lightning_commhooks.collectives.errors import raise_if_capturing
-from lightning_commhooks.fsdp.runtime import ShardedRuntime
+from lightning_commhooks.collectives.gloo_abort import Connections
+from lightning_commhooks.collectives.timing import NoTiming
+from lightning_commhooks.runtime.stream_engine import InlineEngine
 
 CUDA = torch.device("cuda", 0)
 
@@ -40,7 +42,7 @@ def test_no_part_of_a_graph(monkeypatch):
     with pytest.raises(lc.HookError, match=r"a CUDA graph is being captured.*make_graphed_callables"):
         raise_if_capturing(CUDA)
     with pytest.raises(lc.HookError, match="a CUDA graph is being captured"):
-        ShardedRuntime(lc.BF16(), CUDA).reduce(types.SimpleNamespace(device=CUDA), None, None, 1.0)
+        InlineEngine(CUDA, Connections(), NoTiming(), "bf16").submit(None, CUDA, True)
 
 
 class NCCL:

@@ -172,7 +172,7 @@ def test_averagings_of_models(run, hook, name):
 def of_shards(rank, world):
     with fsdp_driver.leaving_no_groups():
         model = fsdp_driver.shard2("full")
-        attachment = lc.attach_fsdp(model, fsdp_driver.INT8)
+        attachment = lc.attach(model, fsdp_driver.INT8)
         fsdp_driver.reduced(model, rank)
         before = attachment.metrics()["collectives"]
         found, _ = traced(only_cpu(), lambda: fsdp_driver.reduced(model, rank))

@@ -18,7 +18,7 @@ from lightning_commhooks.collectives import group, process_groups
 from lightning_commhooks.collectives import steps as steps_module
 from lightning_commhooks.collectives.gloo_abort import Connections
 from lightning_commhooks.collectives.timing import HostTiming
-from lightning_commhooks.ddp import finite_steps, runtime, stream_engine
+from lightning_commhooks.runtime import finite_steps, runtime, stream_engine
 
 HOOKS = {
     "allreduce": lc.AllReduce(),

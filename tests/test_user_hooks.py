@@ -12,8 +12,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_commhooks as lc
-from lightning_commhooks.ddp.attach import resolve_hook
-from lightning_commhooks.ddp.copies import registered_name
+from lightning_commhooks.sources.ddp import resolve_hook
+from lightning_commhooks.sources.ddp_model import registered_name
 
 MATRICES = {name: shape for name, shape in SHAPES.items() if shape and 0 not in shape}
 

@@ -19,12 +19,12 @@ from lightning_commhooks.collectives.errors import HookError
 from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.collectives.in_memory import groups_in_memory, run_together
 from lightning_commhooks.collectives.steps import Steps, result
-from lightning_commhooks.ddp.attach import attach
 from lightning_commhooks.interface.averages_models import is_local
 from lightning_commhooks.interface.bucket import Bucket
 from lightning_commhooks.interface.error_sample import ErrorSampler
 from lightning_commhooks.interface.finite import all_finite
 from lightning_commhooks.interface.hook import BoundHook, CommHook
+from lightning_commhooks.sources.attach import attach
 from lightning_commhooks.wrappers.scale import accumulation_of
 
 # Ranks whose gradients are averaged, at most; at least, where there are as many; in between, what may be spent on them.

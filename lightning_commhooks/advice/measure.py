@@ -29,8 +29,8 @@ from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.collectives.link import Link
 from lightning_commhooks.collectives.process_groups import OwnGroup, backend_for, destroy, own_group
 from lightning_commhooks.collectives.timing import DeviceTiming, HostTiming, Timing
-from lightning_commhooks.ddp.attach import attach, attach_emulated
-from lightning_commhooks.ddp.attachment import Attachment
+from lightning_commhooks.runtime.attachment import Attachment
+from lightning_commhooks.sources.attach import attach, attach_emulated
 
 # DDP makes its final buckets after the first backward, and hooks their memory in the first step with those. Of steps
 # that take long, one must do.

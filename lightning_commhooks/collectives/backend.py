@@ -71,6 +71,12 @@ class Backend:
         received = torch.empty_like(chunks)
         return self._run(received, dist.all_to_all_single, received, chunks)
 
+    def sum_share(self, chunks: Tensor) -> Steps[Tensor]:
+        """The sum over ranks of this rank's row of `chunks`, shape `(w, n)`."""
+        total = chunks.new_empty(chunks.shape[1])
+        reduce_scatter = renamed("reduce_scatter_tensor", "reduce_scatter_single")
+        return self._run(total, reduce_scatter, total, chunks.view(-1))
+
     def _run(self, result: Tensor, collective: Callable[..., dist.Work | None], *args: object) -> Steps[Tensor]:
         work = collective(*args, group=self._process_group, async_op=True)
         assert work is not None

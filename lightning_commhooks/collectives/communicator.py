@@ -19,11 +19,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_commhooks.codecs.ranges import named
+from lightning_commhooks.collectives.backend import Backend
 from lightning_commhooks.collectives.counters import Counters
 from lightning_commhooks.collectives.steps import Steps, Wait, begun, result
 
 T = TypeVar("T")
-Kind = Literal["all_reduce", "all_gather", "all_to_all"]
+Kind = Literal["all_reduce", "all_gather", "all_to_all", "reduce_scatter"]
 
 
 class Transport(Protocol):
@@ -229,6 +230,20 @@ class Communicator:
             return result(chunks)
         num_bytes = (self.size - 1) / self.size * chunks.nbytes
         return self._counted("all_to_all", num_bytes, 1, transport.exchange(chunks))
+
+    def reduce_scatter(self, chunks: Tensor, in_float32: bool = False) -> Steps[Tensor]:
+        """Sum over ranks of this rank's row of `chunks`, shape `(w, n)`; a new tensor of shape `(n,)`.
+
+        NCCL sums in the dtype of `chunks`. On CPU, and with `in_float32`, it is an all-to-all, summed here in at least
+        float32: gloo's own reduce-scatter is an all-reduce that throws most of its result away.
+        """
+        transport = self._transport
+        if in_float32 or not chunks.is_cuda or self.size == 1 or not isinstance(transport, Backend):
+            dtype = torch.promote_types(chunks.dtype, torch.float32)
+            return (yield from self.all_to_all(chunks)).sum(dim=0, dtype=dtype)
+        num_bytes = (self.size - 1) / self.size * chunks.nbytes
+        steps = transport.sum_share(chunks)
+        return (yield from self._counted("reduce_scatter", num_bytes, self.size - 1, steps))
 
     def all_reduce_sparse_mean(self, grad: Tensor) -> Steps[Tensor]:
         """Mean over ranks of a sparse COO tensor: an all-gather of padded indices and values.

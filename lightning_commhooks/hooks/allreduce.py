@@ -5,8 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from torch import Tensor
+
 from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.collectives.steps import Steps
+from lightning_commhooks.hooks._shares import reduce_scatter
 from lightning_commhooks.interface.bucket import Bucket
 from lightning_commhooks.interface.hook import BoundHook, CommHook
 from lightning_commhooks.interface.registry import register
@@ -34,3 +37,7 @@ class _BoundAllReduce(BoundHook):
     def reduce(self, bucket: Bucket, ranks: Group) -> Steps[None]:
         self.group.counters.numel_uncompressed += bucket.flat.numel()
         yield from ranks.all_reduce_mean_(bucket.flat, bucket.scale)
+
+    def reduce_scatter(self, bucket: Bucket, out: Tensor, ranks: Group) -> Steps[None]:
+        """Write this rank's share of the average to `out`: see `_shares.reduce_scatter`."""
+        return reduce_scatter(bucket, out, ranks)

@@ -6,9 +6,11 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
+from torch import Tensor
 
 from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.collectives.steps import Steps
+from lightning_commhooks.hooks._shares import reduce_scatter
 from lightning_commhooks.interface.bucket import Bucket
 from lightning_commhooks.interface.finite import num_overflowed
 from lightning_commhooks.interface.hierarchy import Hierarchy, bind_by_node, check_hierarchy
@@ -102,3 +104,7 @@ class _BoundHalf(BoundHook):
         self.group.counters.numel_overflowed += num_overflowed(flat, half)
         sum_ = ranks.all_reduce_in_float32 if self._in_float32 else ranks.all_reduce_
         flat.copy_((yield from sum_(half)))
+
+    def reduce_scatter(self, bucket: Bucket, out: Tensor, ranks: Group) -> Steps[None]:
+        """Write this rank's share of the average to `out`: see `_shares.reduce_scatter`."""
+        return reduce_scatter(bucket, out, ranks, self._dtype, self._in_float32)

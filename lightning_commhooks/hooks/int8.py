@@ -19,6 +19,7 @@ from lightning_commhooks.codecs.codec import Codec
 from lightning_commhooks.collectives.chunk import CHUNK_NUMEL, Chunk
 from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.collectives.steps import Steps, begun
+from lightning_commhooks.hooks._shares import reduce_scatter, reduce_scatter_encoded
 from lightning_commhooks.interface.bucket import Bucket, Slot
 from lightning_commhooks.interface.checks import check_bool, check_integer
 from lightning_commhooks.interface.error_feedback import ErrorFeedback
@@ -200,8 +201,7 @@ class CodecFeedback(ErrorFeedback):
         parts = []
         for place in plan.places:
             own = None if residual is None else place.gather(residual, dtype)
-            seed = f"{self.hook.random_seed}:{bucket.step}:{self.group.rank}:{place.stretches[0].name}"
-            parts.append(Chunk(place.gather(flat, dtype), own, zlib.crc32(seed.encode()) % 2**30))
+            parts.append(Chunk(place.gather(flat, dtype), own, self._seed(bucket, place.stretches[0].name)))
         finite = yield from ranks.average_encoded_(
             parts, self._kernels, loss_scale=bucket.loss_scale, scale=bucket.scale
         )
@@ -216,6 +216,20 @@ class CodecFeedback(ErrorFeedback):
         bucket.scatter_(plan.rest, dense)
         # The product with the scale may be infinite where the mean is not.
         return finite & all_finite(dense) if isinstance(bucket.loss_scale, float) and bucket.loss_scale == 1 else None
+
+    def reduce_scatter(self, bucket: Bucket, out: Tensor, ranks: Group) -> Steps[None]:
+        """Write this rank's share of the average to `out`: see `_shares.reduce_scatter`."""
+        flat = bucket.flat
+        # A block is sent as a whole, however little of it is filled.
+        fills_block = out.numel() >= (self.hook.codec.block_size or 1)
+        if ranks.size == 1 or not fills_block or flat.nbytes < self.hook.min_bytes:
+            return reduce_scatter(bucket, out, ranks)
+        self.group.counters.numel_compressed += flat.numel()
+        return reduce_scatter_encoded(bucket, out, ranks, self._kernels, self._seed(bucket, bucket.slots[0].name))
+
+    def _seed(self, bucket: Bucket, name: str) -> int:
+        seed = f"{self.hook.random_seed}:{bucket.step}:{self.group.rank}:{name}"
+        return zlib.crc32(seed.encode()) % 2**30
 
     def compressed(self, bucket: Bucket) -> Sequence[Slot] | None:
         plan = self.plan(bucket)

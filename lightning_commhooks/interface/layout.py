@@ -27,6 +27,11 @@ def memory_shape(parameter: Tensor) -> tuple[int, ...]:
     return (*(parameter.shape[dim] for dim in order), *pair)
 
 
+def unwrapped(model: object) -> object:
+    """The module in what `torch.compile(module)` returns, or the model itself."""
+    return getattr(model, "_orig_mod", model)
+
+
 class Layout:
     """Names the parameters of one model.
 

@@ -15,10 +15,11 @@ from typing import Any, ClassVar
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_commhooks.ddp.attach import attach, resolve_hook
-from lightning_commhooks.ddp.attachment import Attachment, hook_name
 from lightning_commhooks.interface.hook import CommHook
 from lightning_commhooks.lightning.show import show, steps_of
+from lightning_commhooks.runtime.attachment import Attachment
+from lightning_commhooks.sources.attach import attach
+from lightning_commhooks.sources.ddp import hook_name, resolve_hook
 from lightning_commhooks.wrappers.hook_name import HookName
 from lightning_commhooks.wrappers.scale import Accumulation
 

@@ -19,11 +19,12 @@ except ImportError as error:
         "CompressedDDPFabricStrategy needs Lightning: pip install 'lightning-commhooks[lightning]'"
     ) from error
 
-from lightning_commhooks.ddp.attach import attach, resolve_hook
-from lightning_commhooks.ddp.attachment import Attachment
-from lightning_commhooks.ddp.attachments import Attachments, attachment_of
 from lightning_commhooks.interface.hook import CommHook
 from lightning_commhooks.lightning.ddp import CHECKPOINT_KEY, refusals_as
+from lightning_commhooks.runtime.attachment import Attachment
+from lightning_commhooks.runtime.attachments import Attachments, attachment_of
+from lightning_commhooks.sources.attach import attach
+from lightning_commhooks.sources.ddp import resolve_hook
 from lightning_commhooks.wrappers.hook_name import HookName
 from lightning_commhooks.wrappers.scale import Accumulation
 
@@ -114,7 +115,7 @@ class CompressedDDPFabricStrategy(DDPStrategy):
         """
         wrapped = model._forward_module if isinstance(model, _FabricModule) else model
         with refusals_as(MisconfigurationException, self):
-            attachment_of(wrapped, self.attachments).add_weight(weight)  # type: ignore[arg-type]
+            attachment_of(wrapped, self.attachments).add_weight(weight)
 
     def backward(self, tensor: Tensor, module: Module | None, *args: Any, **kwargs: Any) -> None:
         """The backward; before the one after the first steps, warn if a hook will compress next to nothing."""

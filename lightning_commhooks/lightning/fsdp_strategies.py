@@ -10,12 +10,13 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 
-from lightning_commhooks.fsdp import fsdp1
-from lightning_commhooks.fsdp.attach import FSDPAttachment, attach_fsdp
-from lightning_commhooks.fsdp.supported import resolve_sharded_hook
 from lightning_commhooks.hooks import BF16, FP16, AllReduce
 from lightning_commhooks.interface.hook import CommHook
 from lightning_commhooks.lightning.ddp import refusals_as
+from lightning_commhooks.runtime.attachment import Attachment
+from lightning_commhooks.sources import fsdp1
+from lightning_commhooks.sources.attach import attach
+from lightning_commhooks.sources.sharded_hooks import resolve_sharded_hook
 
 ShardedHookName = Literal["allreduce", "reduce_scatter", "fp16", "bf16", "int8", "int4", "fp8"]
 
@@ -34,7 +35,7 @@ class ShardedHookMixin:
             raise self._misconfiguration(f"{type(self).__name__} has no option {unknown[0]!r}, and neither has FSDP")
         with refusals_as(self._misconfiguration, self):
             self._hook = resolve_sharded_hook(hook)
-        self._attachment: FSDPAttachment | None = None
+        self._attachment: Attachment | None = None
         super().__init__(**kwargs)
 
     @property
@@ -43,7 +44,7 @@ class ShardedHookMixin:
         return self._hook
 
     @property
-    def attachment(self) -> FSDPAttachment | None:
+    def attachment(self) -> Attachment | None:
         """The hook at work in the last `fit` of this process, for `metrics()`; `None` before the first."""
         return self._attachment
 
@@ -55,7 +56,7 @@ class ShardedHookMixin:
                 self._attach()
 
     def _attach(self) -> None:
-        self._attachment = attach_fsdp(self.model, self._hook)
+        self._attachment = attach(self.model, self._hook)
 
     def teardown(self) -> None:
         """Close the hook, then tear the strategy down."""

@@ -9,8 +9,8 @@ from typing import Any
 
 import wrapt
 
-from lightning_commhooks.fsdp.supported import sharded_hooks
 from lightning_commhooks.interface.registry import available_hooks
+from lightning_commhooks.sources.sharded_hooks import sharded_hooks
 
 _CLASSES = {
     "lightning.pytorch.strategies": {"ddp": "CompressedDDPStrategy", "fsdp": "CompressedFSDPStrategy"},

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_commhooks.ddp.attach import attach
-from lightning_commhooks.ddp.attachment import Attachment
 from lightning_commhooks.interface.hook import CommHook
+from lightning_commhooks.runtime.attachment import Attachment
+from lightning_commhooks.sources.attach import attach
 
 Shapes = Mapping[str, tuple[int, ...]]
 Gradients = dict[str, Tensor]

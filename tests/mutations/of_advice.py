@@ -39,7 +39,7 @@ MUTATIONS = [
     ),
     Mutation(
         "error_logged_twice",
-        f"{PACKAGE}/ddp/monitor.py",
+        f"{PACKAGE}/runtime/monitor.py",
         "if sampled == self._sampled:",
         "if False:",
         "An old error is logged as if it was new.",

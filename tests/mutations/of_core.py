@@ -95,7 +95,7 @@ MUTATIONS = [
     ),
     Mutation(
         "step_is_not_finished",
-        f"{PACKAGE}/ddp/thread_engine.py",
+        f"{PACKAGE}/runtime/thread_engine.py",
         "everything = not isinstance(job, _Bucket) or job.is_last",
         "everything = not isinstance(job, _Bucket)",
         "In order, the last buckets of a step are left under way until something else comes.",
@@ -103,7 +103,7 @@ MUTATIONS = [
     ),
     Mutation(
         "earlier_buckets_stand_still",
-        f"{PACKAGE}/ddp/thread_engine.py",
+        f"{PACKAGE}/runtime/thread_engine.py",
         "                if bucket is not job:\n",
         "                if False:\n",
         "In order, a bucket goes on when it is the first only.",
@@ -111,9 +111,9 @@ MUTATIONS = [
     ),
     Mutation(
         "any_order_of_gloos_collectives",
-        f"{PACKAGE}/ddp/runtime.py",
-        "ThreadEngine(device, connections, timing, self.name, group.is_ordered)",
-        "ThreadEngine(device, connections, timing, self.name, False)",
+        f"{PACKAGE}/runtime/runtime.py",
+        "ThreadEngine(*of_engine, group.is_ordered)",
+        "ThreadEngine(*of_engine, False)",
         "Gloo's own collectives of several buckets are begun in another order on each rank.",
         "tests/test_direct.py -k 'average_as_near'",
     ),
@@ -127,9 +127,9 @@ MUTATIONS = [
     ),
     Mutation(
         "one_bucket_at_a_time",
-        f"{PACKAGE}/ddp/thread_engine.py",
-        "            self._waiters.submit(functools.partial(self._wait_elsewhere, bucket))\n",
-        "            self._wait_elsewhere(bucket)\n",
+        f"{PACKAGE}/runtime/thread_engine.py",
+        "self._waiters.submit(functools.partial(self._wait_elsewhere, bucket))",
+        "self._wait_elsewhere(bucket)",
         "While a bucket waits for other ranks, no other goes on.",
         "tests/test_thread_engine.py -k 'whichever'",
     ),
@@ -143,7 +143,7 @@ MUTATIONS = [
     ),
     Mutation(
         "side_stream_does_not_wait",
-        f"{PACKAGE}/ddp/stream_engine.py",
+        f"{PACKAGE}/runtime/stream_engine.py",
         "        self._stream.wait_stream(torch.cuda.current_stream(device))\n",
         "",
         "On NCCL buckets are reduced before the backward has filled them.",
@@ -151,7 +151,7 @@ MUTATIONS = [
     ),
     Mutation(
         "nobody_waits_for_the_side_stream",
-        f"{PACKAGE}/ddp/stream_engine.py",
+        f"{PACKAGE}/runtime/stream_engine.py",
         "        torch.cuda.current_stream(self._device).wait_stream(self._stream)\n",
         "",
         "On NCCL what is read after a step may be half written.",
@@ -159,7 +159,7 @@ MUTATIONS = [
     ),
     Mutation(
         "nccl_goes_on_after_a_failure",
-        f"{PACKAGE}/ddp/engine.py",
+        f"{PACKAGE}/runtime/engine.py",
         "        if self._failure is not None:\n            raise",
         "        if False:\n            raise",
         "Collectives go on after one has failed, and match those of other steps on peers.",
@@ -167,7 +167,7 @@ MUTATIONS = [
     ),
     Mutation(
         "verdict_read_too_soon",
-        f"{PACKAGE}/ddp/finite_steps.py",
+        f"{PACKAGE}/runtime/finite_steps.py",
         "        self._arrived.synchronize()\n",
         "",
         "Whether a step was bad is read before it has come from the device.",
@@ -175,15 +175,15 @@ MUTATIONS = [
     ),
     Mutation(
         "hook_never_hears_of_its_step",
-        f"{PACKAGE}/ddp/runtime.py",
-        "                self.settle()\n",
+        f"{PACKAGE}/sources/ddp.py",
+        "                runtime.settle()\n",
         "",
         "On CUDA a step begins before the hook has taken over the last one.",
         "tests/test_late_verdicts.py",
     ),
     Mutation(
         "no_abort",
-        f"{PACKAGE}/ddp/engine.py",
+        f"{PACKAGE}/runtime/engine.py",
         "        self._connections.fail()\n",
         "        pass\n",
         "A failure does not end the collectives that peers wait in.",
@@ -199,7 +199,7 @@ MUTATIONS = [
     ),
     Mutation(
         "impatient_with_those_who_send",
-        f"{PACKAGE}/ddp/waiters.py",
+        f"{PACKAGE}/runtime/waiters.py",
         "if state is not None and state == before else 0",
         "if state is not None else 0",
         "Ranks that still send each other the end of a sum fail when another has left.",
@@ -207,7 +207,7 @@ MUTATIONS = [
     ),
     Mutation(
         "engine_goes_on_after_a_failure",
-        f"{PACKAGE}/ddp/thread_engine.py",
+        f"{PACKAGE}/runtime/thread_engine.py",
         "            if self._failure is None:\n",
         "            if True:\n",
         "Collectives go on after one has failed, and match those of other steps on peers.",
@@ -215,7 +215,7 @@ MUTATIONS = [
     ),
     Mutation(
         "thread_not_joined",
-        f"{PACKAGE}/ddp/thread_engine.py",
+        f"{PACKAGE}/runtime/thread_engine.py",
         "        self._join([self._thread])\n",
         "",
         "The communication thread outlives close().",
@@ -223,7 +223,7 @@ MUTATIONS = [
     ),
     Mutation(
         "future_never_set",
-        f"{PACKAGE}/ddp/thread_engine.py",
+        f"{PACKAGE}/runtime/thread_engine.py",
         "        self._join(self._waiters.end())\n        self._jobs.put(None)\n",
         "        self._jobs.put(None)\n        self._join(self._waiters.end())\n",
         "Whoever waits for a bucket that is under way when the hook is closed waits for ever.",
@@ -231,7 +231,7 @@ MUTATIONS = [
     ),
     Mutation(
         "finite_not_agreed_on",
-        f"{PACKAGE}/ddp/finite_steps.py",
+        f"{PACKAGE}/runtime/finite_steps.py",
         "            if self._is_local:\n                group =",
         "            if False:\n                group =",
         "Ranks that step alone do not agree on skipping a step under a scaler.",
@@ -255,7 +255,7 @@ MUTATIONS = [
     ),
     Mutation(
         "step_begins_with_the_first_bucket_of_any_backward",
-        f"{PACKAGE}/ddp/steps.py",
+        f"{PACKAGE}/runtime/steps.py",
         "if begins if last_may_be_skipped else is_last:",
         "if begins:",
         "Reentrant checkpointing ends a step within its backward.",
@@ -263,7 +263,7 @@ MUTATIONS = [
     ),
     Mutation(
         "broken_backward_counts",
-        f"{PACKAGE}/ddp/finite_steps.py",
+        f"{PACKAGE}/runtime/finite_steps.py",
         "        if not complete:\n",
         "        if False:\n",
         "What a backward sent that broke off is taken from the memory.",
@@ -271,7 +271,7 @@ MUTATIONS = [
     ),
     Mutation(
         "loss_scale_ignored",
-        f"{PACKAGE}/ddp/runtime.py",
+        f"{PACKAGE}/runtime/runtime.py",
         "return scale if scale.is_cuda else scale.item()",
         "return 1.0",
         "Memory is in units of the scaled loss.",
@@ -279,7 +279,7 @@ MUTATIONS = [
     ),
     Mutation(
         "infinities_of_another_backward",
-        f"{PACKAGE}/ddp/runtime.py",
+        f"{PACKAGE}/runtime/runtime.py",
         "slot.view(flat).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)",
         "slot.view(flat)",
         "What an earlier backward left in unused parameters spoils this step.",
@@ -287,15 +287,15 @@ MUTATIONS = [
     ),
     Mutation(
         "unfrozen_without_a_word",
-        f"{PACKAGE}/ddp/runtime.py",
-        "if index == 0 and not self._warned and",
-        "if index < 0 and not self._warned and",
+        f"{PACKAGE}/sources/ddp.py",
+        "        if index == 0:\n",
+        "        if index < 0:\n",
         "Parameters that were unfrozen are not averaged, and nobody is told.",
         "tests/test_checkpoint.py -k unfrozen",
     ),
     Mutation(
         "steps_not_restored",
-        f"{PACKAGE}/ddp/checkpoint.py",
+        f"{PACKAGE}/runtime/checkpoint.py",
         'return 0 if problem else saved["steps"], differences',
         "return 0, differences",
         "A resumed run begins at step 0.",
@@ -327,7 +327,7 @@ MUTATIONS = [
     ),
     Mutation(
         "failed_load_unnoticed_by_peers",
-        f"{PACKAGE}/ddp/checkpoint.py",
+        f"{PACKAGE}/runtime/checkpoint.py",
         "    if -1 in digests:\n",
         "    if False:\n",
         "A state that does not fit on one rank is loaded on the others.",

@@ -63,7 +63,7 @@ MUTATIONS = [
     ),
     Mutation(
         "every_gradient_is_a_micro_batch",
-        f"{PACKAGE}/ddp/micro_batches.py",
+        f"{PACKAGE}/runtime/micro_batches.py",
         "                self._has_begun = False\n",
         "                self._has_begun = True\n",
         "Each gradient that arrives counts as a micro-batch.",
@@ -71,7 +71,7 @@ MUTATIONS = [
     ),
     Mutation(
         "cleared_counts",
-        f"{PACKAGE}/ddp/micro_batches.py",
+        f"{PACKAGE}/runtime/micro_batches.py",
         "elif self._was_cleared():",
         "elif False:",
         "Micro-batches count whose gradients were cleared.",
@@ -79,7 +79,7 @@ MUTATIONS = [
     ),
     Mutation(
         "scaled_twice",
-        f"{PACKAGE}/ddp/micro_batches.py",
+        f"{PACKAGE}/runtime/micro_batches.py",
         "if is_last and self._used and self._used <= self._done:",
         "if False:",
         "Gradients that one backward has scaled are scaled again by the next one, without a word.",
@@ -87,7 +87,7 @@ MUTATIONS = [
     ),
     Mutation(
         "second_network_scaled_twice",
-        f"{PACKAGE}/ddp/micro_batches.py",
+        f"{PACKAGE}/runtime/micro_batches.py",
         "scale_(parameter.grad, 1 / factor)",
         "scale_(parameter.grad, 1.0)",
         "Of two networks with a backward each, the second one's earlier micro-batches count less.",

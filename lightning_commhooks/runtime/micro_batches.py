@@ -6,12 +6,11 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
-from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from lightning_commhooks.ddp.copies import NotCopied
 from lightning_commhooks.interface.accumulation import Accumulated, Number, is_one, is_positive, is_weight, scale_
+from lightning_commhooks.runtime.copies import NotCopied
 
 
 class MicroBatches:
@@ -60,7 +59,7 @@ class MicroBatches:
         # The last gradient that arrived.
         self._witness: tuple[Tensor, int] | None = None
 
-    def watch(self, model: DistributedDataParallel, parameters: Mapping[str, Tensor]) -> None:
+    def watch(self, model: nn.Module, parameters: Mapping[str, Tensor]) -> None:
         """Count the micro-batches of this model from now on, by its trained parameters."""
         self._remove_hooks()
         self._parameters = dict(parameters)

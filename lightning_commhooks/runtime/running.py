@@ -9,9 +9,9 @@ from typing import TypeVar
 from lightning_commhooks.collectives.counters import Counters
 from lightning_commhooks.collectives.errors import HookError
 from lightning_commhooks.collectives.group import Group
-from lightning_commhooks.ddp.engine import Engine
-from lightning_commhooks.ddp.steps import StepClock
 from lightning_commhooks.interface.hook import BoundHook, CommHook
+from lightning_commhooks.runtime.engine import Engine
+from lightning_commhooks.runtime.steps import StepClock
 from lightning_commhooks.wrappers.scale import unscaled
 
 T = TypeVar("T")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -14,12 +14,12 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_commhooks.collectives.errors import HookError
 from lightning_commhooks.collectives.group import Group
-from lightning_commhooks.ddp.optimizers import check_optimizer, register_step_hooks
-from lightning_commhooks.ddp.running import RunningHook
 from lightning_commhooks.interface.averages_models import averages_models
 from lightning_commhooks.interface.layout import Layout
 from lightning_commhooks.interface.models import Models, OptimizerStep, parameters_of
 from lightning_commhooks.interface.wrapper import after_optimizer_step
+from lightning_commhooks.runtime.optimizers import check_optimizer, register_step_hooks
+from lightning_commhooks.runtime.running import RunningHook
 
 # Backwards that may be accumulated for one step, before one is missed.
 MANY_STEPS = 256
@@ -54,6 +54,15 @@ class LocalSteps:
             self._handles[optimizer] = register_step_hooks(optimizer, *hooks)
         self.models.stepped(optimizer, -1)  # makes its key known to a state that is loaded
         self._checked = False
+
+    def set_optimizers(self, optimizers: Collection[Optimizer] | Callable[[], Iterable[Optimizer]] | None) -> None:
+        """Take `optimizers` of `attach`."""
+        if callable(optimizers):
+            self.find_optimizers = optimizers
+        elif optimizers is not None:
+            self.reported_by_user = not optimizers
+            for optimizer in optimizers if averages_models(self._running.bound) else ():
+                self.add(optimizer)
 
     def _is_hooked(self, optimizer: Optimizer) -> bool:
         """Whether the optimizer, or what it is a wrapper of, reports its steps by itself."""

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from lightning_commhooks.collectives.counters import Counters
-from lightning_commhooks.ddp.engine import call_at_end_of_backward
+from lightning_commhooks.runtime.engine import call_at_end_of_backward
 
 _NOT_BEGUN = -2
 
@@ -38,6 +38,8 @@ class StepClock:
         self._is_complete = False
         # The number that autograd gave the first backward of a static graph, if there is one.
         self._static_backward: int | None = None
+        # The number that autograd gave the last backward of a source that does not say where one begins.
+        self._backward = -1
         self.steps = 0
 
     def expect_static_graph(self) -> None:
@@ -64,16 +66,31 @@ class StepClock:
             last_may_be_skipped = True
         begins = self._previous_index is None or index <= self._previous_index
         if begins:
-            self.end()
-            self.steps += 1
-            self._counters.steps += 1
-            self._counters.timing.begin_step(self.steps - 1)
+            self._begin()
             self._is_open = True
         self._is_complete = is_last or last_may_be_skipped
         if begins if last_may_be_skipped else is_last:
             call_at_end_of_backward(lambda: self.end(in_time=True))
         self._previous_index = None if is_last else index
         return self.steps - 1
+
+    def place_in_backward(self) -> tuple[int, int]:
+        """Number of the step, and of the bucket in it, for a source that says neither where a backward begins nor ends.
+
+        Such steps have no end.
+        """
+        backward = torch._C._current_graph_task_id()
+        if backward != self._backward:
+            self._backward = backward
+            self._begin()
+        self._previous_index = 0 if self._previous_index is None else self._previous_index + 1
+        return self.steps - 1, self._previous_index
+
+    def _begin(self) -> None:
+        self.end()
+        self.steps += 1
+        self._counters.steps += 1
+        self._counters.timing.begin_step(self.steps - 1)
 
     def end(self, *, in_time: bool = False) -> None:
         """End the present step, if there is one."""

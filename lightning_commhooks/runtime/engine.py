@@ -22,7 +22,9 @@ from lightning_commhooks.collectives.timing import Timing
 
 T = TypeVar("T")
 
-CLOSED = "the communication hook was closed; attach a hook to a new DistributedDataParallel"
+CLOSED = (
+    "the communication hook was closed; attach another one, to a new wrapper if the model is in DistributedDataParallel"
+)
 
 
 def call_at_end_of_backward(function: Callable[[], None]) -> None:

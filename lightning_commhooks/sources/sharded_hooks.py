@@ -1,15 +1,10 @@
-"""Which hooks work with sharded models, with which options, and what reduces gradients for each."""
+"""Which hooks work with sharded models, and with which options."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from lightning_commhooks.fsdp.dense import DenseReduction
-from lightning_commhooks.fsdp.encoded import EncodedReduction
-from lightning_commhooks.fsdp.reduction import ShardedReduction
-from lightning_commhooks.fsdp.shard_group import ShardGroup
 from lightning_commhooks.hooks import BF16, FP8, FP16, AllReduce, Int4, Int8
-from lightning_commhooks.hooks.int8 import CodecConfig
 from lightning_commhooks.interface.hook import CommHook
 from lightning_commhooks.interface.registry import get_hook, get_hook_class
 
@@ -68,12 +63,3 @@ def _check_options(hook: CommHook) -> None:
             "without their shapes, and keeps no memory of what was not sent: it would be as large as the model before "
             f"it was sharded. Set {needed}"
         )
-
-
-def bind_sharded(hook: CommHook, group: ShardGroup) -> ShardedReduction:
-    """Make what reduces gradients, for a hook from `resolve_sharded_hook`. Collective."""
-    if isinstance(hook, CodecConfig):
-        return EncodedReduction(hook, group)
-    if isinstance(hook, (FP16, BF16)):
-        return DenseReduction(group, hook.dtype, in_float32=hook.accumulate_dtype == "float32")
-    return DenseReduction(group, None, in_float32=False)

@@ -1,9 +1,8 @@
-"""`DistributedDataParallel` itself: what can be attached to, how, and what changes while ranks step alone."""
+"""`DistributedDataParallel` itself: what can be attached to, and how."""
 
 from __future__ import annotations
 
 import warnings
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -14,12 +13,10 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
-from lightning_commhooks.collectives.errors import HookError, raise_if_capturing
-from lightning_commhooks.ddp.copies import LostHook, NotCopied, nothing, registered_name
-from lightning_commhooks.ddp.local_steps import LocalSteps
-from lightning_commhooks.interface.averages_models import averages_models
+from lightning_commhooks.collectives.errors import raise_if_capturing
 from lightning_commhooks.interface.bucket import Slot
-from lightning_commhooks.interface.hook import BoundHook
+from lightning_commhooks.interface.layout import unwrapped
+from lightning_commhooks.runtime.copies import NotCopied, nothing
 
 # Where `replicate` is, in its two versions.
 _COMPOSABLE = "torch.distributed._composable.replicate"
@@ -27,16 +24,21 @@ _COMPOSABLE = "torch.distributed._composable.replicate"
 Trampoline = Callable[[object, GradBucket], Future[Tensor]]
 
 
-def unwrapped(model: object) -> object:
-    """The module in what `torch.compile(module)` returns, or the model itself."""
-    return getattr(model, "_orig_mod", model)
+def registered_name(model: DistributedDataParallel) -> str:
+    """What DDP itself says its communication hook is, empty for none."""
+    return str(model._get_ddp_logging_data().get("comm_hook", ""))
+
+
+def is_composable(model: object) -> bool:
+    """Whether a model was given to `replicate`, in one of its versions."""
+    return any(base.__module__.startswith(_COMPOSABLE) for base in type(model).__mro__)
 
 
 def checked_model(model: object) -> DistributedDataParallel:
     """The DDP model that a hook can be attached to, also inside of `torch.compile`."""
     model = unwrapped(model)
     if not isinstance(model, DistributedDataParallel):
-        if any(base.__module__.startswith(_COMPOSABLE) for base in type(model).__mro__):
+        if is_composable(model):
             raise ValueError(
                 "the model was given to replicate() of torch.distributed._composable, which keeps its "
                 "DistributedDataParallel to itself: wrap the module instead, "
@@ -44,7 +46,7 @@ def checked_model(model: object) -> DistributedDataParallel:
             )
         raise ValueError(
             f"hooks attach to torch.nn.parallel.DistributedDataParallel, not to {type(model).__name__}; "
-            "wrap the model first: attach(DistributedDataParallel(model), hook)"
+            "wrap the model first: attach(DistributedDataParallel(model), hook); or shard it by FSDP"
         )
     if model._comm_hooks and getattr(model._comm_hooks[-1][0], "is_closed", bool)():
         raise ValueError(
@@ -85,6 +87,28 @@ def device_of(model: DistributedDataParallel) -> torch.device:
     return device
 
 
+class LostHook:
+    """In a copy of a model in the place of its hook: a forward pre-hook that warns, once, when the copy is trained."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._warned = False
+
+    def __call__(self, model: DistributedDataParallel, inputs: object) -> None:
+        """Warn in a forward that trains, unless the copy was given a hook of its own."""
+        # Not by `model.training`, which Lightning leaves as it was.
+        if self._warned or not torch.is_grad_enabled() or registered_name(model):
+            return
+        self._warned = True
+        if dist.get_rank(model.process_group) == 0:
+            warnings.warn(
+                f"this DistributedDataParallel is a copy of one with the communication hook {self._name!r}, which is "
+                "not copied: DDP averages gradients by itself. To train with a hook, attach it to the copy: "
+                "attach(model, hook)",
+                stacklevel=2,
+            )
+
+
 class _Registered(NotCopied):
     """Function that DDP calls for each bucket, under the name of the hook."""
 
@@ -113,13 +137,14 @@ class Usage:
 
     def __init__(self) -> None:
         self._used: set[str] = set()
+        self._is_watched = False
         self._handles: list[RemovableHandle] = []
 
     def watch(self, parameters: Mapping[str, Tensor]) -> None:
         """Watch these parameters, by name, instead of others."""
         for handle in self._handles:
             handle.remove()
-        used = self._used
+        used, self._is_watched = self._used, bool(parameters)
         self._handles = [
             parameter.register_post_accumulate_grad_hook(lambda _, name=name: used.add(name))
             for name, parameter in parameters.items()
@@ -129,57 +154,8 @@ class Usage:
         """Forget, when a synchronized backward has ended."""
         self._used.clear()
 
-    def unused(self, slots: Sequence[Slot]) -> frozenset[str]:
-        """Names of those that were not used."""
+    def unused(self, slots: Sequence[Slot]) -> frozenset[str] | None:
+        """Names of those that were not used; `None` if none are watched."""
+        if not self._is_watched:
+            return None
         return frozenset(slot.name for slot in slots if slot.name not in self._used)
-
-
-class LocalPhase:
-    """Looks after a DDP wrapper while its ranks step alone, if the hook ever lets them."""
-
-    def __init__(self, model: DistributedDataParallel, local: LocalSteps, may_be_local: bool) -> None:
-        self._model = weakref.ref(model)
-        self._local = local
-        self._broadcasts_buffers = model.broadcast_buffers
-        # In the first step of a static graph DDP gives gradients away before anything can be done at its end.
-        self._late_step = -1 if model.static_graph else None
-        self._warned = False
-        if may_be_local:
-            model.register_forward_pre_hook(NotCopied(torch.compiler.disable(self._before_forward)))
-
-    def _before_forward(self, model: DistributedDataParallel, inputs: object) -> None:
-        if self._local.keeps_own_buffers:
-            model.broadcast_buffers = False  # also in the first forward of a wrapper, when training resumes
-        self._local.before_forward(model.training)
-
-    def begin(self, bound: BoundHook, step: int) -> bool:
-        """Called for each bucket; returns whether the gradients cannot be changed any more when the step ends."""
-        if self._late_step == -1:
-            self._late_step = step
-        model = self._model()
-        assert model is not None
-        self._warn_of_join(model)
-        if averages_models(bound):
-            is_local = bound.is_local(step)
-            if is_local and model._join_config.enable:
-                raise HookError(
-                    "join() does not work while ranks step alone: ranks that have run out of data take no optimizer "
-                    "steps, after which models are averaged. Give all ranks the same number of batches"
-                )
-            if is_local:
-                self._local.check_optimizers()
-            # From the next forward on.
-            model.broadcast_buffers = self._broadcasts_buffers and not (is_local and bound.average_buffers)
-        return step == self._late_step
-
-    def _warn_of_join(self, model: DistributedDataParallel) -> None:
-        if self._warned or not model._join_config.enable or getattr(model, "_divide_by_initial_world_size", True):
-            return
-        self._warned = True
-        if dist.get_rank(model.process_group) == 0:
-            warnings.warn(
-                "join(divide_by_initial_world_size=False) does nothing with a communication hook, PyTorch's own "
-                f"included: gradients are divided by {dist.get_world_size(model.process_group)}, the number of all "
-                "ranks, also when some have run out of data. Leave it out",
-                stacklevel=2,
-            )

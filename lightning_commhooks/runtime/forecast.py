@@ -8,12 +8,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, is_dataclass
 from typing import NamedTuple
 
-from lightning_commhooks.ddp.local_steps import LocalSteps
-from lightning_commhooks.ddp.running import RunningHook
 from lightning_commhooks.interface.averages_models import averages_models, is_local
 from lightning_commhooks.interface.hook import NEXT_TO_NOTHING, CommHook
 from lightning_commhooks.interface.python_code import code
 from lightning_commhooks.interface.user_function import UserFunction
+from lightning_commhooks.runtime.local_steps import LocalSteps
+from lightning_commhooks.runtime.running import RunningHook
 from lightning_commhooks.wrappers.auto import Auto
 from lightning_commhooks.wrappers.late_start import late_starts
 

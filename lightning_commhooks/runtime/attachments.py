@@ -7,13 +7,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from torch.nn.parallel import DistributedDataParallel
+from torch import nn
 from torch.optim import Optimizer
 
-from lightning_commhooks.ddp.attachment import Attachment
+from lightning_commhooks.runtime.attachment import Attachment
 
 
-def attachment_of(model: DistributedDataParallel | None, attachments: Sequence[Attachment]) -> Attachment:
+def attachment_of(model: nn.Module | None, attachments: Sequence[Attachment]) -> Attachment:
     """The open attachment of a model, or the only one."""
     in_use = [attachment for attachment in attachments if not attachment.is_closed]
     found = [attachment for attachment in in_use if model is None or attachment.is_attached_to(model)]

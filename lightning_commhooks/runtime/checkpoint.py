@@ -10,12 +10,12 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_commhooks.ddp.running import RunningHook
 from lightning_commhooks.interface.averages_models import averages_models
 from lightning_commhooks.interface.hook import BoundHook, CommHook
 from lightning_commhooks.interface.hook_state import load_hook, save_hook
 from lightning_commhooks.interface.models import Models
 from lightning_commhooks.interface.state import PerRank, StateError, StateReader, StateWriter
+from lightning_commhooks.runtime.running import RunningHook
 
 # A name that users may have in the set-up of their logs.
 logger = logging.getLogger(__name__)

@@ -1,32 +1,33 @@
-"""Hooks on `FullyShardedDataParallel`, by its `register_comm_hook`."""
+"""`FullyShardedDataParallel`, by its `register_comm_hook`."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
-from lightning_commhooks.fsdp.runtime import ShardedRuntime
-from lightning_commhooks.interface.hook import CommHook
+from lightning_commhooks.runtime.runtime import Runtime
+from lightning_commhooks.sources.fsdp import ShardedSource, reduce, shares_of
 
 HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
 
 
+@dataclass
 class _State:
     """What FSDP keeps and gives back with each unit's gradients; FSDP takes it for good."""
 
-    def __init__(self, runtime: ShardedRuntime, process_group: dist.ProcessGroup) -> None:
-        self.runtime = runtime
-        self.process_group = process_group
+    runtime: Runtime
 
 
 def _hook(state: _State, grad: Tensor, output: Tensor | None = None) -> None:
     """Reduce the flat gradient of one unit, as FSDP asks."""
-    factor = 1 / state.process_group.size()
-    state.runtime.reduce(grad, output, state.process_group, factor)
+    process_group = state.runtime.source.process_group
+    reduce(state.runtime, grad, output, process_group, 1 / process_group.size())
 
 
 def units(model: nn.Module) -> list[FullyShardedDataParallel]:
@@ -34,27 +35,41 @@ def units(model: nn.Module) -> list[FullyShardedDataParallel]:
     return [module for module in model.modules() if isinstance(module, FullyShardedDataParallel)]
 
 
-def attach(model: nn.Module, hook: CommHook) -> ShardedRuntime:
-    """Register a hook with all units of a model. Collective."""
-    wrapped = units(model)
-    process_group = _process_group(wrapped)
-    states: list[Any] = [unit._comm_hook_state for unit in wrapped if unit._comm_hook is not None]
-    # FSDP never lets go of a hook; one of ours that was closed can serve another runtime.
-    is_free = all(isinstance(state, _State) and state.runtime.is_closed for state in states)
-    if states and not (is_free and len(states) == len(wrapped)):
-        raise ValueError("the FSDP model has a communication hook already, and FSDP takes one; leave that one out")
-    device = wrapped[0].compute_device
-    assert device is not None
-    runtime = ShardedRuntime(hook, device)
-    runtime.reduction(process_group)
-    for state in states:
-        state.runtime, state.process_group = runtime, process_group
-    if not states:
-        new = _State(runtime, process_group)
-        for root in FullyShardedDataParallel.fsdp_modules(model, root_only=True):
-            root.register_comm_hook(new, _hook)
-        assert all(unit._comm_hook is _hook for unit in wrapped)
-    return runtime
+class FSDP1(ShardedSource):
+    """All units of a model in `FullyShardedDataParallel`."""
+
+    refused: ClassVar[Mapping[str, str]] = {
+        **ShardedSource.refused,
+        "replicate_group": "is for fully_shard; FullyShardedDataParallel has HYBRID_SHARD, without hooks",
+    }
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(_process_group(units(model)))
+
+    def check(self, model: nn.Module) -> None:
+        wrapped = units(model)
+        states = _states(wrapped)
+        # FSDP never lets go of a hook; one of ours that was closed can serve another runtime.
+        is_free = all(isinstance(state, _State) and state.runtime.is_closed for state in states)
+        if states and not (is_free and len(states) == len(wrapped)):
+            raise ValueError("the FSDP model has a communication hook already, and FSDP takes one; leave that one out")
+        assert wrapped[0].compute_device is not None
+        self.device = wrapped[0].compute_device
+
+    def connect(self, model: nn.Module, runtime: Runtime) -> None:
+        shares_of(runtime).among(self.process_group)
+        wrapped = units(model)
+        states = _states(wrapped)
+        for state in states:
+            state.runtime = runtime
+        if not states:
+            for root in FullyShardedDataParallel.fsdp_modules(model, root_only=True):
+                root.register_comm_hook(_State(runtime), _hook)
+            assert all(unit._comm_hook is _hook for unit in wrapped)
+
+
+def _states(wrapped: list[FullyShardedDataParallel]) -> list[Any]:
+    return [unit._comm_hook_state for unit in wrapped if unit._comm_hook is not None]
 
 
 def _process_group(wrapped: list[FullyShardedDataParallel]) -> dist.ProcessGroup:

@@ -26,8 +26,8 @@ from lightning_commhooks.collectives.gloo_abort import Connections
 from lightning_commhooks.collectives.link import BUCKETS_AT_ONCE
 from lightning_commhooks.collectives.steps import Steps, Wait, waiting_threads
 from lightning_commhooks.collectives.timing import Timing
-from lightning_commhooks.ddp.engine import Engine, T
-from lightning_commhooks.ddp.waiters import PATIENCE_SECONDS, Waiters, watch
+from lightning_commhooks.runtime.engine import Engine, T
+from lightning_commhooks.runtime.waiters import PATIENCE_SECONDS, Waiters, watch
 
 # Work that is under way when an engine closes belongs to a backward that was broken off; usually it waits for peers.
 GRACE_SECONDS = 1.0

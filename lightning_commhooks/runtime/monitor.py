@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal, Protocol, get_args
+from typing import Literal, get_args
 
 from lightning_commhooks.collectives.link import Link
-from lightning_commhooks.ddp.attachment import Attachment
-from lightning_commhooks.ddp.copies import nothing
 from lightning_commhooks.interface.checks import check_bool, check_integer
 from lightning_commhooks.interface.error_sample import DEFAULT_NUMEL
+from lightning_commhooks.runtime.attachment import Attachment
+from lightning_commhooks.runtime.copies import nothing
 
 PREFIX = "comm/"
 MetricName = Literal[
@@ -32,25 +32,6 @@ NAMES: tuple[MetricName, ...] = get_args(MetricName)
 NAMES_OF_NODES: tuple[MetricName, ...] = ("bytes_sent_between_nodes", "compression_ratio_between_nodes")
 _LINK_BUDGET = 0.5
 _BETWEEN = "bytes_sent_between_nodes", "bytes_dense_between_nodes"
-
-
-class Attached(Protocol):
-    """What `attach` and `attach_fsdp` return, as far as both have it."""
-
-    @property
-    def name(self) -> str:
-        """Name of the hook."""
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether the hook is at work no more."""
-
-    @property
-    def num_steps(self) -> int:
-        """Synchronized backwards so far. Does not wait for a device."""
-
-    def metrics(self) -> dict[str, float]:
-        """Cumulative counts of this rank."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +59,7 @@ class MonitorOptions:
         check_bool("closing_line", self.closing_line)
         check_bool("measure_link", self.measure_link)
 
-    def monitor(self, attachment: Attached) -> Monitor:
+    def monitor(self, attachment: Attachment) -> Monitor:
         """Monitor an attachment. Collective."""
         return Monitor(
             attachment,
@@ -95,7 +76,7 @@ class Monitor:
     Collective: make it on all ranks with the same arguments, outside of a backward. Then every rank may ask for itself.
 
     Args:
-        attachment: of `attach` or `attach_fsdp`.
+        attachment: of `attach`.
         error_every_n_steps: `every` of `Attachment.sample_error`; 0: leave that as it is.
         error_numel: see there.
         measure_link: whether to measure, once and for about half a second, what the network can do, for the seconds
@@ -110,7 +91,7 @@ class Monitor:
 
     def __init__(
         self,
-        attachment: Attached,
+        attachment: Attachment,
         *,
         error_every_n_steps: int = 100,
         error_numel: int | None = DEFAULT_NUMEL,
@@ -118,13 +99,13 @@ class Monitor:
     ) -> None:
         self.attachment = attachment
         self._link: Link | None = None
-        if isinstance(attachment, Attachment) and attachment.bound is not None:
+        if attachment.bound is not None:
             if error_every_n_steps:
                 attachment.sample_error(error_every_n_steps, error_numel)
             if measure_link and attachment.bound.group.size > 1:
                 self._link = attachment.measure_link(_LINK_BUDGET)
         self._first = self._last = self._last_sent = attachment.metrics()
-        self._first_reasons = self._reasons()
+        self._first_reasons = attachment.steps_not_compressed()
         self._sampled = self._sampled_step()
 
     @property
@@ -145,7 +126,7 @@ class Monitor:
         """
         now, last = self.attachment.metrics(), self._last
         self._last = now
-        if isinstance(self.attachment, Attachment) and self.attachment.bound is None:
+        if math.isnan(now["bytes_sent"]):
             return {}
         values = {name: now.get(name, math.nan) for name in NAMES}
         values["compression_ratio"] = _ratio(now, self._last_sent)
@@ -160,7 +141,7 @@ class Monitor:
         sampled, self._sampled = self._sampled, self._sampled_step()
         if sampled == self._sampled:
             values["relative_error"] = math.nan
-        if isinstance(self.attachment, Attachment) and not self.attachment.is_closed:
+        if self.attachment.bound is not None and not self.attachment.is_closed:
             values["residual_norm"] = self.attachment.residual_norm()
         return {PREFIX + name: float(value) for name, value in values.items() if math.isfinite(value)}
 
@@ -183,7 +164,10 @@ class Monitor:
         saved = self._seconds_saved(steps, now, first)
         if saved is not None:
             text += f"; about {abs(saved):,.1f} s {'saved' if saved >= 0 else 'lost'} against plain DDP"
-        reasons = {reason: num - self._first_reasons.get(reason, 0) for reason, num in self._reasons().items()}
+        reasons = {
+            reason: num - self._first_reasons.get(reason, 0)
+            for reason, num in self.attachment.steps_not_compressed().items()
+        }
         reasons = {reason: num for reason, num in reasons.items() if num}
         if reasons:
             why = [reason if len(reasons) == 1 else f"{num:,}: {reason}" for reason, num in reasons.items()]
@@ -193,11 +177,8 @@ class Monitor:
         return text
 
     def _sampled_step(self) -> int:
-        sampler = self.attachment._runtime.watch.sampler if isinstance(self.attachment, Attachment) else None
+        sampler = self.attachment._runtime.watch.sampler
         return -1 if sampler is None else sampler.last_finite()[0]
-
-    def _reasons(self) -> dict[str, int]:
-        return self.attachment.steps_not_compressed() if isinstance(self.attachment, Attachment) else {}
 
     def _seconds_saved(self, steps: int, now: Mapping[str, float], first: Mapping[str, float]) -> float | None:
         """Time that plain DDP would have waited, less that of the hook, both without waiting for slower ranks."""

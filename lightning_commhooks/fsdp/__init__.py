@@ -1,1 +1,0 @@
-"""Hooks at work on models that FSDP shards."""

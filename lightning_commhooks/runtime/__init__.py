@@ -1,0 +1,1 @@
+"""Hooks at work on buckets, wherever they come from."""

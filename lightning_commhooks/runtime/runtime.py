@@ -1,0 +1,332 @@
+"""The runtime of one attachment: between the buckets of a source and a bound hook."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.futures import Future
+
+from lightning_commhooks.collectives.backend import Backend
+from lightning_commhooks.collectives.counters import Counters
+from lightning_commhooks.collectives.gloo_abort import AllConnections
+from lightning_commhooks.collectives.group import Group
+from lightning_commhooks.collectives.process_groups import backend_for, connections_of, destroy, own_group
+from lightning_commhooks.collectives.steps import Steps
+from lightning_commhooks.collectives.timing import DeviceTiming, NoTiming
+from lightning_commhooks.interface.averages_models import averages_models
+from lightning_commhooks.interface.bucket import Bucket, Slot
+from lightning_commhooks.interface.hook import BoundHook, CommHook
+from lightning_commhooks.interface.layout import Layout
+from lightning_commhooks.interface.state import StateError
+from lightning_commhooks.interface.user_function import UserFunction
+from lightning_commhooks.runtime import checkpoint
+from lightning_commhooks.runtime.compression import Watch
+from lightning_commhooks.runtime.finite_steps import FiniteSteps
+from lightning_commhooks.runtime.forecast import Forecaster
+from lightning_commhooks.runtime.local_steps import LocalSteps
+from lightning_commhooks.runtime.micro_batches import MicroBatches
+from lightning_commhooks.runtime.running import RunningHook
+from lightning_commhooks.runtime.source import Source
+from lightning_commhooks.runtime.stream_engine import InlineEngine, StreamEngine
+from lightning_commhooks.runtime.thread_engine import ThreadEngine
+from lightning_commhooks.wrappers.scale import accumulation_of
+
+T = TypeVar("T")
+
+_UNKNOWN_OF_FUNCTIONS = (
+    "bytes_sent",
+    "bytes_sent_between_nodes",
+    "bytes_evaluation_between_nodes",
+    "bytes_dense_between_nodes",
+    "compression_ratio",
+    "compression_ratio_between_nodes",
+    "exposed_ms",
+    "codec_ms",
+    "comm_ms",
+    "overlap_ms",
+)
+
+
+class Runtime(RunningHook):
+    """A bound hook, its engine and its counts, on whatever buckets its source hands over.
+
+    Arguments are those of `attach`. `make_group` makes the collectives of the hook in place of those of the source's
+    ranks, to count by the counters that it gets.
+    """
+
+    def __init__(
+        self,
+        hook: CommHook,
+        source: Source,
+        grad_scaler: torch.amp.GradScaler | None = None,
+        loss_divided_by: Callable[[], float] = lambda: 1,
+        make_group: Callable[[Counters], Group] | None = None,
+    ) -> None:
+        super().__init__(hook, self._end_step)
+        self.source = source
+        self.watch = Watch()
+        self.micro_batches = MicroBatches(loss_divided_by) if accumulation_of(hook) != "framework" else None
+        self._grad_scaler = grad_scaler
+        self.model: Callable[[], nn.Module | None] = lambda: None
+        self.is_closed = False
+        self._close_with_model: weakref.finalize[Any, Any] | None = None
+        self._owned: dist.ProcessGroup | None = None
+        # Of buckets that the source has handed over, equal on all ranks.
+        self._numbers = itertools.count()
+        if isinstance(self.method, UserFunction):
+            group = Group(Backend(source.process_group), self.counters, source.device, source.process_group)
+            self.bound = hook.bind(group)
+        else:
+            group = self._start_engine(source.process_group, source.device, make_group)
+            self._steps = FiniteSteps(self, grad_scaler)
+        # That of the bound hook may be a part of it.
+        self._group = group
+        self.local = LocalSteps(self, group)
+        self.local.models.average_buffers = averages_models(self.bound) and self.bound.average_buffers
+        self.forecaster = Forecaster(self, self.local)
+
+    def _start_engine(
+        self, process_group: dist.ProcessGroup, device: torch.device, make_group: Callable[[Counters], Group] | None
+    ) -> Group:
+        connections, is_awaited = AllConnections(), self.source.is_awaited
+        is_nccl = device.type == "cuda" and backend_for(process_group, device) == dist.Backend.NCCL
+        if is_awaited or device.type == "cuda":
+            self.counters.timing = DeviceTiming(device) if is_nccl and not is_awaited else NoTiming()
+        if is_awaited or is_nccl:
+            group = Group(Backend(process_group), self.counters, device, process_group, connections)
+        else:
+            own = own_group(process_group, device)
+            self._owned = own.process_group
+            group = Group.of(own, self.counters, device, connections)
+        group = make_group(self.counters) if make_group else group
+        of_engine = device, connections, self.counters.timing, self.name
+        if is_awaited:
+            self._engine = InlineEngine(*of_engine)
+        else:
+            self._engine = StreamEngine(*of_engine) if is_nccl else ThreadEngine(*of_engine, group.is_ordered)
+        try:
+            group.nodes()  # so that bytes between them are counted
+            self.bound = self._bind(group)
+        except BaseException:
+            self._engine.close()
+            destroy([self._owned, *group.release()])
+            raise
+        if self._owned is None and not is_awaited:
+            # Not before: options that do not fit are no reason to take DDP's own group away.
+            connections.append(connections_of(process_group))
+        return group
+
+    def connect(self, model: nn.Module) -> None:
+        """Take the buckets of a model that the source has checked, from now on until it is gone. Collective."""
+        self.local.models.layout = self.source.layout
+        texts = self.config.check_parameters(list(self.layout.trained))
+        if self.micro_batches is not None:
+            self.micro_batches.watch(model, self.layout.trained)
+        self.source.connect(model, self)
+        self.model = weakref.ref(model)
+        if self._close_with_model is not None:
+            self._close_with_model.detach()
+        self._close_with_model = weakref.finalize(model, self._close)
+        if self.bound.group.rank == 0:
+            for text in texts:
+                warnings.warn(text, stacklevel=3)
+
+    def reset(self) -> None:
+        """Let the hook begin anew, at step 0, with the same model on all ranks. Collective."""
+        self.clock.end()
+        self.settle()
+        self._begin_at(self._bind_again(), 0)
+        self.local.models.restore([], {})
+
+    def _bind_again(self) -> BoundHook:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the user got them when the hook was attached
+            return self._bind(self._group)
+
+    def _bind(self, group: Group) -> BoundHook:
+        with self.aborting():
+            try:
+                return self.source.bind(self.config, group)
+            except ValueError:
+                raise  # options do not fit these ranks
+            except Exception as error:
+                raise self.failed(group, "in bind()", error) from error
+
+    def _begin_at(self, fresh: BoundHook, steps: int) -> None:
+        self.bound = fresh
+        self.clock.steps = steps
+        self.forecaster.restart()
+        if self.micro_batches is not None:
+            self.micro_batches.restart()
+
+    def settle(self) -> None:
+        if self._engine is not None and self._steps.has_pending:
+            self._engine.aside(lambda: self._named(self._steps.settle))
+
+    @property
+    def layout(self) -> Layout:
+        """Names of the model's parameters."""
+        return self.local.models.layout
+
+    def _end_step(self, in_time: bool, complete: bool) -> None:
+        # A step that broke off ends when the next one has begun.
+        if self.micro_batches is not None:
+            self.micro_batches.end_step()
+        if in_time:
+            self.source.end_step()
+            self.counters.timing.backward_done()
+        if self._engine is not None:
+            self._steps.end(in_time, complete)
+
+    def load(self, state: object, strict: bool) -> None:
+        """Take over a saved state, on all ranks or none; warn of what is left out because it does not fit.
+
+        Raises:
+            StateError: see `checkpoint.load`. The hook is as it was before.
+        """
+        self.clock.end()
+        fresh = self._bind_again()
+        loaded = self.call(lambda: self._load(state, fresh, strict))
+        if isinstance(loaded, StateError):
+            raise loaded
+        steps, differences = loaded
+        self._begin_at(fresh, steps)
+        if differences and fresh.group.rank == 0:
+            more = f" and {len(differences) - 5} more" if len(differences) > 5 else ""
+            warnings.warn(
+                f"strict_state=False: not taken over from the state of hook {self.name!r}: "
+                f"{'; '.join(differences[:5])}{more}. Its memory of these begins anew",
+                stacklevel=3,
+            )
+
+    def _load(self, state: object, fresh: BoundHook, strict: bool) -> tuple[int, list[str]] | StateError:
+        try:
+            return checkpoint.load(state, self.method, fresh, self.local.models, strict)
+        except StateError as refusal:
+            return refusal  # all ranks have agreed on it: no failure
+
+    def bucket(
+        self, flat: Tensor, slots: tuple[Slot, ...], index: int, is_last: bool, step: int, unused: frozenset[str] | None
+    ) -> Bucket:
+        """Add what the source does not know: by what gradients are scaled, and how often they were accumulated."""
+        accumulated = None
+        if self.micro_batches is not None:
+            accumulated = self.micro_batches.of_step(step, is_last)
+        scale = _current_scale(self._grad_scaler)
+        self.forecaster.begin_step(step, flat.is_sparse)
+        return Bucket(flat, index, is_last, step, slots, unused, scale, accumulated=accumulated)
+
+    def submit(self, bucket: Bucket, is_late: bool) -> Future[Tensor]:
+        """Average whole gradients: by the hook, with an end of the step, in the ranks of the source.
+
+        Args:
+            bucket: the gradients.
+            is_late: whether they cannot be changed any more when the step ends.
+        """
+        drains = bucket.is_last or self.clock.is_first_of_static_graph
+        return self.run(bucket, self._group, lambda ranks: self._reduce(bucket, is_late, ranks), drains)
+
+    def run(
+        self, bucket: Bucket, group: Group, reduce: Callable[[Group], Steps[Tensor]], drains: bool = True
+    ) -> Future[Tensor]:
+        """Let the engine run what reduces a bucket among some ranks, in a channel of its own.
+
+        Args:
+            bucket: the gradients.
+            group: the ranks.
+            reduce: makes the computation, in that channel.
+            drains: whether no other bucket of this backward follows, as far as is known; equal on all ranks.
+        """
+        number = next(self._numbers)
+
+        def explained() -> Steps[Tensor]:
+            # 0 is the channel of what is done between buckets.
+            ranks = group.channel(1 + number)
+            try:
+                return (yield from reduce(ranks))
+            except Exception as error:
+                names = ", ".join(bucket.names[:3]) + (", ..." if len(bucket.names) > 3 else "")
+                where = f"at step {bucket.step}, bucket {bucket.index} ({names})"
+                raise self.failed(ranks, where, error) from error
+
+        assert self._engine is not None
+        return self._engine.submit(explained, bucket.flat.device, drains)
+
+    def _reduce(self, bucket: Bucket, is_late: bool, ranks: Group) -> Steps[Tensor]:
+        if not bucket.flat.is_sparse:
+            _forget_infinities(bucket.flat, bucket)
+        flat, finite = yield from self.watch.reduce(self.bound, bucket, ranks)
+        reduced = flat._values() if flat.is_sparse else flat
+        yield from self._steps.add(reduced, finite, bucket, is_late, ranks)
+        return flat
+
+    def metrics(self) -> dict[str, float]:
+        """See `Attachment.metrics`."""
+        self.settle()
+        metrics = {**self.counters.as_dict(), **self.counters.timing.totals()}
+        if self.watch.sampler is not None:
+            metrics["relative_error"] = self.watch.sampler.relative_error
+        if isinstance(self.method, UserFunction):
+            metrics.update(dict.fromkeys(_UNKNOWN_OF_FUNCTIONS, math.nan))
+        return {name: value for name, value in metrics.items() if not name.endswith(self.source.not_counted)}
+
+    @property
+    def limits(self) -> str:
+        """Why the hook does nothing but reduce gradients; empty if it does more."""
+        if isinstance(self.method, UserFunction):
+            return f"{self.name} is not a hook of this library: it has no group of ranks and no state to ask for"
+        return self.source.limits
+
+    def close(self) -> None:
+        """Release thread, process group and memory; warn of what the user should know. Once."""
+        if self._close_with_model is not None:
+            self._close_with_model()
+        elif not self.is_closed:
+            self._close()
+
+    def _close(self) -> None:
+        self.is_closed = True
+        texts = self.local.close()
+        self.source.close()
+        if self.micro_batches is not None:
+            self.micro_batches.close()
+        if self._engine is None:
+            return
+        self._engine.close()
+        self._steps.drop()
+        # All ranks have the same to say.
+        texts = texts + self._not_begun() if self.bound.group.rank == 0 else []
+        destroy([self._owned, *self._group.release()])
+        self._owned = None  # with the last reference its connections close, and peers that wait for this rank fail
+        self.bound.release()
+        # Last: where warnings are errors, nothing else may be left to do.
+        for text in texts:
+            warnings.warn(text, stacklevel=5)
+
+    def _not_begun(self) -> list[str]:
+        steps = self.clock.steps
+        reason = self.bound.not_begun(steps - 1) if steps and not self.forecaster.has_warned else None
+        return [f"training ended after {steps} steps, and {reason}"] if reason is not None else []
+
+
+def _forget_infinities(flat: Tensor, bucket: Bucket) -> None:
+    # Gradients of unused parameters are from an earlier backward, as in a GAN, whose two networks take turns.
+    for slot in bucket.slots:
+        if bucket.unused and slot.name in bucket.unused:
+            slot.view(flat).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+
+
+def _current_scale(grad_scaler: torch.amp.GradScaler | None) -> float | Tensor:
+    # get_scale() would wait for the device. The scale is None as long as the scaler has scaled nothing.
+    scale: Tensor | None = getattr(grad_scaler, "_scale", None)
+    if scale is None:
+        return 1.0
+    return scale if scale.is_cuda else scale.item()

@@ -1,0 +1,75 @@
+"""Where the buckets of a runtime come from."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lightning_commhooks.collectives.group import Group
+from lightning_commhooks.interface.hook import BoundHook, CommHook
+from lightning_commhooks.interface.layout import Layout
+from lightning_commhooks.interface.user_function import DDPHook
+
+
+class Source(ABC):
+    """What averages the gradients of a model, and lets a hook do so. Does not keep the model alive.
+
+    Args:
+        process_group: ranks that have the same hook.
+
+    Attributes:
+        refused: options of `attach` that do not fit, and why.
+        kept: those that the source itself needs.
+        limits: why a hook does nothing here but reduce gradients, and what to use; empty if it does more.
+        not_counted: how names of metrics end that there are none of.
+        is_awaited: whether buckets are reduced where they are handed over, in process groups of the source's own.
+        device: of the gradients.
+        layout: names of the parameters.
+        options: what was given of those that are kept.
+    """
+
+    refused: ClassVar[Mapping[str, str]] = {}
+    kept: ClassVar[tuple[str, ...]] = ()
+    limits: ClassVar[str] = ""
+    not_counted: ClassVar[tuple[str, ...]] = ()
+    is_awaited: ClassVar[bool] = False
+
+    def __init__(self, process_group: dist.ProcessGroup) -> None:
+        self.process_group = process_group
+        self.device = torch.device("cpu")
+        self.layout = Layout(nn.Module())
+        self.options: Mapping[str, Any] = {}
+
+    def set_options(self, given: Mapping[str, Any]) -> None:
+        """Take options of `attach`, or raise a `ValueError` for one that does not fit."""
+        for name in given:
+            if name in self.refused:
+                raise ValueError(f"{name} {self.refused[name]}")
+        self.options = {name: given[name] for name in self.kept if name in given}
+
+    @abstractmethod
+    def resolve_hook(self, hook: object) -> CommHook | DDPHook:
+        """Check what a user passed as `hook=`, with the options; raises a `ValueError`."""
+
+    @abstractmethod
+    def check(self, model: nn.Module) -> None:
+        """Find device and names of the parameters; raises a `ValueError` if the model takes no hook."""
+
+    def bind(self, hook: CommHook, group: Group) -> BoundHook:
+        """Make the runtime object of a hook for these ranks. Collective."""
+        return hook.bind(group)
+
+    @abstractmethod
+    def connect(self, model: nn.Module, runtime: Any) -> None:
+        """Hand over buckets to this `Runtime` from now on. Collective."""
+
+    def end_step(self) -> None:  # noqa: B027  # optional to override
+        """Called at the end of each synchronized backward."""
+
+    def close(self) -> None:  # noqa: B027  # optional to override
+        """Let go of the model."""

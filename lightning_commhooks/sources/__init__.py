@@ -1,0 +1,1 @@
+"""Where buckets come from: the reducer of `DistributedDataParallel`, and the reduce-scatters of FSDP."""

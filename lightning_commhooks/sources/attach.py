@@ -1,0 +1,182 @@
+"""`attach(model, hook)`: the way from a hook's name to a hook at work."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import warnings
+from collections.abc import Callable, Iterable
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from lightning_commhooks.collectives.agreement import raise_on_all_ranks
+from lightning_commhooks.collectives.counters import Counters
+from lightning_commhooks.collectives.group import Group
+from lightning_commhooks.collectives.process_groups import backend_for
+from lightning_commhooks.interface.accumulation import is_positive
+from lightning_commhooks.interface.hook import CommHook
+from lightning_commhooks.interface.layout import unwrapped
+from lightning_commhooks.interface.user_function import DDPHook, UserFunction, warn_if_broken_here
+from lightning_commhooks.runtime.attachment import Attachment
+from lightning_commhooks.runtime.optimizers import check_optimizer
+from lightning_commhooks.runtime.runtime import Runtime
+from lightning_commhooks.runtime.source import Source
+from lightning_commhooks.sources.ddp import DDPSource
+from lightning_commhooks.sources.ddp_model import checked_model, is_composable
+from lightning_commhooks.wrappers.scale import Accumulation, accumulation_of, unscaled
+
+logger = logging.getLogger(__name__)
+
+
+def attach(
+    model: nn.Module,
+    hook: str | CommHook | DDPHook,
+    *,
+    hook_state: object = None,
+    grad_scaler: torch.amp.GradScaler | None = None,
+    exact_state: bool = False,
+    optimizers: Iterable[Optimizer] | Callable[[], Iterable[Optimizer]] | None = None,
+    accumulation: Accumulation = "framework",
+    loss_divided_by: float | Callable[[], float] = 1,
+    replicate_group: dist.ProcessGroup | None = None,
+) -> Attachment:
+    """Let a communication hook average the gradients of a model, of `DistributedDataParallel` or sharded by FSDP.
+
+    Collective: every rank of the model's process group calls it, before the first backward, and with FSDP before the
+    first forward. Of the options, those for DDP are refused with FSDP, and the other way round.
+
+    Args:
+        model: a `DistributedDataParallel`; a `FullyShardedDataParallel`, a module to which `fully_shard` was applied,
+            or one that has such modules inside, all of one kind. Each perhaps compiled: `torch.compile(model)`.
+        hook: a name (`available_hooks()`), a configured `CommHook`, or a function with the signature of
+            `DistributedDataParallel.register_comm_hook`, stock or your own. With FSDP `"fp16"`, `"bf16"`,
+            `"allreduce"` or `"reduce_scatter"` (the same: which of the two is sent is up to the sharding strategy),
+            `"int8"`, `"int4"`, `"fp8"`, or one of them configured.
+        hook_state: for DDP, the `state` argument of such a function.
+        grad_scaler: for DDP, the scaler that multiplies the loss, so that what the hook remembers stays right when the
+            scale changes.
+        exact_state: for DDP, whether `state_dict()` keeps what differs between ranks for each of them. A run then
+            resumes bit by bit on CPU, and the state is as many times larger as there are ranks.
+        optimizers: for DDP, what trains the model, for hooks that average models after their steps; or a function that
+            returns them, called when they are needed. Not given: `Attachment.add_optimizer`. Empty: you call
+            `Attachment.after_optimizer_step` yourself.
+        accumulation: for DDP, how gradients are scaled that are accumulated over micro-batches: see
+            [`ScaleByGradAccumulation`][].
+        loss_divided_by: for DDP, what you, or a framework, divide the loss of each micro-batch by; or a function that
+            returns it, called in each synchronized backward. What `accumulation` takes into account.
+        replicate_group: for `fully_shard`, ranks that hold the same shares of replicas of the model, each of which
+            `fully_shard` was applied to on a mesh of its own, with equal weights. The hook averages shares over them
+            too, in low precision; what FSDP2 does by itself on a mesh of two dimensions it does in `reduce_dtype`.
+
+    Returns:
+        a handle to metrics, state and the end of the hook.
+
+    Raises:
+        HookError: one of these, or whatever else, on another rank.
+        ValueError: unknown name; a function that DDP would refuse; a hook or options that do not work with FSDP;
+            `hook_state` with a hook that is no function; a model that is neither DDP nor sharded, has a hook already,
+            or had one that was closed (DDP), that FSDP takes no hook for, is on another device than CPU or CUDA, or on
+            several, or runs under `torch.compile`'s `python_reducer`; an option that does not fit the model; a scaler
+            that is no `GradScaler`; an optimizer that cannot step on one rank alone; `accumulation` is none, or given
+            twice; `loss_divided_by` is not positive; ranks were given different hooks, options or `exact_state`.
+    """
+    options = {
+        "hook_state": hook_state,
+        "grad_scaler": grad_scaler,
+        "exact_state": exact_state or None,
+        "optimizers": optimizers,
+        "accumulation": None if accumulation == "framework" else accumulation,
+        "loss_divided_by": None if loss_divided_by == 1 else loss_divided_by,
+        "replicate_group": replicate_group,
+    }
+    model = cast("nn.Module", unwrapped(model))
+    source = source_of(model)
+    # Before anything is made that takes all ranks.
+    with raise_on_all_ranks(source.process_group, "attach()") as same:
+        source.set_options({name: value for name, value in options.items() if value is not None})
+        resolved = source.resolve_hook(hook)
+        config = resolved if isinstance(resolved, CommHook) else UserFunction(resolved)
+        divided_by = _loss_divided_by(loss_divided_by, config)
+        source.check(model)
+        if grad_scaler is not None and not isinstance(grad_scaler, torch.amp.GradScaler):
+            raise ValueError(f"grad_scaler must be a torch.amp.GradScaler, is {grad_scaler!r}")
+        method = unscaled(config)
+        if isinstance(method, UserFunction):
+            warn_if_broken_here(method.function, backend_for(source.process_group, source.device))
+        is_scaled = grad_scaler is not None and grad_scaler.is_enabled()
+        same |= {"hook": config, "exact_state": exact_state, "whether gradients are scaled by grad_scaler": is_scaled}
+    runtime = Runtime(config, source, grad_scaler, divided_by)
+    attachment = Attachment(resolved, runtime, exact_state)
+    try:
+        with raise_on_all_ranks(runtime.bound.group.process_group, "attach()"):
+            if optimizers is not None and not callable(optimizers):
+                optimizers = list(optimizers)
+                if attachment.averages_models:
+                    # Before the model has a hook, which DDP does not give back.
+                    for optimizer in optimizers:
+                        check_optimizer(optimizer)
+            runtime.connect(model)
+            runtime.local.set_optimizers(optimizers)
+    except BaseException:
+        runtime.close()
+        raise
+    logger.info("attached %r to %s", resolved, type(model).__name__)
+    return attachment
+
+
+def source_of(model: nn.Module) -> Source:
+    """Where the buckets of a model come from; raises a `ValueError` if it is neither in DDP nor sharded."""
+    # Importing FSDP takes half a second, and whoever has such a model has done so.
+    has_fsdp = "torch.distributed.fsdp" in sys.modules and isinstance(model, nn.Module)
+    if has_fsdp and not isinstance(model, DistributedDataParallel) and not is_composable(model):
+        from lightning_commhooks.sources import fsdp1, fsdp2
+
+        version1, version2 = fsdp1.units(model), fsdp2.units(model)
+        if version1 and version2:
+            raise ValueError(
+                "the model has FullyShardedDataParallel and fully_shard modules; shard it with one of them"
+            )
+        if version1 or version2:
+            return fsdp1.FSDP1(model) if version1 else fsdp2.FSDP2(model)
+    return DDPSource((model if isinstance(model, DistributedDataParallel) else checked_model(model)).process_group)
+
+
+def _loss_divided_by(value: float | Callable[[], float], config: CommHook) -> Callable[[], float]:
+    if callable(value):
+        return value
+    if not is_positive(value):
+        raise ValueError(f"loss_divided_by must be a positive number or a function, is {value!r}")
+    if value != 1 and accumulation_of(config) == "framework":
+        warnings.warn(
+            f"loss_divided_by={value} does nothing with accumulation='framework', which leaves gradients as they are: "
+            "use accumulation='mean'",
+            stacklevel=3,
+        )
+    return lambda: value
+
+
+def attach_emulated(
+    model: DistributedDataParallel,
+    hook: CommHook,
+    make_group: Callable[[Counters], Group],
+    optimizers: Iterable[Optimizer] = (),
+) -> Attachment:
+    """Attach a hook to a model whose process group is this rank alone, with other collectives than that group's.
+
+    `make_group` makes them, to count by the counters it gets.
+    """
+    source = DDPSource(model.process_group)
+    source.check(model)
+    runtime = Runtime(hook, source, make_group=make_group)
+    try:
+        runtime.connect(model)
+        runtime.local.set_optimizers(list(optimizers))
+    except BaseException:
+        runtime.close()
+        raise
+    return Attachment(hook, runtime, exact_state=False)

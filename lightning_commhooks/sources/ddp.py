@@ -1,0 +1,197 @@
+"""Buckets of `DistributedDataParallel`'s reducer."""
+
+# No `from __future__ import annotations`: DDP compares the annotations of the hooks that are made here.
+
+import warnings
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._C._distributed_c10d import GradBucket
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_commhooks.codecs.ranges import named
+from lightning_commhooks.collectives.errors import HookError
+from lightning_commhooks.interface.averages_models import averages_models
+from lightning_commhooks.interface.bucket import Bucket
+from lightning_commhooks.interface.hook import CommHook
+from lightning_commhooks.interface.layout import Layout
+from lightning_commhooks.interface.registry import get_hook
+from lightning_commhooks.interface.user_function import DDPHook, UserFunction, check_user_hook
+from lightning_commhooks.runtime.copies import NotCopied
+from lightning_commhooks.runtime.engine import CLOSED
+from lightning_commhooks.runtime.local_steps import LocalSteps
+from lightning_commhooks.runtime.runtime import Runtime
+from lightning_commhooks.runtime.source import Source
+from lightning_commhooks.sources.ddp_model import Trampoline, Usage, checked_model, device_of, register
+from lightning_commhooks.wrappers.scale import Accumulation, ScaleByGradAccumulation, unscaled
+
+
+def resolve_hook(
+    hook: object, hook_state: object = None, accumulation: Accumulation = "framework"
+) -> CommHook | DDPHook:
+    """Check what a user passed as `hook=`, `hook_state=` and `accumulation=` of `attach`, without a DDP model."""
+    resolved: Any = hook
+    if isinstance(hook, (str, CommHook)) or (isinstance(hook, type) and issubclass(hook, CommHook)):
+        resolved = get_hook(hook)  # type: ignore[arg-type]  # refuses a class, naming the call to make
+        if hook_state is not None and not isinstance(unscaled(resolved), UserFunction):
+            raise ValueError(
+                f"hook_state={hook_state!r} belongs to a hook function (state, bucket); "
+                f"{hook!r} keeps its own state: set its options instead"
+            )
+    else:
+        check_user_hook(hook)
+    if accumulation == "framework":
+        return resolved  # type: ignore[no-any-return]
+    if isinstance(resolved, ScaleByGradAccumulation):
+        raise ValueError(f"accumulation={accumulation!r}: the hook has an accumulation already, {resolved!r}")
+    return ScaleByGradAccumulation(resolved, accumulation)
+
+
+def hook_name(hook: CommHook | DDPHook) -> str:
+    """Name of a configuration, or `module.function` of a DDP hook function."""
+    return unscaled(hook if isinstance(hook, CommHook) else UserFunction(hook)).name
+
+
+class DDPSource(Source):
+    """The reducer of a DDP model. It takes one hook, for good."""
+
+    refused: ClassVar[Mapping[str, str]] = {
+        "replicate_group": "is for fully_shard: DistributedDataParallel averages over its own process_group"
+    }
+    kept = ("hook_state", "accumulation")
+
+    def __init__(self, process_group: dist.ProcessGroup) -> None:
+        super().__init__(process_group)
+        self._usage = Usage()
+        self._warned: set[str] = set()
+
+    def resolve_hook(self, hook: object) -> CommHook | DDPHook:
+        return resolve_hook(hook, self.options.get("hook_state"), self.options.get("accumulation", "framework"))
+
+    def check(self, model: nn.Module) -> None:
+        ddp = checked_model(model)
+        device = device_of(ddp)
+        if self.layout.shapes and device != self.device:
+            raise ValueError(
+                f"the model is on {device}, and the hook was attached to one on {self.device}: attach another"
+            )
+        self.device, self.layout = device, Layout(ddp.module, ddp.parameters_to_ignore)
+
+    def connect(self, model: nn.Module, runtime: Runtime) -> None:
+        assert isinstance(model, DistributedDataParallel)
+        function = self.trampoline(runtime, model)
+        register(model, self.options.get("hook_state"), function, runtime.name, lambda: runtime.is_closed)
+
+    def trampoline(self, runtime: Runtime, model: DistributedDataParallel) -> Trampoline:
+        """The function that DDP calls for each bucket of `model`."""
+        may_be_local = averages_models(runtime.bound)
+        watches = model.find_unused_parameters and (may_be_local or runtime.bound.has_memory)
+        self._usage.watch(self.layout.trained if watches else {})
+        if may_be_local:
+            model.register_forward_pre_hook(NotCopied(torch.compiler.disable(_before_forward(runtime.local))))
+        self._ddp, self._broadcasts_buffers = weakref.ref(model), model.broadcast_buffers
+        self._skips_last = model.skip_all_reduce_unused_params
+        # In the first step of a static graph DDP gives gradients away before anything can be done at its end.
+        self._late_step = -1 if model.static_graph else None
+        if model.static_graph:
+            runtime.clock.expect_static_graph()
+        if isinstance(runtime.method, UserFunction):
+            return self._counting(runtime.method.function, runtime)
+
+        # Nothing here may hold the model: the model holds this function through its C++ reducer.
+        def trampoline(state: object, bucket: GradBucket) -> Future[Tensor]:
+            with runtime.aborting():
+                runtime.settle()
+                plain = self._plain(bucket, runtime)
+                return runtime.submit(plain, is_late=plain.step == self._late_step)
+
+        return trampoline
+
+    def _counting(self, hook: DDPHook, runtime: Runtime) -> Trampoline:
+        def trampoline(state: object, bucket: GradBucket) -> Future[Tensor]:
+            if runtime.is_closed:
+                raise HookError(CLOSED)
+            plain = self._plain(bucket, runtime)
+            flat, group = plain.flat, runtime.bound.group
+            group.counters.bytes_dense += group.ring_bytes(flat._values() if flat.is_sparse else flat)
+            if flat.is_sparse:
+                bucket.set_buffer(group.finish(runtime.bound.reduce_sparse(flat, plain, group)))
+            else:
+                group.finish(runtime.bound.reduce(plain, group))
+            with named(runtime.name, "reduce"):
+                result: Future[Tensor] = hook(state, bucket)
+            return result
+
+        return trampoline
+
+    def _plain(self, bucket: GradBucket, runtime: Runtime) -> Bucket:
+        flat, index, is_last = bucket.buffer(), bucket.index(), bucket.is_last()
+        slots = self.layout.slots(bucket.parameters(), flat.numel())
+        if index == 0:
+            self._warn_of_unfrozen()
+        step = runtime.clock.step_of(index, is_last, self._skips_last)
+        plain = runtime.bucket(flat, slots, index, is_last, step, self._usage.unused(slots))
+        if self._late_step == -1:
+            self._late_step = step
+        self._watch_local(runtime, step)
+        return plain
+
+    def _watch_local(self, runtime: Runtime, step: int) -> None:
+        """Look after the DDP wrapper while its ranks step alone, if the hook ever lets them."""
+        model, bound = self._ddp(), runtime.bound
+        assert model is not None
+        if model._join_config.enable and not getattr(model, "_divide_by_initial_world_size", True):
+            self._warn_of_join()
+        if not averages_models(bound):
+            return
+        is_local = bound.is_local(step)
+        if is_local and model._join_config.enable:
+            raise HookError(
+                "join() does not work while ranks step alone: ranks that have run out of data take no optimizer "
+                "steps, after which models are averaged. Give all ranks the same number of batches"
+            )
+        if is_local:
+            runtime.local.check_optimizers()
+        # From the next forward on.
+        model.broadcast_buffers = self._broadcasts_buffers and not (is_local and bound.average_buffers)
+
+    def _warn_of_join(self) -> None:
+        if "join" not in self._warned and self.process_group.rank() == 0:
+            warnings.warn(
+                f"join(divide_by_initial_world_size=False) does nothing with a communication hook, PyTorch's own "
+                f"included: gradients are divided by {self.process_group.size()}, the number of all ranks, also when "
+                "some have run out of data. Leave it out",
+                stacklevel=2,
+            )
+        self._warned.add("join")
+
+    def _warn_of_unfrozen(self) -> None:
+        # Once in a backward: there may be thousands of frozen parameters.
+        if "unfrozen" not in self._warned and (names := self.layout.unfrozen()):
+            self._warned.add("unfrozen")
+            warnings.warn(
+                f"{len(names)} parameters are trained now that were frozen when the model was wrapped in "
+                f"DistributedDataParallel, {names[0]!r} first: DDP does not average their gradients and ranks diverge. "
+                "Wrap the module again and give the new wrapper to Attachment.move_to()",
+                stacklevel=2,
+            )
+
+    def end_step(self) -> None:
+        self._usage.begin()
+
+    def close(self) -> None:
+        self._usage.watch({})
+
+
+def _before_forward(local: LocalSteps) -> Callable[[DistributedDataParallel, object], None]:
+    def before_forward(model: DistributedDataParallel, inputs: object) -> None:
+        if local.keeps_own_buffers:
+            model.broadcast_buffers = False  # also in the first forward of a wrapper, when training resumes
+        local.before_forward(model.training)
+
+    return before_forward

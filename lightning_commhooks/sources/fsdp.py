@@ -1,0 +1,130 @@
+"""Gradients that FSDP, version 1 or 2, reduces to shares."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_commhooks.collectives.agreement import raise_on_all_ranks
+from lightning_commhooks.collectives.backend import Backend
+from lightning_commhooks.collectives.group import Group
+from lightning_commhooks.collectives.steps import Steps
+from lightning_commhooks.hooks.int8 import CodecConfig
+from lightning_commhooks.interface.bucket import Bucket, Slot
+from lightning_commhooks.interface.hook import BoundHook, CommHook
+from lightning_commhooks.runtime.runtime import Runtime
+from lightning_commhooks.runtime.source import Source
+from lightning_commhooks.sources.sharded_hooks import resolve_sharded_hook
+
+_OF_DDP = (
+    "is for DistributedDataParallel: hooks keep no state of sharded gradients and do not know what they are the sum "
+    "of; leave it out with FSDP"
+)
+
+
+class Shares(BoundHook):
+    """A hook in each group of ranks in which FSDP reduces gradients of one model.
+
+    Args:
+        hook: one of `sharded_hooks()`.
+        group: ranks that have agreed on it.
+    """
+
+    def __init__(self, hook: CommHook, group: Group) -> None:
+        super().__init__(group)
+        self._hook = hook
+        self._bound: dict[dist.ProcessGroup, tuple[Group, Any]] = {}
+
+    def among(self, process_group: dist.ProcessGroup) -> tuple[Group, Any]:
+        """These ranks, and the hook for them, which has `reduce_scatter`. Collective when they are asked for first."""
+        if process_group not in self._bound:
+            group = self.group
+            if process_group is not group.process_group:
+                with raise_on_all_ranks(process_group, "attach()") as same:
+                    same["hook"] = self._hook
+                group = Group(Backend(process_group), group.counters, group.device, process_group)
+            self._bound[process_group] = group, self._hook.bind(group)
+        return self._bound[process_group]
+
+    def reduce(self, bucket: Bucket, ranks: Group) -> Steps[None]:
+        _, hook = self.among(ranks.process_group)
+        yield from hook.reduce(bucket, ranks)
+
+    def not_begun(self, step: int) -> str | None:
+        counters = self.group.counters
+        if not isinstance(self._hook, CodecConfig) or counters.numel_compressed or not counters.bytes_sent:
+            return None
+        return (
+            f"hook={self._hook.name!r} compressed nothing: every unit that FSDP reduces by itself has less than "
+            f"min_bytes of gradients, or a share of less than a block: wrap larger units, or change {self._hook!r}"
+        )
+
+    def release(self) -> None:
+        for group, _ in self._bound.values():
+            group.release()
+        self._bound.clear()
+
+
+class ShardedSource(Source):
+    """A model that FSDP shards.
+
+    Hooks run where FSDP calls them, in FSDP's own process groups: FSDP waits for the result there anyway, and issues
+    its own collectives from the same place, so that all ranks have them in the same order.
+    """
+
+    refused: ClassVar[Mapping[str, str]] = dict.fromkeys(
+        ("hook_state", "grad_scaler", "exact_state", "optimizers", "accumulation", "loss_divided_by"), _OF_DDP
+    )
+    limits = (
+        "FSDP hands over gradients flat and without names, of which a hook keeps no memory: use metrics(), and for "
+        "another wrapper attach()"
+    )
+    # Of several steps, whole gradients, or the nodes of each group of FSDP's.
+    not_counted = ("_ms", "_steps", "_between_nodes", "bytes_evaluation", "averagings")
+    is_awaited = True
+
+    def resolve_hook(self, hook: object) -> CommHook:
+        return resolve_sharded_hook(hook)
+
+    def bind(self, hook: CommHook, group: Group) -> Shares:
+        return Shares(hook, group)
+
+
+def shares_of(runtime: Runtime) -> Shares:
+    """The hook of a sharded model."""
+    assert isinstance(runtime.bound, Shares)
+    return runtime.bound
+
+
+def reduce(
+    runtime: Runtime, flat: Tensor, out: Tensor | None, process_group: dist.ProcessGroup, factor: float = 1.0
+) -> None:
+    """Reduce gradients where FSDP asks for it, on CUDA on the current stream.
+
+    Args:
+        runtime: of the hook.
+        flat: gradients, shape `(w * n,)`, n elements for each rank in turn. May be overwritten.
+        out: where to write this rank's share, shape `(n,)`. `None`: they are not sharded, and averaged in place.
+        process_group: the ranks.
+        factor: what the sum over ranks is multiplied by, for shares.
+    """
+    group, hook = runtime.call(lambda: shares_of(runtime).among(process_group))
+    step, index = runtime.clock.place_in_backward()
+    slot = Slot(f"unit {index}, {flat.numel()} elements", (flat.numel(),), 0)
+    scale = 1.0 if out is None else factor * group.size
+    bucket = Bucket(flat, index, False, step, (slot,), scale=scale)
+
+    def reduced(ranks: Group) -> Steps[Tensor]:
+        # Gradients may come in 16 bit already; without mixed precision they would be sent in float32.
+        dense = (ranks.size - 1) / ranks.size * flat.numel() * max(4, flat.element_size())
+        ranks.counters.bytes_dense += 2 * dense if out is None else dense
+        if out is not None:
+            yield from hook.reduce_scatter(bucket, out, ranks)
+        elif ranks.size > 1:
+            yield from hook.reduce(bucket, ranks)
+        return flat
+
+    runtime.run(bucket, group, reduced)
