@@ -4,7 +4,7 @@
 
 import warnings
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -24,7 +24,6 @@ from lightning_commhooks.interface.registry import get_hook
 from lightning_commhooks.interface.user_function import DDPHook, UserFunction, check_user_hook
 from lightning_commhooks.runtime.copies import NotCopied
 from lightning_commhooks.runtime.engine import CLOSED
-from lightning_commhooks.runtime.local_steps import LocalSteps
 from lightning_commhooks.runtime.runtime import Runtime
 from lightning_commhooks.runtime.source import Source
 from lightning_commhooks.sources.ddp_model import Trampoline, Usage, checked_model, device_of, register
@@ -93,8 +92,8 @@ class DDPSource(Source):
         watches = model.find_unused_parameters and (may_be_local or runtime.bound.has_memory)
         self._usage.watch(self.layout.trained if watches else {})
         if may_be_local:
-            model.register_forward_pre_hook(NotCopied(torch.compiler.disable(_before_forward(runtime.local))))
-        self._ddp, self._broadcasts_buffers = weakref.ref(model), model.broadcast_buffers
+            model.register_forward_pre_hook(NotCopied(torch.compiler.disable(self._before_forward)))
+        self._ddp, self._broadcasts_buffers, self._local = weakref.ref(model), model.broadcast_buffers, runtime.local
         self._skips_last = model.skip_all_reduce_unused_params
         # In the first step of a static graph DDP gives gradients away before anything can be done at its end.
         self._late_step = -1 if model.static_graph else None
@@ -160,6 +159,11 @@ class DDPSource(Source):
         # From the next forward on.
         model.broadcast_buffers = self._broadcasts_buffers and not (is_local and bound.average_buffers)
 
+    def _before_forward(self, model: DistributedDataParallel, inputs: object) -> None:
+        if self._local.keeps_own_buffers:
+            model.broadcast_buffers = False  # also in the first forward of a wrapper, when training resumes
+        self._local.before_forward(model.training)
+
     def _warn_of_join(self) -> None:
         if "join" not in self._warned and self.process_group.rank() == 0:
             warnings.warn(
@@ -186,12 +190,3 @@ class DDPSource(Source):
 
     def close(self) -> None:
         self._usage.watch({})
-
-
-def _before_forward(local: LocalSteps) -> Callable[[DistributedDataParallel, object], None]:
-    def before_forward(model: DistributedDataParallel, inputs: object) -> None:
-        if local.keeps_own_buffers:
-            model.broadcast_buffers = False  # also in the first forward of a wrapper, when training resumes
-        local.before_forward(model.training)
-
-    return before_forward
