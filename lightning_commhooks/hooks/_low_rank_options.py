@@ -21,8 +21,6 @@ class LowRankConfig(CommHook):
     what PyTorch's hook does, where theirs would send the sum of two approximations.
     """
 
-    batch_tensors_with_same_shape: ClassVar[bool] = False
-
     matrix_approximation_rank: int = 1
     start_powerSGD_iter: int = 1_000
     num_iters_per_step: int = 2
@@ -32,6 +30,8 @@ class LowRankConfig(CommHook):
     random_seed: int = 0
     compression_stats_logging_frequency: int = 10_000
     hierarchy: Hierarchy = None
+    # Last: the order is that in which options are listed.
+    batch_tensors_with_same_shape: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         check_integer("matrix_approximation_rank", self.matrix_approximation_rank, 1)
