@@ -21,7 +21,7 @@ from torch import Tensor
 from lightning_commhooks.codecs.ranges import named
 from lightning_commhooks.collectives.backend import Backend
 from lightning_commhooks.collectives.counters import Counters
-from lightning_commhooks.collectives.steps import Steps, Wait, begun, result
+from lightning_commhooks.collectives.steps import Steps, Wait, begun, finish, result
 
 T = TypeVar("T")
 Kind = Literal["all_reduce", "all_gather", "all_to_all", "reduce_scatter"]
@@ -116,14 +116,7 @@ class Communicator:
 
     def finish(self, steps: Steps[T]) -> T:
         """Run a computation to its end, and wait in this thread, which is timed."""
-        timing = self.counters.timing
-        while True:
-            try:
-                waits = next(steps)
-            except StopIteration as done:
-                return done.value  # type: ignore[no-any-return]
-            with nullcontext() if self.counters.is_evaluating else timing.comm():
-                waits.wait()
+        return finish(steps, nullcontext if self.counters.is_evaluating else self.counters.timing.comm)
 
     def ring_bytes(self, tensor: Tensor) -> float:
         """Payload bytes that each rank sends in a ring all-reduce of `tensor`."""

@@ -8,7 +8,8 @@ Whoever advances a generator waits for what it yields: an engine for many of the
 from __future__ import annotations
 
 import threading
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
@@ -58,14 +59,26 @@ class Wait:
 Steps = Generator[Wait, None, T]
 
 
-def finish(steps: Steps[T]) -> T:
-    """Run a computation to its end, waiting in this thread."""
+def finish(steps: Steps[T], waiting: Callable[[], AbstractContextManager[object]] = nullcontext) -> T:
+    """Run a computation to its end, waiting in this thread.
+
+    Args:
+        steps: the computation. What fails in a wait is raised there: it tells what it was about.
+        waiting: makes what is entered for each wait, as to time it.
+    """
+    failure: Exception | None = None
     while True:
         try:
-            waits = next(steps)
+            waits = next(steps) if failure is None else steps.throw(failure)
         except StopIteration as done:
             return done.value  # type: ignore[no-any-return]
-        waits.wait()
+        finally:
+            failure = None  # it would keep the frames that it has collected
+        try:
+            with waiting():
+                waits.wait()
+        except Exception as reason:
+            failure = reason
 
 
 def begun(steps: Steps[T]) -> Steps[T]:

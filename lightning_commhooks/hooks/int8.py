@@ -220,9 +220,7 @@ class CodecFeedback(ErrorFeedback):
     def reduce_scatter(self, bucket: Bucket, out: Tensor, ranks: Group) -> Steps[None]:
         """Write this rank's share of the average to `out`: see `_shares.reduce_scatter`."""
         flat = bucket.flat
-        # A block is sent as a whole, however little of it is filled.
-        fills_block = out.numel() >= (self.hook.codec.block_size or 1)
-        if ranks.size == 1 or not fills_block or flat.nbytes < self.hook.min_bytes:
+        if ranks.size == 1 or not self._kernels.fills_block(out) or flat.nbytes < self.hook.min_bytes:
             return reduce_scatter(bucket, out, ranks)
         self.group.counters.numel_compressed += flat.numel()
         return reduce_scatter_encoded(bucket, out, ranks, self._kernels, self._seed(bucket, bucket.slots[0].name))

@@ -11,7 +11,7 @@ from torch.futures import Future
 
 from lightning_commhooks.codecs.ranges import named
 from lightning_commhooks.collectives.gloo_abort import Connections
-from lightning_commhooks.collectives.steps import Steps
+from lightning_commhooks.collectives.steps import Steps, finish
 from lightning_commhooks.collectives.timing import Timing
 from lightning_commhooks.runtime.engine import Engine, T
 
@@ -24,26 +24,12 @@ class InlineEngine(Engine):
 
         def run() -> Future[Tensor]:
             future: Future[Tensor] = Future(devices=[device] if device.type == "cuda" else None)
-            future.set_result(self._finish(reduce()))
+            with self._timing.work(), named(self._name, "reduce"):
+                future.set_result(finish(reduce(), self._timing.comm))
             return future
 
         # Not as a subclass does what goes on beside the backward.
         return Engine.aside(self, run)
-
-    def _finish(self, steps: Steps[Tensor]) -> Tensor:
-        with self._timing.work(), named(self._name, "reduce"):
-            failure: Exception | None = None
-            while True:
-                try:
-                    waits = next(steps) if failure is None else steps.throw(failure)
-                except StopIteration as done:
-                    reduced: Tensor = done.value
-                    return reduced
-                try:
-                    with self._timing.comm():
-                        waits.wait()
-                except Exception as reason:  # the computation tells what it was about
-                    failure = reason
 
     def call(self, function: Callable[[], T]) -> T:
         self.raise_if_unusable()
