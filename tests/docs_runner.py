@@ -158,8 +158,13 @@ class Groups:
         self._original, self._page, self._numbers = dist.init_process_group, "", itertools.count()
 
     def begin(self, page):
-        """Count groups anew, as on a page before a rank may have met an error before the others did."""
+        """Count groups anew, as on a page before a rank may have met an error before the others did.
+
+        PyTorch counts them too, and its count is part of a key in the store; a group that could not be made stays
+        counted on the rank where it failed, and only there.
+        """
         self._page, self._numbers = page, itertools.count()
+        torch.distributed.distributed_c10d._world.group_count = 0
 
     def init(self, *_, **__):
         store = dist.PrefixStore(f"{self._page}/{next(self._numbers)}", self._store)
