@@ -34,7 +34,7 @@ test: install
 FAST := contract registry wrappers lifecycle powersgd failure
 
 test-fast: install
-	$(PYTEST) --two-ranks $(FAST:%=tests/test_%.py)
+	$(PYTEST) --two-ranks $(FAST:%=tests/*/test_%.py)
 
 # Lines and branches of both packages that the suite runs, in all of its processes.
 coverage: install
@@ -60,7 +60,7 @@ test-oldest-fast: .venv-oldest/floors.txt
 
 # Files of tests by their names: make test-some SOME='contract cli'
 test-some: install
-	$(PYTEST) --two-ranks $(SOME:%=tests/test_%.py)
+	$(PYTEST) --two-ranks $(SOME:%=tests/*/test_%.py)
 
 .venv-oldest/floors.txt: pyproject.toml .ci/floors.py
 	$(OLDEST_PYTHON) -m venv .venv-oldest

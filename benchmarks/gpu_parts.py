@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import IO
 
 ROOT = Path(__file__).resolve().parent.parent
-# Where tests say how they ended: see tests/outcomes.py.
+# Where tests say how they ended: see tests/support/outcomes.py.
 OUTCOMES = "COMMHOOKS_TESTS_OUTCOMES"
 
 
@@ -55,7 +55,9 @@ class Part:
         self.outcomes = Path(folder) / f"{number}.jsonl"
         environment = {
             **os.environ,
-            "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH")])),
+            "PYTHONPATH": os.pathsep.join(
+                filter(None, [str(ROOT), str(ROOT / "tests" / "support"), os.environ.get("PYTHONPATH")])
+            ),
             "PYTHONUNBUFFERED": "1",
             # Others' plugins, whose warnings would be errors.
             "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
@@ -99,11 +101,11 @@ class Part:
 def tests(num_cores: int) -> list[Part]:
     """All tests on GPUs; the contract, which is most of them, in as many processes as there are cores for."""
     pytest = ["-m", "pytest", "-p", "pytest_timeout", "-p", "outcomes", "-W", "default", "-q", "-m", "gpu"]
-    files = [["tests/test_gpu.py", "tests/test_gpu_steps.py"]]
-    files.append(["tests/test_fsdp_gpu.py", "tests/test_gpu_peers.py"])
+    files = [["tests/gpu/test_gpu.py", "tests/gpu/test_gpu_steps.py"]]
+    files.append(["tests/gpu/test_fsdp_gpu.py", "tests/gpu/test_gpu_peers.py"])
     # Of two ranks each, beside the two processes above.
     num = max(1, min(4, num_cores // 3 - 1))
-    files += [["tests/test_gpu_contract.py", f"--part={i}/{num}"] for i in range(num)]
+    files += [["tests/gpu/test_gpu_contract.py", f"--part={i}/{num}"] for i in range(num)]
     return [Part([*pytest, *some]) for some in files]
 
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
+# Helpers, and tests of other folders, are imported by their names alone.
+sys.path.extend(str(path) for path in sorted(Path(__file__).parent.iterdir()) if path.is_dir())
 # Lightning 2.6 calls jsonargparse in a way that it deprecates, also when it is imported.
 os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
 # Ranks that more processes than processors slow down might seem far from each other, and add up in another order.

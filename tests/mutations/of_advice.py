@@ -11,7 +11,7 @@ MUTATIONS = [
         'self._totals["exposed_ms"] += tail + waits',
         'self._totals["exposed_ms"] += tail',
         "exposed_ms lacks the averaging of models.",
-        "tests/test_metrics.py -k 'times_of_a_step'",
+        "tests/runtime/test_metrics.py -k 'times_of_a_step'",
     ),
     Mutation(
         "waiting_is_work",
@@ -19,7 +19,7 @@ MUTATIONS = [
         "max(0.0, work - comm)",
         "work",
         "codec_ms has collectives in it.",
-        "tests/test_metrics.py -k 'times_of_a_step'",
+        "tests/runtime/test_metrics.py -k 'times_of_a_step'",
     ),
     Mutation(
         "measurements_are_counted",
@@ -27,7 +27,7 @@ MUTATIONS = [
         "return self.timing.paused()",
         "return __import__('contextlib').nullcontext()",
         "What sampling sends counts as sent by the hook.",
-        "tests/test_metrics.py -k 'not_counted'",
+        "tests/runtime/test_metrics.py -k 'not_counted'",
     ),
     Mutation(
         "error_against_own_gradient",
@@ -35,7 +35,7 @@ MUTATIONS = [
         "mean = yield from ranks.quiet().all_reduce_mean_(values)",
         "mean = values",
         "The error is that against this rank's gradient, not the mean.",
-        "tests/test_metrics.py -k 'relative_error'",
+        "tests/runtime/test_metrics.py -k 'relative_error'",
     ),
     Mutation(
         "error_logged_twice",
@@ -43,7 +43,7 @@ MUTATIONS = [
         "if sampled == self._sampled:",
         "if False:",
         "An old error is logged as if it was new.",
-        "tests/test_monitor.py -k 'once'",
+        "tests/runtime/test_monitor.py -k 'once'",
     ),
     Mutation(
         "slowest_is_best",
@@ -51,7 +51,7 @@ MUTATIONS = [
         "fastest = min(row.step_ms for row in rows)",
         "fastest = max(row.step_ms for row in rows)",
         "A hook is recommended that is as slow as the slowest.",
-        "tests/test_advice.py -k 'fastest'",
+        "tests/advice/test_advice.py -k 'fastest'",
     ),
     Mutation(
         "no_headroom_is_needed",
@@ -59,7 +59,7 @@ MUTATIONS = [
         "    if room < MIN_GAIN:\n",
         "    if False:\n",
         "A hook is recommended where sending nothing saves nothing.",
-        "tests/test_advice.py -k 'do_not_compress'",
+        "tests/advice/test_advice.py -k 'do_not_compress'",
     ),
     Mutation(
         "noise_is_a_gain",
@@ -67,7 +67,7 @@ MUTATIONS = [
         "    if gain_ms <= noise:\n",
         "    if False:\n",
         "A hook is recommended that saves less than step times vary.",
-        "tests/test_advice.py -k 'do_not_compress'",
+        "tests/advice/test_advice.py -k 'do_not_compress'",
     ),
     Mutation(
         "any_error_will_do",
@@ -75,7 +75,7 @@ MUTATIONS = [
         "elif not row.error <= max_error:",
         "elif False:",
         "Hooks with an error above --max-error are recommended.",
-        "tests/test_advice.py -k 'error'",
+        "tests/advice/test_advice.py -k 'error'",
     ),
     Mutation(
         "long_periods_cost_as_short_ones",
@@ -83,7 +83,7 @@ MUTATIONS = [
         "/ len(values) / period_factor",
         "/ len(values)",
         "Steps that average models cost as if the period was as short as it was measured.",
-        "tests/test_advice.py -k 'average_models'",
+        "tests/advice/test_advice.py -k 'average_models'",
     ),
     Mutation(
         "ranks_choose_alone",
@@ -91,7 +91,7 @@ MUTATIONS = [
         "means: list[float] = (yield from ranks.quiet().all_reduce_mean_(own)).tolist()",
         "means: list[float] = ((yield from ranks.quiet().all_reduce_mean_(own.clone())), own.tolist())[1]",
         "Each rank chooses by its own clock.",
-        "tests/test_auto.py -k 'other_clocks'",
+        "tests/wrappers/test_auto.py -k 'other_clocks'",
     ),
     Mutation(
         "auto_ignores_errors",
@@ -99,7 +99,7 @@ MUTATIONS = [
         "if key == 0 or errors[key] <= self._config.max_error",
         "if key == 0 or errors[key] >= 0",
         "hook='auto' takes the fastest whatever its error.",
-        "tests/test_auto.py -k 'time_and_error'",
+        "tests/wrappers/test_auto.py -k 'time_and_error'",
     ),
     Mutation(
         "bent_link",
@@ -107,7 +107,7 @@ MUTATIONS = [
         "share = (num_bytes - low.num_bytes) / (high.num_bytes - low.num_bytes)",
         "share = num_bytes / high.num_bytes",
         "Costs between two sizes are not on the line between them.",
-        "tests/test_link.py -k 'between'",
+        "tests/collectives/test_link.py -k 'between'",
     ),
     Mutation(
         "latency_taken_for_size",
@@ -115,7 +115,7 @@ MUTATIONS = [
         "if is_enough or transfer > max(_LONG_ENOUGH, latency * (_OF_STEPS if self._of_steps else 1)):",
         "if is_enough or seconds > _LONG_ENOUGH:",
         "On a link with latency, measuring stops before bytes count.",
-        "tests/test_link.py -k 'latency_is_not'",
+        "tests/collectives/test_link.py -k 'latency_is_not'",
     ),
     Mutation(
         "far_ranks_go_around",
@@ -123,7 +123,7 @@ MUTATIONS = [
         "is_far = on_cpu and latency > FAR",
         "is_far = False",
         "A link with a delay is predicted as if hooks' messages went around gloo's ring.",
-        "tests/test_link.py -k 'given_on_cpu'",
+        "tests/collectives/test_link.py -k 'given_on_cpu'",
     ),
     Mutation(
         "announced_in_vain",
@@ -131,7 +131,7 @@ MUTATIONS = [
         "early = min(max(0.0, now - announced), self._link.message_seconds)",
         "early = 0.0",
         "Emulated far ranks ask for the second shot when they could have it.",
-        "tests/test_emulated.py -k 'directly'",
+        "tests/advice/test_emulated.py -k 'directly'",
     ),
     Mutation(
         "plain_ddp_has_all_buckets_at_once",
@@ -139,7 +139,7 @@ MUTATIONS = [
         "            started = max(started, self._ends[0])\n",
         "            pass\n",
         "Without a hook, latencies of all buckets are predicted to pass at once.",
-        "tests/test_emulated.py -k 'without_a_hook'",
+        "tests/advice/test_emulated.py -k 'without_a_hook'",
     ),
     Mutation(
         "never_stuck",
@@ -147,7 +147,7 @@ MUTATIONS = [
         "        if tensor.shape != place.shape or tensor.dtype != place.dtype:\n",
         "        if False:\n",
         "Ranks in memory that disagree on what they send get whatever comes.",
-        "tests/test_in_memory.py -k 'disagree and size'",
+        "tests/collectives/test_in_memory.py -k 'disagree and size'",
     ),
     Mutation(
         "bits_for_bytes",
@@ -155,7 +155,7 @@ MUTATIONS = [
         '/ (1 if found["bytes"] else 8)',
         '/ (8 if found["bytes"] else 1)',
         "--bandwidth takes bits for bytes.",
-        "tests/test_cli_command.py -k 'bandwidth'",
+        "tests/advice/test_cli_command.py -k 'bandwidth'",
     ),
     Mutation(
         "any_name_of_a_hook_parses",
@@ -163,7 +163,7 @@ MUTATIONS = [
         "HookName = Literal[tuple(available_hooks())]",
         "HookName = str",
         "Lightning CLI takes any string for a hook.",
-        "tests/test_cli.py -k 'mistakes or choices'",
+        "tests/lightning/test_cli.py -k 'mistakes or choices'",
     ),
     Mutation(
         "option_table_stale",
@@ -171,6 +171,6 @@ MUTATIONS = [
         "    period: int = 8\n",
         "    period: int = 16\n",
         "The documentation has another default.",
-        "tests/test_docs.py -k 'options_of_each and post_localsgd'",
+        "tests/docs/test_docs.py -k 'options_of_each and post_localsgd'",
     ),
 ]

@@ -11,7 +11,7 @@ MUTATIONS = [
         "return (yield from self.all_reduce_(tensor.div_(self.size / scale)))",
         "return (yield from self.all_reduce_(tensor.mul_(scale)))",
         "Gradients are not divided by the number of ranks.",
-        "tests/test_contract.py -k 'ranks_agree and allreduce'",
+        "tests/hooks/test_contract.py -k 'ranks_agree and allreduce'",
     ),
     Mutation(
         "nothing_is_infinite",
@@ -19,7 +19,7 @@ MUTATIONS = [
         "finite = bool(tensor.sum().isfinite())",
         "finite = True",
         "Gradients that are sent as they are count as finite whatever they are.",
-        "tests/test_contract.py -k 'leave_nothing and (int8 or powersgd)'",
+        "tests/hooks/test_contract.py -k 'leave_nothing and (int8 or powersgd)'",
     ),
     Mutation(
         "collective_skipped_on_one_rank",
@@ -27,7 +27,7 @@ MUTATIONS = [
         "if transport is None or self.size == 1 or not tensor.numel():",
         "if transport is None or self.size == 1 or not tensor.numel() or self.rank == 1:",
         "Rank 1 leaves its peers alone in all-reduces.",
-        "tests/test_contract.py -k 'ranks_agree and allreduce'",
+        "tests/hooks/test_contract.py -k 'ranks_agree and allreduce'",
     ),
     Mutation(
         "bytes_of_half_a_ring",
@@ -35,7 +35,7 @@ MUTATIONS = [
         "return 2 * (self.size - 1) / self.size * tensor.nbytes",
         "return (self.size - 1) / self.size * tensor.numel()",
         "An all-reduce counts half of the bytes that it sends.",
-        "tests/test_contract.py -k 'bytes_are_counted and (allreduce or bf16)'",
+        "tests/hooks/test_contract.py -k 'bytes_are_counted and (allreduce or bf16)'",
     ),
     Mutation(
         "sum_in_16_bit",
@@ -43,7 +43,7 @@ MUTATIONS = [
         "(yield from self.all_to_all(padded.view(self.size, -1))).sum(dim=0, dtype=torch.float32)",
         "sum((yield from self.all_to_all(padded.view(self.size, -1))))",
         "accumulate_dtype='float32' rounds sums in 16 bit as well.",
-        "tests/test_half.py -k 'float32_round_less'",
+        "tests/hooks/test_half.py -k 'float32_round_less'",
     ),
     Mutation(
         "sum_in_16_bit_of_far_ranks",
@@ -51,7 +51,7 @@ MUTATIONS = [
         "in_float32 = share.own.dtype in HALF",
         "in_float32 = False",
         "Sums of 16-bit numbers are rounded at each of them.",
-        "tests/test_direct.py -k 'rounded_once'",
+        "tests/collectives/test_direct.py -k 'rounded_once'",
     ),
     Mutation(
         "buckets_share_numbers",
@@ -59,7 +59,7 @@ MUTATIONS = [
         "other._first, other._begun = number % _CHANNELS * _PARTS * _NUMBERS, 0",
         "other._begun = 0",
         "Messages of buckets that are under way at once are taken for each other.",
-        "tests/test_in_memory.py -k 'any_order and 4'",
+        "tests/collectives/test_in_memory.py -k 'any_order and 4'",
     ),
     Mutation(
         "buckets_of_processes_share_numbers",
@@ -67,7 +67,7 @@ MUTATIONS = [
         "other.messages = self.messages.channel(number)",
         "other.messages = self.messages.channel(0)",
         "Messages of buckets that are under way at once are taken for each other.",
-        "tests/test_direct.py -k 'no_order'",
+        "tests/collectives/test_direct.py -k 'no_order'",
     ),
     Mutation(
         "subgroups_share_numbers",
@@ -75,7 +75,7 @@ MUTATIONS = [
         "some._part, some._begun = part, 0",
         "some._begun = 0",
         "Messages within a subgroup are taken for those among all ranks.",
-        "tests/test_in_memory.py -k 'any_order and 4'",
+        "tests/collectives/test_in_memory.py -k 'any_order and 4'",
     ),
     Mutation(
         "divisions_share_numbers",
@@ -83,7 +83,7 @@ MUTATIONS = [
         "self._transport.among(own, len(self._subgroups) + 1)",
         "self._transport.among(own, 1)",
         "Two divisions into subgroups are not told from each other.",
-        "tests/test_in_memory.py -k 'any_order and 16'",
+        "tests/collectives/test_in_memory.py -k 'any_order and 16'",
     ),
     Mutation(
         "rank_alone_measures_latency",
@@ -91,7 +91,7 @@ MUTATIONS = [
         "    if messages.size == 1:\n        return 0.0\n",
         "",
         "A far rank that is alone in its subgroup looks for others.",
-        "tests/test_direct.py -k 'alone_in'",
+        "tests/collectives/test_direct.py -k 'alone_in'",
     ),
     Mutation(
         "step_is_not_finished",
@@ -99,7 +99,7 @@ MUTATIONS = [
         "everything = not isinstance(job, _Bucket) or job.is_last",
         "everything = not isinstance(job, _Bucket)",
         "In order, the last buckets of a step are left under way until something else comes.",
-        "tests/test_thread_engine.py -k 'last_bucket'",
+        "tests/runtime/test_thread_engine.py -k 'last_bucket'",
     ),
     Mutation(
         "earlier_buckets_stand_still",
@@ -107,7 +107,7 @@ MUTATIONS = [
         "                if bucket is not job:\n",
         "                if False:\n",
         "In order, a bucket goes on when it is the first only.",
-        "tests/test_thread_engine.py -k 'one_wait_further'",
+        "tests/runtime/test_thread_engine.py -k 'one_wait_further'",
     ),
     Mutation(
         "any_order_of_gloos_collectives",
@@ -115,7 +115,7 @@ MUTATIONS = [
         "ThreadEngine(*of_engine, group.is_ordered)",
         "ThreadEngine(*of_engine, False)",
         "Gloo's own collectives of several buckets are begun in another order on each rank.",
-        "tests/test_direct.py -k 'average_as_near'",
+        "tests/collectives/test_direct.py -k 'average_as_near'",
     ),
     Mutation(
         "own_share_left_out",
@@ -123,7 +123,7 @@ MUTATIONS = [
         "total.add_(rows[rank])",
         "total.add_(rows[0])",
         "Of four ranks, the two in the middle are left out of sums.",
-        "tests/test_direct.py -k 'test_sums'",
+        "tests/collectives/test_direct.py -k 'test_sums'",
     ),
     Mutation(
         "one_bucket_at_a_time",
@@ -131,7 +131,7 @@ MUTATIONS = [
         "self._waiters.submit(functools.partial(self._wait_elsewhere, bucket))",
         "self._wait_elsewhere(bucket)",
         "While a bucket waits for other ranks, no other goes on.",
-        "tests/test_thread_engine.py -k 'whichever'",
+        "tests/runtime/test_thread_engine.py -k 'whichever'",
     ),
     Mutation(
         "sum_is_sent_before_all_have_arrived",
@@ -139,7 +139,7 @@ MUTATIONS = [
         "            yield Wait(share.arriving)\n",
         "",
         "Shares are added up that have not arrived.",
-        "tests/test_direct.py -k 'all_shares'",
+        "tests/collectives/test_direct.py -k 'all_shares'",
     ),
     Mutation(
         "side_stream_does_not_wait",
@@ -147,7 +147,7 @@ MUTATIONS = [
         "        self._stream.wait_stream(torch.cuda.current_stream(device))\n",
         "",
         "On NCCL buckets are reduced before the backward has filled them.",
-        "tests/test_stream_order.py -k 'ordinary'",
+        "tests/runtime/test_stream_order.py -k 'ordinary'",
     ),
     Mutation(
         "nobody_waits_for_the_side_stream",
@@ -155,7 +155,7 @@ MUTATIONS = [
         "        torch.cuda.current_stream(self._device).wait_stream(self._stream)\n",
         "",
         "On NCCL what is read after a step may be half written.",
-        "tests/test_stream_order.py -k 'ordinary'",
+        "tests/runtime/test_stream_order.py -k 'ordinary'",
     ),
     Mutation(
         "nccl_goes_on_after_a_failure",
@@ -163,7 +163,7 @@ MUTATIONS = [
         "        if self._failure is not None:\n            raise",
         "        if False:\n            raise",
         "Collectives go on after one has failed, and match those of other steps on peers.",
-        "tests/test_stream_order.py -k 'failure'",
+        "tests/runtime/test_stream_order.py -k 'failure'",
     ),
     Mutation(
         "verdict_read_too_soon",
@@ -171,7 +171,7 @@ MUTATIONS = [
         "        self._arrived.synchronize()\n",
         "",
         "Whether a step was bad is read before it has come from the device.",
-        "tests/test_stream_order.py -k 'bad_step'",
+        "tests/runtime/test_stream_order.py -k 'bad_step'",
     ),
     Mutation(
         "hook_never_hears_of_its_step",
@@ -179,7 +179,7 @@ MUTATIONS = [
         "                runtime.settle()\n",
         "",
         "On CUDA a step begins before the hook has taken over the last one.",
-        "tests/test_late_verdicts.py",
+        "tests/runtime/test_late_verdicts.py",
     ),
     Mutation(
         "no_abort",
@@ -187,7 +187,7 @@ MUTATIONS = [
         "        self._connections.fail()\n",
         "        pass\n",
         "A failure does not end the collectives that peers wait in.",
-        "tests/test_failure.py -k 'nothing_runs_after'",
+        "tests/runtime/test_failure.py -k 'nothing_runs_after'",
     ),
     Mutation(
         "lost_peer_is_waited_for",
@@ -195,7 +195,7 @@ MUTATIONS = [
         "if all(_file_number(descriptor) == number for descriptor, number in self._files):",
         "if True:",
         "A wait that gloo leaves alone lasts until the timeout of the group.",
-        "tests/test_failure.py -k 'message_is_on_its_way'",
+        "tests/runtime/test_failure.py -k 'message_is_on_its_way'",
     ),
     Mutation(
         "impatient_with_those_who_send",
@@ -203,7 +203,7 @@ MUTATIONS = [
         "if state is not None and state == before else 0",
         "if state is not None else 0",
         "Ranks that still send each other the end of a sum fail when another has left.",
-        "tests/test_thread_engine.py -k 'goes_on_receiving'",
+        "tests/runtime/test_thread_engine.py -k 'goes_on_receiving'",
     ),
     Mutation(
         "engine_goes_on_after_a_failure",
@@ -211,7 +211,7 @@ MUTATIONS = [
         "            if self._failure is None:\n",
         "            if True:\n",
         "Collectives go on after one has failed, and match those of other steps on peers.",
-        "tests/test_failure.py -k 'nothing_runs_after'",
+        "tests/runtime/test_failure.py -k 'nothing_runs_after'",
     ),
     Mutation(
         "thread_not_joined",
@@ -219,7 +219,7 @@ MUTATIONS = [
         "        self._join([self._thread])\n",
         "",
         "The communication thread outlives close().",
-        "tests/test_thread_engine.py -k 'what_is_computed'",
+        "tests/runtime/test_thread_engine.py -k 'what_is_computed'",
     ),
     Mutation(
         "future_never_set",
@@ -227,7 +227,7 @@ MUTATIONS = [
         "        self._join(self._waiters.end())\n        self._jobs.put(None)\n",
         "        self._jobs.put(None)\n        self._join(self._waiters.end())\n",
         "Whoever waits for a bucket that is under way when the hook is closed waits for ever.",
-        "tests/test_thread_engine.py -k 'never_does'",
+        "tests/runtime/test_thread_engine.py -k 'never_does'",
     ),
     Mutation(
         "finite_not_agreed_on",
@@ -235,7 +235,7 @@ MUTATIONS = [
         "            if self._is_local:\n                group =",
         "            if False:\n                group =",
         "Ranks that step alone do not agree on skipping a step under a scaler.",
-        "tests/test_local_sgd_scaler.py -k 'first_step or micro_batch'",
+        "tests/local_sgd/test_local_sgd_scaler.py -k 'first_step or micro_batch'",
     ),
     Mutation(
         "bad_step_stays_in_memory",
@@ -243,7 +243,7 @@ MUTATIONS = [
         "                residual.zero_()\n",
         "                pass\n",
         "Error feedback takes over inf and NaN, and what came with them.",
-        "tests/test_contract.py -k 'leave_nothing and (int8 or powersgd)'",
+        "tests/hooks/test_contract.py -k 'leave_nothing and (int8 or powersgd)'",
     ),
     Mutation(
         "bad_step_is_taken",
@@ -251,7 +251,7 @@ MUTATIONS = [
         "    if not finite.is_cpu or not finite:\n",
         "    if not finite.is_cpu:\n",
         "Gradients of a step that memory disregards are not made NaN, so optimizers take it.",
-        "tests/test_contract.py -k 'leave_nothing and (int8 or powersgd)'",
+        "tests/hooks/test_contract.py -k 'leave_nothing and (int8 or powersgd)'",
     ),
     Mutation(
         "step_begins_with_the_first_bucket_of_any_backward",
@@ -259,7 +259,7 @@ MUTATIONS = [
         "if begins if last_may_be_skipped else is_last:",
         "if begins:",
         "Reentrant checkpointing ends a step within its backward.",
-        "tests/test_checkpoint.py -k reentrant",
+        "tests/runtime/test_checkpoint.py -k reentrant",
     ),
     Mutation(
         "broken_backward_counts",
@@ -267,7 +267,7 @@ MUTATIONS = [
         "        if not complete:\n",
         "        if False:\n",
         "What a backward sent that broke off is taken from the memory.",
-        "tests/test_checkpoint.py -k breaks_off",
+        "tests/runtime/test_checkpoint.py -k breaks_off",
     ),
     Mutation(
         "loss_scale_ignored",
@@ -275,7 +275,7 @@ MUTATIONS = [
         "return scale if scale.is_cuda else scale.item()",
         "return 1.0",
         "Memory is in units of the scaled loss.",
-        "tests/test_contract.py -k 'loss_scale and (int8 or powersgd)'",
+        "tests/hooks/test_contract.py -k 'loss_scale and (int8 or powersgd)'",
     ),
     Mutation(
         "infinities_of_another_backward",
@@ -283,7 +283,7 @@ MUTATIONS = [
         "slot.view(flat).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)",
         "slot.view(flat)",
         "What an earlier backward left in unused parameters spoils this step.",
-        "tests/test_defects.py -k left_over",
+        "tests/project/test_defects.py -k left_over",
     ),
     Mutation(
         "unfrozen_without_a_word",
@@ -291,7 +291,7 @@ MUTATIONS = [
         "        if index == 0:\n",
         "        if index < 0:\n",
         "Parameters that were unfrozen are not averaged, and nobody is told.",
-        "tests/test_checkpoint.py -k unfrozen",
+        "tests/runtime/test_checkpoint.py -k unfrozen",
     ),
     Mutation(
         "steps_not_restored",
@@ -299,7 +299,7 @@ MUTATIONS = [
         'return 0 if problem else saved["steps"], differences',
         "return 0, differences",
         "A resumed run begins at step 0.",
-        "tests/test_contract.py -k 'resumed_run and schedule'",
+        "tests/hooks/test_contract.py -k 'resumed_run and schedule'",
     ),
     Mutation(
         "one_ranks_memory_for_another_world_size",
@@ -307,7 +307,7 @@ MUTATIONS = [
         "tensor[list(self._ranks)] if self.is_exact else tensor",
         "tensor[list(self._ranks)] if self.is_exact else tensor[:1]",
         "On another number of ranks all begin with what rank 0 owed.",
-        "tests/test_contract.py -k 'other_numbers and (int8 or powersgd)'",
+        "tests/hooks/test_contract.py -k 'other_numbers and (int8 or powersgd)'",
     ),
     Mutation(
         "exact_state_in_another_order",
@@ -315,7 +315,7 @@ MUTATIONS = [
         "tensor[list(self._ranks)] if self.is_exact else tensor",
         "tensor[[-1 - rank for rank in self._ranks]] if self.is_exact else tensor",
         "Each rank gets the exact state of another one.",
-        "tests/test_contract.py -k 'resumed_run and (int8 or powersgd)'",
+        "tests/hooks/test_contract.py -k 'resumed_run and (int8 or powersgd)'",
     ),
     Mutation(
         "strict_ignored",
@@ -323,7 +323,7 @@ MUTATIONS = [
         "        if self._strict:\n",
         "        if False:\n",
         "State that does not fit is loaded in part, though strict_state=True.",
-        "tests/test_checkpoint.py -k mismatch",
+        "tests/runtime/test_checkpoint.py -k mismatch",
     ),
     Mutation(
         "failed_load_unnoticed_by_peers",
@@ -331,7 +331,7 @@ MUTATIONS = [
         "    if -1 in digests:\n",
         "    if False:\n",
         "A state that does not fit on one rank is loaded on the others.",
-        "tests/test_checkpoint.py -k 'bad_state_on_one_rank'",
+        "tests/runtime/test_checkpoint.py -k 'bad_state_on_one_rank'",
     ),
     Mutation(
         "alias_missing",
@@ -339,7 +339,7 @@ MUTATIONS = [
         'aliases: ClassVar[tuple[str, ...]] = ("power_sgd",)',
         "aliases: ClassVar[tuple[str, ...]] = ()",
         "Accelerate's spelling of PowerSGD is unknown.",
-        "tests/test_registry.py -k aliases",
+        "tests/hooks/test_registry.py -k aliases",
     ),
     Mutation(
         "core_imports_a_framework",
@@ -347,7 +347,7 @@ MUTATIONS = [
         "import difflib\n",
         "import difflib\nimport lightning.fabric\n",
         "Importing the library imports Lightning.",
-        "tests/test_imports.py -k 'no_framework'",
+        "tests/project/test_imports.py -k 'no_framework'",
     ),
     Mutation(
         "node_sends_one_share_for_all",
@@ -355,7 +355,7 @@ MUTATIONS = [
         "own = rows[:, self.within.rank * num : (self.within.rank + 1) * num]",
         "own = rows[:, :num]",
         "Between nodes all ranks of a node exchange the first share, and the others get what does not belong there.",
-        "tests/test_hierarchy.py -k 'hook_among_nodes and bf16'",
+        "tests/collectives/test_hierarchy.py -k 'hook_among_nodes and bf16'",
     ),
     Mutation(
         "nodes_are_not_averaged_first",
@@ -363,7 +363,7 @@ MUTATIONS = [
         "        yield from within.all_reduce_mean_(bucket.flat, bucket.scale)\n",
         "        bucket.flat.mul_(bucket.scale)\n",
         "With a hierarchy each rank encodes its own gradients: ranks of a node exchange shares of different ones.",
-        "tests/test_hierarchy.py -k 'hook_among_nodes and bf16'",
+        "tests/collectives/test_hierarchy.py -k 'hook_among_nodes and bf16'",
     ),
     Mutation(
         "node_memory_of_one_rank",
@@ -371,7 +371,7 @@ MUTATIONS = [
         "with reader.of_ranks(self._ranks):",
         "with reader.of_ranks([self.group.rank]):",
         "From a state that was saved without hierarchy, ranks of a node go on with different memory.",
-        "tests/test_hierarchy.py -k 'its_ranks_owed and powersgd'",
+        "tests/collectives/test_hierarchy.py -k 'its_ranks_owed and powersgd'",
     ),
     Mutation(
         "exchanges_counted_as_rings",
@@ -379,7 +379,7 @@ MUTATIONS = [
         'around_ring = kind != "all_to_all" and self.is_ordered',
         "around_ring = True",
         "Of what ranks exchange directly as little is counted between nodes as of what goes around a ring.",
-        "tests/test_hierarchy.py -k 'all_kinds_of_collectives'",
+        "tests/collectives/test_hierarchy.py -k 'all_kinds_of_collectives'",
     ),
     Mutation(
         "decoding_is_named_encoding",
@@ -387,6 +387,6 @@ MUTATIONS = [
         'with named(self._name, "decode"):',
         'with named(self._name, "encode"):',
         "Decoding is encoding in traces.",
-        "tests/test_ranges.py -k two_shots",
+        "tests/runtime/test_ranges.py -k two_shots",
     ),
 ]

@@ -11,7 +11,7 @@ MUTATIONS = [
         "        return 1 / size\n",
         "        return 1.0\n",
         "FSDP2 asks for a mean and gets a sum.",
-        "tests/test_fsdp2.py -k 'honours'",
+        "tests/sources/test_fsdp2.py -k 'honours'",
     ),
     Mutation(
         "fsdp2_factor_ignored",
@@ -19,7 +19,7 @@ MUTATIONS = [
         "return float(op.__getstate__()[1])",
         "return 1.0",
         "FSDP2's own factor is ignored.",
-        "tests/test_fsdp2.py -k 'honours'",
+        "tests/sources/test_fsdp2.py -k 'honours'",
     ),
     Mutation(
         "fsdp1_sums",
@@ -27,7 +27,7 @@ MUTATIONS = [
         "process_group, 1 / process_group.size())",
         "process_group, 1.0)",
         "Sharded gradients are not divided by the number of ranks.",
-        "tests/test_fsdp1.py -k 'pytorch_that_run'",
+        "tests/sources/test_fsdp1.py -k 'pytorch_that_run'",
     ),
     Mutation(
         "predivided_for_good",
@@ -35,7 +35,7 @@ MUTATIONS = [
         "        out.copy_(total).mul_(factor * before)\n",
         "        out.copy_(total).mul_(factor)\n",
         "What 16-bit gradients are divided by before the sum is not undone.",
-        "tests/test_fsdp2.py -k 'within_the_bound and bf16'",
+        "tests/sources/test_fsdp2.py -k 'within_the_bound and bf16'",
     ),
     Mutation(
         "fsdp_strategy_without_hook",
@@ -43,7 +43,7 @@ MUTATIONS = [
         "self._attachment = attach(self.model, self._hook)",
         "self._attachment = attach(self.model, AllReduce())",
         "Lightning's FSDP strategies train without their hook.",
-        "tests/test_fsdp_lightning.py -k 'trains_as'",
+        "tests/lightning/test_fsdp_lightning.py -k 'trains_as'",
     ),
     Mutation(
         "made_class_that_no_pickle_finds",
@@ -51,7 +51,7 @@ MUTATIONS = [
         "Made.__name__ = Made.__qualname__ = name",
         "Made.__name__ = name",
         "The classes that a function makes are called what no module has.",
-        "tests/test_lightning.py -k 'of_their_package'",
+        "tests/lightning/test_lightning.py -k 'of_their_package'",
     ),
     Mutation(
         "callback_of_the_other_package",
@@ -59,7 +59,7 @@ MUTATIONS = [
         'f"AverageFirstCallback{tree}"',
         '"AverageFirstCallback"',
         "The strategies of pytorch_lightning put a callback of lightning into its Trainer.",
-        "tests/test_lightning.py -k 'of_their_package'",
+        "tests/lightning/test_lightning.py -k 'of_their_package'",
     ),
     Mutation(
         "fsdp_of_accelerate_without_hook",
@@ -67,7 +67,7 @@ MUTATIONS = [
         "[attach(model, resolved) for model in accelerator._models]",
         "[attach(model, resolve_sharded_hook('allreduce')) for model in accelerator._models]",
         "Models that Accelerate shards train without the hook.",
-        "tests/test_fsdp_accelerate.py -k 'trains_with'",
+        "tests/accelerate/test_fsdp_accelerate.py -k 'trains_with'",
     ),
     Mutation(
         "options_of_whoever_passes_on",
@@ -75,7 +75,7 @@ MUTATIONS = [
         "if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}",
         "}",
         "Options that nobody has are taken by a strategy whose base passes on what it gets, as Ray's.",
-        "tests/test_ray.py -k 'refused and unknown'",
+        "tests/frameworks/test_ray.py -k 'refused and unknown'",
     ),
     Mutation(
         "lightning_without_hook",
@@ -83,7 +83,7 @@ MUTATIONS = [
         "                model,\n                self._hook,\n",
         "                model,\n                'allreduce',\n",
         "Lightning's strategy registers another hook.",
-        "tests/test_lightning.py -k 'every_name'",
+        "tests/lightning/test_lightning.py -k 'every_name'",
     ),
     Mutation(
         "second_fit_with_a_static_graph",
@@ -91,7 +91,7 @@ MUTATIONS = [
         "        self._pl_static_graph_delay_done = False\n        self._last_state = None\n",
         "        self._last_state = None\n",
         "A second fit with a static graph and manual optimization does not synchronize.",
-        "tests/test_lightning.py -k 'second_fit'",
+        "tests/lightning/test_lightning.py -k 'second_fit'",
     ),
     Mutation(
         "lightning_without_scaler",
@@ -99,7 +99,7 @@ MUTATIONS = [
         'grad_scaler=getattr(self.precision_plugin, "scaler", None),',
         "grad_scaler=None,",
         "Lightning's scaler is not passed on, so that memory is in units of the scaled loss.",
-        "tests/test_lightning_state.py -k 'scale'",
+        "tests/lightning/test_lightning_state.py -k 'scale'",
     ),
     Mutation(
         "unfrozen_layers_not_wrapped",
@@ -107,7 +107,7 @@ MUTATIONS = [
         "            if self._attachment.unfrozen():\n",
         "            if False:\n",
         "Layers that a callback unfreezes are not averaged.",
-        "tests/test_lightning_state.py -k 'unfreezes'",
+        "tests/lightning/test_lightning_state.py -k 'unfreezes'",
     ),
     Mutation(
         "lightning_saves_no_state",
@@ -115,7 +115,7 @@ MUTATIONS = [
         "checkpoint[CHECKPOINT_KEY] = state",
         "pass",
         "Lightning's checkpoints have no state of the hook.",
-        "tests/test_lightning_state.py -k 'in_the_checkpoint'",
+        "tests/lightning/test_lightning_state.py -k 'in_the_checkpoint'",
     ),
     Mutation(
         "lightning_loads_no_state",
@@ -123,7 +123,7 @@ MUTATIONS = [
         "self._load(checkpoint.get(CHECKPOINT_KEY, {}))",
         "self._load({})",
         "A run that Lightning resumes begins without memory.",
-        "tests/test_lightning_state.py -k 'uninterrupted'",
+        "tests/lightning/test_lightning_state.py -k 'uninterrupted'",
     ),
     Mutation(
         "one_count_for_all_optimizers",
@@ -131,7 +131,7 @@ MUTATIONS = [
         "num_steps = self._num_steps.get(stepped.optimizer, 0) + 1",
         "num_steps = sum(self._num_steps.values()) + 1",
         "Optimizers share one count, so that with an even period the same one is always averaged.",
-        "tests/test_local_sgd_lightning.py -k 'own_steps or own_optimizer'",
+        "tests/lightning/test_local_sgd_lightning.py -k 'own_steps or own_optimizer'",
     ),
     Mutation(
         "validation_leaves_the_average",
@@ -139,7 +139,7 @@ MUTATIONS = [
         "        super().on_validation_end()  # type: ignore[misc]\n        self._evaluation.close()",
         "        super().on_validation_end()\n        self._attachment._runtime.local.models.keep_averages()",
         "After validation, ranks go on from the average.",
-        "tests/test_local_sgd_lightning_state.py -k 'leave_training_alone'",
+        "tests/lightning/test_local_sgd_lightning_state.py -k 'leave_training_alone'",
     ),
     Mutation(
         "lightning_divides_by_nothing",
@@ -147,7 +147,7 @@ MUTATIONS = [
         "return float(module.trainer.accumulate_grad_batches) if",
         "return 1.0 if",
         "What Lightning divides the loss by is not known.",
-        "tests/test_accumulation_hosts.py -k 'lightning and short_last_window'",
+        "tests/frameworks/test_accumulation_hosts.py -k 'lightning and short_last_window'",
     ),
     Mutation(
         "accelerate_divides_by_nothing",
@@ -155,7 +155,7 @@ MUTATIONS = [
         "return self.divided_before * self._divides_by",
         "return self.divided_before",
         "What accelerator.backward divides the loss by is not known.",
-        "tests/test_accumulation_hosts.py -k 'accelerate and short_last_window'",
+        "tests/frameworks/test_accumulation_hosts.py -k 'accelerate and short_last_window'",
     ),
     Mutation(
         "fabric_saves_no_state",
@@ -163,7 +163,7 @@ MUTATIONS = [
         "state = {**state, CHECKPOINT_KEY: self._together.state_dict()}",
         "pass",
         "Fabric's checkpoints have no state of the hook.",
-        "tests/test_fabric.py -k 'resumes or others'",
+        "tests/lightning/test_fabric.py -k 'resumes or others'",
     ),
     Mutation(
         "fabric_barrier_shows_nothing",
@@ -171,7 +171,7 @@ MUTATIONS = [
         "        super().barrier(*args, **kwargs)\n        self._together.show_average()\n",
         "        super().barrier(*args, **kwargs)\n",
         "After Fabric's barrier each rank has its own model.",
-        "tests/test_fabric.py -k 'barrier'",
+        "tests/lightning/test_fabric.py -k 'barrier'",
     ),
     Mutation(
         "accelerate_does_not_know_the_handler",
@@ -179,7 +179,7 @@ MUTATIONS = [
         "        return DistributedDataParallelKwargs\n",
         "        return CommHookKwargs\n",
         "Accelerate looks the handler up by a class that it does not know.",
-        "tests/test_accelerate.py -k 'trains_with'",
+        "tests/accelerate/test_accelerate.py -k 'trains_with'",
     ),
     Mutation(
         "accelerate_without_scaler",
@@ -187,7 +187,7 @@ MUTATIONS = [
         "grad_scaler=None if accelerator is None else accelerator.scaler,",
         "grad_scaler=None,",
         "Accelerate's scaler is not passed on.",
-        "tests/test_accelerate.py -k 'scaler'",
+        "tests/accelerate/test_accelerate.py -k 'scaler'",
     ),
     Mutation(
         "accelerate_refuses_nothing",
@@ -195,7 +195,7 @@ MUTATIONS = [
         "(reason := _REFUSED.get(state.distributed_type.value)) is not None",
         "(reason := None) is not None",
         "With DeepSpeed and the like the hook does nothing, and nobody is told.",
-        "tests/test_accelerate.py -k 'refused'",
+        "tests/accelerate/test_accelerate.py -k 'refused'",
     ),
     Mutation(
         "accelerate_saves_no_state",
@@ -203,7 +203,7 @@ MUTATIONS = [
         "lambda models, weights, folder: self.write(folder)",
         "lambda models, weights, folder: None",
         "Accelerate's checkpoints have no state of the hook.",
-        "tests/test_local_sgd_accelerate.py -k 'resumed'",
+        "tests/accelerate/test_local_sgd_accelerate.py -k 'resumed'",
     ),
     Mutation(
         "trainer_loads_no_state",
@@ -211,7 +211,7 @@ MUTATIONS = [
         "self._events().read(checkpoint)",
         "pass",
         "A run that a transformers.Trainer resumes begins without memory.",
-        "tests/test_hf_trainer.py -k 'resumes'",
+        "tests/accelerate/test_hf_trainer.py -k 'resumes'",
     ),
     Mutation(
         "trainer_ends_with_one_ranks_model",
@@ -219,7 +219,7 @@ MUTATIONS = [
         "        self._events().average_for_good()\n",
         "",
         "After train(), each rank has its own model.",
-        "tests/test_hf_trainer.py -k 'trains_with or evaluates'",
+        "tests/accelerate/test_hf_trainer.py -k 'trains_with or evaluates'",
     ),
     Mutation(
         "trainer_logs_nothing",
@@ -227,7 +227,7 @@ MUTATIONS = [
         '("loss" in logs or "train_runtime" in logs)',
         '("train_runtime" in logs)',
         "A transformers.Trainer logs the hook's values at the end only.",
-        "tests/test_monitor_accelerate.py -k 'trainer_log'",
+        "tests/accelerate/test_monitor_accelerate.py -k 'trainer_log'",
     ),
     Mutation(
         "every_rank_logs",
@@ -235,7 +235,7 @@ MUTATIONS = [
         "            not trainer.is_global_zero\n            or self._monitor is None\n",
         "            self._monitor is None\n",
         "Ranks other than 0 log.",
-        "tests/test_monitor_lightning.py -k 'own'",
+        "tests/lightning/test_monitor_lightning.py -k 'own'",
     ),
     Mutation(
         "forecast_of_half_a_period",
@@ -243,7 +243,7 @@ MUTATIONS = [
         "hook.repeats_after() * max(1, self._local.num_optimizers)",
         "max(1, hook.repeats_after() // 2)",
         "What ranks send that step alone is measured over a part of their period.",
-        "tests/test_forecast.py -k 'whole_periods'",
+        "tests/runtime/test_forecast.py -k 'whole_periods'",
     ),
     Mutation(
         "forecast_over_a_change",
@@ -251,6 +251,6 @@ MUTATIONS = [
         " or step in self._changes:",
         ":",
         "What was measured before a hook begins to compress is told of the steps after it.",
-        "tests/test_forecast_lightning.py -k 'one_line'",
+        "tests/lightning/test_forecast_lightning.py -k 'one_line'",
     ),
 ]

@@ -11,7 +11,7 @@ MUTATIONS = [
         "return self._of_buckets[bucket.names]\n",
         'return self.__dict__.setdefault("_by_index", {}).setdefault(bucket.index, self._of_buckets[bucket.names])\n',
         "Memory belongs to the number of a bucket, which DDP builds anew.",
-        "tests/test_contract.py -k 'loses_nothing and (int8 or powersgd)'",
+        "tests/hooks/test_contract.py -k 'loses_nothing and (int8 or powersgd)'",
     ),
     Mutation(
         "memory_lost_with_the_buckets",
@@ -19,7 +19,7 @@ MUTATIONS = [
         '                    place.copy_(entry["residual"])\n',
         "                    pass\n",
         "When DDP rebuilds its buckets, residuals become zero.",
-        "tests/test_contract.py -k 'loses_nothing and (int8 or powersgd)'",
+        "tests/hooks/test_contract.py -k 'loses_nothing and (int8 or powersgd)'",
     ),
     Mutation(
         "owed_is_not_paid",
@@ -27,7 +27,7 @@ MUTATIONS = [
         "residual.copy_(total - sent)",
         "residual.copy_(total)",
         "What was sent stays in the residual of codecs.",
-        "tests/test_contract.py -k 'loses_nothing and int8'",
+        "tests/hooks/test_contract.py -k 'loses_nothing and int8'",
     ),
     Mutation(
         "powersgd_owes_what_it_sent",
@@ -35,7 +35,7 @@ MUTATIONS = [
         "                add_unscaled_(m[block], written, -bucket.loss_scale)\n",
         "",
         "What was sent stays in the residual of PowerSGD.",
-        "tests/test_contract.py -k 'loses_nothing and powersgd'",
+        "tests/hooks/test_contract.py -k 'loses_nothing and powersgd'",
     ),
     Mutation(
         "unused_parameter_pays",
@@ -43,7 +43,7 @@ MUTATIONS = [
         "own.copy_(torch.where(is_used, own, before[slot]))",
         "own.copy_(own)",
         "What an earlier backward left in unused parameters goes into the residual.",
-        "tests/test_defects.py -k 'unused_network and powersgd'",
+        "tests/project/test_defects.py -k 'unused_network and powersgd'",
     ),
     Mutation(
         "bad_step_is_half_an_iteration",
@@ -51,7 +51,7 @@ MUTATIONS = [
         'any("factor_p" in self.memory.get(key, {}) for batch in batches for key in batch.keys)',
         "self.hook.num_iters_per_step == 1 and bucket.step % 2 == 0",
         "After a bad step P is made where Q is due.",
-        "tests/test_powersgd.py -k 'half_iterations_equal'",
+        "tests/hooks/test_powersgd.py -k 'half_iterations_equal'",
     ),
     Mutation(
         "last_block_only",
@@ -59,7 +59,7 @@ MUTATIONS = [
         "product[i].addmm_(start[i][:, rows], m[block].view(-1, self.m))",
         "product[i].addmm_(start[i][:, rows], m[block].view(-1, self.m), beta=0)",
         "Q is made of the last rows of a matrix.",
-        "tests/test_powersgd.py -k 'many_blocks'",
+        "tests/hooks/test_powersgd.py -k 'many_blocks'",
     ),
     Mutation(
         "half_of_the_bases",
@@ -67,7 +67,7 @@ MUTATIONS = [
         "return (starts, factors) if makes_q else (factors, starts)",
         "return (starts, factors)",
         "P that is not orthonormal, and of the wrong shape.",
-        "tests/test_powersgd.py -k 'half_iterations_equal'",
+        "tests/hooks/test_powersgd.py -k 'half_iterations_equal'",
     ),
     Mutation(
         "no_qr",
@@ -75,7 +75,7 @@ MUTATIONS = [
         "torch.linalg.qr((rows / largest).mT).Q",
         "(rows / largest).mT",
         "Bases of the power iteration are not orthonormal.",
-        "tests/test_powersgd.py -k 'stock'",
+        "tests/hooks/test_powersgd.py -k 'stock'",
     ),
     Mutation(
         "no_epsilon",
@@ -83,7 +83,7 @@ MUTATIONS = [
         ".clamp_min_(torch.finfo(rows.dtype).tiny)",
         "",
         "Zero gradients become NaN.",
-        "tests/test_contract.py -k 'zero_gradients and powersgd'",
+        "tests/hooks/test_contract.py -k 'zero_gradients and powersgd'",
     ),
     Mutation(
         "power_iteration_begins_anew",
@@ -91,7 +91,7 @@ MUTATIONS = [
         "_revived(torch.stack(last), fresh,",
         "_revived(fresh, fresh,",
         "The last step's factor is forgotten though warm_start=True.",
-        "tests/test_powersgd.py -k 'stock'",
+        "tests/hooks/test_powersgd.py -k 'stock'",
     ),
     Mutation(
         "dead_rows_stay",
@@ -99,7 +99,7 @@ MUTATIONS = [
         "return torch.where(alive, rows, fresh)",
         "return rows",
         "After a step of zeros PowerSGD may send nothing for ever.",
-        "tests/test_powersgd_degenerate.py -k 'drawn_anew'",
+        "tests/hooks/test_powersgd_degenerate.py -k 'drawn_anew'",
     ),
     Mutation(
         "inf_stays_on_its_rank",
@@ -107,7 +107,7 @@ MUTATIONS = [
         "        spoil_unless_(all_finite(residual), [residual])\n",
         "",
         "inf that a hook does not send gets into the memory of its rank.",
-        "tests/test_testing.py -k 'not_sent'",
+        "tests/hooks/test_testing.py -k 'not_sent'",
     ),
     Mutation(
         "mean_after_it_is_sent",
@@ -115,7 +115,7 @@ MUTATIONS = [
         "        residual.sub_(sent)\n",
         "        residual.sub_(sent)\n        flat.copy_(mean)\n",
         "A hook that returns the residual as the mean gives zero.",
-        "tests/test_testing.py -k 'may_be_the_mean'",
+        "tests/hooks/test_testing.py -k 'may_be_the_mean'",
     ),
     Mutation(
         "rounding_is_lost",
@@ -123,7 +123,7 @@ MUTATIONS = [
         "            residual.add_(left)\n",
         "            pass\n",
         "What rounding to 16 bit leaves is not owed.",
-        "tests/test_feedback_property.py -k '16_bit'",
+        "tests/hooks/test_feedback_property.py -k '16_bit'",
     ),
     Mutation(
         "nothing_has_no_shape",
@@ -131,7 +131,7 @@ MUTATIONS = [
         ".view(self._group.size, *tensor.shape)",
         ".view(-1, *tensor.shape)",
         "An exact state of a parameter without elements cannot be saved.",
-        "tests/test_contract.py -k 'resumed_run and batched'",
+        "tests/hooks/test_contract.py -k 'resumed_run and batched'",
     ),
     Mutation(
         "powersgd_sums",
@@ -139,7 +139,7 @@ MUTATIONS = [
         "factor.div_(self.group.size).to(wire)",
         "factor.to(wire)",
         "PowerSGD does not divide by the number of ranks.",
-        "tests/test_powersgd.py -k 'stock'",
+        "tests/hooks/test_powersgd.py -k 'stock'",
     ),
     Mutation(
         "powersgd_seed_ignored",
@@ -147,7 +147,7 @@ MUTATIONS = [
         'f"{seed}:{step}:{key}"',
         'f"{step}:{key}"',
         "random_seed changes nothing.",
-        "tests/test_powersgd.py -k 'random_seed'",
+        "tests/hooks/test_powersgd.py -k 'random_seed'",
     ),
     Mutation(
         "powersgd_begins_late",
@@ -155,7 +155,7 @@ MUTATIONS = [
         "if bucket.step < self.hook.start_powerSGD_iter:",
         "if bucket.step <= self.hook.start_powerSGD_iter:",
         "Compression begins a step late.",
-        "tests/test_metrics.py -k 'not_compressed'",
+        "tests/runtime/test_metrics.py -k 'not_compressed'",
     ),
     Mutation(
         "fp16_casts_before_it_divides",
@@ -163,7 +163,7 @@ MUTATIONS = [
         "torch.div(flat, self.group.size / bucket.scale, out=half)",
         "half.copy_(flat).div_(self.group.size / bucket.scale)",
         "What fits 16 bit after division only overflows.",
-        "tests/test_defects.py -k 'fp16_divides'",
+        "tests/project/test_defects.py -k 'fp16_divides'",
     ),
     Mutation(
         "coarse_int8",
@@ -171,7 +171,7 @@ MUTATIONS = [
         "scale_of(largest(blocks), 127)",
         "scale_of(largest(blocks), 63)",
         "int8 uses half of its levels.",
-        "tests/test_codecs.py -k 'bounded'",
+        "tests/codecs/test_codecs.py -k 'bounded'",
     ),
     Mutation(
         "nibbles_swapped",
@@ -179,7 +179,7 @@ MUTATIONS = [
         "(low + 16 * high)",
         "(high + 16 * low)",
         "Two numbers of a byte change places.",
-        "tests/test_codecs.py -k 'bounded'",
+        "tests/codecs/test_codecs.py -k 'bounded'",
     ),
     Mutation(
         "rotated_twice",
@@ -187,7 +187,7 @@ MUTATIONS = [
         "levels @ hadamard(self.block_size, levels).t()",
         "levels @ hadamard(self.block_size, levels)",
         "A block is turned on instead of back.",
-        "tests/test_codecs.py -k 'bounded'",
+        "tests/codecs/test_codecs.py -k 'bounded'",
     ),
     Mutation(
         "zero_point_forgotten",
@@ -195,7 +195,7 @@ MUTATIONS = [
         "return scale * (codes.to(scales.dtype) - zero_point)",
         "return scale * codes.to(scales.dtype)",
         "Affine codes are decoded without their zero point.",
-        "tests/test_codecs.py -k 'bounded or affine'",
+        "tests/codecs/test_codecs.py -k 'bounded or affine'",
     ),
     Mutation(
         "fp8_rounds_to_nearest",
@@ -203,7 +203,7 @@ MUTATIONS = [
         'round_(scaled / distance, "stochastic", seed) * distance',
         "scaled",
         "Stochastic rounding of fp8 has a bias.",
-        "tests/test_codecs_rounding.py -k 'bias'",
+        "tests/codecs/test_codecs_rounding.py -k 'bias'",
     ),
     Mutation(
         "rounding_seed_constant",
@@ -211,7 +211,7 @@ MUTATIONS = [
         "bits = _mixed(_mixed(position) ^ seed)",
         "bits = _mixed(_mixed(position))",
         "Random rounding is the same in each step.",
-        "tests/test_codecs_rounding.py",
+        "tests/codecs/test_codecs_rounding.py",
     ),
     Mutation(
         "rounding_seed_of_all_ranks",
@@ -219,7 +219,7 @@ MUTATIONS = [
         ":{bucket.step}:{self.group.rank}:",
         ":{bucket.step}:",
         "Random rounding is the same on all ranks, so that errors add up.",
-        "tests/test_quantized.py -k 'random_rounding'",
+        "tests/hooks/test_quantized.py -k 'random_rounding'",
     ),
     Mutation(
         "infinity_clamped",
@@ -227,7 +227,7 @@ MUTATIONS = [
         "torch.where(amax <= LARGEST, amax, torch.nan)",
         "amax.nan_to_num(0.0).clamp_max(LARGEST)",
         "Blocks with inf or NaN look finite.",
-        "tests/test_codecs.py -k 'not_finite'",
+        "tests/codecs/test_codecs.py -k 'not_finite'",
     ),
     Mutation(
         "error_of_the_mean_dropped",
@@ -235,7 +235,7 @@ MUTATIONS = [
         "residual.copy_(residual + (mean - sent) * factor)",
         "residual.copy_(residual)",
         "What the second shot leaves out is lost.",
-        "tests/test_two_shot.py -k 'telescopes'",
+        "tests/collectives/test_two_shot.py -k 'telescopes'",
     ),
     Mutation(
         "error_of_the_mean_once",
@@ -243,7 +243,7 @@ MUTATIONS = [
         "kernels.encode_mean(mean, own, one * self.size, seed)",
         "kernels.encode_mean(mean, own, one, seed)",
         "Of what the second shot leaves out, a part only reaches the next mean.",
-        "tests/test_two_shot.py -k 'telescopes'",
+        "tests/collectives/test_two_shot.py -k 'telescopes'",
     ),
     Mutation(
         "factors_of_a_bad_step",
@@ -251,7 +251,7 @@ MUTATIONS = [
         "        if finite:\n            for name, kind, value in self._staged:\n",
         "        if True:\n            for name, kind, value in self._staged:\n",
         "PowerSGD goes on from the factors of a bad step.",
-        "tests/test_powersgd_degenerate.py -k 'poisons_nothing'",
+        "tests/hooks/test_powersgd_degenerate.py -k 'poisons_nothing'",
     ),
     Mutation(
         "owner_sums_one_rank",
@@ -259,7 +259,7 @@ MUTATIONS = [
         ".view(self.size, b // self.size, -1), one, mean)",
         ".view(self.size, b // self.size, -1)[:1], one, mean)",
         "The owner of a share takes the first rank's numbers for the mean.",
-        "tests/test_two_shot.py -k 'reference'",
+        "tests/collectives/test_two_shot.py -k 'reference'",
     ),
     Mutation(
         "one_shot_for_two",
@@ -267,6 +267,6 @@ MUTATIONS = [
         "return self.size if two_shot and self.size > 2 else 1",
         "return 1",
         "Four ranks send all to each other.",
-        "tests/test_contract.py -k 'bytes_are_counted and int8'",
+        "tests/hooks/test_contract.py -k 'bytes_are_counted and int8'",
     ),
 ]

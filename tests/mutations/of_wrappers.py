@@ -11,7 +11,7 @@ MUTATIONS = [
         "for pattern in self.hooks:\n",
         "for pattern in reversed(list(self.hooks)):\n",
         "PerParameter chooses the last pattern that matches.",
-        "tests/test_per_parameter.py -k 'first_pattern'",
+        "tests/wrappers/test_per_parameter.py -k 'first_pattern'",
     ),
     Mutation(
         "slots_not_moved",
@@ -19,7 +19,7 @@ MUTATIONS = [
         "slots=_moved_together(slots)",
         "slots=tuple(slots)",
         "Hooks of some parameters look for them where they were in the whole bucket.",
-        "tests/test_per_parameter.py -k 'alone'",
+        "tests/wrappers/test_per_parameter.py -k 'alone'",
     ),
     Mutation(
         "nothing_handed_over",
@@ -27,7 +27,7 @@ MUTATIONS = [
         "self._phases[self._last_phase[slot.name]].drain_(dataclasses.replace(bucket, slots=(slot,)))",
         "pass",
         "What a hook owes is lost when another one takes over.",
-        "tests/test_wrappers.py -k 'owes'",
+        "tests/wrappers/test_wrappers.py -k 'owes'",
     ),
     Mutation(
         "phase_begins_late",
@@ -35,7 +35,7 @@ MUTATIONS = [
         "if start <= step)",
         "if start < max(step, 1))",
         "Phases of a Schedule begin a step late.",
-        "tests/test_wrappers.py -k 'phase'",
+        "tests/wrappers/test_wrappers.py -k 'phase'",
     ),
     Mutation(
         "cast_does_not_cast",
@@ -43,7 +43,7 @@ MUTATIONS = [
         "return gradient.element_size() > self._dtype.itemsize",
         "return False",
         "Cast sends gradients as they are.",
-        "tests/test_contract.py -k 'bytes_are_counted and cast'",
+        "tests/hooks/test_contract.py -k 'bytes_are_counted and cast'",
     ),
     Mutation(
         "mean_of_what_is_divided_already",
@@ -51,7 +51,7 @@ MUTATIONS = [
         "return divided_by / accumulated.num_micro_batches",
         "return 1 / accumulated.num_micro_batches",
         "accumulation='mean' divides what the framework has divided.",
-        "tests/test_accumulation.py -k 'there_were and allreduce'",
+        "tests/runtime/test_accumulation.py -k 'there_were and allreduce'",
     ),
     Mutation(
         "own_weights_only",
@@ -59,7 +59,7 @@ MUTATIONS = [
         "if not is_local(self._inner, bucket.step):",
         "if is_local(self._inner, bucket.step):",
         "Weights of other ranks are ignored.",
-        "tests/test_accumulation.py -k 'weighted'",
+        "tests/runtime/test_accumulation.py -k 'weighted'",
     ),
     Mutation(
         "every_gradient_is_a_micro_batch",
@@ -67,7 +67,7 @@ MUTATIONS = [
         "                self._has_begun = False\n",
         "                self._has_begun = True\n",
         "Each gradient that arrives counts as a micro-batch.",
-        "tests/test_accumulation.py -k 'there_were and allreduce'",
+        "tests/runtime/test_accumulation.py -k 'there_were and allreduce'",
     ),
     Mutation(
         "cleared_counts",
@@ -75,7 +75,7 @@ MUTATIONS = [
         "elif self._was_cleared():",
         "elif False:",
         "Micro-batches count whose gradients were cleared.",
-        "tests/test_accumulation_windows.py -k 'cleared'",
+        "tests/runtime/test_accumulation_windows.py -k 'cleared'",
     ),
     Mutation(
         "scaled_twice",
@@ -83,7 +83,7 @@ MUTATIONS = [
         "if is_last and self._used and self._used <= self._done:",
         "if False:",
         "Gradients that one backward has scaled are scaled again by the next one, without a word.",
-        "tests/test_accumulation_windows.py -k 'second_synchronized'",
+        "tests/runtime/test_accumulation_windows.py -k 'second_synchronized'",
     ),
     Mutation(
         "second_network_scaled_twice",
@@ -91,7 +91,7 @@ MUTATIONS = [
         "scale_(parameter.grad, 1 / factor)",
         "scale_(parameter.grad, 1.0)",
         "Of two networks with a backward each, the second one's earlier micro-batches count less.",
-        "tests/test_accumulation_windows.py -k 'backward_each'",
+        "tests/runtime/test_accumulation_windows.py -k 'backward_each'",
     ),
     Mutation(
         "period_off_by_one",
@@ -99,7 +99,7 @@ MUTATIONS = [
         "if num_steps % self._config.period == 0 and",
         "if (num_steps + 1) % self._config.period == 0 and",
         "Models are averaged a step early.",
-        "tests/test_local_sgd.py -k 'trajectory and post'",
+        "tests/local_sgd/test_local_sgd.py -k 'trajectory and post'",
     ),
     Mutation(
         "average_stays",
@@ -107,7 +107,7 @@ MUTATIONS = [
         "        self._take_out(_MODEL, keep)\n",
         "",
         "After a look at the average, ranks go on from it.",
-        "tests/test_local_sgd_models.py -k 'disturbs_nothing'",
+        "tests/local_sgd/test_local_sgd_models.py -k 'disturbs_nothing'",
     ),
     Mutation(
         "some_rank_has_the_average",
@@ -115,7 +115,7 @@ MUTATIONS = [
         'everywhere = all(check_same(f"{purpose} {what}"',
         'everywhere = any(check_same(f"{purpose} {what}"',
         "An average that one rank has kept is looked at again, though another rank has not.",
-        "tests/test_local_sgd_cost.py -k 'anew_on_all_ranks and one_rank'",
+        "tests/local_sgd/test_local_sgd_cost.py -k 'anew_on_all_ranks and one_rank'",
     ),
     Mutation(
         "old_average_looked_at",
@@ -123,7 +123,7 @@ MUTATIONS = [
         "[_version(tensor) for tensor in self._tensors] == self._versions",
         "True",
         "An average that was kept is looked at again, though the model has changed.",
-        "tests/test_local_sgd_cost.py -k 'anew_on_all_ranks'",
+        "tests/local_sgd/test_local_sgd_cost.py -k 'anew_on_all_ranks'",
     ),
     Mutation(
         "averages_stay_in_memory",
@@ -131,7 +131,7 @@ MUTATIONS = [
         "            if not self._is_in(key):\n                del self._looks[key]\n",
         "",
         "Averages that were looked at are in memory while training goes on.",
-        "tests/test_local_sgd_cost.py -k 'memory and forward'",
+        "tests/local_sgd/test_local_sgd_cost.py -k 'memory and forward'",
     ),
     Mutation(
         "evaluation_counted_as_training",
@@ -139,7 +139,7 @@ MUTATIONS = [
         "if self.is_evaluating:",
         "if False:",
         "What evaluation and checkpoints send counts as sent to train.",
-        "tests/test_local_sgd_cost.py -k 'closing_line'",
+        "tests/local_sgd/test_local_sgd_cost.py -k 'closing_line'",
     ),
     Mutation(
         "buffers_not_averaged",
@@ -147,7 +147,7 @@ MUTATIONS = [
         "return parameters + (list(self.layout.float_buffers().values()) if self.average_buffers else [])",
         "return parameters",
         "Statistics of BatchNorm are not averaged.",
-        "tests/test_local_sgd_models.py -k 'buffers'",
+        "tests/local_sgd/test_local_sgd_models.py -k 'buffers'",
     ),
     Mutation(
         "outer_momentum_backwards",
@@ -155,7 +155,7 @@ MUTATIONS = [
         "old.mul_(self._config.outer_momentum).add_(gradient)",
         "old.mul_(self._config.outer_momentum).sub_(gradient)",
         "DiLoCo's outer momentum has the wrong sign.",
-        "tests/test_local_sgd.py -k 'trajectory and diloco'",
+        "tests/local_sgd/test_local_sgd.py -k 'trajectory and diloco'",
     ),
     Mutation(
         "shortest_period_first",
@@ -163,7 +163,7 @@ MUTATIONS = [
         "reversed(list(config.period_group_size_dict.items()))",
         "list(config.period_group_size_dict.items())",
         "All ranks are never averaged where a short period ends too.",
-        "tests/test_local_sgd.py -k 'trajectory and hierarchical'",
+        "tests/local_sgd/test_local_sgd.py -k 'trajectory and hierarchical'",
     ),
     Mutation(
         "momenta_not_averaged",
@@ -171,7 +171,7 @@ MUTATIONS = [
         'if self._config.optimizer_state == "average":',
         'if self._config.optimizer_state == "keep":',
         "optimizer_state='average' and 'keep' change places.",
-        "tests/test_local_sgd_optimizers.py -k 'state_of_optimizers'",
+        "tests/local_sgd/test_local_sgd_optimizers.py -k 'state_of_optimizers'",
     ),
     Mutation(
         "period_forgotten",
@@ -179,6 +179,6 @@ MUTATIONS = [
         "            own.update(reader.section(state, what))\n",
         "",
         "A resumed run begins a new period.",
-        "tests/test_local_sgd_state.py -k 'bit_by_bit and post'",
+        "tests/local_sgd/test_local_sgd_state.py -k 'bit_by_bit and post'",
     ),
 ]

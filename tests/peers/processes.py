@@ -1,4 +1,4 @@
-"""Two processes that live on, from `tests/pool.py`, and run one peer's test after another."""
+"""Two processes that live on, from `tests/support/pool.py`, and run one peer's test after another."""
 
 import contextlib
 import gc

@@ -4,7 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-FOLDER = Path(__file__).parent / "mutations"
+FOLDER = Path(__file__).parents[1] / "mutations"
 
 
 def test_each_can_be_applied():

@@ -4,16 +4,13 @@ import contextlib
 
 import pytest
 import torch
+from local_sgd_driver import ALONE, OUTER, TOO_EARLY
 from local_sgd_reference import Simulation
 from pool import ignoring
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_commhooks as lc
-
-ALONE = {"start_localSGD_iter": 0, "post_local_gradient_allreduce": False}
-ENDED = "hook='.*' ended while"
-TOO_EARLY = "training ended after"
 
 
 class TwoNets(nn.Module):
@@ -113,7 +110,6 @@ def assert_same_trajectory(results, expected, tolerance=1e-12):
                 )
 
 
-OUTER = {"lr": 0.7, "momentum": 0.9, "nesterov": True}
 METHODS = {
     "post_localsgd": (lc.PostLocalSGD(period=4, **ALONE), {"periods": {4: 4}}),
     "post_localsgd_warmup": (

@@ -16,7 +16,7 @@ for framework in ("lightning.pytorch", "pytorch_lightning", "accelerate", "trans
         importlib.import_module(framework)  # here, since they set environment variables
 
 TABLE = [*TORCH, *LIGHTNING, *ACCELERATE, *TRANSFORMERS]
-HINT = "enter it in tests/private_names*.py with what breaks without it; in private_scan.OURS if it is ours"
+HINT = "enter it in tests/support/private_names*.py with what breaks without it; in private_scan.OURS if it is ours"
 
 
 def test_every_use_is_in_the_table():

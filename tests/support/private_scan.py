@@ -4,7 +4,7 @@ import ast
 from collections import defaultdict
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 PACKAGES = ("lightning_commhooks", "accelerate_integration")
 
 # Of our own objects, read from outside of their methods; names of type variables and parts of names.

@@ -20,7 +20,7 @@ import uuid
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
-ROOT = FOLDER.parent
+ROOT = FOLDER.parents[1]
 # A launcher's, which a process that is to be alone must not see.
 DISTRIBUTED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "GROUP_RANK")
 # The variable with the address of the process that is forked, where several processes share one.

@@ -9,7 +9,6 @@ import torch.distributed as dist
 from driver import Params
 from local_sgd_reference import Simulation
 from pool import ignoring
-from test_local_sgd import OUTER
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_commhooks as lc
@@ -17,6 +16,7 @@ import lightning_commhooks as lc
 ALONE = {"start_localSGD_iter": 0, "post_local_gradient_allreduce": False}
 ENDED = "hook='.*' ended while"
 TOO_EARLY = "training ended after"
+OUTER = {"lr": 0.7, "momentum": 0.9, "nesterov": True}
 # Methods by a short name: the class, options, and those of the simulation of 4 ranks.
 METHODS = {
     "post": (lc.PostLocalSGD, {"period": 4}, {"periods": {4: 4}}),

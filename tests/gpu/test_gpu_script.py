@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "benchmarks" / "gpu.py"
 
 
@@ -113,7 +113,7 @@ def test_page(tmp_path, monkeypatch, capsys):
     (tmp_path / "fine.py").write_text("print('$ python benchmarks/fine.py'); print('a table')")
     tests = ["-m", "pytest", "-q", "-p", "outcomes", "-c", os.devnull, f"--rootdir={tmp_path}", "test_some.py"]
     monkeypatch.setattr(gpu_parts, "ROOT", tmp_path)
-    monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests"))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests" / "support"))
     monkeypatch.setattr(gpu_parts, "tests", lambda cores: [gpu_parts.Part(tests)])
     late = gpu_parts.Part(["-c", "import time; time.sleep(600)"], weight=0.02)
     bad = gpu_parts.Part(["-c", "raise SystemExit('no memory')"])
@@ -149,7 +149,7 @@ def test_tests_on_gpus_are_found_and_all_benchmarks_are_there():
     for part in gpu_parts.benchmarks():
         assert (ROOT / part.arguments[0]).is_file()
     files = {word for part in gpu_parts.tests(16) for word in part.arguments if word.endswith(".py")}
-    marked = {path.name for path in (ROOT / "tests").glob("test_*.py") if "pytest.mark.gpu" in path.read_text()}
+    marked = {path.name for path in (ROOT / "tests").glob("*/test_*.py") if "pytest.mark.gpu" in path.read_text()}
     assert {Path(file).name for file in files} == marked - {Path(__file__).name}
 
 

@@ -14,7 +14,7 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
-BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 RESULTS = BENCHMARKS / "results"
 
 

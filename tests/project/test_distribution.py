@@ -14,7 +14,7 @@ import pytest
 
 import lightning_commhooks as lc
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 FLOORS = runpy.run_path(str(ROOT / ".ci/floors.py"))
 PROJECT = FLOORS["tomllib"].loads((ROOT / "pyproject.toml").read_text())
 LOOK = """

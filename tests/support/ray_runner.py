@@ -275,7 +275,7 @@ def refusals(out):
 
 def documented(out, storage):
     """The scripts of the page, as they are there; what they report, and whether the hook's state is in it."""
-    text = (Path(__file__).parent.parent / "docs" / "ray.md").read_text()
+    text = (Path(__file__).parents[2] / "docs" / "ray.md").read_text()
     scripts = dict(re.findall(r"```python\n# (\w+)\.py\n(.*?)```", text, re.DOTALL))
     before = os.getcwd()
     os.chdir(out)

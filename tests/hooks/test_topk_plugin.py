@@ -49,7 +49,7 @@ def ranks(installed, tmp_path_factory):
     """What each of two ranks has found."""
     folder = tmp_path_factory.mktemp("results")
     launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
-    call(*launch, ROOT / "tests" / "topk_plugin_runner.py", folder, cwd=folder, path=[installed, ROOT])
+    call(*launch, ROOT / "tests" / "support" / "topk_plugin_runner.py", folder, cwd=folder, path=[installed, ROOT])
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
 
 

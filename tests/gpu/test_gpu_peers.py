@@ -27,7 +27,7 @@ import lightning_commhooks as lc
 from lightning_commhooks.testing.rules import largest_norm
 
 # For what profiles mean.
-sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
 pytestmark = [pytest.mark.gpu, needs_two]
 NUM_STEPS = 4
