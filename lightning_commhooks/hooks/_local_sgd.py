@@ -101,7 +101,7 @@ class BoundLocalSGD(AveragesModels):
             return
         num_steps = self._num_steps.get(stepped.optimizer, 0) + 1
         if self.is_local(stepped.step):
-            stepped.models.drift(stepped)
+            stepped.models.diverge(stepped)
         self._after_local_step(num_steps, stepped)
         self._num_steps[stepped.optimizer] = num_steps
 

@@ -125,7 +125,7 @@ class _BoundDiLoCo(BoundLocalSGD):
     def after_optimizer_step(self, stepped: OptimizerStep) -> None:
         if stepped.step >= self._config.start_localSGD_iter and stepped.optimizer not in self._num_steps:
             # After a phase of a schedule in which ranks stepped alone they begin at different places.
-            apart = [name for name in stepped.parameters if name in self.memory and name in stepped.models.drifted]
+            apart = [name for name in stepped.parameters if name in self.memory and name in stepped.models.diverged]
             average_([self.memory[name]["anchor"] for name in apart], self.group)
         super().after_optimizer_step(stepped)
 
@@ -139,7 +139,7 @@ class _BoundDiLoCo(BoundLocalSGD):
             with stepped.models.averaging():
                 self._outer_step(dataclasses.replace(stepped, parameters=fragment))
         if num_steps % period == 0:
-            stepped.models.average_buffers_()
+            stepped.models.average_()
 
     def _outer_step(self, stepped: OptimizerStep) -> None:
         parameters = {name: flat_view(p) for name, p in stepped.parameters.items() if name in self.memory}

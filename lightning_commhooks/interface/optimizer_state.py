@@ -21,12 +21,6 @@ def common_states(
     return {name: tensors for (name, tensors), is_common in zip(own.items(), everywhere, strict=True) if is_common}
 
 
-def floating_points(parameters: Mapping[str, Tensor], state: Mapping[Tensor, Any]) -> list[Tensor]:
-    """Tensors of an optimizer's state that this rank may average with others."""
-    found = [_floating_point(state.get(p, {})) for p in parameters.values()]
-    return [tensor for own in found for tensor in own.values()]
-
-
 def _floating_point(state: Mapping[str, Any]) -> dict[str, Tensor]:
     if any(isinstance(v, Tensor) and v.numel() > 1 and not _is_continuous(v) for v in state.values()):
         return {}  # quantized: the mean of scales means nothing without that of the codes

@@ -149,7 +149,7 @@ def after_optimizer_step(hook: BoundHook, stepped: OptimizerStep) -> None:
         hook.after_optimizer_step(stepped)
     if stepped.step < 0 or is_local(hook, stepped.step):
         return
-    if not stepped.models.drifted.isdisjoint(stepped.parameters):
+    if not stepped.models.diverged.isdisjoint(stepped.parameters):
         stepped.models.average_(stepped.parameters)
-    if stepped.models.state_drifted(stepped):
+    if stepped.models.state_diverged(stepped):
         stepped.models.average_state_(stepped)

@@ -362,7 +362,7 @@ class Attachment:
             raise HookError("the communication hook was closed; keep the old DistributedDataParallel until move_to()")
         run.clock.end()
         with raise_on_all_ranks(run.bound.group.process_group, "move_to()"):
-            if run.local.models.drifted:
+            if run.local.models.diverged:
                 raise ValueError(
                     "the models of the ranks differed when the new DistributedDataParallel was made, which overwrote "
                     "them with that of rank 0; call average_weights() before making it"

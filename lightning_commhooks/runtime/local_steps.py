@@ -104,7 +104,7 @@ class LocalSteps:
             )
 
     def _before_hooked_step(self, optimizer: Optimizer) -> None:
-        if not self.models.has_looks or self.models.stepped(optimizer, -1) is None:
+        if not self.models.is_swapped or self.models.stepped(optimizer, -1) is None:
             return
         self.models.forget()
         self.hide_average()
@@ -159,7 +159,7 @@ class LocalSteps:
     def average(self, everything: bool = False) -> None:
         """Average what differs between ranks, or all of the model, for good."""
         self._running.clock.end()
-        self._running.call(lambda: self.models.average_drifted_(everything))
+        self._running.call(lambda: self.models.average_diverged_(everything))
 
     def show_average(self) -> None:
         """Have the averages in place of each rank's own model until the next forward that trains."""
@@ -171,7 +171,7 @@ class LocalSteps:
     def hide_average(self) -> None:
         """Put each rank's own model back after `show_average`, as training goes on."""
         if self.models.is_shown:
-            self.models.swap_out(keep=False)
+            self.models.swap_out()
 
     def before_forward(self, is_training: bool) -> None:
         """Called before each forward of the DDP model."""
@@ -186,7 +186,7 @@ class LocalSteps:
                 "barrier where that shows the average",
             )
         if is_training and self.keeps_own_buffers:
-            self.models.buffers_drift()
+            self.models.buffers_diverge()
 
     def _warn_once(self, key: str, text: str) -> None:
         if key not in self._warned:
@@ -196,8 +196,8 @@ class LocalSteps:
     def average_state(self, optimizer: Optimizer) -> None:
         """Average the state of an optimizer, for good."""
         stepped = self.models.stepped(optimizer, -1)
-        if stepped is not None and self.models.state_drifted(stepped):
-            self._running.call(lambda: self.models.average_state_drifted_(stepped))
+        if stepped is not None and self.models.state_diverged(stepped):
+            self._running.call(lambda: self.models.average_state_diverged_(stepped))
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
@@ -210,7 +210,7 @@ class LocalSteps:
         try:
             yield
         finally:
-            self.models.swap_out(keep=True)
+            self.models.swap_out()
 
     @contextmanager
     def averaged_state(self, optimizer: Optimizer) -> Iterator[None]:
@@ -222,21 +222,21 @@ class LocalSteps:
         try:
             yield
         finally:
-            self.models.swap_state_out(stepped)
+            self.models.swap_out(stepped.optimizer)
 
     def close(self) -> list[str]:
         """Let go of model and optimizers; returns what the user should know."""
-        drifted = len(self.models.drifted)
+        diverged = len(self.models.diverged)
         for handle in itertools.chain(*self._handles.values()):
             handle.remove()
         self._handles.clear()
         self._optimizers.clear()
         self.models.forget()
         self.models.layout = Layout(nn.Module())
-        if not drifted or self.models.is_swapped:
+        if not diverged or self.models.is_swapped:
             self.models.keep_averages()
             return []
         return [
-            f"hook={self._running.name!r} ended while {drifted} parameters differed between ranks; call "
+            f"hook={self._running.name!r} ended while {diverged} parameters differed between ranks; call "
             "Attachment.average_weights() at the end of training"
         ]

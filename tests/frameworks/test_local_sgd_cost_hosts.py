@@ -11,8 +11,8 @@ from torchrun import run_twice
 ADAM = 2  # moments of each parameter
 
 
-def ring(numel, world=2):
-    return 2 * (world - 1) / world * 8 * numel
+def ring(numel):
+    return 8 * numel  # of two ranks, double precision
 
 
 # Lightning --------------------------------------------------------------------------------------------------
@@ -20,19 +20,15 @@ def ring(numel, world=2):
 STEPS, PERIOD = 12, 4
 LIGHTNING = 6 * 8 + 8 + 2 * 8 + 8 * 3 + 3
 STATISTICS = 2 * 8
-NAMES = {2: ("post", "hierarchical", "diloco", "averaged"), 4: ("hierarchical", "diloco")}
-LABELS = [(world, name, every) for world, names in NAMES.items() for name in names for every in (3, 4)]
+NAMES = ("post", "averaged")
 
 
 @functools.cache
-def lightning(folder, world):
+def lightning(folder):
     pytest.importorskip("lightning")
     from test_lightning import launch
 
-    own = folder / str(world)
-    own.mkdir()
-    scenario = {2: "costs", 4: "costs_on_four"}[world]
-    return launch(own, scenario, runner=FOLDER / "local_sgd_cost_lightning_runner.py", world=world)
+    return launch(folder, "costs", runner=FOLDER / "local_sgd_cost_lightning_runner.py")
 
 
 @pytest.fixture(scope="module")
@@ -50,21 +46,19 @@ def by_step(rows):
 
 
 @pytest.mark.parametrize("resync", [False, True], ids=["back", "resync"])
-@pytest.mark.parametrize(("world", "name", "every"), LABELS)
-def test_lightning_averages_once_where_it_saves_and_validates(folder, world, name, every, resync):
-    costs = by_step(lightning(folder, world)(f"{name}-{every}-{resync}-costs")["costs"])
-    whole = ring(LIGHTNING + STATISTICS, world)
-    state = ring(ADAM * LIGHTNING, world) + (world - 1) * 4 * 6
-    agreed = 100 * world
+@pytest.mark.parametrize("every", [3, 4])
+@pytest.mark.parametrize("name", NAMES)
+def test_lightning_averages_once_where_it_saves_and_validates(folder, name, every, resync):
+    costs = by_step(lightning(folder)(f"{name}-{every}-{resync}-costs")["costs"])
+    whole = ring(LIGHTNING + STATISTICS)
+    state = ring(ADAM * LIGHTNING) + 4 * 6
+    agreed = 200
     for step in range(1, STEPS + 1):
         training, evaluation, measured = costs[step]
         is_period = step % PERIOD == 0
-        own = whole + (state if name == "averaged" else 0)
-        # Of two ranks.
-        often = ring(LIGHTNING + STATISTICS) if name == "hierarchical" and step % 2 == 0 else 0
-        assert training == (own if is_period else often), step
+        assert training == ((whole + (state if name == "averaged" else 0)) if is_period else 0), step
         # Saved, validated, saved again if it is the best: once, and not at all what the method has just averaged.
-        of_model = 0 if is_period or (often and world == 2) else whole
+        of_model = 0 if is_period else whole
         of_state = 0 if is_period and name == "averaged" else state
         assert evaluation == (of_model + of_state if step % every == 0 else 0), step
         # Besides, ranks agree on a few numbers, and Lightning on when to stop.
@@ -75,21 +69,21 @@ def test_lightning_averages_once_where_it_saves_and_validates(folder, world, nam
 
 
 def test_lightning_is_counted_alike_on_all_ranks(folder):
-    for world, name, every in LABELS:
-        results, label = lightning(folder, world), f"{name}-{every}-False"
+    results = lightning(folder)
+    for label in (f"{name}-{every}-False" for name in NAMES for every in (3, 4)):
         assert results(f"{label}-costs")["costs"] == results(f"{label}-costs", 1)["costs"]
-        assert results(label)["params"] == results(label, world - 1)["params"]
+        assert results(label)["params"] == results(label, 1)["params"]
 
 
 # Accelerate and transformers --------------------------------------------------------------------------------
 
 
 @functools.cache
-def runs(part, folder, world=2):
-    own = folder / f"{part}-{world}"
+def runs(part, folder):
+    own = folder / part
     own.mkdir()
-    run_twice("local_sgd_cost_accelerate_runner.py", own, part, num_processes=world)
-    return [torch.load(own / f"{part}.{rank}.pt") for rank in range(world)]
+    run_twice("local_sgd_cost_accelerate_runner.py", own, part)
+    return [torch.load(own / f"{part}.{rank}.pt") for rank in range(2)]
 
 
 MODEL = 6 * 8 + 8 + 8 * 3 + 3
@@ -97,13 +91,13 @@ MODEL = 6 * 8 + 8 + 8 * 3 + 3
 
 @pytest.mark.parametrize("resync", [False, True], ids=["back", "resync"])
 @pytest.mark.parametrize("steps", [6, 8], ids=["between", "period"])
-@pytest.mark.parametrize("name", ["post_localsgd", "diloco", "averaged"])
-def test_accelerate_averages_once_until_training_goes_on(folder, world, name, steps, resync):
-    state = ring(ADAM * MODEL, world) + (world - 1) * 4 * 4
+@pytest.mark.parametrize("name", ["post_localsgd", "averaged"])
+def test_accelerate_averages_once_until_training_goes_on(folder, name, steps, resync):
+    state = ring(ADAM * MODEL) + 4 * 4
     is_period = steps % PERIOD == 0
-    of_model = 0 if is_period else ring(MODEL, world)
+    of_model = 0 if is_period else ring(MODEL)
     of_state = 0 if is_period and name == "averaged" else state
-    for rank in runs("accelerator", folder, world):
+    for rank in runs("accelerator", folder):
         result = rank[name, steps, resync]
         (_, *trained), *costs = result["costs"]
         assert trained[1] == 0

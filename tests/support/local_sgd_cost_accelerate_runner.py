@@ -4,7 +4,7 @@ import sys
 import warnings
 
 import torch
-from local_sgd_accelerate_runner import ALONE, HOOKS, PERIOD, Run
+from local_sgd_accelerate_runner import ALONE, PERIOD, Run
 
 import lightning_commhooks as lc
 
@@ -91,8 +91,10 @@ def trainer(hook, every, folder):
 def main():
     folder, *parts = sys.argv[1:]
     warnings.filterwarnings("ignore", message="training ended after")
-    averaged = lc.PostLocalSGD(period=PERIOD, optimizer_state="average", **ALONE)
-    hooks = {**HOOKS, "averaged": averaged}
+    hooks = {
+        "post_localsgd": lc.PostLocalSGD(period=PERIOD, **ALONE),
+        "averaged": lc.PostLocalSGD(period=PERIOD, optimizer_state="average", **ALONE),
+    }
     results = {}
     if "accelerator" in parts:
         for name, hook in hooks.items():
@@ -101,9 +103,9 @@ def main():
                     path = f"{folder}/{name}-{steps}-{resync}"
                     results[name, steps, resync] = accelerator(hook, steps, resync, path)
     if "trainer" in parts:
-        for name in ("post_localsgd", "averaged"):
+        for name, hook in hooks.items():
             for every in (3, 4):
-                results["trainer", name, every] = trainer(hooks[name], every, f"{folder}/trainer-{name}-{every}")
+                results["trainer", name, every] = trainer(hook, every, f"{folder}/trainer-{name}-{every}")
     rank = torch.distributed.get_rank()
     torch.save(results, f"{folder}/{'-'.join(parts)}.{rank}.pt")
     torch.distributed.barrier()

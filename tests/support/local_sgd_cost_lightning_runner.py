@@ -1,7 +1,6 @@
 """What Lightning's real `Trainer` sends to validate and to save, for test_local_sgd_cost_hosts.py."""
 
 import logging
-import sys
 import warnings
 
 from lightning_runner import OUT, CompressedDDP, pl, write
@@ -12,8 +11,6 @@ from lightning_commhooks.testing.rules import _measuring
 
 HOOKS = {
     "post": lc.PostLocalSGD(period=4, **ALONE),
-    "hierarchical": lc.HierarchicalLocalSGD(period_group_size_dict={2: 2, 4: None}, **ALONE),
-    "diloco": lc.DiLoCo(period=4, **ALONE),
     "averaged": lc.PostLocalSGD(period=4, optimizer_state="average", **ALONE),
 }
 
@@ -49,9 +46,8 @@ class Costs(pl.Callback):
         self.note(trainer, "end")
 
 
-def costs(names=tuple(HOOKS)):
-    for name in names:
-        hook = HOOKS[name]
+def costs():
+    for name, hook in HOOKS.items():
         for every in (3, 4):
             for resync in (False, True):
                 label = f"{name}-{every}-{resync}"
@@ -71,12 +67,7 @@ def costs(names=tuple(HOOKS)):
                 write(f"{label}-costs", trainer.global_rank, costs=noted.costs)
 
 
-def costs_on_four():
-    costs(("hierarchical", "diloco"))
-
-
 if __name__ == "__main__":
     logging.basicConfig(level=logging.INFO)
     warnings.filterwarnings("ignore", module=r"lightning\.|pytorch_lightning\.|lightning_fabric\.")
-    for scenario in sys.argv[3:]:
-        globals()[scenario]()
+    costs()

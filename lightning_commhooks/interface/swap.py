@@ -1,0 +1,70 @@
+"""Averages that stand in the place of each rank's own tensors for a while."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from lightning_commhooks.collectives.averaging import average_
+from lightning_commhooks.collectives.group import Group
+
+
+class Swap:
+    """Averages of tensors, in their place at first, and each rank's own in a copy. Collective to make.
+
+    Does not notice changes that autograd does not, as by `tensor.data`.
+
+    Args:
+        tensors: tensors to average.
+        group: the ranks.
+
+    Attributes:
+        is_in: whether the averages are in place, and each rank's own in the copy; otherwise the other way round.
+        is_outdated: whether tensors have changed since they were averaged.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], group: Group) -> None:
+        self._tensors = list(tensors)
+        self._copies = [tensor.data.clone() for tensor in tensors]
+        average_(tensors, group)
+        self.is_in, self.is_outdated = True, False
+        self._note_change()
+
+    def _note_change(self) -> None:
+        count_up(self._tensors)
+        self._versions = [_version(tensor) for tensor in self._tensors]
+
+    def own(self) -> dict[int, Tensor]:
+        """Each rank's own by the `id` of the tensor whose average is in place."""
+        return {id(t): own for t, own in zip(self._tensors, self._copies, strict=True)} if self.is_in else {}
+
+    def exchange(self) -> None:
+        """Exchange averages and each rank's own, but for what somebody has changed meanwhile, as by loading weights."""
+        for tensor, copy, version in zip(self._tensors, self._copies, self._versions, strict=True):
+            if _version(tensor) == version:
+                before = tensor.data.clone()
+                tensor.data.copy_(copy)
+                copy.copy_(before)
+            else:
+                self.is_outdated = True
+        self.is_in = not self.is_in
+        self._note_change()
+
+    def is_kept(self, among: Iterable[Any]) -> bool:
+        """Whether the averages are in the copy, and each rank's own unchanged and still `among` these objects."""
+        missing = {id(tensor) for tensor in self._tensors}.difference(map(id, among))
+        is_same = [_version(tensor) for tensor in self._tensors] == self._versions
+        return is_same and not (self.is_in or self.is_outdated or missing)
+
+
+def count_up(tensors: Iterable[Tensor]) -> None:
+    """Let autograd know of a change, so that it refuses a backward of what was computed before."""
+    # A buffer that was made in inference mode has no version.
+    increment_version([tensor for tensor in tensors if not tensor.is_inference()])
+
+
+def _version(tensor: Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version
