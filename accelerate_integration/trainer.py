@@ -175,7 +175,7 @@ class _TrainerEvents:
         # Models of earlier trials of a search may still be there.
         for attachment in [each for each in self._handler.attachments if not each.is_closed][-1:]:
             self._events()
-            attachment.tell_forecast(announce, steps=(state.global_step, state.max_steps))
+            attachment.tell_forecast(announce, state.max_steps - state.global_step)
         return original(*args, **kwargs)
 
     def _training_step(

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_commhooks.interface.hook import CommHook
-from lightning_commhooks.lightning.show import show, steps_of
+from lightning_commhooks.lightning.show import show, steps_left
 from lightning_commhooks.runtime.attachment import Attachment
 from lightning_commhooks.sources.attach import attach
 from lightning_commhooks.sources.ddp import hook_name, resolve_hook
@@ -205,9 +205,7 @@ class CompressedDDPMixin:
             if self._attachment.unfrozen():
                 self._wrap_again()
             trainer = self.lightning_module.trainer  # type: ignore[attr-defined]
-            self._attachment.tell_forecast(
-                lambda line: show(trainer, line, self._rank_zero_info), steps=steps_of(trainer)
-            )
+            self._attachment.tell_forecast(lambda line: show(trainer, line, self._rank_zero_info), steps_left(trainer))
         return super().training_step(*args, **kwargs)  # type: ignore[misc]
 
     def _wrap_again(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -17,18 +18,11 @@ def show(trainer: Any, line: str, rank_zero_info: Callable[..., None]) -> None:
         rank_zero_info(line)
 
 
-def steps_of(trainer: Any) -> tuple[int, float]:
-    """Number of steps so far, and at the end of training: infinite or below 0 if nobody knows.
-
-    Steps are those of the optimizer; in manual optimization, where a batch may have any number of them, batches.
-    """
+def steps_left(trainer: Any) -> int | None:
+    """Number of optimizer steps to come; `None` if nobody knows, as in manual optimization."""
+    if not trainer.lightning_module.automatic_optimization:
+        return None
     if any(type(callback).__name__ == "_LRCallback" for callback in trainer.callbacks):
-        return trainer.global_step, -1  # Lightning looks for a learning rate
-    if trainer.lightning_module.automatic_optimization:
-        return trainer.global_step, trainer.estimated_stepping_batches
-    done, ends = trainer.fit_loop.epoch_loop._batches_that_stepped, []
-    if trainer.max_epochs != -1:
-        ends.append(trainer.num_training_batches * max(trainer.max_epochs, 1))
-    if trainer.max_steps != -1 and trainer.global_step:
-        ends.append(done * trainer.max_steps / trainer.global_step)
-    return done, min(ends, default=-1)
+        return None  # Lightning looks for a learning rate
+    end = trainer.estimated_stepping_batches
+    return int(end) - trainer.global_step if trainer.global_step <= end < math.inf else None

@@ -166,21 +166,15 @@ class Attachment:
 
         Returns:
             the forecast, one line when it is printed; `None` before a whole period was measured, which takes three
-            steps, and again after each change, as at `start_powerSGD_iter`; for a user's own function, for sparse
-            gradients, with FSDP, in one process, and before `auto` has chosen. With hooks that average models a period
-            is that between averagings, times the number of optimizers.
+            steps, and again after each change, as at `start_powerSGD_iter`; for a user's own function, with FSDP, in
+            one process, and before `auto` has chosen. With hooks that average models a period is that between
+            averagings, times the number of optimizers.
         """
         if num_steps is not None:
             check_integer("num_steps", num_steps, 1)
         return self._runtime.forecaster.make(num_steps)
 
-    def tell_forecast(
-        self,
-        say: Callable[[str], None] | None = None,
-        num_left: int | None = None,
-        *,
-        steps: tuple[int, float] | None = None,
-    ) -> None:
+    def tell_forecast(self, say: Callable[[str], None] | None = None, num_left: int | None = None) -> None:
         """Say on the first rank what training will do, and warn there if next to nothing will be compressed.
 
         Call it after each step, on all ranks: it says one line after the first steps, and one a few steps after each
@@ -189,11 +183,9 @@ class Attachment:
         Args:
             say: shows one line; `None`: warnings only.
             num_left: synchronized backwards that are still to come; `None`: not known.
-            steps: instead of `num_left`, for a framework whose steps have perhaps several synchronized backwards: how
-                many of its steps there were, and will have been when training ends; infinite or below 0: not known.
         """
         if not self.is_closed:
-            self._runtime.forecaster.tell(say, num_left, steps)
+            self._runtime.forecaster.tell(say, num_left)
 
     def compression_stats(self) -> tuple[float, int, int]:
         """`(rate, numel_before, numel_after)` since compression began, as `PowerSGDState.compression_stats`.
@@ -311,8 +303,9 @@ class Attachment:
     def average_weights(self, *, everything: bool = False) -> None:
         """Average what differs between ranks, parameters and buffers, for good. Collective, outside of a backward.
 
-        Sends nothing when ranks are equal, or an average that was looked at is kept: see `averaged_weights`. With
-        `everything`, averages all parameters if any of them differs: others than optimizers have changed them.
+        Sends nothing when ranks are equal, or an average that was evaluated is kept: see `averaged_weights`. With
+        `everything`, averages all parameters if any of them differs: others than optimizers have changed them. Needs
+        memory for a copy of the model meanwhile.
         """
         self._runtime.local.average(everything)
 

@@ -221,7 +221,7 @@ class Runtime(RunningHook):
         if self.micro_batches is not None:
             accumulated = self.micro_batches.of_step(step, is_last)
         scale = _current_scale(self._grad_scaler)
-        self.forecaster.begin_step(step, flat.is_sparse)
+        self.forecaster.begin_step(step)
         return Bucket(flat, index, is_last, step, slots, unused, scale, accumulated=accumulated)
 
     def submit(self, bucket: Bucket, is_late: bool) -> Future[Tensor]:

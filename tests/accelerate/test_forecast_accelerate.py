@@ -24,7 +24,7 @@ def results(tmp_path_factory):
     ("label", "when"),
     [
         ("trainer", "from step 4 of 12 on"),
-        ("resumed", "from step 6 to 16"),
+        ("resumed", "from step 6 of 16 on"),
         ("epochs", "from step 4 of 19 on"),
         ("tracker", "from step 4 of 8 on"),
         ("accumulated", "from step 4 of 8 on"),

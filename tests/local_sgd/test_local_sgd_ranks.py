@@ -133,7 +133,7 @@ def end(rank, world, hook, steps, average):
     return closing_texts(attachment)
 
 
-DRIFTED = r"ended while 2 parameters differed between ranks; call Attachment.average_weights\(\)"
+DIVERGED = r"ended while 2 parameters differed between ranks; call Attachment.average_weights\(\)"
 NEVER = "training ended after .* steps, and hook='.*' has never averaged models"
 LATE = lc.PostLocalSGD(period=2, start_localSGD_iter=3, post_local_gradient_allreduce=False)
 
@@ -143,14 +143,14 @@ LATE = lc.PostLocalSGD(period=2, start_localSGD_iter=3, post_local_gradient_allr
     [
         (POST, 0, False, []),
         (lc.DiLoCo(post_local_gradient_allreduce=False), 0, True, []),
-        (POST, 1, False, [DRIFTED, NEVER]),
+        (POST, 1, False, [DIVERGED, NEVER]),
         (POST, 1, True, []),
         (POST, 2, False, []),
-        (POST, 3, False, [DRIFTED]),
+        (POST, 3, False, [DIVERGED]),
         (LATE, 2, False, ["after 2 steps, and hook='post_localsgd' averages gradients .* until start_localSGD_iter=3"]),
-        (LATE, 4, False, [DRIFTED, NEVER]),
+        (LATE, 4, False, [DIVERGED, NEVER]),
         (LATE, 5, False, []),
-        (lc.Cast(POST), 1, False, [DRIFTED, NEVER]),
+        (lc.Cast(POST), 1, False, [DIVERGED, NEVER]),
         (lc.Schedule({0: POST, 3: "allreduce"}), 4, False, []),
     ],
     ids=lambda value: str(getattr(value, "name", value))[:12],

@@ -6,7 +6,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from driver import HOOKS, SHAPES, Params, attached, backward, closing_texts, full_rank_gradients
+from driver import SHAPES, Params, attached, backward, closing_texts, full_rank_gradients
 from local_sgd_driver import ALONE, zero_lr
 from pool import ignoring
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
@@ -18,26 +18,20 @@ NUM_STEPS = 40
 FIRST_STEPS = 3
 RANK_2 = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 11}
 POST = lc.PostLocalSGD(period=4, start_localSGD_iter=6, post_local_gradient_allreduce=False)
-BY_NAME = {name: lc.get_hook(name) for name in lc.available_hooks()}
-WITH_OPTIONS = {
+HOOKS = {
+    "bf16": lc.get_hook("bf16"),
+    "noop": lc.get_hook("noop"),
     "auto": lc.Auto(candidates=["bf16"], warmup_steps=1, timed_steps=1),
     "late powersgd": lc.PowerSGD(**RANK_2),
     "late powersgd, half": lc.PowerSGD(**RANK_2, num_iters_per_step=1),
-    "late batched": lc.BatchedPowerSGD(**RANK_2),
     "int8 factors": lc.Cast(lc.PowerSGD(**RANK_2), "int8"),
     "schedule": lc.Schedule({0: "bf16", 7: lc.PowerSGD(**RANK_2), 15: POST, 30: "int8"}),
     "policy": lc.PerParameter({"*ir*": lc.PowerSGD(**RANK_2), "*": lc.Int8(min_bytes=0, block_size=8)}),
-    "divided": lc.ScaleByGradAccumulation(lc.Int8(min_bytes=0, block_size=8), "mean"),
     "weighted": lc.ScaleByGradAccumulation("int8", "weighted"),
     "post_localsgd": POST,
-    "post_localsgd, states": dataclasses.replace(POST, optimizer_state="average"),
-    "within subgroups": lc.PostLocalSGD(period=3, start_localSGD_iter=5, subgroup_size=2),
     "hierarchical": lc.HierarchicalLocalSGD(period_group_size_dict={2: 2, 6: None}, **ALONE),
     "diloco": lc.DiLoCo(period=7, fragments=3, **ALONE),
-    "diloco, int4": lc.DiLoCo(period=5, pseudo_gradient="int4", **ALONE),
-    "diloco, bf16": lc.DiLoCo(period=50, pseudo_gradient="bf16", start_localSGD_iter=2),
 }
-ALL = {**BY_NAME, **{f"{label} (late)": hook for label, hook in HOOKS.items()}, **WITH_OPTIONS}
 # What hooks say that are attached to a few ranks of one machine, for a few steps.
 SAID = ("hook=", "training ended after", "hook='.*' ended while")
 
@@ -66,7 +60,7 @@ def averages(hook):
     return hasattr(hook, "start_localSGD_iter") or any(averages(inner) for inner in hook.inner_hooks)
 
 
-@pytest.mark.parametrize("hook", [pytest.param(hook, id=label) for label, hook in ALL.items()])
+@pytest.mark.parametrize("hook", [pytest.param(hook, id=label) for label, hook in HOOKS.items()])
 def test_a_whole_run_is_as_forecast(run, hook, world):
     forecasts, metrics = run(whole_run, hook, NUM_STEPS, world=world)[0]
     last_change = max((step for step in hook.changes_at() if step < NUM_STEPS), default=0)
@@ -107,7 +101,6 @@ def local_steps(rank, world, hook, takes_turns, num_steps, backwards=1):
     "hook",
     [
         pytest.param(lc.PostLocalSGD(period=4, **ALONE), id="post_localsgd"),
-        pytest.param(lc.HierarchicalLocalSGD(period_group_size_dict={3: None}, **ALONE), id="hierarchical"),
         pytest.param(lc.DiLoCo(period=7, fragments=3, **ALONE), id="diloco"),
     ],
 )
@@ -125,7 +118,7 @@ def test_averages_of_models_are_measured_over_whole_periods(run, hook, start, ta
         assert before_line[1].endswith(expected)
     (sent, dense), (sent_before, dense_before) = counted[end], counted[begin]
     ratio = f"{(dense - dense_before) / (sent - sent_before):.3g}x fewer bytes in steps {begin} to {end - 1}"
-    assert f": ranks step alone {f'from step {start} of 60 on' if start else 'in all 60 steps'}; {ratio}" in line
+    assert f": ranks step alone from step {start} of 60 on; {ratio}" in line
     # The same in every other period.
     for other in range(begin, 60 - period):
         assert counted[other + period][0] - counted[other][0] == pytest.approx(sent - sent_before)
@@ -135,8 +128,8 @@ def test_a_period_without_an_average_is_not_told_of(run):
     """An optimizer that steps after every third synchronized backward."""
     ((after, line),), counted = run(local_steps, lc.PostLocalSGD(period=4, **ALONE), False, 40, 3)[0]
     assert after == 14
-    ratio = (counted[13][1] - counted[9][1]) / (counted[13][0] - counted[9][0])
-    assert line.endswith(f"{ratio:.3g}x fewer bytes in steps 9 to 12")
+    ratio = (counted[13][1] - counted[1][1]) / (counted[13][0] - counted[1][0])
+    assert line.endswith(f"{ratio:.3g}x fewer bytes in steps 1 to 12")
 
 
 WIDE = {"wide": (300, 500), "bias": (500,)}
@@ -180,22 +173,21 @@ GOOD = {
             "8.83x over the rest of the run",
         },
     ),
-    "resumed later": (
-        (POWERSGD, 1400, WIDE, 1100),
-        {1103: f"{RANK_4}99.7% of the gradients are compressed from step 1,100 to 1,400; 40.7x fewer bytes"},
-    ),
     "no total": (
         (POWERSGD, None, WIDE, 990, 15),
         {
             993: f"{RANK_4}as many bytes as plain DDP until step 1,000; it compresses from step 1,000 on",
-            1003: f"{RANK_4}99.7% of the gradients are compressed from step 1,000 on; 40.7x fewer bytes then",
+            1003: f"{RANK_4}99.7% of the gradients are compressed from step 1,000 on; 40.7x fewer bytes",
         },
     ),
     "at once": (
         ("bf16", 100, WIDE),
-        {3: "'bf16': 100% of the gradients are compressed in all 100 steps; 2x fewer bytes"},
+        {3: "'bf16': 100% of the gradients are compressed from step 0 of 100 on; 2x fewer bytes"},
     ),
-    "plain": (("allreduce", 100, WIDE), {3: "'allreduce': as many bytes as plain DDP in all 100 steps"}),
+    "plain": (
+        ("allreduce", 100, WIDE),
+        {3: "'allreduce': 0% of the gradients are compressed from step 0 of 100 on; as many bytes as plain DDP"},
+    ),
     "alone": (
         (lc.PostLocalSGD(post_local_gradient_allreduce=False), 1000, WIDE),
         {
@@ -207,8 +199,7 @@ GOOD = {
         (PHASES, 20, WIDE, 0, 17),
         {
             3: "'schedule': as many bytes as plain DDP until step 6; it sends otherwise from step 6 of 20 on",
-            9: "'schedule': 100% of the gradients are compressed until step 12; 2x fewer bytes; it sends otherwise "
-            "from step 12 of 20 on",
+            9: "'schedule': 2x fewer bytes until step 12; it sends otherwise from step 12 of 20 on",
             15: "'schedule': 99.7% of the gradients are compressed from step 12 of 20 on; 40.7x fewer bytes then, "
             "2.17x over the run",
         },
@@ -273,11 +264,6 @@ NOTHING = {
         "training ends after 50 steps, and hook='post_localsgd' averages gradients over all ranks until "
         "start_localSGD_iter=100; set it to about a tenth of training, 5 here",
     ),
-    "resumed": (
-        (lc.PowerSGD(), 600, WIDE, 500),
-        "training ends after 600 steps, and hook='powersgd' compresses from start_powerSGD_iter=1000 on; set it to "
-        "about a tenth of training, 60 here",
-    ),
 }
 
 
@@ -323,8 +309,8 @@ def reset(rank, world):
 def test_a_hook_that_begins_anew_is_told_of_anew(run):
     said, _ = run(reset)
     assert [(step, line.partition("compressed ")[2]) for step, line in said] == [
-        (3, "in all 10 steps; 2x fewer bytes"),
-        (8, "in all 5 steps; 2x fewer bytes"),
+        (3, "from step 0 of 10 on; 2x fewer bytes"),
+        (8, "from step 0 of 5 on; 2x fewer bytes"),
     ]
 
 
@@ -374,22 +360,6 @@ def no_forecast(rank, world):
 
 def test_no_forecast_is_no_error(run):
     assert run(no_forecast) == [[None] * 3] * 2
-
-
-def sparse(rank, world):
-    model = torch.nn.Sequential(torch.nn.Embedding(20, 8, sparse=True), torch.nn.Linear(8, 8))
-    ddp = DistributedDataParallel(model)
-    with ignoring(*SAID):
-        attachment = lc.attach(ddp, "bf16")
-        for _ in range(4):
-            ddp(torch.arange(4)).sum().backward()
-        forecast = attachment.forecast(10)
-        attachment.close()
-    return forecast
-
-
-def test_no_forecast_of_sparse_gradients(run):
-    assert run(sparse) == [None] * 2
 
 
 def refused(rank, world):

@@ -67,7 +67,6 @@ def steps():
     """Where a step is not a batch."""
     fit("accumulated", RANK_2, accumulate_grad_batches=2, max_epochs=4)
     fit("two-optimizers", RANK_2, GAN)
-    fit("two-optimizers-limited", RANK_2, GAN, max_steps=12)
     fit("unknown", RANK_2, loader=DataLoader(Endless(), batch_size=4))
 
 
