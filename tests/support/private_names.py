@@ -284,7 +284,7 @@ TORCH = [
     Use("._comm_hook_state", (f"{PACKAGE}/sources/fsdp1.py",), "FSDP 1 is refused after close()", _fsdp_keeps_its_hook),
     Use("._nnz", (f"{PACKAGE}/collectives/communicator.py",), "sparse gradients fail", lambda: _sparse()._nnz() == 1),
     Use("._values", SPARSE, "sparse gradients fail", lambda: _sparse()._values().tolist() == [2.0]),
-    Use("._version", (MICRO_BATCHES, f"{PACKAGE}/interface/looks.py"), "accumulation fails", _counts_changes),
+    Use("._version", (MICRO_BATCHES, f"{PACKAGE}/interface/swap.py"), "accumulation fails", _counts_changes),
     Use(
         "._orig_mod",
         (f"{PACKAGE}/interface/layout.py",),

@@ -62,8 +62,8 @@ LIGHTNING = [
     ),
     Use(
         "._batches_that_stepped",
-        (MONITOR, "lightning_commhooks/lightning/show.py"),
-        "CommHookMonitor and manual optimization fail",
+        (MONITOR,),
+        "CommHookMonitor fails in manual optimization",
         _counts_batches,
     ),
     Use(
