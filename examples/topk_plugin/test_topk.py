@@ -1,4 +1,4 @@
-"""Top-k does what every hook owes."""
+"""Top-k does what every hook has to do."""
 
 from topk_plugin import TopK
 

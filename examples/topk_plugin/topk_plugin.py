@@ -9,7 +9,7 @@ import lightning_commhooks as lc
 
 @dataclass(frozen=True, kw_only=True)
 class TopK(lc.CommHook):
-    """Send the largest elements of each gradient, owe the rest.
+    """Send the largest elements of each gradient, keep the rest.
 
     Args:
         ratio: fraction of the elements that is sent, above 0 and up to 1.

@@ -122,7 +122,7 @@ class Communicator:
         """Payload bytes that each rank sends in a ring all-reduce of `tensor`."""
         return 2 * (self.size - 1) / self.size * tensor.nbytes
 
-    def leaving(self, kind: Kind = "all_reduce", around_ring: bool | None = None) -> float:
+    def inter_node_share(self, kind: Kind = "all_reduce", around_ring: bool | None = None) -> float:
         """Share of the bytes of a collective that leave the node of the rank that sends them, on the mean over ranks.
 
         0 as long as nodes are not known.
@@ -271,7 +271,7 @@ class Communicator:
         Of collectives that are under way at once for one bucket, rounds are counted once.
         """
         if not self._is_quiet:
-            between_nodes = num_bytes * self.leaving(kind)
+            between_nodes = num_bytes * self.inter_node_share(kind)
             if self.counters.count(num_bytes, between_nodes):
                 self.tally.sent += num_bytes
                 self.tally.between_nodes += between_nodes

@@ -1,4 +1,4 @@
-"""What the hooks have in common that let ranks step alone and average their models."""
+"""The base of hooks that let ranks step alone and average their models."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ class BoundLocalSGD(AveragesModels):
         elif self._config.optimizer_state == "reset":
             stepped.models.reset_state_(stepped)
 
-    def not_begun(self, step: int) -> str | None:
+    def inactive_reason(self, step: int) -> str | None:
         start, name = self._config.start_localSGD_iter, self._config.name
         if step < start:
             advice = f"set it to about a tenth of training, {(step + 1) // 10} here"

@@ -52,7 +52,7 @@ def reduce_scatter(
 
 
 def predivide_factor(size: int) -> int:
-    """What gradients are divided by before they are summed over `size` ranks, so that 16 bit hold them and their sum.
+    """Return the divisor of gradients before they are summed over `size` ranks, so that 16 bit hold them and their sum.
 
     About the square root of `size`, a power of 2: `DefaultState._get_gradient_predivide_factor` of
     `torch.distributed.algorithms._comm_hooks.default_hooks`. What is left to divide by comes after the sum.

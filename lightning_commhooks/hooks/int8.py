@@ -55,7 +55,7 @@ class CodecConfig(CommHook):
     @property
     @abstractmethod
     def codec(self) -> Codec:
-        """What gradients are encoded by."""
+        """The codec of gradients."""
 
     def compresses(self, shape: Sequence[int]) -> bool:
         """Whether a gradient of that shape is encoded."""
@@ -242,7 +242,7 @@ class CodecFeedback(ErrorFeedback):
     def kept(self, shapes: list[tuple[int, ...]]) -> Shapes:
         return {"residual": shapes[0]} if self.has_residuals and self.hook.compresses(shapes[0]) else {}
 
-    def not_begun(self, step: int) -> str | None:
+    def inactive_reason(self, step: int) -> str | None:
         config, plans = self.hook, [plan for _, plan in self.plans.values()]
         encoded = [slot for plan in plans if plan.num_bytes >= config.min_bytes for slot in plan.slots]
         numel = sum(slot.numel for slots, _ in self.plans.values() for slot in slots)

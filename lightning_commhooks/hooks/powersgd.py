@@ -228,7 +228,7 @@ class BoundPowerSGD(ErrorFeedback):
         rate = self._numel_before / self._numel_after if self._numel_after else 0.0
         return rate, self._numel_before, self._numel_after
 
-    def not_begun(self, step: int) -> str | None:
+    def inactive_reason(self, step: int) -> str | None:
         hook, start, rank = self.hook, self.hook.start_powerSGD_iter, self.hook.matrix_approximation_rank
         if step < start:
             advice = f"set it to about a tenth of training, {(step + 1) // 10} here"

@@ -33,7 +33,7 @@ class _Quantize(CommHook):
     @property
     @abstractmethod
     def codec(self) -> AffineCodec:
-        """What gradients are encoded by."""
+        """The codec of gradients."""
 
     def bind(self, group: Group) -> BoundHook:
         return _BoundQuantize(group, self.codec, two_shot=self.protocol == "two_shot")

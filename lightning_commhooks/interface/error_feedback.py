@@ -187,14 +187,14 @@ class ErrorFeedback(BoundHook):
         if slots and bucket.unused is not None:
             used = (yield from ranks.all_reduce_(bucket.used(slots, flat))).tolist()
             slots = [slot for slot, is_used in zip(slots, used, strict=True) if is_used]
-        self._drain_(slots, bucket)
+        self._flush_(slots, bucket)
         self.group.counters.numel_uncompressed += flat.numel()
         yield from ranks.all_reduce_mean_(flat)
 
-    def drain_(self, bucket: Bucket) -> None:
-        self._drain_(bucket.slots, bucket)
+    def flush_(self, bucket: Bucket) -> None:
+        self._flush_(bucket.slots, bucket)
 
-    def _drain_(self, slots: Sequence[Slot], bucket: Bucket) -> None:
+    def _flush_(self, slots: Sequence[Slot], bucket: Bucket) -> None:
         for slot in slots:
             residual = self.memory.pop(slot.name, {}).get("residual")
             if residual is not None:
@@ -209,7 +209,7 @@ class ErrorFeedback(BoundHook):
                 else:
                     self.memory.setdefault(name, {})[kind] = value
         else:
-            for residual in (*self._of_buckets.values(), *self.owed()):
+            for residual in (*self._of_buckets.values(), *self.residuals()):
                 residual.zero_()
         self._staged = []
 

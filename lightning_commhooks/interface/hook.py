@@ -20,6 +20,8 @@ from lightning_commhooks.interface.state import Memory, Shapes, StateReader, Sta
 
 # A hook that compresses, or saves, no more than this part of the gradients does next to nothing.
 NEXT_TO_NOTHING = 0.03
+# Methods of hooks, by their names before.
+_RENAMED = {"drain_": "flush_", "not_begun": "inactive_reason", "owed": "residuals"}
 
 
 class CommHook(ABC):
@@ -112,6 +114,12 @@ class BoundHook(ABC):
     has_memory: bool = False
     scales_gradients: bool = False
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        for before, now in _RENAMED.items():
+            if before in vars(cls):
+                raise TypeError(f"{cls.__name__}.{before}() would never be called: it is {now}() now")
+
     def __init__(self, group: Group) -> None:
         self.group = group
         self.memory: Memory = {}
@@ -156,18 +164,18 @@ class BoundHook(ABC):
         self.group.counters.numel_uncompressed += grad._values().numel()
         return (yield from ranks.all_reduce_sparse_mean(grad))
 
-    def drain_(self, bucket: Bucket) -> None:  # noqa: B027  # optional to override
+    def flush_(self, bucket: Bucket) -> None:  # noqa: B027  # optional to override
         """Add residuals of the parameters in `bucket`, times the loss scale, to its gradients, and forget them.
 
         Called once for each parameter when another hook takes over (`Schedule`). The default does nothing, right for
         hooks without error feedback.
         """
 
-    def owed(self) -> Iterator[Tensor]:
+    def residuals(self) -> Iterator[Tensor]:
         """The residuals of this rank, one after another."""
         return (entry["residual"] for entry in self.memory.values() if "residual" in entry)
 
-    def not_begun(self, step: int) -> str | None:
+    def inactive_reason(self, step: int) -> str | None:
         """Say what keeps this hook from its work in a step, and what to do about it; `None` if nothing does.
 
         Shown for steps that are not compressed, and as a warning when training ends with such a step: after its first

@@ -12,7 +12,7 @@ def work_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def to_gradient(mean: Tensor, dtype: torch.dtype) -> Tensor:
-    """Cast an approximation to the gradient's dtype; what float16 cannot hold is clipped and stays owed."""
+    """Cast an approximation to the gradient's dtype; what float16 cannot hold is clipped and stays in the residual."""
     if dtype == torch.float16:
         mean = mean.clamp(-torch.finfo(dtype).max, torch.finfo(dtype).max)
     return mean.to(dtype)

@@ -130,7 +130,7 @@ class StateReader:
         return tensor.to(self._group.device, copy=True)
 
     def memory(self, saved: Mapping[str, Any], kept: Callable[[list[tuple[int, ...]]], Shapes]) -> Memory:
-        """What fits of the memory in a state, by `BoundHook.kept`."""
+        """Return the memory in a state that fits, by `BoundHook.kept`."""
         memory: Memory = {}
         for name in saved:
             shapes = [self._shapes[part] for part in name.split("\n") if part in self._shapes]

@@ -50,13 +50,13 @@ class BoundWrapper(AveragesModels):
         for hook in self._all_inner:
             hook.end_step(finite)
 
-    def drain_(self, bucket: Bucket) -> None:
+    def flush_(self, bucket: Bucket) -> None:
         for hook in self._all_inner:
-            hook.drain_(bucket)
+            hook.flush_(bucket)
 
-    def owed(self) -> Iterator[Tensor]:
+    def residuals(self) -> Iterator[Tensor]:
         for hook in self._all_inner:
-            yield from hook.owed()
+            yield from hook.residuals()
 
     @property
     def compression_stats(self) -> Any:
@@ -134,8 +134,8 @@ class BoundAround(BoundWrapper):
         if isinstance(self._inner, AveragesModels):
             self._inner.after_optimizer_step(stepped)
 
-    def not_begun(self, step: int) -> str | None:
-        return self._inner.not_begun(step)
+    def inactive_reason(self, step: int) -> str | None:
+        return self._inner.inactive_reason(step)
 
     @property
     def chosen(self) -> CommHook | None:

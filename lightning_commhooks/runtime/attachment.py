@@ -151,7 +151,7 @@ class Attachment:
         if bound is None:
             return math.nan
         self._runtime.clock.end()
-        return self._runtime.call(lambda: math.hypot(*(owed.norm().item() for owed in bound.owed())))
+        return self._runtime.call(lambda: math.hypot(*(residual.norm().item() for residual in bound.residuals())))
 
     def steps_not_compressed(self) -> dict[str, int]:
         """Number of steps that sent no fewer bytes than plain DDP, by reason; call it outside of a backward."""
@@ -265,7 +265,7 @@ class Attachment:
     @property
     def has_state(self) -> bool:
         """Whether `state_dict` has more than the step count."""
-        self._runtime.settle()
+        self._runtime.commit()
         return self._runtime.bound.has_memory or self.averages_models
 
     def add_weight(self, weight: float | Tensor) -> None:

@@ -25,7 +25,7 @@ def attachment_of(model: nn.Module | None, attachments: Sequence[Attachment]) ->
 
 
 class Attachments:
-    """What adapters do with attachments together. A closed one, whose model has gone, takes no part any more.
+    """The attachments of an adapter, together. A closed one, whose model has gone, takes no part any more.
 
     With `resync` models are averaged for good when they are looked at.
     """

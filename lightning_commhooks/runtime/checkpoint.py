@@ -112,7 +112,7 @@ def _load(
     staged = models.stage(own_models, reader) if own_models else []
     if bound.has_memory and saved["world_size"] != bound.group.size and bound.group.rank == 0:
         logger.info(
-            "state of hook %r: saved on %d ranks, loaded on %d; each begins with the mean of what the ranks still owed",
+            "state of hook %r: saved on %d ranks, loaded on %d; each begins with the mean of the residuals",
             hook.name,
             saved["world_size"],
             bound.group.size,

@@ -42,18 +42,18 @@ class Watch:
         sampler = None if is_local(bound, bucket.step) else self.sampler
         taken = sampler.take(flat, bucket) if sampler is not None else None
         dense = ranks.ring_bytes(flat._values() if flat.is_sparse else flat)
-        leaving = ranks.leaving(around_ring=True)
+        inter_node = ranks.inter_node_share(around_ring=True)
         counters.bytes_dense += dense
-        counters.bytes_dense_between_nodes += dense * leaving
+        counters.bytes_dense_between_nodes += dense * inter_node
         finite = None
         if flat.is_sparse:
             flat = yield from started(bound.reduce_sparse(flat, bucket, ranks), bound, "reduce_sparse")
         else:
             finite = yield from started(bound.reduce(bucket, ranks), bound, "reduce")
         # Of nodes with several ranks what counts is what leaves them.
-        is_between = 0 < leaving < 1
+        is_between = 0 < inter_node < 1
         sent = ranks.tally.between_nodes if is_between else ranks.tally.sent
-        self._add(bound, bucket.step, sent, dense * (leaving if is_between else 1))
+        self._add(bound, bucket.step, sent, dense * (inter_node if is_between else 1))
         if sampler is not None and taken is not None:
             yield from sampler.compare(taken, flat, bucket, ranks)
         return flat, finite
@@ -61,7 +61,7 @@ class Watch:
     def _add(self, bound: BoundHook, step: int, sent: float, dense: float) -> None:
         if step != self._step:
             self._end_step()
-            self._step, self._why = step, bound.not_begun(step)
+            self._step, self._why = step, bound.inactive_reason(step)
         self._sent += sent
         self._dense += dense
 

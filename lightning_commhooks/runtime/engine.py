@@ -75,7 +75,7 @@ class Engine(ABC):
             HookError: earlier work failed; `function` did not run.
         """
 
-    def aside(self, function: Callable[[], T]) -> T:
+    def run_inline(self, function: Callable[[], T]) -> T:
         """Run `function`, which waits for no other rank, in this thread at once, and return its result.
 
         Without recording and autocast, as work runs, whatever the user's code that asked for it does: within autocast

@@ -37,7 +37,7 @@ class FiniteSteps:
     """Ends the steps of a hook with memory, and those that ranks take alone under a scaler, on all ranks alike.
 
     On CUDA nobody waits at the end of a step to know whether it was finite: the hook is told when the next step begins
-    (`settle`). By then the device has usually been done with it for long, and if it has not, it has at least the
+    (`commit`). By then the device has usually been done with it for long, and if it has not, it has at least the
     forward of the next step to do while the host waits. So a hook's memory takes no pass over it to go back.
     """
 
@@ -98,7 +98,7 @@ class FiniteSteps:
         """
         self._running.call(lambda: self._end(in_time, complete))
         if not in_time:
-            self._running.settle()
+            self._running.commit()
 
     def _end(self, in_time: bool, complete: bool) -> None:
         if not self._finite:
@@ -117,7 +117,7 @@ class FiniteSteps:
             if self._pending is None:
                 self._take_over(finite)
 
-    def settle(self) -> None:
+    def commit(self) -> None:
         """Let the hook take over what the last step left, if it has not yet. Waits for that step, not for peers."""
         with self._settling:
             pending = self._pending

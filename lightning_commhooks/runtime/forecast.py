@@ -194,7 +194,7 @@ class Forecaster:
                 f"step {change:,} only; {f'set {option} to' if option else 'let it begin after'} about a tenth of "
                 f"training, {num_steps // 10:,}"
             )
-        elif reason := self._running.bound.not_begun(self._step if num_steps is None else num_steps - 1):
+        elif reason := self._running.bound.inactive_reason(self._step if num_steps is None else num_steps - 1):
             text, saved = reason, 0.0
         elif not self._now.numel_compressed:
             return None  # a hook that is not for that

@@ -12,7 +12,7 @@ from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.interface.hook import BoundHook, CommHook
 from lightning_commhooks.runtime.engine import Engine
 from lightning_commhooks.runtime.steps import StepClock
-from lightning_commhooks.wrappers.scale import unscaled
+from lightning_commhooks.wrappers.scale import without_scale
 
 T = TypeVar("T")
 
@@ -28,7 +28,7 @@ class RunningHook:
 
     def __init__(self, config: CommHook, end_step: Callable[[bool, bool], None]) -> None:
         self.config = config
-        self.method = unscaled(config)
+        self.method = without_scale(config)
         self.counters = Counters()
         self.clock = StepClock(self.counters, end_step)
         # None of a user's own function.
@@ -61,11 +61,11 @@ class RunningHook:
         if self._engine is None:
             return function()
         self._engine.raise_if_unusable()
-        self.settle()
+        self.commit()
         return self._engine.call(lambda: self._named(function))
 
-    def settle(self) -> None:
-        """Let the hook take over what its last step left, before anybody reads it: see `FiniteSteps.settle`."""
+    def commit(self) -> None:
+        """Let the hook take over what its last step left, before anybody reads it: see `FiniteSteps.commit`."""
 
     def _named(self, function: Callable[[], T]) -> T:
         try:

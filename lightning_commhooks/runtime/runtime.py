@@ -142,7 +142,7 @@ class Runtime(RunningHook):
     def reset(self) -> None:
         """Let the hook begin anew, at step 0, with the same model on all ranks. Collective."""
         self.clock.end()
-        self.settle()
+        self.commit()
         self._begin_at(self._bind_again(), 0)
         self.local.models.restore([], {})
 
@@ -167,9 +167,9 @@ class Runtime(RunningHook):
         if self.micro_batches is not None:
             self.micro_batches.restart()
 
-    def settle(self) -> None:
+    def commit(self) -> None:
         if self._engine is not None and self._steps.has_pending:
-            self._engine.aside(lambda: self._named(self._steps.settle))
+            self._engine.run_inline(lambda: self._named(self._steps.commit))
 
     @property
     def layout(self) -> Layout:
@@ -231,11 +231,11 @@ class Runtime(RunningHook):
             bucket: the gradients.
             is_late: whether they cannot be changed any more when the step ends.
         """
-        drains = bucket.is_last or self.clock.is_first_of_static_graph
-        return self.run(bucket, self._group, lambda ranks: self._reduce(bucket, is_late, ranks), drains)
+        is_last = bucket.is_last or self.clock.is_first_of_static_graph
+        return self.run(bucket, self._group, lambda ranks: self._reduce(bucket, is_late, ranks), is_last)
 
     def run(
-        self, bucket: Bucket, group: Group, reduce: Callable[[Group], Steps[Tensor]], drains: bool = True
+        self, bucket: Bucket, group: Group, reduce: Callable[[Group], Steps[Tensor]], is_last: bool = True
     ) -> Future[Tensor]:
         """Let the engine run what reduces a bucket among some ranks, in a channel of its own.
 
@@ -243,7 +243,7 @@ class Runtime(RunningHook):
             bucket: the gradients.
             group: the ranks.
             reduce: makes the computation, in that channel.
-            drains: whether no other bucket of this backward follows, as far as is known; equal on all ranks.
+            is_last: whether no other bucket of this backward follows, as far as is known; equal on all ranks.
         """
         number = next(self._numbers)
 
@@ -258,7 +258,7 @@ class Runtime(RunningHook):
                 raise self.failed(ranks, where, error) from error
 
         assert self._engine is not None
-        return self._engine.submit(explained, bucket.flat.device, drains)
+        return self._engine.submit(explained, bucket.flat.device, is_last)
 
     def _reduce(self, bucket: Bucket, is_late: bool, ranks: Group) -> Steps[Tensor]:
         if not bucket.flat.is_sparse:
@@ -270,7 +270,7 @@ class Runtime(RunningHook):
 
     def metrics(self) -> dict[str, float]:
         """See `Attachment.metrics`."""
-        self.settle()
+        self.commit()
         metrics = {**self.counters.as_dict(), **self.counters.timing.totals()}
         if self.watch.sampler is not None:
             metrics["relative_error"] = self.watch.sampler.relative_error
@@ -303,7 +303,7 @@ class Runtime(RunningHook):
         self._engine.close()
         self._steps.drop()
         # All ranks have the same to say.
-        texts = texts + self._not_begun() if self.bound.group.rank == 0 else []
+        texts = texts + self._inactive_reason() if self.bound.group.rank == 0 else []
         destroy([self._owned, *self._group.release()])
         self._owned = None  # with the last reference its connections close, and peers that wait for this rank fail
         self.bound.release()
@@ -311,9 +311,9 @@ class Runtime(RunningHook):
         for text in texts:
             warnings.warn(text, stacklevel=5)
 
-    def _not_begun(self) -> list[str]:
+    def _inactive_reason(self) -> list[str]:
         steps = self.clock.steps
-        reason = self.bound.not_begun(steps - 1) if steps and not self.forecaster.has_warned else None
+        reason = self.bound.inactive_reason(steps - 1) if steps and not self.forecaster.has_warned else None
         return [f"training ended after {steps} steps, and {reason}"] if reason is not None else []
 
 

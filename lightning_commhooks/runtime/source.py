@@ -17,7 +17,7 @@ from lightning_commhooks.interface.user_function import DDPHook
 
 
 class Source(ABC):
-    """What averages the gradients of a model, and lets a hook do so. Does not keep the model alive.
+    """Averages the gradients of a model, and lets a hook do so. Does not keep the model alive.
 
     Args:
         process_group: ranks that have the same hook.

@@ -29,11 +29,11 @@ class InlineEngine(Engine):
             return future
 
         # Not as a subclass does what goes on beside the backward.
-        return Engine.aside(self, run)
+        return Engine.run_inline(self, run)
 
     def call(self, function: Callable[[], T]) -> T:
         self.raise_if_unusable()
-        return self.aside(function)
+        return self.run_inline(function)
 
 
 class StreamEngine(InlineEngine):
@@ -61,9 +61,9 @@ class StreamEngine(InlineEngine):
         with torch.cuda.stream(self._stream):
             return super().submit(reduce, device, is_last)
 
-    def aside(self, function: Callable[[], T]) -> T:
+    def run_inline(self, function: Callable[[], T]) -> T:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
-            result = super().aside(function)
+            result = super().run_inline(function)
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
         return result

@@ -28,7 +28,7 @@ from lightning_commhooks.runtime.runtime import Runtime
 from lightning_commhooks.runtime.source import Source
 from lightning_commhooks.sources.ddp import DDPSource
 from lightning_commhooks.sources.ddp_model import checked_model, is_composable
-from lightning_commhooks.wrappers.scale import Accumulation, accumulation_of, unscaled
+from lightning_commhooks.wrappers.scale import Accumulation, accumulation_of, without_scale
 
 logger = logging.getLogger(__name__)
 
@@ -105,7 +105,7 @@ def attach(
         source.check(model)
         if grad_scaler is not None and not isinstance(grad_scaler, torch.amp.GradScaler):
             raise ValueError(f"grad_scaler must be a torch.amp.GradScaler, is {grad_scaler!r}")
-        method = unscaled(config)
+        method = without_scale(config)
         if isinstance(method, UserFunction):
             warn_if_broken_here(method.function, backend_for(source.process_group, source.device))
         is_scaled = grad_scaler is not None and grad_scaler.is_enabled()

@@ -27,7 +27,7 @@ from lightning_commhooks.runtime.engine import CLOSED
 from lightning_commhooks.runtime.runtime import Runtime
 from lightning_commhooks.runtime.source import Source
 from lightning_commhooks.sources.ddp_model import Trampoline, Usage, checked_model, device_of, register
-from lightning_commhooks.wrappers.scale import Accumulation, ScaleByGradAccumulation, unscaled
+from lightning_commhooks.wrappers.scale import Accumulation, ScaleByGradAccumulation, without_scale
 
 
 def resolve_hook(
@@ -37,7 +37,7 @@ def resolve_hook(
     resolved: Any = hook
     if isinstance(hook, (str, CommHook)) or (isinstance(hook, type) and issubclass(hook, CommHook)):
         resolved = get_hook(hook)  # type: ignore[arg-type]  # refuses a class, naming the call to make
-        if hook_state is not None and not isinstance(unscaled(resolved), UserFunction):
+        if hook_state is not None and not isinstance(without_scale(resolved), UserFunction):
             raise ValueError(
                 f"hook_state={hook_state!r} belongs to a hook function (state, bucket); "
                 f"{hook!r} keeps its own state: set its options instead"
@@ -53,7 +53,7 @@ def resolve_hook(
 
 def hook_name(hook: CommHook | DDPHook) -> str:
     """Name of a configuration, or `module.function` of a DDP hook function."""
-    return unscaled(hook if isinstance(hook, CommHook) else UserFunction(hook)).name
+    return without_scale(hook if isinstance(hook, CommHook) else UserFunction(hook)).name
 
 
 class DDPSource(Source):
@@ -105,7 +105,7 @@ class DDPSource(Source):
         # Nothing here may hold the model: the model holds this function through its C++ reducer.
         def trampoline(state: object, bucket: GradBucket) -> Future[Tensor]:
             with runtime.aborting():
-                runtime.settle()
+                runtime.commit()
                 plain = self._plain(bucket, runtime)
                 return runtime.submit(plain, is_late=plain.step == self._late_step)
 

@@ -25,7 +25,7 @@ Trampoline = Callable[[object, GradBucket], Future[Tensor]]
 
 
 def registered_name(model: DistributedDataParallel) -> str:
-    """What DDP itself says its communication hook is, empty for none."""
+    """The name of the communication hook by DDP itself, empty for none."""
     return str(model._get_ddp_logging_data().get("comm_hook", ""))
 
 

@@ -53,7 +53,7 @@ class Shares(BoundHook):
         _, hook = self.among(ranks.process_group)
         yield from hook.reduce(bucket, ranks)
 
-    def not_begun(self, step: int) -> str | None:
+    def inactive_reason(self, step: int) -> str | None:
         counters = self.group.counters
         if not isinstance(self._hook, CodecConfig) or counters.numel_compressed or not counters.bytes_sent:
             return None

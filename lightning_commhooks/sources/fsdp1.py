@@ -19,7 +19,7 @@ HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
 
 @dataclass
 class _State:
-    """What FSDP keeps and gives back with each unit's gradients; FSDP takes it for good."""
+    """State that FSDP keeps and gives back with each unit's gradients, for good."""
 
     runtime: Runtime
 

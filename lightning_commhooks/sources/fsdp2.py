@@ -22,7 +22,7 @@ _runtimes: WeakKeyDictionary[FSDPModule, tuple[Runtime, bool]] = WeakKeyDictiona
 
 
 class _ReduceScatter:
-    """What FSDP2 calls instead of its own reduce-scatter: a `ReduceScatter` of `torch.distributed.fsdp`."""
+    """Takes the place of FSDP2's own reduce-scatter: a `ReduceScatter` of `torch.distributed.fsdp`."""
 
     def __init__(self, runtime: Runtime, has_replicas: bool) -> None:
         self._runtime = runtime
@@ -67,7 +67,7 @@ class _Finished(dist.Work):
 
 
 def _factor(op: Any, size: int) -> float:
-    """What the sum over `size` ranks is multiplied by."""
+    """The factor of the sum over `size` ranks."""
     if op == dist.ReduceOp.SUM:
         return 1.0
     if op == dist.ReduceOp.AVG:
@@ -147,7 +147,7 @@ def _meshes(model: nn.Module) -> list[DeviceMesh]:
 
 
 def _average_over(replicate_group: dist.ProcessGroup, runtime: Runtime) -> Callable[[Tensor], None]:
-    """What FSDP2 calls with each reduced share, on its stream for all-reduces."""
+    """Called by FSDP2 with each reduced share, on its stream for all-reduces."""
 
     def average(share: Tensor) -> None:
         if share.is_cuda:

@@ -1,4 +1,4 @@
-"""`check_hook(hook)`: does a hook do what every hook owes?"""
+"""`check_hook(hook)`: does a hook do what every hook has to do?"""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ RULES: tuple[Callable[[Run, Case, int], None], ...] = (
     rules_of_state.error_feedback_loses_nothing,
     rules_of_state.unused_parameters_keep_their_memory,
     rules_of_state.a_resumed_run_goes_on,
-    rules_of_state.other_numbers_of_ranks_keep_what_is_owed,
+    rules_of_state.other_numbers_of_ranks_keep_residuals,
 )
 
 
@@ -45,7 +45,7 @@ def check_hook(
     device: str = "cpu",
     backend: str = "gloo",
 ) -> None:
-    """Check a hook against what every hook owes, on processes of its own, as `check_estimator` of scikit-learn does.
+    """Check a hook against what every hook has to do, on processes of its own, like scikit-learn's `check_estimator`.
 
     Trains models whose gradients are known, for a few steps each, and prints what was checked. Starts processes by
     "spawn": in a script, call it under `if __name__ == "__main__":`.

@@ -38,7 +38,7 @@ ROUNDING_OF_16_BIT = 2**-7
 
 
 class BrokenRule(AssertionError):
-    """A hook does not do what every hook owes."""
+    """A hook does not do what every hook has to do."""
 
 
 class Run(Protocol):
@@ -146,14 +146,14 @@ class _WithBadStep:
     Attributes:
         means: outputs of the good steps.
         bad: what the bad step gave.
-        owed: norms of what was not sent, before the bad step and after it.
+        residuals: norms of what was not sent, before the bad step and after it.
         num_bad: bad steps that were counted.
         has_memory: whether the hook has.
     """
 
     means: list[Gradients]
     bad: Gradients
-    owed: tuple[float, float]
+    residuals: tuple[float, float]
     num_bad: float
     has_memory: bool
 
@@ -162,7 +162,7 @@ def _with_bad_step(
     rank: int, world: int, hook: CommHook, bad_step: int | None, at: str, value: float, size: float
 ) -> _WithBadStep:
     means: list[Gradients] = []
-    bad, owed = {}, (0.0, 0.0)
+    bad, residuals = {}, (0.0, 0.0)
     with attached(hook, find_unused_parameters=True) as (ddp, attachment):
         for step in range(_STEPS):
             if step == bad_step:
@@ -171,10 +171,10 @@ def _with_bad_step(
                     gradients[at].view(-1)[-1] = value
                 before = attachment.residual_norm()
                 bad = backward(ddp, gradients)
-                owed = before, attachment.residual_norm()
+                residuals = before, attachment.residual_norm()
             means.append(backward(ddp, full_rank_gradients(rank, step, SHAPES)))
         has_memory = attachment.bound is not None and attachment.bound.has_memory
-        return _WithBadStep(means, bad, owed, attachment.metrics()["nonfinite_steps"], has_memory)
+        return _WithBadStep(means, bad, residuals, attachment.metrics()["nonfinite_steps"], has_memory)
 
 
 def _with_bad_steps(rank: int, world: int, hook: CommHook, bad_steps: list[tuple[Any, ...]]) -> list[_WithBadStep]:
@@ -206,7 +206,7 @@ def bad_steps_leave_nothing_behind(run: Run, case: Case, world: int) -> None:
                 demand(same_steps, f"without a memory, later steps are as if there had been no bad one{where}")
                 continue
             demand(not any(finite), f"where there is a memory, a bad step is NaN in all gradients{where}")
-            before, after = one.owed
+            before, after = one.residuals
             demand(
                 after <= (1 + ROUNDING_OF_16_BIT) * before,
                 f"what is remembered is finite after a bad step, and not larger than before; it was {before:.3g} and "

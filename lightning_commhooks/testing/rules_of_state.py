@@ -1,6 +1,6 @@
-"""What every hook owes over several steps: error feedback, unused parameters, checkpoints. See `rules.py`.
+"""Rules over several steps: error feedback, unused parameters, checkpoints. See `rules.py`.
 
-What a hook still owes is asked for as a `Schedule` does, when another hook takes over: it is added to the gradients of
+Residuals are asked for as a `Schedule` does, when another hook takes over: they are added to the gradients of
 the first step of the successor, here to zero.
 """
 
@@ -47,7 +47,7 @@ def _total(means: list[Gradients]) -> Gradients:
 
 
 def error_feedback_loses_nothing(run: Run, case: Case, world: int) -> None:
-    """Sent and owed together is what was produced."""
+    """Sent and residual together are what was produced."""
     for steps in (3, 6):
         (means, has_memory), *_ = run(_until_handed_over, case.hook, steps, world=world)
         if not has_memory:
@@ -57,7 +57,7 @@ def error_feedback_loses_nothing(run: Run, case: Case, world: int) -> None:
         lost = distance(_total(means), _total(expected)) / size
         demand(
             lost <= case.rounding,
-            f"what was sent and what drain_() hands over make up the gradients of all {steps} steps, up to "
+            f"what was sent and what flush_() hands over make up the gradients of all {steps} steps, up to "
             f"rounding={case.rounding:.3g}; {lost:.3g} of them is missing",
         )
 
@@ -180,8 +180,8 @@ def _leg(
         return means, _through_a_file(attachment.state_dict()), attachment.bound.has_memory
 
 
-def other_numbers_of_ranks_keep_what_is_owed(run: Run, case: Case, world: int) -> None:
-    """A state loads on more ranks and on fewer, and what was owed then is owed still."""
+def other_numbers_of_ranks_keep_residuals(run: Run, case: Case, world: int) -> None:
+    """A state loads on more ranks and on fewer, and its residuals are there still."""
     legs, steps = (2, world, 1, 2), 3
     hook = Schedule({0: case.hook, steps * len(legs): "allreduce"})
     for exact in (False, True):
@@ -199,6 +199,6 @@ def other_numbers_of_ranks_keep_what_is_owed(run: Run, case: Case, world: int) -
         lost = distance(_total(received), _total(produced)) / sum(norm(mean) for mean in produced)
         demand(
             lost <= case.rounding,
-            f"a state has what is owed, on any number of ranks; after {legs} ranks with exact_state={exact} {lost:.3g} "
+            f"a state has residuals, on any number of ranks; after {legs} ranks with exact_state={exact} {lost:.3g} "
             "of the gradients is missing",
         )

@@ -23,7 +23,7 @@ from lightning_commhooks.interface.wrapper import BoundWrapper
 class BoundSwitch(BoundWrapper):
     """Does in each step what one of several hooks does, which have keys of the subclass.
 
-    What a hook with error feedback still owes is added to the gradients of the first step of its successor.
+    What a hook with error feedback has as residuals is added to the gradients of the first step of its successor.
     """
 
     def __init__(self, hooks: Mapping[int, CommHook], group: Group) -> None:
@@ -54,7 +54,7 @@ class BoundSwitch(BoundWrapper):
         if changing and bucket.unused is not None:
             changing = yield from self._used_ones(changing, bucket, phase, ranks)
         for slot in changing:
-            self._phases[self._last_phase[slot.name]].drain_(dataclasses.replace(bucket, slots=(slot,)))
+            self._phases[self._last_phase[slot.name]].flush_(dataclasses.replace(bucket, slots=(slot,)))
             self._next_phase[slot.name] = phase
         if bucket.unused is not None:
             self._ever_used.update(set(bucket.names) - bucket.unused)
@@ -68,7 +68,7 @@ class BoundSwitch(BoundWrapper):
         counts = torch.cat([bucket.used(changing, bucket.flat), before.used(changing, bucket.flat)])
         now, before_now = ((yield from ranks.all_reduce_(counts)) > 0).view(2, -1).tolist()
         for slot, is_used, was_used in zip(changing, now, before_now, strict=True):
-            if not is_used and not was_used:  # and so is owed nothing
+            if not is_used and not was_used:  # and so has no residual
                 self._last_phase[slot.name] = phase
         return [slot for slot, is_used in zip(changing, now, strict=True) if is_used]
 
@@ -91,8 +91,8 @@ class BoundSwitch(BoundWrapper):
     def reduce_sparse(self, grad: Tensor, bucket: Bucket, ranks: Group) -> Steps[Tensor]:
         return self._phases[self._phase(bucket.step)].reduce_sparse(grad, bucket, ranks)
 
-    def not_begun(self, step: int) -> str | None:
-        return self._phases[self._phase(step)].not_begun(step)
+    def inactive_reason(self, step: int) -> str | None:
+        return self._phases[self._phase(step)].inactive_reason(step)
 
     def load_state_dict(self, state: dict[str, Any], reader: StateReader) -> None:
         super().load_state_dict(state, reader)

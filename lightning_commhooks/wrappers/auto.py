@@ -30,8 +30,8 @@ from lightning_commhooks.interface.state import StateReader, StateWriter
 from lightning_commhooks.wrappers._turns import BoundSwitch
 from lightning_commhooks.wrappers.late_start import at_once, late_starts
 
-# Steps of each candidate that are not timed: in the first it also pays what its predecessor owed, in the others its
-# error is sampled.
+# Steps of each candidate that are not timed: in the first it also sends the residuals of its predecessor, in the others
+# its error is sampled.
 _LEAD_IN = 3
 
 
@@ -41,8 +41,8 @@ class Auto(CommHook):
     """Measure hooks in the first steps of training, and go on with the fastest, or with none if that is no slower.
 
     Plain averaging comes first, then the candidates take turns, a few steps each, in which training goes on: all of
-    them average gradients, and what a hook with error feedback owes is passed on. Then all ranks agree on the hook with
-    the shortest step of those whose error is acceptable, say why, and keep to it; so does a resumed run. A step is the
+    them average gradients, and residuals are passed on. Then all ranks agree on the hook with the shortest step of
+    those whose error is acceptable, say why, and keep to it; so does a resumed run. A step is the
     time from one backward to the next, whatever happens in between. Takes `warmup_steps + timed_steps +
     len(candidates) * (timed_steps + 3)` steps, 46 by default.
 
@@ -239,7 +239,7 @@ class _BoundAuto(BoundSwitch):
         super().end_step(finite)
         if self._choice is None or self._is_tidy:
             return
-        # Until then somebody is owed something by the others.
+        # Until then there are residuals of the others.
         if all(phase == self._choice for phase in self._last_phase.values()):
             self._is_tidy = True
             self.has_memory = self._phases[self._choice].has_memory
@@ -263,16 +263,16 @@ class _BoundAuto(BoundSwitch):
             if self._choice is None:
                 reader.differs(f"it has chosen {state['choice']!r}, which is no candidate now: it will measure again")
         if any(key not in self._phases for key in reader.section(state, "last_phase").values()):
-            reader.differs("it is of more candidates, and one that is none now owes gradients")
+            reader.differs("it is of more candidates, and one that is none now has residuals")
 
     @property
     def compression_stats(self) -> Any:
         """That of the hook in use, if it has any."""
         return getattr(self._phases[self._choice or 0], "compression_stats", None)
 
-    def not_begun(self, step: int) -> str | None:
+    def inactive_reason(self, step: int) -> str | None:
         if self._choice is not None:
-            return self._phases[self._choice].not_begun(step)
+            return self._phases[self._choice].inactive_reason(step)
         if not self._moments:
             return None
         num = self._begins(len(self._phases)) + 1

@@ -31,7 +31,7 @@ class Cast(CommHook):
 
     PyTorch's `fp16_compress_wrapper` and `bf16_compress_wrapper`, on any device and around any hook. For
     example `Cast("powersgd", "bf16")` halves the bytes of PowerSGD's factors, and `Cast("powersgd", "int8")` sends them
-    as blocks of 8-bit integers, a quarter; what that rounds away is owed, as everything is that PowerSGD leaves out.
+    as blocks of 8-bit integers, a quarter; what that rounds away joins the residual, as what PowerSGD leaves out.
     Gradients themselves are not cast to 8 bit: `Int8` compresses those. Models that a hook averages are not cast,
     only gradients. The result is copied into the gradient's own memory, so a parameter that only some ranks use keeps
     its dtype (PyTorch's wrapper leaves it a float16 `.grad`).

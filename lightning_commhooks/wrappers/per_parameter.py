@@ -145,12 +145,12 @@ class _BoundPerParameter(BoundWrapper):
             if own:
                 after_optimizer_step(hook, dataclasses.replace(stepped, parameters=own))
 
-    def drain_(self, bucket: Bucket) -> None:
+    def flush_(self, bucket: Bucket) -> None:
         for hook, slots in self._by_hook(bucket.slots).items():
-            hook.drain_(dataclasses.replace(bucket, slots=tuple(slots)))
+            hook.flush_(dataclasses.replace(bucket, slots=tuple(slots)))
 
-    def not_begun(self, step: int) -> str | None:
-        return "; ".join(dict.fromkeys(text for hook in self._hooks if (text := hook.not_begun(step)))) or None
+    def inactive_reason(self, step: int) -> str | None:
+        return "; ".join(dict.fromkeys(text for hook in self._hooks if (text := hook.inactive_reason(step)))) or None
 
     def _has(self, hook: BoundHook, name: str) -> bool:
         try:

@@ -94,7 +94,7 @@ class ScaleByGradAccumulation(CommHook):
         return _BoundScale(self.accumulation, inner)
 
 
-def unscaled(hook: CommHook) -> CommHook:
+def without_scale(hook: CommHook) -> CommHook:
     """The hook that users and checkpoints know a hook by: without [`ScaleByGradAccumulation`][] around it."""
     return hook.inner_hooks[0] if isinstance(hook, ScaleByGradAccumulation) else hook
 

@@ -22,7 +22,7 @@ class Schedule(CommHook):
 
     For example `Schedule({0: "bf16", 1000: PowerSGD(matrix_approximation_rank=4)})`. Steps are counted once,
     from the beginning of training, for all hooks: `start_powerSGD_iter=1000` of a PowerSGD that begins at step
-    1000 has passed by then. When a hook with error feedback is replaced, what it still owes is added to the
+    1000 has passed by then. When a hook with error feedback is replaced, its residuals are added to the
     gradients of the first step of its successor; when a hook is replaced that lets ranks step alone, models are
     averaged after that step.
 
@@ -87,7 +87,7 @@ class _BoundSchedule(BoundSwitch):
     def _part_differs(self, key: str, when: str, reader: StateReader) -> None:
         reader.differs(f"a phase of the schedule begins at step {key} {when} only")
 
-    def not_begun(self, step: int) -> str | None:
+    def inactive_reason(self, step: int) -> str | None:
         later = [start for start in self._phases if start > step]
         unreached = f"the phases of hook=Schedule at {later} have not begun" if later else None
-        return super().not_begun(step) or unreached
+        return super().inactive_reason(step) or unreached

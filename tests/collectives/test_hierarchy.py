@@ -140,7 +140,7 @@ NODES = {"two nodes": [[0, 1], [2, 3]], "four nodes": [[0, 1], [2, 3], [4, 5], [
 def test_each_rank_remembers_what_its_node_owes(many):
     for nodes in NODES.values():
         _, bound = in_memory(nodes, HOOKS["int8"], lambda rank: many[rank, :2])
-        assert sum(owed.numel() for owed in bound.owed()) == 96 * 80
+        assert sum(owed.numel() for owed in bound.residuals()) == 96 * 80
 
 
 def sent_between(rank, world, hook, steps=3):

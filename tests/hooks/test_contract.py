@@ -1,4 +1,4 @@
-"""What every hook owes, for all of ours: the rules that `check_hook` checks for anybody's."""
+"""What every hook has to do, for all of ours: the rules that `check_hook` checks for anybody's."""
 
 import pytest
 from driver import SHAPES, low_rank_gradients, outputs, same
@@ -14,9 +14,9 @@ ON_FOUR = {
     "bad_steps_leave_nothing_behind",
     "error_feedback_loses_nothing",
     "unused_parameters_keep_their_memory",
-    "other_numbers_of_ranks_keep_what_is_owed",
+    "other_numbers_of_ranks_keep_residuals",
 }
-ON_FOUR_ONLY = {"other_numbers_of_ranks_keep_what_is_owed"}  # and on two and one
+ON_FOUR_ONLY = {"other_numbers_of_ranks_keep_residuals"}  # and on two and one
 # Its phases depend on the number of steps; see test_checkpoint.py.
 COUNTS_STEPS = {("bad_steps_leave_nothing_behind", "schedule")}  # "powersgd+half inside" has another phase only later
 

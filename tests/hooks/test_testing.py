@@ -21,7 +21,7 @@ BY_NAME = {rule.__name__: rule for rule in RULES}
         (broken_hooks.NotDivided, "error_feedback_loses_nothing", "is missing"),
         (broken_hooks.Hasty, "bad_steps_leave_nothing_behind", "finite after a bad step"),
         (broken_hooks.Forgetful, "a_resumed_run_goes_on", "goes on as if nothing was"),
-        (broken_hooks.Forgetful, "other_numbers_of_ranks_keep_what_is_owed", "a state has what is owed"),
+        (broken_hooks.Forgetful, "other_numbers_of_ranks_keep_residuals", "a state has what is owed"),
         (broken_hooks.Secret, "bytes_are_counted", "counted as they are sent"),
         (broken_hooks.Scaled, "loss_scale_makes_no_difference", "bucket.loss_scale"),
         (broken_hooks.Spending, "unused_parameters_keep_their_memory", "no rank uses"),
@@ -39,7 +39,7 @@ def test_inf_in_what_is_not_sent_is_seen_on_all_ranks(run):
 
 
 def test_what_is_owed_may_be_the_mean(run):
-    for rule in ("other_numbers_of_ranks_keep_what_is_owed", "all_dtypes"):
+    for rule in ("other_numbers_of_ranks_keep_residuals", "all_dtypes"):
         check_rule(BY_NAME[rule], run, Case(broken_hooks.Whole()), 2)
     ((means, _, _),) = run(outputs, broken_hooks.Whole(), full_rank_gradients, 1, world=1)
     assert same(means[0], full_rank_gradients(0, 0, SHAPES))

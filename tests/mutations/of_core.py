@@ -176,7 +176,7 @@ MUTATIONS = [
     Mutation(
         "hook_never_hears_of_its_step",
         f"{PACKAGE}/sources/ddp.py",
-        "                runtime.settle()\n",
+        "                runtime.commit()\n",
         "",
         "On CUDA a step begins before the hook has taken over the last one.",
         "tests/runtime/test_late_verdicts.py",

@@ -24,7 +24,7 @@ MUTATIONS = [
     Mutation(
         "nothing_handed_over",
         f"{PACKAGE}/wrappers/_turns.py",
-        "self._phases[self._last_phase[slot.name]].drain_(dataclasses.replace(bucket, slots=(slot,)))",
+        "self._phases[self._last_phase[slot.name]].flush_(dataclasses.replace(bucket, slots=(slot,)))",
         "pass",
         "What a hook owes is lost when another one takes over.",
         "tests/wrappers/test_wrappers.py -k 'owes'",

@@ -131,7 +131,7 @@ def test_steps_that_ranks_take_alone_have_no_error(run):
         assert metrics["exposed_ms"] > 0
 
 
-def owed(rank, world, hook, steps):
+def residuals(rank, world, hook, steps):
     """What is owed after steps whose gradients are the same on all ranks, as told and as the gradients tell."""
     missing = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
     with attached(hook) as (ddp, attachment):
@@ -155,13 +155,13 @@ def owed(rank, world, hook, steps):
     ids=str,
 )
 def test_residual_norm_is_that_of_what_was_not_sent(run, hook):
-    for told, expected in run(owed, hook, 3):
+    for told, expected in run(residuals, hook, 3):
         assert told == pytest.approx(expected, rel=2e-3)
         assert told > 0
 
 
 def test_hooks_without_error_feedback_owe_nothing(run):
-    assert [told for told, _ in run(owed, "bf16", 1)] == [0, 0]
+    assert [told for told, _ in run(residuals, "bf16", 1)] == [0, 0]
 
 
 def not_compressed(rank, world, hook):

@@ -163,7 +163,7 @@ def gradients_of(rank, hook, create_graph):
         results += [p.grad.detach().clone() for p in ddp.parameters()]
         optimizer.step()
         optimizer.zero_grad()  # also breaks the cycle of a recorded gradient and its parameter
-    owed = [] if attachment.bound is None else list(attachment.bound.owed())
+    owed = [] if attachment.bound is None else list(attachment.bound.residuals())
     assert not any(tensor.requires_grad for tensor in owed)
     attachment.average_weights()
     attachment.close()

@@ -13,7 +13,7 @@ frozen = dataclass(frozen=True, kw_only=True)
 
 @frozen
 class TopK(lc.CommHook):
-    """Send the largest elements of each gradient, owe the rest."""
+    """Send the largest elements of each gradient, keep the rest."""
 
     name: ClassVar[str] = "topk"
 

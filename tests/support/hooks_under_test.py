@@ -150,7 +150,7 @@ NOT_AVERAGING = {"noop"}
 
 
 def with_defaults(name):
-    """A hook that has no line above: it is expected to do what every hook owes."""
+    """A hook that has no line above: it is expected to do what every hook has to do."""
     try:
         return Case(lc.get_hook(name))
     except ValueError as error:

@@ -261,7 +261,7 @@ def one_is_never_used(rank, world):
                     del gradients["conv"]
                 backward(ddp, gradients)
                 collectives.append(attachment.metrics()["collectives"])
-        owed = {key: list(phase.owed()) for key, phase in attachment.bound._phases.items()}
+        owed = {key: list(phase.residuals()) for key, phase in attachment.bound._phases.items()}
         return attachment.bound.chosen, [b - a for a, b in itertools.pairwise(collectives)], owed
 
 
