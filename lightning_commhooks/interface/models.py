@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import zlib
+import ctypes
+import hashlib
 from collections.abc import Callable, Collection, Container, Mapping, MutableMapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -149,7 +149,7 @@ class Models:
 
     def average_diverged_(self, everything: bool = False) -> None:
         """Average for good what differs between ranks; with `everything`, also what others than optimizers changed."""
-        if everything and self._sums_differ():
+        if everything and self._is_any_bit_different():
             self.keep_averages()
             self.diverged.update(self.layout.trained)
         self.swap_in()
@@ -157,9 +157,13 @@ class Models:
         self._buffers_diverged = False
         self.keep_averages()
 
-    def _sums_differ(self) -> bool:
-        sums = [float(flat_view(tensor).sum(dtype=torch.float64)) for tensor in self._tensors(self.layout.trained)]
-        return len(set(check_same("average all parameters", self._group, zlib.crc32(repr(sums).encode())))) > 1
+    def _is_any_bit_different(self) -> bool:
+        digest = hashlib.blake2b(digest_size=7)
+        for tensor in self._tensors(self.layout.trained):
+            on_host = flat_view(tensor).cpu().contiguous()
+            digest.update(ctypes.string_at(on_host.data_ptr(), on_host.nbytes))
+        own = int.from_bytes(digest.digest(), "big")
+        return len(set(check_same("average all parameters", self._group, own))) > 1
 
     def swap_in(self) -> None:
         """Put the averages in the place of each rank's own model until `swap_out`."""

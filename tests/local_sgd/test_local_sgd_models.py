@@ -316,6 +316,22 @@ def test_nothing_is_sent_when_ranks_are_equal(run, world):
         assert same(after, expected)
 
 
+def average_what_others_changed(rank, world):
+    """Ranks have the same numbers in another order, so that no sum tells them apart."""
+    model, gradients = params({"a": (2,)})
+    optimizer = zero_lr(model)
+    with local(model, NEVER, [optimizer]) as (ddp, attachment):
+        one_step(ddp, optimizer, gradients)
+        attachment.average_weights()
+        put(model, {"a": torch.tensor([3.0, 1.0] if rank else [1.0, 3.0], dtype=torch.float64)})
+        attachment.average_weights(everything=True)
+        return parameters(model)["a"].tolist()
+
+
+def test_any_bit_makes_ranks_different(run):
+    assert run(average_what_others_changed) == [[2, 2], [2, 2]]
+
+
 def step_while_looking(rank, world):
     model, gradients = params({"a": (6,)})
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
