@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 import lightning_commhooks
-from lightning_commhooks.interface.docstrings import documented_arguments
+from lightning_commhooks.interface.python_code import documented_arguments
 
 FOLDER = Path(__file__).parent
 _TABLE = re.compile(r"(<!-- options: (\w+) -->\n).*?(<!-- end of options -->\n)", re.DOTALL)

@@ -22,8 +22,8 @@ from lightning_commhooks.collectives.steps import Steps, result
 from lightning_commhooks.interface.averages_models import is_local
 from lightning_commhooks.interface.bucket import Bucket
 from lightning_commhooks.interface.error_sample import ErrorSampler
-from lightning_commhooks.interface.finite import all_finite
 from lightning_commhooks.interface.hook import BoundHook, CommHook
+from lightning_commhooks.interface.precision import all_finite
 from lightning_commhooks.sources.attach import attach
 from lightning_commhooks.wrappers.scale import accumulation_of
 

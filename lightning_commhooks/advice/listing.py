@@ -22,8 +22,8 @@ from lightning_commhooks.advice.emulated import Emulated, emulated_group
 from lightning_commhooks.advice.step_time import amortized
 from lightning_commhooks.advice.task import Task
 from lightning_commhooks.collectives.link import Link
-from lightning_commhooks.interface.docstrings import documented_arguments
 from lightning_commhooks.interface.hook import CommHook
+from lightning_commhooks.interface.python_code import documented_arguments
 from lightning_commhooks.interface.registry import available_hooks, get_hook, get_hook_class
 from lightning_commhooks.sources.attach import attach_emulated
 

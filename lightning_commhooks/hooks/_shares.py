@@ -10,7 +10,7 @@ from lightning_commhooks.collectives.chunk import CHUNK_NUMEL
 from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.collectives.steps import Steps, begun
 from lightning_commhooks.interface.bucket import Bucket
-from lightning_commhooks.interface.finite import num_overflowed
+from lightning_commhooks.interface.precision import num_overflowed
 
 
 def reduce_scatter(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from lightning_commhooks.collectives.group import Group
-from lightning_commhooks.hooks._low_rank_options import LowRankConfig
+from lightning_commhooks.hooks._low_rank import LowRankConfig
 from lightning_commhooks.hooks.powersgd import BoundPowerSGD
 from lightning_commhooks.interface.bucket import Slot
 from lightning_commhooks.interface.hierarchy import bind_by_node

@@ -12,9 +12,9 @@ from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.collectives.steps import Steps
 from lightning_commhooks.hooks._shares import reduce_scatter
 from lightning_commhooks.interface.bucket import Bucket
-from lightning_commhooks.interface.finite import num_overflowed
 from lightning_commhooks.interface.hierarchy import Hierarchy, bind_by_node, check_hierarchy
 from lightning_commhooks.interface.hook import BoundHook, CommHook
+from lightning_commhooks.interface.precision import num_overflowed
 from lightning_commhooks.interface.registry import register
 
 

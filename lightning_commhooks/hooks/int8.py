@@ -23,10 +23,9 @@ from lightning_commhooks.hooks._shares import reduce_scatter, reduce_scatter_enc
 from lightning_commhooks.interface.bucket import Bucket, Slot
 from lightning_commhooks.interface.checks import check_bool, check_integer
 from lightning_commhooks.interface.error_feedback import ErrorFeedback
-from lightning_commhooks.interface.finite import all_finite
 from lightning_commhooks.interface.hierarchy import Hierarchy, bind_by_node, check_hierarchy
 from lightning_commhooks.interface.hook import NEXT_TO_NOTHING, BoundHook, CommHook
-from lightning_commhooks.interface.precision import to_gradient, work_dtype
+from lightning_commhooks.interface.precision import all_finite, to_gradient, work_dtype
 from lightning_commhooks.interface.registry import register
 from lightning_commhooks.interface.state import Shapes
 

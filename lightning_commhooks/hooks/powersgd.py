@@ -11,7 +11,6 @@ import bisect
 import dataclasses
 import logging
 import math
-import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -22,13 +21,12 @@ from torch.nn.functional import pad
 
 from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.collectives.steps import Steps
-from lightning_commhooks.hooks._low_rank_options import LowRankConfig
+from lightning_commhooks.hooks._low_rank import LowRankConfig, orthonormal_basis, random_factors, revived
 from lightning_commhooks.interface.bucket import Bucket, Slot
 from lightning_commhooks.interface.error_feedback import ErrorFeedback
-from lightning_commhooks.interface.finite import all_finite
 from lightning_commhooks.interface.hierarchy import bind_by_node
 from lightning_commhooks.interface.hook import NEXT_TO_NOTHING, BoundHook
-from lightning_commhooks.interface.precision import add_unscaled_, to_gradient, work_dtype
+from lightning_commhooks.interface.precision import add_unscaled_, all_finite, to_gradient, work_dtype
 from lightning_commhooks.interface.registry import register
 from lightning_commhooks.interface.state import Shapes
 
@@ -152,7 +150,7 @@ class BoundPowerSGD(ErrorFeedback):
         if self.hook.num_iters_per_step == 1:
             self._remember(batches, factors, new)
             return (starts, factors) if makes_q else (factors, starts)
-        ps = [_orthonormal_basis(p) for p in factors]
+        ps = [orthonormal_basis(p) for p in factors]
         qs = [batch.multiply(residual, p) for batch, p in zip(batches, ps, strict=True)]
         qs = yield from self._mean(qs, bucket.flat.dtype, ranks)
         self._remember(batches, qs, "factor")
@@ -162,9 +160,9 @@ class BoundPowerSGD(ErrorFeedback):
         """Orthonormal factors to begin with: of an earlier step, or random."""
         fresh = batch.fresh[kind]
         if not self.hook.warm_start:
-            return _orthonormal_basis(_random_factors(batch.keys, fresh.shape[1:], fresh, self.hook.random_seed, step))
+            return orthonormal_basis(random_factors(batch.keys, fresh.shape[1:], fresh, self.hook.random_seed, step))
         last = [self.remembered(key, own.clone, kind) for key, own in zip(batch.keys, fresh, strict=True)]
-        return _orthonormal_basis(_revived(torch.stack(last), fresh, self.hook.orthogonalization_epsilon))
+        return orthonormal_basis(revived(torch.stack(last), fresh, self.hook.orthogonalization_epsilon))
 
     def _remember(self, batches: Sequence[_Matrices], factors: Sequence[Tensor], kind: str) -> None:
         for batch, own in zip(batches, factors, strict=True):
@@ -196,9 +194,9 @@ class BoundPowerSGD(ErrorFeedback):
         like = bucket.flat.new_empty(0, dtype=work_dtype(bucket.flat.dtype))
         for (n, m), slots in hook.matrices(bucket.slots).items():
             batch = _Matrices(slots, n, m, hook.batch_tensors_with_same_shape or not like.is_cpu)
-            batch.fresh["factor"] = _random_factors(batch.keys, (hook.rank(n, m), m), like, hook.random_seed, 0)
+            batch.fresh["factor"] = random_factors(batch.keys, (hook.rank(n, m), m), like, hook.random_seed, 0)
             if hook.num_iters_per_step == 1:
-                batch.fresh["factor_p"] = _random_factors(batch.keys, (hook.rank(n, m), n), like, hook.random_seed, -1)
+                batch.fresh["factor_p"] = random_factors(batch.keys, (hook.rank(n, m), n), like, hook.random_seed, -1)
             batches.append(batch)
         inside = [slot for batch in batches for slots in batch.slots for slot in slots]
         outside = set(bucket.slots).difference(inside)
@@ -326,42 +324,6 @@ class _Matrices:
                 if not is_whole:
                     written.copy_(to_gradient(product.view(-1)[: written.numel()], written.dtype))
                 add_unscaled_(m[block], written, -bucket.loss_scale)
-
-
-def _random_factors(keys: Sequence[str], shape: Sequence[int], like: Tensor, seed: int, step: int) -> Tensor:
-    """Standard normal numbers for each key, dtype and device of `like`, the same on all ranks and devices.
-
-    They depend on names of parameters, so that no order of buckets matters, on the seed, and on the step where they are
-    drawn anew at each.
-    """
-    generator = torch.Generator()
-    factors = torch.empty(len(keys), *shape)
-    for key, factor in zip(keys, factors, strict=True):
-        factor.normal_(generator=generator.manual_seed(zlib.crc32(f"{seed}:{step}:{key}".encode())))
-    # Pinned, a copy does not wait for the device.
-    return factors.pin_memory().to(like, non_blocking=True) if like.is_cuda else factors.to(like)
-
-
-def _orthonormal_basis(rows: Tensor) -> Tensor:
-    """An orthonormal basis of the span of each matrix's rows, shape `(k, r, n)`, r <= n; NaN where they are not finite.
-
-    By Householder, which also gives orthonormal rows for dependent, zero, tiny and huge ones: where they span less than
-    r dimensions, the rest of the basis is arbitrary. (PyTorch's Gram-Schmidt divides by zero or loses orthogonality.)
-    """
-    # Norms are sums of squares: scaling keeps them from overflow and underflow.
-    largest = torch.linalg.vector_norm(rows, math.inf, dim=2, keepdim=True).clamp_min_(torch.finfo(rows.dtype).tiny)
-    basis: Tensor = torch.linalg.qr((rows / largest).mT).Q
-    return basis.mT.contiguous()
-
-
-def _revived(rows: Tensor, fresh: Tensor, epsilon: float) -> Tensor:
-    """Rows of factors, with fresh ones for the dead: shorter than `epsilon` times the longest of their matrix, or zero.
-
-    Those of a matrix that was zero at the last step could give P = 0 for ever after.
-    """
-    norm = torch.linalg.vector_norm(rows, ord=1, dim=2, keepdim=True)
-    alive = norm > (epsilon * norm.amax(dim=1, keepdim=True) if epsilon else 0)
-    return torch.where(alive, rows, fresh)
 
 
 def _sent_is_finite(p: Tensor, q: Tensor, dtype: torch.dtype) -> Tensor:

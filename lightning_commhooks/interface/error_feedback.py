@@ -12,9 +12,8 @@ from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.collectives.steps import Steps, begun
 from lightning_commhooks.interface.accumulation import is_one, scale_
 from lightning_commhooks.interface.bucket import Bucket, Slot
-from lightning_commhooks.interface.finite import all_finite, spoil_unless_
 from lightning_commhooks.interface.hook import BoundHook
-from lightning_commhooks.interface.precision import add_unscaled_, to_gradient, work_dtype
+from lightning_commhooks.interface.precision import add_unscaled_, all_finite, spoil_unless_, to_gradient, work_dtype
 from lightning_commhooks.interface.state import Shapes, StateReader
 
 

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -16,7 +17,6 @@ from lightning_commhooks.codecs.ranges import named
 from lightning_commhooks.collectives.averaging import average_, check_same, flat_view
 from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.interface.layout import Layout
-from lightning_commhooks.interface.optimizer_state import common_states
 from lightning_commhooks.interface.state import StateReader, StateWriter
 from lightning_commhooks.interface.swap import Swap, count_up
 
@@ -288,3 +288,25 @@ def _matching(
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
     """All parameters of an optimizer, in the order of its groups."""
     return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def common_states(
+    parameters: Mapping[str, Tensor], state: Mapping[Tensor, Any], group: Group
+) -> dict[str, dict[str, Tensor]]:
+    """Floating-point tensors of an optimizer's state by parameter and key, without what some rank has not got."""
+    own = {name: _floating_point(state.get(p, {})) for name, p in parameters.items()}
+    gathered = group.all_gather_numbers([len(tensors) for tensors in own.values()], torch.int32)
+    everywhere = [len(set(numbers)) == 1 for numbers in zip(*gathered, strict=True)]
+    return {name: tensors for (name, tensors), is_common in zip(own.items(), everywhere, strict=True) if is_common}
+
+
+def _floating_point(state: Mapping[str, Any]) -> dict[str, Tensor]:
+    if any(isinstance(v, Tensor) and v.numel() > 1 and not _is_continuous(v) for v in state.values()):
+        return {}  # quantized: the mean of scales means nothing without that of the codes
+    # Sorted: the order in which an optimizer makes them is its own business.
+    tensors = {k: v for k, v in sorted(state.items()) if isinstance(v, Tensor) and k != "step"}
+    return {k: v for k, v in tensors.items() if _is_continuous(v)}
+
+
+def _is_continuous(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()

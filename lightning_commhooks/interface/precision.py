@@ -1,6 +1,9 @@
-"""Which precision hooks with memory compute in, and how they go there and back."""
+"""Which precision hooks compute in, whether gradients are finite, and how all ranks see that they are not."""
 
 from __future__ import annotations
+
+import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -24,3 +27,41 @@ def add_unscaled_(memory: Tensor, gradient: Tensor, divisor: float | Tensor) -> 
         return memory.add_(gradient, alpha=1 / divisor)
     # With a dimension, or the quotient would be in the gradient's own 16 bit and underflow.
     return memory.addcdiv_(gradient, divisor.reshape(1).to(memory.dtype))
+
+
+def all_finite(tensor: Tensor) -> Tensor:
+    """Boolean, one element on the tensor's device: whether no element is inf or NaN. Waits for no device."""
+    if not tensor.is_cpu:
+        return tensor.isfinite().all()
+    if not tensor.numel():
+        return torch.tensor(True)
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    # On CPU a sum takes a fiftieth of the time of isfinite(). It may overflow, so it cannot say no.
+    finite = bool(tensor.sum().isfinite())
+    return torch.tensor(finite or bool(tensor.max().isfinite() and tensor.min().isfinite()))
+
+
+def spoil_unless_(finite: Tensor, tensors: Sequence[Tensor]) -> None:
+    """Make all of some tensors NaN unless `finite`, boolean, one element; does not wait for a device to know.
+
+    Args:
+        finite: on the device of the tensors.
+        tensors: with at least one dimension.
+    """
+    if not finite.is_cpu or not finite:
+        zero_or_nan = torch.where(finite, 0.0, math.nan).view(1)
+        for dtype in {tensor.dtype for tensor in tensors}:
+            some = [tensor for tensor in tensors if tensor.dtype == dtype]
+            torch._foreach_add_(some, [zero_or_nan.to(dtype)] * len(some))
+
+
+def num_overflowed(exact: Tensor, half: Tensor) -> int | Tensor:
+    """Number of elements that are finite in `exact` and not in `half`, a cast of it; as a tensor unless on CPU.
+
+    0 for bfloat16, which has the range of float32.
+    """
+    if half.dtype != torch.float16 or (half.is_cpu and all_finite(half)):
+        return 0
+    overflowed = (half.isfinite().logical_not() & exact.isfinite()).sum()
+    return int(overflowed) if half.is_cpu else overflowed

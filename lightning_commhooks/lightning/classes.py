@@ -8,9 +8,10 @@ from collections.abc import Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from lightning_commhooks.lightning.ddp import REPLACED, AverageFirst, CompressedDDPMixin
+from lightning_commhooks.lightning.ddp import AverageFirst, CompressedDDPMixin
 from lightning_commhooks.lightning.fsdp_strategies import CompressedFSDPMixin, CompressedModelParallelMixin
 from lightning_commhooks.lightning.monitor_callback import CommHookMonitorMixin
+from lightning_commhooks.lightning.refusals import REPLACED
 
 
 class CompressedRayDDPMixin(CompressedDDPMixin):

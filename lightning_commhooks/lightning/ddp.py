@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import logging
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, ClassVar
 
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_commhooks.interface.hook import CommHook
+from lightning_commhooks.lightning.refusals import REPLACED, options_of, refusals_as
 from lightning_commhooks.lightning.show import show, steps_left
 from lightning_commhooks.runtime.attachment import Attachment
 from lightning_commhooks.sources.attach import attach
@@ -26,29 +26,6 @@ from lightning_commhooks.wrappers.scale import Accumulation
 logger = logging.getLogger(__name__)
 
 CHECKPOINT_KEY = "lightning_commhooks"
-
-# Arguments of Lightning's strategies that are refused, and what to write in their place.
-REPLACED = {
-    "ddp_comm_hook": "pass it as hook=... (with hook_state=... for a function), or use a hook's name",
-    "ddp_comm_state": "pass it as hook_state=..., or set the options of a hook: hook=PowerSGD(...)",
-    "ddp_comm_wrapper": "use hook=Cast(hook, 'fp16') or hook=Cast(hook, 'bf16')",
-    "model_averaging_period": "use hook=PostLocalSGD(period=...)",
-}
-
-
-def _options(*classes: type) -> set[str]:
-    """Names of the arguments that classes are made with; some of them pass on whatever they get."""
-    parameters = (p for made in classes for p in inspect.signature(made).parameters.values())
-    return {p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
-
-
-@contextmanager
-def refusals_as(misconfiguration: type[Exception], strategy: object) -> Iterator[None]:
-    """Raise a `ValueError` as Lightning's own exception, which names the strategy."""
-    try:
-        yield
-    except ValueError as error:
-        raise misconfiguration(f"{type(strategy).__name__}: {error}") from error
 
 
 class AverageFirst:
@@ -115,7 +92,7 @@ class CompressedDDPMixin:
                 )
         # Lightning hands over to DDP what it does not know, and that is not before training.
         bases = type(self).__mro__[type(self).__mro__.index(CompressedDDPMixin) + 1 :]
-        if unknown := sorted(kwargs.keys() - _options(*bases, DistributedDataParallel)):
+        if unknown := sorted(kwargs.keys() - options_of(*bases, DistributedDataParallel)):
             raise self._misconfiguration(
                 f"{type(self).__name__} has no option {unknown[0]!r}, and neither has DistributedDataParallel"
             )

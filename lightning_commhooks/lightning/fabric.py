@@ -20,7 +20,8 @@ except ImportError as error:
     ) from error
 
 from lightning_commhooks.interface.hook import CommHook
-from lightning_commhooks.lightning.ddp import CHECKPOINT_KEY, refusals_as
+from lightning_commhooks.lightning.ddp import CHECKPOINT_KEY
+from lightning_commhooks.lightning.refusals import refusals_as
 from lightning_commhooks.runtime.attachment import Attachment
 from lightning_commhooks.runtime.attachments import Attachments, attachment_of
 from lightning_commhooks.sources.attach import attach

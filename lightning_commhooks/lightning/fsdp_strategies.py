@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, Sha
 
 from lightning_commhooks.hooks import BF16, FP16, AllReduce
 from lightning_commhooks.interface.hook import CommHook
-from lightning_commhooks.lightning.ddp import refusals_as
+from lightning_commhooks.lightning.refusals import refusals_as
 from lightning_commhooks.runtime.attachment import Attachment
 from lightning_commhooks.sources import fsdp1
 from lightning_commhooks.sources.attach import attach

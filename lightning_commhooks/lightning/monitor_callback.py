@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 from lightning_commhooks.interface.error_sample import DEFAULT_NUMEL
-from lightning_commhooks.lightning.ddp import refusals_as
+from lightning_commhooks.lightning.refusals import refusals_as
 from lightning_commhooks.lightning.show import show
 from lightning_commhooks.runtime.monitor import NAMES, PREFIX, MetricName, Monitor, MonitorOptions
 

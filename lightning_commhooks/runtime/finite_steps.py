@@ -11,7 +11,7 @@ from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.collectives.steps import Steps
 from lightning_commhooks.interface.averages_models import is_local
 from lightning_commhooks.interface.bucket import Bucket
-from lightning_commhooks.interface.finite import all_finite, spoil_unless_
+from lightning_commhooks.interface.precision import all_finite, spoil_unless_
 from lightning_commhooks.runtime.running import RunningHook
 
 

@@ -13,10 +13,10 @@ from lightning_commhooks.codecs import Int8Codec
 from lightning_commhooks.codecs.codec import Codec
 from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.collectives.steps import Steps
-from lightning_commhooks.hooks._low_rank_options import LowRankConfig
+from lightning_commhooks.hooks._low_rank import LowRankConfig
 from lightning_commhooks.interface.bucket import Bucket
-from lightning_commhooks.interface.finite import num_overflowed
 from lightning_commhooks.interface.hook import BoundHook, CommHook
+from lightning_commhooks.interface.precision import num_overflowed
 from lightning_commhooks.interface.registry import get_hook, get_inner_hook
 from lightning_commhooks.interface.wrapper import BoundAround
 from lightning_commhooks.wrappers.hook_name import HookName

@@ -24,7 +24,7 @@ from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.collectives.in_memory import StuckError, groups_in_memory, run_together
 from lightning_commhooks.collectives.process_groups import destroy, own_group
 from lightning_commhooks.collectives.steps import begun
-from lightning_commhooks.interface.finite import all_finite
+from lightning_commhooks.interface.precision import all_finite
 
 CPU = torch.device("cpu")
 

@@ -22,6 +22,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 
 import lightning_commhooks as lc
 from lightning_commhooks.hooks import powersgd as algorithm
+from lightning_commhooks.hooks._low_rank import random_factors
 
 START, STEPS = 2, 7
 ONE_BUCKET = {"bucket_cap_mb": 25}
@@ -37,7 +38,7 @@ def preset_stock(state, bucket):
             m = parameter.numel() // n
             r = min(n, m, stock.matrix_approximation_rank)
             if parameter.dim() > 1 and (n + m) * r * stock.min_compression_rate < n * m:
-                start = algorithm._random_factors([names[parameter]], (r, m), parameter.detach(), 0, 0)[0]
+                start = random_factors([names[parameter]], (r, m), parameter.detach(), 0, 0)[0]
                 by_shape.setdefault((n, m), []).append((torch.zeros(n, r, dtype=parameter.dtype), start.t()))
         pairs = [pair for same_shape in by_shape.values() for pair in same_shape]
         stock.p_memory_dict[0] = torch.cat([p.reshape(-1) for p, _ in pairs])

@@ -15,7 +15,7 @@ MUTATIONS = [
     ),
     Mutation(
         "nothing_is_infinite",
-        f"{PACKAGE}/interface/finite.py",
+        f"{PACKAGE}/interface/precision.py",
         "finite = bool(tensor.sum().isfinite())",
         "finite = True",
         "Gradients that are sent as they are count as finite whatever they are.",
@@ -247,7 +247,7 @@ MUTATIONS = [
     ),
     Mutation(
         "bad_step_is_taken",
-        f"{PACKAGE}/interface/finite.py",
+        f"{PACKAGE}/interface/precision.py",
         "    if not finite.is_cpu or not finite:\n",
         "    if not finite.is_cpu:\n",
         "Gradients of a step that memory disregards are not made NaN, so optimizers take it.",

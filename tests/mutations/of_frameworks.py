@@ -71,7 +71,7 @@ MUTATIONS = [
     ),
     Mutation(
         "options_of_whoever_passes_on",
-        f"{PACKAGE}/lightning/ddp.py",
+        f"{PACKAGE}/lightning/refusals.py",
         "if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}",
         "}",
         "Options that nobody has are taken by a strategy whose base passes on what it gets, as Ray's.",

@@ -71,7 +71,7 @@ MUTATIONS = [
     ),
     Mutation(
         "no_qr",
-        f"{HOOKS}/powersgd.py",
+        f"{HOOKS}/_low_rank.py",
         "torch.linalg.qr((rows / largest).mT).Q",
         "(rows / largest).mT",
         "Bases of the power iteration are not orthonormal.",
@@ -79,7 +79,7 @@ MUTATIONS = [
     ),
     Mutation(
         "no_epsilon",
-        f"{HOOKS}/powersgd.py",
+        f"{HOOKS}/_low_rank.py",
         ".clamp_min_(torch.finfo(rows.dtype).tiny)",
         "",
         "Zero gradients become NaN.",
@@ -88,14 +88,14 @@ MUTATIONS = [
     Mutation(
         "power_iteration_begins_anew",
         f"{HOOKS}/powersgd.py",
-        "_revived(torch.stack(last), fresh,",
-        "_revived(fresh, fresh,",
+        "revived(torch.stack(last), fresh,",
+        "revived(fresh, fresh,",
         "The last step's factor is forgotten though warm_start=True.",
         "tests/hooks/test_powersgd.py -k 'stock'",
     ),
     Mutation(
         "dead_rows_stay",
-        f"{HOOKS}/powersgd.py",
+        f"{HOOKS}/_low_rank.py",
         "return torch.where(alive, rows, fresh)",
         "return rows",
         "After a step of zeros PowerSGD may send nothing for ever.",
@@ -143,7 +143,7 @@ MUTATIONS = [
     ),
     Mutation(
         "powersgd_seed_ignored",
-        f"{HOOKS}/powersgd.py",
+        f"{HOOKS}/_low_rank.py",
         'f"{seed}:{step}:{key}"',
         'f"{step}:{key}"',
         "random_seed changes nothing.",

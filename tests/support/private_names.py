@@ -225,7 +225,7 @@ TORCH = [
         "silent: no ranges, or with a new meaning ranges all the time",
         _says_whether_it_profiles,
     ),
-    Use("torch._foreach_add_", (f"{PACKAGE}/interface/finite.py",), "bad steps fail"),
+    Use("torch._foreach_add_", (f"{PACKAGE}/interface/precision.py",), "bad steps fail"),
     Use("torch._foreach_norm", (MICRO_BATCHES,), "accumulation cannot tell cleared gradients"),
     Use(
         "torch.autograd.Variable._execution_engine.queue_callback",

@@ -5,7 +5,7 @@ import math
 import torch
 from driver import mean_gradients
 
-from lightning_commhooks.hooks.powersgd import _random_factors
+from lightning_commhooks.hooks._low_rank import random_factors
 
 
 class Memory:
@@ -47,7 +47,7 @@ class Memory:
 
     def _random(self, step, length):
         like = torch.empty(0, dtype=torch.float64)
-        return _random_factors([self.key], (self.rank, length), like, self.hook.random_seed, step)[0].t()
+        return random_factors([self.key], (self.rank, length), like, self.hook.random_seed, step)[0].t()
 
 
 def powersgd(hook, make, world, steps, shapes, bad_before=None):

@@ -1,11 +1,16 @@
-"""Options that `powersgd` and `batched_powersgd` share."""
+"""Options that `powersgd` and `batched_powersgd` share, and factors: random, orthonormal, revived."""
 
 from __future__ import annotations
 
+import math
+import zlib
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
+
+import torch
+from torch import Tensor
 
 from lightning_commhooks.interface.bucket import Slot
 from lightning_commhooks.interface.checks import check_bool, check_integer
@@ -73,3 +78,39 @@ class LowRankConfig(CommHook):
     def rank(self, n: int, m: int) -> int:
         """Rank of the approximation of a matrix of that shape."""
         return min(n, m, self.matrix_approximation_rank)
+
+
+def random_factors(keys: Sequence[str], shape: Sequence[int], like: Tensor, seed: int, step: int) -> Tensor:
+    """Standard normal numbers for each key, dtype and device of `like`, the same on all ranks and devices.
+
+    They depend on names of parameters, so that no order of buckets matters, on the seed, and on the step where they are
+    drawn anew at each.
+    """
+    generator = torch.Generator()
+    factors = torch.empty(len(keys), *shape)
+    for key, factor in zip(keys, factors, strict=True):
+        factor.normal_(generator=generator.manual_seed(zlib.crc32(f"{seed}:{step}:{key}".encode())))
+    # Pinned, a copy does not wait for the device.
+    return factors.pin_memory().to(like, non_blocking=True) if like.is_cuda else factors.to(like)
+
+
+def orthonormal_basis(rows: Tensor) -> Tensor:
+    """An orthonormal basis of the span of each matrix's rows, shape `(k, r, n)`, r <= n; NaN where they are not finite.
+
+    By Householder, which also gives orthonormal rows for dependent, zero, tiny and huge ones: where they span less than
+    r dimensions, the rest of the basis is arbitrary. (PyTorch's Gram-Schmidt divides by zero or loses orthogonality.)
+    """
+    # Norms are sums of squares: scaling keeps them from overflow and underflow.
+    largest = torch.linalg.vector_norm(rows, math.inf, dim=2, keepdim=True).clamp_min_(torch.finfo(rows.dtype).tiny)
+    basis: Tensor = torch.linalg.qr((rows / largest).mT).Q
+    return basis.mT.contiguous()
+
+
+def revived(rows: Tensor, fresh: Tensor, epsilon: float) -> Tensor:
+    """Rows of factors, with fresh ones for the dead: shorter than `epsilon` times the longest of their matrix, or zero.
+
+    Those of a matrix that was zero at the last step could give P = 0 for ever after.
+    """
+    norm = torch.linalg.vector_norm(rows, ord=1, dim=2, keepdim=True)
+    alive = norm > (epsilon * norm.amax(dim=1, keepdim=True) if epsilon else 0)
+    return torch.where(alive, rows, fresh)
