@@ -20,7 +20,8 @@ export OMP_NUM_THREADS ?= 1
 .PHONY: demo test test-fast test-oldest test-oldest-fast test-newest test-some coverage mutations peers lint format \
 	bench bench-quick gpu stress docs linkcheck install clean
 
-demo: install
+# With what the demo needs and no more; the rest comes with the tests.
+demo: $(VENV)/.installed-demo
 	$(BIN)/python examples/demo.py
 
 # Each file in one of the processes, so that what is launched for its tests is launched once.
@@ -70,7 +71,7 @@ test-some: install
 # The suite with the newest release of everything, as of now.
 test-newest: TORCH = torch
 test-newest:
-	rm -f .venv-newest/.installed
+	rm -f .venv-newest/.installed-*
 	$(MAKE) test VENV=.venv-newest TORCH='$(TORCH)' PIP_OPTIONS='--upgrade --upgrade-strategy eager'
 
 # Breaks the library in a hundred places, one at a time, and expects a test to fail each time.
@@ -139,14 +140,14 @@ docs: install
 linkcheck: install
 	$(BIN)/python -m sphinx -W --keep-going -q -b linkcheck docs docs/_build/linkcheck
 
-install: $(VENV)/.installed
+install: $(VENV)/.installed-$(EXTRA)
 
 # PyTorch first, so that no other requirement pulls in another build of it.
-$(VENV)/.installed: pyproject.toml
+$(VENV)/.installed-%: pyproject.toml
 	@echo "Creating $(VENV) and installing PyTorch, Lightning and the project; a few minutes the first time"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet $(PIP_OPTIONS) $(TORCH)
-	$(BIN)/pip install --quiet $(PIP_OPTIONS) --editable '.[$(EXTRA)]'
+	$(BIN)/pip install --quiet $(PIP_OPTIONS) --editable '.[$*]'
 	@touch $@
 
 clean:

@@ -45,13 +45,17 @@ def get_hook_class(name: str) -> type[CommHook]:
     """Return the configuration class of a hook.
 
     Args:
-        name: one of `available_hooks()` or an alias of one.
+        name: one of `available_hooks()` or an alias of one; capitals and underscores do not matter, so that the name of
+            the class does as well.
 
     Raises:
         ValueError: there is no such hook; the message has the known names and the closest one. Or the entry
             point of that name is not a `CommHook` class.
     """
-    resolved = _aliases.get(name, name)
+    known = available_hooks()
+    names = {_plain(other): other for other in (*known, *_aliases)}
+    resolved = names.get(_plain(name), name)
+    resolved = _aliases.get(resolved, resolved)
     if resolved in _classes:
         return _classes[resolved]
     if resolved in (others := _third_party()):
@@ -61,8 +65,11 @@ def get_hook_class(name: str) -> type[CommHook]:
                 f"entry point {resolved!r} of group {ENTRY_POINT_GROUP!r} must be a CommHook class, is {loaded!r}"
             )
         return loaded
-    known = available_hooks()
     raise ValueError(f"unknown hook {name!r}; {_closest(name, [*known, *_aliases])}available hooks: {', '.join(known)}")
+
+
+def _plain(name: str) -> str:
+    return name.replace("_", "").casefold()
 
 
 def get_hook(hook: str | CommHook, **options: Any) -> CommHook:

@@ -70,6 +70,12 @@ def test_aliases():
     assert "power_sgd" not in lc.available_hooks()
 
 
+@pytest.mark.parametrize("name", sorted(BUILT_IN))
+def test_names_of_classes(name):
+    hook_class = registry.get_hook_class(name)
+    assert registry.get_hook_class(hook_class.__name__) is registry.get_hook_class(name.upper()) is hook_class
+
+
 def test_configured_hook_is_returned_as_it_is():
     hook = lc.PowerSGD()
     assert lc.get_hook(hook) is hook
