@@ -7,10 +7,10 @@ Two hosts (network namespaces) or four, one process on each, pinned to one core.
 - `conv` over 10 Gbit/s: a step is mostly compute, it does not;
 - `gpt` over 1 Gbit/s, 10 ms away, on two hosts and on four (`far`, `far4`): delay is what costs, and it says so.
 
-Then `--bandwidth` predicts for the same network without it, in two processes on this machine. Exits with 1 when advice
-is wrong, or between two hosts a predicted step time is off by more than 20% of the measured one for any hook; plain DDP
-over 10 ms by more than 30%, since TCP begins slowly after each pause. Four hosts share two cores here, which
-predictions do not know.
+Then `--bandwidth` predicts for the same network without it, in one process on one core, as a host has. Exits with 1
+when advice is wrong, or between two hosts a predicted step time is off by more than 20% of the measured one for any
+hook; plain DDP over 10 ms by more than 30%, since TCP begins slowly after each pause. Four hosts share two cores here,
+which predictions do not know.
 
     python benchmarks/advise.py
     python benchmarks/advise.py conv
@@ -44,10 +44,10 @@ class Scenario(NamedTuple):
     hosts: int = 2
     delay_ms: float = 0.0
 
-    def arguments(self, rounds: int) -> list[str]:
+    def command(self, rounds: int) -> list[str]:
         """`advise` for the model."""
         model = f"{ROOT / 'examples' / 'advise' / 'models.py'}:{self.model}"
-        return ["advise", model, "--device", "cpu", "--rounds", str(rounds), "--json"]
+        return [__file__, "--worker", "advise", model, "--device", "cpu", "--rounds", str(rounds), "--json"]
 
 
 SCENARIOS = {
@@ -60,8 +60,8 @@ SCENARIOS = {
 
 
 def work(arguments: list[str]) -> None:
-    """One host's process: the command line as it is, on one core."""
-    pin(int(os.environ["RANK"]))
+    """The command line as it is, on one core."""
+    pin(int(os.environ.get("RANK", "0")))
     torch.set_num_threads(1)
     from lightning_commhooks.advice.cli import main as command_line
 
@@ -82,7 +82,7 @@ def holds(scenario: Scenario, found: dict[str, Any], rounds: int) -> bool:
     options = ["--world-size", str(scenario.hosts), "--bandwidth", scenario.rate]
     options += ["--latency", f"{scenario.delay_ms}ms"] if scenario.delay_ms else []
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "lightning_commhooks", *scenario.arguments(rounds), "--nproc", "2", *options]
+    command = [sys.executable, *scenario.command(rounds), *options]
     supposed = json.loads(
         subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout
     )
@@ -115,7 +115,7 @@ def main() -> None:
         where = f", {scenario.hosts} hosts, {scenario.delay_ms:g} ms one way"
         print(f"\n## {scenario.model} over {scenario.rate}/s{where}\n", flush=True)
         with hosts(scenario.hosts, rate=scenario.rate, delay_ms=scenario.delay_ms) as network:
-            found = json.loads(network.launch([__file__, "--worker", *scenario.arguments(args.rounds)], timeout=900)[0])
+            found = json.loads(network.launch(scenario.command(args.rounds), timeout=900)[0])
         print(text_of(found), end="\n\n")
         ok &= is_right(scenario, found) & holds(scenario, found, args.rounds)
     sys.exit(not ok)

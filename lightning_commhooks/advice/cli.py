@@ -61,7 +61,9 @@ def parser() -> ArgumentParser:
             command.add_argument("--hooks", action="append", help=_HOOKS)
         if name == "advise":
             _add_network(command)
-        command.add_argument("--nproc", type=_count, help="processes to start here without torchrun; default: 2")
+        command.add_argument(
+            "--nproc", type=_count, help="processes to start, unless torchrun has; default: 2, predicting 1"
+        )
         command.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
         command.add_argument("--rounds", type=_count, default=3, help="rounds in which hooks take turns; default: 3")
         command.add_argument("--json", **as_json)  # type: ignore[arg-type]

@@ -43,7 +43,7 @@ class Network:
 
     @property
     def is_far(self) -> bool:
-        """Whether hooks send messages directly, on CPU: no other latency makes up for that."""
+        """Whether messages take so long that hooks on CPU send them directly, and not around a ring."""
         return self.latency > FAR
 
 

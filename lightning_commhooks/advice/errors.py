@@ -63,12 +63,8 @@ def errors_among(
     for candidate in chosen:
         if candidate.measured is not None and not isinstance(candidate.measured, Noop):
             tell(f"error of {candidate.label}")
-            among = functools.partial(_errors, candidate.measured, buckets, task.device)
             try:
-                try:
-                    errors[candidate.label] = among(num_ranks)
-                except ValueError:  # there may be hooks that fit all ranks only
-                    errors[candidate.label] = among(world_size)
+                errors[candidate.label] = _errors(candidate.measured, buckets, task.device, world_size)
             except Exception as error:
                 kind = ValueError if isinstance(error, ValueError) else HookError
                 raise kind(f"hook {candidate.label} among {world_size} ranks: {error}") from error
@@ -90,6 +86,8 @@ def _buckets(task: Task, batches: list[Any]) -> list[list[Bucket]]:
     for batch in batches:
         task.batch = batch
         task.gradients(task.module)
+        if dist.get_rank() > 0:  # which takes part for a model with collectives of its own
+            continue
         found = {name: torch.zeros_like(p) if p.grad is None else p.grad.to_dense() for name, p in parameters.items()}
         flats = (torch.cat([found[slot.name].reshape(-1) for slot in slots]).cpu() for slots in groups)
         ranks.append([Bucket(flat, 0, True, 0, slots) for flat, slots in zip(flats, groups, strict=True)])
@@ -98,11 +96,16 @@ def _buckets(task: Task, batches: list[Any]) -> list[list[Bucket]]:
     return ranks
 
 
-def _errors(hook: CommHook, buckets: list[list[Bucket]], device: torch.device, size: int) -> list[float]:
-    groups = groups_in_memory(size, device)
-    return run_together(
-        [functools.partial(_live, hook, buckets[rank % len(buckets)], group) for rank, group in enumerate(groups)]
-    )[0]
+def _errors(hook: CommHook, buckets: list[list[Bucket]], device: torch.device, world_size: int) -> list[float]:
+    """Among ranks with buckets of their own; of a hook that fits all ranks only, among all."""
+    for size in (len(buckets), world_size):
+        lives = zip(itertools.cycle(buckets), groups_in_memory(size, device), strict=False)
+        try:
+            return run_together([functools.partial(_live, hook, own, group) for own, group in lives])[0]
+        except ValueError:
+            if size == world_size:
+                raise
+    raise AssertionError
 
 
 def _live(hook: CommHook, own: list[Bucket], group: Group) -> Steps[list[float]]:
