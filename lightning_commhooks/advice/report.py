@@ -21,7 +21,7 @@ def _heading(found: dict[str, Any]) -> Iterator[str]:
     if link := found["link"]:
         bits, kind = 8 * link["bandwidth"], "given" if found["is_what_if"] else "measured"
         rate = f"{bits / 1e9:.2f} Gbit/s" if bits >= 1e9 else f"{bits / 1e6:.1f} Mbit/s"
-        yield f"link ({kind}): {rate} per rank, {1e3 * link['latency']:.2f} ms for a message"
+        yield f"link ({kind}): {rate} of payload per rank, {1e3 * link['latency']:.2f} ms for a message"
     yield f"compute: {found['compute_ms']:.1f} ms a step that sends nothing"
 
 

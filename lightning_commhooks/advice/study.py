@@ -18,6 +18,9 @@ from lightning_commhooks.advice.measure import Bench, measured_network
 from lightning_commhooks.advice.ranking import MIN_GAIN, Row, decide, headroom, ranked, row_of
 from lightning_commhooks.advice.task import Task
 
+# Part of the bandwidth that networks are sold by: the rest is headers of Ethernet, IP and TCP.
+_PAYLOAD = 0.94
+
 
 def study(args: Namespace, task: Task, chosen: list[Candidate], tell: Callable[[str], None]) -> dict[str, Any]:
     """Time hooks over the real network, or the one of the options; to advise, recommend one. Collective.
@@ -63,7 +66,7 @@ def has_network(args: Namespace) -> bool:
 
 def network_of(args: Namespace, real: Network | None) -> Network:
     """The network of the options; what they leave out is that of the real one, or no latency and two ranks."""
-    bandwidth, latency = args.bandwidth, args.latency
+    bandwidth, latency = args.bandwidth and _PAYLOAD * args.bandwidth, args.latency
     if real is not None:
         bandwidth = real.bandwidth if bandwidth is None else bandwidth
         latency = real.latency if latency is None else latency

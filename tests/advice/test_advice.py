@@ -325,8 +325,8 @@ REAL = Network(1e6, 0.0001, 2)
 @pytest.mark.parametrize(
     ("options", "real", "expected"),
     [
-        ({"bandwidth": 1e9}, None, Network(1e9, 0.0, 2)),
-        ({"bandwidth": 1e9}, REAL, Network(1e9, 0.0001, 2)),
+        ({"bandwidth": 1e9}, None, Network(0.94e9, 0.0, 2)),
+        ({"bandwidth": 1e9}, REAL, Network(0.94e9, 0.0001, 2)),
         ({"latency": 0.0}, REAL, Network(1e6, 0.0, 2)),
         ({"world_size": 16}, REAL, Network(1e6, 0.0001, 16)),
     ],
@@ -374,7 +374,7 @@ def test_advice_in_words(find):
     found = find("advise", row("int8", 55.0, 0.01), row("diloco", 42.0, math.nan))
     assert found["hooks"][0]["error"] is None  # of noop: JSON has no NaN
     text = text_of(found)
-    assert "link (measured): 1.0 Mbit/s per rank, 2.00 ms for a message" in text
+    assert "link (measured): 1.0 Mbit/s of payload per rank, 2.00 ms for a message" in text
     assert re.search(r"^int8 +55\.0 +0\.5 +0\.55x +0\.0 +- +1e-06 +4 +0\.01$", text, re.MULTILINE)
     assert "Not recommended unasked: diloco; averaging models" in text
     assert text.endswith('instead of 100.0 ms, 45% less.\n    CompressedDDPStrategy(hook="int8")')
