@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import re
 from pathlib import Path
 
 import lightning_commhooks
-from lightning_commhooks.interface.python_code import documented_arguments
 
 FOLDER = Path(__file__).parent
 _TABLE = re.compile(r"(<!-- options: (\w+) -->\n).*?(<!-- end of options -->\n)", re.DOTALL)
@@ -33,6 +33,15 @@ def table(hook_class: type) -> str:
     rows = ["| Option | Default | Meaning |", "|---|---|---|"]
     rows += [f"| `{name}` | {_default(fields[name])} | {_linked(meanings[name])} |" for name in meanings]
     return "\n".join(rows) + "\n"
+
+
+def documented_arguments(cls: type) -> dict[str, str]:
+    """Descriptions under `Args:` of a class's docstring, each on one line, by name."""
+    found = re.search(r"^Args:\n((?:    .*\n?|\n)+)", inspect.getdoc(cls) or "", re.MULTILINE)
+    if found is None:
+        return {}
+    entries = re.findall(r"^    (\w+): ((?:.*\n?)(?:^      +.*\n?|\n)*)", found[1], re.MULTILINE)
+    return {name: " ".join(text.split()) for name, text in entries}
 
 
 def _default(field: dataclasses.Field) -> str:

@@ -4,25 +4,20 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import importlib
-import math
-import os
-import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_commhooks.hooks import AllReduce, DiLoCo, HierarchicalLocalSGD, Noop, PostLocalSGD
+from lightning_commhooks.advice.load import imported
+from lightning_commhooks.hooks import DiLoCo, Noop, PostLocalSGD
 from lightning_commhooks.interface.hook import CommHook
 from lightning_commhooks.interface.python_code import code
-from lightning_commhooks.interface.registry import get_hook, get_hook_class
-from lightning_commhooks.wrappers.late_start import at_once, late_starts
+from lightning_commhooks.interface.registry import get_hook
+from lightning_commhooks.wrappers.late_start import at_once
 
 DENSE = "dense"
 NOOP = "noop"
-# What people read in their place.
-TITLES = {DENSE: "dense (no hook)", NOOP: "noop (sends nothing)"}
-# What is compared unless the user chooses.
+# What is compared unless the user chooses, by labels.
 DEFAULT = {
     "allreduce": "allreduce",
     "bf16": "bf16",
@@ -55,11 +50,6 @@ class Candidate:
     period_factor: int = 1
 
     @property
-    def emulated(self) -> CommHook:
-        """What stands for it where there is no network."""
-        return self.measured if self.measured is not None else AllReduce()
-
-    @property
     def period(self) -> int:
         """Steps after which `measured` has averaged all that it averages, and sent each of what it sends in turn."""
         return self.measured.repeats_after() if self.measured is not None else 1
@@ -70,41 +60,32 @@ class Candidate:
         return "None" if self.hook is None else code(self.hook)
 
     @property
-    def notes(self) -> list[str]:
-        """How what was measured differs from what the user gave, in sentences."""
-        if self.hook is None or self.hook == self.measured:
-            return []
-        starts = {name: steps for _, name, steps in late_starts(self.hook)}
-        notes = [f"measured from the first compressed step on ({k}={v} steps come before)" for k, v in starts.items()]
-        if self.period_factor > 1:
-            period = self.period * self.period_factor
-            notes.append(f"measured with a period of {self.period} and calculated for one of {period} steps")
-        return notes
+    def note(self) -> str:
+        """How what was measured differs from what the user gave."""
+        if self.measured is None or self.hook == self.measured:
+            return ""
+        longer = f", calculated for a period {self.period_factor} times as long" if self.period_factor > 1 else ""
+        return f"measured as {code(self.measured)}{longer}"
 
 
 def candidates(specs: Iterable[str] | None) -> list[Candidate]:
-    """Dense, noop and the hooks of some command-line options, each once.
-
-    Args:
-        specs: each one or several hooks with commas between them: see [`parse`][]. `None`: the usual ones.
+    """Dense, noop and the hooks of some command-line options, each once; `None`: the usual ones.
 
     Raises:
         ValueError: see [`parse`][].
     """
-    if specs is None:
-        chosen = [(label, hook) for label, spec in DEFAULT.items() for _, hook in parse(spec)]
-    else:
-        chosen = [pair for spec in specs for pair in parse(spec)]
-    found = {DENSE: Candidate(DENSE, None, None), NOOP: Candidate(NOOP, Noop(), Noop())}
-    for label, hook in chosen:
-        if label not in found:
-            found[label] = candidate(label, hook)
-    return list(found.values())
+    usual = [(label, hook) for label, spec in DEFAULT.items() for _, hook in parse(spec)]
+    chosen = usual if specs is None else [pair for spec in specs for pair in parse(spec)]
+    found = {label: candidate(label, hook) for label, hook in chosen}
+    return [Candidate(DENSE, None, None), candidate(NOOP, Noop()), *found.values()]
 
 
 def candidate(label: str, hook: CommHook) -> Candidate:
-    """A hook that is measured from its first compressed step on, with a period of few steps."""
-    measured, factor = shortened(at_once(hook))
+    """A hook that is measured from its first compressed step on, and if it is ours, with a period of few steps."""
+    measured, factor = at_once(hook), 1
+    if isinstance(measured, (PostLocalSGD, DiLoCo)) and measured.repeats_after() > _LONGEST_PERIOD:
+        factor = max(1, measured.period // max(_SHORT_PERIOD, getattr(measured, "fragments", 1)))
+        measured = dataclasses.replace(measured, period=measured.period // factor)
     return Candidate(label, hook, measured, factor)
 
 
@@ -159,32 +140,10 @@ def _value(text: str) -> Any:
 
 
 def _imported(module: str, attribute: str) -> CommHook:
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
     try:
-        found = getattr(importlib.import_module(module), attribute)
+        found = imported(module, attribute)
     except (ImportError, AttributeError) as error:
-        try:
-            get_hook_class(module)
-        except ValueError:
-            raise ValueError(f"--hooks {module}:{attribute}: {error}") from error
-        raise ValueError(f"--hooks {module}:{attribute}: write options as {module}:name=value") from error
+        raise ValueError(f"--hooks {module}:{attribute}: {error}; options are {module}:name=value") from error
     if not isinstance(found, CommHook):
         raise ValueError(f"--hooks {module}:{attribute} must be a configured CommHook, is {found!r}")
     return found
-
-
-def shortened(hook: CommHook) -> tuple[CommHook, int]:
-    """The hook with a period of few steps, and by what factor that period is shorter; others' hooks as they are."""
-    if hook.repeats_after() <= _LONGEST_PERIOD:
-        return hook, 1
-    if isinstance(hook, (PostLocalSGD, DiLoCo)):
-        factor = hook.period // max(_SHORT_PERIOD, getattr(hook, "fragments", 1))
-        return (dataclasses.replace(hook, period=hook.period // factor), factor) if factor > 1 else (hook, 1)
-    if isinstance(hook, HierarchicalLocalSGD):
-        levels = hook.period_group_size_dict
-        common, wanted = math.gcd(*levels), max(levels) // _LONGEST_PERIOD
-        factor = max(d for d in range(1, common + 1) if common % d == 0 and d <= max(1, wanted))
-        short_levels = {period // factor: size for period, size in levels.items()}
-        return dataclasses.replace(hook, period_group_size_dict=short_levels), factor
-    return hook, 1

@@ -1,111 +1,90 @@
-"""Collectives without a network that take as long as a link would: what would this hook cost over that link?"""
+"""Collectives without a network that take as long as it would: how long does this hook take over that network?"""
 
 from __future__ import annotations
 
 import functools
 import math
-import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lightning_commhooks.collectives.communicator import Kind
 from lightning_commhooks.collectives.counters import Counters
-from lightning_commhooks.collectives.direct import takes_one_round
+from lightning_commhooks.collectives.direct import FAR, takes_one_round
 from lightning_commhooks.collectives.group import Group
-from lightning_commhooks.collectives.link import Cost, Link
-from lightning_commhooks.collectives.steps import Steps, Wait, finish
+from lightning_commhooks.collectives.steps import Steps, Wait
 
-# Processor time of a collective is spent in portions, with pauses between them, of this many seconds each on the whole.
-_PORTION = 0.002
-# A copy that PyTorch does not divide among threads.
-_COPIED_NUMEL = 2**14
+# Latencies that a round of messages takes in gloo's own collectives, by measuring: the sender may have to ask first.
+RING_LATENCIES = 2.5
+# Buckets that plain DDP has under way at once: PyTorch gives a gloo group as many threads.
+_BUCKETS_OF_DDP = 2
 
 
-class HostClock:
-    """Passes the time of a collective on this processor. Another one can be put in its place in tests."""
+@dataclass(frozen=True)
+class Network:
+    """A network between ranks that are each on a host of their own.
 
-    def __init__(self) -> None:
-        self._source = torch.zeros(_COPIED_NUMEL, dtype=torch.complex128)
-        self._target = torch.empty_like(self._source)
+    Attributes:
+        bandwidth: bytes per second that a rank can send, while it receives as many.
+        latency: seconds that a message takes to another rank.
+        world_size: number of ranks.
+    """
 
-    def now(self) -> float:
-        """Seconds."""
-        return time.perf_counter()
+    bandwidth: float
+    latency: float
+    world_size: int
 
-    def cpu(self) -> float:
-        """Processor seconds that the calling thread has used."""
-        return time.thread_time()
+    @property
+    def is_far(self) -> bool:
+        """Whether messages take so long that hooks on CPU send them directly, and not around a ring."""
+        return self.latency > FAR
 
-    def sleep(self, seconds: float) -> None:
-        """Let other threads run."""
-        time.sleep(seconds)
 
-    def burn(self, until: float) -> None:
-        """Copy memory, without holding the interpreter, until the thread has used so many processor seconds."""
-        while time.thread_time() < until:
-            self._target.copy_(self._source)
+class _UnderWay(NamedTuple):
+    """A collective that goes on by itself."""
+
+    wait: Callable[[], Tensor]
 
 
 class _Wire:
-    """One link, used by one collective after another, and the thread of those that go on by themselves."""
+    """The bandwidth of one rank, used by one collective after another."""
 
-    def __init__(self, clock: HostClock, link: Link) -> None:
+    def __init__(self, clock: Any, num_at_once: int) -> None:
         self.clock = clock
-        self._burst = self._saved = link.burst_seconds
         # When the last ones ended: no other one begins before the first of them has, if that is limited.
-        self._ends = deque([-math.inf] * link.num_at_once, maxlen=link.num_at_once)
-        self._free = clock.now()
-        self._lock = threading.Lock()
-        self._executor: ThreadPoolExecutor | None = None
+        self._ends = deque([-math.inf] * num_at_once, maxlen=num_at_once)
+        self._free = -math.inf
+        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="lightning_commhooks_wire")
+        # Its thread ends when nobody has the wire any more, not a moment later.
+        weakref.finalize(self, self._executor.shutdown).atexit = False
 
-    def start(self, collective: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        """Have it done in the thread; returns what waits for the result."""
-        if self._executor is None:
-            self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="lightning_commhooks_wire")
-            # Its thread ends when nobody has the link any more, not a moment later.
-            weakref.finalize(self, self._executor.shutdown).atexit = False
+    def begin(self, delay: float, busy: float, work: Callable[[], Tensor], early: float = 0.0) -> Future[Tensor]:
+        """Begin a collective whose messages are under way for `delay` seconds and whose bytes take `busy` ones.
+
+        Bytes of others wait meanwhile. It began `early` seconds ago; `work` makes its result.
+        """
+        started = self.clock.perf_counter() - early
 
         def run() -> Tensor:
-            with self._lock, torch.no_grad():
-                return collective()
+            with torch.no_grad():
+                return self._run(max([started, *self._ends][:2]), delay, busy, work)
 
-        return self._executor.submit(run).result
+        return self._executor.submit(run)
 
-    def pass_time(self, cost: Cost, fastest: float, started: float, work: Callable[[], Tensor]) -> Tensor:
-        """Take the time of one collective, and let `work`, which makes its result, be a part of it.
-
-        What was started before keeps the link for some time from `started`, by the clock. It takes `fastest` seconds
-        at least, however long the link was idle.
-        """
-        clock = self.clock
-        cpu_begin, before = clock.cpu(), self._free
-        if self._ends:
-            started = max(started, self._ends[0])
-        # A token bucket, in seconds of the link.
-        self._saved = min(self._burst, self._saved + max(0.0, started - before))
-        end = max(started + cost.seconds, before + cost.occupancy)
-        gain = min(self._saved, end - started - fastest)
-        end -= gain
-        self._saved -= gain
+    def _run(self, started: float, delay: float, busy: float, work: Callable[[], Tensor]) -> Tensor:
+        end = max(started + delay, self._free) + busy
         self._ends.append(end)
-        begin = clock.now()
         result = work()
-        seconds = max(0.0, end - begin)
-        portions = max(1, round(seconds / _PORTION)) if cost.cpu_seconds else 1
-        for portion in range(1, portions + 1):
-            if cost.cpu_seconds:
-                clock.burn(cpu_begin + cost.cpu_seconds * portion / portions)
-            left = begin + seconds * portion / portions - clock.now()
-            if left > 0:
-                clock.sleep(left)
+        self.clock.sleep(max(0.0, end - self.clock.perf_counter()))
         # Later, if processors were busy with something else.
-        self._free = max(end, clock.now())
+        self._free = max(end, self.clock.perf_counter())
         return result
 
 
@@ -129,10 +108,9 @@ class Emulated:
     Results have the right shapes, and sums are those of equal ranks. `advice.errors` tells how good a hook is.
 
     Args:
-        link: what collectives cost, among as many ranks as there are to be.
+        network: between the ranks.
         rank: which of them this one is.
-        nodes: ranks by node; each alone, if it is not given.
-        node_link: what collectives cost among the ranks of one node; as `link`, if it is not given.
+        has_hook: whether a hook sends; DDP's own all-reduces are different.
         on_stream: whether collectives are queued on the present CUDA stream, as with NCCL.
         clock: passes the time on the host.
 
@@ -144,40 +122,25 @@ class Emulated:
     """
 
     def __init__(
-        self,
-        link: Link,
-        rank: int = 0,
-        *,
-        nodes: Sequence[Sequence[int]] | None = None,
-        node_link: Link | None = None,
-        on_stream: bool = False,
-        clock: HostClock | None = None,
+        self, network: Network, rank: int = 0, *, has_hook: bool = True, on_stream: bool = False, clock: Any = time
     ) -> None:
-        self.is_ordered, self.latency = not link.message_seconds, link.message_seconds
-        self.size, self.rank = link.world_size, rank
-        self._link = link
-        self._node_link = node_link
-        self.nodes = [list(node) for node in nodes] if nodes is not None else [[rank] for rank in range(self.size)]
-        self._on_stream = on_stream
-        self._wire = _Wire(clock or HostClock(), link)
+        is_direct = network.is_far and has_hook and not on_stream
+        self.is_ordered, self.latency = not is_direct, network.latency if is_direct else 0.0
+        self.size, self.rank = network.world_size, rank
+        self._network, self._on_stream = network, on_stream
+        self._of_message = network.latency * (1.0 if is_direct or on_stream else RING_LATENCIES)
+        self._wire = _Wire(clock, 0 if has_hook else _BUCKETS_OF_DDP)
 
     def channel(self, number: int, ranks: object = None) -> Emulated:
-        """What the bucket of that number communicates by: the same link."""
+        """What the bucket of that number communicates by: the same wire."""
         return self
 
     def among(self, ranks: Sequence[int], part: int) -> Emulated:
-        """Some of the ranks, over the same link, or over that of a node."""
-        is_node = self._node_link is not None and any(set(ranks) <= set(node) for node in self.nodes)
-        link = self._node_link if is_node and self._node_link is not None else self._link
-        some = Emulated(link.scaled(len(ranks)), list(ranks).index(self.rank), on_stream=self._on_stream)
+        """Some of the ranks, over the same wire."""
+        network = Network(self._network.bandwidth, self._network.latency, len(ranks))
+        some = Emulated(network, list(ranks).index(self.rank), on_stream=self._on_stream)
         some._wire = self._wire
         return some
-
-    def spend(self, kind: Kind, num_bytes: float, device: torch.device) -> None:
-        """Take the time of a collective that is none of the hook's, as a broadcast of buffers."""
-        if self.size > 1 and num_bytes:
-            nothing = torch.empty(0, device=device)
-            finish(self._take(kind, num_bytes, nothing, lambda: nothing))
 
     def num_rounds(self, num_bytes: int) -> int:
         """Rounds of messages in which a tensor is summed."""
@@ -192,7 +155,7 @@ class Emulated:
 
     def expect(self, like: Tensor) -> float:
         """The present moment, for `gather`."""
-        return self._wire.clock.now()
+        return float(self._wire.clock.perf_counter())
 
     def gather(self, tensor: Tensor, expected: object = None) -> Steps[Tensor]:
         """The tensor, as often as there are ranks."""
@@ -209,35 +172,25 @@ class Emulated:
     def _take(
         self, kind: Kind, num_bytes: float, tensor: Tensor, work: Callable[[], Tensor], announced: float = math.inf
     ) -> Steps[Tensor]:
-        cost = self._link.cost(kind, num_bytes, tensor.dtype)
+        delay, busy = self._num_messages(kind) * self._of_message, num_bytes / self._network.bandwidth
         if self._on_stream:
-            torch.cuda._sleep(int(cost.seconds * _cycles_per_second(tensor.device)))
+            torch.cuda._sleep(int((delay + busy) * _cycles_per_second(tensor.device)))
             return work()
-        if tensor.is_cuda:  # gloo waits for the device
-            torch.cuda.current_stream(tensor.device).synchronize()
-        now = self._wire.clock.now()
-        fastest = min(cost.seconds, self._link.latency)
         # The message by which each rank says that it waits is there already, or under way.
-        early = min(max(0.0, now - announced), self._link.message_seconds)
-        under_way = _UnderWay(
-            self._wire.start(functools.partial(self._wire.pass_time, cost, fastest, now - early, work))
-        )
-        yield Wait([under_way])
-        return under_way.wait()
+        early = min(max(0.0, self._wire.clock.perf_counter() - announced), self.latency)
+        future = self._wire.begin(delay, busy, work, early)
+        yield Wait([_UnderWay(future.result)])
+        return future.result()
 
-
-class _UnderWay:
-    """A collective that goes on by itself."""
-
-    def __init__(self, result: Callable[[], Tensor]) -> None:
-        self._result = result
-
-    def wait(self) -> Tensor:
-        return self._result()
+    def _num_messages(self, kind: Kind) -> int:
+        """Number of messages of a collective that wait for each other."""
+        if self.latency:
+            return 3 if kind == "all_reduce" and self.size > 2 else 2
+        return {"all_reduce": 2 * (self.size - 1), "all_gather": self.size - 1}.get(kind, 1)
 
 
 def emulated_group(transport: Emulated, counters: Counters, device: torch.device) -> Group:
-    """The group of ranks that are not there."""
+    """The group of ranks that are not there, each on a node of its own."""
     group = Group(transport, counters, device)
-    group._nodes, group._are_alike = transport.nodes, True
+    group._nodes, group._are_alike = [[rank] for rank in range(transport.size)], True
     return group

@@ -1,4 +1,4 @@
-"""What `module:factory` on the command line stands for."""
+"""`module:factory` of the command line: a model and a batch."""
 
 from __future__ import annotations
 
@@ -6,10 +6,8 @@ import importlib
 import itertools
 import os
 import sys
-import time
-import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +16,7 @@ from torch.optim import Optimizer
 
 from lightning_commhooks.advice.task import Task, is_lightning
 
+T = TypeVar("T")
 _EXPECTED = (
     "it must return (model, batch), (model, batch, loss_fn), or a dict with 'model' and 'batch' and, if need be, "
     "'loss_fn', 'optimizer' and 'ddp'"
@@ -37,41 +36,50 @@ def load_task(spec: str, device: torch.device, seed: int) -> Task:
     Raises:
         ValueError: there is no such function, it failed, or what it returned is no model and batch.
     """
-    factory = _factory(spec)
-    begin = time.perf_counter()
-    parts = _made(spec, factory, seed)
-    load_seconds = time.perf_counter() - begin
+    module_name, _, attribute = spec.rpartition(":")
+    if not module_name or not attribute:
+        raise ValueError(f"the model is given as module:factory, as in my_module:make, is {spec!r}")
+    factory = _tried(f"{spec}: importing it", lambda: imported(module_name, attribute))
+    parts = _parts(spec, factory, seed)
     module = parts["model"]
-    if isinstance(module, DistributedDataParallel):
-        raise ValueError(f"{spec}() returned a wrapped model; return the model inside, which is wrapped here")
-    if not isinstance(module, nn.Module):
-        raise ValueError(f"{spec}() returned {type(module).__name__} as the model, no torch.nn.Module; {_EXPECTED}")
+    if not isinstance(module, nn.Module) or isinstance(module, DistributedDataParallel):
+        raise ValueError(f"{spec}() returned {type(module).__name__} as the model, no bare nn.Module; {_EXPECTED}")
     if not any(p.requires_grad for p in module.parameters()):
         raise ValueError(f"{spec}() returned a model without parameters that are trained")
-    loss_fn, options = parts.get("loss_fn"), parts.get("ddp") or {}
-    if loss_fn is not None and not callable(loss_fn):
-        raise ValueError(f"{spec}(): loss_fn must be a function (output, target) -> loss, is {loss_fn!r}")
-    if not isinstance(options, Mapping):
-        raise ValueError(f"{spec}(): ddp must be a dict of arguments of DistributedDataParallel, is {options!r}")
     module.to(device).train()
-    batch = _first(parts["batch"])
-    if loss_fn is not None and not is_lightning(module) and isinstance(batch, (tuple, list)) and len(batch) < 2:
-        raise ValueError(
-            f"{spec}() returned a loss function and a batch of {len(batch)}, in a {type(batch).__name__}: with "
-            "loss_fn(output, target) the batch is (inputs, target); with loss_fn(output) it is the inputs alone"
-        )
-    further = (_moved(batch, device) for batch in _further(spec, factory, seed, parts["batch"]))
+    batch = _moved(_first(parts["batch"]), device)
+    further = (_moved(other, device) for other in _further(spec, factory, seed, parts["batch"]))
     optimizers = _optimizers(spec, parts.get("optimizer"), module)
-    return Task(module, _moved(batch, device), loss_fn, optimizers, dict(options), device, further, load_seconds)
+    return Task(module, batch, parts.get("loss_fn"), optimizers, dict(parts.get("ddp") or {}), device, further)
 
 
-def _made(spec: str, factory: Callable[[], object], seed: int) -> dict[str, Any]:
-    torch.manual_seed(seed)
+def imported(module: str, attribute: str) -> Any:
+    """An attribute of a module, whose name or `.py` file is looked for in the current folder first."""
+    folder, file = os.path.split(os.path.abspath(module)) if module.endswith(".py") else (os.getcwd(), module)
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    return getattr(importlib.import_module(file.removesuffix(".py")), attribute)
+
+
+def _tried(what: str, function: Callable[[], T]) -> T:
     try:
-        made = factory()
+        return function()
     except Exception as error:
-        raise ValueError(f"{spec}() failed: {type(error).__name__}: {error}") from error
-    return _fields_of(spec, made)
+        raise ValueError(f"{what} failed, {type(error).__name__}: {error}") from error
+
+
+def _parts(spec: str, factory: Callable[[], object], seed: int) -> dict[str, Any]:
+    torch.manual_seed(seed)
+    made = _tried(f"{spec}()", factory)
+    if isinstance(made, (tuple, list)) and len(made) in (2, 3):
+        made = dict(zip(("model", "batch", "loss_fn"), made, strict=False))
+    if not isinstance(made, Mapping):
+        raise ValueError(f"{spec}() returned {type(made).__name__}; {_EXPECTED}")
+    if unknown := sorted(set(made) - _FIELDS):
+        raise ValueError(f"{spec}() returned a dict with {unknown}; known are {sorted(_FIELDS)}")
+    if missing := [key for key in ("model", "batch") if made.get(key) is None]:
+        raise ValueError(f"{spec}() returned no {missing[0]}; {_EXPECTED}")
+    return dict(made)
 
 
 def _first(batch: object) -> object:
@@ -83,71 +91,26 @@ def _further(spec: str, factory: Callable[[], object], seed: int, batch: object)
     if isinstance(batch, torch.utils.data.DataLoader):
         yield from itertools.islice(batch, 1, None)
     for other in itertools.count(seed + 1):
-        yield _first(_made(spec, factory, other)["batch"])
+        yield _first(_parts(spec, factory, other)["batch"])
 
 
-def _factory(spec: str) -> Callable[[], object]:
-    name, colon, attribute = spec.rpartition(":")
-    if not colon or not name or not attribute:
-        raise ValueError(f"the model is given as module:factory, as in my_module:make, is {spec!r}")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    if name.endswith(".py"):
-        folder, file = os.path.split(os.path.abspath(name))
-        sys.path.insert(0, folder)
-        name = file.removesuffix(".py")
-    try:
-        module = importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
-            raise ValueError(f"{spec}: there is no module {name!r} in {os.getcwd()} or on PYTHONPATH") from error
-        raise ValueError(f"{spec}: importing {name!r} failed: {error}") from error
-    except Exception as error:
-        raise ValueError(f"{spec}: importing {name!r} failed: {type(error).__name__}: {error}") from error
-    factory = getattr(module, attribute, None)
-    if factory is None:
-        known = [key for key, value in vars(module).items() if isinstance(value, types.FunctionType) and key[0] != "_"]
-        raise ValueError(f"{spec}: module {name!r} has no {attribute!r}; its functions: {', '.join(known) or 'none'}")
-    if not callable(factory):
-        raise ValueError(f"{spec}: {attribute!r} is no function without arguments, is {factory!r}")
-    return factory  # type: ignore[no-any-return]
-
-
-def _fields_of(spec: str, made: object) -> dict[str, Any]:
-    if isinstance(made, Mapping):
-        if unknown := sorted(set(made) - _FIELDS):
-            raise ValueError(f"{spec}() returned a dict with {unknown}; known are {sorted(_FIELDS)}")
-        parts = dict(made)
-    elif isinstance(made, (tuple, list)) and len(made) in (2, 3):
-        parts = dict(zip(("model", "batch", "loss_fn"), made, strict=False))
-    else:
-        raise ValueError(f"{spec}() returned {type(made).__name__}; {_EXPECTED}")
-    if missing := [key for key in ("model", "batch") if parts.get(key) is None]:
-        raise ValueError(f"{spec}() returned no {missing[0]}; {_EXPECTED}")
-    return parts
-
-
-def _optimizers(spec: str, given: object, module: nn.Module) -> list[Optimizer]:
+def _optimizers(spec: str, given: Any, module: Any) -> list[Optimizer]:
     if given is None and is_lightning(module):
-        try:
-            given = module.configure_optimizers()  # type: ignore[operator]
-        except Exception as error:
-            raise ValueError(
-                f"{spec}: configure_optimizers() failed without a Trainer, {type(error).__name__}: {error}; "
-                "return a dict with 'optimizer'"
-            ) from error
+        given = _tried(f"{spec}: configure_optimizers() without a Trainer", module.configure_optimizers)
     if given is None:
         return [torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=_LEARNING_RATE)]
-    if isinstance(given, Mapping):
-        given = given["optimizer"]
-    elif isinstance(given, tuple) and len(given) == 2 and isinstance(given[0], Sequence):
-        given = given[0]  # Lightning's optimizers and schedulers
-    found: list[Optimizer] = []
-    for optimizer in given if isinstance(given, Sequence) else [given]:
-        if not isinstance(optimizer, Optimizer):
-            raise ValueError(f"{spec}: optimizer must be of torch.optim, is {optimizer!r}")
-        found.append(optimizer)
-    return found
+    if found := list(_optimizers_in(given)):
+        return found
+    raise ValueError(f"{spec}: optimizer must be of torch.optim, is {given!r}")
+
+
+def _optimizers_in(given: object) -> Iterator[Optimizer]:
+    """Of all that Lightning knows, where they lie among schedulers."""
+    if isinstance(given, Optimizer):
+        yield given
+    elif isinstance(given, (Mapping, tuple, list)):
+        for inner in given.values() if isinstance(given, Mapping) else given:
+            yield from _optimizers_in(inner)
 
 
 def _moved(batch: Any, device: torch.device) -> Any:

@@ -1,4 +1,4 @@
-"""Step times, measured for real or over an emulated link, of hooks that take turns."""
+"""Step times of hooks that take turns, over the real network or an emulated one. Collective throughout."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ import contextlib
 import functools
 import gc
 import itertools
-import statistics
+import math
 import time
 import warnings
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,16 +18,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_commhooks.advice.candidates import Candidate
-from lightning_commhooks.advice.emulated import Emulated, emulated_group
-from lightning_commhooks.advice.errors import errors_among, num_averaged
-from lightning_commhooks.advice.step_time import StepTime, Turn, own_step_time
-from lightning_commhooks.advice.task import Task, Tell
-from lightning_commhooks.collectives.backend import Backend
-from lightning_commhooks.collectives.group import Group
-from lightning_commhooks.collectives.link import Link
-from lightning_commhooks.collectives.process_groups import OwnGroup, backend_for, destroy, own_group
+from lightning_commhooks.advice.candidates import NOOP, Candidate
+from lightning_commhooks.advice.emulated import RING_LATENCIES, Emulated, Network, emulated_group
+from lightning_commhooks.advice.errors import errors_among
+from lightning_commhooks.advice.ranking import Row, amortized, median, merged
+from lightning_commhooks.advice.task import Task
+from lightning_commhooks.collectives.steps import finish
 from lightning_commhooks.collectives.timing import DeviceTiming, HostTiming, Timing
+from lightning_commhooks.hooks import AllReduce
 from lightning_commhooks.runtime.attachment import Attachment
 from lightning_commhooks.sources.attach import attach, attach_emulated
 
@@ -39,220 +36,168 @@ _LONG_MS = 700
 # Seconds of one hook's turn, and the most steps in it.
 _TURN_SECONDS = 0.4
 _MAX_STEPS = 12
-_ERROR_STEPS = 2
 _BURN_IN_MS = 1000.0
 
 
-class UnfitError(ValueError):
-    """What was asked for does not fit the model or the ranks; raised on all of them."""
-
-
-@dataclass(frozen=True)
-class Setting:
-    """The link that hooks are emulated over.
-
-    Attributes:
-        link: what collectives cost.
-        nodes: ranks by node.
-        node_link: what they cost within a node, if that is known.
-    """
-
-    link: Link
-    nodes: list[list[int]]
-    node_link: Link | None = None
+def measured_network(task: Task) -> Network:
+    """The network between the ranks, of which there are several."""
+    model = task.wrap()  # which the attachment does not keep
+    attachment = attach(model, "allreduce")
+    link = attachment.measure_link()
+    attachment.close()
+    in_a_row = 2 * (link.world_size - 1) * (RING_LATENCIES if task.device.type == "cpu" else 1)
+    return Network(link.bandwidth, link.message_seconds or link.latency / in_a_row, link.world_size)
 
 
 class Bench:
-    """Runs the steps of one task, the same on all ranks, with one hook after another. All methods are collective."""
+    """Runs the steps of one task, the same on all ranks, with one hook after another.
 
-    def __init__(self, task: Task) -> None:
-        self.task = task
-        world = dist.group.WORLD
-        assert world is not None
-        self._on_stream = backend_for(world, task.device) == dist.Backend.NCCL
-        # As a hook has it.
-        self._own = OwnGroup(world, Backend(world)) if self._on_stream else own_group(world, task.device)
-        self.group = Group.of(self._own, None, task.device)
+    Args:
+        task: the model.
+        network: to be emulated; `None`: the real one is used.
+        tell: called before each part of the work, with its name.
+    """
+
+    def __init__(self, task: Task, network: Network | None, tell: Callable[[str], None]) -> None:
+        self._task, self._network, self._tell = task, network, tell
         self._alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
         self._clock: Timing[Any] = DeviceTiming(task.device) if task.device.type == "cuda" else HostTiming()
-        task.wrap(make_equal=True)
+        task.wrap(init_sync=True)
         task.save()
-        self._seconds_per_batch = self._slowest(task.load_seconds) + self._burn_in() / 1e3
+        self._burn_in()
 
-    def close(self) -> None:
-        """Let go of process groups. After a failure the process ends, which others notice."""
-        self._own.connections.abort()
-        destroy([*self.group.release(), None if self._on_stream else self._own.process_group, self._alone])
+    def rows(self, chosen: list[Candidate], rounds: int) -> list[Row]:
+        """Time steps, hook by hook in each of some rounds, and see how exact gradients are.
 
-    def times(
-        self,
-        chosen: list[Candidate],
-        rounds: int,
-        over: Sequence[Setting | None],
-        tell: Tell,
-    ) -> list[dict[str, StepTime]]:
-        """Time steps, hook by hook in each of some rounds.
-
-        Args:
-            chosen: the hooks.
-            rounds: how many.
-            over: links to emulate, `None` for the real one. Each hook takes its turns over all of them one behind the
-                other, so that a machine that changes its pace does not tell between them. Errors of gradients are
-                those among real ranks if the last is the real one, else those of `errors_among`.
-            tell: called before each turn, with what is done and the label of the hook.
-
-        Returns:
-            for each of `over`, what a step takes, by label.
+        Over an emulated network only the first rank knows how exact; see `errors_among`.
         """
-        turns: dict[tuple[int, str], list[Turn]] = defaultdict(list)
-        guesses: dict[str, float] = {}
-        for index, candidate, place in itertools.product(range(rounds), chosen, range(len(over))):
-            # In every other round the other way round: who comes second finds the caches filled.
-            place = place if index % 2 == 0 else len(over) - 1 - place
-            label, setting = candidate.label, over[place]
-            tell("measuring" if setting is None else "predicting", label)
-            turn = self._turn(candidate, setting, guesses.get(label))
-            turns[place, label].append(turn)
-            guesses[label] = self._slowest(statistics.median(turn.seconds)) * 1e3
-        self.task.restore()
-        last = over[-1]
-        if last is not None:
-            for label, errors in self._errors_among(chosen, last.link.world_size, tell).items():
-                turns[len(over) - 1, label][0].errors = errors
-        return [
-            {c.label: self._agreed(own_step_time(turns[place, c.label], c.period_factor)) for c in chosen}
-            for place in range(len(over))
-        ]
+        rounds_of: dict[str, list[Row]] = defaultdict(list)
+        expected_ms: dict[str, float] = {}
+        for candidate in chosen * rounds:
+            label = candidate.label
+            self._tell(label)
+            rounds_of[label].append(self._turn(candidate, expected_ms.get(label)))
+            expected_ms[label] = self._slowest(rounds_of[label][-1].step_ms)
+        self._task.restore()
+        rows = {label: self._agreed(merged(rounds)) for label, rounds in rounds_of.items()}
+        if self._network is not None:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                errors = errors_among(self._network.world_size, self._task, chosen, self._tell)
+            for label, found in errors.items():
+                rows[label].error = median(found)
+        for row in rows.values():
+            if math.isnan(row.exposed_ms):
+                row.exposed_ms = max(0.0, row.step_ms - rows[NOOP].step_ms)
+        dist.destroy_process_group(self._alone)
+        return list(rows.values())
 
-    def num_averaged(self, world_size: int) -> int:
-        """Among how many of `world_size` emulated ranks errors are measured."""
-        return num_averaged(world_size, self.task.gradient_bytes, self._seconds_per_batch)
-
-    def _errors_among(self, chosen: list[Candidate], world_size: int, tell: Tell) -> dict[str, list[float]]:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            try:
-                num_ranks = self.num_averaged(world_size)
-                return errors_among(num_ranks, world_size, self.task, self._alone, chosen, tell)
-            except ValueError as error:
-                raise UnfitError(str(error)) from error
-
-    def _burn_in(self) -> float:
-        """Milliseconds of a step. Before, times say little: memory is new, and processors may have been asleep."""
-        left_ms, steps = _BURN_IN_MS, 1
-        while left_ms > 0:  # on all ranks alike: a model may have collectives of its own
-            step_ms = self._warm_up(self.task.module, steps)
-            left_ms -= step_ms * steps
-            steps = max(1, round(left_ms / step_ms))
-        self.task.restore()
-        return step_ms
+    def _agreed(self, own: Row) -> Row:
+        """The row of the slowest rank: all wait for it, or would if they were trained together, with noop as well."""
+        every: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(every, own)
+        slowest: Row = max(every, key=lambda row: row.step_ms)
+        return slowest
 
     def _slowest(self, seconds: float) -> float:
-        own = torch.tensor([seconds], dtype=torch.float64, device=self.task.device)
+        own = torch.tensor([seconds], dtype=torch.float64, device=self._task.device)
         dist.all_reduce(own, dist.ReduceOp.MAX)
         return own.item()
 
-    def _turn(self, candidate: Candidate, setting: Setting | None, expected_ms: float | None) -> Turn:
-        self.task.restore()
-        torch.manual_seed(0)
-        gc.collect()
-        dist.barrier()
-        begin = time.perf_counter()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that noop does not train, and the like
-            model, attachment = self._attached(candidate, setting)
-            with contextlib.closing(attachment) if attachment is not None else contextlib.nullcontext():
-                setup_ms = (time.perf_counter() - begin) * 1e3
-                if expected_ms is None:
-                    expected_ms = self._warm_up(model, 1)
-                self._warm_up(model, _WARM_UP_STEPS if expected_ms < _LONG_MS else 1)
-                turn = self._steps(model, attachment, _num_steps(expected_ms, candidate.period))
-                turn.setup_ms = setup_ms
-                if setting is None:
-                    turn.errors = self._errors(model, attachment)
-                return turn
+    def _burn_in(self) -> None:
+        """Step for a while. Before, times say little: memory is new, and processors may have been asleep."""
+        left_ms, steps = _BURN_IN_MS, 1
+        while left_ms > 0:  # on all ranks alike: a model may have collectives of its own
+            step_ms = self._warm_up(self._task.module, steps)
+            left_ms -= step_ms * steps
+            steps = max(1, round(left_ms / step_ms))
+        self._task.restore()
 
     def _warm_up(self, model: nn.Module, steps: int) -> float:
         """Milliseconds of one of so many steps, on the slowest rank."""
         begin = time.perf_counter()
         for _ in range(steps):
-            self.task.step(model)
+            self._task.step(model)
         self._wait()
         return self._slowest(time.perf_counter() - begin) / steps * 1e3
 
-    def _steps(self, model: DistributedDataParallel, attachment: Attachment | None, steps: int) -> Turn:
-        before = attachment.metrics() if attachment is not None else {}
-        sent, moments = [_sent(attachment)], [self._clock.now()]
-        for _ in range(steps):
-            self.task.step(model)
-            moments.append(self._clock.now())
-            sent.append(_sent(attachment))
-        self._wait()
-        seconds = [self._clock.ms(begin, end) / 1e3 for begin, end in itertools.pairwise(moments)]
-        if attachment is None:
-            dense = 2 * (self.group.size - 1) / self.group.size * self.task.gradient_bytes
-            return Turn(seconds, [dense] * steps, dense)
-        gained = {key: value - before[key] for key, value in attachment.metrics().items()}
-        turn = Turn(seconds, [end - begin for begin, end in itertools.pairwise(sent)], gained["bytes_dense"] / steps)
-        if timed := gained["timed_steps"]:
-            turn.exposed_ms, turn.codec_ms = gained["exposed_ms"] / timed, gained["codec_ms"] / timed
-        return turn
+    def _turn(self, candidate: Candidate, expected_ms: float | None) -> Row:
+        self._task.restore()
+        torch.manual_seed(0)
+        gc.collect()
+        dist.barrier()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that noop does not train, and the like
+            model, attachment = self._attached(candidate)
+            with contextlib.closing(attachment) if attachment is not None else contextlib.nullcontext():
+                if expected_ms is None:
+                    expected_ms = self._warm_up(model, 1)
+                self._warm_up(model, _WARM_UP_STEPS if expected_ms < _LONG_MS else 1)
+                row = self._steps(candidate, model, attachment, _num_steps(expected_ms, candidate.period))
+                if self._network is None and attachment is not None and candidate.label != NOOP:
+                    attachment.sample_error(every=1)
+                    self._warm_up(model, 1)
+                    row.error = attachment.metrics()["relative_error"]
+                return row
 
-    def _errors(self, model: DistributedDataParallel, attachment: Attachment | None) -> list[float]:
-        """Relative errors of the averaged gradient in some more steps; NaN where ranks step alone."""
+    def _steps(
+        self, candidate: Candidate, model: DistributedDataParallel, attachment: Attachment | None, steps: int
+    ) -> Row:
+        before = attachment.metrics() if attachment is not None else {}
+        totals, moments = [_sent(attachment)], [self._clock.now()]
+        for _ in range(steps):
+            self._task.step(model)
+            moments.append(self._clock.now())
+            totals.append(_sent(attachment))
+        self._wait()
+        milliseconds = [self._clock.ms(begin, end) for begin, end in itertools.pairwise(moments)]
+        sent = [end - begin for begin, end in itertools.pairwise(totals)]
+        factor = candidate.period_factor
+        row = Row(candidate.label, candidate.code, amortized(milliseconds, sent, factor), 0.0, 0.0, note=candidate.note)
         if attachment is None:
-            return [0.0]
-        attachment.sample_error(every=1)
-        errors = []
-        for _ in range(_ERROR_STEPS):
-            self.task.step(model)
-            errors.append(attachment.metrics()["relative_error"])
-        return errors
+            row.bytes_sent = row.bytes_dense = 2 * (1 - 1 / dist.get_world_size()) * self._task.gradient_bytes
+            row.error = 0.0
+            return row
+        gained = {key: value - before[key] for key, value in attachment.metrics().items()}
+        row.bytes_sent, row.bytes_dense = amortized(sent, sent, factor), gained["bytes_dense"] / steps
+        if (timed := gained["timed_steps"]) and candidate.hook is not None:
+            # Else it is that of steps that average models, more of which there are than in a long period.
+            row.exposed_ms = gained["exposed_ms"] / timed if factor == 1 else math.nan
+            row.codec_ms = gained["codec_ms"] / timed / factor
+        return row
 
     def _wait(self) -> None:
-        if self.task.device.type == "cuda":
-            torch.cuda.synchronize(self.task.device)
+        if self._task.device.type == "cuda":
+            torch.cuda.synchronize(self._task.device)
 
-    def _attached(
-        self, candidate: Candidate, setting: Setting | None
-    ) -> tuple[DistributedDataParallel, Attachment | None]:
+    def _attached(self, candidate: Candidate) -> tuple[DistributedDataParallel, Attachment | None]:
         try:
-            if setting is not None:
-                model = self.task.wrap(self._alone)
-                return model, self._emulated(model, candidate, setting)
-            model = self.task.wrap()
+            if self._network is not None:
+                model = self._task.wrap(self._alone)
+                return model, self._emulated(model, candidate, self._network)
+            model = self._task.wrap()
             if candidate.measured is None:
                 return model, None
-            return model, attach(model, candidate.measured, optimizers=self.task.optimizers)
+            return model, attach(model, candidate.measured, optimizers=self._task.optimizers)
         except ValueError as error:
-            raise UnfitError(f"hook {candidate.label}: {error}") from error
+            raise ValueError(f"hook {candidate.label}: {error}") from error
 
-    def _emulated(self, model: DistributedDataParallel, candidate: Candidate, setting: Setting) -> Attachment:
-        transport = Emulated(
-            setting.link if candidate.measured is not None else setting.link.without_hook,
-            dist.get_rank() % setting.link.world_size,
-            nodes=setting.nodes,
-            node_link=setting.node_link,
-            on_stream=self._on_stream,
-        )
-        device = self.task.device
+    def _emulated(self, model: DistributedDataParallel, candidate: Candidate, network: Network) -> Attachment:
+        device, has_hook = self._task.device, candidate.measured is not None
+        rank = dist.get_rank() % network.world_size
+        transport = Emulated(network, rank, has_hook=has_hook, on_stream=device.type == "cuda")
         make_group = functools.partial(emulated_group, transport, device=device)
-        attachment = attach_emulated(model, candidate.emulated, make_group, self.task.optimizers)
-        buffers = sum(b.numel() * b.element_size() for b in self.task.module.buffers())
+        attachment = attach_emulated(model, candidate.measured or AllReduce(), make_group, self._task.optimizers)
+        buffers = sum(buffer.nbytes for buffer in self._task.module.buffers())
+        # A broadcast takes as long as gathering parts of the same size.
+        part = torch.empty(-(-buffers // max(1, network.world_size - 1)), dtype=torch.uint8, device=device)
 
         def broadcast_buffers(model: DistributedDataParallel, inputs: object) -> None:
-            if model.will_sync_module_buffers():
-                transport.spend("all_gather", buffers, device)
+            if buffers and model.will_sync_module_buffers():
+                finish(transport.gather(part))
 
         model.register_forward_pre_hook(broadcast_buffers)
         return attachment
-
-    def _agreed(self, own: StepTime) -> StepTime:
-        """The step of the slowest rank: all wait for it, or would if they were trained together, with noop as well."""
-        every: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(every, own)
-        slowest: StepTime = max(every, key=lambda timing: timing.step_ms)
-        return slowest
 
 
 def _sent(attachment: Attachment | None) -> float:

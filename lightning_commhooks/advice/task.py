@@ -13,9 +13,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-# Called before each part of the work, with what it is and the label of the hook.
-Tell = Callable[[str, str], None]
-
 
 @dataclass
 class Task:
@@ -29,7 +26,6 @@ class Task:
         ddp_options: further arguments of `DistributedDataParallel`.
         device: of the model.
         further: batches of further ranks.
-        load_seconds: what it takes to make one of them.
     """
 
     module: nn.Module
@@ -39,7 +35,6 @@ class Task:
     ddp_options: dict[str, Any]
     device: torch.device
     further: Iterator[Any] = field(default_factory=lambda: iter(()), repr=False)
-    load_seconds: float = 0.0
     _saved: dict[str, Tensor] = field(default_factory=dict, repr=False)
     _saved_optimizers: list[dict[str, Any]] = field(default_factory=list, repr=False)
 
@@ -48,16 +43,9 @@ class Task:
         """Size of all gradients."""
         return sum(p.numel() * p.element_size() for p in self.module.parameters() if p.requires_grad)
 
-    def wrap(
-        self, process_group: dist.ProcessGroup | None = None, *, make_equal: bool = False
-    ) -> DistributedDataParallel:
-        """Wrap the model anew.
-
-        Args:
-            process_group: the ranks; `None`: all.
-            make_equal: give all of them rank 0's model, which takes as long as sending it does.
-        """
-        options = {"process_group": process_group, "init_sync": make_equal, **self.ddp_options}
+    def wrap(self, process_group: dist.ProcessGroup | None = None, init_sync: bool = False) -> DistributedDataParallel:
+        """Wrap the model anew, for some ranks or all; `init_sync` gives them the model of the first one."""
+        options = {"process_group": process_group, "init_sync": init_sync, **self.ddp_options}
         if self.device.type == "cuda":
             options["device_ids"] = [self.device]
         return DistributedDataParallel(self.module, **options)
@@ -120,20 +108,6 @@ class Task:
     def _tensors(self) -> Iterable[tuple[str, Tensor]]:
         yield from self.module.named_parameters()
         yield from self.module.named_buffers()
-
-
-def try_task(spec: str, task: Task) -> None:
-    """Compute gradients once; apart from `load_task`, for a model may wait for other ranks here.
-
-    Raises:
-        ValueError: that failed.
-    """
-    try:
-        task.gradients(task.module)
-    except Exception as error:
-        raise ValueError(
-            f"{spec}: a forward and backward of the model on the batch failed, {type(error).__name__}: {error}"
-        ) from error
 
 
 def _scalar(output: object) -> Tensor:

@@ -1,10 +1,8 @@
-"""Hooks as users write them, and descriptions of their options."""
+"""Hooks as users write them."""
 
 from __future__ import annotations
 
 import dataclasses
-import inspect
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -47,12 +45,3 @@ def _is_registered(hook: CommHook) -> bool:
         return get_hook_class(getattr(hook, "name", "")) is type(hook)
     except ValueError:
         return False
-
-
-def documented_arguments(cls: type) -> dict[str, str]:
-    """Descriptions under `Args:` of a class's docstring, each on one line, by name."""
-    found = re.search(r"^Args:\n((?:    .*\n?|\n)+)", inspect.getdoc(cls) or "", re.MULTILINE)
-    if found is None:
-        return {}
-    entries = re.findall(r"^    (\w+): ((?:.*\n?)(?:^      +.*\n?|\n)*)", found[1], re.MULTILINE)
-    return {name: " ".join(text.split()) for name, text in entries}

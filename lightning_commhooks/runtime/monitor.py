@@ -187,9 +187,9 @@ class Monitor:
         # What collectives cost is measured among all ranks, whether on a node or between nodes.
         if self._link is None or math.isnan(exposed) or _are_apart(now):
             return None
-        dense_ms = 1e3 * self._link.cost("all_reduce", dense).seconds
+        dense_ms = 1e3 * self._link.seconds(dense)
         sent = (now["bytes_sent"] - first["bytes_sent"]) / steps
-        wire_ms = 1e3 * num * self._link.cost("all_reduce", sent / num).seconds if num else 0.0
+        wire_ms = 1e3 * num * self._link.seconds(sent / num) if num else 0.0
         # Some of the waiting was for slower ranks, for which plain DDP would have waited too.
         return steps * (max(0.0, dense_ms - overlap) - min(exposed, codec + wire_ms)) / 1e3
 

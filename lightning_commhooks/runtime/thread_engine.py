@@ -23,12 +23,13 @@ from torch.futures import Future
 from lightning_commhooks.codecs.ranges import named
 from lightning_commhooks.collectives.errors import HookError
 from lightning_commhooks.collectives.gloo_abort import Connections
-from lightning_commhooks.collectives.link import BUCKETS_AT_ONCE
 from lightning_commhooks.collectives.steps import Steps, Wait, waiting_threads
 from lightning_commhooks.collectives.timing import Timing
 from lightning_commhooks.runtime.engine import Engine, T
 from lightning_commhooks.runtime.waiters import PATIENCE_SECONDS, Waiters, watch
 
+# Buckets that are under way at once where ranks have to agree on an order.
+BUCKETS_AT_ONCE = 4
 # Work that is under way when an engine closes belongs to a backward that was broken off; usually it waits for peers.
 GRACE_SECONDS = 1.0
 

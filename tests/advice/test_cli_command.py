@@ -4,19 +4,14 @@ import json
 import re
 import subprocess
 import sys
+from argparse import ArgumentTypeError
 
 import pytest
+from forks import FORKS, alone, run_ranks
 
 import lightning_commhooks as lc
 from lightning_commhooks import wrappers
-
-pytest.importorskip("typer")
-pytest.importorskip("rich")
-
-from forks import FORKS, alone, run_ranks
-from typer.testing import CliRunner
-
-from lightning_commhooks.advice.cli import app, parse_bandwidth, parse_latency
+from lightning_commhooks.advice.cli import main, parse_bandwidth, parse_latency
 
 MODELS = """
 import dataclasses
@@ -50,11 +45,6 @@ class BoundTernary(lc.BoundHook):
         flat.copy_((yield from ranks.all_gather(share)).view(-1)[: flat.numel()])
 
 TERNARY = Ternary()
-
-def fails():
-    if os.environ["RANK"] == "1":
-        raise RuntimeError("no data here")
-    return small()
 
 class Dies(nn.Module):
     def __init__(self, how):
@@ -123,54 +113,54 @@ def under_torchrun(folder, *arguments):
     return run_ranks("lightning_commhooks", *arguments, cwd=folder)[0][0]
 
 
-def in_process(*arguments):
+@pytest.fixture
+def in_process(capsys):
     """The same, where no other process is needed."""
-    result = CliRunner().invoke(app, list(arguments))
-    return result.exit_code, result.stdout, result.stderr
+
+    def of(*arguments):
+        code = 0
+        try:
+            main(arguments)
+        except SystemExit as end:
+            code = end.code
+        return code, *capsys.readouterr()
+
+    return of
 
 
-def test_list_has_every_hook_and_wrapper():
+def test_list_has_every_hook_and_wrapper(in_process):
     code, output, _ = in_process("list", "--json")
     assert code == 0
     found = {hook["name"]: hook for hook in json.loads(output)}
     assert set(lc.available_hooks()) <= set(found)
     assert {hook["class_name"] for hook in found.values() if hook["is_wrapper"]} == set(wrappers.__all__)
-    assert found["int8"]["sends"] == pytest.approx({"2": 0.253, "8": 0.253}, abs=0.01)
-    assert found["allgather"]["sends"] == pytest.approx({"2": 1.0, "8": 4.0})
-    assert found["diloco"]["sends"] == pytest.approx({"2": 0.01, "8": 0.01}, rel=0.01)
-    assert found["noop"]["sends"] == {"2": 0.0, "8": 0.0}
-    options = {option["name"]: option for option in found["powersgd"]["options"]}
-    assert options["matrix_approximation_rank"]["default"] == "1"
-    assert options["matrix_approximation_rank"]["type"] == "int"
-    for hook in found.values():
-        assert hook["summary"]
-        assert all(option["doc"] for option in hook["options"]), hook["name"]
+    assert "matrix_approximation_rank: int = 1" in found["powersgd"]["options"]
+    assert all(hook["doc"] for hook in found.values())
 
 
-def test_list_one():
+def test_list_one(in_process):
     code, output, _ = in_process("list", "power_sgd")
     assert code == 0
-    assert output.startswith("powersgd  PowerSGD")
-    assert "start_powerSGD_iter: int = 1000" in output
+    assert output.startswith("powersgd, also power_sgd: PowerSGD(matrix_approximation_rank: int = 1, ")
+    assert re.search(r"^ +start_powerSGD_iter: \w", output, re.MULTILINE)
     assert "int8" not in output
-    assert "schedule" in in_process("list", "Schedule")[1]
-    assert "hooks: Mapping" in in_process("list", "schedule")[1]
+    assert "hooks: Mapping" in in_process("list", "Schedule")[1]
+    assert in_process("list", "schedule")[1].startswith("schedule: Schedule(")
 
 
 def test_advise_in_processes_of_its_own(folder):
     hooks = "bf16,powersgd:matrix_approximation_rank=2,post_localsgd:post_local_gradient_allreduce=False"
-    options = ["--hooks", hooks, "--rounds", "1", "--json", "--plot", "out.png"]
-    code, output, errors = command(folder, "advise", "my_models:small", *options)
+    code, output, errors = command(folder, "advise", "my_models:small", "--hooks", hooks, "--rounds", "1", "--json")
     assert code == 0, errors
     assert "a factory may print what it likes" in errors
     found = json.loads(output)
     assert found["world_size"] == 2
+    assert not found["is_what_if"]
     rows = {row["label"]: row for row in found["hooks"]}
     assert next(iter(rows)) == "noop"
     assert set(rows) == {"dense", "noop", "bf16", *hooks.split(",")[1:]}
     for row in rows.values():
-        assert row["predicted_ms"] > 0
-        assert row["measured_ms"] > 0
+        assert row["step_ms"] > 0
         assert row["bytes_dense"] == rows["dense"]["bytes_sent"] == found["gradient_bytes"]
     assert rows["bf16"]["ratio"] == pytest.approx(2)
     assert 0 < rows["bf16"]["error"] < 0.01
@@ -181,7 +171,6 @@ def test_advise_in_processes_of_its_own(folder):
     assert local["ratio"] == pytest.approx(8, rel=0.05)  # buffers are averaged, too
     assert found["verdict"]["apart"].keys() >= {local["label"]}
     assert found["link"]["bandwidth"] > 0
-    assert (folder / "out.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_bench_under_torchrun(folder):
@@ -194,27 +183,22 @@ def test_bench_under_torchrun(folder):
     assert "predicted" not in output
 
 
-def test_headroom(folder):
-    code, output, errors = command(folder, "headroom", "my_models.py:small", "--rounds", "1")
+def test_headroom_of_a_model_with_collectives_of_its_own(folder):
+    """Ranks that run it a different number of times wait for each other for ever."""
+    code, output, errors = command(folder, "headroom", "my_models.py:gathers", "--rounds", "1", timeout=60)
     assert code == 0, errors
     assert "Communication costs" in output
     assert "codec" not in output
 
 
-def test_a_model_with_collectives_of_its_own(folder):
-    """Ranks that run it a different number of times wait for each other for ever."""
-    code, output, errors = command(folder, "headroom", "my_models:gathers", "--rounds", "1", "--nproc", "2", timeout=60)
-    assert code == 0, errors
-    assert "Communication costs" in output
-
-
 def test_what_if_under_torchrun(folder):
-    what_if = ["--bandwidth", "1gbit", "--rounds", "1", "--hooks", "bf16", "--json"]
+    what_if = ["--latency", "1ms", "--rounds", "1", "--hooks", "bf16", "--json"]
     found = json.loads(under_torchrun(folder, "advise", "my_models:small", *what_if))
     assert found["is_what_if"]
-    assert found["world_size"] == 2
-    assert found["link"]["curves"]["all_reduce"][-1]["cpu_seconds"] > 0
-    assert found["notes"] == []
+    assert (found["link"]["latency"], found["link"]["world_size"]) == (0.001, 2)
+    assert found["link"]["bandwidth"] > 0
+    bf16 = next(row for row in found["hooks"] if row["label"] == "bf16")
+    assert 0 < bf16["error"] < 0.01
 
 
 def test_what_if_on_one_process(folder):
@@ -226,10 +210,9 @@ def test_what_if_on_one_process(folder):
     assert found["is_what_if"]
     assert found["world_size"] == 32
     rows = {row["label"]: row for row in found["hooks"]}
-    assert rows["dense"]["measured_ms"] is None
     assert rows["dense"]["bytes_sent"] == pytest.approx(2 * 31 / 32 * found["gradient_bytes"])
     # 2 * 31 / 32 of 33,792 bytes at 4 megabits per second.
-    assert rows["dense"]["predicted_ms"] >= 125
+    assert rows["dense"]["step_ms"] >= 125
     assert 0 < rows["bf16"]["error"] < 0.02
     assert 0 < rows["int8:min_bytes=0"]["error"] < 0.05
     assert 0.05 < rows["int4:min_bytes=0"]["error"] < 0.3
@@ -238,22 +221,21 @@ def test_what_if_on_one_process(folder):
     assert found["verdict"]["choice"] == "int4:min_bytes=0"
     assert found["verdict"]["line"] == "CompressedDDPStrategy(hook=Int4(min_bytes=0))"
     processors, ranks = found["notes"]
-    assert "Processor time of gloo and the network stack is left out" in processors
+    assert "Processor time that sending takes is left out" in processors
     assert ranks == "Errors are those of an average over 16 of the 32 ranks."
 
 
 @pytest.mark.parametrize(
     ("factory", "code", "message"),
     [
-        ("fails", 2, "error: my_models:fails() failed: RuntimeError: no data here (on rank 1)"),
-        ("gathers_or_fails", 2, "error: my_models:gathers_or_fails() failed: RuntimeError: no data here (on rank 1)"),
+        ("gathers_or_fails", 2, "error on rank 1: my_models:gathers_or_fails() failed, RuntimeError: no data here"),
         ("dies", 1, "error on rank 1: RuntimeError: out of something"),
-        ("vanishes", None, "error on rank 0: the connection to another rank broke"),
+        ("vanishes", 7, "error on rank 0: the connection to another rank broke"),
     ],
 )
 def test_a_failure_on_one_rank_ends_all(folder, factory, code, message):
     exit_code, output, errors = command(folder, "headroom", f"my_models:{factory}", "--rounds", "1", timeout=60)
-    assert exit_code == code or (code is None and exit_code in (1, 7)), errors
+    assert exit_code == code, errors
     assert output == ""
     assert message in errors
     assert "Traceback" not in errors
@@ -265,78 +247,51 @@ def test_a_failure_on_one_rank_ends_all(folder, factory, code, message):
     [
         (["list", "bf17"], "error: unknown hook 'bf17'; did you mean 'bf16'? available hooks: all"),
         (["bench", "m:f", "--hooks", "bf17"], "error: --hooks bf17: unknown hook 'bf17'; did you mean 'bf16'"),
-        (["headroom", "m:f", "--nproc", "1"], "error: m:f: there is no module 'm' in"),
-        (["headroom", "m", "--nproc", "1"], "error: the model is given as module:factory"),
-        (
-            ["advise", "m:f", "--bandwidth", "fast"],
-            "error: --bandwidth must be like 1gbit, 100mbit or 1.2GB/s, is 'fast'",
-        ),
-        (["advise", "m:f", "--latency", "3"], "error: --latency must be like 0.1ms or 50us, is '3'"),
-        (["headroom", "m:f", "--nproc", "1", "--device", "cuda"], "error: --device cuda: 1 processes on this machine"),
+        (["headroom", "m:f", "--hooks", "bf16"], "unrecognized arguments: --hooks bf16"),
+        (["headroom", "m:f", "--rounds", "0"], "argument --rounds: must be an integer of at least 1, is '0'"),
+        (["advise", "m:f", "--bandwidth", "fast"], "argument --bandwidth: must be like 1gbit, 100mbit or 1.2GB/s"),
+        (["advise", "m:f", "--latency", "3"], "argument --latency: must be like 0.1ms or 50us, is '3'"),
+        (["advise", "m:f", "--world-size", "1"], "argument --world-size: must be an integer of at least 2, is '1'"),
+        (["advise", "m:f", "--world-size", "8"], "one process has no network to measure: give --bandwidth"),
+        (["advise", "m:f", "--nproc", "1"], "one process sends nothing: use --nproc, torchrun, or `advise --bandw"),
+        (["bench", "m:f", "--nproc", "1"], "one process sends nothing"),
+        (["advise", "m:f", "--bandwidth", "1gbit", "--device", "cuda"], "error: --device cuda: 1 processes on this"),
     ],
 )
-def test_wrong_arguments(tmp_path, arguments, message):
-    if "m:f" in arguments or "m" in arguments:
-        code, output, errors = command(tmp_path, *arguments) if "--nproc" in arguments else in_process(*arguments)
-    else:
-        code, output, errors = in_process(*arguments)
+def test_wrong_arguments(in_process, arguments, message):
+    code, output, errors = in_process(*arguments)
     assert code == 2
     assert output == ""
-    assert errors.startswith(message)
-    assert len(errors.splitlines()) == 1
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("advise", "error: one process has no link to measure: use --nproc, torchrun, or --bandwidth"),
-        ("bench", "error: one process sends nothing: use --nproc or torchrun"),
-    ],
-)
-def test_one_process_is_too_few(folder, name, message):
-    code, _, errors = command(folder, name, "my_models:small", "--nproc", "1")
-    assert code == 2
     assert message in errors
 
 
-def test_hook_that_does_not_fit(folder):
-    code, _, errors = command(
-        folder, "bench", "my_models:small", "--hooks", "hierarchical_localsgd:period_group_size_dict=None"
-    )
+def test_a_model_that_is_not_there(tmp_path):
+    code, _, errors = command(tmp_path, "advise", "m:f", "--bandwidth", "1gbit")
     assert code == 2
-    assert "error: --hooks hierarchical" in errors
+    assert errors == "error: m:f: importing it failed, ModuleNotFoundError: No module named 'm'\n"
 
 
-def test_nproc_and_a_launcher(monkeypatch):
-    for name, value in {"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "x", "MASTER_PORT": "1"}.items():
-        monkeypatch.setenv(name, value)
+def test_nproc_and_a_launcher(monkeypatch, in_process):
+    monkeypatch.setenv("WORLD_SIZE", "4")
     code, _, errors = in_process("headroom", "m:f", "--nproc", "2")
     assert code == 2
-    assert errors == "error: --nproc 2: a launcher has started 4 processes already; leave it out\n"
-    monkeypatch.delenv("MASTER_PORT")
-    assert "MASTER_PORT is not set" in in_process("headroom", "m:f")[2]
+    assert "error: --nproc 2: a launcher has started 4 processes already; leave it out\n" in errors
 
 
-def test_needs_typer_only_for_the_command():
+def test_needs_nothing_that_is_not_installed():
     code = """
 import sys
-sys.modules.update(dict.fromkeys(("typer", "rich", "matplotlib")))  # None: import fails
-import lightning_commhooks
-from lightning_commhooks.__main__ import main
-import importlib.util
-find = importlib.util.find_spec
-importlib.util.find_spec = lambda name: None if name in ("typer", "rich") else find(name)
-main()
+sys.modules.update(dict.fromkeys(("typer", "rich", "matplotlib", "lightning", "accelerate")))  # None: import fails
+from lightning_commhooks.advice.cli import main
+main(["list", "noop"])
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 2
-    assert done.stderr == "the command line needs typer and rich: pip install 'lightning-commhooks[cli]'\n"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.startswith("noop: Noop()\n")
 
 
 @pytest.mark.parametrize(
     ("text", "value"),
     [
-        (None, None),
         ("1gbit", 1.25e8),
         ("1GBIT", 1.25e8),
         ("100 Mbit/s", 1.25e7),
@@ -357,18 +312,19 @@ def test_bandwidth(text, value):
 
 @pytest.mark.parametrize("unit", ["GBPS", "GB/S", "Gb", "GB"])
 def test_bandwidth_that_may_be_bits_or_bytes(unit):
-    with pytest.raises(ValueError, match=f"'1{unit}' is ambiguous: write 1Gbit/s for bits, 1GB/s for bytes"):
+    with pytest.raises(ArgumentTypeError, match=f"'1{unit}' is ambiguous: write 1Gbit/s for bits, 1GB/s for bytes"):
         parse_bandwidth(f"1{unit}")
 
 
 @pytest.mark.parametrize("text", ["fast", "0gbit", "1.2.3gbit", ".gbit", "1gbyte", "-1gbit", "1"])
 def test_bandwidth_that_is_none(text):
-    with pytest.raises(ValueError, match=f"--bandwidth must be like 1gbit, 100mbit or 1.2GB/s, is '{text}'"):
+    with pytest.raises(ArgumentTypeError, match=f"must be like 1gbit, 100mbit or 1.2GB/s, is '{text}'"):
         parse_bandwidth(text)
 
 
 @pytest.mark.parametrize(
-    ("text", "value"), [("0.1ms", 1e-4), ("50us", 5e-5), ("1s", 1.0), ("2 MS", 2e-3), (None, None)]
+    ("text", "value"),
+    [("0.1ms", 1e-4), ("50us", 5e-5), ("1s", 1.0), ("2 MS", 2e-3)],
 )
 def test_latency(text, value):
-    assert parse_latency(text) == (value if value is None else pytest.approx(value))
+    assert parse_latency(text) == pytest.approx(value)

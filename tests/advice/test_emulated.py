@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import gc
-import itertools
 import threading
 import time
 
@@ -15,12 +14,11 @@ from pool import ignoring
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_commhooks as lc
-from lightning_commhooks.advice.emulated import Emulated, emulated_group
+from lightning_commhooks.advice.emulated import Emulated, Network, emulated_group
 from lightning_commhooks.codecs import Int8Codec
 from lightning_commhooks.codecs.codec import Kernels
 from lightning_commhooks.collectives.chunk import Chunk
 from lightning_commhooks.collectives.counters import Counters
-from lightning_commhooks.collectives.link import Cost, Link
 from lightning_commhooks.collectives.steps import begun, finish
 from lightning_commhooks.sources.attach import attach_emulated
 
@@ -35,8 +33,7 @@ LOCAL = {
 }
 ALL = {**HOOKS, **LOCAL}
 CPU = torch.device("cpu")
-INSTANT = {"bandwidth": 1e15, "latency": 0.0}
-# Of time, which differs from run to run.
+# Of time, which differs from run to run, and of nodes, of which emulated ranks have one each.
 TIMES = {"exposed_ms", "codec_ms", "comm_ms", "overlap_ms", "timed_steps", "relative_error"}
 
 
@@ -51,7 +48,7 @@ def train(process_group, attach, rank):
         optimizer.step()
     metrics = attachment.metrics()
     attachment.close()
-    return {key: value for key, value in metrics.items() if key not in TIMES}
+    return {key: value for key, value in metrics.items() if key not in TIMES and "nodes" not in key}
 
 
 def both(rank, world):
@@ -61,9 +58,7 @@ def both(rank, world):
 
 def of_hook(rank, world, hook):
     alone = dist.new_group([rank], use_local_synchronization=True)
-    link = Link.given(**INSTANT, world_size=world)
-
-    make_group = functools.partial(emulated_group, Emulated(link, rank, nodes=[list(range(world))]), device=CPU)
+    make_group = functools.partial(emulated_group, Emulated(Network(1e15, 0.0, world), rank), device=CPU)
 
     def attach_really(ddp, optimizer):
         return lc.attach(ddp, hook, optimizers=[optimizer])
@@ -77,41 +72,34 @@ def of_hook(rank, world, hook):
     return real, emulated
 
 
-def test_sends_what_real_ranks_send(run, world):
-    for by_label in run(both, world=world, timeout=120):
+def test_sends_what_real_ranks_send(run):
+    for by_label in run(both, world=4, timeout=120):
         assert by_label.keys() == ALL.keys()
         for label, (real, emulated) in by_label.items():
             assert emulated == real, label
 
 
 class FakeClock:
-    """Time passes when somebody sleeps, or burns it."""
+    """Time passes when somebody sleeps."""
 
     def __init__(self):
         self.time = 100.0
-        self.used = 0.0
         self.slept = []
 
-    def now(self):
+    def perf_counter(self):
         return self.time
-
-    def cpu(self):
-        return self.used
 
     def sleep(self, seconds):
         self.slept.append(seconds)
         self.time += seconds
 
-    def burn(self, until):
-        self.time += max(0.0, until - self.used)
-        self.used = max(self.used, until)
-
 
 @contextlib.contextmanager
-def emulated(link, **options):
+def emulated(bandwidth, latency, world_size, **options):
     """`(group, clock)`."""
     clock = FakeClock()
-    group = emulated_group(Emulated(link, clock=clock, **options), Counters(), CPU)
+    network = Network(bandwidth, latency, world_size)
+    group = emulated_group(Emulated(network, clock=clock, **options), Counters(), CPU)
     yield group, clock
     group.release()
 
@@ -126,50 +114,53 @@ def spent(clock, steps):
 @contextlib.contextmanager
 def at_the_same_time(group):
     """What is begun within begins at one moment."""
-    with group._transport._wire._lock:
-        yield
+    go = threading.Event()
+    group._transport._wire._executor.submit(go.wait)
+    yield
+    go.set()
 
 
-def test_takes_the_time_of_the_link():
-    link = Link.given(bandwidth=1000, latency=0.5, world_size=4, on_cpu=False)
-    with emulated(link) as (group, clock):
+def test_takes_the_time_of_the_network():
+    """Of gloo's ring, in each round of which messages take 2.5 latencies, and of a stream, where they take one."""
+    with emulated(1000, 0.002, 4) as (group, clock):
         x = torch.ones(1000)  # 4000 bytes, of which a rank sends 6000
-        assert spent(clock, group.all_reduce_(x)) == pytest.approx(6 + 6 * 0.5)
+        assert spent(clock, group.all_reduce_(x)) == pytest.approx(6 + 6 * 0.005)
         assert x.eq(4).all()
         gathered = finish(group.all_gather(torch.arange(100.0)))
         assert gathered.equal(torch.arange(100.0).expand(4, 100))
-        assert spent(clock, group.all_gather(x[:100])) == pytest.approx(1.2 + 3 * 0.5)
+        assert spent(clock, group.all_gather(x[:100])) == pytest.approx(1.2 + 3 * 0.005)
         chunks = torch.arange(400.0).view(4, 100)
         assert finish(group.all_to_all(chunks)).equal(chunks[:1].expand(4, 100))
-        assert spent(clock, group.all_to_all(chunks)) == pytest.approx(1.2 + 0.5)
-        assert clock.used == 0
+        assert spent(clock, group.all_to_all(chunks)) == pytest.approx(1.2 + 0.005)
 
 
-def test_far_ranks_send_directly():
-    link = Link.given(bandwidth=1000, latency=0.5, world_size=4)
-    with emulated(link) as (group, clock):
+@pytest.mark.parametrize(("world", "messages"), [(2, 2), (4, 3), (64, 3)])
+def test_far_ranks_send_directly(world, messages):
+    """As many messages whatever their number; without a hook they go around the ring."""
+    with emulated(1000, 0.5, world) as (group, clock):
         assert not group.is_ordered
-        assert spent(clock, group.all_reduce_(torch.ones(1000))) == pytest.approx(6 + 3 * 0.5)
-        assert spent(clock, group.all_gather(torch.ones(100))) == pytest.approx(1.2 + 2 * 0.5)
-        assert (group.counters.collectives, group.counters.rounds) == (2, 3)
+        sending = 2 * (world - 1) / world * 4
+        assert spent(clock, group.all_reduce_(torch.ones(1000))) == pytest.approx(sending + messages * 0.5)
+        assert spent(clock, group.all_gather(torch.ones(100))) == pytest.approx((world - 1) * 0.4 + 2 * 0.5)
         # Announced a message's time before, it takes that much less.
         begin, expected = clock.time, group.expect_all_gather(torch.ones(100))
         clock.sleep(2.0)
         finish(group.all_gather(torch.ones(100), expected))
-        assert clock.time - begin == pytest.approx(2.0 + 1.2 + 0.5)
+        assert clock.time - begin == pytest.approx(2.0 + (world - 1) * 0.4 + 0.5)
+    with emulated(1000, 0.5, world, has_hook=False) as (group, clock):
+        assert group.is_ordered
+        assert spent(clock, group.all_reduce_(torch.ones(1000))) == pytest.approx(sending + 2 * (world - 1) * 1.25)
 
 
-def test_processor_time_is_a_part_of_it():
-    curve = (Cost(0, 0.0, 0.0), Cost(1000, 1.0, 0.25))
-    with emulated(Link(2, {"all_reduce": curve})) as (group, clock):
-        assert spent(clock, group.all_reduce_(torch.ones(500))) == pytest.approx(2.0)
-        assert clock.used == pytest.approx(0.5)
-        assert sum(clock.slept) == pytest.approx(1.5)
+def test_rounds_of_far_ranks_are_counted():
+    with emulated(1000, 0.5, 4) as (group, _):
+        finish(group.all_reduce_(torch.ones(1000)))
+        finish(group.all_gather(torch.ones(100)))
+        assert (group.counters.collectives, group.counters.rounds) == (2, 3)
 
 
 def test_collectives_that_are_begun_follow_one_another():
-    link = Link.given(bandwidth=1000, latency=0, world_size=2)
-    with emulated(link) as (group, clock):
+    with emulated(1000, 0, 2) as (group, clock):
         begin = clock.time
         gathers = [begun(group.channel(number).all_gather(torch.ones(250))) for number in range(3)]
         finish(group.all_reduce_(torch.ones(250)))
@@ -177,72 +168,25 @@ def test_collectives_that_are_begun_follow_one_another():
         assert [finish(steps).shape for steps in gathers] == [(2, 250)] * 3
 
 
-def test_several_at_once_share_the_link():
-    """Each takes a second, but together they get four times as much out of it."""
-    curve = (Cost(0, 0.0, 0.0, 0.0), Cost(1000, 1.0, 0.0, 0.25))
-    with emulated(Link(2, {"all_reduce": curve})) as (group, clock):
+@pytest.mark.parametrize(("has_hook", "end"), [(True, 2.0 + 6.0), (False, 3 * 5.0 + 4.0)])
+def test_latencies_pass_at_once(has_hook, end):
+    """Of all buckets of a hook, whose bytes follow one another, and of two of plain DDP."""
+    with emulated(1000, 1.0, 2, has_hook=has_hook) as (group, clock):
         with at_the_same_time(group):
-            gathers = [begun(group.channel(number).all_gather(torch.ones(250))) for number in range(4)]
-        for steps in gathers:
+            sums = [begun(group.channel(number).all_reduce_(torch.ones(250))) for number in range(6)]
+        for steps in sums:
             finish(steps)
-        assert list(itertools.accumulate(clock.slept)) == pytest.approx([1.0, 1.25, 1.5, 1.75])
-        assert spent(clock, group.all_gather(torch.ones(250))) == pytest.approx(1.0)
-
-
-def test_without_a_hook_two_buckets_are_under_way():
-    """Whose latencies pass at once, as DDP has it; those of a hook all pass at once."""
-    link = Link.given(bandwidth=1e15, latency=1.0, world_size=2)
-    for of_link, end in ((link, 2.0), (link.without_hook, 3 * 5.0)):
-        with emulated(of_link) as (group, clock):
-            with at_the_same_time(group):
-                sums = [begun(group.channel(number).all_reduce_(torch.ones(1))) for number in range(6)]
-            for steps in sums:
-                finish(steps)
-            assert sum(clock.slept) == pytest.approx(end)
-
-
-def test_an_idle_link_lets_some_through_at_once():
-    curve = (Cost(0, 0.0), Cost(1000, 1.0))
-    link = Link(2, {"all_reduce": curve}, burst_seconds=0.4)
-    with emulated(link) as (group, clock):
-        second = lambda: group.all_reduce_(torch.ones(250))  # noqa: E731
-        assert spent(clock, second()) == pytest.approx(0.6)
-        assert spent(clock, second()) == pytest.approx(1.0)
-        clock.sleep(0.3)
-        assert spent(clock, second()) == pytest.approx(0.7)
-        clock.sleep(10)
-        assert spent(clock, second()) == pytest.approx(0.6)
+        assert sum(clock.slept) == pytest.approx(end)
 
 
 def test_parts():
-    link, node_link = (Link.given(bandwidth=b, latency=0, world_size=w) for b, w in ((1000, 4), (10_000, 2)))
-    nodes = [[0, 1], [2, 3]]
-    with emulated(link, rank=3, nodes=nodes, node_link=node_link) as (group, clock):
-        assert group.nodes() == nodes
-        inside, across = group.split(nodes), group.split([[0, 2], [1, 3]])
+    with emulated(1000, 0, 4, rank=3) as (group, clock):
+        assert group.nodes() == [[0], [1], [2], [3]]
+        inside, across = group.split([[0, 1], [2, 3]]), group.split([[0, 2], [1, 3]])
         assert (inside.size, inside.rank, across.size, across.rank) == (2, 1, 2, 1)
-        assert spent(clock, inside.all_reduce_(torch.ones(250))) == pytest.approx(0.1)
-        assert spent(clock, across.all_reduce_(torch.ones(250))) == pytest.approx(1.0)
+        assert spent(clock, inside.all_reduce_(torch.ones(250))) == pytest.approx(1.0)
         assert group.split([[0, 1, 2, 3]]) is group
-        assert group.counters.bytes_sent == 2000
-
-
-def test_what_is_not_the_hooks_own_is_not_counted():
-    with emulated(Link.given(bandwidth=1000, latency=0, world_size=2)) as (group, clock):
-        begin = clock.time
-        group._transport.spend("all_gather", 500, CPU)
-        assert clock.time - begin == pytest.approx(0.5)
-        assert group.counters.bytes_sent == 0
-
-
-def test_encoding_counts_together(monkeypatch):
-    monkeypatch.setattr("lightning_commhooks.collectives.group.compiled", lambda codec, *_: Kernels(codec))
-    with emulated(Link.given(**INSTANT, world_size=4)) as (group, _):
-        encoding = group.encoding(Int8Codec())
-        assert encoding.size == 4
-        finish(encoding.all_reduce_(torch.ones(10)))
-        assert group.counters.bytes_sent == 60
-        assert group.encoding(Int8Codec()) is encoding
+        assert group.counters.bytes_sent == 1000
 
 
 @pytest.mark.parametrize("latency", [0.0, 0.005])
@@ -251,7 +195,7 @@ def test_encoded_averages_are_finite(monkeypatch, world, latency):
     """Those of equal ranks between two; in two shots every emulated rank owns the same share."""
     monkeypatch.setattr("lightning_commhooks.collectives.group.compiled", lambda codec, *_: Kernels(codec))
     gradient = torch.linspace(-1, 1, 4096)
-    with emulated(Link.given(bandwidth=1e15, latency=latency, world_size=world)) as (group, _):
+    with emulated(1e15, latency, world) as (group, _):
         blocks = gradient.clone().view(8, 512)
         assert finish(group.average_encoded_([Chunk(blocks, None, seed=0)], Kernels(Int8Codec())))
         assert blocks.abs().max() <= 1.02
@@ -262,23 +206,14 @@ def test_encoded_averages_are_finite(monkeypatch, world, latency):
 
 def test_there_is_no_process_group():
     with (
-        emulated(Link.given(**INSTANT, world_size=4)) as (group, _),
+        emulated(1e15, 0.0, 4) as (group, _),
         pytest.raises(RuntimeError, match="these ranks have no process group: they are a subgroup, or emulated"),
     ):
         _ = group.process_group
 
 
-def test_one_rank_sends_nothing():
-    with emulated(Link.given(bandwidth=1, latency=1, world_size=1)) as (group, clock):
-        x = torch.arange(3.0)
-        assert spent(clock, group.all_reduce_(x)) == 0
-        assert finish(group.all_gather(x)).equal(x.view(1, 3))
-        assert finish(group.all_to_all(x.view(1, 3))).equal(x.view(1, 3))
-        assert group.counters.bytes_sent == 0
-
-
-def test_the_thread_of_the_link_ends_with_its_group():
-    with emulated(Link.given(**INSTANT, world_size=4)) as (group, _):
+def test_the_thread_of_the_network_ends_with_its_group():
+    with emulated(1e15, 0.0, 4) as (group, _):
         finish(group.all_reduce_(torch.ones(3)))
     del group, _
     gc.collect()

@@ -75,7 +75,6 @@ def test_installed_wheel(installed):
 
 
 def test_command_of_installed_wheel(installed):
-    pytest.importorskip("typer")
     listed = json.loads(installed("bin/lightning-commhooks", "list", "--json"))
     assert {hook["name"] for hook in listed} >= {"bf16", "powersgd"}
 
@@ -94,7 +93,7 @@ def test_every_requirement_has_a_floor():
     floors = FLOORS["floors"](PROJECT)
     names = {re.match(r"[\w.-]+", text)[0] for text in FLOORS["requirements"](PROJECT)}
     assert set(floors) == names
-    assert {"torch", "wrapt", "lightning", "accelerate", "transformers", "typer", "sphinx", "hatchling"} < names
+    assert {"torch", "wrapt", "lightning", "accelerate", "transformers", "sphinx", "hatchling"} < names
     lines = call(sys.executable, str(ROOT / ".ci/floors.py")).splitlines()
     assert lines == [f"{name}=={floor}" for name, floor in sorted(floors.items())]
 

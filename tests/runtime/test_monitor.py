@@ -162,7 +162,7 @@ def lines_with_links(rank, world):
         sent = attachment.metrics()["bytes_sent"]
         train(ddp, rank, range(4))
         for bandwidth in (1e3, 1e15):
-            monitor._link = Link.given(bandwidth=bandwidth, latency=0.0, world_size=world)
+            monitor._link = Link(world, ((0, 0.0), (bandwidth, 1.0)))
             lines.append(monitor.summary())
         return sent, attachment.metrics()["bytes_dense"], lines
 

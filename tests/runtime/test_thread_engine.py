@@ -9,11 +9,10 @@ import torch
 
 import lightning_commhooks as lc
 from lightning_commhooks.collectives.gloo_abort import Connections
-from lightning_commhooks.collectives.link import BUCKETS_AT_ONCE
 from lightning_commhooks.collectives.steps import Wait, finish
 from lightning_commhooks.collectives.timing import HostTiming
 from lightning_commhooks.runtime import thread_engine, waiters
-from lightning_commhooks.runtime.thread_engine import ThreadEngine
+from lightning_commhooks.runtime.thread_engine import BUCKETS_AT_ONCE, ThreadEngine
 
 CPU = torch.device("cpu")
 SECONDS = 10

@@ -61,7 +61,6 @@ IGNORED = (
     "You're resuming from a checkpoint that ended before the epoch ended",
     "The 'train_dataloader' does not have many workers",
     r"`isinstance\(treespec, LeafSpec\)` is deprecated",  # used by Lightning
-    ".* deprecated and will be removed in Click",  # used by typer 0.16
 )
 
 

@@ -76,15 +76,9 @@ def _python(arguments):
 def _module(words):
     module, *arguments = words
     if module == "lightning_commhooks":
-        from typer.main import get_command
+        from lightning_commhooks.advice.cli import parser
 
-        from lightning_commhooks.advice.cli import app
-
-        # Parses the arguments, without running anything.
-        command = get_command(app)
-        context = command.make_context("lightning_commhooks", arguments)
-        name, subcommand, rest = command.resolve_command(context, arguments)
-        subcommand.make_context(name, rest, parent=context)
+        parser().parse_args(arguments)
         for argument in arguments[1:]:
             path, _, factory = argument.partition(":")
             if "/" in path and factory:

@@ -198,7 +198,7 @@ SPARSE = (
     "lightning_commhooks/wrappers/scale.py",
 )
 RANGES = "lightning_commhooks/codecs/ranges.py"
-LAUNCH, LISTING = "lightning_commhooks/advice/launch.py", "lightning_commhooks/advice/listing.py"
+LAUNCH = "lightning_commhooks/advice/launch.py"
 
 TORCH = [
     Use(
@@ -206,7 +206,7 @@ TORCH = [
         (f"{PACKAGE}/sources/ddp.py", f"{PACKAGE}/sources/ddp_model.py", f"{PACKAGE}/interface/user_function.py"),
         IMPORTED,
     ),
-    Use("torch._C._distributed_c10d.HashStore", (LAUNCH, LISTING), "`list` and `advise` fail"),
+    Use("torch._C._distributed_c10d.HashStore", (LAUNCH,), "`advise` fails"),
     Use("torch._C._distributed_c10d.Store", (LAUNCH,), "`headroom`, `bench` and `advise` fail"),
     Use("torch._C._distributed_c10d.PrefixStore", (GROUPS,), IMPORTED),
     Use(
@@ -216,7 +216,6 @@ TORCH = [
         _task_has_an_id,
     ),
     Use("torch._dynamo.config.disable", (f"{PACKAGE}/codecs/codec.py",), "quantized hooks fail"),
-    Use("torch._dynamo.config.patch", (LISTING,), "`list` fails"),
     Use("torch._dynamo.mark_dynamic", (f"{PACKAGE}/codecs/codec.py",), "codecs are not compiled, with a warning"),
     Use("torch._dynamo.mark_static", (f"{PACKAGE}/codecs/codec.py",), "codecs are not compiled, with a warning"),
     Use(
@@ -246,7 +245,7 @@ TORCH = [
         "a process that failed waits for peers at exit",
     ),
     Use("sys._getframe", ("accelerate_integration/kwargs.py", "lightning_commhooks/lightning/ddp.py"), "as documented"),
-    Use("os._exit", ("lightning_commhooks/advice/cli.py",), "as documented"),
+    Use("os._exit", (LAUNCH,), "as documented"),
     Use("._comm_hooks", (f"{PACKAGE}/sources/ddp_model.py",), "a second hook is not refused", _tells_its_hook),
     Use(
         "._get_ddp_logging_data",
