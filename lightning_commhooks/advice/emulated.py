@@ -132,7 +132,7 @@ class Emulated:
         self._wire = _Wire(clock, 0 if has_hook else _BUCKETS_OF_DDP)
 
     def channel(self, number: int, ranks: object = None) -> Emulated:
-        """What the bucket of that number communicates by: the same wire."""
+        """Return itself: all buckets share the wire."""
         return self
 
     def among(self, ranks: Sequence[int], part: int) -> Emulated:

@@ -12,7 +12,7 @@ _TITLES = {DENSE: "dense (no hook)", NOOP: "noop (sends nothing)"}
 
 
 def text_of(found: dict[str, Any]) -> str:
-    """What a study found: a table, and what follows."""
+    """Return what a study found as text: a table, and what follows."""
     return "\n".join([*_heading(found), "", *_table(found), "", *_conclusions(found)])
 
 

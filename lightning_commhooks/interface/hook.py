@@ -21,7 +21,7 @@ from lightning_commhooks.interface.state import Memory, Shapes, StateReader, Sta
 # A hook that compresses, or saves, no more than this part of the gradients does next to nothing.
 NEXT_TO_NOTHING = 0.03
 # Methods of hooks, by their names before.
-_RENAMED = {"flush_": "flush_", "inactive_reason": "inactive_reason", "owed": "residuals"}
+_RENAMED = {"drain_": "flush_", "not_begun": "inactive_reason", "owed": "residuals"}
 
 
 class CommHook(ABC):

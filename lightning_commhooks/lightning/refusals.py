@@ -1,4 +1,4 @@
-"""What the strategies of Lightning refuse, and how they say it."""
+"""Refusals of Lightning's strategies, and how they say it."""
 
 from __future__ import annotations
 
