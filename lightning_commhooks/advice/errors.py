@@ -22,8 +22,8 @@ from lightning_commhooks.interface.accumulation import Accumulated
 from lightning_commhooks.interface.averages_models import is_local
 from lightning_commhooks.interface.bucket import Bucket, Slot
 from lightning_commhooks.interface.error_sample import ErrorSampler
-from lightning_commhooks.interface.finite import all_finite
 from lightning_commhooks.interface.hook import CommHook
+from lightning_commhooks.interface.precision import all_finite
 from lightning_commhooks.wrappers.scale import accumulation_of
 
 # Ranks whose gradients are averaged, at most; at least, where there are as many; in between, what they may weigh.

@@ -21,7 +21,7 @@ BY_NAME = {rule.__name__: rule for rule in RULES}
         (broken_hooks.NotDivided, "error_feedback_loses_nothing", "is missing"),
         (broken_hooks.Hasty, "bad_steps_leave_nothing_behind", "finite after a bad step"),
         (broken_hooks.Forgetful, "a_resumed_run_goes_on", "goes on as if nothing was"),
-        (broken_hooks.Forgetful, "other_numbers_of_ranks_keep_residuals", "a state has what is owed"),
+        (broken_hooks.Forgetful, "other_numbers_of_ranks_keep_residuals", "a state has residuals"),
         (broken_hooks.Secret, "bytes_are_counted", "counted as they are sent"),
         (broken_hooks.Scaled, "loss_scale_makes_no_difference", "bucket.loss_scale"),
         (broken_hooks.Spending, "unused_parameters_keep_their_memory", "no rank uses"),
