@@ -64,10 +64,6 @@ class GlooConnections(Connections):
         # Descriptors come again for other files, with another number.
         self._files = {(one.fileno(), os.fstat(one.fileno()).st_ino) for one in self._open()} if mine else set()
 
-    def __or__(self, other: GlooConnections) -> GlooConnections:
-        groups = [group for one in (*self.groups, *other.groups) if (group := one()) is not None]
-        return GlooConnections(groups, self.mine | other.mine, self.listeners | other.listeners)
-
     def fail(self) -> None:
         for one in self.groups:
             if (group := one()) is not None:

@@ -28,7 +28,7 @@ from lightning_commhooks.collectives.steps import finish
 logger = logging.getLogger(__name__)
 
 # With two, a link is idle between the messages of one collective; with four, many small ones take a fifth more of
-# processors.
+# processors. Near ranks have as many connections: over one alone a link is idle while a processor encodes.
 _COLLECTIVES_AT_ONCE = 3
 # The network interfaces that gloo uses, separated by commas; one that is named twice gets two connections.
 _INTERFACES = "GLOO_SOCKET_IFNAME"
@@ -74,19 +74,19 @@ def own_group(process_group: dist.ProcessGroup, device: torch.device) -> OwnGrou
     except ValueError:
         connections.abort()  # a refusal: its connections would stay for as long as somebody keeps the error
         raise
-    if latency <= direct.FAR:
-        return OwnGroup(own, Backend(own, messages), connections)
-    num_connections = direct.num_connections(latency) if len(_interfaces()) == 1 else 1
-    if num_connections == 1:
-        return OwnGroup(own, Direct(messages, latency), connections)
-    messages, more = _with_connections(messages, num_connections, device, timeout)
-    return OwnGroup(own, Direct(messages, latency), connections | more)
+    num_connections = _COLLECTIVES_AT_ONCE if latency <= direct.FAR else direct.num_connections(latency)
+    if num_connections > 1 and len(_interfaces()) == 1:
+        first, (own, connections) = connections, _with_connections(messages, num_connections, device, timeout)
+        first.abort()
+        messages = _messages(own, device)
+    transport = Backend(own, messages) if latency <= direct.FAR else Direct(messages, latency)
+    return OwnGroup(own, transport, connections)
 
 
 def _with_connections(
     messages: Messages, num: int, device: torch.device, timeout: timedelta
-) -> tuple[Messages, GlooConnections]:
-    """Messages among the same ranks over several connections each, and these. Collective."""
+) -> tuple[dist.ProcessGroup, GlooConnections]:
+    """A group of the same ranks with several connections between any two of them, and these. Collective."""
     number = torch.tensor([random.SystemRandom().getrandbits(62)])
     name = str(finish(Direct(messages).gather(number))[0].item())
     place = messages.rank, messages.size
@@ -95,8 +95,8 @@ def _with_connections(
         several = [one for one in devices for _ in range(num)]
         return [_gloo_group(name, *place, device, timeout, several)]
 
-    (more,), connections = with_connections(make, _devices)
-    return _messages(more, device), connections
+    (group,), connections = with_connections(make, _devices)
+    return group, connections
 
 
 def _messages(own: dist.ProcessGroup, device: torch.device) -> Messages:

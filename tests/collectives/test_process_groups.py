@@ -1,6 +1,7 @@
 """Groups of communication threads: what they leave behind, how they are aborted, how far ranks are found to be."""
 
 import gc
+import math
 import os
 import socket
 import time
@@ -34,6 +35,26 @@ def settled(expected):
     while (found := resources()) > expected and time.monotonic() < deadline:
         time.sleep(0.05)
     return found
+
+
+def connections(rank, world):
+    """Connections of this rank's that a group of near ranks, and one of far ones, has."""
+    found = []
+    for latency in ("0", "10"):
+        os.environ["COMMHOOKS_LATENCY_MS"] = latency
+        before, _ = resources()
+        own = own_group(dist.group.WORLD, CPU)
+        found.append(len(own.connections._files))
+        own.connections.abort()
+        del own
+        assert settled((before, math.inf))[0] <= before
+    os.environ["COMMHOOKS_LATENCY_MS"] = "0"
+    return found
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="counts descriptors as Linux lists them")
+def test_near_ranks_have_a_connection_for_each_collective_at_once(run, world):
+    assert run(connections, world=world) == [[3 * (world - 1), world - 1]] * world
 
 
 def kept(rank, world, hook):
