@@ -141,7 +141,7 @@ def measure(rank, world, of_steps=False):
     return link
 
 
-@pytest.mark.parametrize("of_steps", [False, True])
+@pytest.mark.parametrize(("world", "of_steps"), [(2, True), (4, False)])
 def test_measured(run, world, of_steps):
     link, *others = run(measure, of_steps, world=world)
     assert all(other == link for other in others)
@@ -204,7 +204,7 @@ def measured_over(monkeypatch, link):
     return found, clock.time - 100
 
 
-@pytest.mark.parametrize("bandwidth", [1.25e6, 1.25e7, 1.25e8, 1.25e9])
+@pytest.mark.parametrize("bandwidth", [1.25e6, 1.25e9])
 @pytest.mark.parametrize(("latency", "most_seconds"), [(0.0001, 6), (0.003, 3), (0.01, 4), (0.1, 25)])
 def test_latency_is_not_taken_for_size(monkeypatch, latency, bandwidth, most_seconds):
     """Of a large all-reduce it is only the bytes that say how fast the link is."""
