@@ -49,7 +49,7 @@ def on_nodes(run, places=None):
     return lambda function, *args, world: run(placed, places or PLACES[world], function, args, world=world)
 
 
-@pytest.mark.parametrize("label", ["int8", "bf16", "powersgd"])
+@pytest.mark.parametrize("label", ["int8", "powersgd"])
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
 def test_rule(run, rule, label):
     case = dataclasses.replace(CASES[label], hook=HOOKS[label], bytes_sent=None)

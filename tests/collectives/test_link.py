@@ -88,7 +88,7 @@ class JitteryClock:
         self.time += seconds * (1 + 0.04 * self._random.random())
 
 
-@pytest.mark.parametrize("bandwidth", [1.25e6, 1.25e7, 1.25e8, 1.25e9])
+@pytest.mark.parametrize("bandwidth", [1.25e6, 1.25e9])
 @pytest.mark.parametrize(("latency", "most_seconds"), [(0.0001, 6), (0.003, 3), (0.01, 4), (0.1, 25)])
 def test_latency_is_not_taken_for_size(monkeypatch, latency, bandwidth, most_seconds):
     """Of a large all-reduce it is only the bytes that say how fast the link is."""

@@ -5,7 +5,6 @@ import math
 import os
 import socket
 import time
-import tracemalloc
 
 import pytest
 import torch
@@ -233,24 +232,3 @@ def test_a_processor_that_is_busy_for_a_moment_does_not_make_ranks_far(run):
     for latency, distances in run(busy, world=4):
         assert latency < direct.FAR
         assert distances == {1, 2}, "one message at a time"
-
-
-def numbered(rank, world):
-    own = own_group(dist.group.WORLD, CPU)
-    messages = process_groups._messages(own.process_group, CPU)
-    first = messages.number()
-    tracemalloc.start()
-    numbers = messages.number() - first
-    for _ in range(50_000):
-        messages.number()
-    size, _ = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    dist.barrier()
-    destroy([own.process_group])
-    return numbers, size
-
-
-def test_numbers_of_messages_take_no_memory(run):
-    for step, size in run(numbered):
-        assert step == 1
-        assert size < 10_000

@@ -55,6 +55,9 @@ def test_hook_of_a_page_and_of_the_example_are_the_same():
     _, _, example = (ROOT / "examples" / "topk_plugin" / "topk_plugin.py").read_text().partition("\n\n")
     assert hook == "# topk.py\n" + example.replace("@dataclass", "@lc.register\n@dataclass")
     assert len(hook.splitlines()) <= 41, "with its first line"
+    check = "check_hook(TopK(ratio=0.1), num_ranks=(2,))"
+    assert check in (ROOT / "examples" / "topk_plugin" / "test_topk.py").read_text()
+    assert check in (DOCS / "write_a_hook.md").read_text()
 
 
 def test_two_anchors_of_one_name(tmp_path):
@@ -123,7 +126,7 @@ def test_code_runs(results, path):
 
 def test_blocks_that_are_not_run_have_a_reason():
     not_run = Counter(name_of(path) for path in RUN for block in blocks(path) if block.not_run is not None)
-    assert not_run == {"docs/fsdp.md": 1, "docs/elastic.md": 2, "docs/ray.md": 2}
+    assert not_run == {"docs/fsdp.md": 1, "docs/elastic.md": 2, "docs/ray.md": 2, "docs/write_a_hook.md": 1}
     assert all(len(block.not_run) > 20 for path in RUN for block in blocks(path) if block.not_run is not None)
 
 

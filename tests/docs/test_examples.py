@@ -1,4 +1,4 @@
-"""Each example runs in two processes, briefly, as its first lines say."""
+"""Each example runs in two processes, briefly, as its first lines say; that of Ray in test_ray.py."""
 
 import importlib.util
 import os
@@ -99,14 +99,6 @@ def check_line(stdout, hook, least_ratio):
     assert len(re.findall(f"^{hook}: ", stdout, re.MULTILINE)) == 1
     assert float(re.search(r"([\d.]+)x less than dense", stdout)[1]) > least_ratio
     assert float(re.search(r"accuracy ([\d.]+)%", stdout)[1]) > 80
-
-
-@needs("ray", "pyarrow", "lightning", "sklearn")
-def test_ray_digits(tmp_path):
-    script = EXAMPLES / "ray_digits.py"
-    command = (script, "--hook", "powersgd", "--epochs", "4", "--storage", tmp_path)
-    stdout, _ = run_alone(*command, environment=alone(), cwd=tmp_path)
-    check_line(stdout, "powersgd", 5)
 
 
 @needs("transformers", "accelerate")

@@ -9,8 +9,11 @@ from pathlib import Path
 
 import pytest
 from forks import FOLDER, alone, run_alone
+from test_examples import check_line
 
-MISSING = [name for name in ("ray", "pyarrow", "lightning", "accelerate") if importlib.util.find_spec(name) is None]
+MISSING = [
+    name for name in ("ray", "pyarrow", "lightning", "accelerate", "sklearn") if importlib.util.find_spec(name) is None
+]
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"needs {MISSING}: pip install '.[ray,accelerate]'")
 
 EPOCHS, SAVED = 5, 2  # of 4 steps each
@@ -93,6 +96,10 @@ def test_scripts_of_the_page(ray):
     assert any("hook" in key.lower() for key in found["train"]), found["train"]
     assert found["loop"] == ["epoch", "hook", "model"]
     assert found["sent"] > 0
+
+
+def test_example(ray):
+    check_line((ray.out / "example.txt").read_text(), "powersgd", 5)
 
 
 @pytest.mark.parametrize(

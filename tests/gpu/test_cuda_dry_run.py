@@ -59,13 +59,9 @@ WAYS = {
     "2": Way(2, torch.float16, accumulation="weighted", clears=False, exact_state=True),
     "4": Way(4, torch.float32, find_unused_parameters=True, scales=True),
 }
-# Alone, one of each kind. Of many ranks the first hook of each name runs in both ways, its variations by turns.
-ALONE = {"allreduce", "bf16", "int8", "powersgd", "quantize_per_channel", "post_localsgd", "schedule"}
-FIRST = {hook.name: label for label, hook in reversed(HOOKS.items())}.values()
-RUNS = [(label, "1") for label in HOOKS if label in ALONE]
-RUNS += [
-    (label, way) for i, label in enumerate(HOOKS) for way in ("2", "4") if label in FIRST or int(way) == 2 + i % 2 * 2
-]
+# One of each kind, in all ways; of others, by turns, one with many ranks.
+ALL_WAYS = {"allreduce", "bf16", "int8", "powersgd", "quantize_per_channel", "post_localsgd", "schedule"}
+RUNS = [(label, way) for i, label in enumerate(HOOKS) for way in (WAYS if label in ALL_WAYS else "24"[i % 2])]
 
 
 @dataclass(frozen=True)

@@ -151,7 +151,7 @@ def test_what_was_sent_and_what_is_owed_is_what_was_produced(run, label):
     rounding = {"cast": 2.0**-6, "schedule": 2.0**-6}.get(label, 1e-12)
 
     @settings(
-        max_examples=12,
+        max_examples=8,
         derandomize=True,
         deadline=None,
         database=None,

@@ -111,32 +111,6 @@ def test_what_is_owed_is_paid_when_buckets_become_too_small(run, world):
         assert distance(total, {n: sum(mean[n] for mean in expected) for n in shapes}) <= 1e-12 * norm(total)
 
 
-def slowly_changing(rank, step, shapes, dtype):
-    """Steps have almost the same gradients, so that roundings add up."""
-    changing = full_rank_gradients(rank, step, shapes)
-    return {name: (g + 0.01 * changing[name]).to(dtype) for name, g in full_rank_gradients(rank, 99, shapes).items()}
-
-
-def sums_in_16_bit(rank, world, hook, dtype):
-    with attached(hook, dtype=dtype, **ONE_BUCKET) as (ddp, attachment):
-        total = dict.fromkeys(SHAPES, 0)
-        for step in range(50):
-            mean = backward(ddp, slowly_changing(rank, step, SHAPES, dtype))
-            total = {name: total[name] + mean[name].double() for name in SHAPES}
-        return total, {memory.dtype for entry in entries_of(attachment).values() for memory in entry.values()}
-
-
-@pytest.mark.parametrize(("world", "dtype"), [(4, torch.bfloat16), (2, torch.float16)], ids=str)
-def test_error_feedback_of_16_bit_gradients(run, world, dtype):
-    """The sum of 50 steps is five times closer to the exact one."""
-    expected = [mean_gradients(slowly_changing, world, step, SHAPES, dtype) for step in range(50)]
-    expected = {name: sum(mean[name] for mean in expected) for name in SHAPES}
-    with_it, memory = run(sums_in_16_bit, HOOKS["int8"], dtype, world=world)[0]
-    without, none = run(sums_in_16_bit, lc.Int8(use_error_feedback=False, **ALL), dtype, world=world)[0]
-    assert (memory, none) == ({torch.float32}, set())
-    assert 5 * distance(with_it, expected) < distance(without, expected)
-
-
 def test_buckets_make_no_difference(run, world):
     hooks = list(HOOKS.values())
     one, tiny = (run(means_of, hooks, 4, options, world=world) for options in (ONE_BUCKET, TINY_BUCKETS))
@@ -147,86 +121,6 @@ def test_buckets_make_no_difference(run, world):
             assert all(same(x, y) for x, y in zip(a[:num_equal], b[:num_equal], strict=True)), label
         # Products of matrices are rounded in other ways when these have more rows, and then to another level at times.
         assert all(distance(x, y) <= (0.03 if world == 2 else 0.3) * norm(y) for x, y in zip(a, b, strict=True)), label
-
-
-def test_a_hook_that_takes_over_pays_what_is_owed(run, world):
-    for hook in (HOOKS["int8"], HOOKS["int4+hadamard"]):
-        schedule = lc.Schedule({0: hook, 3: "allreduce"})
-        means, *_ = run(outputs, schedule, full_rank_gradients, 5, SHAPES, torch.float64, world=world)[0]
-        expected = [mean_gradients(full_rank_gradients, world, t, SHAPES, torch.float64) for t in range(5)]
-        paid, total = ({name: sum(m[name] for m in ms[:4]) for name in SHAPES} for ms in (means, expected))
-        assert distance(means[3], expected[3]) > 1e-3 * norm(expected[3])
-        assert distance(paid, total) <= 1e-12 * norm(total)
-        assert distance(means[4], expected[4]) <= 1e-12 * norm(expected[4])
-
-
-def equal(a, b, names):
-    """Whether two memories are equal bit by bit in these gradients."""
-    return all(a[n].keys() == b[n].keys() and all(torch.equal(a[n][k], b[n][k]) for k in a[n]) for n in names)
-
-
-def unused(rank, world, hook):
-    """Parameters used by nobody, then by rank 0 alone: their memory; what came and went."""
-    options = {"find_unused_parameters": True, "exact_state": True, "dtype": torch.float64}
-    with attached(hook, **options) as (ddp, attachment):
-        total, memories = dict.fromkeys(SHAPES, 0), []
-        for step in range(5):
-            left_out = {"second", "conv"} if step == 2 or (step == 3 and rank) else set()
-            gradients = FLOAT64(rank, step, SHAPES)
-            mean = backward(ddp, {name: g for name, g in gradients.items() if name not in left_out})
-            total = {name: total[name] + mean.get(name, 0) for name in SHAPES}
-            memories.append(entries_of(attachment))
-        owed = {name: entry["residual"].mean(0) for name, entry in memories[-1].items()}
-        return memories, {name: total[name] + owed.get(name, 0) for name in SHAPES}
-
-
-def test_unused_parameters_lose_nothing(run, world):
-    for memories, received in run(unused, HOOKS["int8"], world=world):
-        assert equal(memories[1], memories[2], ["second", "conv"])
-        others = [name for name in ENCODED if name not in ("second", "conv")]
-        assert not any(equal(memories[1], memories[2], [name]) for name in others)
-        assert not any(equal(memories[2], memories[3], [name]) for name in ("second", "conv"))
-        sent = dict.fromkeys(SHAPES, 0)
-        for rank in range(world):
-            for step in range(5):
-                for name, gradient in FLOAT64(rank, step, SHAPES).items():
-                    if name not in ("second", "conv") or (step != 2 and (step != 3 or rank == 0)):
-                        sent[name] = sent[name] + gradient / world
-        assert distance(received, sent) <= 1e-12 * norm(sent)
-
-
-def bad_and_resumed(rank, world, hook, bad_at):
-    """Whether a bad step cleared the memory; means without interruption, and with one and the same or other buckets."""
-    options = {"exact_state": True, "find_unused_parameters": True}
-    with attached(hook, **options) as (ddp, attachment):
-        whole = []
-        for step in range(8):
-            if step == bad_at:
-                gradients = full_rank_gradients(rank, 100, SHAPES)
-                gradients["conv"].view(-1)[5] = float("inf") if rank == world - 1 else 1
-                is_bad = all(mean.isnan().all() for mean in backward(ddp, gradients).values())
-                cleared = is_bad and not any(entry["residual"].any() for entry in entries_of(attachment).values())
-            if step == 4:
-                state = attachment.state_dict()
-            whole.append(backward(ddp, full_rank_gradients(rank, step, SHAPES)))
-    resumed = []
-    for other in ({}, {"find_unused_parameters": False}, {"bucket_cap_mb": 0.02}):
-        with attached(hook, **{**options, **other}) as (ddp, attachment):
-            attachment.load_state_dict(state)
-            resumed.append([backward(ddp, full_rank_gradients(rank, step, SHAPES)) for step in range(4, 8)])
-    same_buckets, *others = resumed
-    exact = all(same(a, b) for a, b in zip(whole[4:], same_buckets, strict=True))
-    far = max(distance(a, b) / norm(a) for run in others for a, b in zip(whole[4:], run, strict=True))
-    return cleared, exact, far
-
-
-def test_bad_steps_clear_the_memory_and_checkpoints_keep_it_bit_by_bit(run):
-    for hook, bad_at, bound in (("int8", 1, 0.02), ("int4", 3, 0.3)):
-        for cleared, exact, far in run(bad_and_resumed, HOOKS[hook], bad_at, world=4):
-            assert cleared
-            assert exact
-            # In other buckets another rank has the error of the mean.
-            assert far < bound
 
 
 def random_rounding(rank, world):

@@ -90,11 +90,6 @@ def test_makes_the_hook(config, yaml):
     assert strategy._hook == expected
 
 
-def test_every_name(config):
-    for name in lc.available_hooks():
-        assert cli(config(f"hook: {name}")).trainer.strategy._hook == lc.get_hook(name)
-
-
 def test_standalone_package_has_the_same_options(config):
     pytest.importorskip("pytorch_lightning")
     from pytorch_lightning.cli import LightningCLI as StandaloneCLI

@@ -108,12 +108,6 @@ def test_requeued_job_goes_on_with_the_step_count(tmp_path):
     assert ended["steps"] == STEPS - SIGNALED
 
 
-def test_requeued_job_of_a_hook_without_memory(tmp_path):
-    second, _ = to_the_end_of_its_time(tmp_path, "bf16")
-    ended = second.ended(restarts=1)
-    assert ended["global_step"] == ended["state"] == SIGNALED
-
-
 def test_requeued_job_goes_on_from_the_model_of_one_rank(tmp_path):
     second, printed = to_the_end_of_its_time(tmp_path, "post_localsgd")
     assert "the checkpoint has the model of rank 0, which was not averaged" in printed

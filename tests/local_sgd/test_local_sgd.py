@@ -150,8 +150,7 @@ METHODS = {
 
 @pytest.mark.parametrize(
     ("accumulation", "kind", "method"),
-    [*((1, "momentum", method) for method in ("post_localsgd_subgroup", "hierarchical", "diloco"))]
-    + [(3, "adamw", method) for method in METHODS],
+    [(1, "momentum", "post_localsgd_subgroup"), *((3, "adamw", method) for method in METHODS)],
 )
 def test_trajectory_is_that_of_the_simulation(run, method, accumulation, kind):
     hook, options = METHODS[method]

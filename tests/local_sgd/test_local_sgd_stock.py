@@ -79,8 +79,7 @@ def assert_same(results, warmup, periods):
         assert equal == together, f"step {step}"
 
 
-@pytest.mark.parametrize("warmup", [0, 5])
-@pytest.mark.parametrize(("world", "subgroup"), [(2, None), (4, None), (4, 2)])
+@pytest.mark.parametrize(("world", "subgroup", "warmup"), [(2, None, 0), (4, None, 5), (4, 2, 0)])
 def test_post_localsgd_is_pytorchs(run, world, subgroup, warmup):
     hook = lc.PostLocalSGD(
         period=3,
@@ -91,9 +90,10 @@ def test_post_localsgd_is_pytorchs(run, world, subgroup, warmup):
     assert_same(run(both, hook, None, world=world), warmup, [3])
 
 
-@pytest.mark.parametrize("warmup", [0, 5])
 @pytest.mark.parametrize(
-    ("levels", "subgroup"), [({3: 2}, None), ({2: 2, 6: 4}, None), ({3: 2, 5: 4}, None), ({1: 2, 4: 4}, 2)], ids=str
+    ("levels", "subgroup", "warmup"),
+    [({3: 2}, None, 0), ({2: 2, 6: 4}, None, 5), ({3: 2, 5: 4}, None, 0), ({1: 2, 4: 4}, 2, 5)],
+    ids=str,
 )
 def test_hierarchical_localsgd_is_pytorchs(run, levels, subgroup, warmup):
     *_, world = levels.values()

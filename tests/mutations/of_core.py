@@ -187,7 +187,7 @@ MUTATIONS = [
         "        self._connections.fail()\n",
         "        pass\n",
         "A failure does not end the collectives that peers wait in.",
-        "tests/runtime/test_failure.py -k 'nothing_runs_after'",
+        "tests/runtime/test_thread_engine.py -k 'fails_all_and_aborts'",
     ),
     Mutation(
         "lost_peer_is_waited_for",
@@ -211,7 +211,7 @@ MUTATIONS = [
         "            if self._failure is None:\n",
         "            if True:\n",
         "Collectives go on after one has failed, and match those of other steps on peers.",
-        "tests/runtime/test_failure.py -k 'nothing_runs_after'",
+        "tests/runtime/test_thread_engine.py -k 'fails_all_and_aborts'",
     ),
     Mutation(
         "thread_not_joined",

@@ -163,7 +163,7 @@ MUTATIONS = [
         "torch.div(flat, self.group.size / bucket.scale, out=half)",
         "half.copy_(flat).div_(self.group.size / bucket.scale)",
         "What fits 16 bit after division only overflows.",
-        "tests/project/test_defects.py -k 'fp16_divides'",
+        "tests/hooks/test_half.py -k 'no_overflow'",
     ),
     Mutation(
         "coarse_int8",

@@ -9,7 +9,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from datetime import timedelta
 
@@ -23,10 +22,7 @@ from pool import check_no_leaks
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_commhooks as lc
-from lightning_commhooks.collectives.gloo_abort import Connections
-from lightning_commhooks.collectives.steps import Wait, result
-from lightning_commhooks.collectives.timing import HostTiming
-from lightning_commhooks.runtime.thread_engine import ThreadEngine
+from lightning_commhooks.collectives.steps import Wait
 
 SOON = 10 * PATIENCE  # seconds, far more than it takes, on a machine that has other things to do
 TIMEOUT_SECONDS = {"time_out": 3}
@@ -39,7 +35,6 @@ OWN_MESSAGE = {
     "measure_link": "not supported between instances of 'float' and 'str'",
     "averaged_weights": "an optimizer stepped within averaged_weights()",
 }
-CPU = torch.device("cpu")
 # Near, and far from each other: with direct messages, of several buckets at once.
 LATENCIES = [{"COMMHOOKS_LATENCY_MS": "0"}, {"COMMHOOKS_LATENCY_MS": "40"}]
 
@@ -284,9 +279,9 @@ def test_failure_ends_all_ranks_with_the_hook_own_traceback(start, latency):
 
 
 @pytest.mark.parametrize(
-    ("scenario", "failing"), [(rank_2_fails_and_stays, 2), (rank_1_of_a_subgroup_fails_and_stays, 1)]
+    ("scenario", "failing", "latency"),
+    [(rank_2_fails_and_stays, 2, LATENCIES[0]), (rank_1_of_a_subgroup_fails_and_stays, 1, LATENCIES[1])],
 )
-@pytest.mark.parametrize("latency", LATENCIES)
 def test_peers_fail_soon_though_the_failing_rank_stays(start, scenario, failing, latency):
     ranks = start(scenario, world=3, **latency)
     for rank in range(failing):
@@ -340,8 +335,7 @@ def test_interrupt_of_a_call(start):
     assert ranks.end(0)[0] == -signal.SIGINT
 
 
-@pytest.mark.parametrize("latency", LATENCIES)
-@pytest.mark.parametrize("killed", [0, 1])
+@pytest.mark.parametrize(("killed", "latency"), list(enumerate(LATENCIES)))
 def test_sigterm_kills_one_rank(start, killed, latency):
     ranks = start(wait_for_rank_1, **latency)
     time.sleep(0.5)  # then rank 0 waits in step 2 for rank 1, who is not there
@@ -407,9 +401,6 @@ def test_failure_names_hook_step_and_bucket(run):
     assert "step 2" in later
 
 
-# One engine without ranks ------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("place", "world"), [*((place, 2) for place in PLACES), ("bind", 4), ("end_step", 4)])
 def test_all_ranks_fail_soon_wherever_one_fails_and_stays(run, place, world):
     *peers, (_, message, _) = run(fail_somewhere, place, world=world, timeout=30)
@@ -417,56 +408,6 @@ def test_all_ranks_fail_soon_wherever_one_fails_and_stays(run, place, world):
     for kind, text, seconds in peers:
         assert kind == ERROR_OF_PEERS.get(place, "HookError"), text
         assert seconds < SECONDS_TO_FAIL
-
-
-def engine_of(abort=lambda: None, **options):
-    connections = Connections()
-    connections.abort = abort
-    return ThreadEngine(CPU, connections, HostTiming(), **options)
-
-
-def steps_of(function):
-    """A computation that waits for nobody."""
-    return lambda: result(function())
-
-
-@pytest.mark.parametrize("is_ordered", [True, False])
-def test_nothing_runs_after_a_failure(is_ordered):
-    aborted, ran = [], []
-    engine = engine_of(lambda: aborted.append(True), is_ordered=is_ordered)
-    gate = threading.Event()
-
-    def fail():
-        gate.wait()
-        raise ArithmeticError("out of numbers")
-
-    engine.submit(steps_of(fail), CPU)
-    later = engine.submit(steps_of(lambda: ran.append(1)), CPU)
-    threading.Timer(0.2, gate.set).start()
-    with pytest.raises(lc.HookError, match="out of numbers") as error:
-        engine.call(lambda: ran.append(2))
-    assert isinstance(error.value.__cause__, ArithmeticError)
-    with pytest.raises(RuntimeError, match="out of numbers"):
-        later.wait()
-    assert aborted
-    engine.close()
-    assert not ran
-
-
-def test_close_waits_for_work():
-    engine = engine_of()
-    done = []
-    engine.submit(steps_of(lambda: time.sleep(0.3) or done.append(True) or torch.zeros(1)), CPU)
-    engine.close()
-    assert done
-
-
-def test_close_aborts_work_that_does_not_end():
-    gate = threading.Event()
-    engine = engine_of(gate.set)
-    engine.submit(steps_of(lambda: gate.wait() and torch.zeros(1)), CPU)
-    engine.close()
-    assert gate.is_set()
 
 
 if __name__ == "__main__":

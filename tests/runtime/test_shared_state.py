@@ -1,9 +1,7 @@
-"""`shared_state_dict` and paused counters while a step is under way, by hooks that block where it matters."""
+"""`shared_state_dict`, of one rank without the others: the step count and nothing else."""
 
 import contextlib
 import signal
-import threading
-import time
 import warnings
 from datetime import timedelta
 
@@ -16,50 +14,6 @@ from local_sgd_driver import ALONE, local, one_step, params
 import lightning_commhooks as lc
 
 SECONDS = 20
-
-
-class Gate:
-    """A place in a hook at which it waits for `opened`, once `closed`; others see that it is there by `reached`."""
-
-    def __init__(self):
-        self.reached, self.opened, self.closed = threading.Event(), threading.Event(), False
-
-    def __call__(self):
-        if self.closed:
-            self.closed = False
-            self.reached.set()
-            assert self.opened.wait(SECONDS)
-
-
-class Gated(lc.CommHook):
-    """Waits at two gates in each bucket: before its collective and after it."""
-
-    name = "gated"
-
-    def __init__(self):
-        self.before, self.after = Gate(), Gate()
-
-    def bind(self, group):
-        return _BoundGated(group, self)
-
-
-class _BoundGated(lc.BoundHook):
-    def __init__(self, group, config):
-        super().__init__(group)
-        self.config = config
-
-    def reduce(self, bucket, ranks):
-        self.config.before()
-        yield from ranks.all_reduce_mean_(bucket.flat)
-        self.config.after()
-
-
-@contextlib.contextmanager
-def in_the_backward(ddp, function):
-    """Call a function in the training thread when some buckets have been handed over, others not."""
-    handle = ddp.module.first.register_hook(lambda _: function())
-    yield
-    handle.remove()
 
 
 @contextlib.contextmanager
@@ -133,31 +87,3 @@ def loaded(rank, world, hook):
         assert attachment.num_steps == 1
         step(ddp, 1)
     return [str(warning.message) for warning in caught]
-
-
-def count_meanwhile(rank, world):
-    hook = Gated()
-    begun = hook.before
-    hook.after.opened.set()
-
-    def pause():
-        assert begun.reached.wait(SECONDS)
-        counters = attachment.bound.group.counters
-        sent, deadline = counters.bytes_sent, time.monotonic() + SECONDS
-        with counters.paused():
-            begun.opened.set()
-            while counters.bytes_sent == sent and time.monotonic() < deadline:
-                time.sleep(0.01)
-
-    with attached(hook) as (ddp, attachment):
-        step(ddp, 0)  # DDP has one bucket in it
-        begun.closed = True
-        with in_the_backward(ddp, pause):
-            step(ddp, 1)
-        return attachment.metrics()
-
-
-def test_what_another_thread_sends_is_counted_in_a_pause(run):
-    for metrics in run(count_meanwhile):
-        assert metrics["bytes_sent"] == metrics["bytes_dense"] > 0
-        assert metrics["comm_ms"] > 0

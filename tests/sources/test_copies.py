@@ -14,7 +14,6 @@ from driver import (
     TOO_EARLY,
     attached,
     backward,
-    closing_texts,
     distance,
     full_rank_gradients,
     mean_gradients,
@@ -117,19 +116,6 @@ def test_repr(run):
         f"Attachment(hook={lc.PowerSGD()!r}, steps=1)",
         "Attachment(hook='test_copies.own_hook', steps=0)",
     )
-
-
-def too_short(rank, world):
-    with attached(lc.PowerSGD(start_powerSGD_iter=100)) as (ddp, attachment):
-        for step in range(2):
-            backward(ddp, full_rank_gradients(rank, step, SHAPES))
-        return closing_texts(attachment)
-
-
-def test_a_run_that_is_too_short_for_powersgd_is_told_a_number_that_suits_it(run):
-    (text,), others = run(too_short)
-    assert text.endswith("start_powerSGD_iter=100 on; set it to about a tenth of training, 0 here")
-    assert others == []
 
 
 RECORDED = HOOKS | {

@@ -130,9 +130,17 @@ if hasattr(DistributedDataParallel, "finalize_backward"):
     MODES["manual_finalization"] = (mlp, {})
 
 
-# Modes that need no more than two ranks, and that hooks that average models refuse or round.
-OF_TWO = MODES.keys() - {"unused_on_some_or_all_ranks", "join", "sparse"}
+# Modes in which ranks differ, on four ranks as well; and modes that hooks that average models refuse, or round in.
+OF_FOUR = ["unused_on_some_or_all_ranks", "join", "sparse"]
 REFUSED = {"join", "mixed_dtypes"}
+
+
+def modes(label, world):
+    """What a hook is trained in, on so many ranks."""
+    return [mode for mode in (MODES if world == 2 else OF_FOUR) if label not in LOCAL or mode not in REFUSED]
+
+
+RUNS = [(label, mode, world) for label in LABELS for world in (2, 4) for mode in modes(label, world)]
 
 
 def flatten(model):
@@ -188,19 +196,12 @@ _results = {}
 def results_of(run, world, label):
     """What `train` returns in each mode, by rank; computed once."""
     if (label, world) not in _results:
-        skipped = {*(OF_TWO if world == 4 else ()), *(REFUSED if label in LOCAL else ())}
-        hook = None if label is None else LABELS[label]
-        _results[label, world] = run(train_each, hook, [mode for mode in MODES if mode not in skipped], world=world)
+        _results[label, world] = run(train_each, LABELS.get(label), modes(label, world), world=world)
     return _results[label, world]
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("label", LABELS)
-def test_mode(run, world, label, mode):
-    if world == 4 and mode in OF_TWO:
-        pytest.skip("2 ranks suffice")
-    if label in LOCAL and mode in REFUSED:
-        pytest.skip("refused, or 16-bit weights are rounded once more")
+@pytest.mark.parametrize(("label", "mode", "world"), RUNS)
+def test_mode(run, label, mode, world):
     plain, _ = results_of(run, world, None)[0][mode]
     results = [rank[mode] for rank in results_of(run, world, label)]
     updates = [update for update, _ in results]

@@ -2,8 +2,7 @@
 
 A page whose code calls `init_process_group` brings all that it needs. Other pages find a process group and what their
 readers have at hand: see `GIVEN`. Each block gets these anew, unless the page has made something of that name itself.
-A block that begins with `# <name>.py` is that file: later ones import it. A script, which has `__main__` in it, is run
-by rank 0, by itself.
+A block that begins with `# <name>.py` is that file: later ones import it.
 """
 
 import ast
@@ -15,7 +14,6 @@ import json
 import logging
 import os
 import re
-import subprocess
 import sys
 import tempfile
 import traceback
@@ -34,7 +32,6 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import set_seed
 from docs_pages import PAGES, ROOT, blocks
-from forks import PATIENCE, alone
 from fsdp_accelerate_runner import VERSIONS, with_fsdp
 from lightning.fabric import Fabric
 from lightning.pytorch.cli import LightningCLI
@@ -190,9 +187,7 @@ def run_page(path, recorder, groups):
         for block in page:
             if block.not_run is None:
                 torch.manual_seed(0)
-                if files.is_script(block):
-                    files.run_script(block, groups)
-                elif files.name(block):
+                if files.name(block):
                     checking_prints(block, lambda block=block: files.import_(block))
                 else:
                     run_block(path, block, namespace, made)
@@ -225,32 +220,11 @@ class Files:
         found = re.match(r"# (\w+)\.py\n", block.text) if block.language == "python" else None
         return found and found[1]
 
-    def is_script(self, block):
-        return self.name(block) and "__main__" in block.text
-
     def import_(self, block):
-        self._write(block)
+        Path(self._folder, f"{self.name(block)}.py").write_text(block.text)
+        importlib.invalidate_caches()
         self._imported.append(self.name(block))
         importlib.import_module(self.name(block))
-
-    def run_script(self, block, groups):
-        """Run it on rank 0. The others wait, for longer than a collective may take."""
-        try:
-            if RANK == 0:
-                command = [sys.executable, self._write(block)]
-                environment = alone(PYTHONPATH=f"{ROOT}")
-                done = subprocess.run(
-                    command, env=environment, capture_output=True, text=True, timeout=90 * PATIENCE, check=False
-                )
-                assert done.returncode == 0, done.stdout + done.stderr
-        finally:
-            groups.exchange(f"{self.name(block)}:{block.line}", "")
-
-    def _write(self, block):
-        path = Path(self._folder, f"{self.name(block)}.py")
-        path.write_text(block.text)
-        importlib.invalidate_caches()
-        return path
 
     def close(self):
         os.chdir(self._before)

@@ -5,16 +5,20 @@
 Every training writes `OUT/<label>.<rank>.json`. Functions for workers are of `__main__`, so that they travel with it.
 """
 
+import contextlib
 import copy
+import io
 import json
 import os
 import re
+import runpy
 import shutil
 import signal
 import sys
 import tempfile
 from datetime import timedelta
 from pathlib import Path
+from unittest import mock
 
 # Seconds between Ray's looks at what workers have to report; they wait for it.
 os.environ["RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"] = "0.2"
@@ -35,6 +39,7 @@ from accelerate_integration import CommHookKwargs
 
 POWERSGD = lc.PowerSGD(matrix_approximation_rank=2, start_powerSGD_iter=2)
 QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+ROOT = Path(__file__).parents[2]
 EPOCHS, SAVED, DIES_IN = 5, 2, 3  # of 4 steps each
 STEPS, SAVED_STEP = 12, 6
 
@@ -220,36 +225,35 @@ def errors(out):
     write(out, "errors", **refused)
 
 
-def undisturbed(config):
-    out = config["out"]
-    fit(out, "whole", lc.CompressedRayDDPStrategy(hook=POWERSGD, exact_state=True))
-    fit(out, "dense", lc.CompressedRayDDPStrategy(hook="allreduce"), epochs=1)
-    loop(out, "loop")
-    accelerated(out, "accelerate")
-    errors(out)
-
-
-def disturbed(config):
-    """Killed in the middle of a fit, and run again in new processes; then on from checkpoints of the other run."""
+def train(config):
+    """All runs, one of which is killed; Ray then calls this again in new processes, where the others are resumed."""
     out, strategy = config["out"], config["strategy"]  # which the driver has made
-    fit(out, "restarted", copy.deepcopy(strategy), ray.train.get_checkpoint(), died=os.path.join(out, "died"))
-    fit(out, "resumed", strategy, config["fit"])
-    loop(out, "loop-resumed", config["loop"])
-    accelerated(out, "accelerate-resumed", config["accelerate"])
+    died = os.path.join(out, "died")
+    if not os.path.exists(died):
+        fit(out, "whole", lc.CompressedRayDDPStrategy(hook=POWERSGD, exact_state=True))
+        fit(out, "dense", lc.CompressedRayDDPStrategy(hook="allreduce"), epochs=1)
+        loop(out, "loop")
+        accelerated(out, "accelerate")
+        errors(out)
+        with mock.patch.object(ray.train, "get_checkpoint", return_value=None):  # there is one of other runs
+            for script in config["scripts"]:
+                names = {"__name__": "of_the_page"}
+                exec(script, names)
+                names["train_worker"]()
+    last = ray.train.get_checkpoint() if os.path.exists(died) else None
+    fit(out, "restarted", copy.deepcopy(strategy), last, died=died)
+    saved = by_epoch((one.metrics, one.checkpoint) for one in ray.train.get_all_reported_checkpoints())
+    fit(out, "resumed", strategy, saved[SAVED - 1])
+    loop(out, "loop-resumed", saved["loop"])
+    accelerated(out, "accelerate-resumed", saved["accelerate"])
 
 
-def train(function, storage, max_failures=0, **config):
-    trainer = ray.train.torch.TorchTrainer(
-        function,
-        train_loop_config=config or None,
-        scaling_config=ray.train.ScalingConfig(num_workers=2),
-        run_config=ray.train.RunConfig(
-            name=function.__name__,
-            storage_path=storage,
-            failure_config=ray.train.FailureConfig(max_failures=max_failures),
-        ),
-    )
-    return trainer.fit()
+def by_epoch(reported):
+    """The first checkpoint of each epoch."""
+    found = {}
+    for metrics, checkpoint in reported:
+        found.setdefault(metrics.get("epoch"), checkpoint)
+    return found
 
 
 def refusals(out):
@@ -273,30 +277,30 @@ def refusals(out):
     (out / "refusals.json").write_text(json.dumps(refused))
 
 
-def documented(out, storage):
-    """The scripts of the page, as they are there; what they report, and whether the hook's state is in it."""
-    text = (Path(__file__).parents[2] / "docs" / "ray.md").read_text()
+def scripts_of_the_page():
+    text = (ROOT / "docs" / "ray.md").read_text()
     scripts = dict(re.findall(r"```python\n# (\w+)\.py\n(.*?)```", text, re.DOTALL))
-    before = os.getcwd()
-    os.chdir(out)
-    try:
-        exec(compile(scripts["train"], "train.py", "exec"), {"__name__": "__main__"})
-    finally:
-        os.chdir(before)
-    (last,) = sorted(Path(out, "runs").glob("*/checkpoint_*/checkpoint.ckpt"))[-1:]
-    saved = torch.load(last, weights_only=False)
-    names = {"__name__": "__main__"}
-    exec(compile(scripts["loop"], "loop.py", "exec"), names)
-    result = train(names["train_worker"], storage)
-    with result.checkpoint.as_directory() as folder:
+    return [scripts["train"], scripts["loop"]]
+
+
+def documented(out, reported):
+    """What the scripts of the page reported, of which the loop came last, and whether the hook's state is in it."""
+    first = next(i for i, (metrics, _) in enumerate(reported) if "sent" in metrics)
+    with reported[first - 1][1].as_directory() as folder:
+        saved = torch.load(Path(folder, RayTrainReportCallback.CHECKPOINT_NAME), weights_only=False)
+    metrics, checkpoint = reported[first + 1]
+    with checkpoint.as_directory() as folder:
         of_loop = torch.load(Path(folder, "state.pt"), weights_only=True)
-    found = {
-        "train": sorted(saved),
-        "epochs": saved["epoch"] + 1,
-        "loop": sorted(of_loop),
-        "sent": result.metrics["sent"],
-    }
+    found = {"train": sorted(saved), "epochs": saved["epoch"] + 1, "loop": sorted(of_loop), "sent": metrics["sent"]}
     (out / "documented.json").write_text(json.dumps(found))
+
+
+def example(out):
+    """What the example prints."""
+    sys.argv[1:] = ["--hook", "powersgd", "--epochs", "4", "--storage", str(out / "example")]
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        runpy.run_path(str(ROOT / "examples" / "ray_digits.py"), run_name="__main__")
+    (out / "example.txt").write_text(printed.getvalue())
 
 
 def main(out):
@@ -306,13 +310,17 @@ def main(out):
     (out / "folder.txt").write_text(folder)
     try:
         ray.init(address="local", num_cpus=2, include_dashboard=False, object_store_memory=100 << 20, _temp_dir=folder)
-        storage = str(out / "storage")
-        whole = train(undisturbed, storage, out=str(out))
-        saved = {metrics["epoch"]: checkpoint for checkpoint, metrics in whole.best_checkpoints}
-        given = {"fit": saved[SAVED - 1], "loop": saved["loop"], "accelerate": saved["accelerate"]}
         strategy = lc.CompressedRayDDPStrategy(hook=POWERSGD, exact_state=True)
-        train(disturbed, storage, max_failures=1, out=str(out), strategy=strategy, **given)
-        documented(out, storage)
+        trainer = ray.train.torch.TorchTrainer(
+            train,
+            train_loop_config={"out": str(out), "strategy": strategy, "scripts": scripts_of_the_page()},
+            scaling_config=ray.train.ScalingConfig(num_workers=2),
+            run_config=ray.train.RunConfig(
+                storage_path=str(out / "storage"), failure_config=ray.train.FailureConfig(max_failures=1)
+            ),
+        )
+        documented(out, [(metrics, checkpoint) for checkpoint, metrics in trainer.fit().best_checkpoints])
+        example(out)
     finally:
         ray.shutdown()
         shutil.rmtree(folder, ignore_errors=True)

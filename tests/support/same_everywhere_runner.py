@@ -9,21 +9,15 @@ from torch.utils.data import DataLoader, Dataset
 
 import lightning_commhooks as lc
 
-STEPS = 50
+STEPS = 30
 ALONE = {"start_localSGD_iter": 10, "post_local_gradient_allreduce": False}
 POWERSGD = lc.PowerSGD(start_powerSGD_iter=10, matrix_approximation_rank=2)
 HOOKS = {
     "allreduce": lc.AllReduce(),
-    "allgather": lc.AllGather(),
-    "fp16": lc.FP16(),
-    "bf16": lc.BF16(),
     "powersgd": POWERSGD,
-    "batched_powersgd": lc.BatchedPowerSGD(start_powerSGD_iter=10),
-    "cast": lc.Cast(POWERSGD, "bf16"),
     "int4": lc.Int4(min_bytes=0),
     "schedule": lc.Schedule({0: "bf16", 20: POWERSGD}),
     "post_localsgd": lc.PostLocalSGD(period=8, **ALONE),
-    "hierarchical_localsgd": lc.HierarchicalLocalSGD(period_group_size_dict={8: None}, **ALONE),
     "diloco": lc.DiLoCo(period=8, fragments=2, **ALONE),
 }
 

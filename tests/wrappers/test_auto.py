@@ -8,7 +8,18 @@ import logging
 import pytest
 import torch
 import torch.distributed as dist
-from driver import SHAPES, attached, backward, distance, full_rank_gradients, mean_gradients, mean_residuals, norm, same
+from driver import (
+    SHAPES,
+    attached,
+    backward,
+    closing_texts,
+    distance,
+    full_rank_gradients,
+    mean_gradients,
+    mean_residuals,
+    norm,
+    same,
+)
 from pool import WorkerError
 from torch.nn.parallel import DistributedDataParallel
 
@@ -70,9 +81,9 @@ def choose(rank, world, hook, ms_per_kb, steps=NUM_STEPS + 2, saved=None, bad_st
         (0.4 / 38, {"min_gain": 0.01}, INT4),
     ],
 )
-def test_chooses_by_time_and_error(run, world, ms_per_kb, options, expected):
+def test_chooses_by_time_and_error(run, ms_per_kb, options, expected):
     hook = lc.Auto(candidates=CANDIDATES, **QUICK, **options)
-    for rank, (chosen, _, _, said, _) in enumerate(run(choose, hook, ms_per_kb, world=world)):
+    for rank, (chosen, _, _, said, _) in enumerate(run(choose, hook, ms_per_kb)):
         assert chosen == expected
         assert bool(said) == (rank == 0)
         if rank == 0:
@@ -101,7 +112,7 @@ def total(steps):
     return {name: sum(step[name].double() for step in steps) for name in SHAPES}
 
 
-@pytest.mark.parametrize("hook", [INT8, POWERSGD], ids=["int8", "powersgd"])
+@pytest.mark.parametrize(("hook", "world"), [(INT8, 4), (POWERSGD, 2)], ids=["int8", "powersgd"])
 @pytest.mark.parametrize("ms_per_kb", [0.0, 1.0])
 def test_nothing_is_lost_on_the_way(run, world, hook, ms_per_kb):
     """Averaged gradients of all steps and what is owed are the sum of the exact means."""
@@ -147,7 +158,7 @@ def test_a_choice_that_is_no_candidate_any_more(run):
         run(choose, lc.Auto(candidates=["bf16", INT8], **QUICK), 1.0, 1, state)
 
 
-@pytest.mark.parametrize("bad_step", [0, 3, 6, 7, 8, 13, NUM_STEPS])
+@pytest.mark.parametrize("bad_step", [0, 3, 7, 13, NUM_STEPS])
 def test_a_step_with_inf_while_measuring(run, bad_step):
     hook = lc.Auto(candidates=[INT8, INT4], **QUICK)
     for chosen, means, _, _, _ in run(choose, hook, 1.0, NUM_STEPS + 2, None, bad_step):
@@ -198,25 +209,24 @@ def warned_early(rank, world):
     ddp = DistributedDataParallel(torch.nn.Linear(4, 4))
     attachment = lc.attach(ddp, "auto")
     ddp(torch.ones(1, 4)).sum().backward()
-    attachment.close()
+    return closing_texts(attachment)
 
 
 def test_ending_before_the_choice_is_said(run):
-    with pytest.raises(
-        WorkerError,
-        match=r"ended after 1 steps, and hook='auto' has not chosen, which takes 47 steps of measuring; use",
-    ):
-        run(warned_early)
+    (text,), others = run(warned_early)
+    assert "ended after 1 steps, and hook='auto' has not chosen, which takes 47 steps of measuring; use" in text
+    assert others == []
 
 
 def averages(rank, world):
-    with attached(lc.Auto(candidates=[lc.PostLocalSGD(start_localSGD_iter=0)])):
+    hook = lc.Auto(candidates=[lc.PostLocalSGD(start_localSGD_iter=0)])
+    refused = pytest.raises(ValueError, match="candidate 'post_localsgd' averages models instead of gradients")
+    with refused, attached(hook):
         pass
 
 
 def test_candidates_that_average_models_are_refused(run):
-    with pytest.raises(WorkerError, match="candidate 'post_localsgd' averages models instead of gradients"):
-        run(averages)
+    run(averages)
 
 
 @pytest.mark.parametrize(
