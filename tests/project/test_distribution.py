@@ -69,7 +69,6 @@ def installed(built, tmp_path_factory):
 
 def test_installed_wheel(installed):
     pytest.importorskip("accelerate")
-    pytest.importorskip("typer")
     found = json.loads(installed(sys.executable, "-c", LOOK).splitlines()[-1])
     assert all(Path(path).is_relative_to(installed.folder) for path in found["from"])
     assert found["version"] == lc.__version__
