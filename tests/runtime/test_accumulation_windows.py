@@ -8,7 +8,7 @@ import pytest
 import torch
 from driver import HOOKS, Params
 from local_sgd_driver import ENDED
-from pool import ignoring
+from pool import OF_COMPILING, ignoring
 from test_accumulation import SMALL, attached, backward, error, exact_mean, grads, micro
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
@@ -512,6 +512,7 @@ def test_compiled_models(run, outside):
         assert found <= 1e-5
 
 
+@ignoring(OF_COMPILING)
 def _compiled(rank, world, outside):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))

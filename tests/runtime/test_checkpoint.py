@@ -20,7 +20,7 @@ from driver import (
     residuals_of,
     same,
 )
-from pool import ignoring
+from pool import OF_COMPILING, ignoring
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -322,6 +322,7 @@ def test_warns_of_unfrozen_parameters_that_are_not_averaged(run):
     assert run(unfreeze, POWERSGD, False)[0][1] == 3
 
 
+@ignoring(OF_COMPILING)
 def train_compiled(rank, world, where):
     torch._dynamo.reset()
     # Larger than DDP's first bucket: its optimizer for torch.compile insists on one of a megabyte.

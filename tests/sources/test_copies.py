@@ -20,7 +20,7 @@ from driver import (
     norm,
     same,
 )
-from pool import ignoring
+from pool import OF_COMPILING, ignoring
 from test_ddp_modes import mlp
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
@@ -170,6 +170,7 @@ def test_a_backward_that_is_recorded_has_the_same_gradients(run):
     assert run(recorded, timeout=180) == [[], []]
 
 
+@ignoring(OF_COMPILING)
 def of_compiled(rank, world):
     results = []
     for is_compiled in (False, True):

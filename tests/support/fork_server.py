@@ -122,7 +122,8 @@ def become(request, fds):
     if not script.endswith(".py"):
         sys.path[0] = request["cwd"]
         return runpy.run_module(script, run_name="__main__", alter_sys=True)
-    sys.path[:1] = [str(Path(script).parent), str(FOLDER)]  # scripts that tests write find the tests
+    # Scripts that tests write find the tests.
+    sys.path[:1] = [str(Path(script).parent), *(str(path) for path in FOLDER.parent.iterdir() if path.is_dir())]
     return be_main(script, Path(script).read_bytes())
 
 

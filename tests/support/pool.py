@@ -27,6 +27,8 @@ from lightning_commhooks.collectives import group
 SIZE = 4
 WORKER = FOLDER / "pool_worker.py"
 THREAD_NAME = "lightning_commhooks"
+# A warning of torch.compile about what it looks at itself, after other things were compiled in this process.
+OF_COMPILING = "The .grad attribute of a Tensor that is not a leaf"
 # Connecting a new group's ranks, gloo loses a connection once in a hundred thousand, on one side only; such a call is
 # repeated once.
 LOST_CONNECTION = re.compile(r"connectFullMesh failed.*Connection (closed|reset) by peer")
