@@ -16,14 +16,16 @@ def constant(value):
     return make
 
 
-def constant_outputs(rank, world, hook, value):
-    return outputs(rank, world, hook, constant(value), 1, SHAPES)[0][0]
+def constant_outputs(rank, world, hook, value, of_one=False):
+    """The mean of gradients that are `value` on all ranks, or on one what makes up the mean, beyond float16."""
+    own = value if not of_one else world * value if rank == 0 else 0.0
+    return outputs(rank, world, hook, constant(own), 1, SHAPES)[0][0]
 
 
-@pytest.mark.parametrize("value", [1e-6, 3e4, 6e4])
+@pytest.mark.parametrize(("value", "of_one"), [(1e-6, False), (6e4, False), (5e4, True)])
 @pytest.mark.parametrize("hook", [lc.FP16(), lc.FP16(accumulate_dtype="float32"), lc.BF16()], ids=repr)
-def test_no_overflow_and_no_underflow(run, world, hook, value):
-    for mean in run(constant_outputs, hook, value, world=world):
+def test_no_overflow_and_no_underflow(run, world, hook, value, of_one):
+    for mean in run(constant_outputs, hook, value, of_one, world=world):
         for g in mean.values():
             torch.testing.assert_close(g, torch.full_like(g, value), rtol=0.07 if value < 1e-5 else 0.01, atol=0)
 
