@@ -161,7 +161,9 @@ class Models:
         digest = hashlib.blake2b(digest_size=7)
         for tensor in self._tensors(self.layout.trained):
             on_host = flat_view(tensor).cpu().contiguous()
-            digest.update(ctypes.string_at(on_host.data_ptr(), on_host.nbytes))
+            # Not `ctypes.string_at`: its length is a C int, and tensors may have more than 2 GiB.
+            if on_host.nbytes:
+                digest.update((ctypes.c_char * on_host.nbytes).from_address(on_host.data_ptr()))
         own = int.from_bytes(digest.digest(), "big")
         return len(set(check_same("average all parameters", self._group, own))) > 1
 

@@ -1,5 +1,7 @@
 """Which tensors of a model are averaged, what stays in its place, and looks at averages while ranks differ."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from local_sgd_driver import (
@@ -23,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import lightning_commhooks as lc
 from lightning_commhooks.collectives import averaging
+from lightning_commhooks.interface import models
 
 EVERY_STEP = lc.PostLocalSGD(period=1, **ALONE)
 NEVER = lc.PostLocalSGD(period=1000, **ALONE)
@@ -351,3 +354,15 @@ def test_optimizer_must_not_step_meanwhile(run):
     for own, seen, after in run(step_while_looking):
         assert same(own, seen)
         assert same(own, after)
+
+
+def test_any_bit_of_a_large_parameter(monkeypatch):
+    """A length above 2 GiB fits no C int."""
+    digests = []
+    monkeypatch.setattr(models, "check_same", lambda what, group, number: digests.append(number) or digests)
+    large = torch.zeros(2**31 + 8, dtype=torch.uint8)
+    copies = models.Models(None, {}, "post_localsgd")
+    copies.layout = SimpleNamespace(trained={"large": large, "empty": torch.zeros(0)})
+    assert not copies._is_any_bit_different()
+    large[-1] = 1
+    assert copies._is_any_bit_different()
