@@ -53,8 +53,9 @@ def get_hook_class(name: str) -> type[CommHook]:
             point of that name is not a `CommHook` class.
     """
     known = available_hooks()
-    names = {_plain(other): other for other in (*known, *_aliases)}
-    resolved = names.get(_plain(name), name)
+    plain = {_plain(other): other for other in (*known, *_aliases)}
+    # Others may have registered a name that differs by underscores alone.
+    resolved = name if name in known or name in _aliases else plain.get(_plain(name), name)
     resolved = _aliases.get(resolved, resolved)
     if resolved in _classes:
         return _classes[resolved]

@@ -76,6 +76,15 @@ def test_names_of_classes(name):
     assert registry.get_hook_class(hook_class.__name__) is registry.get_hook_class(name.upper()) is hook_class
 
 
+def test_a_name_as_it_is_comes_first(monkeypatch):
+    class Other(lc.CommHook):
+        name = "int_8"
+
+    monkeypatch.setitem(registry._classes, Other.name, Other)
+    assert registry.get_hook_class("int8") is lc.Int8
+    assert registry.get_hook_class("int_8") is Other
+
+
 def test_configured_hook_is_returned_as_it_is():
     hook = lc.PowerSGD()
     assert lc.get_hook(hook) is hook
