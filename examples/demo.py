@@ -124,7 +124,7 @@ def compare(epochs: int) -> None:
         from rich.progress import Progress, TimeElapsedColumn
         from rich.table import Table
     except ImportError as error:
-        sys.exit(f"the demo needs {error.name}: pip install -e '.[dev]'")
+        sys.exit(f"the demo needs {error.name}: pip install -e '.[demo]'")
 
     console = Console()
     console.print(
