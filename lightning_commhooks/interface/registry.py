@@ -52,20 +52,20 @@ def get_hook_class(name: str) -> type[CommHook]:
         ValueError: there is no such hook; the message has the known names and the closest one. Or the entry
             point of that name is not a `CommHook` class.
     """
-    known = available_hooks()
-    plain = {_plain(other): other for other in (*known, *_aliases)}
-    # Others may have registered a name that differs by underscores alone.
-    resolved = name if name in known or name in _aliases else plain.get(_plain(name), name)
-    resolved = _aliases.get(resolved, resolved)
-    if resolved in _classes:
-        return _classes[resolved]
-    if resolved in (others := _third_party()):
-        loaded = others[resolved].load()
+    if (own := _classes.get(_aliases.get(name, name))) is not None:
+        return own
+    others = _third_party()
+    if name in others:
+        loaded = others[name].load()
         if not (isinstance(loaded, type) and issubclass(loaded, CommHook)):
             raise ValueError(
-                f"entry point {resolved!r} of group {ENTRY_POINT_GROUP!r} must be a CommHook class, is {loaded!r}"
+                f"entry point {name!r} of group {ENTRY_POINT_GROUP!r} must be a CommHook class, is {loaded!r}"
             )
         return loaded
+    exact = {_plain(known): known for known in (*others, *_aliases, *_classes)}
+    if _plain(name) in exact:
+        return get_hook_class(exact[_plain(name)])
+    known = sorted({*_classes, *others})
     raise ValueError(f"unknown hook {name!r}; {_closest(name, [*known, *_aliases])}available hooks: {', '.join(known)}")
 
 
