@@ -72,7 +72,7 @@ def parser() -> ArgumentParser:
 
 def _add_network(command: ArgumentParser) -> None:
     error = "error of one step's gradient, relative to its norm, to accept; default: 0.3"
-    command.add_argument("--max-error", type=float, help=error)
+    command.add_argument("--max-error", type=_magnitude, help=error)
     bandwidth = "what if each rank could send so much: 1gbit, 100mbit, 1.2GB/s"
     command.add_argument("--bandwidth", type=parse_bandwidth, help=bandwidth)
     latency = "what if a message took so long to the next rank: 0.1ms, 50us"
@@ -85,6 +85,12 @@ def _count(text: str, least: int = 1) -> int:
     if not text.isdecimal() or int(text) < least:
         raise ArgumentTypeError(f"must be an integer of at least {least}, is {text!r}")
     return int(text)
+
+
+def _magnitude(text: str) -> float:
+    if not (number := float(text)) >= 0:
+        raise ArgumentTypeError(f"must be at least 0, is {text!r}")
+    return number
 
 
 def parse_bandwidth(text: str) -> float:

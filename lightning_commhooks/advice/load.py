@@ -46,17 +46,26 @@ def load_task(spec: str, device: torch.device, seed: int) -> Task:
         raise ValueError(f"{spec}() returned {type(module).__name__} as the model, no bare nn.Module; {_EXPECTED}")
     if not any(p.requires_grad for p in module.parameters()):
         raise ValueError(f"{spec}() returned a model without parameters that are trained")
+    batch, loss_fn, options = _first(parts["batch"]), parts.get("loss_fn"), parts.get("ddp") or {}
+    if loss_fn is not None and not callable(loss_fn):
+        raise ValueError(f"{spec}(): loss_fn must be a function (output, target) -> loss, is {loss_fn!r}")
+    if not isinstance(options, Mapping):
+        raise ValueError(f"{spec}(): ddp must be a dict of arguments of DistributedDataParallel, is {options!r}")
+    if loss_fn is not None and not is_lightning(module) and isinstance(batch, (tuple, list)) and len(batch) < 2:
+        raise ValueError(
+            f"{spec}() returned a loss function and a batch of {len(batch)}, in a {type(batch).__name__}: with "
+            "loss_fn(output, target) the batch is (inputs, target); with loss_fn(output) it is the inputs alone"
+        )
     module.to(device).train()
-    batch = _moved(_first(parts["batch"]), device)
     further = (_moved(other, device) for other in _further(spec, factory, seed, parts["batch"]))
     optimizers = _optimizers(spec, parts.get("optimizer"), module)
-    return Task(module, batch, parts.get("loss_fn"), optimizers, dict(parts.get("ddp") or {}), device, further)
+    return Task(module, _moved(batch, device), loss_fn, optimizers, dict(options), device, further)
 
 
 def imported(module: str, attribute: str) -> Any:
     """An attribute of a module, whose name or `.py` file is looked for in the current folder first."""
     folder, file = os.path.split(os.path.abspath(module)) if module.endswith(".py") else (os.getcwd(), module)
-    if folder not in sys.path:
+    if sys.path[:1] != [folder]:
         sys.path.insert(0, folder)
     return getattr(importlib.import_module(file.removesuffix(".py")), attribute)
 

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import re
+import sys
 from argparse import Namespace
 
 import pytest
@@ -13,7 +14,7 @@ import lightning_commhooks as lc
 from lightning_commhooks.advice import study
 from lightning_commhooks.advice.candidates import DEFAULT, candidate, candidates, code, parse
 from lightning_commhooks.advice.emulated import Network
-from lightning_commhooks.advice.load import load_task
+from lightning_commhooks.advice.load import imported, load_task
 from lightning_commhooks.advice.ranking import Row, amortized, decide, headroom, merged, ranked
 from lightning_commhooks.advice.report import text_of
 
@@ -242,6 +243,12 @@ BAD = {
     "frozen": (lambda: (nn.ReLU(), X), "a model without parameters that are trained"),
     "unknown_key": (lambda: {"model": Task(), "data": X}, r"a dict with \['data'\]; known are"),
     "no_loss": (lambda: (nn.Linear(4, 3), X), r"no loss came out, but a tensor of shape \(2, 3\)"),
+    "target_missing": (
+        lambda: (nn.Linear(4, 3), (X,), nn.MSELoss()),
+        r"a batch of 1, .* \(inputs, target\)",
+    ),
+    "no_function": (lambda: (nn.Linear(4, 3), X, 3), "loss_fn must be a function"),
+    "ddp": (lambda: {"model": Task(), "batch": X, "ddp": 3}, "ddp must be a dict of arguments"),
     "raises": (lambda: 1 / 0, r"raises\(\) failed, ZeroDivisionError"),
     "no_optimizer": (lambda: {"model": Task(), "batch": X, "optimizer": 3}, "must be of torch.optim, is 3"),
 }
@@ -317,6 +324,14 @@ class TestTask:
     def test_bad_specs(self, spec, message):
         with pytest.raises(ValueError, match=message):
             load_task(spec, CPU, 0)
+
+
+def test_a_file_is_looked_for_where_it_is(tmp_path, monkeypatch):
+    for folder in ("first", "second"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "twins_of_a_test.py").write_text(f"WHERE = {folder!r}\n")
+    monkeypatch.setattr("sys.path", [str(tmp_path / "first"), str(tmp_path / "second"), *sys.path])
+    assert imported(str(tmp_path / "second" / "twins_of_a_test.py"), "WHERE") == "second"
 
 
 REAL = Network(1e6, 0.0001, 2)

@@ -253,6 +253,7 @@ def test_a_failure_on_one_rank_ends_all(folder, factory, code, message):
         (["advise", "m:f", "--latency", "3"], "argument --latency: must be like 0.1ms or 50us, is '3'"),
         (["advise", "m:f", "--world-size", "1"], "argument --world-size: must be an integer of at least 2, is '1'"),
         (["advise", "m:f", "--world-size", "8"], "one process has no network to measure: give --bandwidth"),
+        (["advise", "m:f", "--max-error", "-1"], "argument --max-error: must be at least 0, is '-1'"),
         (["advise", "m:f", "--nproc", "1"], "one process sends nothing: use --nproc, torchrun, or `advise --bandw"),
         (["bench", "m:f", "--nproc", "1"], "one process sends nothing"),
         (["advise", "m:f", "--bandwidth", "1gbit", "--device", "cuda"], "error: --device cuda: 1 processes on this"),
