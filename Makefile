@@ -20,8 +20,8 @@ export OMP_NUM_THREADS ?= 1
 .PHONY: demo test test-fast test-oldest test-oldest-fast test-newest test-some coverage mutations peers lint format \
 	bench bench-quick gpu stress docs linkcheck install clean
 
-# With what the demo needs and no more; the rest comes with the tests.
-demo: $(VENV)/.installed-demo
+# With what the demo needs and no more, unless all is there already.
+demo: $(or $(wildcard $(VENV)/.installed-dev),$(VENV)/.installed-demo)
 	$(BIN)/python examples/demo.py
 
 # Each file in one of the processes, so that what is launched for its tests is launched once.

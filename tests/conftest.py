@@ -7,15 +7,18 @@ from pathlib import Path
 
 import pytest
 
-# Helpers, and tests of other folders, are imported by their names alone.
-sys.path.extend(str(path) for path in sorted(Path(__file__).parent.iterdir()) if path.is_dir())
+# Put there by pytest; folders in it have names of packages, which are not to be found where those are not installed.
+sys.path.remove(str(Path(__file__).parent))
+sys.path.append(str(Path(__file__).parent / "support"))
 # Lightning 2.6 calls jsonargparse in a way that it deprecates, also when it is imported.
 os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
 # Ranks that more processes than processors slow down might seem far from each other, and add up in another order.
 os.environ.setdefault("COMMHOOKS_LATENCY_MS", "0")
 
-from forks import FOLDER, FORKS, alone, run_alone
+from forks import FOLDER, FOLDERS, FORKS, alone, run_alone
 from pool import Pool, check_no_leaks, read_environment
+
+sys.path.extend(FOLDERS)
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # As shells start what is in the background. The processes of tests would ignore Ctrl-C too.

@@ -20,7 +20,7 @@ import types
 import warnings
 from pathlib import Path
 
-from forks import EXECUTABLE, FOLDER
+from forks import EXECUTABLE, FOLDERS
 
 PRELOADED = (
     "torch._dynamo",
@@ -123,7 +123,7 @@ def become(request, fds):
         sys.path[0] = request["cwd"]
         return runpy.run_module(script, run_name="__main__", alter_sys=True)
     # Scripts that tests write find the tests.
-    sys.path[:1] = [str(Path(script).parent), *(str(path) for path in FOLDER.parent.iterdir() if path.is_dir())]
+    sys.path[:1] = [str(Path(script).parent), *FOLDERS]
     return be_main(script, Path(script).read_bytes())
 
 

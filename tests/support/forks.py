@@ -21,6 +21,8 @@ from pathlib import Path
 
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parents[1]
+# Where tests and their helpers lie; both are imported by their names alone.
+FOLDERS = sorted(str(path) for path in FOLDER.parent.iterdir() if path.is_dir())
 # A launcher's, which a process that is to be alone must not see.
 DISTRIBUTED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "GROUP_RANK")
 # The variable with the address of the process that is forked, where several processes share one.
