@@ -1,8 +1,8 @@
 """Cost of the codecs against the memory they have to move, on one core or a GPU.
 
 8.4 M float32 numbers, on a GPU eight times as many. `floor` is the time in which a copy moves as many bytes as the
-codec has to read and write: numbers in, payload out (encode); numbers and what is owed in, payload and what is owed out
-(with feedback); two payloads in, numbers out (decode). `share` is the part of that bandwidth that is used: the goal is
+codec has to read and write: numbers in, payload out (encode); numbers and residual in, payload and residual out (with
+feedback); two payloads in, numbers out (decode). `share` is the part of that bandwidth that is used: the goal is
 0.8 on a GPU. `eager` is without `torch.compile`.
 
     python benchmarks/codecs.py

@@ -34,7 +34,7 @@ TITLES = {
     "bytes_sent": "bytes sent so far",
     "compression_ratio": "times fewer than plain DDP, since the last point",
     "relative_error": "of averaged gradients",
-    "residual_norm": "norm of what is still owed",
+    "residual_norm": "norm of the residuals",
     "exposed_ms": "ms per step waited for communication",
     "codec_ms": "ms per step of compressing",
     "averagings": "averagings of the model so far",

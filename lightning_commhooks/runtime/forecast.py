@@ -203,7 +203,7 @@ class Forecaster:
                 f"hook={name!r} compresses {sent.percent_compressed:.2f}% of the gradients, and of the bytes that "
                 f"plain DDP sends it saves {saved:.1%}; use another hook, or none"
             )
-            saved = max(saved, saved if total is None else 1 - 1 / total.ratio)
+            saved = saved if total is None else max(saved, 1 - 1 / total.ratio)
         if saved >= NEXT_TO_NOTHING:
             return None
         return text if num_steps is None else f"training ends after {num_steps:,} steps, and {text}"
