@@ -71,6 +71,21 @@ SCHEDULE = """
             class_path: lightning_commhooks.PowerSGD
             init_args: {matrix_approximation_rank: 4}
 """
+PER_PARAMETER = """
+    hook:
+      class_path: lightning_commhooks.PerParameter
+      init_args:
+        hooks:
+          "*norm*": allreduce
+          "*":
+            class_path: lightning_commhooks.Int8
+            init_args: {block_size: 256}
+"""
+SCALED = """
+    hook:
+      class_path: lightning_commhooks.ScaleByGradAccumulation
+      init_args: {hook: bf16, accumulation: weighted}
+"""
 FUNCTION = "hook: torch.distributed.algorithms.ddp_comm_hooks.default_hooks.fp16_compress_hook"
 GOOD = {
     "name": ("hook: powersgd", lc.PowerSGD()),
@@ -78,7 +93,12 @@ GOOD = {
     "class": ("hook: PowerSGD", lc.PowerSGD()),
     "cast": (CAST, lc.Cast(lc.PowerSGD(matrix_approximation_rank=4), "fp16")),
     "schedule": (SCHEDULE, lc.Schedule({0: lc.BF16(), 3: lc.PowerSGD(matrix_approximation_rank=4)})),
+    "per_parameter": (PER_PARAMETER, lc.PerParameter({"*norm*": "allreduce", "*": lc.Int8(block_size=256)})),
     "function": (FUNCTION, default_hooks.fp16_compress_hook),
+    "accumulation": ("hook: powersgd\naccumulation: weighted", lc.ScaleByGradAccumulation("powersgd", "weighted")),
+    "integer": ("hook: powersgd\naccumulation: 4", lc.ScaleByGradAccumulation("powersgd", 4)),
+    "framework": ("hook: powersgd\naccumulation: framework", lc.PowerSGD()),
+    "scaled": (SCALED, lc.ScaleByGradAccumulation("bf16", "weighted")),
 }
 
 
@@ -121,10 +141,12 @@ def test_strategy_name_on_the_command_line():
 def test_options_on_the_command_line():
     hook = "--trainer.strategy.hook"
     args = [STRATEGY, f"{hook}=PowerSGD", f"{hook}.matrix_approximation_rank=3", "--trainer.accelerator=cpu"]
-    assert cli(*args).trainer.strategy._hook == lc.PowerSGD(matrix_approximation_rank=3)
+    made = cli(*args, "--trainer.strategy.accumulation=4").trainer.strategy._hook
+    assert made == lc.ScaleByGradAccumulation(lc.PowerSGD(matrix_approximation_rank=3), 4)
 
 
 NAMES = re.escape(", ".join(repr(name) for name in lc.available_hooks()))
+ACCUMULATION = r"(?s)\"accumulation\":\s+.*typing\.Literal\['framework', 'mean', 'sum', 'weighted'\]"
 
 
 @pytest.mark.parametrize(
@@ -142,6 +164,7 @@ NAMES = re.escape(", ".join(repr(name) for name in lc.available_hooks()))
         (SCHEDULE.replace("matrix_approximation_rank", "rank"), r"Option 'rank' is not accepted"),
         ("hook: bf16\nfind_unused: true", r"Option 'find_unused' is not accepted"),
         ("find_unused_parameters: true", r"hook"),
+        *((f"hook: bf16\naccumulation: {value}", ACCUMULATION) for value in ("maen", "4.5", "[4]")),
     ],
 )
 def test_mistakes_fail_while_parsing(config, capsys, text, message):
@@ -165,6 +188,8 @@ def test_an_unknown_option_is_the_first_thing_that_is_wrong_with_the_hook(config
     [
         (POWERSGD_4.replace("4", "0"), "matrix_approximation_rank must be an integer of at least 1, is 0"),
         (SCHEDULE.replace("0: bf16", "1: bf16"), "no hook for step 0"),
+        ("hook: bf16\naccumulation: 0", "accumulation must be one of 'framework', 'mean', 'sum', 'weighted' or an int"),
+        (f"accumulation: mean\n{textwrap.dedent(SCALED)}", "accumulation='mean': the hook has an accumulation already"),
     ],
 )
 def test_values_out_of_range_fail_before_training(config, text, message):

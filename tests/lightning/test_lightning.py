@@ -265,8 +265,10 @@ import lightning_commhooks
 assert not ({{"lightning.pytorch", "pytorch_lightning"}} - {{"{package}"}}) & sys.modules.keys()
 assert bool("{imports}") == ("{package}" in sys.modules)
 from {package} import Trainer
-for hook in lightning_commhooks.available_hooks():
-    strategy = Trainer(accelerator="cpu", devices=2, strategy="ddp_" + hook, logger=False).strategy
+from {package}.strategies import StrategyRegistry
+made = [StrategyRegistry.get("ddp_" + hook) for hook in lightning_commhooks.available_hooks()]
+made.append(Trainer(accelerator="cpu", devices=2, strategy="ddp_powersgd", logger=False).strategy)
+for strategy, hook in zip(made, [*lightning_commhooks.available_hooks(), "powersgd"], strict=True):
     assert type(strategy) is lightning_commhooks.{strategy}, strategy
     assert strategy._hook == lightning_commhooks.get_hook(hook)
 print("fine")
