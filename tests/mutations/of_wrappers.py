@@ -91,7 +91,7 @@ MUTATIONS = [
         "scale_(parameter.grad, 1 / factor)",
         "scale_(parameter.grad, 1.0)",
         "Of two networks with a backward each, the second one's earlier micro-batches count less.",
-        "tests/runtime/test_accumulation_windows.py -k 'backward_each'",
+        "tests/frameworks/test_accumulation_hosts.py -k 'backward_each'",
     ),
     Mutation(
         "period_off_by_one",

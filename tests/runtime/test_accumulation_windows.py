@@ -163,47 +163,6 @@ def _kept_gradients(rank, world, accumulation, within):
     return str(refused.value)
 
 
-def test_networks_with_a_backward_each(run):
-    for errors in run(_each):
-        assert max(errors) <= 1e-6
-
-
-def _each(rank, world):
-    """Both synchronize at the end of a window, after one forward; each is cleared after its own."""
-    errors, options = [], {"find_unused_parameters": True}
-    with attached("allreduce", TwoNetworks(), options, accumulation="mean") as (ddp, _):
-        networks = [ddp.module.one, ddp.module.two]
-        for window in (range(3), range(3, 5)):
-            for i in window[:-1]:
-                for network in networks:
-                    with ddp.no_sync(), only(network, networks):
-                        backward(ddp, i, rank) if network is networks[0] else network(micro(rank, i)).backward()
-            for network in networks:
-                with only(network, networks):
-                    if network is networks[0]:
-                        ddp(micro(rank, window[-1])).backward()
-                    else:
-                        loss = network(micro(rank, window[-1]))
-                        ddp.require_forward_param_sync = True
-                        ddp.reducer.prepare_for_backward([loss])
-                        loss.backward()
-                found = {name: p.grad.double() for name, p in network.named_parameters()}
-                errors.append(error(found, exact_mean(world, window, lambda _, n=window: float(len(n)))))
-                network.zero_grad()
-    return errors
-
-
-@contextlib.contextmanager
-def only(network, networks):
-    """The parameters of the others are not trained, as by `toggle_optimizer`."""
-    others = [p for other in networks if other is not network for p in other.parameters()]
-    for p in others:
-        p.requires_grad_(False)
-    yield
-    for p in others:
-        p.requires_grad_(True)
-
-
 def test_two_losses_of_one_forward_are_one_micro_batch(run):
     for found in run(_two_losses):
         assert found <= 1e-6
@@ -484,16 +443,6 @@ def test_config_is_picklable_and_hashable():
     hook = lc.ScaleByGradAccumulation(scaling_hook, "sum")
     assert pickle.loads(pickle.dumps(hook)) == hook
     assert len({hook, lc.ScaleByGradAccumulation("bf16", 3), lc.ScaleByGradAccumulation(lc.BF16(), 3)}) == 2
-
-
-def test_framework_counts_nothing(run):
-    assert run(_framework) == [True, True]
-
-
-def _framework(rank, world):
-    with attached(lc.ScaleByGradAccumulation("allreduce", "framework")) as (ddp, attachment):
-        backward(ddp, 0, rank)
-        return attachment._runtime.micro_batches is None
 
 
 def test_weights_before_and_after_the_forward_are_of_one_micro_batch():
