@@ -27,9 +27,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 # Files of tests that take longest.
 SLOW = (
-    *("test_demo", "test_stress_launches", "test_ray", "test_examples", "test_contract", "test_lightning"),
-    *("test_jitter", "test_ddp_modes", "test_imports", "test_cli_command", "test_distribution", "test_docs"),
-    "test_codecs_compiled",
+    *("test_contract", "test_lightning", "test_docs", "test_cli_command", "test_ray", "test_examples", "test_elastic"),
+    *("test_advice", "test_hierarchy", "test_cuda_dry_run", "test_failure", "test_demo", "test_distribution"),
+    *("test_lightning_state", "test_codecs_compiled"),
 )
 
 
