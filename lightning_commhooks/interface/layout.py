@@ -12,12 +12,19 @@ from torch.nn import Module
 from lightning_commhooks.interface.bucket import Slot
 
 
+def own_part(tensor: Tensor) -> Tensor:
+    """This rank's part of what is sharded between ranks, a `DTensor`; everything else as it is."""
+    part: Tensor = getattr(tensor, "_local_tensor", tensor)
+    return part
+
+
 def memory_shape(parameter: Tensor) -> tuple[int, ...]:
-    """Sizes of `parameter` ordered by stride, outermost first.
+    """Sizes of `parameter`, or this rank's part of it, ordered by stride, outermost first.
 
     DDP lays a gradient out with the strides of its parameter when that is dense and non-overlapping
     (`reducer.cpp`, `initialize_bucket_views`), and contiguously otherwise.
     """
+    parameter = own_part(parameter)
     # DDP gives hooks complex gradients as pairs of real numbers.
     pair = (2,) if parameter.is_complex() else ()
     if not torch.ops.aten.is_non_overlapping_and_dense(parameter):

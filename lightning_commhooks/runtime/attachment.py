@@ -124,12 +124,12 @@ class Attachment:
             ValueError: a value is out of range, or not the same on all ranks; a user's own function, or FSDP.
         """
         self._known("sample_error")
-        with raise_on_all_ranks(self._runtime.source.process_group, "sample_error()") as same:
+        with self._runtime.source.agreeing("sample_error()") as same:
             check_integer("every", every, 0)
             check_integer("numel", 1 if numel is None else numel, 1)
             same |= {"every": every, "numel": numel}
         self._runtime.clock.end()
-        total = sum(parameter.numel() for parameter in self._runtime.layout.trained.values())
+        total = sum(map(math.prod, self._runtime.layout.shapes.values()))
         self._runtime.watch.sampler = ErrorSampler(every, numel, total) if every else None
 
     def measure_link(self, budget: float = 1.5) -> Link:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -48,6 +48,7 @@ def _complete(
         "steps": run.clock.steps,
         "world_size": run.bound.group.size,
         "per_rank": kind,
+        "shard": run.source.shard,
         "parameters": {name: list(shape) for name, shape in models.layout.shapes.items()},
         "num_tensors": _num_tensors(hook, own_models),
         "hook": hook,
@@ -55,8 +56,8 @@ def _complete(
     }
 
 
-def load(saved: Any, hook: CommHook, bound: BoundHook, models: Models, strict: bool) -> tuple[int, list[str]]:
-    """Let a hook take over what [`save`][] returned. Collective, on the engine.
+def load(saved: Any, run: RunningHook, bound: BoundHook, models: Models, strict: bool) -> tuple[int, list[str]]:
+    """Let a new runtime object of a hook take over what [`save`][] returned. Collective, on the engine.
 
     Returns:
         the step count, 0 of what is no state, and what was left out because it does not fit; nothing when `strict`.
@@ -75,9 +76,9 @@ def load(saved: Any, hook: CommHook, bound: BoundHook, models: Models, strict: b
                 )
             differences = [f"the whole state, {problem}"]
         elif saved["per_rank"] == _STEPS_ONLY:
-            _tell_that_it_begins_anew(saved, hook, bound)
+            _tell_that_it_begins_anew(saved, run.method, bound)
         else:
-            differences, staged = _load(saved, hook, bound, models, strict)
+            differences, staged = _load(saved, run, bound, models, strict)
     except Exception as reason:
         error = str(reason) if isinstance(reason, ValueError) else f"the state cannot be read: {reason!r}"
     digest = -1 if error else 0 if problem else _digest(saved)
@@ -102,9 +103,15 @@ def _tell_that_it_begins_anew(saved: Mapping[str, Any], hook: CommHook, bound: B
 
 
 def _load(
-    saved: Any, hook: CommHook, bound: BoundHook, models: Models, strict: bool
+    saved: Any, run: RunningHook, bound: BoundHook, models: Models, strict: bool
 ) -> tuple[list[str], list[tuple[Tensor, Tensor]]]:
-    reader = StateReader(saved, models.layout.shapes, bound.group, strict)
+    hook, reader = run.method, StateReader(saved, models.layout.shapes, bound.group, strict)
+    if (shard := saved.get("shard", [])) != run.source.shard:
+        reader.differs(
+            f"it is of shard {_told(shard)}, and this rank has shard {_told(run.source.shard)}: save the state of each "
+            "shard, and load it where that shard is"
+        )
+        return reader.differences, []
     if bound.has_memory and saved["hook"].get("name") == hook.name:
         reader.check_parameters()
     load_hook(saved["hook"], hook, bound, reader)
@@ -118,6 +125,10 @@ def _load(
             bound.group.size,
         )
     return reader.differences, staged
+
+
+def _told(shard: Sequence[Sequence[int]]) -> str:
+    return " and ".join(f"{index} of {size}" for index, size in shard) or "0 of 1"
 
 
 def _problem(saved: Any) -> str:

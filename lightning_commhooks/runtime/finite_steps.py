@@ -110,9 +110,11 @@ class FiniteSteps:
             if self._is_local:
                 group = self._running.bound.group
                 finite = group.finish(self._agreed(finite, group))
+            finite = self._running.source.agreed(finite)
             self.forget()
             if in_time:
-                spoil_unless_(finite, [part for gradients, bucket in reduced for part in _parts(gradients, bucket)])
+                parts = [part for gradients, bucket in reduced for part in _parts(gradients, bucket)]
+                spoil_unless_(finite, self._running.source.gradients(parts))
             self._pending = _on_its_way(finite)
             if self._pending is None:
                 self._take_over(finite)

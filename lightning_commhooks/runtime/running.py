@@ -11,6 +11,7 @@ from lightning_commhooks.collectives.errors import HookError
 from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.interface.hook import BoundHook, CommHook
 from lightning_commhooks.runtime.engine import Engine
+from lightning_commhooks.runtime.source import Source
 from lightning_commhooks.runtime.steps import StepClock
 from lightning_commhooks.wrappers.scale import without_scale
 
@@ -22,11 +23,13 @@ class RunningHook:
 
     Attributes:
         method: the configuration that users and checkpoints know, without the division of accumulated gradients.
+        source: where its buckets come from.
     """
 
     bound: BoundHook
 
-    def __init__(self, config: CommHook, end_step: Callable[[bool, bool], None]) -> None:
+    def __init__(self, config: CommHook, source: Source, end_step: Callable[[bool, bool], None]) -> None:
+        self.source = source
         self.config = config
         self.method = without_scale(config)
         self.counters = Counters()

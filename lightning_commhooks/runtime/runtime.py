@@ -70,8 +70,7 @@ class Runtime(RunningHook):
         loss_divided_by: Callable[[], float] = lambda: 1,
         make_group: Callable[[Counters], Group] | None = None,
     ) -> None:
-        super().__init__(hook, self._end_step)
-        self.source = source
+        super().__init__(hook, source, self._end_step)
         self.watch = Watch()
         self.micro_batches = MicroBatches(loss_divided_by) if accumulation_of(hook) != "framework" else None
         self._grad_scaler = grad_scaler
@@ -122,6 +121,7 @@ class Runtime(RunningHook):
         if self._owned is None and not is_awaited:
             # Not before: options that do not fit are no reason to take DDP's own group away.
             connections.append(connections_of(process_group))
+        connections.extend(self.source.other_connections)
         return group
 
     def connect(self, model: nn.Module) -> None:
@@ -209,7 +209,7 @@ class Runtime(RunningHook):
 
     def _load(self, state: object, fresh: BoundHook, strict: bool) -> tuple[int, list[str]] | StateError:
         try:
-            return checkpoint.load(state, self.method, fresh, self.local.models, strict)
+            return checkpoint.load(state, self, fresh, self.local.models, strict)
         except StateError as refusal:
             return refusal  # all ranks have agreed on it: no failure
 
@@ -233,6 +233,15 @@ class Runtime(RunningHook):
         """
         is_last = bucket.is_last or self.clock.is_first_of_static_graph
         return self.run(bucket, self._group, lambda ranks: self._reduce(bucket, is_late, ranks), is_last)
+
+    def wait_for(self, reduced: Future[Tensor]) -> None:
+        """Wait until a bucket is reduced, on CUDA on the current stream; raises a `HookError` if that failed."""
+        try:
+            reduced.wait()
+        except RuntimeError:  # of the future, around the error
+            assert self._engine is not None
+            self._engine.raise_if_unusable()
+            raise
 
     def run(
         self, bucket: Bucket, group: Group, reduce: Callable[[Group], Steps[Tensor]], is_last: bool = True
@@ -263,7 +272,9 @@ class Runtime(RunningHook):
     def _reduce(self, bucket: Bucket, is_late: bool, ranks: Group) -> Steps[Tensor]:
         if not bucket.flat.is_sparse:
             _forget_infinities(bucket.flat, bucket)
-        flat, finite = yield from self.watch.reduce(self.bound, bucket, ranks)
+        flat, finite = bucket.flat, None
+        if bucket.slots:  # a rank may have no share of any of these gradients
+            flat, finite = yield from self.watch.reduce(self.bound, bucket, ranks)
         reduced = flat._values() if flat.is_sparse else flat
         yield from self._steps.add(reduced, finite, bucket, is_late, ranks)
         return flat
@@ -271,7 +282,7 @@ class Runtime(RunningHook):
     def metrics(self) -> dict[str, float]:
         """See `Attachment.metrics`."""
         self.commit()
-        metrics = {**self.counters.as_dict(), **self.counters.timing.totals()}
+        metrics = {**self.counters.as_dict(), **self.counters.timing.totals(), **self.source.metrics()}
         if self.watch.sampler is not None:
             metrics["relative_error"] = self.watch.sampler.relative_error
         if isinstance(self.method, UserFunction):

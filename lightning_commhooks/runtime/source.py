@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
+from lightning_commhooks.collectives.agreement import raise_on_all_ranks
+from lightning_commhooks.collectives.gloo_abort import Connections
 from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.interface.hook import BoundHook, CommHook
 from lightning_commhooks.interface.layout import Layout
@@ -52,6 +55,10 @@ class Source(ABC):
                 raise ValueError(f"{name} {self.refused[name]}")
         self.options = {name: given[name] for name in self.kept if name in given}
 
+    def agreeing(self, what: str) -> AbstractContextManager[dict[str, object]]:
+        """As `raise_on_all_ranks`, among all ranks that train the model together."""
+        return raise_on_all_ranks(self.process_group, what)
+
     @abstractmethod
     def resolve_hook(self, hook: object) -> CommHook | DDPHook:
         """Check what a user passed as `hook=`, with the options; raises a `ValueError`."""
@@ -67,6 +74,28 @@ class Source(ABC):
     @abstractmethod
     def connect(self, model: nn.Module, runtime: Any) -> None:
         """Hand over buckets to this `Runtime` from now on. Collective."""
+
+    @property
+    def other_connections(self) -> Sequence[Connections]:
+        """Connections to ranks that the hook does not average over, and that would wait for this one."""
+        return []
+
+    @property
+    def shard(self) -> list[list[int]]:
+        """Which shard of the model this rank has, and of how many, for each dimension; empty: all of it."""
+        return []
+
+    def agreed(self, finite: Tensor) -> Tensor:
+        """Whether a step was finite on all of those ranks too; a boolean of one element. Collective."""
+        return finite
+
+    def gradients(self, reduced: Sequence[Tensor]) -> Sequence[Tensor]:
+        """What the optimizer gets of what was reduced, when the step ends."""
+        return reduced
+
+    def metrics(self) -> dict[str, float]:
+        """What the source itself counts."""
+        return {}
 
     def end_step(self) -> None:  # noqa: B027  # optional to override
         """Called at the end of each synchronized backward."""

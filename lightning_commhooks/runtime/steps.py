@@ -74,15 +74,18 @@ class StepClock:
         self._previous_index = None if is_last else index
         return self.steps - 1
 
-    def place_in_backward(self) -> tuple[int, int]:
-        """Number of the step, and of the bucket in it, for a source that says neither where a backward begins nor ends.
+    def place_in_backward(self, ends: bool = False) -> tuple[int, int]:
+        """Number of the step, and of the bucket in it, for a source that does not say where a backward begins.
 
-        Such steps have no end.
+        A step has an end only if `ends`: with that backward.
         """
         backward = torch._C._current_graph_task_id()
         if backward != self._backward:
             self._backward = backward
             self._begin()
+            self._is_open = self._is_complete = ends
+            if ends:
+                call_at_end_of_backward(lambda: self.end(in_time=True))
         self._previous_index = 0 if self._previous_index is None else self._previous_index + 1
         return self.steps - 1, self._previous_index
 

@@ -44,6 +44,7 @@ def attach(
     accumulation: Accumulation = "framework",
     loss_divided_by: float | Callable[[], float] = 1,
     replicate_group: dist.ProcessGroup | None = None,
+    shard_hook: str | CommHook | None = None,
 ) -> Attachment:
     """Let a communication hook average the gradients of a model, of `DistributedDataParallel` or sharded by FSDP.
 
@@ -54,7 +55,10 @@ def attach(
         model: a `DistributedDataParallel`; a `FullyShardedDataParallel`, a module to which `fully_shard` was applied,
             or one that has such modules inside, all of one kind. Each perhaps compiled: `torch.compile(model)`.
         hook: a name (`available_hooks()`), a configured `CommHook`, or a function with the signature of
-            `DistributedDataParallel.register_comm_hook`, stock or your own. With FSDP `"fp16"`, `"bf16"`,
+            `DistributedDataParallel.register_comm_hook`, stock or your own. Between replicas of a sharded model, of
+            `fully_shard` on a mesh of two dimensions or of `replicate` of
+            `torch.distributed._composable.replicate_with_fsdp`, any hook that averages gradients: each rank has its
+            share of them, and the hook's memory of that. Of a sharded model without replicas `"fp16"`, `"bf16"`,
             `"allreduce"` or `"reduce_scatter"` (the same: which of the two is sent is up to the sharding strategy),
             `"int8"`, `"int4"`, `"fp8"`, or one of them configured.
         hook_state: for DDP, the `state` argument of such a function.
@@ -69,9 +73,11 @@ def attach(
             [`ScaleByGradAccumulation`][].
         loss_divided_by: for DDP, what you, or a framework, divide the loss of each micro-batch by; or a function that
             returns it, called in each synchronized backward. What `accumulation` takes into account.
-        replicate_group: for `fully_shard`, ranks that hold the same shares of replicas of the model, each of which
-            `fully_shard` was applied to on a mesh of its own, with equal weights. The hook averages shares over them
-            too, in low precision; what FSDP2 does by itself on a mesh of two dimensions it does in `reduce_dtype`.
+        replicate_group: for `fully_shard` on a mesh of one dimension, ranks that hold the same shares of replicas of
+            the model, with equal weights, which the hook then averages over. On a mesh of two dimensions FSDP2 knows
+            them by itself.
+        shard_hook: for models with replicas, the hook of the reduce-scatter within a replica: one that works without
+            them. `None`: FSDP2's own.
 
     Returns:
         a handle to metrics, state and the end of the hook.
@@ -93,11 +99,12 @@ def attach(
         "accumulation": None if accumulation == "framework" else accumulation,
         "loss_divided_by": None if loss_divided_by == 1 else loss_divided_by,
         "replicate_group": replicate_group,
+        "shard_hook": shard_hook,
     }
     model = cast("nn.Module", unwrapped(model))
-    source = source_of(model)
+    source = source_of(model, replicate_group)
     # Before anything is made that takes all ranks.
-    with raise_on_all_ranks(source.process_group, "attach()") as same:
+    with source.agreeing("attach()") as same:
         source.set_options({name: value for name, value in options.items() if value is not None})
         resolved = source.resolve_hook(hook)
         config = resolved if isinstance(resolved, CommHook) else UserFunction(resolved)
@@ -129,12 +136,12 @@ def attach(
     return attachment
 
 
-def source_of(model: nn.Module) -> Source:
+def source_of(model: nn.Module, replicate_group: dist.ProcessGroup | None = None) -> Source:
     """Where the buckets of a model come from; raises a `ValueError` if it is neither in DDP nor sharded."""
     # Importing FSDP takes half a second, and whoever has such a model has done so.
     has_fsdp = "torch.distributed.fsdp" in sys.modules and isinstance(model, nn.Module)
     if has_fsdp and not isinstance(model, DistributedDataParallel) and not is_composable(model):
-        from lightning_commhooks.sources import fsdp1, fsdp2
+        from lightning_commhooks.sources import fsdp1, fsdp2, replicas
 
         version1, version2 = fsdp1.units(model), fsdp2.units(model)
         if version1 and version2:
@@ -142,6 +149,8 @@ def source_of(model: nn.Module) -> Source:
                 "the model has FullyShardedDataParallel and fully_shard modules; shard it with one of them"
             )
         if version1 or version2:
+            if version2 and (replicate_group is not None or replicas.replicas_of(model)):
+                return replicas.Replicas(model, replicate_group)
             return fsdp1.FSDP1(model) if version1 else fsdp2.FSDP2(model)
     return DDPSource((model if isinstance(model, DistributedDataParallel) else checked_model(model)).process_group)
 

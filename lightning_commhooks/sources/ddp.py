@@ -60,7 +60,8 @@ class DDPSource(Source):
     """The reducer of a DDP model. It takes one hook, for good."""
 
     refused: ClassVar[Mapping[str, str]] = {
-        "replicate_group": "is for fully_shard: DistributedDataParallel averages over its own process_group"
+        "replicate_group": "is for fully_shard: DistributedDataParallel averages over its own process_group",
+        "shard_hook": "is for fully_shard: DistributedDataParallel shards nothing",
     }
     kept = ("hook_state", "accumulation")
 

@@ -18,7 +18,7 @@ from lightning_commhooks.interface.bucket import Slot
 from lightning_commhooks.interface.layout import unwrapped
 from lightning_commhooks.runtime.copies import NotCopied, nothing
 
-# Where `replicate` is, in its two versions.
+# Where that `replicate` is; the one of `replicate_with_fsdp` is sharding over one rank.
 _COMPOSABLE = "torch.distributed._composable.replicate"
 
 Trampoline = Callable[[object, GradBucket], Future[Tensor]]
@@ -30,8 +30,8 @@ def registered_name(model: DistributedDataParallel) -> str:
 
 
 def is_composable(model: object) -> bool:
-    """Whether a model was given to `replicate`, in one of its versions."""
-    return any(base.__module__.startswith(_COMPOSABLE) for base in type(model).__mro__)
+    """Whether a model was given to the `replicate` that wraps it in a `DistributedDataParallel` of its own."""
+    return any(base.__module__ == _COMPOSABLE for base in type(model).__mro__)
 
 
 def checked_model(model: object) -> DistributedDataParallel:

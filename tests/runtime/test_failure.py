@@ -18,6 +18,7 @@ import torch.distributed as dist
 from driver import POWERSGD, SHAPES, Params, attached, backward, full_rank_gradients
 from failures import PLACES, fail_somewhere
 from forks import FORKS, PATIENCE, alone
+from fsdp_driver import NAMES, shard2
 from pool import check_no_leaks
 from torch.nn.parallel import DistributedDataParallel
 
@@ -51,6 +52,22 @@ class Broken(lc.CommHook):
 class _BoundBroken(lc.BoundHook):
     def reduce(self, bucket, ranks):
         if bucket.step == 2 and "second" in bucket.names and ranks.global_rank == ranks.size - 1:
+            raise ArithmeticError("out of numbers")
+        yield from ranks.all_reduce_mean_(bucket.flat)
+
+
+class BrokenOnOneShard(Broken):
+    """Fails on the last rank of the world alone."""
+
+    name = "broken on one shard"
+
+    def bind(self, group):
+        return _BoundBrokenOnOneShard(group)
+
+
+class _BoundBrokenOnOneShard(lc.BoundHook):
+    def reduce(self, bucket, ranks):
+        if bucket.step == 2 and dist.get_rank() == dist.get_world_size() - 1:
             raise ArithmeticError("out of numbers")
         yield from ranks.all_reduce_mean_(bucket.flat)
 
@@ -99,6 +116,17 @@ def train(rank, hook="allreduce", absent=None, **options):
 
 def fail_and_die(rank, world):
     train(rank, Broken())
+
+
+def fail_between_replicas(rank, world):
+    """As `fail_and_die`, in a model of which each replica is sharded over two ranks."""
+    model = shard2("hybrid")
+    lc.attach(model, BrokenOnOneShard())
+    for step in range(5):
+        if step == 2:
+            say("step 2")
+        model({name: torch.randn(shape) for name, shape in NAMES.items()}).backward()
+    say("trained")
 
 
 def stop_while_receiving(rank, world):
@@ -276,6 +304,17 @@ def test_failure_ends_all_ranks_with_the_hook_own_traceback(start, latency):
     assert 'raise ArithmeticError("out of numbers")' in err
     assert "in reduce" in err
     assert "direct cause" in err
+
+
+def test_failure_between_replicas_ends_all_ranks(start):
+    ranks = start(fail_between_replicas, world=4)
+    errors = [ranks.end(rank) for rank in range(4)]
+    assert [code for code, *_ in errors] == [1] * 4
+    assert not any("trained" in out for _, out, _ in errors)
+    # Of the replica next to it, the rank that waited for this share; the others wait in collectives of FSDP2.
+    for rank in (1, 3):
+        assert "HookError: communication hook 'broken on one shard' failed on rank" in errors[rank][2]
+    assert 'raise ArithmeticError("out of numbers")' in errors[3][2]
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """Hooks for `fully_shard` on CPU: bounds, bytes, what FSDP2 asks of a reduce-scatter, int8."""
 
-import contextlib
 import itertools
 import re
 
@@ -10,9 +9,7 @@ import torch.distributed as dist
 from codec_reference import encoded_bytes, error_bound
 from fsdp_driver import (
     HOOKS,
-    INT8,
     NAMES,
-    REPLICAS,
     UNITS,
     WAYS2,
     errors,
@@ -21,7 +18,6 @@ from fsdp_driver import (
     reduced,
     runtime,
     shard,
-    shard1,
     shard2,
     whole_gradients,
 )
@@ -35,7 +31,6 @@ from lightning_commhooks.collectives.backend import Backend
 from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.hooks import _shares
 from lightning_commhooks.interface.bucket import Bucket
-from lightning_commhooks.sources import fsdp2
 from lightning_commhooks.sources.fsdp2 import _ReduceScatter
 
 _measured = {}
@@ -45,7 +40,7 @@ LABELS = ["none", "allreduce", "bf16", "fp16", "bf16+float32", "fp16+float32"]
 @pytest.fixture
 def results(run, world):
     if world not in _measured:
-        _measured[world] = run(measured, WAYS2 if world == 2 else (*WAYS2, "hybrid"), world=world, timeout=100)
+        _measured[world] = run(measured, WAYS2, world=world, timeout=100)
     return _measured[world]
 
 
@@ -62,12 +57,6 @@ def check_bound(results, way, label):
 @pytest.mark.parametrize("label", LABELS)
 def test_error_is_within_the_bound(results, way, label):
     check_bound(results, way, label)
-
-
-@pytest.mark.parametrize("world", [4], indirect=True)
-@pytest.mark.parametrize("label", LABELS)
-def test_error_on_a_mesh_of_two_dimensions(results, label):
-    check_bound(results, "hybrid", label)
 
 
 @pytest.mark.parametrize("way", WAYS2)
@@ -109,7 +98,7 @@ def operations(rank, world):
     total = sum(ranks).view(world, n)[rank]
     ops = {1.0: dist.ReduceOp.SUM, 1 / world: dist.ReduceOp.AVG, 0.3: dist._make_nccl_premul_sum(0.3)}
     for label, hook in HOOKS.items():
-        comm = _ReduceScatter(runtime(lc.get_hook(hook)), False)
+        comm = _ReduceScatter(runtime(lc.get_hook(hook)))
         for factor, op in ops.items():
             out = comm.allocate((n,), dtype=torch.float32, device=torch.device("cpu"))
             for asynchronous in (False, True):
@@ -120,7 +109,7 @@ def operations(rank, world):
                 found[label, factor, asynchronous] = ((out - factor * total).norm() / (factor * total).norm()).item()
     # FSDP2 has divided what it casts to float16 and asks to sum: it must not be divided again.
     smallest, sum_ = torch.full((world * n,), 2.0**-24, dtype=torch.float16), torch.empty(n, dtype=torch.float16)
-    fp16 = _ReduceScatter(runtime(lc.FP16()), False)
+    fp16 = _ReduceScatter(runtime(lc.FP16()))
     fp16(sum_, smallest, group, dist.ReduceOp.SUM)
     assert (sum_ == world * 2.0**-24).all()
     with pytest.raises(ValueError, match="communication hooks know AVG, SUM and PREMUL_SUM"):
@@ -176,61 +165,11 @@ def test_accumulation(run):
     assert run(accumulated) == [({6 * 1.5}, 2)] * 2
 
 
-def replicas(rank, world):
-    with leaving_no_groups():
-        for hook in ("bf16", INT8):
-            with pytest.warns(UserWarning, match=REPLICAS) if rank == 0 else contextlib.nullcontext([]) as caught:
-                model = shard2("hybrid")
-                attachment = lc.attach(model, hook)
-                reduced(model, rank)
-                reduced(model, rank)
-                attachment.close()
-            assert len(caught) == (rank == 0)
-        quiet = shard2("hybrid", mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.bfloat16))
-        lc.attach(quiet, "bf16")
-        return errors(reduced(quiet, rank), world)[0]
-
-
-def test_replicas_are_spoken_of_unless_they_are_averaged_in_16_bit(run):
-    for relative in run(replicas, world=4):
-        assert relative <= 5 * UNITS["bf16"]
-
-
-def replicas_by_hook(rank, world):
-    with leaving_no_groups():
-        mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicas", "shards"))
-        group, found = mesh["replicas"].get_group(), {}
-        for label, hook in HOOKS.items():
-            model = shard2("full", mesh=mesh["shards"])
-            attachment = lc.attach(model, hook, replicate_group=group)
-            found[label] = *errors(reduced(model, rank), world), attachment.metrics()
-            attachment.close()
-        lc.attach(model, "allreduce")
-        alone = errors(reduced(model, rank), world)[0]  # averaged within a replica only
-        with pytest.raises(ValueError, match="replicate_group is for fully_shard on a mesh of one dimension"):
-            lc.attach(shard2("hybrid"), "bf16", replicate_group=group)
-        with pytest.raises(ValueError, match="FullyShardedDataParallel has HYBRID_SHARD"):
-            lc.attach(shard1("FULL_SHARD"), "bf16", replicate_group=group)
-        return found, alone
-
-
-def test_replicas_are_averaged_by_the_hook(run):
-    for found, alone in run(replicas_by_hook, world=4):
-        dense = found["allreduce"][2]["bytes_sent"]
-        for label, (relative, absolute, metrics) in found.items():
-            name = label.split("+")[0]
-            # Once for the shares' sum, and up to twice for that over replicas.
-            assert relative <= 4 * UNITS.get(name, 1e-6) or (name == "int8" and absolute <= 3 / 127)
-            assert dense / metrics["bytes_sent"] == pytest.approx({"allreduce": 1, "int8": 3.9}.get(name, 2), rel=0.05)
-        assert alone > 0.01
-
-
 def unsharded(rank, world):
     with leaving_no_groups():
         alone = init_device_mesh("cpu", (world, 1), mesh_dim_names=("replicas", "shards"))
-        for mesh in (alone, alone["shards"]):
-            with pytest.raises(ValueError, match="no parameter of the model is sharded over more than one rank"):
-                lc.attach(shard2("full", mesh=mesh), "bf16")
+        with pytest.raises(ValueError, match="no parameter of the model is sharded over more than one rank"):
+            lc.attach(shard2("full", mesh=alone["shards"]), "bf16")
 
 
 def test_a_hook_that_would_never_run_is_refused(run):
@@ -339,15 +278,3 @@ def repeated(rank, world, rounding):
 def test_stochastic_rounding_is_right_on_average(run):
     assert run(repeated, "stochastic")[0] < 0.5
     assert run(repeated, "nearest")[0] == pytest.approx(1)
-
-
-def test_shares_on_cuda_are_kept_until_they_are_averaged(monkeypatch):
-    """FSDP2 frees a share in the order of its own stream."""
-    from types import SimpleNamespace
-
-    order = []
-    monkeypatch.setattr(fsdp2, "reduce", lambda *args: order.append("reduce"))
-    share = SimpleNamespace(is_cuda=True, record_stream=order.append)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: "stream of all-reduces")
-    fsdp2._average_over(None, None)(share)
-    assert order == ["stream of all-reduces", "reduce"]

@@ -16,6 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 PACKAGE = "lightning_commhooks"
 GROUPS = "lightning_commhooks/collectives/process_groups.py"
+LAYOUT = "lightning_commhooks/interface/layout.py"
+REPLICAS = "lightning_commhooks/sources/replicas.py"
 MICRO_BATCHES = "lightning_commhooks/runtime/micro_batches.py"
 
 
@@ -138,6 +140,32 @@ def _fsdp_keeps_its_hook():
     before, state = model._comm_hook, object()
     model.register_comm_hook(state, _reduce)
     return before is None and model._comm_hook is _reduce and model._comm_hook_state is state
+
+
+@functools.cache
+def _fsdp2():
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model = torch.nn.Linear(4, 4)
+    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    return model, model._get_fsdp_state()
+
+
+def _fsdp2_has(name):
+    def has():
+        model, state = _fsdp2()
+        several = getattr(state, "_fsdp_param_groups", None)
+        group = several[0] if several else state._fsdp_param_group
+        return any(hasattr(one, name) for one in (model, state, model.weight, group, group.fsdp_params[0]))
+
+    return has
+
+
+def _fsdp2_makes_parameters_later():
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+
+    return "_unsharded_param" in FSDPParam.__annotations__
 
 
 def _reduce(state, grad, output=None):
@@ -294,6 +322,25 @@ TORCH = [
         "._scale", (f"{PACKAGE}/runtime/runtime.py",), "silent: memory in units of a scaled loss", _scaler_has_its_scale
     ),
     Use("__getstate__", (f"{PACKAGE}/sources/fsdp2.py",), "FSDP2 with an even divisor fails", _premultiplies),
+    Use("torch._foreach_copy_", (REPLICAS,), "hooks between replicas fail where shares are filled up"),
+    Use("torch.distributed.fsdp._fully_shard._fsdp_common.DDPMeshInfo", (REPLICAS,), IMPORTED),
+    Use("torch.distributed.fsdp._fully_shard._fsdp_common.HSDPMeshInfo", (REPLICAS,), IMPORTED),
+    Use("._local_tensor", (LAYOUT, REPLICAS), "silent: shares taken for whole gradients", _fsdp2_has("_local_tensor")),
+    Use("._unsharded_param", (REPLICAS,), "hooks between replicas fail", _fsdp2_makes_parameters_later),
+    Use(
+        "._fsdp_param_groups",
+        (REPLICAS,),
+        "silent: parameters on a mesh of their own have no hook",
+        _fsdp2_has("_fsdp_param_groups"),
+        since=("torch", "2.12"),
+    ),
+    *(
+        Use(name, (REPLICAS,), "hooks between replicas are refused or fail", _fsdp2_has(name.lstrip(".")))
+        for name in (
+            *("._get_fsdp_state", "._fsdp_param_group", "mesh_info", "post_forward_mesh_info", "post_backward"),
+            *("fsdp_params", "sharded_param", "sharded_size", "padded_sharded_param_size"),
+        )
+    ),
     Use(
         "set_custom_reduce_scatter",
         (f"{PACKAGE}/sources/fsdp2.py",),

@@ -1,0 +1,328 @@
+"""Replicas of sharded models: the all-reduce of `fully_shard` and of `replicate` between them."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, HSDPMeshInfo
+
+from lightning_commhooks.collectives.agreement import raise_on_all_ranks
+from lightning_commhooks.collectives.errors import HookError
+from lightning_commhooks.collectives.group import Group
+from lightning_commhooks.collectives.process_groups import connections_of
+from lightning_commhooks.interface.averages_models import averages_models
+from lightning_commhooks.interface.bucket import Slot
+from lightning_commhooks.interface.hook import BoundHook, CommHook
+from lightning_commhooks.interface.layout import Layout, own_part
+from lightning_commhooks.interface.registry import get_hook
+from lightning_commhooks.interface.user_function import UserFunction
+from lightning_commhooks.runtime.runtime import Runtime
+from lightning_commhooks.runtime.source import Source
+from lightning_commhooks.sources.fsdp2 import FSDP2
+from lightning_commhooks.sources.sharded_hooks import resolve_sharded_hook
+from lightning_commhooks.wrappers.scale import accumulation_of, without_scale
+
+_FACTOR = "is for DistributedDataParallel; leave it out and call set_gradient_divide_factor() of the sharded modules"
+
+
+class _HookedGroup(dist.ProcessGroup):
+    """The ranks of other replicas for one unit: its all-reduce is the hook's."""
+
+    def __init__(self, unit: _Unit, process_group: dist.ProcessGroup) -> None:
+        super().__init__(process_group.rank(), process_group.size())  # type: ignore[call-arg]  # there is such a one
+        self._unit = unit
+        self.real = process_group
+
+    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:  # type: ignore[override]
+        (share,), op = tensors, opts.reduceOp
+        try:
+            if not (op == dist.ReduceOp.AVG or op == dist.ReduceOp.SUM):
+                raise HookError(f"FSDP2 asks for {op} between replicas; communication hooks know AVG and SUM")
+            if share.is_cuda:
+                # Before PyTorch 2.15 FSDP2 frees it in the order of another stream than this one.
+                share.record_stream(torch.cuda.current_stream())
+            self._unit.average_(share)
+            if op == dist.ReduceOp.SUM:  # with float16, a divide factor, or forced: FSDP2 divides by itself
+                share.mul_(self.size())
+        except Exception as failure:
+            # PyTorch logs what is raised here, and fails at that, since it does not know this group.
+            self._unit.failure = failure
+        return _Done()
+
+    def getBackendName(self) -> str:
+        return "lightning_commhooks"
+
+
+class _Done(dist.Work):
+    """A collective whose result is there, in the order of the current stream."""
+
+    def wait(self, timeout: Any = None) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+
+class _Unit:
+    """The parameters that FSDP2 reduces together, and their hook.
+
+    Args:
+        group: FSDP2's `FSDPParamGroup`.
+        process_group: the ranks that have the same shares of them.
+        names: of its parameters, by the `id` of FSDP2's `FSDPParam`.
+    """
+
+    def __init__(self, group: Any, process_group: dist.ProcessGroup, names: Mapping[int, str]) -> None:
+        # It holds modules, and whoever has the attachment this.
+        self._group = weakref.ref(group)
+        self._process_group = process_group
+        self._names = names
+        self._original = group.mesh_info
+        self._reduced: tuple[Any, ...] = ()
+        self._layouts: dict[tuple[int, ...], tuple[tuple[Slot, ...], list[int]]] = {}
+        self._runtime: Runtime | None = None
+        self.failure: Exception | None = None
+
+    def connect(self, runtime: Runtime) -> None:
+        """Let the hook average these parameters' gradients from now on."""
+        group = self._group()
+        assert group is not None
+        mesh_info = _with_replicas(group.mesh_info)
+        # On a mesh of one dimension, ranks that the user named.
+        mesh_info.replicate_process_group = _HookedGroup(self, self._process_group)
+        if group.post_forward_mesh_info is group.mesh_info:
+            group.post_forward_mesh_info = mesh_info
+        group.mesh_info, self._runtime = mesh_info, runtime
+        post_backward = group.post_backward
+
+        def noting(*args: Any) -> None:
+            # What is in the share, FSDP2 tells nobody.
+            self._reduced = tuple(p for p in group.fsdp_params if _is_reduced(p, group))
+            post_backward(*args)
+            self._reduced = ()
+            if self.failure is not None:
+                failure, self.failure = self.failure, None
+                raise failure
+
+        group.post_backward = noting  # on the instance: autograd asks it by name
+
+    def average_(self, share: Tensor) -> None:
+        """Average this rank's share of the gradients over replicas, on CUDA on the current stream."""
+        runtime, (slots, parts) = self._runtime, self._layout_of(share)
+        assert runtime is not None
+        # Rows that fill shares up to the same size are in no bucket.
+        flat = share if parts[0].numel() == share.numel() else torch.cat(parts)
+        with runtime.aborting():
+            runtime.commit()
+            step, index = runtime.clock.place_in_backward(ends=True)
+            bucket = runtime.bucket(flat, slots, index, True, step, None)
+            runtime.wait_for(runtime.submit(bucket, is_late=False))
+        if flat is not share:
+            torch._foreach_copy_(parts, list(flat.split([part.numel() for part in parts])))
+
+    def _layout_of(self, share: Tensor) -> tuple[tuple[Slot, ...], list[Tensor]]:
+        """The parameters in a share, and the stretches of it that are theirs."""
+        reduced = tuple(map(id, self._reduced))
+        if reduced not in self._layouts:
+            slots, sizes, numel = [], [], 0
+            for p in self._reduced:
+                own = p.sharded_param._local_tensor
+                if own.numel():  # there may be fewer rows than ranks
+                    slots.append(Slot(self._names[id(p)], tuple(p.sharded_size), numel, own))
+                    numel += own.numel()
+                sizes += [own.numel(), p.padded_sharded_param_size.numel() - own.numel()]
+            self._layouts[reduced] = tuple(slots), sizes
+        slots_there, sizes = self._layouts[reduced]
+        if sum(sizes) != share.numel():
+            raise HookError(
+                f"FSDP2 reduces {share.numel()} elements, its {len(self._reduced)} parameters with gradients have "
+                f"{sum(sizes)}"
+            )
+        return slots_there, [share] if not any(sizes[1::2]) else list(share.split(sizes)[::2])
+
+    def close(self) -> None:
+        """Leave the average to FSDP2 again."""
+        group = self._group()
+        if group is not None and self._runtime is not None:
+            # FSDP2 may have set the other one to None meanwhile.
+            if group.post_forward_mesh_info is group.mesh_info:
+                group.post_forward_mesh_info = self._original
+            group.mesh_info = self._original
+            del group.post_backward
+            self._runtime = None
+
+
+def _with_replicas(mesh_info: Any) -> Any:
+    """A copy, since units share them; one that averages over replicas, whatever mesh it is of."""
+    if isinstance(mesh_info, DDPMeshInfo):
+        return copy.copy(mesh_info)
+    both = object.__new__(HSDPMeshInfo)
+    both.__dict__.update(mesh_info.__dict__)
+    return both
+
+
+def _is_reduced(p: Any, group: Any) -> bool:
+    """Whether `post_backward` is about to find a gradient."""
+    if not hasattr(p, "_unsharded_param"):
+        return False
+    if p.unsharded_accumulated_grad is not None or p.unsharded_param.grad is not None:
+        return True
+    return bool(getattr(group, "reduce_scatter_unused_params", False)) and p.unsharded_param.requires_grad
+
+
+def param_groups(model: nn.Module) -> list[Any]:
+    """What FSDP2 reduces together: its `FSDPParamGroup`s."""
+    states = {id(state): state for m in model.modules() if isinstance(m, FSDPModule) and (state := m._get_fsdp_state())}
+    groups: list[Any] = []
+    for state in states.values():
+        several = getattr(state, "_fsdp_param_groups", None)  # from PyTorch 2.12 on
+        groups += [state._fsdp_param_group] if several is None else several
+    return [group for group in groups if group is not None]
+
+
+def replicas_of(model: nn.Module) -> list[dist.ProcessGroup]:
+    """The groups of ranks between which FSDP2 averages shares of a model, each once."""
+    given = (getattr(group.mesh_info, "replicate_process_group", None) for group in param_groups(model))
+    found = [one.real if isinstance(one, _HookedGroup) else one for one in given]
+    return [*{id(one): one for one in found if one is not None and one.size() > 1}.values()]
+
+
+class Replicas(Source):
+    """The ranks that hold the same shares of replicas of a model. FSDP2 goes on to do all else.
+
+    The seam is the process group to which FSDP2 gives each reduced share.
+
+    Args:
+        model: a module in which `fully_shard` or `replicate` was applied to modules.
+        replicate_group: the ranks, if FSDP2 does not average over replicas by itself.
+    """
+
+    refused: ClassVar[Mapping[str, str]] = {
+        "hook_state": "belongs to hook functions (state, bucket), which are for DistributedDataParallel",
+        "optimizers": "is for hooks that average models, which work with DistributedDataParallel",
+        "accumulation": _FACTOR,
+        "loss_divided_by": _FACTOR,
+    }
+    kept = ("replicate_group", "shard_hook")
+
+    def __init__(self, model: nn.Module, replicate_group: dist.ProcessGroup | None = None) -> None:
+        groups = replicas_of(model)
+        if groups and replicate_group is not None:
+            raise ValueError(
+                "replicate_group is for fully_shard on a mesh of one dimension, the ranks of one replica; on two "
+                "dimensions FSDP2 knows the replicas by itself: leave it out"
+            )
+        groups = groups if replicate_group is None else [replicate_group]
+        if len(groups) != 1:
+            raise ValueError(
+                f"parameters of the model have replicas in {len(groups)} process groups, and a hook averages over one: "
+                "shard all of them on the same mesh of two dimensions"
+            )
+        super().__init__(groups[0])
+        # All shards of a replica, for what concerns the whole model.
+        self._shards = {
+            id(one): one
+            for group in param_groups(model)
+            if (one := getattr(group.mesh_info, "shard_process_group", None)) is not None and one.size() > 1
+        }
+        self._shard_hook: CommHook | None = None
+        # Of that hook.
+        self._within: Runtime | None = None
+        self._units: list[_Unit] = []
+        self._model: weakref.ref[nn.Module] = weakref.ref(model)
+
+    @contextmanager
+    def agreeing(self, what: str) -> Iterator[dict[str, object]]:
+        same: dict[str, object] = {}
+        with ExitStack() as stack:
+            groups = [*self._shards.values(), self.process_group]
+            told = [stack.enter_context(raise_on_all_ranks(group, what)) for group in groups]
+            yield same
+            if self._shard_hook is not None:
+                same["shard_hook"] = self._shard_hook
+            for one in told:
+                one |= same
+
+    def resolve_hook(self, hook: object) -> CommHook:
+        resolved = get_hook(hook)  # type: ignore[arg-type]  # refuses what is no hook of this library
+        if isinstance(without_scale(resolved), UserFunction):
+            raise ValueError(f"hook={hook!r} is a function for DistributedDataParallel; sharded models take a CommHook")
+        if accumulation_of(resolved) != "framework":
+            raise ValueError(f"{type(resolved).__name__} {_FACTOR}")
+        if (shard_hook := self.options.get("shard_hook")) is not None:
+            if not self._shards:
+                raise ValueError("shard_hook is for models that are sharded within a replica: leave it out here")
+            self._shard_hook = resolve_sharded_hook(shard_hook)
+        return resolved
+
+    def check(self, model: nn.Module) -> None:
+        for group in param_groups(model):
+            if isinstance(getattr(group.mesh_info, "replicate_process_group", None), _HookedGroup):
+                raise ValueError("the sharded model has a communication hook between its replicas already; close it")
+        devices = {group.device for group in param_groups(model)}
+        (self.device,) = devices
+        self.layout = Layout(model)
+
+    def bind(self, hook: CommHook, group: Group) -> BoundHook:
+        bound = hook.bind(group)
+        if averages_models(bound):
+            raise ValueError(
+                f"hook={hook.name!r} averages models of ranks that step alone, which works with "
+                "DistributedDataParallel; between replicas of sharded models use a hook that averages gradients"
+            )
+        return bound
+
+    def connect(self, model: nn.Module, runtime: Runtime) -> None:
+        self._model = weakref.ref(model)
+        groups = param_groups(model)
+        names = {id(p): str(self.layout.name_of(p.sharded_param)) for group in groups for p in group.fsdp_params}
+        self._units = [_Unit(group, self.process_group, names) for group in groups]
+        if self._shard_hook is not None:
+            shards = FSDP2(model)
+            shards.check(model)
+            self._within = Runtime(self._shard_hook, shards)
+            self._within.connect(model)
+        for unit in self._units:
+            unit.connect(runtime)
+
+    @property
+    def shard(self) -> list[list[int]]:
+        return [[group.rank(), group.size()] for group in self._shards.values()]
+
+    def metrics(self) -> dict[str, float]:
+        if self._within is None:
+            return {}
+        metrics = self._within.metrics()
+        return {f"shard_{name}": metrics[name] for name in ("bytes_sent", "bytes_dense", "compression_ratio")}
+
+    @property
+    def other_connections(self) -> Sequence[Any]:
+        return [connections_of(group) for group in self._shards.values()]
+
+    def agreed(self, finite: Tensor) -> Tensor:
+        # Ranks of a replica have other gradients, and one verdict.
+        num_bad = finite.logical_not().to(torch.float32).view(1)
+        for group in self._shards.values():
+            dist.all_reduce(num_bad, group=group)
+        return num_bad.eq(0).view(())
+
+    def gradients(self, reduced: Sequence[Tensor]) -> Sequence[Tensor]:
+        # FSDP2 may have cast, added or offloaded what was reduced.
+        model = self._model()
+        grads = [p.grad for p in model.parameters() if p.grad is not None] if model is not None else []
+        return [own for grad in grads if (own := own_part(grad)).numel()]
+
+    def close(self) -> None:
+        for unit in self._units:
+            unit.close()
+        self._units.clear()
+        if self._within is not None:
+            self._within.close()

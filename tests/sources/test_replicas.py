@@ -1,0 +1,438 @@
+"""Hooks between replicas of sharded models, on two times two ranks, against FSDP2 by itself and against DDP."""
+
+import copy
+import gc
+import weakref
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from fsdp_driver import NAMES, leaving_no_groups, shard2
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
+from torch.nn.parallel import DistributedDataParallel
+
+import lightning_commhooks as lc
+from lightning_commhooks.sources import replicas
+
+WORLD = 4
+POWERSGD = lc.PowerSGD(start_powerSGD_iter=1, matrix_approximation_rank=2, min_compression_rate=0.1)
+INT8 = lc.Int8(min_bytes=0, block_size=64)
+
+
+class Network(nn.Module):
+    """Layers of which one has fewer rows than ranks, one is not always used, and one is frozen."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(24, 40), nn.Linear(40, 34), nn.Linear(34, 1), nn.Linear(40, 34)])
+        self.layers[0].bias.requires_grad_(False)
+
+    def forward(self, x, uses_last=True):
+        x = self.layers[0](x).tanh()
+        x = self.layers[1](x) + (self.layers[3](x) if uses_last else 0)
+        return self.layers[2](x.tanh())
+
+
+def mesh_of_two():
+    return init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicas", "shards"))
+
+
+def sharded(mesh, **options):
+    torch.manual_seed(0)
+    model = Network()
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh, **options)
+    return fully_shard(model, mesh=mesh, **options)
+
+
+def batch(step, micro=0, rank=None):
+    generator = torch.Generator().manual_seed(1000 * step + 100 * micro + (dist.get_rank() if rank is None else rank))
+    return torch.randn(8, 24, generator=generator)
+
+
+def train(model, num_steps=3, before=lambda model, step: None, backward=None):
+    """Weights after some steps, those of this rank."""
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
+    for step in range(num_steps):
+        before(model, step)
+        if backward is None:
+            model(batch(step)).square().mean().backward()
+        else:
+            backward(model, step)
+        optimizer.step()
+        optimizer.zero_grad()
+    return [p.detach().to_local().clone() for p in model.parameters()]
+
+
+def accumulate_without_reduction(model, step):
+    for micro in range(3):
+        model.set_requires_gradient_sync(micro == 2)
+        model(batch(step, micro)).square().mean().backward()
+
+
+def accumulate_within_a_replica(model, step):
+    for micro in range(3):
+        model.set_requires_all_reduce(micro == 2)
+        model(batch(step, micro)).square().mean().backward()
+
+
+def several_backwards(model, step):
+    for micro in range(2):
+        model(batch(step, micro)).square().mean().backward()
+
+
+def two_losses(model, step):
+    out = model(batch(step))
+    out.square().mean().backward(retain_graph=True)
+    out.abs().mean().backward()
+
+
+def not_all_used(model, step):
+    model(batch(step), uses_last=step % 2 == 0).square().mean().backward()
+
+
+def units(model):
+    return [*model.layers, model]
+
+
+def divided(model, step):
+    for unit in units(model):
+        unit.set_gradient_divide_factor(2.0)
+
+
+def summed(model, step):
+    for unit in units(model):
+        unit.set_force_sum_reduction_for_comms(True)
+
+
+def all_reduce_hook(model, step):
+    for unit in units(model):
+        unit.set_all_reduce_hook(lambda share: share.mul_(0.5))
+
+
+HALF, BRAIN, FLOAT = torch.float16, torch.bfloat16, torch.float32
+SETTINGS = {
+    "plain": {},
+    "kept": {"options": {"reshard_after_forward": False}},
+    "partly": {"options": {"reshard_after_forward": 1}},
+    "columns": {"options": {"shard_placement_fn": lambda p: Shard(1) if p.dim() > 1 and p.shape[0] > 1 else None}},
+    "offloaded": {"options": {"offload_policy": CPUOffloadPolicy(pin_memory=False)}},
+    "reduced in bfloat16": {"options": {"mp_policy": MixedPrecisionPolicy(reduce_dtype=BRAIN)}},
+    "computed in bfloat16": {
+        "options": {"mp_policy": MixedPrecisionPolicy(param_dtype=BRAIN, reduce_dtype=torch.float32)}
+    },
+    "reduced in float16": {"options": {"mp_policy": MixedPrecisionPolicy(reduce_dtype=HALF)}, "tolerance": 1e-5},
+    "without reduction": {"backward": accumulate_without_reduction},
+    "within a replica": {"backward": accumulate_within_a_replica},
+    "several backwards": {"backward": several_backwards},
+    "two losses": {"backward": two_losses},
+    "not all used": {"backward": not_all_used},
+    "divided": {"before": divided},
+    "summed": {"before": summed},
+    "all-reduce hook": {"before": all_reduce_hook},
+}
+
+
+def difference(weights, expected):
+    return max((a - b).abs().max().item() for a, b in zip(weights, expected, strict=True) if a.numel())
+
+
+def against_fsdp2(rank, world, names):
+    """Difference to FSDP2 by itself, of an average that is no approximation, with each setting."""
+    found = {}
+    with leaving_no_groups():
+        mesh = mesh_of_two()
+        for name in names:
+            setting = dict(SETTINGS[name])
+            options, tolerance = setting.pop("options", {}), setting.pop("tolerance", 0.0)
+            expected = train(sharded(mesh, **options), **setting)
+            model = sharded(mesh, **options)
+            attachment = lc.attach(model, "allreduce")
+            distances = [
+                (a - b).abs().max().item() for a, b in zip(train(model, **setting), expected, strict=True) if a.numel()
+            ]
+            found[name] = max(distances), tolerance, attachment.num_steps
+    return found
+
+
+def test_allreduce_is_what_fsdp2_does(run):
+    for found in run(against_fsdp2, [*SETTINGS], world=WORLD, timeout=120):
+        for name, (distance, tolerance, steps) in found.items():
+            assert distance <= tolerance, name
+            assert steps == (6 if name in ("several backwards", "two losses") else 3), name
+
+
+def on_one_dimension(rank, world):
+    """Ranks that the user names, `replicate`, and training after the hook was closed, against FSDP2 by itself."""
+    found = {}
+    with leaving_no_groups():
+        mesh = mesh_of_two()
+        expected = train(sharded(mesh), num_steps=4)
+        named = sharded(mesh["shards"])
+        lc.attach(named, "allreduce", replicate_group=mesh["replicas"].get_group())
+        found["named"] = difference(train(named, num_steps=4), expected)
+        closed = sharded(mesh)
+        attachment = lc.attach(closed, "allreduce")
+        weights = train(closed, num_steps=4, before=lambda model, step: attachment.close() if step == 2 else None)
+        found["closed"] = difference(weights, expected)
+        again = lc.attach(closed, POWERSGD)
+        train(closed, num_steps=3)
+        return found, attachment.num_steps, again.metrics()["numel_compressed"] > 0
+
+
+def test_other_ways_to_have_replicas(run):
+    for found, steps, compressed in run(on_one_dimension, world=WORLD):
+        assert found == {"named": 0.0, "closed": 0.0}
+        assert steps == 2
+        assert compressed
+
+
+def replicated(rank, world):
+    """PowerSGD of `replicate`, whose gradients are whole, against PowerSGD of DDP."""
+    replicate = pytest.importorskip("torch.distributed._composable.replicate_with_fsdp").replicate
+
+    def network():
+        torch.manual_seed(0)
+        return Network()
+
+    with leaving_no_groups():
+        mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("replicas",))
+        model, ddp = network(), DistributedDataParallel(network())
+        for layer in model.layers:
+            replicate(layer, mesh=mesh)
+        replicate(model, mesh=mesh)
+        attachments = lc.attach(model, POWERSGD), lc.attach(ddp, POWERSGD)
+        optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, ddp)]
+        for step in range(4):
+            for one, optimizer in zip((model, ddp), optimizers, strict=True):
+                one(batch(step)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        weights = [p.detach() for p in ddp.module.parameters()]
+        distance = max((a.to_local() - b).abs().max().item() for a, b in zip(model.parameters(), weights, strict=True))
+        return distance, [attachment.metrics()["numel_compressed"] for attachment in attachments]
+
+
+def test_replicate_is_averaged_as_ddp_is(run, world):
+    for distance, (compressed, expected) in run(replicated, world=world):
+        assert distance < 1e-6
+        assert compressed == expected > 0
+
+
+class Shares(nn.Module):
+    """What one rank has of `Blocks`, whole: the reference that DDP averages over replicas."""
+
+    def __init__(self, of):
+        super().__init__()
+        for name, p in of.named_parameters():
+            module, _, last = name.rpartition(".")
+            if module not in dict(self.named_children()):
+                self.add_module(module, nn.Module())
+            self.get_submodule(module).register_parameter(last, nn.Parameter(torch.zeros_like(p.to_local())))
+
+    def forward(self, gradients):
+        return sum((p * gradients[name]).sum().double() for name, p in self.named_parameters())
+
+
+def gradients_of(step, rank):
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return {name: torch.randn(shape, generator=generator) for name, shape in NAMES.items()}
+
+
+def rows(gradient, p):
+    """This rank's share of a gradient."""
+    shares = gradient.chunk(p.device_mesh.size(1), dim=0)
+    return shares[p.device_mesh.get_local_rank(1)].contiguous()
+
+
+def compressed(rank, world, labels):
+    """Differences, over steps and parameters, to the same hook on plain replicas of this rank's shares."""
+    found = {}
+    with leaving_no_groups():
+        mesh = mesh_of_two()
+        replicas = mesh["replicas"].get_group()
+        column = dist.get_process_group_ranks(mesh["shards"].get_group())
+        for label in labels:
+            hook = HOOKS[label]
+            model = shard2("hybrid", mesh=mesh)
+            shares = DistributedDataParallel(Shares(model), process_group=replicas)
+            attachment, other = lc.attach(model, hook), lc.attach(shares, hook)
+            worst = 0.0
+            for step in range(4):
+                model.zero_grad()
+                shares.zero_grad()
+                model(gradients_of(step, rank)).backward()
+                ranks = [gradients_of(step, one) for one in column]
+                mean = {n: sum(own[n] for own in ranks) / len(ranks) for n in NAMES}
+                shares({name: rows(mean[name], p) for name, p in model.named_parameters()}).backward()
+                expected = {name: p.grad for name, p in shares.module.named_parameters()}
+                for name, p in model.named_parameters():
+                    worst = max(worst, (p.grad.to_local() - expected[name]).abs().max().item())
+            sent = [one.metrics()["bytes_sent"] for one in (attachment, other)]
+            found[label] = worst, sent, sorted(attachment.bound.memory) == sorted(other.bound.memory)
+    return found
+
+
+# Those that encode a bucket as one vector see other buckets here.
+HOOKS = {
+    "powersgd": POWERSGD,
+    "int8": INT8,
+    "int4": lc.Int4(min_bytes=0),
+    "bf16": lc.BF16(),
+    "schedule": lc.Schedule({0: "bf16", 2: POWERSGD}),
+    "per_parameter": lc.PerParameter({"*odd": INT8, "*": POWERSGD}),
+}
+
+
+def test_compressed_hooks_do_to_shares_what_they_do_to_parameters(run):
+    for found in run(compressed, [*HOOKS], world=WORLD, timeout=120):
+        for label, (worst, (sent, expected), same_names) in found.items():
+            assert worst < 1e-6, label
+            assert sent == pytest.approx(expected, rel=0.02), label
+            assert same_names, label
+
+
+def bad_step(rank, world):
+    """What is left of a step in which one share of one rank is infinite."""
+    with leaving_no_groups():
+        mesh = mesh_of_two()
+        model = shard2("hybrid", mesh=mesh)
+        attachment = lc.attach(model, INT8)
+        for step in range(2):
+            gradients = gradients_of(step, rank)
+            if step == 1 and rank == 0:
+                gradients["first.matrix"][0, 0] = torch.inf
+            model.zero_grad()
+            model(gradients).backward()
+            norm = attachment.residual_norm()
+            if step == 0:
+                before = norm
+        grads = [p.grad.to_local() for p in model.parameters()]
+        bad = all(bool(g.isnan().any()) for g in grads if g.numel())
+        return before, norm, bad, attachment.metrics()["nonfinite_steps"]
+
+
+def test_a_step_is_bad_on_all_shards(run):
+    for before, after, bad, steps in run(bad_step, world=WORLD):
+        assert before > 0
+        assert (after, bad, steps) == (0.0, True, 1)
+
+
+def resumed(rank, world):
+    """Gradients after a state was loaded, those without, and what is said where a state is another shard's."""
+    with leaving_no_groups():
+        mesh = mesh_of_two()
+        models = [shard2("hybrid", mesh=mesh) for _ in range(2)]
+        first, second = (lc.attach(model, POWERSGD, exact_state=True) for model in models)
+        for step in range(3):
+            models[0](gradients_of(step, rank)).backward()
+        state = first.state_dict()
+        second.load_state_dict(copy.deepcopy(state))
+        for model in models:
+            model.zero_grad()
+            model(gradients_of(3, rank)).backward()
+        pairs = zip(*map(nn.Module.parameters, models), strict=True)
+        same = all(torch.equal(a.grad.to_local(), b.grad.to_local()) for a, b in pairs)
+        told = [None] * 2
+        dist.all_gather_object(told, state, group=mesh["shards"].get_group())
+        with pytest.raises(lc.StateError) as refused:
+            second.load_state_dict(told[1 - mesh["shards"].get_local_rank()])
+        return same, second.num_steps, str(refused.value)
+
+
+def test_state_is_of_a_shard(run):
+    for same, steps, message in run(resumed, world=WORLD):
+        assert same
+        assert steps == 1
+        assert "save the state of each shard, and load it where that shard is" in message
+
+
+def metrics(rank, world):
+    with leaving_no_groups():
+        mesh = mesh_of_two()
+        model = shard2("hybrid", mesh=mesh)
+        attachment = lc.attach(model, POWERSGD, shard_hook="bf16")
+        attachment.sample_error(every=1, numel=None)
+        for step in range(3):
+            model.zero_grad()
+            model(gradients_of(step, rank)).backward()
+        numel = sum(p.to_local().numel() for p in model.parameters())
+        return attachment.metrics(), numel, str(attachment.forecast(10))
+
+
+def test_metrics(run):
+    for found, numel, forecast in run(metrics, world=WORLD):
+        assert found["bytes_dense"] == 3 * 4 * numel
+        assert found["compression_ratio"] > 1
+        assert 0 < found["relative_error"] < 2
+        # bf16 of the reduce-scatter within a replica.
+        assert found["shard_compression_ratio"] == pytest.approx(2)
+        assert found["shard_bytes_dense"] >= 3 * 4 * numel
+        assert "fewer bytes" in forecast or forecast == "None"
+
+
+def refusals(rank, world):
+    with leaving_no_groups():
+        mesh = mesh_of_two()
+        model = shard2("hybrid", mesh=mesh)
+        for hook, options, message in (
+            (lc.PostLocalSGD(post_local_gradient_allreduce=False), {}, "averages models of ranks that step alone"),
+            (lc.ScaleByGradAccumulation("bf16", "mean"), {}, "call set_gradient_divide_factor"),
+            (lambda state, bucket: None, {}, "hook"),
+            ("bf16", {"loss_divided_by": 2}, "loss_divided_by is for DistributedDataParallel"),
+            ("bf16", {"shard_hook": "powersgd"}, "hook='powersgd' does not work with FSDP"),
+            ("bf16", {"replicate_group": mesh["replicas"].get_group()}, "leave it out"),
+        ):
+            with pytest.raises((ValueError, TypeError), match=message):
+                lc.attach(model, hook, **options)
+        with pytest.raises(ValueError, match="shard_hook is for models with replicas"):
+            lc.attach(shard2("full"), "bf16", shard_hook="bf16")
+        with pytest.raises(ValueError, match="shard_hook is for fully_shard"):
+            lc.attach(DistributedDataParallel(nn.Linear(2, 2)), "bf16", shard_hook="bf16")
+        lc.attach(model, "bf16")
+        with pytest.raises(ValueError, match="has a communication hook between its replicas already"):
+            lc.attach(model, "bf16")
+        # Ranks of one replica were given another hook than those of the other, and one of a shard.
+        told = []
+        for odd in (rank // 2 == 1, rank % 2 == 1, rank == 3):
+            with pytest.raises((ValueError, lc.HookError)) as raised:
+                lc.attach(shard2("hybrid", mesh=mesh), "fp16" if odd else "bf16")
+            told.append(str(raised.value))
+        return told
+
+
+def test_refusals(run):
+    for told in run(refusals, world=WORLD):
+        for text in told:
+            assert "hook must be the same on all ranks" in text
+
+
+def collected(rank, world):
+    """Whether model and hook are gone with the last reference to the model."""
+    with leaving_no_groups():
+        model = shard2("hybrid", mesh=mesh_of_two())
+        attachment = lc.attach(model, POWERSGD)
+        model(gradients_of(0, rank)).backward()
+        gone = weakref.ref(model)
+        del model
+        gc.collect()
+        return gone() is None, attachment.is_closed
+
+
+def test_the_hook_does_not_keep_the_model(run):
+    assert run(collected, world=WORLD) == [(True, True)] * WORLD
+
+
+def test_shares_on_cuda_are_kept_until_they_are_averaged(monkeypatch):
+    """FSDP2 frees a share in the order of its own stream."""
+    order = []
+    share = SimpleNamespace(is_cuda=True, record_stream=order.append)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: "stream of all-reduces")
+    unit = SimpleNamespace(average_=lambda share: order.append("averaged"))
+    ranks = SimpleNamespace(rank=lambda: 0, size=lambda: 2)
+    replicas._HookedGroup(unit, ranks).allreduce([share], SimpleNamespace(reduceOp=dist.ReduceOp.AVG))
+    assert order == ["stream of all-reduces", "averaged"]
