@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate import Accelerator
 from accelerate.utils import DDPCommunicationHookType, DistributedType
 
 from accelerate_integration.kwargs import AVERAGED_ELSEWHERE, from_environment
 from lightning_commhooks.interface.hook import CommHook
+from lightning_commhooks.interface.registry import get_hook
 from lightning_commhooks.runtime.attachment import Attachment
 from lightning_commhooks.sources.attach import attach
+from lightning_commhooks.sources.replicas import replicas_of
 from lightning_commhooks.sources.sharded_hooks import resolve_sharded_hook
 
 _INSTEAD = {"NO": "training runs in one process, and there is nothing to reduce", **AVERAGED_ELSEWHERE}
@@ -36,7 +41,11 @@ class FSDPCommHook:
 
 
 def attach_to_prepared(
-    accelerator: Accelerator, hook: str | CommHook | Callable[..., Any] | None, options: Sequence[str]
+    accelerator: Accelerator,
+    hook: str | CommHook | Callable[..., Any] | None,
+    options: Sequence[str],
+    shard_hook: str | CommHook | None = None,
+    exact_state: bool = False,
 ) -> FSDPCommHook:
     """Attach a hook to all models of an accelerator. Collective."""
     kind = accelerator.distributed_type
@@ -44,14 +53,50 @@ def attach_to_prepared(
         reason = _INSTEAD.get(kind.value, _IN_DDP.format(hook=hook))
         note = "; on CPU, Accelerate does so whatever FSDP plugin it is given" if kind.value == "MULTI_CPU" else ""
         raise ValueError(f"use_comm_hook(accelerator, {hook!r}) is for FSDP; here {reason}{note}")
+    name = hook.value if isinstance(hook, DDPCommunicationHookType) else hook
+    needed = "use_comm_hook(accelerator, hook) needs a hook, a name such as 'bf16'"
+    given = from_environment(needed) if name is None else name
+    has_replicas = any(map(replicas_of, accelerator._models))
+    if exact_state and not has_replicas:
+        options = [*options, "exact_state"]
     if options:
         raise ValueError(
             f"{', '.join(options)}: hooks keep no state of sharded gradients and do not know what they are the sum of; "
             "leave that out with FSDP"
         )
-    name = hook.value if isinstance(hook, DDPCommunicationHookType) else hook
-    needed = "use_comm_hook(accelerator, hook) needs a hook, a name such as 'bf16'"
-    resolved = resolve_sharded_hook(from_environment(needed) if name is None else name)
     if not accelerator._models:
         raise ValueError("the accelerator has no model yet: call use_comm_hook(accelerator, ...) after prepare()")
-    return FSDPCommHook(resolved, [attach(model, resolved) for model in accelerator._models])
+    resolved = get_hook(given) if has_replicas else resolve_sharded_hook(given)  # type: ignore[arg-type]
+    attachments = [
+        attach(model, resolved, exact_state=exact_state, shard_hook=shard_hook) for model in accelerator._models
+    ]
+    if has_replicas:
+        _save_and_load(accelerator, attachments)
+    return FSDPCommHook(resolved, attachments)
+
+
+def _save_and_load(accelerator: Accelerator, attachments: Sequence[Attachment]) -> None:
+    """Let `save_state` write each rank's share of the hooks' state, and `load_state` load it."""
+
+    def files(folder: str) -> list[tuple[Attachment, Path]]:
+        names = ("comm_hook_{}-{}-of-{}.pt".format(i, *one.shard) for i, one in enumerate(attachments))
+        return [(one, Path(folder, name)) for one, name in zip(attachments, names, strict=True) if one.has_state]
+
+    def save(models: object, weights: object, folder: str) -> None:
+        for attachment, file in files(folder):
+            state = attachment.state_dict()
+            if attachment.is_first_replica:
+                torch.save(state, file)
+
+    def load(models: object, folder: str) -> None:
+        for attachment, file in files(folder):
+            if file.exists():
+                attachment.load_state_dict(torch.load(file, weights_only=True))
+            elif accelerator.is_main_process:
+                warnings.warn(
+                    f"hook {attachment.name!r} begins anew: the checkpoint has no state of these shards, {file}",
+                    stacklevel=4,
+                )
+
+    accelerator.register_save_state_pre_hook(save)
+    accelerator.register_load_state_pre_hook(load)

@@ -20,7 +20,13 @@ from lightning_commhooks.wrappers.scale import Accumulation
 
 
 @overload
-def use_comm_hook(trainer: Accelerator, hook: str | CommHook | None = None) -> FSDPCommHook: ...
+def use_comm_hook(
+    trainer: Accelerator,
+    hook: str | CommHook | None = None,
+    *,
+    exact_state: bool = False,
+    shard_hook: str | CommHook | None = None,
+) -> FSDPCommHook: ...
 
 
 @overload
@@ -47,6 +53,7 @@ def use_comm_hook(
     resync: bool = False,
     accumulation: Accumulation = "framework",
     monitor: bool | Mapping[str, Any] = False,
+    shard_hook: str | CommHook | None = None,
 ) -> CommHookKwargs | FSDPCommHook:
     """Let a `transformers.Trainer` average gradients with a communication hook.
 
@@ -70,6 +77,9 @@ def use_comm_hook(
             to print a closing line. Or a dict with some of the options `error_every_n_steps`, `error_numel`,
             `closing_line` and `measure_link`: see [`CommHookTracker`][], which is also for an accelerator.
 
+        shard_hook: with FSDP 2 and `ParallelismConfig(dp_replicate_size=2)` or more, where `hook` is the one between
+            replicas, the hook of the reduce-scatter within a replica: see [`attach`][].
+
     Returns:
         the handler, whose `attachments[-1].metrics()` tell what was sent.
 
@@ -88,8 +98,11 @@ def use_comm_hook(
     if isinstance(trainer, Accelerator):
         if monitor:
             raise ValueError("monitor is for a transformers.Trainer: CommHookTracker(accelerator, use_comm_hook(...))")
+        del options["exact_state"]
         given = [name for name, value in options.items() if value != getattr(CommHookKwargs, name)]
-        return attach_to_prepared(trainer, hook, given)
+        return attach_to_prepared(trainer, hook, given, shard_hook, exact_state)
+    if shard_hook is not None:
+        raise ValueError("shard_hook is for an Accelerator that shards its model by FSDP: leave it out")
     if trainer.accelerator.distributed_type == DistributedType.FSDP:
         raise ValueError(
             "this trainer shards its model by FSDP, in the course of train(): call use_comm_hook(trainer.accelerator, "

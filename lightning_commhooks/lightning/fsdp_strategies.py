@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import warnings
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -11,7 +13,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 
 from lightning_commhooks.hooks import BF16, FP16, AllReduce
+from lightning_commhooks.interface.checks import check_integer
 from lightning_commhooks.interface.hook import CommHook
+from lightning_commhooks.interface.registry import get_hook
 from lightning_commhooks.lightning.refusals import refusals_as
 from lightning_commhooks.runtime.attachment import Attachment
 from lightning_commhooks.sources import fsdp1
@@ -29,14 +33,17 @@ class ShardedHookMixin:
     _options_of_fsdp: ClassVar[frozenset[str]] = frozenset()
     model: Any
 
-    def __init__(self, hook: CommHook | ShardedHookName, **kwargs: Any) -> None:
+    def __init__(self, hook: CommHook | str, **kwargs: Any) -> None:
         known = {*inspect.signature(super().__init__).parameters, *self._options_of_fsdp}
         if unknown := sorted(kwargs.keys() - known):
             raise self._misconfiguration(f"{type(self).__name__} has no option {unknown[0]!r}, and neither has FSDP")
         with refusals_as(self._misconfiguration, self):
-            self._hook = resolve_sharded_hook(hook)
+            self._hook = self._resolve(hook)
         self._attachment: Attachment | None = None
         super().__init__(**kwargs)
+
+    def _resolve(self, hook: CommHook | str) -> CommHook:
+        return resolve_sharded_hook(hook)
 
     @property
     def hook(self) -> CommHook:
@@ -174,15 +181,114 @@ class CompressedFSDPMixin(ShardedHookMixin):
 
 
 class CompressedModelParallelMixin(ShardedHookMixin):
-    """Lightning's `ModelParallelStrategy`, for FSDP2, with gradients communicated in low precision.
+    """Lightning's `ModelParallelStrategy`, for FSDP2, with a communication hook.
 
-    `Trainer(strategy=CompressedModelParallelStrategy(hook="int8"))`. Apply `fully_shard` in the module's
-    `configure_model`.
+    `Trainer(strategy=CompressedModelParallelStrategy(hook="powersgd", replicas=4, data_parallel_size=32))`. Apply
+    `fully_shard` in the module's `configure_model`, with replicas over
+    `mesh=self.device_mesh["replicas", "data_parallel"]`. Each rank then has a share of the hook's state, which is saved
+    in sharded checkpoints and loaded where there are as many shards.
 
     Args:
-        hook: as of [`CompressedFSDPStrategy`][], with hooks for all meshes.
+        hook: with replicas, any hook that averages gradients, between them. Without, the hook of the reduce-scatter, as
+            of [`CompressedFSDPStrategy`][], with hooks for all meshes.
+        replicas: of the model, each sharded over `data_parallel_size / replicas` ranks, as those of a node. With more
+            than one the device mesh has a first dimension `"replicas"`, and `"data_parallel"` is that of the shards.
+        shard_hook: with replicas, the hook of the reduce-scatter within one. `None`: FSDP2's own.
+        exact_state: save what differs between replicas for each of them, as of [`CompressedDDPStrategy`][].
         **kwargs: arguments of `ModelParallelStrategy`.
 
     Raises:
-        MisconfigurationException: unknown hook, or one that does not work with FSDP2.
+        MisconfigurationException: unknown hook, or one that does not work with FSDP2; `replicas` do not divide
+            `data_parallel_size`; `shard_hook` without replicas.
     """
+
+    _device_mesh: Any
+    global_rank: int
+
+    def __init__(
+        self,
+        hook: CommHook | str,
+        replicas: int = 1,
+        shard_hook: CommHook | ShardedHookName | None = None,
+        exact_state: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        self._replicas, self._shard_hook, self._exact_state = replicas, shard_hook, exact_state
+        super().__init__(hook, **kwargs)
+
+    def _resolve(self, hook: CommHook | str) -> CommHook:
+        check_integer("replicas", self._replicas, 1)
+        if self._replicas == 1:
+            if self._shard_hook is not None:
+                raise ValueError("shard_hook is for replicas=2 or more; hook= is the hook of the reduce-scatter here")
+            return resolve_sharded_hook(hook)
+        if self._shard_hook is not None:
+            resolve_sharded_hook(self._shard_hook)
+        return get_hook(hook)
+
+    def _attach(self) -> None:
+        options = {"shard_hook": self._shard_hook, "exact_state": self._exact_state} if self._replicas > 1 else {}
+        self._attachment = attach(self.model, self._hook, **options)
+
+    def setup_environment(self) -> None:
+        """Start communication, and make the device mesh; with replicas one of three dimensions."""
+        super().setup_environment()  # type: ignore[misc]
+        if self._replicas > 1:
+            num_ranks, num_parts = (self._device_mesh[name].size() for name in ("data_parallel", "tensor_parallel"))
+            if num_ranks % self._replicas:
+                raise self._misconfiguration(
+                    f"{type(self).__name__}: replicas={self._replicas} do not divide data_parallel_size={num_ranks}"
+                )
+            sizes = {"replicas": self._replicas, "data_parallel": num_ranks // self._replicas}
+            names = {**sizes, "tensor_parallel": num_parts}
+            mesh = init_device_mesh(self.root_device.type, tuple(names.values()), mesh_dim_names=tuple(names))  # type: ignore[attr-defined]
+            self._device_mesh = self.lightning_module._device_mesh = mesh  # type: ignore[attr-defined]
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """The ranks that have different batches."""
+        kwargs: dict[str, Any] = super().distributed_sampler_kwargs  # type: ignore[misc]
+        if self._replicas > 1:
+            kwargs["rank"] += self._device_mesh.get_local_rank("replicas") * kwargs["num_replicas"]
+            kwargs["num_replicas"] *= self._replicas
+        return kwargs
+
+    def _state_of_hook(self, path: Path) -> Path | None:
+        """The file for this rank's share of the hook's state, in a sharded checkpoint; `None` if there is no state."""
+        if self._replicas == 1 or self._attachment is None or not self._attachment.has_state:
+            return None
+        index, size = self._attachment.shard
+        return path / f"comm_hook-{index}-of-{size}.pt"
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Save the checkpoint, and if it is a sharded one this rank's share of the hook's state."""
+        super().save_checkpoint(checkpoint, filepath, storage_options)  # type: ignore[misc]
+        path = Path(self.broadcast(filepath))  # type: ignore[attr-defined]
+        file = self._state_of_hook(path)
+        if file is None or self._attachment is None:
+            return
+        if self._attachment.is_closed or not path.is_dir():
+            why = "is gone after fit()" if self._attachment.is_closed else "is in sharded checkpoints only"
+            self._tell(
+                f"the state of hook {self._hook.name!r} {why}, and not in {path}: save it by ModelCheckpoint, while "
+                "the model is trained, with save_distributed_checkpoint=True"
+            )
+            return
+        state = self._attachment.state_dict()
+        if self._attachment.is_first_replica:
+            torch.save(state, file)
+
+    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Load the checkpoint, and the hook's state if there is one of this share."""
+        checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **kwargs)  # type: ignore[misc]
+        file = self._state_of_hook(Path(self.broadcast(checkpoint_path)))  # type: ignore[attr-defined]
+        if file is not None and self._attachment is not None:
+            if file.exists():
+                self._attachment.load_state_dict(torch.load(file, weights_only=True))
+            else:
+                self._tell(f"hook {self._hook.name!r} begins anew: the checkpoint has no state of these shards, {file}")
+        return checkpoint
+
+    def _tell(self, text: str) -> None:
+        if self.global_rank == 0:
+            warnings.warn(text, stacklevel=3)

@@ -253,6 +253,18 @@ class Attachment:
         self._of_ddp("reset_state").reset()
 
     @property
+    def shard(self) -> tuple[int, int]:
+        """Which part of a sharded model with replicas this rank's state is of, and of how many: `(0, 1)`: all of it."""
+        shard = self._runtime.source.shard
+        index = sum(one * math.prod(size for _, size in shard[i + 1 :]) for i, (one, _) in enumerate(shard))
+        return index, math.prod(size for _, size in shard)
+
+    @property
+    def is_first_replica(self) -> bool:
+        """Whether this is one of the ranks that save a state, of which all ranks with the same shard have the same."""
+        return self._runtime.source.process_group.rank() == 0
+
+    @property
     def averages_models(self) -> bool:
         """Whether the hook lets ranks step alone and averages their models."""
         return averages_models(self._runtime.bound)

@@ -42,7 +42,18 @@ def test_on_cpu_accelerate_uses_ddp_with_any_plugin(results):
 def test_refuses_too_early_and_options_without_effect(results):
     early, option = results["refusals"]
     assert "call use_comm_hook(accelerator, ...) after prepare()" in early
-    assert option.startswith("exact_state: hooks keep no state of sharded gradients and do not know")
+    assert option.startswith("resync: hooks keep no state of sharded gradients and do not know")
+
+
+def test_between_replicas_of_a_parallelism_config(tmp_path):
+    pytest.importorskip("accelerate.parallelism_config")
+    stdout = run_twice("replicas_accelerate_runner.py", str(tmp_path), num_processes=4, PYTHONWARNINGS="ignore")
+    found = json.loads(next(line for line in stdout.splitlines() if line.startswith("{")))
+    assert found["same"], "resumed bit by bit"
+    assert found["metrics"]["steps"] == 6
+    assert found["metrics"]["numel_compressed"] > 0
+    assert found["metrics"]["shard_compression_ratio"] == pytest.approx(2)
+    assert sorted(file.name for file in tmp_path.glob("comm_hook*")) == [f"comm_hook_0-{i}-of-2.pt" for i in (0, 1)]
 
 
 @pytest.mark.parametrize(

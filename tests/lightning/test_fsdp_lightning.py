@@ -74,16 +74,52 @@ def test_strategy_string(two):
     assert two.distance("string", "FULL_SHARD-bf16") < 1e-6
 
 
-def test_hybrid_on_four_ranks_of_the_standalone_package(tmp_path):
+@pytest.fixture(scope="module")
+def four(tmp_path_factory):
+    """Of the standalone package."""
     pytest.importorskip("pytorch_lightning")
     ways = ["HYBRID_SHARD", "FSDP2"]
-    results = launch(tmp_path, "4", *ways, package="pytorch_lightning", world=4)
+    return launch(tmp_path_factory.mktemp("four"), "4", *ways, package="pytorch_lightning", world=4)
+
+
+def test_between_replicas(four):
+    """A hook with memory, and its share of the state in sharded checkpoints."""
+    whole, resumed = four("replicas-whole"), four("replicas-resumed")
+    assert resumed["files"] == ["comm_hook-0-of-2.pt", "comm_hook-1-of-2.pt"]
+    assert resumed["params"] == whole["params"] == four("replicas-whole", 3)["params"]
+    assert resumed["batches"] == 2
+    (told,) = resumed["told"]
+    assert "the state of hook 'powersgd' is gone after fit(), and not in" in told
+    metrics = whole["metrics"]
+    assert metrics["steps"] == 4
+    assert metrics["numel_compressed"] > 0
+    assert metrics["shard_compression_ratio"] == pytest.approx(2)
+    assert four.distance("replicas-whole", "dense-2") < 0.5
+
+
+def test_hybrid_on_four_ranks_of_the_standalone_package(four):
+    results = four
     for label in ("allreduce", "bf16"):
         result = check(results, "HYBRID_SHARD", label, 4)
         assert result["metrics"] is None, "FSDP reduces by itself"
         assert result["strategy"] == "CompressedFSDPStrategyPL"
     for label in ("allreduce", "bf16", "int8"):
         assert check(results, "FSDP2", label, 4)["strategy"] == "CompressedModelParallelStrategyPL"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"hook": "powersgd"}, "hook='powersgd' does not work with FSDP"),
+        ({"hook": "powersdg", "replicas": 2}, "did you mean 'powersgd'"),
+        ({"hook": "bf16", "replicas": 0}, "replicas must be an integer of at least 1"),
+        ({"hook": "bf16", "shard_hook": "bf16"}, "shard_hook is for replicas=2 or more"),
+        ({"hook": "powersgd", "replicas": 2, "shard_hook": "topk"}, "hook='topk'|unknown hook 'topk'"),
+    ],
+)
+def test_refusals_of_replicas(arguments, message):
+    with pytest.raises(MisconfigurationException, match=message):
+        lc.CompressedModelParallelStrategy(**arguments)
 
 
 @pytest.mark.parametrize(

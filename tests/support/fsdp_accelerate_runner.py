@@ -85,7 +85,7 @@ def of_version(version):
 def refusals():
     messages = []
     accelerator = with_fsdp(VERSIONS[-1])
-    for options in ({}, {"exact_state": True}):
+    for options in ({}, {"resync": True}):
         try:
             use_comm_hook(accelerator, "bf16", **options)
         except ValueError as error:

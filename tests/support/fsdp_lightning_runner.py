@@ -38,7 +38,8 @@ class Classifier(pl.LightningModule):
 
     def configure_model(self):
         if isinstance(self.trainer.strategy, CompressedModelParallel) and not self.is_sharded:
-            mesh = self.device_mesh["data_parallel"]
+            replicas = "replicas" in self.device_mesh.mesh_dim_names
+            mesh = self.device_mesh["replicas", "data_parallel"] if replicas else self.device_mesh["data_parallel"]
             for layer in (*self.net[::2], self.net):
                 fully_shard(layer, mesh=mesh)
 
@@ -129,6 +130,37 @@ def checkpoint(way):
     )
 
 
+def with_replicas():
+    """Half of a run and the rest of it from its checkpoint, and the whole run, with a hook between two replicas."""
+    hook = lc.PowerSGD(start_powerSGD_iter=1, matrix_approximation_rank=2, min_compression_rate=0.5)
+
+    def strategy():
+        sizes = {"data_parallel_size": NUM_DEVICES, "tensor_parallel_size": 1, "replicas": 2}
+        return CompressedModelParallel(hook=hook, shard_hook="bf16", exact_state=True, **sizes)
+
+    class Save(pl.Callback):
+        def on_train_epoch_end(self, trainer, module):
+            if trainer.current_epoch == 0:
+                trainer.save_checkpoint(OUT / "replicas.ckpt")
+
+    _, trainer = fit("replicas-whole", strategy(), max_epochs=2, callbacks=[Save()])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.save_checkpoint(OUT / "later.ckpt")
+    told = [str(one.message) for one in caught if "state of hook" in str(one.message)]
+    pl.seed_everything(1)
+    kept = []
+
+    class Look(pl.Callback):
+        def on_train_end(self, trainer, module):
+            kept.append(whole_parameters(trainer.strategy.model))
+
+    trainer = make_trainer(strategy(), enable_checkpointing=False, max_epochs=2, callbacks=[Look()])
+    trainer.fit(Classifier(), data(), data(), ckpt_path=OUT / "replicas.ckpt")
+    files = sorted(file.name for file in (OUT / "replicas.ckpt").glob("comm_hook*"))
+    write("replicas-resumed", trainer, params=kept[0], files=files, batches=trainer.num_training_batches, told=told)
+
+
 def refuse_full_checkpoint():
     """What the user is told where PyTorch would crash."""
     strategy = CompressedFSDP(hook="bf16", auto_wrap_policy={nn.Linear})
@@ -146,6 +178,8 @@ def main():
     warnings.simplefilter("ignore")
     fit("dense", "ddp")
     fit("dense-2", "ddp", max_epochs=2)
+    if NUM_DEVICES == 4:
+        with_replicas()
     for way in sys.argv[4:]:
         for label, hook in HOOKS.items():
             if "HYBRID" not in way or label != "int8":
