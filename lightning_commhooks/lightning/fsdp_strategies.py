@@ -219,16 +219,19 @@ class CompressedModelParallelMixin(ShardedHookMixin):
     def _resolve(self, hook: CommHook | str) -> CommHook:
         check_integer("replicas", self._replicas, 1)
         if self._replicas == 1:
-            if self._shard_hook is not None:
-                raise ValueError("shard_hook is for replicas=2 or more; hook= is the hook of the reduce-scatter here")
+            if self._shard_hook is not None or self._exact_state:
+                name = "exact_state" if self._shard_hook is None else "shard_hook"
+                raise ValueError(
+                    f"{name} is for replicas=2 or more; hook= is that of the reduce-scatter here, stateless"
+                )
             return resolve_sharded_hook(hook)
         if self._shard_hook is not None:
             resolve_sharded_hook(self._shard_hook)
         return get_hook(hook)
 
     def _attach(self) -> None:
-        options = {"shard_hook": self._shard_hook, "exact_state": self._exact_state} if self._replicas > 1 else {}
-        self._attachment = attach(self.model, self._hook, **options)
+        shard_hook, exact_state = self._shard_hook, self._exact_state
+        self._attachment = attach(self.model, self._hook, shard_hook=shard_hook, exact_state=exact_state)
 
     def setup_environment(self) -> None:
         """Start communication, and make the device mesh; with replicas one of three dimensions."""

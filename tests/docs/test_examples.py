@@ -129,6 +129,15 @@ def test_ddp_plain(tmp_path, hook, ratio):
     check_line(stdout, hook, ratio)
 
 
+@needs("sklearn")
+def test_sharded_digits(tmp_path):
+    outputs = run_ranks(EXAMPLES / "sharded_digits.py", world=4, cwd=tmp_path, timeout=150)
+    (line,) = "".join(stdout for stdout, _ in outputs).splitlines()
+    found = re.fullmatch(r"loss (\d\.\d+); (\d+\.\d)x fewer bytes between replicas", line)
+    assert float(found[1]) < 1
+    assert float(found[2]) > 5
+
+
 def test_ddp_plain_without_anything_but_torch(tmp_path):
     blocked = ("sklearn", "lightning", "pytorch_lightning", "lightning_fabric", "accelerate", "transformers", "rich")
     for name in blocked:

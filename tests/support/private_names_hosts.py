@@ -105,6 +105,12 @@ LIGHTNING = [
         _called("_setup_model", "strategies.FSDPStrategy"),
     ),
     Use(
+        "._device_mesh",
+        (FSDP,),
+        "hooks between replicas fail in Lightning",
+        lambda package: "_device_mesh" in inspect.getsource(resolve(f"{package}.strategies.ModelParallelStrategy")),
+    ),
+    Use(
         "._state_dict_type",
         (FSDP,),
         "saving fails",
