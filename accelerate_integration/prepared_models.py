@@ -70,6 +70,13 @@ def attach_to_prepared(
     attachments = [
         attach(model, resolved, exact_state=exact_state, shard_hook=shard_hook) for model in accelerator._models
     ]
+    if any(attachment.averages_models for attachment in attachments):
+        for attachment in attachments:
+            attachment.close()
+        raise ValueError(
+            f"hook={resolved.name!r} averages models after optimizer steps, which CommHookKwargs does with "
+            "DistributedDataParallel only; between replicas of sharded models use attach(model, hook, optimizers=[...])"
+        )
     if has_replicas:
         _save_and_load(accelerator, attachments)
     return FSDPCommHook(resolved, attachments)

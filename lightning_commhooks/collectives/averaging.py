@@ -28,7 +28,7 @@ def average_(tensors: Sequence[Tensor], group: Group) -> None:
     """
     if group.size == 1:
         return
-    for views in _chunks([flat_view(tensor) for tensor in tensors if tensor.numel()]):
+    for views in _chunks([flat_view(tensor) for tensor in tensors if own_part(tensor).numel()]):
         wire = torch.promote_types(views[0].dtype, torch.float32)
         # Divided before the sum: buffers may have the largest number there is, as masks do.
         if len(views) == 1 and views[0].dtype == wire and views[0].is_contiguous():
@@ -63,12 +63,19 @@ def check_same(what: str, group: Group, number: int = 0) -> list[int]:
     return [number for _, number in told]
 
 
+def own_part(tensor: Tensor) -> Tensor:
+    """This rank's part of what is sharded between ranks, a `DTensor`; everything else as it is."""
+    part: Tensor = getattr(tensor, "_local_tensor", tensor)
+    return part
+
+
 def flat_view(tensor: Tensor) -> Tensor:
     """The elements of a tensor in memory order, shape `(numel,)`, as a view that autograd ignores.
 
-    Twice as many elements for a complex one. A tensor that is not dense has no such view; it keeps its shape.
+    Twice as many elements for a complex one; of a sharded one, those of this rank. A tensor that is not dense has no
+    such view; it keeps its shape.
     """
-    data = tensor.data
+    data = own_part(tensor).data
     if data.is_complex():
         data = torch.view_as_real(data)
     if torch.ops.aten.is_non_overlapping_and_dense(data):

@@ -9,13 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
+from lightning_commhooks.collectives.averaging import own_part
 from lightning_commhooks.interface.bucket import Slot
-
-
-def own_part(tensor: Tensor) -> Tensor:
-    """This rank's part of what is sharded between ranks, a `DTensor`; everything else as it is."""
-    part: Tensor = getattr(tensor, "_local_tensor", tensor)
-    return part
 
 
 def memory_shape(parameter: Tensor) -> tuple[int, ...]:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_commhooks.codecs.ranges import named
-from lightning_commhooks.collectives.averaging import average_, check_same, flat_view
+from lightning_commhooks.collectives.averaging import average_, check_same, flat_view, own_part
 from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.interface.layout import Layout
 from lightning_commhooks.interface.state import StateReader, StateWriter
@@ -230,7 +230,8 @@ class Models:
         own = {key: tensor for swap in self._swaps.values() for key, tensor in swap.own().items()}
 
         def of_ranks(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-            return {name: writer.per_rank(own.get(id(tensor), tensor.data)) for name, tensor in tensors.items()}
+            parts = {name: own_part(tensor) for name, tensor in tensors.items()}
+            return {name: writer.per_rank(own.get(id(part), part.data)) for name, part in parts.items()}
 
         states = {}
         for key, optimizer in self._optimizers.items():
@@ -280,10 +281,10 @@ def _matching(
 ) -> list[tuple[Tensor, Tensor]]:
     pairs = []
     for name, tensor in saved.items():
-        if name not in own or own[name].shape != tensor.shape[1:]:
+        if name not in own or own_part(own[name]).shape != tensor.shape[1:]:
             reader.differs(f"{what} {name!r} is not there or has another shape")
         else:
-            pairs.append((own[name], reader.per_rank(tensor)))
+            pairs.append((own_part(own[name]), reader.per_rank(tensor)))
     return pairs
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from lightning_commhooks.collectives.averaging import average_
+from lightning_commhooks.collectives.averaging import average_, own_part
 from lightning_commhooks.collectives.group import Group
 
 
@@ -27,8 +27,8 @@ class Swap:
     """
 
     def __init__(self, tensors: Sequence[Tensor], group: Group) -> None:
-        self._tensors = list(tensors)
-        self._copies = [tensor.data.clone() for tensor in tensors]
+        self._tensors = [*map(own_part, tensors)]
+        self._copies = [tensor.data.clone() for tensor in self._tensors]
         average_(tensors, group)
         self.is_in, self.is_outdated = True, False
         self._note_change()
@@ -55,7 +55,7 @@ class Swap:
 
     def is_kept(self, among: Iterable[Any]) -> bool:
         """Whether the averages are in the copy, and each rank's own unchanged and still `among` these objects."""
-        missing = {id(tensor) for tensor in self._tensors}.difference(map(id, among))
+        missing = {id(tensor) for tensor in self._tensors}.difference(id(own_part(one)) for one in among)
         is_same = [_version(tensor) for tensor in self._tensors] == self._versions
         return is_same and not (self.is_in or self.is_outdated or missing)
 
@@ -63,7 +63,7 @@ class Swap:
 def count_up(tensors: Iterable[Tensor]) -> None:
     """Let autograd know of a change, so that it refuses a backward of what was computed before."""
     # A buffer that was made in inference mode has no version.
-    increment_version([tensor for tensor in tensors if not tensor.is_inference()])
+    increment_version([own_part(tensor) for tensor in tensors if not tensor.is_inference()])
 
 
 def _version(tensor: Tensor) -> int:

@@ -232,6 +232,12 @@ class CompressedModelParallelMixin(ShardedHookMixin):
     def _attach(self) -> None:
         shard_hook, exact_state = self._shard_hook, self._exact_state
         self._attachment = attach(self.model, self._hook, shard_hook=shard_hook, exact_state=exact_state)
+        if self._attachment.averages_models:
+            self._attachment.close()
+            raise ValueError(
+                f"hook={self._hook.name!r} averages models after optimizer steps, which Lightning does with "
+                "CompressedDDPStrategy only; between replicas of sharded models use attach() in a loop of your own"
+            )
 
     def setup_environment(self) -> None:
         """Start communication, and make the device mesh; with replicas one of three dimensions."""

@@ -57,8 +57,8 @@ def attach(
         hook: a name (`available_hooks()`), a configured `CommHook`, or a function with the signature of
             `DistributedDataParallel.register_comm_hook`, stock or your own. Between replicas of a sharded model, of
             `fully_shard` on a mesh of two dimensions or of `replicate` of
-            `torch.distributed._composable.replicate_with_fsdp`, any hook that averages gradients: each rank has its
-            share of them, and the hook's memory of that. Of a sharded model without replicas `"fp16"`, `"bf16"`,
+            `torch.distributed._composable.replicate_with_fsdp`, any hook: each rank has its share of gradients and
+            weights, and the hook's memory of that. Of a sharded model without replicas `"fp16"`, `"bf16"`,
             `"allreduce"` or `"reduce_scatter"` (the same: which of the two is sent is up to the sharding strategy),
             `"int8"`, `"int4"`, `"fp8"`, or one of them configured.
         hook_state: for DDP, the `state` argument of such a function.

@@ -13,17 +13,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, HSDPMeshInfo
+from torch.utils.hooks import RemovableHandle
 
 from lightning_commhooks.collectives.agreement import raise_on_all_ranks
+from lightning_commhooks.collectives.averaging import own_part
 from lightning_commhooks.collectives.errors import HookError
-from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.collectives.process_groups import connections_of
-from lightning_commhooks.interface.averages_models import averages_models
+from lightning_commhooks.interface.averages_models import averages_models, is_local
 from lightning_commhooks.interface.bucket import Slot
-from lightning_commhooks.interface.hook import BoundHook, CommHook
-from lightning_commhooks.interface.layout import Layout, own_part
+from lightning_commhooks.interface.hook import CommHook
+from lightning_commhooks.interface.layout import Layout
 from lightning_commhooks.interface.registry import get_hook
 from lightning_commhooks.interface.user_function import UserFunction
+from lightning_commhooks.runtime.copies import NotCopied
 from lightning_commhooks.runtime.runtime import Runtime
 from lightning_commhooks.runtime.source import Source
 from lightning_commhooks.sources.fsdp2 import FSDP2
@@ -123,6 +125,8 @@ class _Unit:
         with runtime.aborting():
             runtime.commit()
             step, index = runtime.clock.place_in_backward(ends=True)
+            if is_local(runtime.bound, step):
+                runtime.local.check_optimizers()
             bucket = runtime.bucket(flat, slots, index, True, step, None)
             runtime.wait_for(runtime.submit(bucket, is_late=False))
         if flat is not share:
@@ -134,7 +138,7 @@ class _Unit:
         if reduced not in self._layouts:
             slots, sizes, numel = [], [], 0
             for p in self._reduced:
-                own = p.sharded_param._local_tensor
+                own = own_part(p.sharded_param)
                 if own.numel():  # there may be fewer rows than ranks
                     slots.append(Slot(self._names[id(p)], tuple(p.sharded_size), numel, own))
                     numel += own.numel()
@@ -207,7 +211,6 @@ class Replicas(Source):
 
     refused: ClassVar[Mapping[str, str]] = {
         "hook_state": "belongs to hook functions (state, bucket), which are for DistributedDataParallel",
-        "optimizers": "is for hooks that average models, which work with DistributedDataParallel",
         "accumulation": _FACTOR,
         "loss_divided_by": _FACTOR,
     }
@@ -237,6 +240,7 @@ class Replicas(Source):
         # Of that hook.
         self._within: Runtime | None = None
         self._units: list[_Unit] = []
+        self._handle: RemovableHandle | None = None
         self._model: weakref.ref[nn.Module] = weakref.ref(model)
 
     @contextmanager
@@ -271,15 +275,6 @@ class Replicas(Source):
         (self.device,) = devices
         self.layout = Layout(model)
 
-    def bind(self, hook: CommHook, group: Group) -> BoundHook:
-        bound = hook.bind(group)
-        if averages_models(bound):
-            raise ValueError(
-                f"hook={hook.name!r} averages models of ranks that step alone, which works with "
-                "DistributedDataParallel; between replicas of sharded models use a hook that averages gradients"
-            )
-        return bound
-
     def connect(self, model: nn.Module, runtime: Runtime) -> None:
         self._model = weakref.ref(model)
         groups = param_groups(model)
@@ -292,6 +287,10 @@ class Replicas(Source):
             self._within.connect(model)
         for unit in self._units:
             unit.connect(runtime)
+        if averages_models(runtime.bound):
+            local = runtime.local
+            before = torch.compiler.disable(lambda model, inputs: local.before_forward(model.training))
+            self._handle = model.register_forward_pre_hook(NotCopied(before))
 
     @property
     def shard(self) -> list[list[int]]:
@@ -324,5 +323,7 @@ class Replicas(Source):
         for unit in self._units:
             unit.close()
         self._units.clear()
+        if self._handle is not None:
+            self._handle.remove()
         if self._within is not None:
             self._within.close()

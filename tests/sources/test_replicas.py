@@ -1,5 +1,6 @@
 """Hooks between replicas of sharded models, on two times two ranks, against FSDP2 by itself and against DDP."""
 
+import contextlib
 import copy
 import gc
 import weakref
@@ -380,7 +381,6 @@ def refusals(rank, world):
         mesh = mesh_of_two()
         model = shard2("hybrid", mesh=mesh)
         for hook, options, message in (
-            (lc.PostLocalSGD(post_local_gradient_allreduce=False), {}, "averages models of ranks that step alone"),
             (lc.ScaleByGradAccumulation("bf16", "mean"), {}, "call set_gradient_divide_factor"),
             (lambda state, bucket: None, {}, "hook"),
             ("bf16", {"loss_divided_by": 2}, "loss_divided_by is for DistributedDataParallel"),
@@ -436,3 +436,71 @@ def test_shares_on_cuda_are_kept_until_they_are_averaged(monkeypatch):
     ranks = SimpleNamespace(rank=lambda: 0, size=lambda: 2)
     replicas._HookedGroup(unit, ranks).allreduce([share], SimpleNamespace(reduceOp=dist.ReduceOp.AVG))
     assert order == ["stream of all-reduces", "averaged"]
+
+
+LOCAL = {
+    "diloco": lc.DiLoCo(period=3, post_local_gradient_allreduce=False),
+    "fragments": lc.DiLoCo(period=4, fragments=2, pseudo_gradient="bf16", post_local_gradient_allreduce=False),
+    "post_localsgd": lc.PostLocalSGD(
+        start_localSGD_iter=2, period=2, post_local_gradient_allreduce=False, optimizer_state="average"
+    ),
+}
+
+
+def stepping_alone(rank, world, labels):
+    """Weights, and averages for evaluation, of local SGD between replicas, against that of DDP on the same data."""
+    found = {}
+    with leaving_no_groups():
+        mesh = mesh_of_two()
+        column = dist.get_process_group_ranks(mesh["shards"].get_group())
+        for label in labels:
+            model = sharded(mesh)
+            torch.manual_seed(0)
+            ddp = DistributedDataParallel(Network(), process_group=mesh["replicas"].get_group())
+            seen = []
+            for one in (model, ddp):
+                parameters = [p for p in one.parameters() if p.requires_grad]
+                optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+                attachment = lc.attach(one, LOCAL[label], optimizers=[optimizer], exact_state=True)
+                for step in range(9):
+                    own = [batch(step)] if one is model else [batch(step, rank=other) for other in column]
+                    one(torch.cat(own)).square().mean().backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                with attachment.averaged_weights():
+                    averaged = whole(one)
+                attachment.load_state_dict(attachment.state_dict())
+                seen.append((whole(one), averaged, attachment.metrics()["averagings"], attachment.models_differ))
+                attachment.average_weights()
+                seen[-1] += (difference(whole(one), averaged),)
+            found[label] = seen
+    return found
+
+
+def whole(model):
+    return [getattr(p, "full_tensor", p.clone)().detach() for p in model.parameters()]
+
+
+def test_replicas_step_alone_as_ddp_does(run):
+    for found in run(stepping_alone, [*LOCAL], world=WORLD, timeout=120):
+        for label, ((weights, averages, *ours, left), (expected, expected_averages, *theirs, _)) in found.items():
+            assert difference(weights, expected) < 2e-6, label
+            assert difference(averages, expected_averages) < 2e-6, label
+            assert ours == theirs, label
+            assert left == 0
+            if theirs[1]:
+                assert difference(weights, averages) > 1e-4, label
+
+
+def left_out(rank, world):
+    with leaving_no_groups():
+        model = shard2("hybrid", mesh=mesh_of_two())
+        attachment = lc.attach(model, LOCAL["diloco"])
+        with pytest.raises(lc.HookError, match="knows no optimizer of it"):
+            model(gradients_of(0, rank)).backward()
+        with pytest.warns(UserWarning, match="has never averaged") if rank < 2 else contextlib.nullcontext():
+            attachment.close()
+
+
+def test_an_optimizer_is_asked_for(run):
+    run(left_out, world=WORLD)

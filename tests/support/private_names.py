@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 PACKAGE = "lightning_commhooks"
 GROUPS = "lightning_commhooks/collectives/process_groups.py"
-LAYOUT = "lightning_commhooks/interface/layout.py"
+AVERAGING = "lightning_commhooks/collectives/averaging.py"
 REPLICAS = "lightning_commhooks/sources/replicas.py"
 MICRO_BATCHES = "lightning_commhooks/runtime/micro_batches.py"
 
@@ -325,7 +325,7 @@ TORCH = [
     Use("torch._foreach_copy_", (REPLICAS,), "hooks between replicas fail where shares are filled up"),
     Use("torch.distributed.fsdp._fully_shard._fsdp_common.DDPMeshInfo", (REPLICAS,), IMPORTED),
     Use("torch.distributed.fsdp._fully_shard._fsdp_common.HSDPMeshInfo", (REPLICAS,), IMPORTED),
-    Use("._local_tensor", (LAYOUT, REPLICAS), "silent: shares taken for whole gradients", _fsdp2_has("_local_tensor")),
+    Use("._local_tensor", (AVERAGING,), "silent: shares taken for whole gradients", _fsdp2_has("_local_tensor")),
     Use("._unsharded_param", (REPLICAS,), "hooks between replicas fail", _fsdp2_makes_parameters_later),
     Use(
         "._fsdp_param_groups",
