@@ -114,6 +114,11 @@ class Engine(ABC):
         if self._failure is not None:
             raise self._error()
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether there was a failure."""
+        return self._failure is not None
+
     def raise_if_unusable(self) -> None:
         """Raise `HookError` if earlier work failed, the engine is closed, or a CUDA graph is being captured."""
         self._raise_if_failed()

@@ -296,6 +296,11 @@ class Runtime(RunningHook):
             return f"{self.name} is not a hook of this library: it has no group of ranks and no state to ask for"
         return self.source.limits
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether the hook has failed, here or on another rank."""
+        return self._engine is not None and self._engine.has_failed
+
     def close(self) -> None:
         """Release thread, process group and memory; warn of what the user should know. Once."""
         if self._close_with_model is not None:

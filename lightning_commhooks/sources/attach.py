@@ -45,6 +45,7 @@ def attach(
     loss_divided_by: float | Callable[[], float] = 1,
     replicate_group: dist.ProcessGroup | None = None,
     shard_hook: str | CommHook | None = None,
+    gather_hook: str | CommHook | None = None,
 ) -> Attachment:
     """Let a communication hook average the gradients of a model, of `DistributedDataParallel` or sharded by FSDP.
 
@@ -78,6 +79,9 @@ def attach(
             them by itself.
         shard_hook: for models with replicas, the hook of the reduce-scatter within a replica: one that works without
             them. `None`: FSDP2's own.
+        gather_hook: for `fully_shard`, what parameters are sent as when they are gathered: `"int8"`, `"int4"`, `"fp8"`,
+            `"bf16"`, `"fp16"`, or one of them configured without error feedback. All ranks compute with what was sent;
+            each rank's share stays exact. `None`: as FSDP2 sends them.
 
     Returns:
         a handle to metrics, state and the end of the hook.
@@ -100,6 +104,7 @@ def attach(
         "loss_divided_by": None if loss_divided_by == 1 else loss_divided_by,
         "replicate_group": replicate_group,
         "shard_hook": shard_hook,
+        "gather_hook": gather_hook,
     }
     model = cast("nn.Module", unwrapped(model))
     source = source_of(model, replicate_group)

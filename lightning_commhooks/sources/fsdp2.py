@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
@@ -11,10 +13,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 from torch.distributed.tensor import DTensor
 
+from lightning_commhooks.interface.hook import CommHook
 from lightning_commhooks.runtime.runtime import Runtime
+from lightning_commhooks.sources.finished import Finished
 from lightning_commhooks.sources.fsdp import ShardedSource, reduce, shares_of
+from lightning_commhooks.sources.gather import Gather, resolve_gather_hook
 
 # The last hook of each unit.
 _runtimes: WeakKeyDictionary[FSDPModule, Runtime] = WeakKeyDictionary()
@@ -40,23 +46,7 @@ class _ReduceScatter:
     ) -> dist.Work | None:
         """Reduce; on CUDA on the current stream, which is FSDP2's stream for this."""
         reduce(self._runtime, input_tensor, output_tensor, group, _factor(op, group.size()))
-        return _Finished(output_tensor.device) if async_op else None
-
-
-class _Finished(dist.Work):
-    """A collective whose result is there, in the order of the stream that it was issued on."""
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__()
-        self._done = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
-
-    def wait(self, timeout: Any = None) -> bool:
-        if self._done is not None:
-            torch.cuda.current_stream().wait_event(self._done)
-        return True
-
-    def is_completed(self) -> bool:
-        return self._done is None or self._done.query()
+        return Finished(output_tensor.device) if async_op else None
 
 
 def _factor(op: Any, size: int) -> float:
@@ -84,7 +74,13 @@ class FSDP2(ShardedSource):
         "shard_hook": "is for models with replicas; without, hook= is the hook of the reduce-scatter: leave it out",
     }
 
+    kept = ("gather_hook",)
+
     def __init__(self, model: nn.Module) -> None:
+        self._gather_hook: CommHook | None = None
+        self._gather: Gather | None = None
+        self._runtime: Runtime | None = None
+        self._units: list[weakref.ref[FSDPModule]] = []
         # Among these ranks one agrees on the hook. In which dimensions of a mesh gradients are reduced, FSDP2 does not
         # say before the first backward.
         meshes = _meshes(model)
@@ -92,6 +88,17 @@ class FSDP2(ShardedSource):
         assert group is not None
         super().__init__(group)
         self.device = torch.device(meshes[0].device_type if meshes else "cpu")
+
+    def resolve_hook(self, hook: object) -> CommHook:
+        if (gather_hook := self.options.get("gather_hook")) is not None:
+            self._gather_hook = resolve_gather_hook(gather_hook)
+        return super().resolve_hook(hook)
+
+    @contextmanager
+    def agreeing(self, what: str) -> Iterator[dict[str, object]]:
+        with super().agreeing(what) as same:
+            yield same
+            same["gather_hook"] = self._gather_hook
 
     def check(self, model: nn.Module) -> None:
         for unit in units(model):
@@ -110,10 +117,24 @@ class FSDP2(ShardedSource):
         for mesh in _meshes(model):
             if mesh.ndim == 1:
                 shares_of(runtime).among(mesh.get_group())
+        if self._gather_hook is not None:
+            self._gather = Gather(model, self._gather_hook, self.device)
         reduce_scatter = _ReduceScatter(runtime)
+        self._runtime, self._units = runtime, [weakref.ref(unit) for unit in units(model)]
         for unit in units(model):
             unit.set_custom_reduce_scatter(reduce_scatter)  # type: ignore[arg-type]
             _runtimes[unit] = runtime
+
+    def metrics(self) -> dict[str, float]:
+        return self._gather.metrics() if self._gather is not None else {}
+
+    def close(self) -> None:
+        """Leave the average to FSDP2 again; a failure stays one, since ranks have other gradients after it."""
+        if self._gather is not None:
+            self._gather.close()
+        for unit in self._units:
+            if (module := unit()) is not None and self._runtime is not None and not self._runtime.has_failed:
+                module.set_custom_reduce_scatter(DefaultReduceScatter())
 
 
 def _meshes(model: nn.Module) -> list[DeviceMesh]:

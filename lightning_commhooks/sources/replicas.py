@@ -28,7 +28,9 @@ from lightning_commhooks.interface.user_function import UserFunction
 from lightning_commhooks.runtime.copies import NotCopied
 from lightning_commhooks.runtime.runtime import Runtime
 from lightning_commhooks.runtime.source import Source
+from lightning_commhooks.sources.finished import Finished
 from lightning_commhooks.sources.fsdp2 import FSDP2
+from lightning_commhooks.sources.gather import Gather, resolve_gather_hook
 from lightning_commhooks.sources.sharded_hooks import resolve_sharded_hook
 from lightning_commhooks.wrappers.scale import accumulation_of, without_scale
 
@@ -57,20 +59,10 @@ class _HookedGroup(dist.ProcessGroup):
         except Exception as failure:
             # PyTorch logs what is raised here, and fails at that, since it does not know this group.
             self._unit.failure = failure
-        return _Done()
+        return Finished(share.device)
 
     def getBackendName(self) -> str:
         return "lightning_commhooks"
-
-
-class _Done(dist.Work):
-    """A collective whose result is there, in the order of the current stream."""
-
-    def wait(self, timeout: Any = None) -> bool:
-        return True
-
-    def is_completed(self) -> bool:
-        return True
 
 
 class _Unit:
@@ -153,9 +145,9 @@ class _Unit:
         return slots_there, [share] if not any(sizes[1::2]) else list(share.split(sizes)[::2])
 
     def close(self) -> None:
-        """Leave the average to FSDP2 again."""
+        """Leave the average to FSDP2 again; a failure stays one, since ranks have other gradients after it."""
         group = self._group()
-        if group is not None and self._runtime is not None:
+        if group is not None and self._runtime is not None and not self._runtime.has_failed:
             # FSDP2 may have set the other one to None meanwhile.
             if group.post_forward_mesh_info is group.mesh_info:
                 group.post_forward_mesh_info = self._original
@@ -214,7 +206,7 @@ class Replicas(Source):
         "accumulation": _FACTOR,
         "loss_divided_by": _FACTOR,
     }
-    kept = ("replicate_group", "shard_hook")
+    kept = ("replicate_group", "shard_hook", "gather_hook")
 
     def __init__(self, model: nn.Module, replicate_group: dist.ProcessGroup | None = None) -> None:
         groups = replicas_of(model)
@@ -237,6 +229,8 @@ class Replicas(Source):
             if (one := getattr(group.mesh_info, "shard_process_group", None)) is not None and one.size() > 1
         }
         self._shard_hook: CommHook | None = None
+        self._gather_hook: CommHook | None = None
+        self._gather: Gather | None = None
         # Of that hook.
         self._within: Runtime | None = None
         self._units: list[_Unit] = []
@@ -250,8 +244,7 @@ class Replicas(Source):
             groups = [*self._shards.values(), self.process_group]
             told = [stack.enter_context(raise_on_all_ranks(group, what)) for group in groups]
             yield same
-            if self._shard_hook is not None:
-                same["shard_hook"] = self._shard_hook
+            same |= {"shard_hook": self._shard_hook, "gather_hook": self._gather_hook}
             for one in told:
                 one |= same
 
@@ -261,10 +254,13 @@ class Replicas(Source):
             raise ValueError(f"hook={hook!r} is a function for DistributedDataParallel; sharded models take a CommHook")
         if accumulation_of(resolved) != "framework":
             raise ValueError(f"{type(resolved).__name__} {_FACTOR}")
-        if (shard_hook := self.options.get("shard_hook")) is not None:
-            if not self._shards:
-                raise ValueError("shard_hook is for models that are sharded within a replica: leave it out here")
-            self._shard_hook = resolve_sharded_hook(shard_hook)
+        for name in ("shard_hook", "gather_hook"):
+            if name in self.options and not self._shards:
+                raise ValueError(f"{name} is for models that are sharded within a replica: leave it out here")
+        if "shard_hook" in self.options:
+            self._shard_hook = resolve_sharded_hook(self.options["shard_hook"])
+        if "gather_hook" in self.options:
+            self._gather_hook = resolve_gather_hook(self.options["gather_hook"])
         return resolved
 
     def check(self, model: nn.Module) -> None:
@@ -280,6 +276,8 @@ class Replicas(Source):
         groups = param_groups(model)
         names = {id(p): str(self.layout.name_of(p.sharded_param)) for group in groups for p in group.fsdp_params}
         self._units = [_Unit(group, self.process_group, names) for group in groups]
+        if self._gather_hook is not None:
+            self._gather = Gather(model, self._gather_hook, self.device)
         if self._shard_hook is not None:
             shards = FSDP2(model)
             shards.check(model)
@@ -297,10 +295,10 @@ class Replicas(Source):
         return [[group.rank(), group.size()] for group in self._shards.values()]
 
     def metrics(self) -> dict[str, float]:
-        if self._within is None:
-            return {}
-        metrics = self._within.metrics()
-        return {f"shard_{name}": metrics[name] for name in ("bytes_sent", "bytes_dense", "compression_ratio")}
+        found = self._gather.metrics() if self._gather is not None else {}
+        within = self._within.metrics() if self._within is not None else {}
+        names = ("bytes_sent", "bytes_dense", "compression_ratio")
+        return {**found, **{f"shard_{name}": within[name] for name in names if name in within}}
 
     @property
     def other_connections(self) -> Sequence[Any]:
@@ -325,5 +323,6 @@ class Replicas(Source):
         self._units.clear()
         if self._handle is not None:
             self._handle.remove()
-        if self._within is not None:
-            self._within.close()
+        for part in (self._within, self._gather):
+            if part is not None:
+                part.close()

@@ -70,6 +70,16 @@ MUTATIONS = [
         "tests/accelerate/test_fsdp_accelerate.py -k 'trains_with'",
     ),
     Mutation(
+        "own_share_exact",
+        f"{PACKAGE}/sources/gather.py",
+        "        out.view(ranks.size, -1).copy_(decoded.view(ranks.size, -1)[:, :numel])\n",
+        "        own = share.clone()\n"
+        "        out.view(ranks.size, -1).copy_(decoded.view(ranks.size, -1)[:, :numel])\n"
+        "        out.view(ranks.size, -1)[ranks.rank] = own\n",
+        "Each rank computes with its own share as it is, and others with what was sent.",
+        "tests/sources/test_fsdp2.py -k 'gathered'",
+    ),
+    Mutation(
         "verdict_of_one_shard",
         f"{PACKAGE}/sources/replicas.py",
         "            dist.all_reduce(num_bad, group=group)\n",

@@ -32,6 +32,7 @@ from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.hooks import _shares
 from lightning_commhooks.interface.bucket import Bucket
 from lightning_commhooks.sources.fsdp2 import _ReduceScatter
+from lightning_commhooks.sources.gather import resolve_gather_hook
 
 _measured = {}
 LABELS = ["none", "allreduce", "bf16", "fp16", "bf16+float32", "fp16+float32"]
@@ -278,3 +279,75 @@ def repeated(rank, world, rounding):
 def test_stochastic_rounding_is_right_on_average(run):
     assert run(repeated, "stochastic")[0] < 0.5
     assert run(repeated, "nearest")[0] == pytest.approx(1)
+
+
+GATHERS = {
+    "bf16": ("bf16", 2**-8, 2),
+    "fp16": ("fp16", 2**-11, 2),
+    "int8": (lc.Int8(block_size=64, use_error_feedback=False, compress_1d=True), 1 / 254, 4 * 64 / 68),
+    "fp8": (lc.FP8(block_size=64, use_error_feedback=False, compress_1d=True), 2**-4, 4 * 64 / 68),
+}
+
+
+def gathering(rank, world):
+    """Of each hook: how far gathered weights are from exact ones, by the largest; whether ranks have the same."""
+    found = {}
+    for label, (hook, _, _) in GATHERS.items():
+        model, seen = shard2("full"), {}
+        torch.manual_seed(0)
+        exact = {name: torch.randn(shape) for name, shape in NAMES.items()}
+        with torch.no_grad():
+            for name, p in model.named_parameters():
+                shares = exact[name].chunk(world)  # by rows; the last ranks may have fewer
+                p.to_local().copy_(shares[rank])
+
+        def look(block, args, prefix, seen=seen):
+            for name, p in block.named_parameters():
+                seen.setdefault(f"{prefix}.{name}", []).append(p.detach().clone())
+
+        model.first.register_forward_pre_hook(lambda block, args, look=look: look(block, args, "first"))
+        # In the backward, when FSDP2 has gathered them again.
+        model.first.register_forward_hook(
+            lambda block, args, out, look=look: out.register_hook(lambda grad: look(block, args, "first")) and None
+        )
+        attachment = lc.attach(model, "allreduce", gather_hook=hook)
+        model({name: torch.ones(shape) for name, shape in NAMES.items()}).backward()
+        error = max(
+            (weights[0] - exact[name]).abs().max().item() / exact[name].abs().max().item()
+            for name, weights in seen.items()
+        )
+        same = all(torch.equal(weights[0], other) for weights in seen.values() for other in weights[1:])
+        digest = sum(weights[0].double().sum().item() for weights in seen.values())
+        masters = all(torch.equal(p.to_local(), exact[name].chunk(world)[rank]) for name, p in model.named_parameters())
+        found[label] = error, same, digest, masters, attachment.metrics()
+        attachment.close()
+        seen.clear()
+        model({name: torch.ones(shape) for name, shape in NAMES.items()}).backward()
+        found[label] += (all(torch.equal(weights[0], exact[name]) for name, weights in seen.items()),)
+    return found
+
+
+def test_parameters_are_gathered_in_low_precision(run, world):
+    ranks = run(gathering, world=world, timeout=120)
+    for label, (_, bound, ratio) in GATHERS.items():
+        for error, same, digest, masters, metrics, exact_after in (found[label] for found in ranks):
+            assert bound / 16 < error <= bound, label
+            assert same, "in forward and backward"
+            assert masters
+            assert exact_after, "closed"
+            assert digest == ranks[0][label][2], "on all ranks"
+            assert metrics["gather_compression_ratio"] == pytest.approx(ratio, rel=0.1), label
+            assert metrics["compression_ratio"] == 1
+
+
+@pytest.mark.parametrize(
+    ("hook", "message"),
+    [
+        ("allreduce", "gather_hook='allreduce' sends parameters as they are"),
+        ("powersgd", "hook='powersgd' does not work with FSDP"),
+        (lc.Int8(rounding="stochastic", use_error_feedback=False, compress_1d=True), "set rounding='nearest'"),
+    ],
+)
+def test_refusals_of_gather_hooks(hook, message):
+    with pytest.raises(ValueError, match=message):
+        resolve_gather_hook(hook)

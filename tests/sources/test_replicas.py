@@ -430,7 +430,7 @@ def test_the_hook_does_not_keep_the_model(run):
 def test_shares_on_cuda_are_kept_until_they_are_averaged(monkeypatch):
     """FSDP2 frees a share in the order of its own stream."""
     order = []
-    share = SimpleNamespace(is_cuda=True, record_stream=order.append)
+    share = SimpleNamespace(is_cuda=True, device=torch.device("cpu"), record_stream=order.append)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: "stream of all-reduces")
     unit = SimpleNamespace(average_=lambda share: order.append("averaged"))
     ranks = SimpleNamespace(rank=lambda: 0, size=lambda: 2)

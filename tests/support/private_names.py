@@ -17,6 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 PACKAGE = "lightning_commhooks"
 GROUPS = "lightning_commhooks/collectives/process_groups.py"
 AVERAGING = "lightning_commhooks/collectives/averaging.py"
+GATHER = "lightning_commhooks/sources/gather.py"
+FSDP2 = "lightning_commhooks/sources/fsdp2.py"
 REPLICAS = "lightning_commhooks/sources/replicas.py"
 MICRO_BATCHES = "lightning_commhooks/runtime/micro_batches.py"
 
@@ -323,6 +325,8 @@ TORCH = [
     ),
     Use("__getstate__", (f"{PACKAGE}/sources/fsdp2.py",), "FSDP2 with an even divisor fails", _premultiplies),
     Use("torch._foreach_copy_", (REPLICAS,), "hooks between replicas fail where shares are filled up"),
+    Use("torch.distributed.fsdp._fully_shard._fsdp_collectives.DefaultAllGather", (GATHER,), IMPORTED),
+    Use("torch.distributed.fsdp._fully_shard._fsdp_collectives.DefaultReduceScatter", (FSDP2,), IMPORTED),
     Use("torch.distributed.fsdp._fully_shard._fsdp_common.DDPMeshInfo", (REPLICAS,), IMPORTED),
     Use("torch.distributed.fsdp._fully_shard._fsdp_common.HSDPMeshInfo", (REPLICAS,), IMPORTED),
     Use("._local_tensor", (AVERAGING,), "silent: shares taken for whole gradients", _fsdp2_has("_local_tensor")),
