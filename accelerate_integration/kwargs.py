@@ -62,6 +62,8 @@ class CommHookKwargs(DistributedDataParallelKwargs):
         accumulation: what gradients are divided by that are accumulated over micro-batches: `"framework"`: by
             `gradient_accumulation_steps`, as `accelerator.backward` does, also in a shorter last window. `"mean"`: by
             the micro-batches that there were. `"sum"`, an integer or `"weighted"`: see [`ScaleByGradAccumulation`][].
+        num_steps: optimizer steps that training has in all, for starts that are fractions of it and the default start
+            of hooks that are given by name: see [`attach`][]. A `transformers.Trainer` knows it.
         comm_hook, comm_wrapper, comm_state_option: Accelerate's own fields, translated: `comm_hook=POWER_SGD,
             comm_state_option={"matrix_approximation_rank": 2}, comm_wrapper=BF16` is
             `hook=Cast(PowerSGD(matrix_approximation_rank=2), "bf16")`. Not together with `hook`.
@@ -84,6 +86,7 @@ class CommHookKwargs(DistributedDataParallelKwargs):
     strict_state: bool = True
     resync: bool = False
     accumulation: Accumulation = "framework"
+    num_steps: int | None = None
     attachments: list[Attachment] = field(default_factory=list, init=False, repr=False, compare=False)
     _events: WeakKeyDictionary[Accelerator, AcceleratorEvents] = field(
         default_factory=WeakKeyDictionary, init=False, repr=False, compare=False
@@ -197,6 +200,7 @@ class CommHookKwargs(DistributedDataParallelKwargs):
             exact_state=self.exact_state,
             accumulation=self.accumulation,
             loss_divided_by=1 if accelerator is None else self.events(accelerator).loss_divided_by,
+            num_steps=self.num_steps,
         )
         self.attachments.append(attachment)
         if accelerator is not None:

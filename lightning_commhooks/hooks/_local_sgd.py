@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from abc import abstractmethod
 from dataclasses import dataclass
@@ -16,20 +17,22 @@ from lightning_commhooks.interface.bucket import Bucket
 from lightning_commhooks.interface.checks import check_bool, check_integer
 from lightning_commhooks.interface.hook import CommHook
 from lightning_commhooks.interface.models import OptimizerStep
+from lightning_commhooks.interface.python_code import code, earlier
+from lightning_commhooks.interface.start import check_start, is_fraction
 
 
 @dataclass(frozen=True, kw_only=True)
 class LocalSGDConfig(CommHook):
     """Options of all of them."""
 
-    start_localSGD_iter: int = 100
+    start_localSGD_iter: int | float = 100
     post_local_gradient_allreduce: bool = True
     subgroup_size: int | None = None
     average_buffers: bool = True
     optimizer_state: Literal["keep", "average", "reset"] = "keep"
 
     def __post_init__(self) -> None:
-        check_integer("start_localSGD_iter", self.start_localSGD_iter, 0)
+        check_start("start_localSGD_iter", self.start_localSGD_iter)
         if self.subgroup_size is not None:
             check_integer("subgroup_size", self.subgroup_size, 1)
         for field in ("post_local_gradient_allreduce", "average_buffers"):
@@ -43,7 +46,7 @@ class LocalSGDConfig(CommHook):
             raise ValueError(f"optimizer_state must be 'keep', 'average' or 'reset', is {self.optimizer_state!r}")
 
     def changes_at(self) -> set[int]:
-        return {self.start_localSGD_iter}
+        return set() if is_fraction(self.start_localSGD_iter) else {int(self.start_localSGD_iter)}
 
 
 class BoundLocalSGD(AveragesModels):
@@ -61,10 +64,12 @@ class BoundLocalSGD(AveragesModels):
         # None: gradients stay as they are.
         self._subgroup = group.split(self._subgroups()) if config.post_local_gradient_allreduce else None
         if self._subgroup is not None and 1 < self._subgroup.size == group.size and group.rank == 0:
+            alone = dataclasses.replace(config, post_local_gradient_allreduce=False, subgroup_size=None)
             warnings.warn(
                 f"hook={config.name!r}: gradients go on being averaged over all {group.size} ranks at every step, "
-                f"because {'all are on one node' if config.subgroup_size is None else 'they are one subgroup'}. Set "
-                "post_local_gradient_allreduce=False, or a smaller subgroup_size",
+                f"because {'all are on one node' if config.subgroup_size is None else 'they are one subgroup'}. To let "
+                f"them step alone: hook={code(alone)}; or "
+                "set a smaller subgroup_size",
                 stacklevel=2,
             )
         # Steps that each optimizer has taken since ranks step alone.
@@ -124,7 +129,7 @@ class BoundLocalSGD(AveragesModels):
     def inactive_reason(self, step: int) -> str | None:
         start, name = self._config.start_localSGD_iter, self._config.name
         if step < start:
-            advice = f"set it to about a tenth of training, {(step + 1) // 10} here"
+            advice = earlier(self._config, step + 1)
             return f"hook={name!r} averages gradients over all ranks until start_localSGD_iter={start}; {advice}"
         never = self.is_local(step + 1) and not self.group.counters.averagings
         return f"hook={name!r} has never averaged models, the first period of steps has not ended" if never else None

@@ -16,6 +16,7 @@ from lightning_commhooks.interface.bucket import Slot
 from lightning_commhooks.interface.checks import check_bool, check_integer
 from lightning_commhooks.interface.hierarchy import Hierarchy, check_hierarchy
 from lightning_commhooks.interface.hook import CommHook
+from lightning_commhooks.interface.start import check_start, is_fraction
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +28,7 @@ class LowRankConfig(CommHook):
     """
 
     matrix_approximation_rank: int = 1
-    start_powerSGD_iter: int = 1_000
+    start_powerSGD_iter: int | float = 1_000
     num_iters_per_step: int = 2
     use_error_feedback: bool = True
     warm_start: bool = True
@@ -40,7 +41,7 @@ class LowRankConfig(CommHook):
 
     def __post_init__(self) -> None:
         check_integer("matrix_approximation_rank", self.matrix_approximation_rank, 1)
-        check_integer("start_powerSGD_iter", self.start_powerSGD_iter, 0)
+        check_start("start_powerSGD_iter", self.start_powerSGD_iter)
         check_integer("compression_stats_logging_frequency", self.compression_stats_logging_frequency, 1)
         check_bool("use_error_feedback", self.use_error_feedback)
         check_bool("warm_start", self.warm_start)
@@ -58,7 +59,7 @@ class LowRankConfig(CommHook):
             raise ValueError(f"orthogonalization_epsilon must be in [0, 1), is {self.orthogonalization_epsilon!r}")
 
     def changes_at(self) -> set[int]:
-        return {self.start_powerSGD_iter}
+        return set() if is_fraction(self.start_powerSGD_iter) else {int(self.start_powerSGD_iter)}
 
     def repeats_after(self) -> int:
         return 3 - self.num_iters_per_step

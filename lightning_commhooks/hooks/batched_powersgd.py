@@ -30,7 +30,8 @@ class BatchedPowerSGD(LowRankConfig):
 
     Args:
         matrix_approximation_rank: rank of the approximation. More than 1 rarely helps here.
-        start_powerSGD_iter: number of first steps averaged without compression.
+        start_powerSGD_iter: number of first steps averaged without compression, or a fraction of the run: see
+            [`PowerSGD`][].
         num_iters_per_step: 2 makes a whole power iteration in each step, as PyTorch does: P, then Q. 1 makes half of
             one, in turn P with the Q of the step before, and Q with the P of the step before: half the bytes, one
             all-reduce in place of two, and one product less.

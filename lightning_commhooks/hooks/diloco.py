@@ -52,7 +52,8 @@ class DiLoCo(LocalSGDConfig):
         fragments: parts, of about the same size, in which the parameters of an optimizer are averaged, each once in a
             period. At most `period`. A single parameter is not divided, so there are fewer parts when it is larger
             than they should be.
-        start_localSGD_iter: number of first steps in which gradients are averaged over all ranks.
+        start_localSGD_iter: number of first steps in which gradients are averaged over all ranks, or a fraction of the
+            run, as 0.1, where its length is known: see [`PowerSGD`][].
         post_local_gradient_allreduce: average gradients over the subgroup at every step, so that a node is what the
             paper calls a worker; if not, each rank is one.
         subgroup_size: ranks in a subgroup that averages gradients; `None`: the ranks of one node.
@@ -65,7 +66,7 @@ class DiLoCo(LocalSGDConfig):
 
     name: ClassVar[str] = "diloco"
 
-    start_localSGD_iter: int = 0
+    start_localSGD_iter: int | float = 0
     period: int = 100
     outer_lr: float = 0.7
     outer_momentum: float = 0.9

@@ -27,7 +27,8 @@ class PostLocalSGD(LocalSGDConfig):
 
     Args:
         period: number of steps of an optimizer between averagings.
-        start_localSGD_iter: number of first steps in which gradients are averaged over all ranks.
+        start_localSGD_iter: number of first steps in which gradients are averaged over all ranks, or a fraction of the
+            run, as 0.1, where its length is known: see [`PowerSGD`][].
         post_local_gradient_allreduce: average gradients over the subgroup later on; if not, send none at all.
         subgroup_size: ranks in a subgroup: the first so many, the next so many; the last one is smaller if they do not
             divide evenly. `None`: the ranks of one node.

@@ -27,6 +27,7 @@ from lightning_commhooks.interface.error_feedback import ErrorFeedback
 from lightning_commhooks.interface.hierarchy import bind_by_node
 from lightning_commhooks.interface.hook import NEXT_TO_NOTHING, BoundHook
 from lightning_commhooks.interface.precision import add_unscaled_, all_finite, to_gradient, work_dtype
+from lightning_commhooks.interface.python_code import earlier
 from lightning_commhooks.interface.registry import register
 from lightning_commhooks.interface.state import Shapes
 
@@ -52,8 +53,9 @@ class PowerSGD(LowRankConfig):
 
     Args:
         matrix_approximation_rank: rank of the approximation. 1 to 4 is usual, up to 32 for language models.
-        start_powerSGD_iter: number of first steps averaged without compression, because early gradients
-            matter most. About a tenth of training.
+        start_powerSGD_iter: number of first steps averaged without compression, because early gradients matter most; or
+            a fraction of the run, as 0.1. Given by its name, the hook begins after a tenth of the run if that is
+            sooner. Lightning and `transformers.Trainer` know how long a run is; elsewhere say `attach(num_steps=)`.
         num_iters_per_step: 2 makes a whole power iteration in each step, as PyTorch does: P, then Q. 1 makes half of
             one, in turn P with the Q of the step before, and Q with the P of the step before: half the bytes, one
             all-reduce in place of two, and one product less.
@@ -229,8 +231,7 @@ class BoundPowerSGD(ErrorFeedback):
     def inactive_reason(self, step: int) -> str | None:
         hook, start, rank = self.hook, self.hook.start_powerSGD_iter, self.hook.matrix_approximation_rank
         if step < start:
-            advice = f"set it to about a tenth of training, {(step + 1) // 10} here"
-            return f"hook={hook.name!r} compresses from start_powerSGD_iter={start} on; {advice}"
+            return f"hook={hook.name!r} compresses from start_powerSGD_iter={start} on; {earlier(hook, step + 1)}"
         share = self._share(rank)
         if share > NEXT_TO_NOTHING:
             return None

@@ -181,7 +181,7 @@ class BoundHook(ABC):
         Shown for steps that are not compressed, and as a warning when training ends with such a step: after its first
         steps if that is foreseen, for which it is asked of the last step while `changes_at()` has no step in between,
         or else when it has ended. A clause that names the hook, and perhaps a semicolon and advice: `"hook='powersgd'
-        compresses from start_powerSGD_iter=1000 on; set it to about a tenth of training"`.
+        compresses from start_powerSGD_iter=1000 on; let it begin earlier"`.
 
         Args:
             step: number of synchronized backwards before it.

@@ -8,6 +8,7 @@ from typing import Any
 
 from lightning_commhooks.interface.hook import CommHook
 from lightning_commhooks.interface.registry import get_hook_class
+from lightning_commhooks.interface.start import is_start
 
 
 def code(hook: CommHook) -> str:
@@ -16,6 +17,13 @@ def code(hook: CommHook) -> str:
     if not options and _is_registered(hook):
         return f'"{hook.name}"'
     return f"{type(hook).__name__}({', '.join(f'{key}={_code(value)}' for key, value in options.items())})"
+
+
+def earlier(hook: CommHook, num_steps: int) -> str:
+    """What to write for a hook that does nothing in a run of so many steps, since it starts too late."""
+    names = [field.name for field in dataclasses.fields(hook) if is_start(field.name)]  # type: ignore[arg-type]
+    better = dataclasses.replace(hook, **dict.fromkeys(names, num_steps // 10))  # type: ignore[type-var]
+    return f"let it begin after about a tenth of training, {num_steps // 10}: hook={code(better)}"
 
 
 def _options(hook: CommHook) -> dict[str, Any]:

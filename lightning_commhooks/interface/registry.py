@@ -9,6 +9,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any, TypeVar
 
 from lightning_commhooks.interface.hook import CommHook
+from lightning_commhooks.interface.start import DefaultStart, is_start
 
 ENTRY_POINT_GROUP = "lightning_commhooks.hooks"
 
@@ -103,9 +104,17 @@ def get_hook(hook: str | CommHook, **options: Any) -> CommHook:
     if unknown and has_fields:
         raise ValueError(f"{hook_class.__name__}: unknown option {unknown[0]!r}; {_closest(unknown[0], fields)}{known}")
     try:
-        return hook_class(**options)
+        made = hook_class(**options)
+        return _by_name(made, [field for field in fields if field not in options])
     except TypeError as error:
         raise ValueError(f"{hook_class.__name__}: {str(error).split(') ', 1)[-1]}; {known}") from error
+
+
+def _by_name(hook: CommHook, at_default: Sequence[str]) -> CommHook:
+    """The hook with starts that follow the length of the run where that is known."""
+    starts = {name: getattr(hook, name) for name in at_default if is_start(name)}
+    late = {name: DefaultStart(start) for name, start in starts.items() if type(start) is int and start > 0}
+    return dataclasses.replace(hook, **late) if late else hook  # type: ignore[type-var]
 
 
 def _closest(name: str, known: Sequence[str]) -> str:

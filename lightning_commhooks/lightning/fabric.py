@@ -50,6 +50,7 @@ class CompressedDDPFabricStrategy(DDPStrategy):
             [`ScaleByGradAccumulation`][].
         loss_divided_by: what you divide the loss of each micro-batch by before `fabric.backward`, which divides by
             nothing; or a function that returns it.
+        num_steps: optimizer steps that training has in all: see [`attach`][].
         **kwargs: arguments of Fabric's `DDPStrategy` and of `DistributedDataParallel`.
 
     Attributes:
@@ -69,11 +70,13 @@ class CompressedDDPFabricStrategy(DDPStrategy):
         resync: bool = False,
         accumulation: Accumulation = "framework",
         loss_divided_by: float | Callable[[], float] = 1,
+        num_steps: int | None = None,
         **kwargs: Any,
     ) -> None:
         with refusals_as(MisconfigurationException, self):
             self._hook = resolve_hook(hook, hook_state, accumulation)
         self._loss_divided_by = loss_divided_by
+        self._num_steps = num_steps
         self._hook_state = hook_state
         self._exact_state = exact_state
         self.attachments: list[Attachment] = []
@@ -97,6 +100,7 @@ class CompressedDDPFabricStrategy(DDPStrategy):
                 grad_scaler=getattr(self.precision, "scaler", None),
                 exact_state=self._exact_state,
                 loss_divided_by=self._loss_divided_by,
+                num_steps=self._num_steps,
             )
             self.attachments.append(attachment)
             self._together.add(attachment, self._optimizers)

@@ -21,7 +21,7 @@ from lightning_commhooks.interface.error_sample import DEFAULT_NUMEL, ErrorSampl
 from lightning_commhooks.interface.hook import BoundHook, CommHook
 from lightning_commhooks.interface.layout import unwrapped
 from lightning_commhooks.interface.state import PerRank
-from lightning_commhooks.interface.user_function import DDPHook
+from lightning_commhooks.interface.user_function import DDPHook, UserFunction
 from lightning_commhooks.runtime import checkpoint
 from lightning_commhooks.runtime.copies import nothing
 from lightning_commhooks.runtime.forecast import Forecast
@@ -36,12 +36,9 @@ class Attachment:
     so in a `ValueError`, does nothing, or returns what there is, zero or `None`. Not copied: in a copy of what holds it
     there is `None`, since the hook stays with the model that it was attached to.
 
-    Attributes:
-        hook: the configuration: a `CommHook`, or the user's own DDP hook function.
     """
 
-    def __init__(self, hook: CommHook | DDPHook, runtime: Runtime, exact_state: bool) -> None:
-        self.hook = hook
+    def __init__(self, runtime: Runtime, exact_state: bool) -> None:
         self._runtime = runtime
         self._exact_state = exact_state
 
@@ -51,6 +48,12 @@ class Attachment:
 
     def __reduce__(self) -> tuple[Callable[..., None], tuple[()]]:
         return nothing, ()
+
+    @property
+    def hook(self) -> CommHook | DDPHook:
+        """The configuration: a `CommHook`, whose starts are steps once training has begun; or a user's own function."""
+        config = self._runtime.config
+        return config.function if isinstance(config, UserFunction) else config
 
     @property
     def bound(self) -> BoundHook | None:
@@ -177,14 +180,17 @@ class Attachment:
     def tell_forecast(self, say: Callable[[str], None] | None = None, num_left: int | None = None) -> None:
         """Say on the first rank what training will do, and warn there if next to nothing will be compressed.
 
-        Call it after each step, on all ranks: it says one line after the first steps, and one a few steps after each
-        change of the hook. It warns once, and that is not repeated when training ends.
+        Call it before each step, on all ranks: it says one line after the first steps, and one a few steps after each
+        change of the hook. It warns once, and that is not repeated when training ends. The first call determines the
+        starts that depend on the length of the run, as `start_powerSGD_iter=0.1`, if `attach` did not know it.
 
         Args:
             say: shows one line; `None`: warnings only.
             num_left: synchronized backwards that are still to come; `None`: not known.
         """
         if not self.is_closed:
+            run = self._runtime
+            run.expect(None if num_left is None else run.clock.steps + num_left)
             self._runtime.forecaster.tell(say, num_left)
 
     def compression_stats(self) -> tuple[float, int, int]:

@@ -46,6 +46,7 @@ def _complete(
     return {
         "format": FORMAT,
         "steps": run.clock.steps,
+        "num_steps": run.num_steps,
         "world_size": run.bound.group.size,
         "per_rank": kind,
         "shard": run.source.shard,
@@ -129,6 +130,12 @@ def _load(
 
 def _told(shard: Sequence[Sequence[int]]) -> str:
     return " and ".join(f"{index} of {size}" for index, size in shard) or "0 of 1"
+
+
+def num_steps_of(saved: Any) -> int | None:
+    """The length of the run by which its starts were determined; see `Runtime.num_steps`."""
+    found = saved.get("num_steps") if isinstance(saved, Mapping) else None
+    return found if type(found) is int and found >= 0 else None
 
 
 def _problem(saved: Any) -> str:

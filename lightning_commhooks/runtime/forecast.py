@@ -15,7 +15,7 @@ from lightning_commhooks.interface.user_function import UserFunction
 from lightning_commhooks.runtime.local_steps import LocalSteps
 from lightning_commhooks.runtime.running import RunningHook
 from lightning_commhooks.wrappers.auto import Auto
-from lightning_commhooks.wrappers.late_start import late_starts
+from lightning_commhooks.wrappers.late_start import begun_at, late_starts
 
 # A hook with more options is told by its name.
 _LONGEST_NAME = 80
@@ -188,12 +188,13 @@ class Forecaster:
         if change is not None:
             if num_steps is None:
                 return None
-            option, saved = self._changes[change], (max(0.0, saved) * change + num_steps - change) / num_steps
+            saved = (max(0.0, saved) * change + num_steps - change) / num_steps
             text = (
                 f"hook={name!r} saves at most {saved:.1%} of the bytes that plain DDP sends, because it begins to at "
-                f"step {change:,} only; {f'set {option} to' if option else 'let it begin after'} about a tenth of "
-                f"training, {num_steps // 10:,}"
+                f"step {change:,} only; let it begin after about a tenth of training, {num_steps // 10:,}"
             )
+            if self._changes[change] and self._hook is not None:
+                text += f": hook={code(begun_at(self._hook, num_steps // 10))}"
         elif reason := self._running.bound.inactive_reason(self._step if num_steps is None else num_steps - 1):
             text, saved = reason, 0.0
         elif not self._now.numel_compressed:

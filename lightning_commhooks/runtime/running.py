@@ -24,18 +24,23 @@ class RunningHook:
     Attributes:
         method: the configuration that users and checkpoints know, without the division of accumulated gradients.
         source: where its buckets come from.
+        num_steps: of the run, by which starts were determined that depend on it: `None` before, 0 if it is not known.
     """
 
     bound: BoundHook
 
     def __init__(self, config: CommHook, source: Source, end_step: Callable[[bool, bool], None]) -> None:
         self.source = source
-        self.config = config
-        self.method = without_scale(config)
+        self.num_steps: int | None = None
+        self.configure(config)
         self.counters = Counters()
         self.clock = StepClock(self.counters, end_step)
         # None of a user's own function.
         self._engine: Engine | None = None
+
+    def configure(self, config: CommHook) -> None:
+        """Take a configuration."""
+        self.config, self.method = config, without_scale(config)
 
     @property
     def name(self) -> str:

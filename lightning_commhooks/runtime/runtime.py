@@ -16,6 +16,7 @@ from torch.futures import Future
 
 from lightning_commhooks.collectives.backend import Backend
 from lightning_commhooks.collectives.counters import Counters
+from lightning_commhooks.collectives.errors import HookError
 from lightning_commhooks.collectives.gloo_abort import AllConnections
 from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.collectives.process_groups import backend_for, connections_of, destroy, own_group
@@ -25,6 +26,7 @@ from lightning_commhooks.interface.averages_models import averages_models
 from lightning_commhooks.interface.bucket import Bucket, Slot
 from lightning_commhooks.interface.hook import BoundHook, CommHook
 from lightning_commhooks.interface.layout import Layout
+from lightning_commhooks.interface.start import depends_on_length, is_fraction
 from lightning_commhooks.interface.state import StateError
 from lightning_commhooks.interface.user_function import UserFunction
 from lightning_commhooks.runtime import checkpoint
@@ -37,6 +39,7 @@ from lightning_commhooks.runtime.running import RunningHook
 from lightning_commhooks.runtime.source import Source
 from lightning_commhooks.runtime.stream_engine import InlineEngine, StreamEngine
 from lightning_commhooks.runtime.thread_engine import ThreadEngine
+from lightning_commhooks.wrappers.late_start import late_starts, started
 from lightning_commhooks.wrappers.scale import accumulation_of
 
 T = TypeVar("T")
@@ -71,6 +74,9 @@ class Runtime(RunningHook):
         make_group: Callable[[Counters], Group] | None = None,
     ) -> None:
         super().__init__(hook, source, self._end_step)
+        self._given = hook
+        # The last step before which its starts were looked at.
+        self._checked = -1
         self.watch = Watch()
         self.micro_batches = MicroBatches(loss_divided_by) if accumulation_of(hook) != "framework" else None
         self._grad_scaler = grad_scaler
@@ -139,6 +145,32 @@ class Runtime(RunningHook):
             for text in texts:
                 warnings.warn(text, stacklevel=3)
 
+    def expect(self, num_steps: int | None) -> None:
+        """Determine the starts that depend on the length of the run, once. Collective.
+
+        Args:
+            num_steps: synchronized backwards from the beginning of training to its end; `None`: not known.
+        """
+        if self.num_steps is not None or not any(depends_on_length(start) for *_, start in late_starts(self._given)):
+            return
+        self.clock.end()
+        told = self.call(lambda: self.bound.group.all_gather_quietly([num_steps or 0]))
+        self.num_steps = min(own for (own,) in told)
+        if self.num_steps:
+            self.configure(started(self._given, self.num_steps))
+            self._begin_at(self._bind_again(), self.clock.steps)
+
+    def _check_starts(self) -> None:
+        starts = [*late_starts(self.config)]
+        if self.num_steps is None and any(depends_on_length(start) for *_, start in starts):
+            self.num_steps = 0
+        for owner, name, start in starts:
+            if is_fraction(start):
+                raise HookError(
+                    f"{type(owner).__name__}({name}={start}) is a fraction of the run, and how long that is nobody has "
+                    f"said: give attach(..., num_steps=), the number of synchronized backwards, or {name}= a step"
+                )
+
     def reset(self) -> None:
         """Let the hook begin anew, at step 0, with the same model on all ranks. Collective."""
         self.clock.end()
@@ -193,10 +225,16 @@ class Runtime(RunningHook):
             StateError: see `checkpoint.load`. The hook is as it was before.
         """
         self.clock.end()
+        before = self.config
+        num_steps = checkpoint.num_steps_of(state)
+        if num_steps is not None:
+            self.configure(started(self._given, num_steps) if num_steps else self._given)
         fresh = self._bind_again()
         loaded = self.call(lambda: self._load(state, fresh, strict))
         if isinstance(loaded, StateError):
+            self.configure(before)
             raise loaded
+        self.num_steps = num_steps if num_steps is not None else self.num_steps
         steps, differences = loaded
         self._begin_at(fresh, steps)
         if differences and fresh.group.rank == 0:
@@ -221,6 +259,9 @@ class Runtime(RunningHook):
         if self.micro_batches is not None:
             accumulated = self.micro_batches.of_step(step, is_last)
         scale = _current_scale(self._grad_scaler)
+        if self.clock.steps != self._checked:
+            self._checked = self.clock.steps
+            self._check_starts()
         self.forecaster.begin_step(step)
         return Bucket(flat, index, is_last, step, slots, unused, scale, accumulated=accumulated)
 

@@ -19,6 +19,7 @@ from lightning_commhooks.collectives.counters import Counters
 from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.collectives.process_groups import backend_for
 from lightning_commhooks.interface.accumulation import is_positive
+from lightning_commhooks.interface.checks import check_integer
 from lightning_commhooks.interface.hook import CommHook
 from lightning_commhooks.interface.layout import unwrapped
 from lightning_commhooks.interface.user_function import DDPHook, UserFunction, warn_if_broken_here
@@ -46,6 +47,7 @@ def attach(
     replicate_group: dist.ProcessGroup | None = None,
     shard_hook: str | CommHook | None = None,
     gather_hook: str | CommHook | None = None,
+    num_steps: int | None = None,
 ) -> Attachment:
     """Let a communication hook average the gradients of a model, of `DistributedDataParallel` or sharded by FSDP.
 
@@ -82,6 +84,10 @@ def attach(
         gather_hook: for `fully_shard`, what parameters are sent as when they are gathered: `"int8"`, `"int4"`, `"fp8"`,
             `"bf16"`, `"fp16"`, or one of them configured without error feedback. All ranks compute with what was sent;
             each rank's share stays exact. `None`: as FSDP2 sends them.
+        num_steps: synchronized backwards that training has in all, from its beginning on. Of it starts that are
+            fractions are a part, as `start_powerSGD_iter=0.1`; and hooks that are given by name begin after a tenth of
+            it, if that is sooner than their default. Checkpoints have it, and a run that goes on from one goes by that.
+            `None`: not known, or told before the first backward by `Attachment.tell_forecast`.
 
     Returns:
         a handle to metrics, state and the end of the hook.
@@ -115,6 +121,8 @@ def attach(
         config = resolved if isinstance(resolved, CommHook) else UserFunction(resolved)
         divided_by = _loss_divided_by(loss_divided_by, config)
         source.check(model)
+        if num_steps is not None:
+            check_integer("num_steps", num_steps, 1)
         if grad_scaler is not None and not isinstance(grad_scaler, torch.amp.GradScaler):
             raise ValueError(f"grad_scaler must be a torch.amp.GradScaler, is {grad_scaler!r}")
         method = without_scale(config)
@@ -123,7 +131,7 @@ def attach(
         is_scaled = grad_scaler is not None and grad_scaler.is_enabled()
         same |= {"hook": config, "exact_state": exact_state, "whether gradients are scaled by grad_scaler": is_scaled}
     runtime = Runtime(config, source, grad_scaler, divided_by)
-    attachment = Attachment(resolved, runtime, exact_state)
+    attachment = Attachment(runtime, exact_state)
     try:
         with raise_on_all_ranks(runtime.bound.group.process_group, "attach()"):
             if optimizers is not None and not callable(optimizers):
@@ -134,6 +142,8 @@ def attach(
                         check_optimizer(optimizer)
             runtime.connect(model)
             runtime.local.set_optimizers(optimizers)
+        if num_steps is not None:
+            runtime.expect(num_steps)
     except BaseException:
         runtime.close()
         raise
@@ -193,4 +203,4 @@ def attach_emulated(
     except BaseException:
         runtime.close()
         raise
-    return Attachment(hook, runtime, exact_state=False)
+    return Attachment(runtime, exact_state=False)

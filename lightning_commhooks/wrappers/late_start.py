@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from lightning_commhooks.interface.hook import CommHook
+from lightning_commhooks.interface.registry import get_hook
+from lightning_commhooks.interface.start import in_steps, is_start
 
 
-def late_starts(hook: CommHook) -> Iterator[tuple[CommHook, str, int]]:
+def late_starts(hook: CommHook) -> Iterator[tuple[CommHook, str, float]]:
     """Options as `start_powerSGD_iter` that are above 0, of a hook and of those within it: whose, name and value."""
     for name, value in _fields_of(hook).items():
-        if name.startswith("start_") and name.endswith("_iter") and value:
+        if is_start(name) and value:
             yield hook, name, value
     for inner in hook.inner_hooks:
         yield from late_starts(inner)
@@ -27,10 +29,26 @@ def _fields_of(hook: CommHook) -> dict[str, Any]:
 @functools.singledispatch
 def at_once(hook: CommHook) -> CommHook:
     """The same hook beginning with what it does in the long run, and the last phase of a schedule."""
-    changes: dict[str, Any] = {name: 0 for owner, name, _ in late_starts(hook) if owner is hook}
+    return _changed(hook, {name: 0 for owner, name, _ in late_starts(hook) if owner is hook}, at_once)
+
+
+def started(hook: CommHook, num_steps: int) -> CommHook:
+    """The same hook in a run of `num_steps` synchronized backwards: each start is a step."""
+    starts = {name: in_steps(start, num_steps) for owner, name, start in late_starts(hook) if owner is hook}
+    return _changed(hook, starts, lambda inner: started(inner, num_steps))
+
+
+def begun_at(hook: CommHook, step: int) -> CommHook:
+    """The same hook with each start that is above 0 at `step`."""
+    starts = {name: step for owner, name, _ in late_starts(hook) if owner is hook}
+    return _changed(hook, starts, lambda inner: begun_at(inner, step))
+
+
+def _changed(hook: CommHook, changes: dict[str, Any], change: Callable[[CommHook], CommHook]) -> CommHook:
+    """A hook with other options, and with the hooks within it changed too."""
     for name, value in _fields_of(hook).items():
         if isinstance(value, CommHook):
-            changes[name] = at_once(value)
-        elif isinstance(value, Mapping) and any(isinstance(inner, CommHook) for inner in value.values()):
-            changes[name] = {key: at_once(inner) for key, inner in value.items()}
+            changes[name] = change(value)
+        elif isinstance(value, Mapping) and hook.inner_hooks:
+            changes[name] = {key: change(get_hook(inner)) for key, inner in value.items()}
     return dataclasses.replace(hook, **changes) if changes else hook  # type: ignore[type-var]

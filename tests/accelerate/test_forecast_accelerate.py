@@ -45,11 +45,30 @@ def test_one_line_and_one_when_it_compresses(results, label, when):
         assert line.endswith(f"x fewer bytes then, {ratio:.3g}x over the run")
 
 
+@pytest.mark.parametrize(
+    ("label", "hook", "when"),
+    [
+        ("name", "PowerSGD(start_powerSGD_iter=4)", "it compresses from step 4 of 40 on"),
+        ("fraction", "PowerSGD(start_powerSGD_iter=4, min_compression_rate=1)", "it compresses from step 4 of 12 on"),
+        ("told", "PowerSGD(start_powerSGD_iter=4, min_compression_rate=1)", "it compresses from step 4 of 12 on"),
+    ],
+)
+def test_start_by_the_length_of_the_run(results, label, hook, when):
+    line = results[label]["lines"][0]
+    assert line.startswith(f"Forecast for communication hook {hook}: ")
+    assert when in line
+    assert results[label]["warned"] == []
+
+
+def test_a_fraction_of_an_unknown_run(results):
+    assert "PowerSGD(start_powerSGD_iter=0.34) is a fraction of the run, and how long that is" in results["not_told"]
+
+
 def test_warnings_in_time_and_not_again_at_the_end(results):
     for label in ("beyond", "tracker_beyond"):
         assert results[label]["warned"] == [
-            "training ends after 8 steps, and hook='powersgd' compresses from start_powerSGD_iter=1000 on; set it to "
-            "about a tenth of training, 0 here"
+            "training ends after 8 steps, and hook='powersgd' compresses from start_powerSGD_iter=1000 on; let it "
+            "begin after about a tenth of training, 0: hook=PowerSGD(start_powerSGD_iter=0)"
         ]
         assert len(results[label]["lines"]) == 1
     for label in ("int8", "int8_tracker"):

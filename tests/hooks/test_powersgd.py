@@ -205,7 +205,7 @@ def test_warns_when_training_ends_before_compression(run):
     (texts, stats), (other_texts, _) = run(close_early, SHAPES, 3, 3)
     assert len(texts) == 1
     assert "after 3 steps, and hook='powersgd' compresses from start_powerSGD_iter=3 on; " in texts[0]
-    assert texts[0].endswith("set it to about a tenth of training, 0 here")
+    assert texts[0].endswith("let it begin after about a tenth of training, 0: hook=PowerSGD(start_powerSGD_iter=0)")
     assert not other_texts
     assert stats == (0, 0, 0)
     for texts, (rate, _, _) in run(close_early, SHAPES, 4, 3):

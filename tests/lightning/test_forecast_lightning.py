@@ -48,6 +48,20 @@ def test_one_line_and_one_when_it_compresses(results, label, when):
     assert warned == []
 
 
+@pytest.mark.parametrize(
+    ("label", "hook", "when"),
+    [
+        ("name", "PowerSGD(start_powerSGD_iter=4)", "from step 4 of 40 on"),
+        ("fraction", "PowerSGD(matrix_approximation_rank=2, start_powerSGD_iter=3)", "from step 3 of 12 on"),
+    ],
+)
+def test_start_by_the_length_of_the_run(results, label, hook, when):
+    lines, warned = said(results, label)
+    assert lines[-1].startswith(f"Forecast for communication hook {hook}: ")
+    assert f"compressed {when}; " in lines[-1] or f"it compresses {when}" in lines[-1]
+    assert warned == []
+
+
 def test_the_line_is_true(results):
     for label in ("good", "accumulated"):
         assert results(f"{label}-said")["metrics"]["compression_ratio"] == pytest.approx(1.61, abs=0.005)
@@ -74,13 +88,14 @@ def test_manual_optimization_is_told_without_an_end(results):
     [
         (
             "beyond",
-            "training ends after 8 steps, and hook='powersgd' compresses from start_powerSGD_iter=1000 on; set it to "
-            "about a tenth of training, 0 here",
+            "training ends after 8 steps, and hook='powersgd' compresses from start_powerSGD_iter=1000 on; let it "
+            "begin after about a tenth of training, 0: hook=PowerSGD(start_powerSGD_iter=0)",
         ),
         (
             "late",
             "training ends after 100 steps, and hook='powersgd' saves at most 1.0% of the bytes that plain DDP sends, "
-            "because it begins to at step 99 only; set start_powerSGD_iter to about a tenth of training, 10",
+            "because it begins to at step 99 only; let it begin after about a tenth of training, 10: "
+            "hook=PowerSGD(start_powerSGD_iter=10, min_compression_rate=1)",
         ),
         (
             "int8",

@@ -18,7 +18,10 @@ HIERARCHICAL, PERIODS = lc.HierarchicalLocalSGD, "period_group_size_dict"
 LOCAL_SGD = [lc.PostLocalSGD, lc.HierarchicalLocalSGD, lc.DiLoCo]
 BAD_IN_ALL = [
     ({"start_localSGD_iter": -1}, "start_localSGD_iter must be an integer of at least 0, is -1"),
-    ({"start_localSGD_iter": 1.5}, "start_localSGD_iter must be an integer of at least 0, is 1.5"),
+    (
+        {"start_localSGD_iter": 1.5},
+        "start_localSGD_iter must be a step, an integer, or a fraction of the run, as 0.1",
+    ),
     ({"start_localSGD_iter": True}, "start_localSGD_iter must be an integer of at least 0, is True"),
     ({"subgroup_size": 0}, "subgroup_size must be an integer of at least 1, is 0"),
     ({"subgroup_size": "2"}, "subgroup_size must be an integer of at least 1, is '2'"),

@@ -6,6 +6,22 @@ PACKAGE = "lightning_commhooks"
 
 MUTATIONS = [
     Mutation(
+        "start_of_this_run",
+        f"{PACKAGE}/runtime/runtime.py",
+        "self.configure(started(self._given, num_steps) if num_steps else self._given)",
+        "pass",
+        "A run that goes on begins to compress by its own length, not by that of the run before.",
+        "tests/runtime/test_forecast.py -k 'start_by_the_length'",
+    ),
+    Mutation(
+        "start_of_each_rank",
+        f"{PACKAGE}/runtime/runtime.py",
+        "self.num_steps = min(own for (own,) in told)",
+        "self.num_steps = num_steps or 0",
+        "Ranks that were told other lengths begin to compress at other steps.",
+        "tests/runtime/test_forecast.py -k 'start_by_the_length'",
+    ),
+    Mutation(
         "sum_for_mean",
         f"{PACKAGE}/collectives/communicator.py",
         "return (yield from self.all_reduce_(tensor.div_(self.size / scale)))",

@@ -1,5 +1,6 @@
 """`Attachment.forecast`: bytes of a whole run against those of a real one; what is said, and when there is nothing."""
 
+import contextlib
 import dataclasses
 import warnings
 
@@ -13,6 +14,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_commhooks as lc
+from lightning_commhooks.wrappers.late_start import late_starts
 
 NUM_STEPS = 40
 FIRST_STEPS = 3
@@ -220,13 +222,14 @@ def test_one_line_in_each_phase(run, label):
 NOTHING = {
     "beyond the end": (
         (lc.PowerSGD(), 200, WIDE),
-        "training ends after 200 steps, and hook='powersgd' compresses from start_powerSGD_iter=1000 on; set it to "
-        "about a tenth of training, 20 here",
+        "training ends after 200 steps, and hook='powersgd' compresses from start_powerSGD_iter=1000 on; let it "
+        "begin after about a tenth of training, 20: hook=PowerSGD(start_powerSGD_iter=20)",
     ),
     "just before the end": (
         (lc.PowerSGD(start_powerSGD_iter=195), 200, WIDE),
         "training ends after 200 steps, and hook='powersgd' saves at most 2.5% of the bytes that plain DDP sends, "
-        "because it begins to at step 195 only; set start_powerSGD_iter to about a tenth of training, 20",
+        "because it begins to at step 195 only; let it begin after about a tenth of training, 20: "
+        "hook=PowerSGD(start_powerSGD_iter=20)",
     ),
     "last phase": (
         (lc.Schedule({0: "allreduce", 396: "bf16"}), 400, WIDE),
@@ -262,7 +265,8 @@ NOTHING = {
     "alone too late": (
         (lc.PostLocalSGD(post_local_gradient_allreduce=False), 50, WIDE),
         "training ends after 50 steps, and hook='post_localsgd' averages gradients over all ranks until "
-        "start_localSGD_iter=100; set it to about a tenth of training, 5 here",
+        "start_localSGD_iter=100; let it begin after about a tenth of training, 5: "
+        "hook=PostLocalSGD(start_localSGD_iter=5, post_local_gradient_allreduce=False)",
     ),
 }
 
@@ -325,7 +329,7 @@ def test_what_a_late_hook_does_is_warned_of_when_it_was_measured(run):
 @pytest.mark.parametrize(
     ("hook", "why"),
     [
-        (lc.PowerSGD(start_powerSGD_iter=10), "compresses from start_powerSGD_iter=10 on; set it to"),
+        (lc.PowerSGD(start_powerSGD_iter=10), "compresses from start_powerSGD_iter=10 on; let it begin"),
         (lc.PostLocalSGD(period=64, **ALONE), "has never averaged models, the first period of steps has not ended"),
     ],
 )
@@ -369,3 +373,68 @@ def refused(rank, world):
 
 def test_number_of_steps_is_checked(run):
     run(refused)
+
+
+@contextlib.contextmanager
+def begun(hook, num_steps):
+    ddp = DistributedDataParallel(Params(WIDE))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of training that ends early
+        attachment = lc.attach(ddp, hook, num_steps=num_steps, optimizers=[])
+        yield ddp, attachment
+        attachment.close()
+
+
+def starts(rank, world):
+    """The step at which a hook begins, by the length that was told, in a run that goes on, and as one is refused."""
+    found = {}
+    for label, hook, num_steps in (
+        ("name", "powersgd", 40),
+        ("long", "powersgd", 40_000),
+        ("class", lc.PowerSGD(), 40),
+        ("local", "post_localsgd", 40 + 2 * rank),
+        ("fraction", lc.Cast(lc.PowerSGD(start_powerSGD_iter=0.25), "bf16"), 12),
+        ("schedule", lc.Schedule({0: "bf16", 1: "powersgd"}), 30),
+        ("unknown", "powersgd", None),
+    ):
+        with begun(hook, num_steps) as (ddp, attachment):
+            backward(ddp, full_rank_gradients(rank, 0, WIDE))
+            found[label] = [start for *_, start in late_starts(attachment.hook)]
+    fraction = lc.PowerSGD(start_powerSGD_iter=0.25)
+    with begun(fraction, 12) as (ddp, attachment):
+        for step in range(2):
+            backward(ddp, full_rank_gradients(rank, step, WIDE))
+        state = attachment.state_dict()
+    for label, hook, num_steps in (("goes on", fraction, 400), ("by name", "powersgd", None)):
+        with begun(hook, num_steps) as (ddp, attachment):
+            attachment.load_state_dict(state)
+            numel = []
+            for step in range(2, 5):
+                backward(ddp, full_rank_gradients(rank, step, WIDE))
+                numel.append(attachment.metrics()["numel_compressed"])
+            found[label] = [start for *_, start in late_starts(attachment.hook)], [one > 0 for one in numel]
+    message = r"PowerSGD\(start_powerSGD_iter=0.25\) is a fraction of the run, and .*give attach\(..., num_steps="
+    with begun(fraction, None) as (ddp, _), pytest.raises(lc.HookError, match=message):
+        backward(ddp, full_rank_gradients(rank, 0, WIDE))
+    return found
+
+
+def test_start_by_the_length_of_the_run(run):
+    for found in run(starts):
+        assert found == {
+            "name": [4],
+            "long": [1000],
+            "class": [1000],
+            "local": [4],
+            "fraction": [3],
+            "schedule": [3],
+            "unknown": [1000],
+            "goes on": ([3], [False, True, True]),
+            "by name": ([1], [True, True, True]),
+        }
+
+
+@pytest.mark.parametrize("start", [0.0, 1.0, 1.5, -0.1, -1, True, "0.1"])
+def test_bad_starts(start):
+    with pytest.raises(ValueError, match="start_powerSGD_iter must be"):
+        lc.PowerSGD(start_powerSGD_iter=start)

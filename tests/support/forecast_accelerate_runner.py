@@ -15,6 +15,7 @@ import lightning_commhooks as lc
 from accelerate_integration import CommHookKwargs, CommHookTracker
 
 FOLDER = Path(sys.argv[1])
+FRACTION = lc.PowerSGD(start_powerSGD_iter=0.34, min_compression_rate=1)
 POWERSGD = lc.PowerSGD(start_powerSGD_iter=4, min_compression_rate=1)
 
 
@@ -45,9 +46,9 @@ def heard(run):
     return {"lines": LINES.lines, "warned": texts, "metrics": metrics}
 
 
-def accelerated(hook, num_steps=0, batches=8, **options):
+def accelerated(hook, num_steps=0, batches=8, told=None, **options):
     """Train by an accelerator; with a tracker unless `num_steps` is 0."""
-    handler = CommHookKwargs(hook=hook)
+    handler = CommHookKwargs(hook=hook, num_steps=told)
     accelerator = Accelerator(cpu=True, kwargs_handlers=[handler], **options)
     torch.manual_seed(0)
     model = torch.nn.Linear(64, 64)
@@ -86,7 +87,9 @@ def main():
     results = {
         "trainer": heard(lambda: of_trainer("whole", POWERSGD, max_steps=12, **saving)),
         "resumed": heard(lambda: of_trainer("more", POWERSGD, f"{FOLDER}/whole/checkpoint-6", max_steps=16)),
-        "beyond": heard(lambda: of_trainer("beyond", "powersgd", max_steps=8)),
+        "beyond": heard(lambda: of_trainer("beyond", lc.PowerSGD(), max_steps=8)),
+        "name": heard(lambda: of_trainer("name", "powersgd", max_steps=40)),
+        "fraction": heard(lambda: of_trainer("fraction", FRACTION, max_steps=12)),
         "epochs": heard(lambda: of_trainer("epochs", POWERSGD, max_steps=-1, num_train_epochs=1)),
     }
     AcceleratorState._reset_state()
@@ -94,14 +97,16 @@ def main():
         "tracker": heard(lambda: accelerated(POWERSGD, num_steps=8)),
         "accumulated": heard(lambda: accelerated(POWERSGD, num_steps=8, batches=16, gradient_accumulation_steps=2)),
         "unknown": heard(lambda: accelerated(POWERSGD, num_steps=None)),
-        "tracker_beyond": heard(lambda: accelerated("powersgd", num_steps=8)),
+        "tracker_beyond": heard(lambda: accelerated(lc.PowerSGD(), num_steps=8)),
+        "told": heard(lambda: accelerated(FRACTION, num_steps=12, batches=12, told=12)),
         "int8": heard(lambda: accelerated("int8")),
         "int8_tracker": heard(lambda: accelerated("int8", num_steps=None)),
     }
-    try:
-        accelerated("bf16", num_steps=-1)
-    except ValueError as error:
-        results["refused"] = str(error)
+    for label, arguments in (("refused", ("bf16", -1)), ("not_told", (FRACTION,))):
+        try:
+            accelerated(*arguments)
+        except (ValueError, RuntimeError) as error:
+            results[label] = str(error)
     Path(FOLDER, f"{torch.distributed.get_rank()}.json").write_text(json.dumps(results))
 
 

@@ -67,11 +67,14 @@ def steps():
     """Where a step is not a batch."""
     fit("accumulated", RANK_2, accumulate_grad_batches=2, max_epochs=4)
     fit("two-optimizers", RANK_2, GAN)
+    fit("name", "powersgd", max_epochs=10)
+    quarter = lc.PowerSGD(matrix_approximation_rank=2, start_powerSGD_iter=0.25)
+    fit("fraction", quarter, max_epochs=3)
     fit("unknown", RANK_2, loader=DataLoader(Endless(), batch_size=4))
 
 
 def nothing():
-    fit("beyond", "powersgd")
+    fit("beyond", lc.PowerSGD())
     fit("late", lc.PowerSGD(start_powerSGD_iter=99, min_compression_rate=1), max_epochs=25)
     fit("int8", "int8")
     fit("matrices", lc.PowerSGD(start_powerSGD_iter=0, matrix_approximation_rank=8))
