@@ -256,7 +256,7 @@ def run_block(path, block, namespace, made):
     elif block.language in ("", "bash"):
         docs_shell.check(block.text)
     else:
-        assert block.language in ("diff", "text"), f"line {block.line}: nothing runs {block.language!r}"
+        assert block.language in ("diff", "text", "console"), f"line {block.line}: nothing runs {block.language!r}"
 
 
 def run_python(path, block, namespace, made):
