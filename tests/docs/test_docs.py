@@ -130,6 +130,23 @@ def test_blocks_that_are_not_run_have_a_reason():
     assert all(len(block.not_run) > 20 for path in RUN for block in blocks(path) if block.not_run is not None)
 
 
+@pytest.mark.parametrize("path", PAGES, ids=name_of)
+def test_page_ends_with_a_next_step(path):
+    last = path.read_text().rstrip().split("\n\n")[-1]
+    assert last.startswith("Next: "), "what is the reader to do next?"
+    assert "](" in last
+
+
+# In `use.md` an option has a line; the other page has the text of an example.
+WIDE = ("docs/use.md", "docs/write_a_hook.md")
+
+
+@pytest.mark.parametrize("path", [path for path in RUN if name_of(path) not in WIDE], ids=name_of)
+def test_code_fits_the_column_of_the_site(path):
+    lines = [line for block in blocks(path) if block.language != "text" for line in block.text.splitlines()]
+    assert not [line for line in lines if len(line) > 88], "messages, which wrap, are `text`"
+
+
 def test_no_block_is_overlooked():
     for path in RUN:
         fences = [line for line in path.read_text().splitlines() if line.strip().startswith("```")]

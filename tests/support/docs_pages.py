@@ -23,6 +23,12 @@ class Block:
     line: int
     not_run: str | None
 
+    @property
+    def command(self):
+        """How the script in this block is started, as its first line says; None for other blocks."""
+        found = re.match(r"# ((?:python|torchrun) .*\w+\.py)\n", self.text) if self.language == "python" else None
+        return found and found[1]
+
 
 def blocks(path):
     """Blocks of a page. A comment `<!-- not run: why -->` before one says that it is not run."""

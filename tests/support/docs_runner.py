@@ -2,7 +2,8 @@
 
 A page whose code calls `init_process_group` brings all that it needs. Other pages find a process group and what their
 readers have at hand: see `GIVEN`. Each block gets these anew, unless the page has made something of that name itself.
-A block that begins with `# <name>.py` is that file: later ones import it.
+A block that begins with `# <name>.py` is that file: later ones import it. One that begins with the command to start it
+is a script: `test_readme.py` runs it.
 """
 
 import ast
@@ -185,7 +186,9 @@ def run_page(path, recorder, groups):
         if not brings_all:
             groups.init()
         for block in page:
-            if block.not_run is None:
+            if block.command:
+                docs_shell.check(block.command)
+            elif block.not_run is None:
                 torch.manual_seed(0)
                 if files.name(block):
                     checking_prints(block, lambda block=block: files.import_(block))
@@ -253,7 +256,7 @@ def run_block(path, block, namespace, made):
     elif block.language in ("", "bash"):
         docs_shell.check(block.text)
     else:
-        assert block.language in ("diff", "text"), f"line {block.line}: nothing runs {block.language!r}"
+        assert block.language in ("diff", "text", "console"), f"line {block.line}: nothing runs {block.language!r}"
 
 
 def run_python(path, block, namespace, made):

@@ -87,13 +87,17 @@ def _module(words):
         raise AssertionError(f"nobody knows how to check python -m {module}")
 
 
+def _console_script(arguments):
+    _module(["lightning_commhooks", *arguments])
+
+
 def _script(words):
     """A script of the user's, or one of ours, whose text must have the options."""
     script, *arguments = words
     path = ROOT / script
     if "/" not in script:
-        of_pages = ("train.py", "train_accelerate.py", "example.py", "main.py", "check_topk.py")
-        assert script in of_pages, f"what is {script}?"
+        of_pages = ("example", "main", "check_topk", "train", "train_lightning", "train_accelerate", "train_ddp")
+        assert script.removesuffix(".py") in of_pages, f"what is {script}?"
         return
     assert path.is_file(), f"there is no {script}"
     for option in (argument.split("=")[0] for argument in arguments if argument.startswith("--")):
@@ -105,5 +109,6 @@ CHECKS = {
     "pip": _pip,
     "torchrun": _torchrun,
     "accelerate": _accelerate,
+    "lightning-commhooks": _console_script,
     "python": _python,
 }

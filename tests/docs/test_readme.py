@@ -1,0 +1,56 @@
+"""README followed word for word: its scripts, copied out into an empty directory, start by their first lines."""
+
+import re
+import shlex
+
+import pytest
+
+pytest.importorskip("markdown_it")
+
+from docs_pages import DOCS, ROOT, blocks
+from forks import free_port
+from test_examples import launched, needs
+
+README = ROOT / "README.md"
+SCRIPTS = {block.command: block.text for block in blocks(README) if block.command}
+
+
+def follow(command, folder):
+    """What a command of the README prints, of stdout and stderr."""
+    program, *arguments = shlex.split(command, comments=True)
+    start = {"python": (), "torchrun": ("torch.distributed.run",)}[program]
+    # An option of torchrun, whose own port another test may have taken.
+    return launched(*start, *arguments, cwd=folder, PET_MASTER_PORT=str(free_port()))
+
+
+def test_readme_is_short():
+    assert len(README.read_text().splitlines()) <= 120
+
+
+def test_readme_has_a_script_for_each_of_three_frameworks():
+    assert [command.split()[-1] for command in SCRIPTS] == ["train_lightning.py", "train_accelerate.py", "train_ddp.py"]
+
+
+def test_first_page_of_the_site_has_the_same_scripts():
+    assert {block.command: block.text for block in blocks(DOCS / "index.md")} == SCRIPTS
+
+
+@needs("lightning", "accelerate")
+@pytest.mark.parametrize("command", SCRIPTS)
+def test_scripts_of_the_readme(tmp_path, command):
+    (tmp_path / command.split()[-1]).write_text(SCRIPTS[command])
+    stdout, stderr = follow(command, tmp_path)
+    if "lightning" in command:
+        assert "`Trainer.fit` stopped: `max_steps=200` reached." in stderr
+        assert "Forecast for communication hook 'powersgd'" in stdout + stderr
+    else:
+        (ratio,) = (float(line) for line in stdout.splitlines())
+        assert 9 < ratio < 10, "20 steps in full of 200"
+
+
+def test_headroom_of_the_readme(tmp_path):
+    (made,) = (block for block in blocks(DOCS / "which_hook.md") if "def make_model" in block.text)
+    (tmp_path / "train.py").write_text(made.text)
+    (command,) = re.findall("^lightning-commhooks (headroom .+)$", README.read_text(), re.MULTILINE)
+    stdout, _ = launched("lightning_commhooks", *shlex.split(command, comments=True), cwd=tmp_path)
+    assert "Communication costs " in stdout
