@@ -107,6 +107,8 @@ class CompressedDDPMixin:
         self._attachment: Attachment | None = None
         # For checkpoints that Lightning writes when the model is out of DDP again.
         self._last_state: dict[str, Any] | None = None
+        # Whether it has what the hook remembers, and after how many steps it was saved.
+        self._last_is_whole, self._saved_at = True, -1
         super().__init__(**kwargs)
 
     @property
@@ -146,7 +148,7 @@ class CompressedDDPMixin:
         # Lightning forgets to reset this: a second fit with static_graph and manual optimization would not
         # synchronize at all.
         self._pl_static_graph_delay_done = False
-        self._last_state = None
+        self._last_state, self._saved_at, self._last_is_whole = None, -1, True
         model = self.model
         assert isinstance(model, DistributedDataParallel)
         with refusals_as(self._misconfiguration, self):
@@ -210,15 +212,26 @@ class CompressedDDPMixin:
                 stacklevel=3,
             )
         if self._attachment is None or self._attachment.is_closed:
+            if not self._last_is_whole and self._last_state is not None and self._attachment is not None:
+                self._tell_that_it_begins_anew(filepath, "; with Trainer(enable_checkpointing=True) it has all")
             return self._last_state
         if self._is_alone():
-            logger.warning(
-                "the checkpoint %s has the step count of hook %r, and nothing of what it remembers: that begins anew",
-                filepath,
-                self._attachment.name,
-            )
+            self._tell_that_it_begins_anew(filepath)
             return self._attachment.shared_state_dict()
-        return self._attachment.state_dict()
+        state = self._attachment.state_dict()
+        # Also for a checkpoint after training, if no step comes before.
+        self._saved_at, self._last_is_whole = self._attachment.num_steps, True
+        self._last_state = state if self.is_global_zero else None  # type: ignore[attr-defined]
+        return state
+
+    def _tell_that_it_begins_anew(self, filepath: str, fix: str = "") -> None:
+        assert self._attachment is not None
+        logger.warning(
+            "the checkpoint %s has the step count of hook %r, and nothing of what it remembers: that begins anew%s",
+            filepath,
+            self._attachment.name,
+            fix,
+        )
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         """Wait for all ranks; but in Lightning's handler of SLURM's signal, where others may wait elsewhere."""
@@ -312,9 +325,15 @@ class CompressedDDPMixin:
         # StochasticWeightAveraging and its like have put there what each rank had by itself.
         if (averaging := self._averaging()) is not None:
             averaging.average_weights(everything=True)
-        if self._attachment is not None and not self._attachment.is_closed:
-            state = self._attachment.state_dict()
+        if self._attachment is not None and not self._attachment.is_closed and not self._has_saved_this_step():
+            # What differs between ranks takes as long to average as a step without a hook.
+            saves = self.lightning_module.trainer.checkpoint_callbacks  # type: ignore[attr-defined]
+            state = self._attachment.state_dict() if saves else self._attachment.shared_state_dict()
             self._last_state = state if self.is_global_zero else None  # type: ignore[attr-defined]
+            self._last_is_whole = bool(saves)
+
+    def _has_saved_this_step(self) -> bool:
+        return self._attachment is not None and self._saved_at == self._attachment.num_steps
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_evaluation": ExitStack()}  # type: ignore[dict-item]  # of Strategy

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
+from weakref import WeakSet
 
 from lightning_commhooks.interface.averages_models import averages_models, is_local
 from lightning_commhooks.interface.hook import NEXT_TO_NOTHING, CommHook
@@ -17,6 +18,8 @@ from lightning_commhooks.runtime.running import RunningHook
 from lightning_commhooks.wrappers.auto import Auto
 from lightning_commhooks.wrappers.late_start import begun_at, late_starts
 
+# Hooks at work in this process.
+_open: WeakSet[RunningHook] = WeakSet()
 # A hook with more options is told by its name.
 _LONGEST_NAME = 80
 
@@ -80,9 +83,14 @@ class Forecaster:
     """
 
     def __init__(self, running: RunningHook, local: LocalSteps) -> None:
+        _open.add(running)
         self._running = running
         self._local = local
         self.restart()
+
+    def close(self) -> None:
+        """Do not count as another hook any more."""
+        _open.discard(self._running)
 
     def restart(self) -> None:
         """Forget all steps: the hook begins anew, or goes on from a checkpoint."""
@@ -158,8 +166,11 @@ class Forecaster:
         text = self._line(num_steps, self._measured, total, change)
         text += "; of those that leave a node" if sent.is_between_nodes else ""
         warning = self._warning(num_steps, sent, total, change)
+        model = self._running.model()
+        # With several models, which of them.
+        whose = f" of {type(getattr(model, 'module', model)).__name__}" if len(_open) > 1 and model is not None else ""
         return Forecast(
-            f"Forecast for communication hook {name}: {text}",
+            f"Forecast for communication hook {name}{whose}: {text}",
             total and total.bytes_sent,
             total and (total.bytes_dense / total.bytes_sent if total.bytes_sent else math.inf),
             () if warning is None else (warning,),

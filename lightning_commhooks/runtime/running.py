@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
+from torch import nn
+
 from lightning_commhooks.collectives.counters import Counters
 from lightning_commhooks.collectives.errors import HookError
 from lightning_commhooks.collectives.group import Group
@@ -24,6 +26,7 @@ class RunningHook:
     Attributes:
         method: the configuration that users and checkpoints know, without the division of accumulated gradients.
         source: where its buckets come from.
+        model: it, if it is there.
         num_steps: of the run, by which starts were determined that depend on it: `None` before, 0 if it is not known.
     """
 
@@ -32,6 +35,7 @@ class RunningHook:
     def __init__(self, config: CommHook, source: Source, end_step: Callable[[bool, bool], None]) -> None:
         self.source = source
         self.num_steps: int | None = None
+        self.model: Callable[[], nn.Module | None] = lambda: None
         self.configure(config)
         self.counters = Counters()
         self.clock = StepClock(self.counters, end_step)

@@ -80,7 +80,6 @@ class Runtime(RunningHook):
         self.watch = Watch()
         self.micro_batches = MicroBatches(loss_divided_by) if accumulation_of(hook) != "framework" else None
         self._grad_scaler = grad_scaler
-        self.model: Callable[[], nn.Module | None] = lambda: None
         self.is_closed = False
         self._close_with_model: weakref.finalize[Any, Any] | None = None
         self._owned: dist.ProcessGroup | None = None
@@ -351,6 +350,7 @@ class Runtime(RunningHook):
 
     def _close(self) -> None:
         self.is_closed = True
+        self.forecaster.close()
         texts = self.local.close()
         self.source.close()
         if self.micro_batches is not None:
@@ -371,7 +371,10 @@ class Runtime(RunningHook):
     def _inactive_reason(self) -> list[str]:
         steps = self.clock.steps
         reason = self.bound.inactive_reason(steps - 1) if steps and not self.forecaster.has_warned else None
-        return [f"training ended after {steps} steps, and {reason}"] if reason is not None else []
+        ran = self.counters.steps
+        # After a state was loaded, they are counted anew.
+        ended = f"after {steps} steps" if steps == ran else f"at step {steps}, after {ran} steps in this process"
+        return [f"training ended {ended}, and {reason}"] if reason is not None else []
 
 
 def _forget_infinities(flat: Tensor, bucket: Bucket) -> None:

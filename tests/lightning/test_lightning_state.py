@@ -65,6 +65,25 @@ def test_state_is_in_a_checkpoint_saved_after_the_fit_but_not_with_weights_only(
     assert mismatched("after")["global_step"] == 32
 
 
+def test_state_is_averaged_only_to_be_saved(saved):
+    """At the end of a fit not, when it writes no checkpoint, or has just written one."""
+    sent = saved("evaluated")
+    assert sent["unsaved"] == 0
+    (told,) = sent["unsaved told"]
+    assert "has the step count of hook 'powersgd', and nothing of what it remembers" in told
+    assert told.endswith("with Trainer(enable_checkpointing=True) it has all")
+    alone = checkpoint(saved, "unsaved-after")["lightning_commhooks"]
+    assert (alone["steps"], alone["num_tensors"]) == (8, 0)
+    assert checkpoint(saved, "saved-after")["lightning_commhooks"]["num_tensors"] > 0
+    assert sent["saved told"] == []
+    # Once for each of two epochs: 4 bytes of each element of a residual, on two ranks.
+    numel = sum(
+        entry["residual"].numel()
+        for entry in checkpoint(saved, "saved-after")["lightning_commhooks"]["hook"]["state"]["entries"].values()
+    )
+    assert sent["saved"] == 2 * 4 * numel
+
+
 @pytest.fixture(scope="module")
 def on_one(saved):
     return launch(saved.out, "other_world", world=1)

@@ -438,3 +438,39 @@ def test_start_by_the_length_of_the_run(run):
 def test_bad_starts(start):
     with pytest.raises(ValueError, match="start_powerSGD_iter must be"):
         lc.PowerSGD(start_powerSGD_iter=start)
+
+
+def two_models(rank, world):
+    said = []
+    with begun("bf16", None) as (first, one), begun("int8", None) as (second, other):
+        for step in range(5):
+            for ddp, attachment in ((first, one), (second, other)):
+                attachment.tell_forecast(said.append)
+                backward(ddp, full_rank_gradients(rank, step, WIDE))
+    with begun("bf16", None) as (ddp, attachment):
+        for step in range(5):
+            attachment.tell_forecast(said.append)
+            backward(ddp, full_rank_gradients(rank, step, WIDE))
+    return [line.partition(":")[0] for line in said]
+
+
+def test_of_two_models_it_says_which(run):
+    said, _ = run(two_models)
+    told = "Forecast for communication hook"
+    assert said == [f"{told} 'bf16' of Params", f"{told} 'int8' of Params", f"{told} 'bf16'"]
+
+
+def rewound(rank, world):
+    with attached(lc.PowerSGD(), WIDE) as (ddp, attachment):
+        state = attachment.state_dict()
+        for step in range(2):
+            backward(ddp, full_rank_gradients(rank, step, WIDE))
+        attachment.load_state_dict(state)
+        backward(ddp, full_rank_gradients(rank, 2, WIDE))
+        return closing_texts(attachment), sum(attachment.steps_not_compressed().values())
+
+
+def test_steps_after_a_state_was_loaded_are_told_apart(run):
+    ((text,), not_compressed), _ = run(rewound)
+    assert text.startswith("training ended at step 1, after 3 steps in this process, and hook='powersgd' compresses")
+    assert not_compressed == 3

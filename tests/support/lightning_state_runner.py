@@ -1,5 +1,6 @@
 """Scenarios about state with Lightning's real `Trainer`, for test_lightning_state.py; like lightning_runner.py."""
 
+import contextlib
 import copy
 import logging
 import os
@@ -48,6 +49,30 @@ def save():
                 trainer.save_checkpoint(OUT / f"{label}-after.ckpt")
                 trainer.save_checkpoint(OUT / f"{label}-weights.ckpt", weights_only=True)
     resumable("dense", DDPStrategy())
+    unsaved()
+
+
+def unsaved():
+    """A checkpoint after a fit that wrote none; and what a fit sent besides gradients, that wrote one at its end."""
+    evaluated = {}
+    for label, save in (("unsaved", False), ("saved", True)):
+        trainer = resumable(label, CompressedDDP(hook=POWERSGD), save=save, epochs=2)
+        evaluated[label] = trainer.strategy.attachment.metrics()["bytes_evaluation"]
+        with heard() as told:
+            trainer.save_checkpoint(OUT / f"{label}-after.ckpt")
+        evaluated[f"{label} told"] = told
+    write("evaluated", trainer.global_rank, **evaluated)
+
+
+@contextlib.contextmanager
+def heard():
+    """What the strategy logs of its checkpoints."""
+    told, handler = [], logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())
+    log = logging.getLogger("lightning_commhooks.lightning.ddp")
+    log.addHandler(handler)
+    yield told
+    log.removeHandler(handler)
 
 
 def resume():
