@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import zlib
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,6 +19,25 @@ from lightning_commhooks.interface.hierarchy import Hierarchy, check_hierarchy
 from lightning_commhooks.interface.hook import CommHook
 from lightning_commhooks.interface.start import check_start, is_fraction
 
+_Config = TypeVar("_Config", bound="type[LowRankConfig]")
+
+
+def takes_aliases(config: _Config) -> _Config:
+    """Class decorator: options may be given by their `LowRankConfig.option_aliases` too."""
+    init: Any = config.__init__
+
+    @functools.wraps(init)
+    def made(self: LowRankConfig, **options: Any) -> None:
+        for short, name in config.option_aliases.items():
+            if short in options:
+                if name in options:
+                    raise ValueError(f"{short} and {name} are two names of one option; leave {short} out")
+                options[name] = options.pop(short)
+        init(self, **options)
+
+    config.__init__ = made  # type: ignore[method-assign]
+    return config
+
 
 @dataclass(frozen=True, kw_only=True)
 class LowRankConfig(CommHook):
@@ -26,6 +46,8 @@ class LowRankConfig(CommHook):
     `num_iters_per_step=1` is that of the authors' package, https://github.com/epfml/powersgd, beginning with P; 2 is
     what PyTorch's hook does, where theirs would send the sum of two approximations.
     """
+
+    option_aliases: ClassVar[Mapping[str, str]] = {"rank": "matrix_approximation_rank", "start": "start_powerSGD_iter"}
 
     matrix_approximation_rank: int = 1
     start_powerSGD_iter: int | float = 1_000

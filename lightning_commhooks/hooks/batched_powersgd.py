@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from lightning_commhooks.collectives.group import Group
-from lightning_commhooks.hooks._low_rank import LowRankConfig
+from lightning_commhooks.hooks._low_rank import LowRankConfig, takes_aliases
 from lightning_commhooks.hooks.powersgd import BoundPowerSGD
 from lightning_commhooks.interface.bucket import Slot
 from lightning_commhooks.interface.hierarchy import bind_by_node
@@ -17,6 +17,7 @@ from lightning_commhooks.interface.registry import register
 
 
 @register
+@takes_aliases
 @dataclass(frozen=True, kw_only=True)
 class BatchedPowerSGD(LowRankConfig):
     """Low-rank compression of whole buckets, ignoring where parameters begin and end.
@@ -29,7 +30,7 @@ class BatchedPowerSGD(LowRankConfig):
     `num_iters_per_step=1` half of that, in one.
 
     Args:
-        matrix_approximation_rank: rank of the approximation. More than 1 rarely helps here.
+        matrix_approximation_rank: rank of the approximation, `rank` for short. More than 1 rarely helps here.
         start_powerSGD_iter: number of first steps averaged without compression, or a fraction of the run: see
             [`PowerSGD`][].
         num_iters_per_step: 2 makes a whole power iteration in each step, as PyTorch does: P, then Q. 1 makes half of

@@ -100,12 +100,13 @@ def get_hook(hook: str | CommHook, **options: Any) -> CommHook:
     has_fields: bool = dataclasses.is_dataclass(hook_class)
     fields = [field.name for field in dataclasses.fields(hook_class) if field.init] if has_fields else []  # type: ignore[arg-type]
     known = f"its options are: {', '.join(fields) or 'none'}"
-    unknown = sorted(set(options) - set(fields))
+    short = getattr(hook_class, "option_aliases", {})
+    unknown = sorted(set(options) - {*fields, *short})
     if unknown and has_fields:
         raise ValueError(f"{hook_class.__name__}: unknown option {unknown[0]!r}; {_closest(unknown[0], fields)}{known}")
     try:
         made = hook_class(**options)
-        return _by_name(made, [field for field in fields if field not in options])
+        return _by_name(made, [field for field in fields if field not in {short.get(name, name) for name in options}])
     except TypeError as error:
         raise ValueError(f"{hook_class.__name__}: {str(error).split(') ', 1)[-1]}; {known}") from error
 

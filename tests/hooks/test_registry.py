@@ -1,5 +1,6 @@
 """Names, aliases and hooks of third parties."""
 
+import dataclasses
 import importlib
 import sys
 
@@ -109,3 +110,15 @@ def test_name_is_taken():
     with pytest.raises(ValueError, match=r"'power_sgd' is taken by lightning_commhooks\.hooks\.powersgd\.PowerSGD"):
         registry.register(Other)
     assert registry.register(lc.PowerSGD) is lc.PowerSGD
+
+
+@pytest.mark.parametrize("kind", [lc.PowerSGD, lc.BatchedPowerSGD])
+def test_short_names_of_options(kind):
+    full = kind(matrix_approximation_rank=4, start_powerSGD_iter=10)
+    assert kind(rank=4, start=10) == lc.get_hook(kind.name, rank=4, start=10) == full
+    assert dataclasses.replace(kind(rank=4), start_powerSGD_iter=10) == full
+    assert "start_powerSGD_iter=10" in repr(kind(start=10))
+    with pytest.raises(ValueError, match="rank and matrix_approximation_rank are two names of one option"):
+        kind(rank=4, matrix_approximation_rank=4)
+    with pytest.raises(ValueError, match="unknown option 'ranks'; did you mean"):
+        lc.get_hook(kind.name, ranks=4)
