@@ -53,10 +53,12 @@ class PowerSGD(LowRankConfig):
     `num_iters_per_step=1` `n * rank` and `m * rank` in turn, in one all-reduce.
 
     Args:
-        matrix_approximation_rank: rank of the approximation, `rank` for short. 1 to 4 is usual, up to 32 for language models.
+        matrix_approximation_rank: rank of the approximation, `rank` for short. 1 to 4 is usual, up to 32 for
+            language models.
         start_powerSGD_iter: number of first steps averaged without compression, `start` for short, because early
             gradients matter most; or a fraction of the run, as 0.1. Given by its name, the hook begins after a tenth of
-            the run if that is sooner. Lightning and `transformers.Trainer` know how long a run is; elsewhere say `attach(num_steps=)`.
+            the run if that is sooner. Lightning and `transformers.Trainer` know how long a run is; elsewhere say
+            `attach(num_steps=)`.
         num_iters_per_step: 2 makes a whole power iteration in each step, as PyTorch does: P, then Q. 1 makes half of
             one, in turn P with the Q of the step before, and Q with the P of the step before: half the bytes, one
             all-reduce in place of two, and one product less.
