@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, ClassVar
 
@@ -70,14 +70,14 @@ class _Unit:
 
     Args:
         group: FSDP2's `FSDPParamGroup`.
-        process_group: the ranks that have the same shares of them.
+        source: of the model.
         names: of its parameters, by the `id` of FSDP2's `FSDPParam`.
     """
 
-    def __init__(self, group: Any, process_group: dist.ProcessGroup, names: Mapping[int, str]) -> None:
+    def __init__(self, group: Any, source: Replicas, names: Mapping[int, str]) -> None:
         # It holds modules, and whoever has the attachment this.
         self._group = weakref.ref(group)
-        self._process_group = process_group
+        self._source = source
         self._names = names
         self._original = group.mesh_info
         self._reduced: tuple[Any, ...] = ()
@@ -91,7 +91,7 @@ class _Unit:
         assert group is not None
         mesh_info = _with_replicas(group.mesh_info)
         # On a mesh of one dimension, ranks that the user named.
-        mesh_info.replicate_process_group = _HookedGroup(self, self._process_group)
+        mesh_info.replicate_process_group = _HookedGroup(self, self._source.process_group)
         if group.post_forward_mesh_info is group.mesh_info:
             group.post_forward_mesh_info = mesh_info
         group.mesh_info, self._runtime = mesh_info, runtime
@@ -117,6 +117,7 @@ class _Unit:
         with runtime.aborting():
             runtime.commit()
             step, index = runtime.clock.place_in_backward(ends=True)
+            self._source.note((p.sharded_param for p in self._reduced), is_first=index == 0)
             if is_local(runtime.bound, step):
                 runtime.local.check_optimizers()
             bucket = runtime.bucket(flat, slots, index, True, step, None)
@@ -235,7 +236,7 @@ class Replicas(Source):
         self._within: Runtime | None = None
         self._units: list[_Unit] = []
         self._handle: RemovableHandle | None = None
-        self._model: weakref.ref[nn.Module] = weakref.ref(model)
+        self._reduced: list[Tensor] = []
 
     @contextmanager
     def agreeing(self, what: str) -> Iterator[dict[str, object]]:
@@ -247,6 +248,11 @@ class Replicas(Source):
             same |= {"shard_hook": self._shard_hook, "gather_hook": self._gather_hook}
             for one in told:
                 one |= same
+
+    def _has_replicas(self, group: Any) -> bool:
+        """Whether these parameters are averaged over the ranks of the hook, and not sharded over all ranks."""
+        given = getattr(group.mesh_info, "replicate_process_group", None)
+        return "replicate_group" in self.options or (given is not None and given.size() > 1)
 
     def resolve_hook(self, hook: object) -> CommHook:
         resolved = get_hook(hook)  # type: ignore[arg-type]  # refuses what is no hook of this library
@@ -272,10 +278,9 @@ class Replicas(Source):
         self.layout = Layout(model)
 
     def connect(self, model: nn.Module, runtime: Runtime) -> None:
-        self._model = weakref.ref(model)
-        groups = param_groups(model)
+        groups = [group for group in param_groups(model) if self._has_replicas(group)]
         names = {id(p): str(self.layout.name_of(p.sharded_param)) for group in groups for p in group.fsdp_params}
-        self._units = [_Unit(group, self.process_group, names) for group in groups]
+        self._units = [_Unit(group, self, names) for group in groups]
         if self._gather_hook is not None:
             self._gather = Gather(model, self._gather_hook, self.device)
         if self._shard_hook is not None:
@@ -313,9 +318,17 @@ class Replicas(Source):
 
     def gradients(self, reduced: Sequence[Tensor]) -> Sequence[Tensor]:
         # FSDP2 may have cast, added or offloaded what was reduced.
-        model = self._model()
-        grads = [p.grad for p in model.parameters() if p.grad is not None] if model is not None else []
+        grads = [p.grad for p in self._reduced if p.grad is not None]
         return [own for grad in grads if (own := own_part(grad)).numel()]
+
+    def note(self, parameters: Iterable[Tensor], is_first: bool) -> None:
+        """Note whose gradients are reduced in this step."""
+        if is_first:
+            self._reduced.clear()
+        self._reduced.extend(parameters)
+
+    def end_step(self) -> None:
+        self._reduced.clear()
 
     def close(self) -> None:
         for unit in self._units:

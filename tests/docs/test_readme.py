@@ -42,7 +42,7 @@ def test_scripts_of_the_readme(tmp_path, command):
     stdout, stderr = follow(command, tmp_path)
     if "lightning" in command:
         assert "`Trainer.fit` stopped: `max_steps=200` reached." in stderr
-        assert "Forecast for communication hook 'powersgd'" in stdout + stderr
+        assert "Forecast for communication hook PowerSGD(start_powerSGD_iter=20): " in stdout + stderr
     else:
         (ratio,) = (float(line) for line in stdout.splitlines())
         assert 9 < ratio < 10, "20 steps in full of 200"

@@ -85,6 +85,7 @@ def test_every_name(hooks, name):
     assert result["metrics"]["bytes_dense"] == 8 * len(result["params"]) * 4
     # Those that are 1 begin later, or leave so few gradients as they are.
     ratio = {"noop": math.inf, "fp16": 2, "bf16": 2, "quantize_per_channel": 3.33, "quantize_per_tensor": 3.98}
+    ratio |= {"powersgd": 8.02, "batched_powersgd": 20.6}
     assert result["metrics"]["compression_ratio"] == pytest.approx(ratio.get(name, 1), rel=0.01)
 
 

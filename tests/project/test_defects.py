@@ -154,11 +154,11 @@ def test_options_of_a_wrong_type_are_refused_by_name(option, value):
 
 
 def test_schedule_warns_when_a_phase_ends_before_its_hook_begins_to_compress():
-    schedule = lc.Schedule({0: "powersgd", 3: "bf16"})
+    schedule = lc.Schedule({0: lc.PowerSGD(), 3: "bf16"})
     (text,) = schedule.check_parameters([])
     assert "phase that begins at step 0 ends at 3, before start_powerSGD_iter=1000: it does not compress" in text
     assert not lc.Schedule({0: "bf16", 3: lc.PowerSGD(start_powerSGD_iter=5)}).check_parameters([])
-    assert hash(schedule) == hash(lc.Schedule({3: "bf16", 0: "powersgd"}))
+    assert hash(schedule) == hash(lc.Schedule({3: "bf16", 0: lc.PowerSGD()}))
 
 
 def resumed_statistics(rank, world):

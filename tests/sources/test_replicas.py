@@ -50,6 +50,15 @@ def sharded(mesh, **options):
     return fully_shard(model, mesh=mesh, **options)
 
 
+def mixed_meshes(two, one):
+    """A layer is sharded over all ranks, and the others have replicas."""
+    torch.manual_seed(0)
+    model = Network()
+    for i, layer in enumerate(model.layers):
+        fully_shard(layer, mesh=one if i == 1 else two)
+    return fully_shard(model, mesh=two)
+
+
 def batch(step, micro=0, rank=None):
     generator = torch.Generator().manual_seed(1000 * step + 100 * micro + (dist.get_rank() if rank is None else rank))
     return torch.randn(8, 24, generator=generator)
@@ -176,6 +185,10 @@ def on_one_dimension(rank, world):
         named = sharded(mesh["shards"])
         lc.attach(named, "allreduce", replicate_group=mesh["replicas"].get_group())
         found["named"] = difference(train(named, num_steps=4), expected)
+        whole = init_device_mesh("cpu", (world,))
+        expected_mixed, *_ = mixed = [mixed_meshes(mesh, whole) for _ in range(2)]
+        lc.attach(mixed[1], "allreduce")
+        found["mixed"] = difference(train(mixed[1]), train(expected_mixed))
         closed = sharded(mesh)
         attachment = lc.attach(closed, "allreduce")
         weights = train(closed, num_steps=4, before=lambda model, step: attachment.close() if step == 2 else None)
@@ -187,7 +200,7 @@ def on_one_dimension(rank, world):
 
 def test_other_ways_to_have_replicas(run):
     for found, steps, compressed in run(on_one_dimension, world=WORLD):
-        assert found == {"named": 0.0, "closed": 0.0}
+        assert found == {"named": 0.0, "closed": 0.0, "mixed": 0.0}
         assert steps == 2
         assert compressed
 

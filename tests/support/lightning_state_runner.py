@@ -30,7 +30,12 @@ def resumable(label, strategy, ckpt=None, module=Classifier, save=True, epochs=E
 
 
 def hook_of(name):
-    return {"powersgd": POWERSGD, "schedule": lc.Schedule({0: "bf16", 10: POWERSGD, 14: "fp16"})}.get(name, name)
+    # Of a name the start is by the length of the run; what compresses whole buckets depends on where they begin.
+    return {
+        "powersgd": POWERSGD,
+        "batched_powersgd": lc.BatchedPowerSGD(),
+        "schedule": lc.Schedule({0: "bf16", 10: POWERSGD, 14: "fp16"}),
+    }.get(name, name)
 
 
 def strategy_of(name, exact):
