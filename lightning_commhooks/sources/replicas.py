@@ -327,9 +327,6 @@ class Replicas(Source):
             self._reduced.clear()
         self._reduced.extend(parameters)
 
-    def end_step(self) -> None:
-        self._reduced.clear()
-
     def close(self) -> None:
         for unit in self._units:
             unit.close()

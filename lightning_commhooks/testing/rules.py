@@ -69,10 +69,10 @@ class Case:
     goes_on_from_mean: bool = False
 
 
-def demand(condition: object, rule: str) -> None:
-    """Raise [`BrokenRule`][] unless a condition holds."""
+def demand(condition: object, broken: str) -> None:
+    """Raise [`BrokenRule`][], which says what is broken, unless a condition holds."""
     if not condition:
-        raise BrokenRule(rule)
+        raise BrokenRule(broken)
 
 
 def largest_norm(world: int, step: int, dtype: torch.dtype = torch.float32) -> float:
@@ -87,18 +87,36 @@ def largest_norm_of(make: Callable[..., Gradients], world: int, step: int) -> fl
 
 def check_result(means: list[Gradients], world: int, step: int, bound: float, dtype: torch.dtype) -> None:
     """All ranks have the same, and it is the mean of `low_rank_gradients`."""
-    demand(all(same(means[0], other) for other in means[1:]), f"all ranks get the same; step {step} differs")
+    demand(all(same(means[0], other) for other in means[1:]), f"ranks got different results in step {step}")
     error = distance(means[0], mean_gradients(low_rank_gradients, world, step, dtype=dtype))
     error /= largest_norm(world, step, dtype)
     demand(
         error <= bound,
-        f"the result is the mean over ranks, up to error={bound:.3g} of the gradients' norm; in step {step} it is "
-        f"off by {error:.3g}. Gradients are to be divided by the number of ranks",
+        f"in step {step} the result is off the mean over ranks by {error:.3g} of the gradients' norm, and error= is "
+        f"{bound:.3g}",
     )
+
+
+def _equal_gradients(rank: int, step: int, shapes: Any, dtype: torch.dtype = torch.float32) -> Gradients:
+    return full_rank_gradients(0, step, shapes, dtype)
+
+
+def _scale(result: Gradients, mean: Gradients) -> float:
+    """How large what is in a result is there, compared with what it is in the mean: 1 for each part that was sent."""
+    squares, products = (
+        sum(float((result[name].double() * other[name].double()).sum()) for name in result) for other in (result, mean)
+    )
+    return squares / products if products else 0.0
 
 
 def ranks_agree_on_the_mean(run: Run, case: Case, world: int) -> None:
     """All ranks get the same, and it is the mean over ranks up to the stated error."""
+    means, *_ = run(outputs, case.hook, _equal_gradients, 1, world=world)[0]
+    scale = _scale(means[0], _equal_gradients(0, 0, SHAPES))
+    demand(
+        abs(scale - world) > 0.05 * world,
+        f"the result is {scale:.1f} times the mean of {world} ranks: divide by group.size?",
+    )
     results = run(outputs, case.hook, low_rank_gradients, 3, world=world)
     for step in range(3):
         check_result([means[step] for means, _, _ in results], world, step, case.error + 1e-5, torch.float32)
@@ -109,7 +127,10 @@ def all_dtypes(run: Run, case: Case, world: int) -> None:
     for dtype in (torch.float64, torch.float16, torch.bfloat16):
         results = run(outputs, case.hook, low_rank_gradients, 2, SHAPES, dtype, world=world)
         for means, _, _ in results:
-            demand(all(mean.dtype == dtype for mean in means[1].values()), f"gradients of {dtype} keep their dtype")
+            demand(
+                all(mean.dtype == dtype for mean in means[1].values()),
+                f"gradients of {dtype} came back in another dtype",
+            )
         rounding = 1e-9 if dtype == torch.float64 else 8 * ROUNDING_OF_16_BIT
         check_result([means[1] for means, _, _ in results], world, 1, case.error + rounding, dtype)
 
@@ -119,7 +140,9 @@ def zero_gradients_stay_zero(run: Run, case: Case, world: int) -> None:
     for find_unused in (False, True):
         options = {"find_unused_parameters": find_unused}
         for means, _, _ in run(outputs, case.hook, zero_gradients, 4, SHAPES, torch.float32, options, world=world):
-            demand(all(not mean.any() for step in means for mean in step.values()), "zero gradients stay zero")
+            demand(
+                all(not mean.any() for step in means for mean in step.values()), "zero gradients became other numbers"
+            )
 
 
 def _with_rng(rank: int, world: int, hook: CommHook) -> tuple[list[list[Gradients]], bool]:
@@ -132,8 +155,12 @@ def _with_rng(rank: int, world: int, hook: CommHook) -> tuple[list[list[Gradient
 def deterministic(run: Run, case: Case, world: int) -> None:
     """The same gradients give the same results, bit by bit, and the global random state is left alone."""
     for (once, again), is_untouched in run(_with_rng, case.hook, world=world):
-        demand(all(same(a, b) for a, b in zip(once, again, strict=True)), "a second run has the same bits")
-        demand(is_untouched, "the global random state is not touched; draw from a generator of the hook's own")
+        demand(
+            all(same(a, b) for a, b in zip(once, again, strict=True)),
+            "a second run with the same gradients has other bits, usually because the hook draws from the global "
+            "random generator: let it have one of its own",
+        )
+        demand(is_untouched, "the hook changes the global random state: draw from a generator of its own")
 
 
 _STEPS = 5
@@ -200,23 +227,26 @@ def bad_steps_leave_nothing_behind(run: Run, case: Case, world: int) -> None:
         where = f"; step {step} had {value} in {at!r} of the last rank, and gradients of {size:.0e} times the size"
         for good, one, first in ((ranks[0], ranks[i], results[0][i]) for ranks in results):
             finite = [bool(mean.isfinite().all()) for mean in one.bad.values() if mean.numel()]
-            demand(not all(finite), f"inf or NaN on one rank is seen on all{where}")
+            demand(not all(finite), f"some rank sees only finite gradients in a step that is bad on one{where}")
             if not one.has_memory:
                 same_steps = all(same(a, b) for a, b in zip(good.means, one.means, strict=True))
-                demand(same_steps, f"without a memory, later steps are as if there had been no bad one{where}")
+                demand(same_steps, f"a bad step changes later ones, though the hook has no memory{where}")
                 continue
-            demand(not any(finite), f"where there is a memory, a bad step is NaN in all gradients{where}")
+            demand(not any(finite), f"some gradients of a bad step are finite, though the hook has a memory{where}")
             before, after = one.residuals
             demand(
                 after <= (1 + ROUNDING_OF_16_BIT) * before,
-                f"what is remembered is finite after a bad step, and not larger than before; it was {before:.3g} and "
-                f"is {after:.3g}{where}",
+                f"what is remembered is larger after a bad step, or not finite after it: it was {before:.3g} and is "
+                f"{after:.3g}{where}",
             )
-            demand((good.num_bad, one.num_bad) == (0, 1), f"a bad step is counted once{where}")
+            demand(
+                (good.num_bad, one.num_bad) == (0, 1),
+                f"a bad step was counted {one.num_bad:.0f} times, and {good.num_bad:.0f} without one{where}",
+            )
             largest = sum(largest_norm_of(full_rank_gradients, world, t) for t in range(_STEPS))
             for mean, other in zip(one.means, first.means, strict=True):
-                demand(same(mean, other), f"all ranks get the same after a bad step{where}")
-                demand(norm(mean) <= 2 * largest, f"nothing of a bad step comes back with a later one{where}")
+                demand(same(mean, other), f"ranks get different results after a bad step{where}")
+                demand(norm(mean) <= 2 * largest, f"a part of a bad step comes back with a later one{where}")
 
 
 _SCALES = [2.0**16, 2.0**17, 2.0**17, 2.0**5, 1.0, 3.0, 2.0**10, 2.0**9]
@@ -257,21 +287,23 @@ def loss_scale_makes_no_difference(run: Run, case: Case, world: int) -> None:
                 continue  # of what is sent in float16
             demand(
                 distance(a, b) <= bound * norm(a),
-                f"the scale of a GradScaler makes no difference, up to rounding={case.rounding:.3g}; in step "
-                f"{step}, after scales {_SCALES[: step + 1]}, it is off by {distance(a, b) / norm(a):.3g}. Memory is "
-                "kept in units of the loss: divide gradients by bucket.loss_scale on the way in, multiply on the way "
-                "out",
+                f"the scale of a GradScaler makes a difference of {distance(a, b) / norm(a):.3g} in step {step}, after "
+                f"scales {_SCALES[: step + 1]}; rounding={case.rounding:.3g} is stated. Memory is kept in units of the "
+                "loss: divide gradients by bucket.loss_scale on the way in, multiply on the way out",
             )
 
 
 def config_is_frozen_and_pickles(run: Run, case: Case, world: int) -> None:
     """A configuration cannot be changed, and pickles."""
-    demand(pickle.loads(pickle.dumps(case.hook)) == case.hook, "a configuration pickles")
+    demand(
+        pickle.loads(pickle.dumps(case.hook)) == case.hook,
+        "the configuration does not come back from a pickle as it was",
+    )
     try:
         case.hook.anything = 1  # type: ignore[attr-defined]
     except AttributeError:
         return
-    raise BrokenRule("a configuration cannot be changed: make it a frozen dataclass")
+    raise BrokenRule("the configuration can be changed: make it a frozen dataclass")
 
 
 # What a rank sends for a call, by the function: all tensors of it, times this.
@@ -341,17 +373,23 @@ def bytes_are_counted(run: Run, case: Case, world: int) -> None:
     found = run(_measured, case.hook, world=world)
     # Shares of a sum differ by an element.
     counted, sent = sum(metrics["bytes_sent"] for metrics, _ in found), sum(sent for _, sent in found)
-    demand(_close(counted, sent), f"bytes are counted as they are sent; counted {counted:.0f}, sent {sent:.0f}")
+    demand(
+        _close(counted, sent),
+        f"{sent:.0f} bytes were sent, and {counted:.0f} counted: send by the group that the hook is given",
+    )
     for metrics, _ in found:
         counted = metrics["bytes_sent"]
         if case.bytes_sent is not None:
             stated = case.bytes_sent(world)
-            demand(_close(counted, stated), f"a step sends {stated:.0f} bytes as stated; counted {counted:.0f}")
+            demand(_close(counted, stated), f"a step sends {counted:.0f} bytes, and bytes_sent says {stated:.0f}")
         elements = metrics["numel_compressed"] + metrics["numel_uncompressed"]
-        demand(elements == numel, f"each of {numel} gradient elements is counted once; counted {elements:.0f}")
-        demand(metrics["steps"] == 1 and metrics["collectives"] > 0, "steps and collectives are counted")
+        demand(elements == numel, f"of {numel} gradient elements {elements:.0f} were counted")
+        demand(metrics["steps"] == 1 and metrics["collectives"] > 0, "no step or no collective was counted")
         dense = 2 * (world - 1) / world * 4 * numel
-        demand(_close(metrics["bytes_dense"], dense), f"plain DDP would send {dense:.0f}")
+        demand(
+            _close(metrics["bytes_dense"], dense),
+            f"bytes_dense is {metrics['bytes_dense']:.0f}; plain DDP sends {dense:.0f}",
+        )
 
 
 def _close(a: float, b: float) -> bool:

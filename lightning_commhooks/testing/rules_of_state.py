@@ -57,8 +57,8 @@ def error_feedback_loses_nothing(run: Run, case: Case, world: int) -> None:
         lost = distance(_total(means), _total(expected)) / size
         demand(
             lost <= case.rounding,
-            f"what was sent and what flush_() hands over make up the gradients of all {steps} steps, up to "
-            f"rounding={case.rounding:.3g}; {lost:.3g} of them is missing",
+            f"{lost:.3g} of the gradients of {steps} steps is missing in what was sent and what flush_() hands over; "
+            f"rounding={case.rounding:.3g} is stated",
         )
 
 
@@ -92,11 +92,11 @@ def unused_parameters_keep_their_memory(run: Run, case: Case, world: int) -> Non
         for step, gradients in enumerate(shown):
             demand(
                 ("first" in gradients) == (step % 2 == 0),
-                f"a parameter that no rank uses gets no gradient; 'first' has one in step {step}",
+                f"'first' has a gradient in step {step}, or none, unlike with plain DDP: no rank uses it in odd steps",
             )
             demand(
                 all(same({name: mean}, {name: results[0][2][step][name]}) for name, mean in gradients.items()),
-                f"all ranks get the same where some rank does not use a parameter; step {step} differs",
+                f"ranks get different results in step {step}, in which some of them do not use a parameter",
             )
     means, has_memory, _ = results[0]
     if has_memory:
@@ -104,8 +104,8 @@ def unused_parameters_keep_their_memory(run: Run, case: Case, world: int) -> Non
         lost = distance(_total(means), _total(expected)) / sum(norm(mean) for mean in expected)
         demand(
             lost <= case.rounding,
-            f"memory of a parameter is kept in a step in which no rank uses it: see Bucket.unused; {lost:.3g} of the "
-            "gradients is missing",
+            f"{lost:.3g} of the gradients is missing: memory of a parameter was spent in a step in which no rank uses "
+            "it, see Bucket.unused",
         )
 
 
@@ -149,7 +149,7 @@ def a_resumed_run_goes_on(run: Run, case: Case, world: int) -> None:
         how = f"exact_state={exact}, {'other' if rebuilds else 'the same'} buckets"
         for (expected, state, _), (means, resumed) in zip(whole, parts, strict=True):
             for step, (a, b) in enumerate(zip(expected, means, strict=True)):
-                rule = f"a resumed run goes on as if nothing was; with {how} step {step} differs"
+                rule = f"a resumed run does not go on as if nothing was: with {how} step {step} differs"
                 if exact and not rebuilds:
                     demand(same(a, b), f"{rule} in some bits")
                     continue
@@ -162,8 +162,8 @@ def a_resumed_run_goes_on(run: Run, case: Case, world: int) -> None:
                 )
                 if case.goes_on_from_mean or step < _STOP + 3:
                     demand(distance(a, b) <= bound * norm(a), f"{rule} by {distance(a, b) / norm(a):.3g}")
-            demand(resumed["steps"] == state["steps"] == _STEPS, f"the step count is resumed, with {how}")
-        demand(all(equal_states(state, parts[0][1]) for _, state in parts), "all ranks save the same state")
+            demand(resumed["steps"] == state["steps"] == _STEPS, f"the step count is not resumed, with {how}")
+        demand(all(equal_states(state, parts[0][1]) for _, state in parts), "ranks save different states")
 
 
 def _leg(
@@ -191,14 +191,16 @@ def other_numbers_of_ranks_keep_residuals(run: Run, case: Case, world: int) -> N
             received += results[0][0]
             produced += [mean_gradients(full_rank_gradients, ranks, step, dtype=torch.float64) for step in range(steps)]
             _, state, has_memory = results[0]
-            demand(state["steps"] == len(received), f"the step count is resumed on {ranks} ranks")
+            demand(state["steps"] == len(received), f"the step count is not resumed on {ranks} ranks")
             for means, _, _ in results[1:]:
-                demand(same(means[-1], results[0][0][-1]), f"all ranks get the same after resuming on {ranks} ranks")
+                demand(
+                    same(means[-1], results[0][0][-1]), f"ranks get different results after resuming on {ranks} ranks"
+                )
         if not has_memory:
             continue
         lost = distance(_total(received), _total(produced)) / sum(norm(mean) for mean in produced)
         demand(
             lost <= case.rounding,
-            f"a state has residuals, on any number of ranks; after {legs} ranks with exact_state={exact} {lost:.3g} "
-            "of the gradients is missing",
+            f"{lost:.3g} of the gradients is missing after {legs} ranks with exact_state={exact}: a state has "
+            "residuals, on any number of ranks",
         )

@@ -18,14 +18,15 @@ BY_NAME = {rule.__name__: rule for rule in RULES}
 @pytest.mark.parametrize(
     ("hook", "rule", "text"),
     [
+        (broken_hooks.NotDivided, "ranks_agree_on_the_mean", "is 2.0 times the mean of 2 ranks: divide by group.size?"),
         (broken_hooks.NotDivided, "error_feedback_loses_nothing", "is missing"),
-        (broken_hooks.Hasty, "bad_steps_leave_nothing_behind", "finite after a bad step"),
-        (broken_hooks.Forgetful, "a_resumed_run_goes_on", "goes on as if nothing was"),
+        (broken_hooks.Hasty, "bad_steps_leave_nothing_behind", "not finite after it"),
+        (broken_hooks.Forgetful, "a_resumed_run_goes_on", "does not go on as if nothing was"),
         (broken_hooks.Forgetful, "other_numbers_of_ranks_keep_residuals", "a state has residuals"),
-        (broken_hooks.Secret, "bytes_are_counted", "counted as they are sent"),
+        (broken_hooks.Secret, "bytes_are_counted", "counted: send by the group that the hook is given"),
         (broken_hooks.Scaled, "loss_scale_makes_no_difference", "bucket.loss_scale"),
-        (broken_hooks.Spending, "unused_parameters_keep_their_memory", "no rank uses"),
-        (broken_hooks.Random, "deterministic", "global random state"),
+        (broken_hooks.Spending, "unused_parameters_keep_their_memory", "in which no rank uses it"),
+        (broken_hooks.Random, "deterministic", "the hook changes the global random state"),
         (broken_hooks.Lossy, "error_feedback_loses_nothing", "is missing"),
     ],
 )
@@ -46,7 +47,9 @@ def test_what_is_owed_may_be_the_mean(run):
 
 
 def test_sum_in_place_of_a_mean(run):
-    with pytest.raises(BrokenRule, match=r"^Sum\(\) on 4 ranks: .*divided by the number of ranks"):
+    with pytest.raises(
+        BrokenRule, match=r"^Sum\(\) on 4 ranks: .*is 4.0 times the mean of 4 ranks: divide by group.size"
+    ):
         check_rule(BY_NAME["ranks_agree_on_the_mean"], run, Case(broken_hooks.Sum()), 4)
 
 

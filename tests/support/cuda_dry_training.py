@@ -198,7 +198,7 @@ class Training:
         self.optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
         source = Buckets(self.ddp)
         self.runtime = Runtime(config, source, self.scaler, lambda: 1.0)
-        self.attachment = Attachment(config, self.runtime, way.exact_state)
+        self.attachment = Attachment(self.runtime, way.exact_state)
         self.runtime.connect(self.ddp)
         self._trampoline = torch.no_grad()(source.function)
         self.runtime.local.set_optimizers([self.optimizer])
