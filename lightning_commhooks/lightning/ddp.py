@@ -218,8 +218,10 @@ class CompressedDDPMixin:
         if self._is_alone():
             self._tell_that_it_begins_anew(filepath)
             return self._attachment.shared_state_dict()
+        if self._has_saved_this_step() and self._averaging() is None:
+            return self._last_state
         state = self._attachment.state_dict()
-        # Also for a checkpoint after training, if no step comes before.
+        # Also for another checkpoint, or one after training, if no step comes before.
         self._saved_at, self._last_is_whole = self._attachment.num_steps, True
         self._last_state = state if self.is_global_zero else None  # type: ignore[attr-defined]
         return state
@@ -301,7 +303,7 @@ class CompressedDDPMixin:
         self._load(checkpoint.get(CHECKPOINT_KEY, {}))
 
     def _load(self, state: Mapping[str, Any]) -> None:
-        attachment = self._attachment
+        attachment, self._saved_at = self._attachment, -1
         if attachment is None:
             raise self._misconfiguration(
                 f"{type(self).__name__} has no hook that could take over the checkpoint's state: the model is not in "

@@ -97,8 +97,9 @@ def load(saved: Any, run: RunningHook, bound: BoundHook, models: Models, strict:
 def _tell_that_it_begins_anew(saved: Mapping[str, Any], hook: CommHook, bound: BoundHook) -> None:
     if (bound.has_memory or averages_models(bound)) and bound.group.rank == 0:
         warnings.warn(
-            f"the state of hook {hook.name!r} was saved by one rank without the others, in a signal handler or after a "
-            f"failure: it has the step count, {saved['steps']}, and nothing else. What the hook remembers begins anew",
+            f"the state of hook {hook.name!r} was saved without averaging over ranks, in a signal handler, after a "
+            f"failure or after a fit that wrote no checkpoints: it has the step count, {saved['steps']}, and nothing "
+            "else. What the hook remembers begins anew",
             stacklevel=2,
         )
 

@@ -83,7 +83,7 @@ def arguments():
 
 DATA = [{"x": torch.randn(64), "labels": torch.randn(64)} for _ in range(64)]
 FABRIC = {"accelerator": "cpu", "devices": WORLD_SIZE}
-QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+QUIET = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
 TRAINER = {**FABRIC, **QUIET, "max_steps": 2}
 
 
