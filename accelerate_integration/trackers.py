@@ -26,7 +26,8 @@ class CommHookTracker:
 
     For example::
 
-        accelerator = Accelerator(log_with="tensorboard", kwargs_handlers=[handler := CommHookKwargs(hook="int8")])
+        handler = CommHookKwargs(hook="int8")
+        accelerator = Accelerator(log_with="tensorboard", kwargs_handlers=[handler])
         accelerator.init_trackers("run")
         model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
         tracker = CommHookTracker(accelerator, handler)

@@ -45,9 +45,8 @@ class BatchedPowerSGD(LowRankConfig):
         random_seed: of the random start. The global random state is not touched.
         compression_stats_logging_frequency: log the compression rate every so many steps once compression
             has begun.
-        hierarchy: `"node"`: gradients are averaged within each node as they are, and compressed between nodes, so that
-            what leaves a node is what one of its ranks would send, not all of them. Needs as many ranks on each node.
-            `None`: among all ranks.
+        hierarchy: `"node"`: average gradients in full within each node and compress between nodes, so that a node sends
+            what one rank would. Each node needs the same number of ranks. `None`: among all ranks.
 
     Raises:
         ValueError: a value is out of range.

@@ -47,9 +47,8 @@ class FP16(_Half):
         accumulate_dtype: `None`: one all-reduce in 16 bit. `"float32"`: each rank receives its share of the
             16-bit gradients, sums it in float32 and sends the mean in 16 bit; the same bytes, and one
             rounding of the sum instead of w-1.
-        hierarchy: `"node"`: gradients are averaged within each node as they are, and compressed between nodes, so that
-            what leaves a node is what one of its ranks would send, not all of them. Needs as many ranks on each node.
-            `None`: among all ranks.
+        hierarchy: `"node"`: average gradients in full within each node and compress between nodes, so that a node sends
+            what one rank would. Each node needs the same number of ranks. `None`: among all ranks.
 
     Raises:
         ValueError: `accumulate_dtype` or `hierarchy` is something else; when attached, nodes have different numbers of
@@ -71,9 +70,8 @@ class BF16(_Half):
         accumulate_dtype: `None`: one all-reduce in 16 bit. `"float32"`: each rank receives its share of the
             16-bit gradients, sums it in float32 and sends the mean in 16 bit; the same bytes, and one
             rounding of the sum instead of w-1.
-        hierarchy: `"node"`: gradients are averaged within each node as they are, and compressed between nodes, so that
-            what leaves a node is what one of its ranks would send, not all of them. Needs as many ranks on each node.
-            `None`: among all ranks.
+        hierarchy: `"node"`: average gradients in full within each node and compress between nodes, so that a node sends
+            what one rank would. Each node needs the same number of ranks. `None`: among all ranks.
 
     Raises:
         ValueError: `accumulate_dtype` or `hierarchy` is something else; when attached, nodes have different numbers of

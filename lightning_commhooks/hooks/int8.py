@@ -82,11 +82,10 @@ class Int8(CodecConfig):
             of the gradients, at least float32.
         compress_1d: also encode biases and the like. They are few, and what norms have in them is sensitive. Gradients
             of fewer elements than a block are never encoded.
-        min_bytes: buckets with fewer bytes of gradients to encode are averaged as they are, which is faster.
+        min_bytes: buckets with fewer bytes of gradients to encode are averaged in full, which is faster.
         random_seed: of stochastic rounding. The global random state is not touched.
-        hierarchy: `"node"`: gradients are averaged within each node as they are, and compressed between nodes, so that
-            what leaves a node is what one of its ranks would send, not all of them. Needs as many ranks on each node.
-            `None`: among all ranks.
+        hierarchy: `"node"`: average gradients in full within each node and compress between nodes, so that a node sends
+            what one rank would. Each node needs the same number of ranks. `None`: among all ranks.
 
     Raises:
         ValueError: a value is out of range.
@@ -119,11 +118,10 @@ class Int4(CodecConfig):
             of the gradients, at least float32.
         compress_1d: also encode biases and the like. They are few, and what norms have in them is sensitive. Gradients
             of fewer elements than a block are never encoded.
-        min_bytes: buckets with fewer bytes of gradients to encode are averaged as they are, which is faster.
+        min_bytes: buckets with fewer bytes of gradients to encode are averaged in full, which is faster.
         random_seed: of stochastic rounding. The global random state is not touched.
-        hierarchy: `"node"`: gradients are averaged within each node as they are, and compressed between nodes, so that
-            what leaves a node is what one of its ranks would send, not all of them. Needs as many ranks on each node.
-            `None`: among all ranks.
+        hierarchy: `"node"`: average gradients in full within each node and compress between nodes, so that a node sends
+            what one rank would. Each node needs the same number of ranks. `None`: among all ranks.
 
     Raises:
         ValueError: a value is out of range.
@@ -155,11 +153,10 @@ class FP8(CodecConfig):
             of the gradients, at least float32.
         compress_1d: also encode biases and the like. They are few, and what norms have in them is sensitive. Gradients
             of fewer elements than a block are never encoded.
-        min_bytes: buckets with fewer bytes of gradients to encode are averaged as they are, which is faster.
+        min_bytes: buckets with fewer bytes of gradients to encode are averaged in full, which is faster.
         random_seed: of stochastic rounding. The global random state is not touched.
-        hierarchy: `"node"`: gradients are averaged within each node as they are, and compressed between nodes, so that
-            what leaves a node is what one of its ranks would send, not all of them. Needs as many ranks on each node.
-            `None`: among all ranks.
+        hierarchy: `"node"`: average gradients in full within each node and compress between nodes, so that a node sends
+            what one rank would. Each node needs the same number of ranks. `None`: among all ranks.
 
     Raises:
         ValueError: a value is out of range.
