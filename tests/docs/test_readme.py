@@ -54,3 +54,30 @@ def test_headroom_of_the_readme(tmp_path):
     (command,) = re.findall("^lightning-commhooks (headroom .+)$", README.read_text(), re.MULTILINE)
     stdout, _ = launched("lightning_commhooks", *shlex.split(command, comments=True), cwd=tmp_path)
     assert "Communication costs " in stdout
+
+
+USE = {block.command: block.text for block in blocks(DOCS / "use.md") if block.command}
+
+
+@needs("lightning", "accelerate", "transformers")
+@pytest.mark.parametrize("command", USE)
+def test_scripts_of_use(tmp_path, command):
+    (tmp_path / command.split()[-1]).write_text(USE[command])
+    stdout, _ = follow(command, tmp_path)
+    ratio = float(stdout.splitlines()[-1])
+    assert 8 < ratio < 10, "10 steps in full of 100"
+
+
+def test_use_has_a_script_for_each_other_framework():
+    assert [command.split()[-1] for command in USE] == ["train_transformers.py", "train_fabric.py"]
+
+
+@needs("accelerate")
+def test_accelerate_launch_as_the_page_says(tmp_path):
+    script = next(text for command, text in SCRIPTS.items() if "train_accelerate.py" in command)
+    (tmp_path / "train_accelerate.py").write_text(script)
+    (block,) = (block for block in blocks(DOCS / "use.md") if block.text.startswith("accelerate launch"))
+    _, _, *arguments = shlex.split(block.text)
+    port = f"--main_process_port={free_port()}"
+    stdout, _ = launched("accelerate.commands.launch", port, *arguments, cwd=tmp_path)
+    assert 9 < float(stdout.splitlines()[-1]) < 10
