@@ -373,8 +373,8 @@ class Runtime(RunningHook):
         reason = self.bound.inactive_reason(steps - 1) if steps and not self.forecaster.has_warned else None
         ran = self.counters.steps
         # After a state was loaded, they are counted anew.
-        ended = f"after {steps} steps" if steps == ran else f"at step {steps}, after {ran} steps in this process"
-        return [f"training ended {ended}, and {reason}"] if reason is not None else []
+        here = "" if steps == ran else f" ({ran} in this process)"
+        return [f"training ended after {steps} steps{here}, and {reason}"] if reason is not None else []
 
 
 def _forget_infinities(flat: Tensor, bucket: Bucket) -> None:

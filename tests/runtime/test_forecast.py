@@ -472,5 +472,5 @@ def rewound(rank, world):
 
 def test_steps_after_a_state_was_loaded_are_told_apart(run):
     ((text,), not_compressed), _ = run(rewound)
-    assert text.startswith("training ended at step 1, after 3 steps in this process, and hook='powersgd' compresses")
+    assert text.startswith("training ended after 1 steps (3 in this process), and hook='powersgd' compresses")
     assert not_compressed == 3
