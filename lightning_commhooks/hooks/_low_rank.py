@@ -19,10 +19,10 @@ from lightning_commhooks.interface.hierarchy import Hierarchy, check_hierarchy
 from lightning_commhooks.interface.hook import CommHook
 from lightning_commhooks.interface.start import check_start, is_fraction
 
-_Config = TypeVar("_Config", bound="type[LowRankConfig]")
+Config = TypeVar("Config", bound="type[LowRankConfig]")
 
 
-def takes_aliases(config: _Config) -> _Config:
+def takes_aliases(config: Config) -> Config:
     """Class decorator: options may be given by their `LowRankConfig.option_aliases` too."""
     init: Any = config.__init__
 

@@ -220,3 +220,10 @@ def test_accelerate_still_asks_a_handler_for_its_class_in_its_constructor():
 def test_refusals_name_the_fix(fields, message):
     with pytest.raises(ValueError, match=message):
         CommHookKwargs(**fields)
+
+
+def test_is_found_beside_the_rest():
+    import accelerate_integration
+    from lightning_commhooks.accelerate import CommHookKwargs
+
+    assert CommHookKwargs is accelerate_integration.CommHookKwargs

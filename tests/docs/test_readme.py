@@ -35,11 +35,21 @@ def test_first_page_of_the_site_has_the_same_scripts():
     assert {block.command: block.text for block in blocks(DOCS / "index.md")} == SCRIPTS
 
 
+def check_first_run(command, output):
+    """The page that shows what is printed has what is printed, but for numbers."""
+    (block,) = (block for block in blocks(DOCS / "first_run.md") if block.text.startswith(f"$ {command}\n"))
+    shown = [line for line in block.text.splitlines()[1:] if "communication hook" in line or line[0].isdigit()]
+    assert shown, "python docs/first_run.py"
+    plain = re.sub(r"[\d.]+", "0", output)
+    assert not [line for line in shown if re.sub(r"[\d.]+", "0", line) not in plain], "python docs/first_run.py"
+
+
 @needs("lightning", "accelerate")
 @pytest.mark.parametrize("command", SCRIPTS)
 def test_scripts_of_the_readme(tmp_path, command):
     (tmp_path / command.split()[-1]).write_text(SCRIPTS[command])
     stdout, stderr = follow(command, tmp_path)
+    check_first_run(command, stdout + stderr)
     if "lightning" in command:
         assert "`Trainer.fit` stopped: `max_steps=200` reached." in stderr
         assert "Forecast for communication hook PowerSGD(start_powerSGD_iter=20): " in stdout + stderr
@@ -63,7 +73,8 @@ USE = {block.command: block.text for block in blocks(DOCS / "use.md") if block.c
 @pytest.mark.parametrize("command", USE)
 def test_scripts_of_use(tmp_path, command):
     (tmp_path / command.split()[-1]).write_text(USE[command])
-    stdout, _ = follow(command, tmp_path)
+    stdout, stderr = follow(command, tmp_path)
+    check_first_run(command, stdout + stderr)
     ratio = float(stdout.splitlines()[-1])
     assert 8 < ratio < 10, "10 steps in full of 100"
 
@@ -77,7 +88,7 @@ def test_accelerate_launch_as_the_page_says(tmp_path):
     script = next(text for command, text in SCRIPTS.items() if "train_accelerate.py" in command)
     (tmp_path / "train_accelerate.py").write_text(script)
     (block,) = (block for block in blocks(DOCS / "use.md") if block.text.startswith("accelerate launch"))
-    _, _, *arguments = shlex.split(block.text)
+    _, _, *arguments = shlex.split(block.text.replace("\\\n", ""))
     port = f"--main_process_port={free_port()}"
     stdout, _ = launched("accelerate.commands.launch", port, *arguments, cwd=tmp_path)
     assert 9 < float(stdout.splitlines()[-1]) < 10

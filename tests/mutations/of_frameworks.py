@@ -130,8 +130,8 @@ MUTATIONS = [
     Mutation(
         "second_fit_with_a_static_graph",
         f"{PACKAGE}/lightning/ddp.py",
-        "        self._pl_static_graph_delay_done = False\n        self._last_state = None\n",
-        "        self._last_state = None\n",
+        "        self._pl_static_graph_delay_done = False\n        self._last_state, self._saved_at",
+        "        self._last_state, self._saved_at",
         "A second fit with a static graph and manual optimization does not synchronize.",
         "tests/lightning/test_lightning.py -k 'second_fit'",
     ),

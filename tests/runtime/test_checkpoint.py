@@ -375,7 +375,7 @@ def shared_state(rank, world):
         state = attachment.shared_state_dict() if rank == 0 else None
         states = [state, None]
         torch.distributed.broadcast_object_list(states, src=0)
-        with ignoring("the state of hook 'powersgd' was saved by one rank"):
+        with ignoring("the state of hook 'powersgd' was saved without averaging"):
             attachment.load_state_dict(states[0])
         backward(ddp, full_rank_gradients(rank, 2, SHAPES))
         return attachment.state_dict()["steps"], states[0]

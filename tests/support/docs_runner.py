@@ -57,6 +57,7 @@ IGNORED = (
     "training ends after",
     "hook='.+' compresses nothing",
     "You're resuming from a checkpoint that ended before the epoch ended",
+    "Checkpoint directory .* exists and is not empty",
     "The 'train_dataloader' does not have many workers",
     r"`isinstance\(treespec, LeafSpec\)` is deprecated",  # used by Lightning
 )
