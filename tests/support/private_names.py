@@ -246,6 +246,12 @@ TORCH = [
         _task_has_an_id,
     ),
     Use("torch._dynamo.config.disable", (f"{PACKAGE}/codecs/codec.py",), "quantized hooks fail"),
+    Use(
+        "torch._dynamo.utils.counters",
+        (f"{PACKAGE}/codecs/compiling.py",),
+        "quantized hooks run uncompiled, with a warning",
+        lambda: isinstance(resolve("torch._dynamo.utils.counters")["inductor"]["fxgraph_cache_miss"], int),
+    ),
     Use("torch._dynamo.mark_dynamic", (f"{PACKAGE}/codecs/codec.py",), "codecs are not compiled, with a warning"),
     Use("torch._dynamo.mark_static", (f"{PACKAGE}/codecs/codec.py",), "codecs are not compiled, with a warning"),
     Use(
