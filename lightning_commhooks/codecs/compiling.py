@@ -18,7 +18,7 @@ LONG = 2.0
 
 @contextmanager
 def said(what: str) -> Iterator[None]:
-    """Say before something is compiled that it is, or loaded from PyTorch's cache, and then which, and how long it took.
+    """Say before something is compiled, or loaded from PyTorch's cache, that it is; then which, and how long it took.
 
     In the log at level INFO always. To the eye, see `announce`, only if it takes long: not where it comes from a cache.
 
