@@ -10,6 +10,7 @@ import sys
 import warnings
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Sequence
+from typing import NoReturn
 
 import torch
 
@@ -45,9 +46,18 @@ _BANDWIDTH = re.compile(
 )
 
 
+class _Parser(ArgumentParser):
+    """Says on rank 0 what is wrong, where a launcher has started several."""
+
+    def error(self, message: str) -> NoReturn:
+        if os.environ.get("RANK", "0") != "0":
+            sys.exit(launch.USAGE_ERROR)
+        super().error(message)
+
+
 def parser() -> ArgumentParser:
     """The options of all commands."""
-    whole = ArgumentParser(prog="lightning-commhooks", description=__doc__)
+    whole = _Parser(prog="lightning-commhooks", description=__doc__)
     commands = whole.add_subparsers(dest="command", required=True)
     as_json = {"action": "store_true", "help": "print JSON, and nothing else, on standard output"}
     listing = commands.add_parser("list", help="hooks and wrappers, and their options")

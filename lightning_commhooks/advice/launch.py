@@ -105,7 +105,13 @@ def joined(device: torch.device) -> Iterator[None]:
     rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     backend = "nccl" if device.type == "cuda" else "gloo"
     alone = HashStore() if size == 1 else None  # several meet as the environment says
-    dist.init_process_group(backend, timeout=_TIMEOUT, world_size=size, rank=rank, store=alone)
+    try:
+        dist.init_process_group(backend, timeout=_TIMEOUT, world_size=size, rank=rank, store=alone)
+    except (RuntimeError, ValueError) as failure:
+        if os.environ.get("COMMHOOKS_TRACEBACK"):
+            traceback.print_exception(failure)
+        print(f"error on rank {rank}: the ranks did not find each other: {failure}", file=sys.stderr)
+        sys.exit(FAILURE)
     store: Store = dist.distributed_c10d._get_default_store()
     try:
         yield

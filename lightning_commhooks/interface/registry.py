@@ -24,10 +24,16 @@ def register(hook_class: _HookClass) -> _HookClass:
     Raises:
         ValueError: another class has that name already.
     """
-    for name in (hook_class.name, *hook_class.aliases):
-        taken = _classes.get(_aliases.get(name, name))
+    own = (hook_class.name, *hook_class.aliases)
+    known = {_plain(name): taken for name, taken in _classes.items()}
+    known |= {_plain(alias): _classes[name] for alias, name in _aliases.items()}
+    for name in own:
+        taken = known.get(_plain(name))
         if taken is not None and taken is not hook_class:
-            raise ValueError(f"the hook name {name!r} is taken by {taken.__module__}.{taken.__qualname__}")
+            raise ValueError(
+                f"the hook name {name!r} is taken by {taken.__module__}.{taken.__qualname__}; capitals and underscores "
+                "make no other name"
+            )
     _classes[hook_class.name] = hook_class
     _aliases.update(dict.fromkeys(hook_class.aliases, hook_class.name))
     return hook_class

@@ -82,12 +82,15 @@ class PerParameter(CommHook):
 
     def check_parameters(self, names: Sequence[str]) -> list[str]:
         patterns = {name: self.pattern_of(name) for name in names}
-        texts = [
-            f"PerParameter: the pattern {pattern!r} is not the first to match any parameter, so its hook does nothing. "
-            f"There are {names[0]!r} and {len(names) - 1} others; the first pattern that matches counts"
-            for pattern in self.hooks
-            if pattern not in patterns.values() and names
-        ]
+        texts = []
+        for pattern in self.hooks:
+            if pattern in patterns.values() or not names:
+                continue
+            matched = [name for name in names if fnmatch.fnmatchcase(name, pattern)]
+            why = f"matches no parameter; there are {names[0]!r} and {len(names) - 1} others"
+            if matched:
+                why = f"comes after {patterns[matched[0]]!r}, which matches {matched[0]!r} too; put it before that"
+            texts.append(f"PerParameter: the pattern {pattern!r} {why}. Its hook does nothing")
         for hook in self.inner_hooks:
             texts += hook.check_parameters([name for name in names if self.hooks[patterns[name]] == hook])
         return texts

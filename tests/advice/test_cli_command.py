@@ -7,10 +7,12 @@ import sys
 from argparse import ArgumentTypeError
 
 import pytest
+import torch
 from forks import FORKS, alone, run_ranks
 
 import lightning_commhooks as lc
 from lightning_commhooks import wrappers
+from lightning_commhooks.advice import launch
 from lightning_commhooks.advice.cli import main, parse_bandwidth, parse_latency
 
 MODELS = """
@@ -240,6 +242,23 @@ def test_a_failure_on_one_rank_ends_all(folder, factory, code, message):
     assert message in errors
     assert "Traceback" not in errors
     assert errors.count("error: ") + errors.count("error on rank") <= 1
+
+
+@pytest.mark.parametrize("arguments", [["bench", "m:f", "--hooks", "bf17"], ["bench", "m:f", "--hoks", "bf16"]])
+def test_other_ranks_do_not_repeat_what_is_wrong(monkeypatch, capsys, arguments):
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(SystemExit, match="2"):
+        main(arguments)
+    assert capsys.readouterr() == ("", "")
+
+
+def test_ranks_that_do_not_find_each_other(monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    with pytest.raises(SystemExit, match="1"), launch.joined(torch.device("cpu")):
+        pass
+    assert "error on rank 0: the ranks did not find each other: " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

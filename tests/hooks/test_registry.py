@@ -122,3 +122,12 @@ def test_short_names_of_options(kind):
         kind(rank=4, matrix_approximation_rank=4)
     with pytest.raises(ValueError, match="unknown option 'ranks'"):
         lc.get_hook(kind.name, ranks=4)
+
+
+def test_names_differ_in_more_than_capitals_and_underscores():
+    @dataclasses.dataclass(frozen=True)
+    class Other(lc.CommHook):
+        name = "Power_Sgd"
+
+    with pytest.raises(ValueError, match="'Power_Sgd' is taken by .*PowerSGD; capitals and underscores"):
+        lc.register(Other)
