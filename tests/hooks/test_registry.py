@@ -129,5 +129,5 @@ def test_names_differ_in_more_than_capitals_and_underscores():
     class Other(lc.CommHook):
         name = "Power_Sgd"
 
-    with pytest.raises(ValueError, match="'Power_Sgd' is taken by .*PowerSGD; capitals and underscores"):
+    with pytest.raises(ValueError, match=r"'Power_Sgd' is taken by .*PowerSGD; capitals and underscores"):
         lc.register(Other)
