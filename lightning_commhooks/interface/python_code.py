@@ -20,7 +20,7 @@ def code(hook: CommHook) -> str:
 
 
 def earlier(hook: CommHook, num_steps: int) -> str:
-    """What to write for a hook that does nothing in a run of so many steps, since it starts too late."""
+    """Advice on a hook that does nothing in a run of so many steps, since it starts too late."""
     names = [field.name for field in dataclasses.fields(hook) if is_start(field.name)]  # type: ignore[arg-type]
     better = dataclasses.replace(hook, **dict.fromkeys(names, num_steps // 10))  # type: ignore[type-var]
     return f"let it begin after about a tenth of training, {num_steps // 10}: hook={code(better)}"

@@ -90,11 +90,11 @@ class Source(ABC):
         return finite
 
     def gradients(self, reduced: Sequence[Tensor]) -> Sequence[Tensor]:
-        """What the optimizer gets of what was reduced, when the step ends."""
+        """The gradients that the optimizer gets of what was reduced, when the step ends."""
         return reduced
 
     def metrics(self) -> dict[str, float]:
-        """What the source itself counts."""
+        """Counts of the source itself."""
         return {}
 
     def end_step(self) -> None:  # noqa: B027  # optional to override

@@ -1,4 +1,4 @@
-"""What a collective returns that was run to its end where it was asked for."""
+"""The work of a collective that was run to its end where it was asked for."""
 
 from __future__ import annotations
 

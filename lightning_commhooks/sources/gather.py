@@ -107,7 +107,7 @@ class Gather:
         out.view(ranks.size, -1).copy_(decoded.view(ranks.size, -1)[:, :numel])
 
     def metrics(self) -> dict[str, float]:
-        """What was sent of parameters, and would have been in float32, in bytes."""
+        """Bytes that were sent of parameters, and that float32 takes."""
         counts = self._counters.as_dict()
         return {f"gather_{name}": counts[name] for name in ("bytes_sent", "bytes_dense", "compression_ratio")}
 

@@ -176,7 +176,7 @@ def _is_reduced(p: Any, group: Any) -> bool:
 
 
 def param_groups(model: nn.Module) -> list[Any]:
-    """What FSDP2 reduces together: its `FSDPParamGroup`s."""
+    """FSDP2's `FSDPParamGroup`s, each of parameters that it reduces together."""
     states = {id(state): state for m in model.modules() if isinstance(m, FSDPModule) and (state := m._get_fsdp_state())}
     groups: list[Any] = []
     for state in states.values():
