@@ -130,6 +130,7 @@ def attach(
             warn_if_broken_here(method.function, backend_for(source.process_group, source.device))
         is_scaled = grad_scaler is not None and grad_scaler.is_enabled()
         same |= {"hook": config, "exact_state": exact_state, "whether gradients are scaled by grad_scaler": is_scaled}
+        same["whether num_steps is given"] = num_steps is not None
     runtime = Runtime(config, source, grad_scaler, divided_by)
     attachment = Attachment(runtime, exact_state)
     try:
