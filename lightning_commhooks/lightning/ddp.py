@@ -161,7 +161,6 @@ class CompressedDDPMixin:
                 optimizers=lambda: self.optimizers,  # type: ignore[attr-defined]
                 loss_divided_by=self._loss_divided_by,
             )
-        logger.info("communication hook %r registered on %s", self._hook, self.root_device)  # type: ignore[attr-defined]
 
     def setup_optimizers(self, trainer: Any) -> None:
         """Make the optimizers; let a hook that averages models know of them."""

@@ -22,6 +22,7 @@ from lightning_commhooks.interface.accumulation import is_positive
 from lightning_commhooks.interface.checks import check_integer
 from lightning_commhooks.interface.hook import CommHook
 from lightning_commhooks.interface.layout import unwrapped
+from lightning_commhooks.interface.python_code import code
 from lightning_commhooks.interface.user_function import DDPHook, UserFunction, warn_if_broken_here
 from lightning_commhooks.runtime.attachment import Attachment
 from lightning_commhooks.runtime.optimizers import check_optimizer
@@ -148,7 +149,8 @@ def attach(
     except BaseException:
         runtime.close()
         raise
-    logger.info("attached %r to %s", resolved, type(model).__name__)
+    name = code(resolved) if isinstance(resolved, CommHook) else runtime.name
+    logger.info("attached the communication hook %s to %s on %s", name, type(model).__name__, source.device)
     return attachment
 
 
