@@ -21,7 +21,9 @@ def _primitive(value: object) -> Any:
         return describe(value)
     if isinstance(value, Mapping):
         return {str(key): _primitive(part) for key, part in value.items()}
-    return value if value is None or isinstance(value, (str, int, float, bool)) else repr(value)
+    # Not a class of ours, which `torch.load(weights_only=True)` refuses: the start of a hook by name.
+    plain = (type(None), str, int, float, bool)
+    return value if type(value) in plain else int(value) if isinstance(value, int) else repr(value)
 
 
 def save_hook(hook: CommHook, bound: BoundHook, writer: StateWriter) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import io
 import warnings
 
 import pytest
@@ -417,6 +418,19 @@ def starts(rank, world):
     with begun(fraction, None) as (ddp, _), pytest.raises(lc.HookError, match=message):
         backward(ddp, full_rank_gradients(rank, 0, WIDE))
     return found
+
+
+def saved_by_name(rank, world):
+    with begun("powersgd", None) as (ddp, attachment):
+        backward(ddp, full_rank_gradients(rank, 0, WIDE))
+        file = io.BytesIO()
+        torch.save(attachment.state_dict(), file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)["hook"]["options"][START]
+
+
+def test_the_state_of_a_hook_by_name_is_of_primitives(run):
+    assert run(saved_by_name) == [1000, 1000]
 
 
 def test_start_by_the_length_of_the_run(run):
