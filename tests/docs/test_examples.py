@@ -132,7 +132,8 @@ def test_ddp_plain(tmp_path, hook, ratio):
 @needs("sklearn")
 def test_sharded_digits(tmp_path):
     outputs = run_ranks(EXAMPLES / "sharded_digits.py", world=4, cwd=tmp_path, timeout=150)
-    (line,) = "".join(stdout for stdout, _ in outputs).splitlines()
+    # PyTorch 2.10 prints what gloo connects.
+    (line,) = re.findall("^loss .*", "".join(stdout for stdout, _ in outputs), re.MULTILINE)
     found = re.fullmatch(r"loss (\d\.\d+); (\d+\.\d)x fewer bytes between replicas", line)
     assert float(found[1]) < 1
     assert float(found[2]) > 5

@@ -54,7 +54,8 @@ def test_scripts_of_the_readme(tmp_path, command):
         assert "`Trainer.fit` stopped: `max_steps=200` reached." in stderr
         assert "Forecast for communication hook PowerSGD(start_powerSGD_iter=20): " in stdout + stderr
     else:
-        (ratio,) = (float(line) for line in stdout.splitlines())
+        # PyTorch 2.10 prints what gloo connects.
+        (ratio,) = (float(line) for line in stdout.splitlines() if not line.startswith("[Gloo]"))
         assert 9 < ratio < 10, "20 steps in full of 200"
 
 
