@@ -54,7 +54,7 @@ def check_hook(
         hook: a name, or a configured hook; with options that let it show what it does within a few steps of small
             gradients, such as `start_powerSGD_iter=0` and `min_bytes=0`.
         error: largest error of one step, as a fraction of the gradients' norm, for matrices of rank 2. `None`: how far
-            a result is from the mean is not checked, but that it is no multiple of it.
+            a result is from the mean is not checked, only that it is not the sum over ranks.
         rounding: what may be lost in spite of error feedback, as a fraction of the gradients' norm: the precision of
             what is sent without it. Of hooks without memory only under a changing loss scale.
         bytes_sent: bytes that a rank sends in the third step, by the number of ranks, for one bucket in float32 of
@@ -81,7 +81,7 @@ def check_hook(
             for world in num_ranks:
                 check_rule(rule, processes, case, world)
             if rule is rules.ranks_agree_on_the_mean and error is None:
-                print("  All ranks get the same, and no multiple of the mean over ranks: yes")
+                print("  All ranks get the same, and not the sum over ranks: yes")
                 print("  It is the mean over ranks up to an error: not checked, give error=")
             else:
                 print(f"  {title(rule)}: yes")

@@ -7,7 +7,7 @@ import pytest
 import torch
 from driver import SHAPES, full_rank_gradients, outputs, same
 
-from lightning_commhooks.testing import BrokenRule, check_hook
+from lightning_commhooks.testing import BrokenRule, check, check_hook
 from lightning_commhooks.testing.check import RULES, check_rule, title
 from lightning_commhooks.testing.processes import Processes
 from lightning_commhooks.testing.rules import Case
@@ -58,6 +58,16 @@ def test_processes_of_its_own(capsys):
     with pytest.raises(BrokenRule, match=r"(?s)^Skipping\(.* on 2 ranks failed.*same collectives in the same order"):
         check_hook(broken_hooks.Skipping(), num_ranks=(2,), seconds=3)
     assert capsys.readouterr().out.splitlines() == ["Skipping(ratio=0.1)", f"  {title(RULES[0])}: yes"]
+
+
+def test_what_is_not_stated_is_printed_as_not_checked(capsys, monkeypatch):
+    monkeypatch.setattr(check, "RULES", [BY_NAME["ranks_agree_on_the_mean"]])
+    for error in (None, 0.5):
+        check_hook("int8", error=error, num_ranks=(2,), seconds=30)
+    out = capsys.readouterr().out
+    assert out.count("It is the mean over ranks up to an error: not checked, give error=") == 1
+    assert out.count("and not the sum over ranks: yes") == 1
+    assert out.count(f"{title(BY_NAME['ranks_agree_on_the_mean'])}: yes") == 1
 
 
 def test_what_fails_on_a_rank_is_shown():

@@ -8,8 +8,8 @@ MUTATIONS = [
     Mutation(
         "last_pattern_counts",
         f"{WRAPPERS}/per_parameter.py",
-        "for pattern in self.hooks:\n",
-        "for pattern in reversed(list(self.hooks)):\n",
+        "for pattern in self.hooks:\n            if fnmatch",
+        "for pattern in reversed(list(self.hooks)):\n            if fnmatch",
         "PerParameter chooses the last pattern that matches.",
         "tests/wrappers/test_per_parameter.py -k 'first_pattern'",
     ),

@@ -393,7 +393,7 @@ def starts(rank, world):
         ("name", "powersgd", 40),
         ("long", "powersgd", 40_000),
         ("class", lc.PowerSGD(), 40),
-        ("local", "post_localsgd", 40 + 2 * rank),
+        ("local", "post_localsgd", 40 + 20 * rank),
         ("fraction", lc.Cast(lc.PowerSGD(start_powerSGD_iter=0.25), "bf16"), 12),
         ("schedule", lc.Schedule({0: "bf16", 1: "powersgd"}), 30),
         ("unknown", "powersgd", None),
