@@ -12,7 +12,10 @@ from lightning_commhooks.interface.start import is_start
 
 
 def code(hook: CommHook) -> str:
-    """A hook as Python code, as short as it can be."""
+    """A hook as Python code, as short as it can be; of a class that is no dataclass, its `repr`."""
+    has_fields: bool = dataclasses.is_dataclass(hook)
+    if not has_fields:
+        return repr(hook)
     options = _options(hook)
     if not options and _is_registered(hook):
         return f'"{hook.name}"'
@@ -29,7 +32,7 @@ def earlier(hook: CommHook, num_steps: int) -> str:
 def _options(hook: CommHook) -> dict[str, Any]:
     """Fields that are not at their defaults."""
     options = {}
-    for field in dataclasses.fields(hook):  # type: ignore[arg-type]  # all of them are dataclasses
+    for field in dataclasses.fields(hook):  # type: ignore[arg-type]
         value, default = getattr(hook, field.name), field.default
         if field.default_factory is not dataclasses.MISSING:
             default = field.default_factory()
