@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from accelerate import Accelerator
 from accelerate.utils import DDPCommunicationHookType, DistributedType
 
@@ -18,6 +17,7 @@ from lightning_commhooks.interface.registry import get_hook
 from lightning_commhooks.runtime.attachment import Attachment
 from lightning_commhooks.sources.attach import attach
 from lightning_commhooks.sources.replicas import replicas_of
+from lightning_commhooks.sources.shard_files import load_shard, save_shard, shard_file
 from lightning_commhooks.sources.sharded_hooks import resolve_sharded_hook
 
 _INSTEAD = {"NO": "training runs in one process, and there is nothing to reduce", **AVERAGED_ELSEWHERE}
@@ -86,24 +86,17 @@ def _save_and_load(accelerator: Accelerator, attachments: Sequence[Attachment]) 
     """Let `save_state` write each rank's share of the hooks' state, and `load_state` load it."""
 
     def files(folder: str) -> list[tuple[Attachment, Path]]:
-        names = ("comm_hook_{}-{}-of-{}.pt".format(i, *one.shard) for i, one in enumerate(attachments))
-        return [(one, Path(folder, name)) for one, name in zip(attachments, names, strict=True) if one.has_state]
+        return [(one, shard_file(one, folder, f"comm_hook_{i}")) for i, one in enumerate(attachments) if one.has_state]
 
     def save(models: object, weights: object, folder: str) -> None:
         for attachment, file in files(folder):
-            state = attachment.state_dict()
-            if attachment.is_first_replica:
-                torch.save(state, file)
+            save_shard(attachment, file)
 
     def load(models: object, folder: str) -> None:
         for attachment, file in files(folder):
-            if file.exists():
-                attachment.load_state_dict(torch.load(file, weights_only=True))
-            elif accelerator.is_main_process:
-                warnings.warn(
-                    f"hook {attachment.name!r} begins anew: the checkpoint has no state of these shards, {file}",
-                    stacklevel=4,
-                )
+            text = load_shard(attachment, file)
+            if text is not None and accelerator.is_main_process:
+                warnings.warn(text, stacklevel=4)
 
     accelerator.register_save_state_pre_hook(save)
     accelerator.register_load_state_pre_hook(load)

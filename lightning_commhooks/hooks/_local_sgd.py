@@ -68,8 +68,7 @@ class BoundLocalSGD(AveragesModels):
             warnings.warn(
                 f"hook={config.name!r}: gradients go on being averaged over all {group.size} ranks at every step, "
                 f"because {'all are on one node' if config.subgroup_size is None else 'they are one subgroup'}. To let "
-                f"them step alone: hook={code(alone)}; or "
-                "set a smaller subgroup_size",
+                f"them step alone: hook={code(alone)}; or set a smaller subgroup_size",
                 stacklevel=2,
             )
         # Steps that each optimizer has taken since ranks step alone.

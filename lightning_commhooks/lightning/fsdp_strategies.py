@@ -20,6 +20,7 @@ from lightning_commhooks.lightning.refusals import refusals_as
 from lightning_commhooks.runtime.attachment import Attachment
 from lightning_commhooks.sources import fsdp1
 from lightning_commhooks.sources.attach import attach
+from lightning_commhooks.sources.shard_files import load_shard, save_shard, shard_file
 from lightning_commhooks.sources.sharded_hooks import resolve_sharded_hook
 
 ShardedHookName = Literal["allreduce", "reduce_scatter", "fp16", "bf16", "int8", "int4", "fp8"]
@@ -266,8 +267,7 @@ class CompressedModelParallelMixin(ShardedHookMixin):
         """The file for this rank's share of the hook's state, in a sharded checkpoint; `None` if there is no state."""
         if self._replicas == 1 or self._attachment is None or not self._attachment.has_state:
             return None
-        index, size = self._attachment.shard
-        return path / f"comm_hook-{index}-of-{size}.pt"
+        return shard_file(self._attachment, path, "comm_hook")
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Save the checkpoint, and if it is a sharded one this rank's share of the hook's state."""
@@ -283,19 +283,16 @@ class CompressedModelParallelMixin(ShardedHookMixin):
                 "the model is trained, with save_distributed_checkpoint=True"
             )
             return
-        state = self._attachment.state_dict()
-        if self._attachment.is_first_replica:
-            torch.save(state, file)
+        save_shard(self._attachment, file)
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Load the checkpoint, and the hook's state if there is one of this share."""
         checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **kwargs)  # type: ignore[misc]
         file = self._state_of_hook(Path(self.broadcast(checkpoint_path)))  # type: ignore[attr-defined]
         if file is not None and self._attachment is not None:
-            if file.exists():
-                self._attachment.load_state_dict(torch.load(file, weights_only=True))
-            else:
-                self._tell(f"hook {self._hook.name!r} begins anew: the checkpoint has no state of these shards, {file}")
+            text = load_shard(self._attachment, file)
+            if text is not None:
+                self._tell(text)
         return checkpoint
 
     def _tell(self, text: str) -> None:

@@ -35,7 +35,6 @@ class Attachment:
     With FSDP a hook reduces gradients and keeps no memory: what asks for state, whole gradients or models of ranks says
     so in a `ValueError`, does nothing, or returns what there is, zero or `None`. Not copied: in a copy of what holds it
     there is `None`, since the hook stays with the model that it was attached to.
-
     """
 
     def __init__(self, runtime: Runtime, exact_state: bool) -> None:
@@ -189,8 +188,7 @@ class Attachment:
             num_left: synchronized backwards that are still to come; `None`: not known.
         """
         if not self.is_closed:
-            run = self._runtime
-            run.expect(None if num_left is None else run.clock.steps + num_left)
+            self._runtime.expect(None if num_left is None else self._runtime.clock.steps + num_left)
             self._runtime.forecaster.tell(say, num_left)
 
     def compression_stats(self) -> tuple[float, int, int]:

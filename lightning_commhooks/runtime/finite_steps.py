@@ -110,7 +110,7 @@ class FiniteSteps:
             if self._is_local:
                 group = self._running.bound.group
                 finite = group.finish(self._agreed(finite, group))
-            finite = self._running.source.agreed(finite)
+            finite = self._running.source.smallest(finite)
             self.forget()
             if in_time:
                 parts = [part for gradients, bucket in reduced for part in _parts(gradients, bucket)]

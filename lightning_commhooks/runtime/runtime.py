@@ -75,8 +75,8 @@ class Runtime(RunningHook):
     ) -> None:
         super().__init__(hook, source, self._end_step)
         self._given = hook
-        # The last step before which its starts were looked at.
-        self._checked = -1
+        # The configuration whose starts were looked at.
+        self._checked: CommHook | None = None
         self.watch = Watch()
         self.micro_batches = MicroBatches(loss_divided_by) if accumulation_of(hook) != "framework" else None
         self._grad_scaler = grad_scaler
@@ -153,11 +153,14 @@ class Runtime(RunningHook):
         if self.num_steps is not None or not any(depends_on_length(start) for *_, start in late_starts(self._given)):
             return
         self.clock.end()
-        told = self.call(lambda: self.bound.group.all_gather_quietly([num_steps or 0]))
-        self.num_steps = min(own for (own,) in told)
+        self.num_steps = self.call(lambda: self._shortest(num_steps or 0))
         if self.num_steps:
             self.configure(started(self._given, self.num_steps))
             self._begin_at(self._bind_again(), self.clock.steps)
+
+    def _shortest(self, num_steps: int) -> int:
+        told = self.bound.group.all_gather_quietly([num_steps])
+        return int(self.source.smallest(torch.tensor(min(own for (own,) in told), device=self.source.device)))
 
     def _check_starts(self) -> None:
         starts = [*late_starts(self.config)]
@@ -169,6 +172,7 @@ class Runtime(RunningHook):
                     f"{type(owner).__name__}({name}={start}) is a fraction of the run, and how long that is nobody has "
                     f"said: give attach(..., num_steps=), the number of synchronized backwards, or {name}= a step"
                 )
+        self._checked = self.config
 
     def reset(self) -> None:
         """Let the hook begin anew, at step 0, with the same model on all ranks. Collective."""
@@ -258,8 +262,7 @@ class Runtime(RunningHook):
         if self.micro_batches is not None:
             accumulated = self.micro_batches.of_step(step, is_last)
         scale = _current_scale(self._grad_scaler)
-        if self.clock.steps != self._checked:
-            self._checked = self.clock.steps
+        if self.config is not self._checked:
             self._check_starts()
         self.forecaster.begin_step(step)
         return Bucket(flat, index, is_last, step, slots, unused, scale, accumulated=accumulated)

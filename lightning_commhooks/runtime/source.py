@@ -85,9 +85,9 @@ class Source(ABC):
         """Which shard of the model this rank has, and of how many, for each dimension; empty: all of it."""
         return []
 
-    def agreed(self, finite: Tensor) -> Tensor:
-        """Whether a step was finite on all of those ranks too; a boolean of one element. Collective."""
-        return finite
+    def smallest(self, value: Tensor) -> Tensor:
+        """The smallest of those ranks' values too, of one element; of booleans, whether all hold. Collective."""
+        return value
 
     def gradients(self, reduced: Sequence[Tensor]) -> Sequence[Tensor]:
         """The gradients that the optimizer gets of what was reduced, when the step ends."""

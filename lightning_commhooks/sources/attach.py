@@ -14,7 +14,6 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lightning_commhooks.collectives.agreement import raise_on_all_ranks
 from lightning_commhooks.collectives.counters import Counters
 from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.collectives.process_groups import backend_for
@@ -122,20 +121,14 @@ def attach(
         config = resolved if isinstance(resolved, CommHook) else UserFunction(resolved)
         divided_by = _loss_divided_by(loss_divided_by, config)
         source.check(model)
-        if num_steps is not None:
-            check_integer("num_steps", num_steps, 1)
-        if grad_scaler is not None and not isinstance(grad_scaler, torch.amp.GradScaler):
-            raise ValueError(f"grad_scaler must be a torch.amp.GradScaler, is {grad_scaler!r}")
-        method = without_scale(config)
-        if isinstance(method, UserFunction):
-            warn_if_broken_here(method.function, backend_for(source.process_group, source.device))
+        _check(source, config, grad_scaler, num_steps)
         is_scaled = grad_scaler is not None and grad_scaler.is_enabled()
         same |= {"hook": config, "exact_state": exact_state, "whether gradients are scaled by grad_scaler": is_scaled}
         same["whether num_steps is given"] = num_steps is not None
     runtime = Runtime(config, source, grad_scaler, divided_by)
     attachment = Attachment(runtime, exact_state)
     try:
-        with raise_on_all_ranks(runtime.bound.group.process_group, "attach()"):
+        with source.agreeing("attach()"):
             if optimizers is not None and not callable(optimizers):
                 optimizers = list(optimizers)
                 if attachment.averages_models:
@@ -149,9 +142,19 @@ def attach(
     except BaseException:
         runtime.close()
         raise
-    name = code(resolved) if isinstance(resolved, CommHook) else runtime.name
+    name = runtime.name if isinstance(config, UserFunction) else code(config)
     logger.info("attached the communication hook %s to %s on %s", name, type(model).__name__, source.device)
     return attachment
+
+
+def _check(source: Source, config: CommHook, grad_scaler: torch.amp.GradScaler | None, num_steps: int | None) -> None:
+    if num_steps is not None:
+        check_integer("num_steps", num_steps, 1)
+    if grad_scaler is not None and not isinstance(grad_scaler, torch.amp.GradScaler):
+        raise ValueError(f"grad_scaler must be a torch.amp.GradScaler, is {grad_scaler!r}")
+    method = without_scale(config)
+    if isinstance(method, UserFunction):
+        warn_if_broken_here(method.function, backend_for(source.process_group, source.device))
 
 
 def source_of(model: nn.Module, replicate_group: dist.ProcessGroup | None = None) -> Source:

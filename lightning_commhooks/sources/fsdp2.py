@@ -118,7 +118,7 @@ class FSDP2(ShardedSource):
             if mesh.ndim == 1:
                 shares_of(runtime).among(mesh.get_group())
         if self._gather_hook is not None:
-            self._gather = Gather(model, self._gather_hook, self.device)
+            self._gather = Gather(units(model), self._gather_hook, self.device)
         reduce_scatter = _ReduceScatter(runtime)
         self._runtime, self._units = runtime, [weakref.ref(unit) for unit in units(model)]
         for unit in units(model):

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 
@@ -46,17 +46,17 @@ class Gather:
     https://arxiv.org/abs/2306.10209, section 3.1), whose blocks are larger.
 
     Args:
-        model: a module in which `fully_shard` was applied to modules.
+        units: the modules of a model to which `fully_shard` was applied.
         hook: as `resolve_gather_hook` returns it.
         device: of the parameters.
     """
 
-    def __init__(self, model: nn.Module, hook: CommHook, device: torch.device) -> None:
+    def __init__(self, units: Iterable[FSDPModule], hook: CommHook, device: torch.device) -> None:
         self._hook, self._device = hook, device
         self._counters = Counters()
         self._counters.timing = NoTiming()
         self._groups: dict[dist.ProcessGroup, tuple[Group, Kernels | None]] = {}
-        self._units = [weakref.ref(module) for module in model.modules() if isinstance(module, FSDPModule)]
+        self._units = [weakref.ref(unit) for unit in units]
         for unit in self._units:
             unit().set_custom_all_gather(self)  # type: ignore[union-attr, arg-type]
 

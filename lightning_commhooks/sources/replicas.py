@@ -11,7 +11,6 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, HSDPMeshInfo
 from torch.utils.hooks import RemovableHandle
 
@@ -29,7 +28,7 @@ from lightning_commhooks.runtime.copies import NotCopied
 from lightning_commhooks.runtime.runtime import Runtime
 from lightning_commhooks.runtime.source import Source
 from lightning_commhooks.sources.finished import Finished
-from lightning_commhooks.sources.fsdp2 import FSDP2
+from lightning_commhooks.sources.fsdp2 import FSDP2, units
 from lightning_commhooks.sources.gather import Gather, resolve_gather_hook
 from lightning_commhooks.sources.sharded_hooks import resolve_sharded_hook
 from lightning_commhooks.wrappers.scale import accumulation_of, without_scale
@@ -177,7 +176,7 @@ def _is_reduced(p: Any, group: Any) -> bool:
 
 def param_groups(model: nn.Module) -> list[Any]:
     """FSDP2's `FSDPParamGroup`s, each of parameters that it reduces together."""
-    states = {id(state): state for m in model.modules() if isinstance(m, FSDPModule) and (state := m._get_fsdp_state())}
+    states = {id(state): state for unit in units(model) if (state := unit._get_fsdp_state())}
     groups: list[Any] = []
     for state in states.values():
         several = getattr(state, "_fsdp_param_groups", None)  # from PyTorch 2.12 on
@@ -282,7 +281,7 @@ class Replicas(Source):
         names = {id(p): str(self.layout.name_of(p.sharded_param)) for group in groups for p in group.fsdp_params}
         self._units = [_Unit(group, self, names) for group in groups]
         if self._gather_hook is not None:
-            self._gather = Gather(model, self._gather_hook, self.device)
+            self._gather = Gather(units(model), self._gather_hook, self.device)
         if self._shard_hook is not None:
             shards = FSDP2(model)
             shards.check(model)
@@ -309,12 +308,12 @@ class Replicas(Source):
     def other_connections(self) -> Sequence[Any]:
         return [connections_of(group) for group in self._shards.values()]
 
-    def agreed(self, finite: Tensor) -> Tensor:
+    def smallest(self, value: Tensor) -> Tensor:
         # Ranks of a replica have other gradients, and one verdict.
-        num_bad = finite.logical_not().to(torch.float32).view(1)
+        number = value.to(torch.int64, copy=True).view(1)
         for group in self._shards.values():
-            dist.all_reduce(num_bad, group=group)
-        return num_bad.eq(0).view(())
+            dist.all_reduce(number, dist.ReduceOp.MIN, group=group)
+        return number.to(value.dtype).view(())
 
     def gradients(self, reduced: Sequence[Tensor]) -> Sequence[Tensor]:
         # FSDP2 may have cast, added or offloaded what was reduced.

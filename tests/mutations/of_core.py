@@ -16,8 +16,8 @@ MUTATIONS = [
     Mutation(
         "start_of_each_rank",
         f"{PACKAGE}/runtime/runtime.py",
-        "self.num_steps = min(own for (own,) in told)",
-        "self.num_steps = num_steps or 0",
+        "return int(self.source.smallest(torch.tensor(min(own for (own,) in told), device=self.source.device)))",
+        "return num_steps",
         "Ranks that were told other lengths begin to compress at other steps.",
         "tests/runtime/test_forecast.py -k 'start_by_the_length'",
     ),

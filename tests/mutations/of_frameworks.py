@@ -82,7 +82,7 @@ MUTATIONS = [
     Mutation(
         "verdict_of_one_shard",
         f"{PACKAGE}/sources/replicas.py",
-        "            dist.all_reduce(num_bad, group=group)\n",
+        "            dist.all_reduce(number, dist.ReduceOp.MIN, group=group)\n",
         "            pass\n",
         "A step is bad on the ranks that have the bad share only: what they remember of a model differs.",
         "tests/sources/test_replicas.py -k 'bad_on_all'",
@@ -102,6 +102,22 @@ MUTATIONS = [
         ")",
         "Parameters without a gradient are taken to be in a share.",
         "tests/sources/test_replicas.py -k 'what_fsdp2_does'",
+    ),
+    Mutation(
+        "file_that_one_rank_has",
+        f"{PACKAGE}/sources/shard_files.py",
+        "] = state is not None",
+        "] = True",
+        "Ranks that have the file of a shard wait for those that have none.",
+        "tests/sources/test_replicas.py -k 'has_the_file'",
+    ),
+    Mutation(
+        "length_by_each_shard",
+        f"{PACKAGE}/runtime/runtime.py",
+        "return int(self.source.smallest(torch.tensor(min(own for (own,) in told), device=self.source.device)))",
+        "return min(own for (own,) in told)",
+        "Shards of one model begin to compress at different steps.",
+        "tests/sources/test_replicas.py -k 'one_length'",
     ),
     Mutation(
         "state_of_another_shard",

@@ -50,8 +50,11 @@ class Broken(lc.CommHook):
 
 
 class _BoundBroken(lc.BoundHook):
+    def fails(self, bucket, ranks):
+        return "second" in bucket.names and ranks.global_rank == ranks.size - 1
+
     def reduce(self, bucket, ranks):
-        if bucket.step == 2 and "second" in bucket.names and ranks.global_rank == ranks.size - 1:
+        if bucket.step == 2 and self.fails(bucket, ranks):
             raise ArithmeticError("out of numbers")
         yield from ranks.all_reduce_mean_(bucket.flat)
 
@@ -65,11 +68,9 @@ class BrokenOnOneShard(Broken):
         return _BoundBrokenOnOneShard(group)
 
 
-class _BoundBrokenOnOneShard(lc.BoundHook):
-    def reduce(self, bucket, ranks):
-        if bucket.step == 2 and dist.get_rank() == dist.get_world_size() - 1:
-            raise ArithmeticError("out of numbers")
-        yield from ranks.all_reduce_mean_(bucket.flat)
+class _BoundBrokenOnOneShard(_BoundBroken):
+    def fails(self, bucket, ranks):
+        return dist.get_rank() == dist.get_world_size() - 1
 
 
 class Stopped(Broken):

@@ -17,7 +17,7 @@ from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_commhooks as lc
-from lightning_commhooks.sources import replicas
+from lightning_commhooks.sources import replicas, shard_files
 
 WORLD = 4
 POWERSGD = lc.PowerSGD(start_powerSGD_iter=1, matrix_approximation_rank=2, min_compression_rate=0.1)
@@ -363,6 +363,39 @@ def test_state_is_of_a_shard(run):
         assert same
         assert steps == 1
         assert "save the state of each shard, and load it where that shard is" in message
+
+
+def one_file(rank, world, folder):
+    """What is said where the last rank finds a file, and the others do not; and a state that all of them find."""
+    with leaving_no_groups():
+        attachment = lc.attach(shard2("hybrid", mesh=mesh_of_two()), POWERSGD)
+        shard_files.save_shard(attachment, shard_files.shard_file(attachment, folder, "state"))
+        dist.barrier()
+        file = shard_files.shard_file(attachment, folder, "state")
+        found = shard_files.load_shard(attachment, file)
+        with pytest.raises(
+            (ValueError, lc.HookError), match="file for the rank's shard must be the same on all ranks"
+        ) as raised:
+            shard_files.load_shard(attachment, file if rank == world - 1 else file.with_name("lost"))
+        return found, str(raised.value), shard_files.load_shard(attachment, file.with_name("lost"))
+
+
+def test_only_one_rank_has_the_file(run, tmp_path):
+    for found, text, lost in run(one_file, tmp_path, world=WORLD):
+        assert found is None
+        assert "is False on rank" in text
+        assert "begins anew" in lost
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["state-0-of-2.pt", "state-1-of-2.pt"]
+
+
+def lengths(rank, world):
+    with leaving_no_groups():
+        model = shard2("hybrid", mesh=mesh_of_two())
+        return lc.attach(model, "powersgd", num_steps=40 + 20 * rank).hook.start_powerSGD_iter
+
+
+def test_all_shards_go_by_one_length(run):
+    assert run(lengths, world=WORLD) == [4] * WORLD
 
 
 def metrics(rank, world):
