@@ -6,7 +6,6 @@ import contextlib
 import math
 import os
 import re
-import socket
 import subprocess
 import sys
 import time
@@ -16,7 +15,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore, Store
+from torch._C._distributed_c10d import HashStore, Store, TCPStore
 
 # A rank that has not answered for so long never will. The first one takes errors while others wait.
 _TIMEOUT = timedelta(minutes=30)
@@ -49,7 +48,10 @@ def spawn(num_processes: int, arguments: Sequence[str]) -> int:
     """
     num, threads = str(num_processes), str(max(1, (os.cpu_count() or 1) // num_processes))
     shared = {"OMP_NUM_THREADS": threads, **os.environ, "WORLD_SIZE": num, "LOCAL_WORLD_SIZE": num}
-    shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+    # As torchrun's, the store is this process's: a free port that a rank is told may be taken before it listens.
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    shared |= {"MASTER_ADDR": store.host, "MASTER_PORT": str(store.port)}
+    shared |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
     command = [sys.executable, "-m", "lightning_commhooks", *arguments]
     processes: list[subprocess.Popen[bytes]] = []
     try:
@@ -74,12 +76,6 @@ def _wait(processes: list[subprocess.Popen[bytes]]) -> int:
         print(f"error: a process was ended by signal {-min(failed)}", file=sys.stderr)
         return FAILURE
     return max(failed, default=0)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def choose_device(choice: str) -> torch.device:

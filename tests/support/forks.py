@@ -9,6 +9,7 @@ where they are told to (`launching`). What is about starting Python or importing
 import contextlib
 import json
 import os
+import random
 import shlex
 import signal
 import socket
@@ -213,10 +214,12 @@ FORKS = Forks()
 
 
 def free_port():
-    """A TCP port of 127.0.0.1 that nobody listens on."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
+    """A TCP port of 127.0.0.1 that nobody listens on, below those that systems give to outgoing connections."""
+    while True:
+        port = random.SystemRandom().randrange(10_000, 32_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def alone(**extra):
@@ -224,9 +227,11 @@ def alone(**extra):
     clean = {key: value for key, value in os.environ.items() if key not in DISTRIBUTED}
     # Compiling codecs takes seconds in each process. Who wants to see them compiled passes a 0.
     ours = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TORCH_COMPILE_DISABLE": "1"}
+    # Lightning looks for a port itself otherwise, which a connection of another test may take before it listens.
+    port = {"MASTER_PORT": str(free_port())}
     # Ray joins none that runs already, tells nobody that it is used, and its workers do not stand back.
     of_ray = {"RAY_ADDRESS": "local", "RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
-    return {**clean, **ours, **of_ray, **extra}
+    return {**clean, **ours, **port, **of_ray, **extra}
 
 
 def torchrun_environment(rank, world, port, **extra):

@@ -237,6 +237,7 @@ TORCH = [
         IMPORTED,
     ),
     Use("torch._C._distributed_c10d.HashStore", (LAUNCH,), "`advise` fails"),
+    Use("torch._C._distributed_c10d.TCPStore", (LAUNCH,), "`--nproc` fails"),
     Use("torch._C._distributed_c10d.Store", (LAUNCH,), "`headroom`, `bench` and `advise` fail"),
     Use("torch._C._distributed_c10d.PrefixStore", (GROUPS,), IMPORTED),
     Use(
