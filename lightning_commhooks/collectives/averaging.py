@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import zlib
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from lightning_commhooks.collectives.errors import HookError
 from lightning_commhooks.collectives.group import Group
+from lightning_commhooks.collectives.steps import Steps
 
 # What is copied together for one collective; larger tensors go alone, without a copy.
 CHUNK_BYTES = 2**25
@@ -55,12 +56,29 @@ def check_same(what: str, group: Group, number: int = 0) -> list[int]:
         HookError: some rank averages something else, or for another reason.
     """
     told = group.all_gather_quietly([zlib.crc32(what.encode()), number])
-    if any(digest != told[0][0] for digest, _ in told):
+    _raise_unless_same([digest for digest, _ in told], what, group)
+    return [number for _, number in told]
+
+
+def check_same_beside(what: str, group: Group) -> Steps[Callable[[], None]]:
+    """As `check_same`, in a group of `Group.beside`. On CUDA, where the host does not wait, what is returned raises."""
+    own = torch.full((1,), zlib.crc32(what.encode()), device=group.device)
+    told = yield from group.quiet().all_gather(own)
+
+    def check() -> None:
+        _raise_unless_same(told.flatten().tolist(), what, group)
+
+    if not told.is_cuda:
+        check()
+    return check
+
+
+def _raise_unless_same(digests: list[int], what: str, group: Group) -> None:
+    if any(digest != digests[0] for digest in digests):
         raise HookError(
             f"ranks do not average the same: rank {group.global_rank} is about to {what}. All ranks must take the same "
             "steps, and evaluate and save together; on one rank alone only after a barrier that shows the average"
         )
-    return [number for _, number in told]
 
 
 def own_part(tensor: Tensor) -> Tensor:

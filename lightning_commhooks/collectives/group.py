@@ -136,8 +136,16 @@ class Group(Communicator):
             subgroups: ranks of this group; each rank is in one subgroup.
         """
         key = tuple(tuple(ranks) for ranks in subgroups)
-        if len(key) == 1:
-            return self
+        return self if len(key) == 1 else self._subgroup(key)
+
+    def beside(self) -> Group:
+        """The same ranks for what goes on beside training, in whatever order it does so with the rest.
+
+        Collective when this is asked for the first time, which is in `CommHook.bind`.
+        """
+        return self if self.size == 1 else self._subgroup((tuple(range(self.size)),))
+
+    def _subgroup(self, key: tuple[tuple[int, ...], ...]) -> Group:
         if key not in self._subgroups:
             own = next(ranks for ranks in key if self.rank in ranks)
             group = self._split(key, own)

@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from lightning_commhooks.codecs import Int4Codec, Int8Codec
-from lightning_commhooks.collectives.averaging import average_, check_same, flat_view
+from lightning_commhooks.collectives.averaging import average_, check_same, check_same_beside, flat_view
 from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.collectives.steps import Steps
 from lightning_commhooks.hooks._local_sgd import BoundLocalSGD, LocalSGDConfig
-from lightning_commhooks.interface.bucket import Bucket
+from lightning_commhooks.hooks._pseudo_gradient import PseudoGradient, pseudo_gradient_hook
+from lightning_commhooks.interface.bucket import Bucket, Slot
 from lightning_commhooks.interface.checks import check_bool, check_integer
-from lightning_commhooks.interface.hook import BoundHook
+from lightning_commhooks.interface.hook import BoundHook, CommHook
+from lightning_commhooks.interface.hook_state import load_hook, save_hook
+from lightning_commhooks.interface.layout import memory_shape
 from lightning_commhooks.interface.models import OptimizerStep
 from lightning_commhooks.interface.registry import register
-from lightning_commhooks.interface.state import Shapes
-
-_CODECS = {"int8": Int8Codec(), "int4": Int4Codec()}
+from lightning_commhooks.interface.state import Shapes, StateReader, StateWriter
 
 
 @register
@@ -32,13 +33,16 @@ class DiLoCo(LocalSGDConfig):
     DiLoCo, Douillard et al. 2023, https://arxiv.org/abs/2311.08105, algorithm 1: every `period` steps of the inner
     optimizer, which is the user's, the pseudo-gradient is how far the ranks have moved on average, and
     `torch.optim.SGD(lr=outer_lr, momentum=outer_momentum, nesterov=nesterov)` moves the common model, from which all
-    ranks go on. With `fragments` above 1, Streaming DiLoCo, Douillard et al. 2025, https://arxiv.org/abs/2501.18512,
-    section 2.2: the model is averaged in parts, at different steps, so that no step carries all of it; without that
-    paper's overlap and mixing. Inner optimizers keep their state, as in the papers.
+    ranks go on. Inner optimizers keep their state, as in the paper.
+
+    With `fragments` above 1, `delay` and `mixing` it is Streaming DiLoCo, Douillard et al. 2025,
+    https://arxiv.org/abs/2501.18512, section 2: the model is averaged in parts, at different steps, and while ranks
+    train on; as in torchft, a pseudo-gradient is the distance from the common model. With `eager` it is that of Kale
+    et al. 2025, https://arxiv.org/abs/2502.12996.
 
     Sends 2(w-1)/w times the parameters every `period` steps, half of it with `"bf16"`, a quarter with `"int8"`,
-    a seventh with `"int4"`. Needs memory for the common
-    model and the outer momentum, at least float32 each, and in an outer step as much again for the fragment.
+    a seventh with `"int4"`. Needs memory for the common model and the outer momentum, at least float32 each, and as
+    much again for a fragment while it is averaged; with `eager` once more.
 
     Args:
         period: number of steps of the inner optimizer between outer ones. 50 to 500 is usual.
@@ -47,11 +51,21 @@ class DiLoCo(LocalSGDConfig):
         nesterov: whether that is Nesterov momentum.
         pseudo_gradient: what a rank's move is sent as: `"fp32"`, in the parameters' precision, at least float32; or
             `"bf16"`, each rank's move rounded once, summed in float32 and rounded once more; or `"int8"` or `"int4"`,
-            the same with blocks of integers (`Int8Codec`, `Int4Codec`), but for parameters that do not fill a block.
-            What is rounded away is not made up for.
+            the same with blocks of integers (`Int8Codec`, `Int4Codec`), but for parameters that do not fill a block. Or
+            another hook that averages gradients, such as `PowerSGD(start_powerSGD_iter=0)`, with options of its own;
+            its steps are outer steps.
+        error_feedback: with integers, add what rounding left out to the next move. Needs memory of the size of the
+            parameters.
         fragments: parts, of about the same size, in which the parameters of an optimizer are averaged, each once in a
             period. At most `period`. A single parameter is not divided, so there are fewer parts when it is larger
             than they should be.
+        delay: number of steps for which an average is under way, while ranks train on: it begins so many steps before
+            it is taken over. At most `period`. 0: ranks wait for it. What is under way when training ends is not taken
+            over: models are averaged then anyway.
+        mixing: share of a rank's own model in what it goes on with, the rest being the common model (`alpha` in the
+            paper). `None`: 0.5 with a `delay` below the period, as in the paper; otherwise 0, which means that ranks go
+            on from the common model. With 0, what ranks learn within `delay` is lost, unless that is the period.
+        eager: apply 1/w of a rank's own move at once, and that of the others a period later. `delay` is the period.
         start_localSGD_iter: number of first steps in which gradients are averaged over all ranks, or a fraction of the
             run, as 0.1, where its length is known: see [`PowerSGD`][].
         post_local_gradient_allreduce: average gradients over the subgroup at every step, so that a node is what the
@@ -71,24 +85,35 @@ class DiLoCo(LocalSGDConfig):
     outer_lr: float = 0.7
     outer_momentum: float = 0.9
     nesterov: bool = True
-    pseudo_gradient: Literal["fp32", "bf16", "int8", "int4"] = "fp32"
+    pseudo_gradient: PseudoGradient | CommHook = "fp32"
+    error_feedback: bool = False
     fragments: int = 1
+    delay: int = 0
+    mixing: float | None = None
+    eager: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_integer("period", self.period, 1)
         check_integer("fragments", self.fragments, 1)
-        if self.fragments > self.period:
-            raise ValueError(f"fragments must be at most period={self.period}, is {self.fragments}")
+        check_integer("delay", self.delay, 0)
+        for field in ("fragments", "delay"):
+            if getattr(self, field) > self.period:
+                raise ValueError(f"{field} must be at most period={self.period}, is {getattr(self, field)}")
         if not isinstance(self.outer_lr, (int, float)) or not self.outer_lr > 0:
             raise ValueError(f"outer_lr must be above 0, is {self.outer_lr!r}")
         if not isinstance(self.outer_momentum, (int, float)) or not 0 <= self.outer_momentum < 1:
             raise ValueError(f"outer_momentum must be in [0, 1), is {self.outer_momentum!r}")
-        check_bool("nesterov", self.nesterov)
-        if self.pseudo_gradient not in ("fp32", "bf16", *_CODECS):
+        if self.mixing is not None and (not isinstance(self.mixing, (int, float)) or not 0 <= self.mixing <= 1):
+            raise ValueError(f"mixing must be None or in [0, 1], is {self.mixing!r}")
+        for field in ("nesterov", "error_feedback", "eager"):
+            check_bool(field, getattr(self, field))
+        if self.eager and (self.delay not in (0, self.period) or self.mixing):
             raise ValueError(
-                f"pseudo_gradient must be one of {['fp32', 'bf16', *_CODECS]}, is {self.pseudo_gradient!r}"
+                f"eager=True means delay={self.period}, the period, and mixing=0; delay={self.delay} and "
+                f"mixing={self.mixing} were given: leave them out"
             )
+        pseudo_gradient_hook(self.pseudo_gradient, self.error_feedback)
 
     def repeats_after(self) -> int:
         return self.period
@@ -97,13 +122,31 @@ class DiLoCo(LocalSGDConfig):
         return _BoundDiLoCo(self, group)
 
 
+@dataclass(frozen=True)
+class _UnderWay:
+    """An average that ranks train beside: what waits for its end, and where it is then."""
+
+    wait: Callable[[], None]
+    buckets: list[Bucket]
+
+
 class _BoundDiLoCo(BoundLocalSGD):
     _config: DiLoCo
 
     def __init__(self, config: DiLoCo, group: Group) -> None:
         super().__init__(config, group)
-        codec = _CODECS.get(config.pseudo_gradient)
-        self._kernels = group.kernels(codec, feedback=False, two_shot=True) if codec is not None else None
+        self._delay = config.period if config.eager else config.delay
+        self._mixing = config.mixing
+        if self._mixing is None:
+            self._mixing = 0.5 if 0 < self._delay < config.period else 0.0
+        self._ranks = group.beside() if self._delay else group
+        self._encoding = pseudo_gradient_hook(config.pseudo_gradient, config.error_feedback)
+        # Averages pseudo-gradients.
+        self._inner = self._encoding.bind(self._ranks)
+        # By optimizer and fragment.
+        self._under_way: dict[tuple[str, int], _UnderWay] = {}
+        if config.eager:
+            self.own_kinds = self.own_kinds | {"anchor", "momentum", "share"}
 
     def reduce(self, bucket: Bucket, ranks: Group) -> Steps[None]:
         self._drop_anchors(bucket)
@@ -133,58 +176,147 @@ class _BoundDiLoCo(BoundLocalSGD):
     def _after_local_step(self, num_steps: int, stepped: OptimizerStep) -> None:
         period, fragments = self._config.period, self._config.fragments
         # Spread over the period, the last at its end.
-        due = [k for k in range(fragments) if (num_steps - (k + 1) * period // fragments) % period == 0]
-        groups = _fragments(stepped.parameters, fragments) if due else []
-        for names in [groups[k] for k in due if groups[k]]:
-            fragment = {name: stepped.parameters[name] for name in names}
-            with stepped.models.averaging():
-                self._outer_step(dataclasses.replace(stepped, parameters=fragment))
+        left = [((k + 1) * period // fragments - num_steps) % period for k in range(fragments)]
+        begin = [k for k in range(fragments) if left[k] == self._delay % period]
+        end = [k for k in range(fragments) if left[k] == 0]
+        groups = _fragments(stepped.parameters, fragments) if begin or end else []
+        for k in sorted({*begin, *end}):
+            part = dataclasses.replace(stepped, parameters={name: stepped.parameters[name] for name in groups[k]})
+            if part.parameters:
+                with stepped.models.averaging():
+                    self._average_fragment(k, num_steps, part, k in begin, k in end)
         if num_steps % period == 0:
             stepped.models.average_()
 
-    def _outer_step(self, stepped: OptimizerStep) -> None:
-        parameters = {name: flat_view(p) for name, p in stepped.parameters.items() if name in self.memory}
-        check_same(f"take an outer step of {len(parameters)} parameters of {stepped.optimizer!r}", self.group)
-        moves = {name: self.memory[name]["anchor"] - _at_least_float32(p) for name, p in parameters.items()}
-        self._average_(list(moves.values()))
-        for name, gradient in moves.items():
-            entry = self.memory[name]
-            if self._config.outer_momentum:
-                old = entry.get("momentum")
-                momentum = gradient.clone() if old is None else old.mul_(self._config.outer_momentum).add_(gradient)
-                entry["momentum"] = momentum
-                if self._config.nesterov:
-                    gradient = gradient.add(momentum, alpha=self._config.outer_momentum)
-                else:
-                    gradient = momentum
-            # Into the move, which nobody needs any more.
-            entry["anchor"] = torch.sub(entry["anchor"], gradient, alpha=self._config.outer_lr, out=moves[name])
-            parameters[name].copy_(entry["anchor"].view(parameters[name].shape))
-        # What was in no backward has no anchor.
+    def _average_fragment(self, k: int, num_steps: int, stepped: OptimizerStep, begins: bool, ends: bool) -> None:
+        self._finish(stepped.optimizer, k)
+        shares = self._begin(k, num_steps, stepped) if begins else {}
+        if not self._delay:
+            self._finish(stepped.optimizer, k)
+        if ends:
+            self._outer_step(stepped, shares)
+
+    def _begin(self, k: int, num_steps: int, stepped: OptimizerStep) -> dict[str, Tensor]:
+        """Begin to average what ranks did; with `eager`, returns what this rank adds to the mean."""
+        buckets = self._moves(stepped, num_steps // self._config.period)
+        shares = {}
+        if self._config.eager:
+            shares = {s.name: s.view(b.flat).reshape(-1) / self.group.size for b in buckets for s in b.slots}
+        num = sum(len(bucket.slots) for bucket in buckets)
+        what = f"take an outer step of {num} parameters of {stepped.optimizer!r}"
+        if not self._delay:
+            check_same(what, self.group)
+            self.group.finish(self._average(buckets, self.group))
+            self._under_way[stepped.optimizer, k] = _UnderWay(lambda: None, buckets)
+            return shares
+        check: list[Callable[[], None]] = []
+
+        def run(ranks: Group) -> Steps[None]:
+            check.append((yield from check_same_beside(what, ranks)))
+            yield from self._average(buckets, ranks)
+
+        wait = stepped.models.begin(self._ranks, run)
+
+        def wait_and_check() -> None:
+            wait()
+            check[0]()
+
+        self._under_way[stepped.optimizer, k] = _UnderWay(wait_and_check, buckets)
+        return shares
+
+    def _moves(self, stepped: OptimizerStep, step: int) -> list[Bucket]:
+        """How far this rank is from the common model, a bucket for each dtype."""
+        buckets: dict[torch.dtype, list[tuple[str, Tensor]]] = {}
+        for name, p in stepped.parameters.items():
+            # What was in no backward has no anchor.
+            if name in self.memory:
+                buckets.setdefault(self.memory[name]["anchor"].dtype, []).append((name, p))
+        return [self._bucket(i, step, parameters) for i, parameters in enumerate(buckets.values())]
+
+    def _bucket(self, index: int, step: int, parameters: list[tuple[str, Tensor]]) -> Bucket:
+        anchors = [self.memory[name]["anchor"] for name, _ in parameters]
+        flat = anchors[0].new_empty(sum(anchor.numel() for anchor in anchors))
+        slots: list[Slot] = []
+        places = flat.split([anchor.numel() for anchor in anchors])
+        for (name, p), anchor, place in zip(parameters, anchors, places, strict=True):
+            torch.sub(anchor, _at_least_float32(p), out=place)
+            slots.append(Slot(name, memory_shape(p), place.storage_offset(), p))
+        return Bucket(flat, index, True, step, tuple(slots))
+
+    def _average(self, buckets: list[Bucket], ranks: Group) -> Steps[None]:
+        for bucket in buckets:
+            yield from self._inner.reduce(bucket, ranks)
+            # With inf or NaN in it the model is lost as well.
+            self._inner.end_step(torch.tensor(True))
+
+    def _finish(self, optimizer: str, k: int) -> None:
+        """Wait for an average that is under way; what is not taken over yet is memory like the rest."""
+        if (under_way := self._under_way.pop((optimizer, k), None)) is not None:
+            under_way.wait()
+            for bucket in under_way.buckets:
+                for slot in bucket.slots:
+                    self.memory[slot.name]["average"] = slot.view(bucket.flat).view(-1)
+
+    def _outer_step(self, stepped: OptimizerStep, shares: dict[str, Tensor]) -> None:
+        for name, p in stepped.parameters.items():
+            entry = self.memory.get(name, {})
+            gradient = entry.pop("average", None)
+            if name in shares:
+                # The mean of a period ago, with this rank's move of now in place of that of then.
+                before = entry.get("share")
+                gradient = shares[name].clone() if gradient is None else gradient.add_(shares[name])
+                entry["share"] = shares[name]
+                if before is not None:
+                    gradient.sub_(before)
+            if gradient is not None:
+                self._step_anchor(entry, gradient)
+            # After a period's delay nothing may be sent twice, also not what is under way for the first time.
+            if gradient is not None or (entry and self._delay == self._config.period):
+                own, anchor = flat_view(p), entry["anchor"]
+                mixed = torch.lerp(anchor, _at_least_float32(p), self._mixing) if self._mixing else anchor
+                own.copy_(mixed.view(own.shape))
         average_([p for name, p in stepped.parameters.items() if name not in self.memory], self.group)
-        stepped.models.averaged(stepped.parameters)
+        if self._mixing or self._config.eager:
+            self.group.counters.averagings += 1
+        else:
+            stepped.models.averaged(stepped.parameters)
         self._follow_up_optimizer(stepped, self.group)
 
-    def _average_(self, moves: list[Tensor]) -> None:
-        if not moves:
-            return
-        if self._config.pseudo_gradient == "fp32":
-            average_(moves, self.group)
-            return
-        if self._kernels is not None:
-            fills_block = self._kernels.fills_block
-            large = [move for move in moves if fills_block(move)]
-            self.group.finish(self.group.average_tensors_encoded_(large, self._kernels))
-            average_([move for move in moves if not fills_block(move)], self.group)
-            return
-        half = torch.cat([move.div(self.group.size).to(torch.bfloat16) for move in moves])
-        mean = self.group.finish(self.group.all_reduce_in_float32(half))
-        for move, own in zip(moves, mean.split([move.numel() for move in moves]), strict=True):
-            move.copy_(own)
+    def _step_anchor(self, entry: dict[str, Tensor], gradient: Tensor) -> None:
+        if self._config.outer_momentum:
+            old = entry.get("momentum")
+            momentum = gradient.clone() if old is None else old.mul_(self._config.outer_momentum).add_(gradient)
+            entry["momentum"] = momentum
+            is_nesterov, factor = self._config.nesterov, self._config.outer_momentum
+            gradient = gradient.add(momentum, alpha=factor) if is_nesterov else momentum
+        entry["anchor"].sub_(gradient, alpha=self._config.outer_lr)
 
     def kept(self, shapes: list[tuple[int, ...]]) -> Shapes:
         # Twice as many numbers for a complex parameter.
-        return {"anchor": None, "momentum": None}
+        return dict.fromkeys(("anchor", "momentum", "average", "share"))
+
+    def residuals(self) -> Iterator[Tensor]:
+        return self._inner.residuals()
+
+    def state_dict(self, writer: StateWriter) -> dict[str, Any]:
+        for optimizer, k in list(self._under_way):
+            self._finish(optimizer, k)
+        state = super().state_dict(writer)
+        return (
+            {**state, "pseudo_gradient": save_hook(self._encoding, self._inner, writer)}
+            if self._inner.has_memory
+            else state
+        )
+
+    def load_state_dict(self, state: dict[str, Any], reader: StateReader) -> None:
+        super().load_state_dict(state, reader)
+        if self._inner.has_memory:
+            load_hook(state.get("pseudo_gradient"), self._encoding, self._inner, reader)
+
+    def release(self) -> None:
+        super().release()
+        self._under_way = {}
+        self._inner.release()
 
 
 def _at_least_float32(parameter: Tensor) -> Tensor:

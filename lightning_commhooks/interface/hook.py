@@ -107,12 +107,14 @@ class BoundHook(ABC):
             what this one has not sent yet, in units of the loss. All others are equal on them.
         numbers: whole numbers, equal on all ranks, `{what: {of what: number}}`, that are saved with it.
         has_memory: whether results depend on the gradients of earlier steps.
+        own_kinds: kinds of memory that differ between ranks.
         scales_gradients: whether `reduce` multiplies gradients by `Bucket.scale`, in a pass over them that it makes
             anyway. If not, they are multiplied before.
     """
 
     has_memory: bool = False
     scales_gradients: bool = False
+    own_kinds: frozenset[str] = frozenset({"residual"})
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -205,7 +207,10 @@ class BoundHook(ABC):
         Args:
             writer: makes copies of tensors, and of those that differ between ranks one for all.
         """
-        return {"entries": writer.memory(self.memory), **{what: dict(own) for what, own in self.numbers.items()}}
+        return {
+            "entries": writer.memory(self.memory, self.own_kinds),
+            **{what: dict(own) for what, own in self.numbers.items()},
+        }
 
     def load_state_dict(self, state: dict[str, Any], reader: StateReader) -> None:
         """Take over what `state_dict` of the same hook returned, with other options or on another world size even.
@@ -217,7 +222,7 @@ class BoundHook(ABC):
             reader: gives this rank's part of a saved tensor; is told of what does not fit and is left out.
         """
         if self.has_memory or "entries" in state:
-            self.memory = reader.memory(reader.section(state, "entries"), self.kept)
+            self.memory = reader.memory(reader.section(state, "entries"), self.kept, self.own_kinds)
         for what, own in self.numbers.items():
             own.clear()
             own.update(reader.section(state, what))

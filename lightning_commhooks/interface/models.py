@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from lightning_commhooks.codecs.ranges import named
 from lightning_commhooks.collectives.averaging import average_, check_same, flat_view, own_part
 from lightning_commhooks.collectives.group import Group
+from lightning_commhooks.collectives.steps import Steps
 from lightning_commhooks.interface.layout import Layout
 from lightning_commhooks.interface.state import StateReader, StateWriter
 from lightning_commhooks.interface.swap import Swap, count_up
@@ -55,6 +56,8 @@ class Models:
         layout: names of the parameters.
         average_buffers: whether buffers belong to the model that is averaged.
         diverged: names of parameters that ranks have changed alone since the last average over all ranks.
+        begin: begins a computation of a group of `Group.beside` that goes on while training does, in a channel of its
+            own, and returns what waits for its end.
         is_swapped: whether the averages stand in the place of each rank's own model for a while.
         is_shown: whether that is until training goes on, not within a `with`.
     """
@@ -66,6 +69,7 @@ class Models:
         self.layout = Layout(nn.Module())
         self.average_buffers = False
         self.diverged: set[str] = set()
+        self.begin: Callable[[Group, Callable[[Group], Steps[None]]], Callable[[], None]] = _at_once
         self._buffers_diverged = False
         # Names of parameters whose optimizer state differs between ranks.
         self._states_diverged: set[str] = set()
@@ -269,6 +273,11 @@ class Models:
         self.diverged = set(saved.get("parameters", {}))
         self._buffers_diverged = bool(saved.get("buffers", {}))
         self._states_diverged = {name for states in saved.get("optimizers", {}).values() for name in states}
+
+
+def _at_once(group: Group, run: Callable[[Group], Steps[None]]) -> Callable[[], None]:
+    group.finish(run(group))
+    return lambda: None
 
 
 def _state_of(stepped: OptimizerStep, group: Group) -> list[Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -49,13 +49,13 @@ class StateWriter:
         mean = tensor.clone(memory_format=torch.contiguous_format)
         return self._group.finish(self._group.all_reduce_mean_(mean)).cpu()
 
-    def memory(self, memory: Memory) -> Memory:
+    def memory(self, memory: Memory, own_kinds: Container[str]) -> Memory:
         """A copy of what a hook remembers."""
         saved: Memory = {}
         # Ranks may have met the parameters in different orders.
         for name in sorted(name for name in memory if memory[name]):
             entry = sorted(memory[name].items())
-            saved[name] = {kind: (self.per_rank if kind == "residual" else self.shared)(own) for kind, own in entry}
+            saved[name] = {kind: (self.per_rank if kind in own_kinds else self.shared)(own) for kind, own in entry}
         return saved
 
 
@@ -129,7 +129,9 @@ class StateReader:
             tensor = rows[0] if bool((rows == rows[0]).all()) else rows.mean(dim=0)
         return tensor.to(self._group.device, copy=True)
 
-    def memory(self, saved: Mapping[str, Any], kept: Callable[[list[tuple[int, ...]]], Shapes]) -> Memory:
+    def memory(
+        self, saved: Mapping[str, Any], kept: Callable[[list[tuple[int, ...]]], Shapes], own_kinds: Container[str]
+    ) -> Memory:
         """Return the memory in a state that fits, by `BoundHook.kept`."""
         memory: Memory = {}
         for name in saved:
@@ -141,16 +143,18 @@ class StateReader:
                     f"parameter {name!r} is compressed in the state and not any more, or without error feedback"
                 )
             else:
-                memory[name] = self._entry(name, self.section(saved, name), expected)
+                memory[name] = self._entry(name, self.section(saved, name), expected, own_kinds)
         return memory
 
-    def _entry(self, name: str, saved: Mapping[str, Tensor], expected: Shapes) -> dict[str, Tensor]:
+    def _entry(
+        self, name: str, saved: Mapping[str, Tensor], expected: Shapes, own_kinds: Container[str]
+    ) -> dict[str, Tensor]:
         entry: dict[str, Tensor] = {}
         saved = _as_saved_now(saved)
         if "residual" in expected and "residual" not in saved:
             self.differs(f"it has no error feedback of {name!r}")
         for kind, tensor in saved.items():
-            own = self.per_rank(tensor) if kind == "residual" else self.shared(tensor)
+            own = self.per_rank(tensor) if kind in own_kinds else self.shared(tensor)
             shape = expected.get(kind)
             if kind not in expected:
                 what = "error feedback" if kind == "residual" else f"the {kind}"

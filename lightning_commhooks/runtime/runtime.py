@@ -30,6 +30,7 @@ from lightning_commhooks.interface.start import depends_on_length, is_fraction
 from lightning_commhooks.interface.state import StateError
 from lightning_commhooks.interface.user_function import UserFunction
 from lightning_commhooks.runtime import checkpoint
+from lightning_commhooks.runtime.beside import Beside
 from lightning_commhooks.runtime.compression import Watch
 from lightning_commhooks.runtime.finite_steps import FiniteSteps
 from lightning_commhooks.runtime.forecast import Forecaster
@@ -65,6 +66,9 @@ class Runtime(RunningHook):
     ranks, to count by the counters that it gets.
     """
 
+    # None of a user's own function.
+    _beside: Beside | None = None
+
     def __init__(
         self,
         hook: CommHook,
@@ -95,6 +99,8 @@ class Runtime(RunningHook):
         self._group = group
         self.local = LocalSteps(self, group)
         self.local.models.average_buffers = averages_models(self.bound) and self.bound.average_buffers
+        if self._beside is not None:
+            self.local.models.begin = self._beside.begin
         self.forecaster = Forecaster(self, self.local)
 
     def _start_engine(
@@ -116,6 +122,7 @@ class Runtime(RunningHook):
             self._engine = InlineEngine(*of_engine)
         else:
             self._engine = StreamEngine(*of_engine) if is_nccl else ThreadEngine(*of_engine, group.is_ordered)
+        self._beside = Beside(self, connections, is_nccl)
         try:
             group.nodes()  # so that bytes between them are counted
             self.bound = self._bind(group)
@@ -358,9 +365,11 @@ class Runtime(RunningHook):
         self.source.close()
         if self.micro_batches is not None:
             self.micro_batches.close()
-        if self._engine is None:
+        if self._engine is None or self._beside is None:
             return
+        self._beside.drain()
         self._engine.close()
+        self._beside.close()
         self._steps.drop()
         # All ranks have the same to say.
         texts = texts + self._inactive_reason() if self.bound.group.rank == 0 else []

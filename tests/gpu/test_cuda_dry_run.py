@@ -36,12 +36,21 @@ MORE = {
     "diloco": lc.DiLoCo(**LOCAL, period=2, fragments=2, optimizer_state="reset"),
     "diloco+bf16": lc.DiLoCo(period=2, subgroup_size=2, pseudo_gradient="bf16"),
     "diloco+int8": lc.DiLoCo(**LOCAL, period=2, pseudo_gradient="int8"),
+    "diloco beside": lc.DiLoCo(**LOCAL, period=3, delay=1, fragments=2, pseudo_gradient="int8", error_feedback=True),
+    "diloco eager": lc.DiLoCo(**LOCAL, period=2, eager=True),
     "local before": lc.Schedule({0: lc.PostLocalSGD(**LOCAL, period=2), 4: "int8"}),
     "a user's": broken_hooks.TopK(),
     "auto": lc.Auto(candidates=[lc.Int8(**INT8)], warmup_steps=1, timed_steps=1),
 }
 # Until the last hook has taken over; of others, both halves of PowerSGD and a period of local steps.
-NUM_STEPS = {"auto": 9, "powersgd+half inside": 9, "schedule": 7, "local before": 7}
+NUM_STEPS = {
+    "auto": 9,
+    "diloco beside": 9,
+    "diloco eager": 9,
+    "powersgd+half inside": 9,
+    "schedule": 7,
+    "local before": 7,
+}
 
 
 def early(hook):
@@ -92,6 +101,7 @@ ALLOWED = [
         ("attach", *STATE, *OPTIMIZER, "average"),
         "ranks agree on numbers of the host: what was compiled, is averaged or loaded, and all optimizers have",
     ),
+    Allowed("collectives/averaging.py", "check", (*STATE, *OPTIMIZER), "what was begun a delay before is taken over"),
     Allowed("collectives/counters.py", "as_dict", ("metrics",), "what metrics() returns is numbers"),
     Allowed("collectives/timing.py", "ms", ("metrics", *STEPS), "the event has come, or `Auto` compares times, once"),
     Allowed("runtime/attachment.py", "residual_norm", ("metrics",), "it returns a number"),

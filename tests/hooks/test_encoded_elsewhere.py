@@ -1,7 +1,6 @@
 """Codecs in other methods: factors of PowerSGD in 8 bit, moves of DiLoCo in 8 and 4."""
 
 import math
-from unittest import mock
 
 import pytest
 import torch
@@ -23,7 +22,6 @@ from local_sgd_reference import Simulation
 from test_local_sgd import OUTER, batch, loss, make_model
 
 import lightning_commhooks as lc
-from lightning_commhooks.codecs import Int4Codec, Int8Codec
 
 OPTIONS = {"start_powerSGD_iter": 0, "matrix_approximation_rank": 2}
 POWERSGD, BATCHED = lc.PowerSGD(**OPTIONS), lc.BatchedPowerSGD(**OPTIONS)
@@ -111,16 +109,14 @@ def test_unused_parameters_lose_nothing(run, world):
 
 
 # The model has not many parameters.
-SMALL_BLOCKS = {"int8": Int8Codec(block_size=8), "int4": Int4Codec(block_size=8)}
+SMALL = {"block_size": 8, "compress_1d": True, "min_bytes": 0, "use_error_feedback": False}
+SMALL_BLOCKS = {"int8": lc.Int8(**SMALL), "int4": lc.Int4(**SMALL)}
 
 
 def train(rank, world, hook, steps):
     """Parameters after each step of SGD."""
     model, trajectory = make_model(), []
-    with (
-        mock.patch.dict("lightning_commhooks.hooks.diloco._CODECS", SMALL_BLOCKS),
-        local(model, hook, optimizers=[]) as (ddp, attachment),
-    ):
+    with local(model, hook, optimizers=[]) as (ddp, attachment):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
         for step in range(steps):
             ddp.zero_grad()
@@ -149,9 +145,10 @@ def simulate(world, steps):
     return trajectory
 
 
-@pytest.mark.parametrize(("name", "codec"), SMALL_BLOCKS.items())
-def test_diloco_sends_moves_encoded(run, world, name, codec):
-    hook = lc.DiLoCo(period=4, pseudo_gradient=name, post_local_gradient_allreduce=False)
+@pytest.mark.parametrize(("name", "encoding"), SMALL_BLOCKS.items())
+def test_diloco_sends_moves_encoded(run, world, name, encoding):
+    codec = encoding.codec
+    hook = lc.DiLoCo(period=4, pseudo_gradient=encoding, post_local_gradient_allreduce=False)
     results = run(train, hook, 8, world=world)
     expected = simulate(world, 8)
     start = copied(make_model().named_parameters())

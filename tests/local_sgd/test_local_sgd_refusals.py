@@ -51,7 +51,14 @@ BAD = [(make, *case) for case in BAD_IN_ALL for make in LOCAL_SGD] + [
     (lc.DiLoCo, {"outer_momentum": -0.1}, r"outer_momentum must be in \[0, 1\), is -0.1"),
     (lc.DiLoCo, {"outer_momentum": None}, r"outer_momentum must be in \[0, 1\), is None"),
     (lc.DiLoCo, {"nesterov": 1}, "nesterov must be True or False, is 1"),
-    (lc.DiLoCo, {"pseudo_gradient": "int2"}, "pseudo_gradient must be one of .*, is 'int2'"),
+    (lc.DiLoCo, {"pseudo_gradient": "int2"}, "pseudo_gradient must be one of .*; is 'int2'"),
+    (lc.DiLoCo, {"pseudo_gradient": lc.PowerSGD()}, "would begin after so many outer steps: set start_powerSGD_iter=0"),
+    (lc.DiLoCo, {"pseudo_gradient": lc.PostLocalSGD()}, "PostLocalSGD.* does not average gradients in each step"),
+    (lc.DiLoCo, {"pseudo_gradient": lc.Int8(), "error_feedback": True}, "Int8.*, which has its own option"),
+    (lc.DiLoCo, {"error_feedback": True}, "error_feedback=True has no effect with pseudo_gradient='fp32'"),
+    (lc.DiLoCo, {"delay": 5, "period": 4}, "delay must be at most period=4, is 5"),
+    (lc.DiLoCo, {"mixing": 1.5}, r"mixing must be None or in \[0, 1\], is 1.5"),
+    (lc.DiLoCo, {"eager": True, "delay": 3}, "eager=True means delay=100, the period.*: leave them out"),
 ]
 
 
