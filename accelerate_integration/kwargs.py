@@ -25,7 +25,7 @@ from lightning_commhooks.interface.registry import get_hook
 from lightning_commhooks.runtime.attachment import Attachment
 from lightning_commhooks.runtime.attachments import attachment_of
 from lightning_commhooks.sources.attach import attach
-from lightning_commhooks.sources.ddp import hook_name, resolve_hook
+from lightning_commhooks.sources.ddp import check_even, hook_name, resolve_hook
 from lightning_commhooks.wrappers import Cast
 from lightning_commhooks.wrappers.scale import Accumulation
 
@@ -112,6 +112,7 @@ class CommHookKwargs(DistributedDataParallelKwargs):
         resolve_hook(hook, self.hook_state, self.accumulation)
         # Without the accumulation, a field of its own, which `dataclasses.replace` would give once more.
         self.hook = resolve_hook(hook, self.hook_state)
+        check_even(self.hook, "Accelerate")
 
     def _translated(self) -> CommHook | None:
         """The hook that Accelerate's own fields stand for."""

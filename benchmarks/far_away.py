@@ -11,6 +11,14 @@ and not the network. A step is forward, backward and SGD.
 
     python benchmarks/far_away.py db1fd9b
 
+- gpt elsewhere: as many parameters; a step takes 50 ms on a device that leaves the host's processor alone, which here
+  is a pause.
+
+Models averaged every 16 steps, at once or while ranks train on, are for 13 to 16, with steps in multiples of 16:
+
+    python benchmarks/far_away.py 3a59fcc --only 13 14 15 16 --steps 96 --rows noop 'diloco, before' \
+        'diloco, int4, before' 'diloco, int4, now' 'diloco, int4, 2 fragments, delay 8, now'
+
 `--only 3 5` runs configurations by number. `--rows` with names of hooks; with "dense, 4 connections" and "dense, 20
 groups" plain DDP as others make it faster over such links: four connections between two ranks (`GLOO_SOCKET_IFNAME`
 names the interface four times), and 20 groups that sum a piece each, as torchft's `ParallelProcessGroup`.
@@ -55,6 +63,10 @@ CONFIGURATIONS = [
     ("gpt", 4, 10.0, 0.0),
     ("gpt", 2, 1.0, 0.0),
     ("gpt", 4, 1.0, 0.0),
+    ("gpt", 2, 0.1, 40.0),
+    ("gpt", 4, 0.1, 40.0),
+    ("gpt elsewhere", 2, 0.1, 40.0),
+    ("gpt elsewhere", 4, 0.1, 40.0),
 ]
 POWERSGD = {"start_powerSGD_iter": 0, "matrix_approximation_rank": 4}
 HOOKS = {
@@ -65,6 +77,16 @@ HOOKS = {
     "int4": ("Int4", {}),
     "powersgd, rank 4": ("PowerSGD", POWERSGD),
 }
+DILOCO = {"period": 16, "start_localSGD_iter": 0, "post_local_gradient_allreduce": False}
+INT4 = {**DILOCO, "pseudo_gradient": "int4"}
+# What averages models, for which each host steps by itself.
+LOCAL = {
+    "diloco": ("DiLoCo", DILOCO),
+    "diloco, int4": ("DiLoCo", INT4),
+    "diloco, int4, 2 fragments": ("DiLoCo", {**INT4, "fragments": 2}),
+    "diloco, int4, 2 fragments, delay 8": ("DiLoCo", {**INT4, "fragments": 2, "delay": 8}),
+    "diloco, int4, 2 fragments, delay 12": ("DiLoCo", {**INT4, "fragments": 2, "delay": 12}),
+}
 STOCK = {"stock bf16": "bf16", "stock powersgd, rank 4": "powersgd-4"}
 # How others fill a link with a delay.
 CONNECTIONS, GROUPS = "dense, 4 connections", "dense, 20 groups"
@@ -72,26 +94,44 @@ ROWS = ["dense", *STOCK, "noop", *(f"{hook}, {which}" for hook in list(HOOKS)[1:
 WARM_UP = 8
 
 
-def make(row: str, shape: str, libraries: dict[str, ModuleType]) -> tuple[DistributedDataParallel, tuple]:
-    """A wrapped model with a hook, and a batch."""
-    if shape == "gpt":
-        (model, batch), cap = shapes.make(shape, dist.get_rank()), 25
+class Elsewhere(nn.Module):
+    """A model whose steps are computed while the host's processor is idle."""
+
+    def __init__(self, model: nn.Module, seconds: float) -> None:
+        super().__init__()
+        self.model, self._seconds = model, seconds
+
+    def forward(self, *_: torch.Tensor) -> torch.Tensor:
+        """Something that has gradients."""
+        time.sleep(self._seconds)
+        return torch.stack([parameter.sum() for parameter in self.model.parameters()])
+
+
+Job = tuple[DistributedDataParallel, torch.optim.Optimizer, tuple]
+
+
+def make(row: str, shape: str, libraries: dict[str, ModuleType]) -> Job:
+    """A wrapped model with a hook, its optimizer, and a batch."""
+    if shape.startswith("gpt"):
+        (model, batch), cap = shapes.make("gpt", dist.get_rank()), 25
+        model = Elsewhere(model, 0.05) if shape == "gpt elsewhere" else model
     else:
         torch.manual_seed(0)
         model = nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(10)])
         batch, cap = (torch.randn(2, 1024),), int(shape.split()[1])
     group = connected(4) if row == CONNECTIONS else None
     ddp = DistributedDataParallel(model, bucket_cap_mb=cap, process_group=group)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=1e-5)
     if row in STOCK:
         stock.register(ddp, STOCK[row])
     elif row == GROUPS:
         ddp.register_comm_hook([dist.new_group() for _ in range(20)], stock.side_by_side)
     elif row not in ("dense", CONNECTIONS):
         name, _, which = row.rpartition(", ") if row not in HOOKS else (row, "", "now")
-        kind, options = HOOKS[name]
+        kind, options = {**HOOKS, **LOCAL}[name]
         library = libraries[OLD if which == "before" else NEW]
-        library.attach(ddp, getattr(library, kind)(**options))
-    return ddp, batch
+        library.attach(ddp, getattr(library, kind)(**options), optimizers=[optimizer] if name in LOCAL else None)
+    return ddp, optimizer, batch
 
 
 def connected(num_connections: int) -> dist.ProcessGroup:
@@ -103,14 +143,12 @@ def connected(num_connections: int) -> dist.ProcessGroup:
         os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
 
 
-def run(ddp: DistributedDataParallel, batch: tuple, steps: int) -> None:
+def run(ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, batch: tuple, steps: int) -> None:
     """Steps with plain SGD."""
     for _ in range(steps):
-        ddp.zero_grad()
+        optimizer.zero_grad()
         ddp(*batch).square().mean().backward()
-        with torch.no_grad():
-            for parameter in ddp.parameters():
-                parameter.sub_(parameter.grad, alpha=1e-5)
+        optimizer.step()
 
 
 def work(shape: str, folder: str, rows: list[str], rounds: int, steps: int) -> None:
@@ -139,6 +177,7 @@ def work(shape: str, folder: str, rows: list[str], rounds: int, steps: int) -> N
                 took.append(time.perf_counter() - start)
             seconds[row].append((took[1] - took[0]) / steps * 1e3)
             busy[row].append((busy_seconds() - before) / took[1] / (os.cpu_count() or 1))
+            time.sleep(1.0 if "delay" in row else 0.0)  # what is under way is not to disturb the next row
     if dist.get_rank() == 0:
         print(json.dumps({"ms": seconds, "busy": busy}))
     dist.barrier()
@@ -155,11 +194,12 @@ def table(rows: dict[str, list[float]], busy: dict[str, list[float]]) -> None:
     """Medians, and shares of plain DDP's time."""
     middle = {row: statistics.median(ms) for row, ms in rows.items()}
     dense, noop = (middle.get(row, float("nan")) for row in ("dense", "noop"))
-    print(f"{'hook':<26}{'ms':>9}{'lowest':>9}{'highest':>9}{'of dense':>10}{'added':>8}{'busy':>7}")
+    print(f"{'hook':<40}{'ms':>9}{'lowest':>9}{'highest':>9}{'of dense':>10}{'added':>8}{'of noop':>9}{'busy':>7}")
     for row, ms in rows.items():
         added = (middle[row] - noop) / (dense - noop)
-        shares = f"{middle[row] / dense:>10.2f}{added:>8.2f}{statistics.mean(busy[row]):>7.2f}"
-        print(f"{row:<26}{middle[row]:>9.1f}{min(ms):>9.1f}{max(ms):>9.1f}{shares}")
+        shares = f"{middle[row] / dense:>10.2f}{added:>8.2f}{middle[row] / noop:>9.2f}"
+        shares += f"{statistics.mean(busy[row]):>7.2f}"
+        print(f"{row:<40}{middle[row]:>9.1f}{min(ms):>9.1f}{max(ms):>9.1f}{shares}")
 
 
 def main() -> None:
@@ -167,7 +207,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("commit", help="of the earlier code")
     parser.add_argument("--only", nargs="*", type=int, default=range(len(CONFIGURATIONS)), help="numbers, from 0 on")
-    choices = [*ROWS, CONNECTIONS, GROUPS]
+    choices = [*ROWS, CONNECTIONS, GROUPS, *(f"{hook}, {which}" for hook in LOCAL for which in ("before", "now"))]
     parser.add_argument("--rows", nargs="*", choices=choices, default=ROWS, metavar="ROW", help="hooks")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=3)

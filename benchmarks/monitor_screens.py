@@ -35,8 +35,8 @@ TITLES = {
     "compression_ratio": "times fewer than plain DDP, since the last point",
     "relative_error": "of averaged gradients",
     "residual_norm": "norm of the residuals",
-    "exposed_ms": "ms per step waited for communication",
-    "codec_ms": "ms per step of compressing",
+    "exposed_ms_per_step": "ms per step waited for communication",
+    "codec_ms_per_step": "ms per step of compressing",
     "averagings": "averagings of the model so far",
     "nonfinite_steps": "steps with inf or NaN so far",
 }

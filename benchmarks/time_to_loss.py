@@ -13,10 +13,10 @@ number of steps.
 not reported. A method's is the one with the lowest mean loss over that run.
 
 The clock runs while training and stops for evaluations, which are at the same steps for all methods: multiples of all
-periods, so that all ranks have the same model. It does not run while codecs are compiled, which is once per machine.
-When the target is reached is interpolated between the last evaluation above it and the next. Bytes are the network
-interface's own count. Recorded is also what other programs took of the machine meanwhile; runs with more than 5% are
-measured again when the script is started again.
+periods, so that all ranks have the same model, or else of their average. It does not run while codecs are compiled,
+which is once per machine. When the target is reached is interpolated between the last evaluation above it and the next.
+Bytes are the network interface's own count. Recorded is also what other programs took of the machine meanwhile; runs
+with more than 5% are measured again when the script is started again.
 
 Runs that are in the JSON already are left out: `--again` repeats them, `--methods` and `--seeds` run some. Exits with 1
 when the best of our hooks is less than 15 times as fast as dense, or 3 times as fast as the faster of stock fp16 and
@@ -92,6 +92,12 @@ METHODS: dict[str, str | lc.CommHook | None] = {
     "diloco, 8, int4, no momentum": lc.DiLoCo(period=8, pseudo_gradient="int4", **PLAIN),
     "diloco, 16, int4, no momentum": lc.DiLoCo(period=16, pseudo_gradient="int4", **PLAIN),
     "diloco, 32, int4, no momentum": lc.DiLoCo(period=32, pseudo_gradient="int4", **PLAIN),
+    "diloco, 8, int4, delay 4": lc.DiLoCo(period=8, pseudo_gradient="int4", delay=4, **PLAIN),
+    "diloco, 16, int4, delay 4": lc.DiLoCo(period=16, pseudo_gradient="int4", delay=4, **PLAIN),
+    "diloco, 16, int4, eager": lc.DiLoCo(period=16, pseudo_gradient="int4", eager=True, **PLAIN),
+    "sparseloco, 8": lc.DiLoCo(period=8, pseudo_gradient="topk", **PLAIN),
+    "sparseloco, 8, delay 2": lc.DiLoCo(period=8, pseudo_gradient="topk", delay=2, **PLAIN),
+    "sparseloco, 8, k=128": lc.DiLoCo(period=8, pseudo_gradient=lc.ChunkedTopK(k=128, compress_1d=True), **PLAIN),
 }
 # For `--low-rank`, beside those of METHODS.
 LOW_RANK: dict[str, str | lc.CommHook | None] = {
@@ -169,7 +175,12 @@ class Training:
         self.schedule.step()
 
     def evaluate(self) -> float:
-        """Loss in nats on the validation pieces, of which each rank computes its share."""
+        """Loss of the average of all ranks' models in nats on the validation pieces, of which each computes a share."""
+        with self.attachment.averaged_weights() if self.attachment else contextlib.nullcontext():
+            return self.loss_of_all()
+
+    def loss_of_all(self) -> float:
+        """The same, of models that are equal."""
         checksum = torch.stack([p.detach().double().sum() for p in self.model.parameters()])
         highest, lowest = checksum.clone(), checksum.clone()
         dist.all_reduce(highest, op=dist.ReduceOp.MAX)
@@ -197,6 +208,7 @@ def work(runs: list[list[Any]]) -> None:
         if dist.get_rank() == 0:
             print(json.dumps({"others": round(share, 3), "curve": curve}), flush=True)
     dist.destroy_process_group()
+    time.sleep(0.1)  # gloo's threads drop their last tensors, or the interpreter's end aborts
 
 
 def measure(records: Records, methods: list[str], seeds: list[int], tuning: bool, again: bool) -> None:

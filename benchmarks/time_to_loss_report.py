@@ -107,6 +107,7 @@ LINES = {
     "powersgd": plots.Line(plots.ORANGE),
     "post_localsgd, 8": plots.Line(plots.PURPLE),
     "diloco, 16, int4, no momentum": plots.Line(plots.RED),
+    "sparseloco, 8, k=128": plots.Line(plots.GREEN),
 }
 
 

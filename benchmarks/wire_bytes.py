@@ -105,6 +105,9 @@ def cases() -> Iterator[tuple[str, lch.CommHook]]:
             yield f"{name}, rank 32", dataclasses.replace(hook, matrix_approximation_rank=32)
         else:
             yield name, hook
+    # Nothing is under way when the measured steps begin and end.
+    yield "diloco, delay 2", lch.DiLoCo(**alone, period=5, delay=2, pseudo_gradient="int4")
+    yield "diloco, topk", lch.DiLoCo(**alone, period=5, pseudo_gradient="topk")
     yield "fp16, float32 sums", lch.FP16(accumulate_dtype="float32")
     yield "bf16(powersgd)", lch.Cast(lch.PowerSGD(start_powerSGD_iter=0), "bf16")
     low_rank = lch.PowerSGD(start_powerSGD_iter=0, matrix_approximation_rank=32)

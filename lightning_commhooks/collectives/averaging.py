@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -55,7 +56,10 @@ def check_same(what: str, group: Group, number: int = 0) -> list[int]:
     Raises:
         HookError: some rank averages something else, or for another reason.
     """
+    begin = time.perf_counter()
     told = group.all_gather_quietly([zlib.crc32(what.encode()), number])
+    if not group.counters.is_evaluating:
+        group.counters.waited_ms += (time.perf_counter() - begin) * 1e3
     _raise_unless_same([digest for digest, _ in told], what, group)
     return [number for _, number in told]
 

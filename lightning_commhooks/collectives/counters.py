@@ -37,6 +37,7 @@ class Counters:
         nonfinite_steps: steps that were made NaN on all ranks, because a gradient was inf or NaN on some rank: with a
             hook that has memory, and of ranks that step alone under a scaler.
         averagings: times that (a part of) the model was averaged over ranks.
+        waited_ms: milliseconds that this rank was early for averages of models.
         timing: where the time of steps went.
         evaluating_threads: those that are within `evaluating`.
     """
@@ -56,6 +57,7 @@ class Counters:
     numel_overflowed: int | Tensor = 0
     nonfinite_steps: int = 0
     averagings: int = 0
+    waited_ms: float = 0.0
     timing: Timing[Any] = field(default_factory=HostTiming, compare=False, repr=False)
     evaluating_threads: set[int] = field(default_factory=set, compare=False, repr=False)
 

@@ -3,9 +3,11 @@
 from lightning_commhooks.hooks.allgather import AllGather
 from lightning_commhooks.hooks.allreduce import AllReduce
 from lightning_commhooks.hooks.batched_powersgd import BatchedPowerSGD
+from lightning_commhooks.hooks.chunked_topk import ChunkedTopK
 from lightning_commhooks.hooks.diloco import DiLoCo
 from lightning_commhooks.hooks.half import BF16, FP16
 from lightning_commhooks.hooks.hierarchical_localsgd import HierarchicalLocalSGD
+from lightning_commhooks.hooks.int2 import Int2
 from lightning_commhooks.hooks.int8 import FP8, Int4, Int8
 from lightning_commhooks.hooks.noop import Noop
 from lightning_commhooks.hooks.post_localsgd import PostLocalSGD
@@ -19,8 +21,10 @@ __all__ = [
     "AllGather",
     "AllReduce",
     "BatchedPowerSGD",
+    "ChunkedTopK",
     "DiLoCo",
     "HierarchicalLocalSGD",
+    "Int2",
     "Int4",
     "Int8",
     "Noop",

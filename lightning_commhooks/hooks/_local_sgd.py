@@ -74,6 +74,12 @@ class BoundLocalSGD(AveragesModels):
         # Steps that each optimizer has taken since ranks step alone.
         self._num_steps = self.numbers["num_steps"] = {}
 
+    def _together(self) -> list[int]:
+        """Ranks that average gradients with this one when ranks step alone."""
+        if self._subgroup is None:
+            return [self.group.rank]
+        return next(ranks for ranks in self._subgroups() if self.group.rank in ranks)
+
     def _subgroups(self) -> list[list[int]]:
         size = self._config.subgroup_size
         if size is None:

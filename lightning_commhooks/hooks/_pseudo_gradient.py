@@ -7,18 +7,22 @@ from typing import Literal, get_args
 
 from lightning_commhooks.hooks._local_sgd import LocalSGDConfig
 from lightning_commhooks.hooks.allreduce import AllReduce
+from lightning_commhooks.hooks.chunked_topk import ChunkedTopK
 from lightning_commhooks.hooks.half import BF16
+from lightning_commhooks.hooks.int2 import Int2
 from lightning_commhooks.hooks.int8 import Int4, Int8
 from lightning_commhooks.interface.hook import CommHook
 from lightning_commhooks.interface.start import is_start
 
-PseudoGradient = Literal["fp32", "bf16", "int8", "int4"]
+PseudoGradient = Literal["fp32", "bf16", "int8", "int4", "int2", "topk"]
 
 _HOOKS: dict[str, CommHook] = {
     "fp32": AllReduce(),
     "bf16": BF16(accumulate_dtype="float32"),
     "int8": Int8(compress_1d=True, min_bytes=0, use_error_feedback=False),
     "int4": Int4(compress_1d=True, min_bytes=0, use_error_feedback=False),
+    "int2": Int2(compress_1d=True, min_bytes=0, use_error_feedback=False),
+    "topk": ChunkedTopK(compress_1d=True),
 }
 
 
@@ -40,11 +44,11 @@ def pseudo_gradient_hook(given: PseudoGradient | CommHook, error_feedback: bool)
             f"PowerSGD(start_powerSGD_iter=0); is {given!r}"
         )
     hook = _HOOKS[given]
-    if not error_feedback:
+    if not error_feedback or given == "topk":
         return hook
     if not hasattr(hook, "use_error_feedback"):
         raise ValueError(
-            f"error_feedback=True has no effect with pseudo_gradient={given!r}; use 'int8', 'int4' or 'topk'"
+            f"error_feedback=True has no effect with pseudo_gradient={given!r}; use 'int8', 'int4', 'int2' or 'topk'"
         )
     return dataclasses.replace(hook, use_error_feedback=True)  # type: ignore[type-var]
 

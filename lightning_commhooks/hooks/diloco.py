@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from lightning_commhooks.collectives.averaging import average_, check_same, check_same_beside, flat_view
+from lightning_commhooks.collectives.averaging import average_, flat_view
 from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.collectives.steps import Steps
 from lightning_commhooks.hooks._local_sgd import BoundLocalSGD, LocalSGDConfig
+from lightning_commhooks.hooks._moves import Moves, at_least_float32, moves_of
+from lightning_commhooks.hooks._pace import Pace
 from lightning_commhooks.hooks._pseudo_gradient import PseudoGradient, pseudo_gradient_hook
-from lightning_commhooks.interface.bucket import Bucket, Slot
+from lightning_commhooks.interface.bucket import Bucket
 from lightning_commhooks.interface.checks import check_bool, check_integer
 from lightning_commhooks.interface.hook import BoundHook, CommHook
 from lightning_commhooks.interface.hook_state import load_hook, save_hook
-from lightning_commhooks.interface.layout import memory_shape
 from lightning_commhooks.interface.models import OptimizerStep
 from lightning_commhooks.interface.registry import register
 from lightning_commhooks.interface.state import Shapes, StateReader, StateWriter
@@ -38,11 +40,13 @@ class DiLoCo(LocalSGDConfig):
     With `fragments` above 1, `delay` and `mixing` it is Streaming DiLoCo, Douillard et al. 2025,
     https://arxiv.org/abs/2501.18512, section 2: the model is averaged in parts, at different steps, and while ranks
     train on; as in torchft, a pseudo-gradient is the distance from the common model. With `eager` it is that of Kale
-    et al. 2025, https://arxiv.org/abs/2502.12996.
+    et al. 2025, https://arxiv.org/abs/2502.12996. With `pseudo_gradient="topk"`, `outer_momentum=0` and `outer_lr=1` it
+    is SparseLoCo, Sarfi et al. 2025, https://arxiv.org/abs/2508.15706: see [`ChunkedTopK`][].
 
     Sends 2(w-1)/w times the parameters every `period` steps, half of it with `"bf16"`, a quarter with `"int8"`,
-    a seventh with `"int4"`. Needs memory for the common model and the outer momentum, at least float32 each, and as
-    much again for a fragment while it is averaged; with `eager` once more.
+    a seventh with `"int4"`, a fourteenth with `"int2"`; with `"topk"` a 137th for two ranks. Needs memory for the
+    common model and the outer momentum, at least float32 each, and as much again for a fragment while it is averaged;
+    with `eager` or error feedback once more.
 
     Args:
         period: number of steps of the inner optimizer between outer ones. 50 to 500 is usual.
@@ -50,12 +54,13 @@ class DiLoCo(LocalSGDConfig):
         outer_momentum: its momentum.
         nesterov: whether that is Nesterov momentum.
         pseudo_gradient: what a rank's move is sent as: `"fp32"`, in the parameters' precision, at least float32; or
-            `"bf16"`, each rank's move rounded once, summed in float32 and rounded once more; or `"int8"` or `"int4"`,
-            the same with blocks of integers (`Int8Codec`, `Int4Codec`), but for parameters that do not fill a block. Or
-            another hook that averages gradients, such as `PowerSGD(start_powerSGD_iter=0)`, with options of its own;
-            its steps are outer steps.
+            `"bf16"`, each rank's move rounded once, summed in float32 and rounded once more; or `"int8"`, `"int4"`
+            or `"int2"`, the same with blocks (`Int8Codec` and so on), but for parameters that do not fill one; or
+            `"topk"`, the largest numbers alone. Or another hook that averages gradients, such as
+            `PowerSGD(start_powerSGD_iter=0)` or `ChunkedTopK(k=128)`, with options of its own; its steps are outer
+            steps.
         error_feedback: with integers, add what rounding left out to the next move. Needs memory of the size of the
-            parameters.
+            parameters. `"topk"` always does.
         fragments: parts, of about the same size, in which the parameters of an optimizer are averaged, each once in a
             period. At most `period`. A single parameter is not divided, so there are fewer parts when it is larger
             than they should be.
@@ -66,6 +71,12 @@ class DiLoCo(LocalSGDConfig):
             paper). `None`: 0.5 with a `delay` below the period, as in the paper; otherwise 0, which means that ranks go
             on from the common model. With 0, what ranks learn within `delay` is lost, unless that is the period.
         eager: apply 1/w of a rank's own move at once, and that of the others a period later. `delay` is the period.
+        period_seconds: for ranks of different speed: a rank's period has as many steps as it can take in that time, and
+            its move counts by its steps, as in dynamic local updates, Liu et al. 2024,
+            https://arxiv.org/abs/2401.09135, section 5. The first period has `period` steps, by which a rank learns how
+            long they take. Then all ranks evaluate, save and end after the same outer step, not after the same step:
+            `metrics()["averagings"]` counts them. Not with `fragments`, `delay` and `eager`, in the Trainer and
+            Accelerate, with a `GradScaler` or several optimizers. `None`: `period` steps on all ranks.
         start_localSGD_iter: number of first steps in which gradients are averaged over all ranks, or a fraction of the
             run, as 0.1, where its length is known: see [`PowerSGD`][].
         post_local_gradient_allreduce: average gradients over the subgroup at every step, so that a node is what the
@@ -91,6 +102,7 @@ class DiLoCo(LocalSGDConfig):
     delay: int = 0
     mixing: float | None = None
     eager: bool = False
+    period_seconds: float | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -114,20 +126,27 @@ class DiLoCo(LocalSGDConfig):
                 f"mixing={self.mixing} were given: leave them out"
             )
         pseudo_gradient_hook(self.pseudo_gradient, self.error_feedback)
+        if self.period_seconds is not None:
+            self._check_period_seconds()
+
+    def _check_period_seconds(self) -> None:
+        seconds = self.period_seconds
+        if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 < seconds < math.inf:
+            raise ValueError(f"period_seconds must be None or above 0, is {seconds!r}")
+        check_integer("period, the first one with period_seconds,", self.period, 2)
+        for field, default in (("fragments", 1), ("delay", 0), ("eager", False)):
+            if getattr(self, field) != default:
+                raise ValueError(f"{field}={getattr(self, field)} does not go with period_seconds={seconds}")
+
+    @property
+    def is_uneven(self) -> bool:
+        return self.period_seconds is not None
 
     def repeats_after(self) -> int:
         return self.period
 
     def bind(self, group: Group) -> BoundHook:
         return _BoundDiLoCo(self, group)
-
-
-@dataclass(frozen=True)
-class _UnderWay:
-    """An average that ranks train beside: what waits for its end, and where it is then."""
-
-    wait: Callable[[], None]
-    buckets: list[Bucket]
 
 
 class _BoundDiLoCo(BoundLocalSGD):
@@ -139,12 +158,11 @@ class _BoundDiLoCo(BoundLocalSGD):
         self._mixing = config.mixing
         if self._mixing is None:
             self._mixing = 0.5 if 0 < self._delay < config.period else 0.0
-        self._ranks = group.beside() if self._delay else group
         self._encoding = pseudo_gradient_hook(config.pseudo_gradient, config.error_feedback)
-        # Averages pseudo-gradients.
-        self._inner = self._encoding.bind(self._ranks)
-        # By optimizer and fragment.
-        self._under_way: dict[tuple[str, int], _UnderWay] = {}
+        self._moves = Moves(group, self._encoding, is_beside=self._delay > 0)
+        self._pace: Pace | None = None
+        if config.period_seconds is not None:
+            self._pace = Pace(group, self._together(), config.period, config.period_seconds)
         if config.eager:
             self.own_kinds = self.own_kinds | {"anchor", "momentum", "share"}
 
@@ -164,7 +182,7 @@ class _BoundDiLoCo(BoundLocalSGD):
             if slot.name not in self.memory:
                 assert slot.parameter is not None
                 # Where the ranks begin to move, flat in memory order.
-                self.memory[slot.name] = {"anchor": _at_least_float32(slot.parameter).clone()}
+                self.memory[slot.name] = {"anchor": at_least_float32(slot.parameter).clone()}
 
     def after_optimizer_step(self, stepped: OptimizerStep) -> None:
         if stepped.step >= self._config.start_localSGD_iter and stepped.optimizer not in self._num_steps:
@@ -174,6 +192,9 @@ class _BoundDiLoCo(BoundLocalSGD):
         super().after_optimizer_step(stepped)
 
     def _after_local_step(self, num_steps: int, stepped: OptimizerStep) -> None:
+        if self._pace is not None:
+            self._after_step_of(self._pace, stepped)
+            return
         period, fragments = self._config.period, self._config.fragments
         # Spread over the period, the last at its end.
         left = [((k + 1) * period // fragments - num_steps) % period for k in range(fragments)]
@@ -184,78 +205,44 @@ class _BoundDiLoCo(BoundLocalSGD):
             part = dataclasses.replace(stepped, parameters={name: stepped.parameters[name] for name in groups[k]})
             if part.parameters:
                 with stepped.models.averaging():
-                    self._average_fragment(k, num_steps, part, k in begin, k in end)
+                    self._average_fragment(k, num_steps // period, part, k in begin, k in end)
         if num_steps % period == 0:
             stepped.models.average_()
 
-    def _average_fragment(self, k: int, num_steps: int, stepped: OptimizerStep, begins: bool, ends: bool) -> None:
+    def _after_step_of(self, pace: Pace, stepped: OptimizerStep) -> None:
+        if len({*self._num_steps, stepped.optimizer}) > 1:
+            raise ValueError("period_seconds works with one optimizer, and the model has several")
+        pace.step()
+        if pace.taken == pace.length:
+            with stepped.models.averaging():
+                self._average_fragment(0, self.group.counters.averagings, stepped, True, True)
+            stepped.models.average_()
+
+    def _average_fragment(self, k: int, outer: int, stepped: OptimizerStep, begins: bool, ends: bool) -> None:
         self._finish(stepped.optimizer, k)
-        shares = self._begin(k, num_steps, stepped) if begins else {}
+        shares = self._begin(k, outer, stepped) if begins else {}
         if not self._delay:
             self._finish(stepped.optimizer, k)
         if ends:
             self._outer_step(stepped, shares)
 
-    def _begin(self, k: int, num_steps: int, stepped: OptimizerStep) -> dict[str, Tensor]:
+    def _begin(self, k: int, outer: int, stepped: OptimizerStep) -> dict[str, Tensor]:
         """Begin to average what ranks did; with `eager`, returns what this rank adds to the mean."""
-        buckets = self._moves(stepped, num_steps // self._config.period)
-        shares = {}
+        anchors = {name: self.memory[name]["anchor"] for name in stepped.parameters if name in self.memory}
+        moves, shares = moves_of(stepped.parameters, anchors, outer), {}
         if self._config.eager:
-            shares = {s.name: s.view(b.flat).reshape(-1) / self.group.size for b in buckets for s in b.slots}
-        num = sum(len(bucket.slots) for bucket in buckets)
-        what = f"take an outer step of {num} parameters of {stepped.optimizer!r}"
-        if not self._delay:
-            check_same(what, self.group)
-            self.group.finish(self._average(buckets, self.group))
-            self._under_way[stepped.optimizer, k] = _UnderWay(lambda: None, buckets)
-            return shares
-        check: list[Callable[[], None]] = []
-
-        def run(ranks: Group) -> Steps[None]:
-            check.append((yield from check_same_beside(what, ranks)))
-            yield from self._average(buckets, ranks)
-
-        wait = stepped.models.begin(self._ranks, run)
-
-        def wait_and_check() -> None:
-            wait()
-            check[0]()
-
-        self._under_way[stepped.optimizer, k] = _UnderWay(wait_and_check, buckets)
+            shares = {s.name: s.view(b.flat).reshape(-1) / self.group.size for b in moves for s in b.slots}
+        self._moves.begin(k, moves, stepped, self._pace.end if self._pace else None)
         return shares
-
-    def _moves(self, stepped: OptimizerStep, step: int) -> list[Bucket]:
-        """How far this rank is from the common model, a bucket for each dtype."""
-        buckets: dict[torch.dtype, list[tuple[str, Tensor]]] = {}
-        for name, p in stepped.parameters.items():
-            # What was in no backward has no anchor.
-            if name in self.memory:
-                buckets.setdefault(self.memory[name]["anchor"].dtype, []).append((name, p))
-        return [self._bucket(i, step, parameters) for i, parameters in enumerate(buckets.values())]
-
-    def _bucket(self, index: int, step: int, parameters: list[tuple[str, Tensor]]) -> Bucket:
-        anchors = [self.memory[name]["anchor"] for name, _ in parameters]
-        flat = anchors[0].new_empty(sum(anchor.numel() for anchor in anchors))
-        slots: list[Slot] = []
-        places = flat.split([anchor.numel() for anchor in anchors])
-        for (name, p), anchor, place in zip(parameters, anchors, places, strict=True):
-            torch.sub(anchor, _at_least_float32(p), out=place)
-            slots.append(Slot(name, memory_shape(p), place.storage_offset(), p))
-        return Bucket(flat, index, True, step, tuple(slots))
-
-    def _average(self, buckets: list[Bucket], ranks: Group) -> Steps[None]:
-        for bucket in buckets:
-            yield from self._inner.reduce(bucket, ranks)
-            # With inf or NaN in it the model is lost as well.
-            self._inner.end_step(torch.tensor(True))
 
     def _finish(self, optimizer: str, k: int) -> None:
         """Wait for an average that is under way; what is not taken over yet is memory like the rest."""
-        if (under_way := self._under_way.pop((optimizer, k), None)) is not None:
-            under_way.wait()
-            for bucket in under_way.buckets:
-                for slot in bucket.slots:
-                    self.memory[slot.name]["average"] = slot.view(bucket.flat).view(-1)
+        for name, mean in self._moves.end(optimizer, k):
+            self.memory[name]["average"] = mean
+
+    def _finish_all(self) -> None:
+        for optimizer, k in list(self._moves.under_way):
+            self._finish(optimizer, k)
 
     def _outer_step(self, stepped: OptimizerStep, shares: dict[str, Tensor]) -> None:
         for name, p in stepped.parameters.items():
@@ -272,9 +259,7 @@ class _BoundDiLoCo(BoundLocalSGD):
                 self._step_anchor(entry, gradient)
             # After a period's delay nothing may be sent twice, also not what is under way for the first time.
             if gradient is not None or (entry and self._delay == self._config.period):
-                own, anchor = flat_view(p), entry["anchor"]
-                mixed = torch.lerp(anchor, _at_least_float32(p), self._mixing) if self._mixing else anchor
-                own.copy_(mixed.view(own.shape))
+                self._go_on_from(entry["anchor"], flat_view(p))
         average_([p for name, p in stepped.parameters.items() if name not in self.memory], self.group)
         if self._mixing or self._config.eager:
             self.group.counters.averagings += 1
@@ -282,13 +267,23 @@ class _BoundDiLoCo(BoundLocalSGD):
             stepped.models.averaged(stepped.parameters)
         self._follow_up_optimizer(stepped, self.group)
 
+    def _go_on_from(self, anchor: Tensor, own: Tensor) -> None:
+        anchor = anchor.view(own.shape)
+        if not self._mixing:
+            own.copy_(anchor)
+        elif own.dtype == anchor.dtype:
+            torch.lerp(anchor, own, self._mixing, out=own)
+        else:
+            own.copy_(torch.lerp(anchor, own.to(anchor.dtype), self._mixing))
+
     def _step_anchor(self, entry: dict[str, Tensor], gradient: Tensor) -> None:
+        """The outer optimizer's step; `gradient` is not needed any more."""
         if self._config.outer_momentum:
             old = entry.get("momentum")
             momentum = gradient.clone() if old is None else old.mul_(self._config.outer_momentum).add_(gradient)
             entry["momentum"] = momentum
             is_nesterov, factor = self._config.nesterov, self._config.outer_momentum
-            gradient = gradient.add(momentum, alpha=factor) if is_nesterov else momentum
+            gradient = gradient.add_(momentum, alpha=factor) if is_nesterov else momentum
         entry["anchor"].sub_(gradient, alpha=self._config.outer_lr)
 
     def kept(self, shapes: list[tuple[int, ...]]) -> Shapes:
@@ -296,32 +291,22 @@ class _BoundDiLoCo(BoundLocalSGD):
         return dict.fromkeys(("anchor", "momentum", "average", "share"))
 
     def residuals(self) -> Iterator[Tensor]:
-        return self._inner.residuals()
+        return self._moves.inner.residuals()
 
     def state_dict(self, writer: StateWriter) -> dict[str, Any]:
-        for optimizer, k in list(self._under_way):
-            self._finish(optimizer, k)
-        state = super().state_dict(writer)
-        return (
-            {**state, "pseudo_gradient": save_hook(self._encoding, self._inner, writer)}
-            if self._inner.has_memory
-            else state
-        )
+        self._finish_all()
+        state, inner = super().state_dict(writer), self._moves.inner
+        return {**state, "pseudo_gradient": save_hook(self._encoding, inner, writer)} if inner.has_memory else state
 
     def load_state_dict(self, state: dict[str, Any], reader: StateReader) -> None:
+        self._finish_all()
         super().load_state_dict(state, reader)
-        if self._inner.has_memory:
-            load_hook(state.get("pseudo_gradient"), self._encoding, self._inner, reader)
+        if self._moves.inner.has_memory:
+            load_hook(state.get("pseudo_gradient"), self._encoding, self._moves.inner, reader)
 
     def release(self) -> None:
         super().release()
-        self._under_way = {}
-        self._inner.release()
-
-
-def _at_least_float32(parameter: Tensor) -> Tensor:
-    flat = flat_view(parameter)
-    return flat.reshape(-1).to(torch.promote_types(flat.dtype, torch.float32))
+        self._moves.release()
 
 
 def _fragments(parameters: dict[str, Tensor], num: int) -> list[list[str]]:

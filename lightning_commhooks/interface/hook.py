@@ -45,6 +45,11 @@ class CommHook(ABC):
         """The hooks that this one is made of; none unless it is a wrapper."""
         return ()
 
+    @property
+    def is_uneven(self) -> bool:
+        """Whether ranks take different numbers of steps, so that nothing else in a step may be collective."""
+        return False
+
     def check_parameters(self, names: Sequence[str]) -> list[str]:
         """Called when the hook is attached to a model.
 

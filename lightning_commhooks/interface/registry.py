@@ -133,10 +133,12 @@ def get_inner_hook(hook: str | CommHook) -> CommHook:
     """Return a hook for another one to go around.
 
     Raises:
-        ValueError: see [`get_hook`][]; or it is a wrapper that goes around all others.
+        ValueError: see [`get_hook`][]; or it is one that no other goes around.
     """
     inner = get_hook(hook)
     if inner.is_outermost:
         name = type(inner).__name__
         raise ValueError(f"{name} goes around all other hooks; it was put inside of one")
+    if inner.is_uneven:
+        raise ValueError(f"{inner!r} lets ranks take different numbers of steps, and no other hook goes around it")
     return inner

@@ -19,7 +19,7 @@ from lightning_commhooks.lightning.refusals import REPLACED, options_of, refusal
 from lightning_commhooks.lightning.show import show, steps_left
 from lightning_commhooks.runtime.attachment import Attachment
 from lightning_commhooks.sources.attach import attach
-from lightning_commhooks.sources.ddp import hook_name, resolve_hook
+from lightning_commhooks.sources.ddp import check_even, hook_name, resolve_hook
 from lightning_commhooks.wrappers.hook_name import HookName
 from lightning_commhooks.wrappers.scale import Accumulation
 
@@ -98,6 +98,7 @@ class CompressedDDPMixin:
             )
         with refusals_as(self._misconfiguration, self):
             self._hook = resolve_hook(hook, hook_state, accumulation)
+            check_even(self._hook, "the Trainer")
         self._hook_state = hook_state
         self._exact_state = exact_state
         self._strict_state = strict_state

@@ -17,11 +17,11 @@ class CommHookMonitorMixin:
 
     `Trainer(strategy=CompressedDDPStrategy(hook="int8"), callbacks=[CommHookMonitor()])`.
 
-    To every logger of the Trainer, at the step of `LightningModule.log`: `comm/bytes_sent`, `comm/averagings` and
-    `comm/nonfinite_steps` since `fit` began; `comm/compression_ratio`, and `comm/exposed_ms` and `comm/codec_ms` per
-    step, since they were logged last; `comm/relative_error` if it was sampled since then; `comm/residual_norm` now.
-    They are those of rank 0. What is unknown is left out: with a hook function of your own all of it, with FSDP all but
-    bytes and ratio.
+    To every logger of the Trainer, at the step of `LightningModule.log`: `comm/bytes_sent`, `comm/nonfinite_steps` and,
+    of hooks that average models, `comm/averagings` since `fit` began; `comm/compression_ratio`,
+    `comm/exposed_ms_per_step` and `comm/codec_ms_per_step` since they were logged last; `comm/relative_error` if it was
+    sampled since then; `comm/residual_norm` now. They are those of rank 0. What is unknown is left out: with a hook
+    function of your own all of it, with FSDP all but bytes and ratio.
 
     A step is a synchronized backward: with gradient accumulation one in several batches, with several optimizers
     several in one batch.
@@ -51,7 +51,7 @@ class CommHookMonitorMixin:
         every_n_steps: int = 50,
         error_every_n_steps: int = 100,
         error_numel: int | None = DEFAULT_NUMEL,
-        progress_bar: Sequence[MetricName] = ("compression_ratio", "exposed_ms"),
+        progress_bar: Sequence[MetricName] = ("compression_ratio", "exposed_ms_per_step"),
         closing_line: bool = True,
         measure_link: bool = True,
     ) -> None:

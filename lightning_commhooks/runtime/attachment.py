@@ -102,8 +102,13 @@ class Attachment:
             collectives, one or several at once, most of which the backward may hide), `codec_ms` (time of the hook's
             work outside of collectives), `overlap_ms` (time from the first bucket to the end of the backward, which is
             there to hide communication in). Waiting for ranks that are slower is in `comm_ms`, and `exposed_ms`, too.
+            `waited_ms`, of all steps: what of `exposed_ms` this rank waited at averages of models for the slowest one,
+            and on CUDA for its own device; 0 with `delay`, where nobody waits when an average begins.
 
             `relative_error` of the last step that was sampled, after `sample_error`: NaN before the first one.
+
+            Left out is what would always be 0: what leaves the node where there is one, averages of models with hooks
+            that average gradients, and `bytes_evaluation` if these have no memory either.
 
             NaN is what a user's own function sends, and how long it takes. With FSDP there are no times, and nothing of
             nodes, evaluation, steps with inf or NaN and averages.

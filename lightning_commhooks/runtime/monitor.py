@@ -21,8 +21,8 @@ MetricName = Literal[
     "compression_ratio_between_nodes",
     "relative_error",
     "residual_norm",
-    "exposed_ms",
-    "codec_ms",
+    "exposed_ms_per_step",
+    "codec_ms_per_step",
     "averagings",
     "nonfinite_steps",
 ]
@@ -117,18 +117,18 @@ class Monitor:
     def values(self) -> dict[str, float]:
         """Values to log, on any rank alone, outside of a backward; what is not known yet, or never, is left out.
 
-        `comm/bytes_sent`, `comm/averagings` and `comm/nonfinite_steps` since `attach`. `comm/compression_ratio`, and
-        `comm/exposed_ms` and `comm/codec_ms` per step, since the last call. `comm/bytes_sent_between_nodes` and
-        `comm/compression_ratio_between_nodes` if nodes have several ranks. `comm/relative_error` if it was sampled
-        since then, in a step without inf or NaN. `comm/residual_norm` now. Those of hooks that have no such thing are
-        0. Of a user's own function there is nothing, of sharded gradients bytes and ratio only. See
-        `Attachment.metrics`.
+        `comm/bytes_sent` and `comm/nonfinite_steps` since `attach`, and `comm/averagings` of hooks that average models.
+        `comm/compression_ratio`, `comm/exposed_ms_per_step` and `comm/codec_ms_per_step` since the last call.
+        `comm/bytes_sent_between_nodes` and `comm/compression_ratio_between_nodes` if nodes have several ranks.
+        `comm/relative_error` if it was sampled since then, in a step without inf or NaN. `comm/residual_norm` now, 0
+        without error feedback. Of a user's own function there is nothing, of sharded gradients bytes and ratio only.
+        See `Attachment.metrics`.
         """
         now, last = self.attachment.metrics(), self._last
         self._last = now
         if math.isnan(now["bytes_sent"]):
             return {}
-        values = {name: now.get(name, math.nan) for name in NAMES}
+        values: dict[str, float] = {name: now.get(name, math.nan) for name in NAMES}
         values["compression_ratio"] = _ratio(now, self._last_sent)
         values["compression_ratio_between_nodes"] = _ratio(now, self._last_sent, *_BETWEEN)
         if not _are_apart(now):
@@ -136,8 +136,8 @@ class Monitor:
         if now["bytes_sent"] > self._last_sent["bytes_sent"]:
             # Ranks that step alone may send nothing in between, which then belongs to the next averaging.
             self._last_sent = now
-        for name in ("exposed_ms", "codec_ms"):
-            values[name] = _per_timed_step(name, now, last)
+        for total in ("exposed_ms", "codec_ms"):
+            values[f"{total}_per_step"] = _per_timed_step(total, now, last)
         sampled, self._sampled = self._sampled, self._sampled_step()
         if sampled == self._sampled:
             values["relative_error"] = math.nan

@@ -6,7 +6,7 @@ import itertools
 import math
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -337,7 +337,19 @@ class Runtime(RunningHook):
             metrics["relative_error"] = self.watch.sampler.relative_error
         if isinstance(self.method, UserFunction):
             metrics.update(dict.fromkeys(_UNKNOWN_OF_FUNCTIONS, math.nan))
-        return {name: value for name, value in metrics.items() if not name.endswith(self.source.not_counted)}
+        not_counted = (*self.source.not_counted, *self._not_counted())
+        return {name: value for name, value in metrics.items() if not name.endswith(not_counted)}
+
+    def _not_counted(self) -> Iterator[str]:
+        """Endings of metrics that are always 0 with this hook, or on these nodes."""
+        if isinstance(self.method, UserFunction):
+            return
+        if len(self.bound.group.nodes()) == 1:
+            yield "_between_nodes"
+        if not averages_models(self.bound):
+            yield from ("averagings", "waited_ms")
+            if not self.bound.has_memory:
+                yield "bytes_evaluation"
 
     @property
     def limits(self) -> str:

@@ -122,6 +122,8 @@ def attach(
         divided_by = _loss_divided_by(loss_divided_by, config)
         source.check(model)
         _check(source, config, grad_scaler, num_steps)
+        if config.is_uneven:
+            _check_uneven(source, model, config, grad_scaler)
         is_scaled = grad_scaler is not None and grad_scaler.is_enabled()
         same |= {"hook": config, "exact_state": exact_state, "whether gradients are scaled by grad_scaler": is_scaled}
         same["whether num_steps is given"] = num_steps is not None
@@ -155,6 +157,20 @@ def _check(source: Source, config: CommHook, grad_scaler: torch.amp.GradScaler |
     method = without_scale(config)
     if isinstance(method, UserFunction):
         warn_if_broken_here(method.function, backend_for(source.process_group, source.device))
+
+
+def _check_uneven(source: Source, model: nn.Module, config: CommHook, grad_scaler: torch.amp.GradScaler | None) -> None:
+    """Refuse whatever is collective in each step, with a hook that lets ranks take different numbers of them."""
+    reasons = {
+        "a sharded model": not isinstance(source, DDPSource),
+        "find_unused_parameters=True": getattr(model, "find_unused_parameters", False),
+        "grad_scaler": grad_scaler is not None and grad_scaler.is_enabled(),
+    }
+    for what, is_so in reasons.items():
+        if is_so:
+            raise ValueError(
+                f"{code(config)} lets ranks take different numbers of steps, and with {what} every step is collective"
+            )
 
 
 def source_of(model: nn.Module, replicate_group: dist.ProcessGroup | None = None) -> Source:

@@ -20,6 +20,7 @@ from lightning_commhooks.interface.averages_models import averages_models
 from lightning_commhooks.interface.bucket import Bucket
 from lightning_commhooks.interface.hook import CommHook
 from lightning_commhooks.interface.layout import Layout
+from lightning_commhooks.interface.python_code import code
 from lightning_commhooks.interface.registry import get_hook
 from lightning_commhooks.interface.user_function import DDPHook, UserFunction, check_user_hook
 from lightning_commhooks.runtime.copies import NotCopied
@@ -49,6 +50,15 @@ def resolve_hook(
     if isinstance(resolved, ScaleByGradAccumulation):
         raise ValueError(f"accumulation={accumulation!r}: the hook has an accumulation already, {resolved!r}")
     return ScaleByGradAccumulation(resolved, accumulation)
+
+
+def check_even(hook: CommHook | DDPHook, framework: str) -> None:
+    """Refuse a hook that lets ranks take different numbers of steps, where a framework has them wait for each other."""
+    if isinstance(hook, CommHook) and hook.is_uneven:
+        raise ValueError(
+            f"{code(hook)} lets ranks take different numbers of steps, and {framework} makes all wait for each other "
+            "after the same number; use attach(), or Fabric, and a loop that ends by metrics()['averagings']"
+        )
 
 
 def hook_name(hook: CommHook | DDPHook) -> str:

@@ -23,7 +23,7 @@ def results(folder):
     return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
 
 
-def simulate(steps, accumulation=1, skipped=(), outer=None):
+def simulate(steps, accumulation=1, skipped=(), **options):
     """Parameters of both ranks after each step."""
     simulation = Simulation(
         make_model(),
@@ -31,7 +31,7 @@ def simulate(steps, accumulation=1, skipped=(), outer=None):
         lambda model: [torch.optim.AdamW(model.parameters(), lr=0.02)],
         lambda model, x, _: loss(model, x),
         periods={PERIOD: 2},
-        outer=outer,
+        **options,
     )
     trajectory = []
     for step in range(steps):
@@ -56,9 +56,16 @@ def of_trajectory(results, expected):
     return max(distance(mine[step], ranks[r]) for r, mine in enumerate(results) for step, ranks in enumerate(expected))
 
 
-@pytest.mark.parametrize(("hook", "outer"), [("post_localsgd", None), ("diloco", OUTER)])
-def test_accumulated_steps_equal_the_simulation(results, hook, outer):
-    expected = simulate(10, accumulation=3, outer=outer)
+@pytest.mark.parametrize(
+    ("hook", "options"),
+    [
+        ("post_localsgd", {}),
+        ("diloco", {"outer": OUTER}),
+        ("diloco, delay", {"outer": OUTER, "delay": 3, "mixing": 0.5}),
+    ],
+)
+def test_accumulated_steps_equal_the_simulation(results, hook, options):
+    expected = simulate(10, accumulation=3, **options)
     assert of_trajectory([rank["trajectories"][hook] for rank in results], expected) < 1e-12
 
 
@@ -101,7 +108,7 @@ def test_forward_of_evaluation_between_forward_and_backward_leaves_gradients_rig
     assert max(rank["within_a_step"] for rank in results) < 1e-15
 
 
-@pytest.mark.parametrize("hook", ["post_localsgd", "diloco"])
+@pytest.mark.parametrize("hook", ["post_localsgd", "diloco", "diloco, delay"])
 @pytest.mark.parametrize("exact", [False, True])
 def test_resumed_from_the_middle_of_a_period(results, exact, hook):
     for rank in results:

@@ -10,7 +10,7 @@ import torch
 from codec_reference import blocks_of, decode, encode, encoded_bytes, error_bound, there_and_back
 from torch.distributed.algorithms.ddp_comm_hooks import quantization_hooks as stock
 
-from lightning_commhooks.codecs import AffineCodec, FP8Codec, Int4Codec, Int8Codec
+from lightning_commhooks.codecs import AffineCodec, FP8Codec, Int2Codec, Int4Codec, Int8Codec
 from lightning_commhooks.codecs.codec import Kernels, unpack
 from lightning_commhooks.codecs.int4 import hadamard
 
@@ -27,6 +27,8 @@ CODECS = {
     "int4+24": Int4Codec(block_size=24),
     "int4+hadamard": Int4Codec(rotation="hadamard"),
     "int4+hadamard+stochastic": Int4Codec(rotation="hadamard", rounding="stochastic"),
+    "int2": Int2Codec(),
+    "int2+8": Int2Codec(block_size=8),
     "e4m3": FP8Codec(),
     "e5m2": FP8Codec(format="e5m2"),
     "per_channel": AffineCodec(),
@@ -41,6 +43,8 @@ BLOCK_BYTES = {
     "int4+24": 16,
     "int4+hadamard": 36,
     "int4+hadamard+stochastic": 36,
+    "int2": 72,
+    "int2+8": 10,
     "e4m3": 516,
     "e5m2": 516,
     "per_channel": 520,
@@ -50,9 +54,9 @@ BLOCK_BYTES = {
     "e5m2+stochastic": 68,
 }
 # Error as a fraction of the block's largest magnitude, as documented, twice that for random rounding.
-STATED = {"int8": 1 / 254, "int4": 1 / 14, "e4m3": 1 / 28, "e5m2": 1 / 14}
+STATED = {"int8": 1 / 254, "int4": 1 / 14, "int2": 1, "e4m3": 1 / 28, "e5m2": 1 / 14}
 # Largest magnitude that becomes 0, in units of 2^-100.
-SMALLEST = {"int8": 127, "int4": 7, "e4m3": 448, "e5m2": 57344, "per_channel": 255, "per_tensor": 255}
+SMALLEST = {"int8": 127, "int4": 7, "int2": 1, "e4m3": 448, "e5m2": 57344, "per_channel": 255, "per_tensor": 255}
 NUMELS = [1, 2, 7, 63, 64, 513, 4095, 1_000_003]
 
 
@@ -222,7 +226,7 @@ def test_affine_is_pytorchs(scale, offset):
 
 
 BAD = [
-    *[(codec, {"block_size": value}, "positive multiple of 8") for codec in (Int8Codec, Int4Codec, FP8Codec)
+    *[(codec, {"block_size": value}, "positive multiple of 8") for codec in (Int8Codec, Int4Codec, Int2Codec, FP8Codec)
       for value in (0, -8, 12, 8.0, True, "8", None)],
     *[(AffineCodec, {"block_size": value}, "positive multiple of 4") for value in (0, -4, 6, 4.0, True, "4")],
     *[(codec, {"rounding": "up"}, r"one of \('nearest', 'stochastic'\)") for codec in (Int8Codec, Int4Codec, FP8Codec)],

@@ -9,7 +9,7 @@ from pool import compiling
 from torch._dynamo.utils import counters
 
 import lightning_commhooks as lc
-from lightning_commhooks.codecs import AffineCodec, FP8Codec, Int4Codec, Int8Codec
+from lightning_commhooks.codecs import AffineCodec, FP8Codec, Int2Codec, Int4Codec, Int8Codec
 from lightning_commhooks.codecs import codec as core
 
 CPU = torch.device("cpu")
@@ -18,6 +18,7 @@ CODECS = {
     "int8+stochastic": (Int8Codec(rounding="stochastic"), True),
     "int4": (Int4Codec(), True),
     "int4+hadamard": (Int4Codec(rotation="hadamard"), True),
+    "int2": (Int2Codec(), True),
     "fp8": (FP8Codec(), True),
     "per_channel": (AffineCodec(), False),
     "per_tensor": (AffineCodec(block_size=None), False),

@@ -190,7 +190,7 @@ def test_bytes_between_nodes_of_all_kinds_of_collectives(run):
     for count in on_nodes(run, [0, 1, 0, 1])(sent_between, lc.AllReduce(), world=4):
         assert count["bytes_sent_between_nodes"] == pytest.approx(count["bytes_sent"])
     for count in on_nodes(run, [0, 0, 0, 0])(sent_between, lc.AllReduce(), world=4):
-        assert count["bytes_sent_between_nodes"] == count["bytes_dense_between_nodes"] == 0
+        assert not [name for name in count if name.endswith("_between_nodes")], "there is one node"
 
 
 def far(rank, world, places, hook):

@@ -7,8 +7,9 @@ import broken_hooks
 import pytest
 import torch
 import torch.distributed as dist
+from cuda_dry_replicas import TrainingOfReplicas
 from cuda_dry_run import dry_run
-from cuda_dry_training import GradientEdges, Way, train
+from cuda_dry_training import GradientEdges, Training, Way, train
 from hooks_under_test import CASES, INT8, RANK_2
 from pool import ignoring
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -68,6 +69,7 @@ WAYS = {
     "2": Way(2, torch.float16, accumulation="weighted", clears=False, exact_state=True),
     "4": Way(4, torch.float32, find_unused_parameters=True, scales=True),
 }
+WAY_OF_REPLICAS = Way(2, torch.float32, exact_state=True)
 # One of each kind, in all ways; of others, by turns, one with many ranks.
 ALL_WAYS = {"allreduce", "bf16", "int8", "powersgd", "quantize_per_channel", "post_localsgd", "schedule"}
 RUNS = [(label, way) for i, label in enumerate(HOOKS) for way in (WAYS if label in ALL_WAYS else "24"[i % 2])]
@@ -122,7 +124,7 @@ SAID = ("hook=", "training ended after")
 def found(monkeypatch):
     """`found(hook, way, num_steps)`: the waits of a run."""
 
-    def found(hook, way, num_steps):
+    def found(hook, way, num_steps, kind=Training):
         edges = GradientEdges()
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=way.world)
         monkeypatch.setattr(group, "compiled", lambda hook_codec, *_: Kernels(hook_codec))
@@ -131,7 +133,7 @@ def found(monkeypatch):
         monkeypatch.setattr(torch.autograd.graph, "get_gradient_edge", edges)
         try:
             with dry_run(monkeypatch) as waits, ignoring(*SAID):
-                train(hook, way, num_steps, waits, edges)
+                train(hook, way, num_steps, waits, edges, kind)
         finally:
             dist.destroy_process_group()
         return waits.found
@@ -153,6 +155,16 @@ def test_hook(label, way, found):
     places = sorted({str(wait) for wait in waits if not rows[wait]})
     hint = "these wait for the device: let them not, or enter them in ALLOWED above with the reason"
     assert not places, "\n".join([hint, *places])
+
+
+@pytest.mark.parametrize(
+    "label", ["allreduce", "bf16", "int8", "powersgd", "schedule", "per_parameter", "diloco beside"]
+)
+def test_hook_between_replicas(label, found):
+    """On the stream on which FSDP2 reduces, where DDP's runs on one of the hook."""
+    waits = found(HOOKS[label], WAY_OF_REPLICAS, NUM_STEPS.get(label, 4), TrainingOfReplicas)
+    places = sorted({str(wait) for wait in waits if not any(row.allows(wait) for row in ALLOWED)})
+    assert not places, "\n".join(["these wait for the device", *places])
 
 
 def test_every_row_is_used():

@@ -22,6 +22,7 @@ OPTIONS = {
     "warmup": {"periods": {3: 2}, "warmup": 5},
     "hierarchical": {"periods": {2: 2, 4: 4}},
     "diloco": {"periods": {4: 2}, "outer": OUTER},
+    "beside": {"periods": {4: 2}, "outer": OUTER, "fragments": 2, "delay": 2, "mixing": 0.5},
     "short": {"periods": {3: 2}},
 }
 
@@ -72,7 +73,7 @@ def simulate_regression(options, *, batches, epochs=1, window=1, clip=None, worl
     return trajectory
 
 
-@pytest.mark.parametrize("name", ["post", "warmup", "diloco"])
+@pytest.mark.parametrize("name", ["post", "warmup", "diloco", "beside"])
 def test_automatic_optimization(trained, name):
     assert_same_trajectory(trained, f"auto-{name}", simulate_regression(OPTIONS[name], batches=14))
 

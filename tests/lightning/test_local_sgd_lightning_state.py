@@ -161,7 +161,7 @@ RESUMED = 8  # steps
 
 
 @pytest.mark.parametrize("kind", ["exact", "mean", "resync"])
-@pytest.mark.parametrize("name", ["short", "diloco-short"])
+@pytest.mark.parametrize("name", ["short", "diloco-short", "diloco-beside"])
 def test_resumes_in_the_middle_of_a_period(saved, resumed, name, kind):
     """Exactly, or as a run that went on from the average."""
     whole = f"{name}-exact" if kind == "exact" else f"{name}-resync"

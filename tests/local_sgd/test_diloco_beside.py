@@ -1,7 +1,10 @@
 """DiLoCo that averages beside training, against a simulation in one process, and against torchft's own numbers."""
 
+import copy
+
 import pytest
 import torch
+import torch.distributed as dist
 from local_sgd_driver import ALONE, local, one_step, params, through_a_file
 
 import lightning_commhooks as lc
@@ -141,6 +144,27 @@ def test_trajectory_is_that_of_the_simulation(run, world, delay, mixing, eager):
             torch.testing.assert_close(own, expected[step][rank], rtol=0, atol=1e-12, msg=f"step {step}, rank {rank}")
 
 
+def wrapped(rank, world):
+    """Parameters at the end, of a hook by itself and within wrappers."""
+    hook = lc.DiLoCo(period=PERIOD, delay=3, fragments=2, **ALONE)
+    # Of both linear layers, one after the other, as fragments are.
+    halves = {"0.*": lc.DiLoCo(period=PERIOD, delay=2, **ALONE), "*": lc.DiLoCo(period=PERIOD, delay=2, **ALONE)}
+    hooks = [hook, lc.Schedule({0: hook}), halves["*"], lc.PerParameter(halves)]
+    ends = []
+    for one in hooks:
+        model, optimizer = make_model()
+        with local(model, one, [optimizer]) as (ddp, _):
+            steps(ddp, optimizer, rank, range(STEPS))
+        ends.append(torch.cat([p.detach().reshape(-1) for p in model.parameters()]))
+    return ends
+
+
+def test_wrappers_change_nothing(run):
+    for plain, scheduled, whole, halves in run(wrapped):
+        assert torch.equal(plain, scheduled)
+        torch.testing.assert_close(whole, halves, rtol=0, atol=1e-14)
+
+
 def resumed(rank, world, options, saved_at):
     """Parameters at the end, of a run that is saved and goes on in another attachment; and of one that is not."""
     ends = []
@@ -170,6 +194,40 @@ def test_state_in_the_middle_of_a_delay(run, options, saved_at):
         assert "average" in keys or options.get("delay") == 2
 
 
+def rewound(rank, world):
+    """Where a run ends, and one that goes back to a state while an average is under way."""
+    ends = []
+    for goes_back in (False, True):
+        model, optimizer = make_model()
+        with local(model, lc.DiLoCo(period=PERIOD, delay=3, **ALONE), [optimizer], exact_state=True) as (
+            ddp,
+            attachment,
+        ):
+            steps(ddp, optimizer, rank, range(7))
+            saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+            state = through_a_file(attachment.state_dict())
+            if goes_back:
+                steps(ddp, optimizer, rank, range(7, 9))
+                model.load_state_dict(saved[0])
+                optimizer.load_state_dict(saved[1])
+                attachment.load_state_dict(state)
+            steps(ddp, optimizer, rank, range(7, STEPS))
+            ends.append(torch.cat([p.detach().reshape(-1) for p in model.parameters()]))
+    return ends
+
+
+def steps(ddp, optimizer, rank, numbers):
+    for step in numbers:
+        ddp.zero_grad()
+        loss(ddp, batch(rank, step)).backward()
+        optimizer.step()
+
+
+def test_going_back_forgets_what_is_under_way(run):
+    for whole, again in run(rewound):
+        assert torch.equal(whole, again)
+
+
 def fed_back(rank, world):
     """Where the common model is after some outer steps, and where it were if all had been sent."""
     model, _ = params({"weight": (32, 32)}, torch.float32)
@@ -196,3 +254,63 @@ def test_error_feedback_loses_nothing(run):
     moved = sum(own for *_, own in results) / 2
     assert residual.norm() > 1e-3 * moved.norm()
     torch.testing.assert_close(common - residual, -moved, rtol=0, atol=1e-4)
+
+
+# Failures ----------------------------------------------------------------------------------------------------
+
+
+def failing(rank, world, failing, where):
+    """The error of a rank, where one of them cannot average what others wait for."""
+    model, optimizer = make_model()
+
+    def until_it_fails():
+        for step in range(9):
+            if rank == failing and where == "closed" and step == 3:
+                attachment.close()
+            optimizer.zero_grad()
+            loss(ddp, batch(rank, step)).backward()
+            optimizer.step()
+
+    with local(model, lc.DiLoCo(period=4, delay=2, **ALONE), [optimizer]) as (ddp, attachment):
+        if rank == failing and where == "beside":
+            attachment.bound._moves.inner.reduce = out_of_numbers
+        return error_of(until_it_fails)
+
+
+def error_of(steps):
+    with pytest.raises(lc.HookError) as error:
+        steps()
+    dist.barrier()  # whoever failed stays until all have
+    return str(error.value)
+
+
+def out_of_numbers(*_):
+    raise ArithmeticError("out of numbers")
+
+
+@pytest.mark.parametrize("where", ["beside", "closed"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_failure_beside_training_ends_all_ranks(run, rank, where):
+    texts = run(failing, rank, where, timeout=60)
+    if where == "beside":
+        assert all(f"failed on rank {other}" in text for other, text in enumerate(texts))
+    assert ("out of numbers" if where == "beside" else "the communication hook was closed") in texts[rank]
+
+
+def other_order(rank, world):
+    """The error where ranks step their optimizers in different orders."""
+    model, gradients = params({"first": (3,), "second": (3,)}, torch.float32)
+    optimizers = [torch.optim.SGD([p], lr=1.0) for p in model.parameters()]
+
+    def steps():
+        for _ in range(4):
+            ddp(gradients).backward()
+            for optimizer in optimizers if rank else optimizers[::-1]:
+                optimizer.step()
+
+    with local(model, lc.DiLoCo(period=2, delay=1, **ALONE), optimizers) as (ddp, _):
+        return error_of(steps)
+
+
+def test_ranks_that_average_something_else_are_told(run):
+    assert any("ranks do not average the same" in text for text in run(other_order, timeout=60))

@@ -115,6 +115,22 @@ def train(rank, hook="allreduce", absent=None, **options):
     say("trained")
 
 
+def average_beside(rank, world):
+    """Rank 1 never gets to the average that rank 0 has under way, and waits for two steps later."""
+    ddp = DistributedDataParallel(Params(SHAPES))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    hook = lc.DiLoCo(period=4, delay=2, post_local_gradient_allreduce=False)
+    lc.attach(ddp, hook, optimizers=[optimizer])
+    for step in range(5):
+        if step == 1:
+            say("step 2")
+            if rank == 1:
+                sys.stdin.readline()
+        backward(ddp, full_rank_gradients(rank, step, SHAPES))
+        optimizer.step()
+    say("trained")
+
+
 def fail_and_die(rank, world):
     train(rank, Broken())
 
@@ -384,6 +400,17 @@ def test_sigterm_kills_one_rank(start, killed, latency):
     if killed == 0:
         ranks.go_on(1)
     ranks.end_by_hook_error(1 - killed)
+
+
+@pytest.mark.parametrize("latency", LATENCIES)
+def test_kill_of_a_rank_while_others_average_beside_training(start, latency):
+    ranks = start(average_beside, **latency)
+    time.sleep(0.5)  # then rank 0 waits for what is under way
+    ranks.send(1, signal.SIGKILL)
+    code, out, err = ranks.end(0)
+    assert code == 1, err
+    assert "trained" not in out
+    assert "HookError: communication hook 'diloco' failed on rank 0" in err
 
 
 def test_kill_of_a_rank_to_which_a_message_is_on_its_way(start):

@@ -487,6 +487,7 @@ def test_shares_on_cuda_are_kept_until_they_are_averaged(monkeypatch):
 LOCAL = {
     "diloco": lc.DiLoCo(period=3, post_local_gradient_allreduce=False),
     "fragments": lc.DiLoCo(period=4, fragments=2, pseudo_gradient="bf16", post_local_gradient_allreduce=False),
+    "beside": lc.DiLoCo(period=4, fragments=2, delay=3, post_local_gradient_allreduce=False),
     "post_localsgd": lc.PostLocalSGD(
         start_localSGD_iter=2, period=2, post_local_gradient_allreduce=False, optimizer_state="average"
     ),

@@ -2,7 +2,7 @@
 
 import torch
 
-from lightning_commhooks.codecs import AffineCodec, FP8Codec, Int4Codec, Int8Codec
+from lightning_commhooks.codecs import AffineCodec, FP8Codec, Int2Codec, Int4Codec, Int8Codec
 from lightning_commhooks.codecs.codec import pack, seed_tensor, unpack
 from lightning_commhooks.codecs.int4 import hadamard
 
@@ -19,7 +19,7 @@ def blocks_of(codec, flat):
 
 
 def block_bytes(codec, size):
-    return 4 * codec.num_scales + (size // 2 if isinstance(codec, Int4Codec) else size)
+    return 4 * codec.num_scales + size // {Int4Codec: 2, Int2Codec: 4}.get(type(codec), 1)
 
 
 def encoded_bytes(codec, numel):
@@ -50,6 +50,8 @@ def error_bound(codec, blocks):
     if isinstance(codec, AffineCodec):
         extent = blocks.amax(dim=1, keepdim=True).clamp_min(0) - blocks.amin(dim=1, keepdim=True).clamp_max(0)
         return torch.where(extent / 255 < SMALLEST_SCALE, largest, extent / 255 * FLOAT32)
+    if isinstance(codec, Int2Codec):
+        return largest * FLOAT32
     random = 2 if codec.rounding == "stochastic" else 1
     if isinstance(codec, FP8Codec):
         limit, relative = (448, 1 / 28) if codec.format == "e4m3" else (57344, 1 / 14)

@@ -204,6 +204,7 @@ def dry_run(monkeypatch):
         patch.setattr(FakeTensor, "tolist", _tolist)
         # Whether two are the same memory is all that we ask of it.
         patch.setattr(FakeTensor, "data_ptr", _data_ptr, raising=False)
+        patch.setattr(FakeTensor, "record_stream", lambda tensor, stream: None, raising=False)
         # A future that is to make other streams wait asks for the driver.
         patch.setattr(torch.futures.Future, "__init__", lambda self, *, devices=None: make_future(self))
         with _no_driver(), FakeTensorMode(), waits:

@@ -104,7 +104,7 @@ class DDP(nn.Module):
                 if name in gradients:
                     self._arrive(parameter, gradients[name])
             if trampoline is not None:
-                self._synchronize(trampoline)
+                self.synchronize(trampoline)
 
         self()
         leaf = torch.zeros((), requires_grad=True)
@@ -118,7 +118,8 @@ class DDP(nn.Module):
         for hook in tuple((parameter._post_accumulate_grad_hooks or {}).values()):
             hook(parameter)
 
-    def _synchronize(self, trampoline):
+    def synchronize(self, trampoline):
+        """Hand over buckets."""
         buckets = self._buckets()
         self._num_backwards += 1
         reduced = []
@@ -181,6 +182,8 @@ class Way:
 class Training:
     """A model with a hook, and what trains it."""
 
+    source = Buckets
+
     def __init__(self, hook, way, edges):
         self.way = way
         self.scaler = None
@@ -196,7 +199,7 @@ class Training:
         module.register_buffer("mean", torch.zeros(3, device=DEVICE))
         self.ddp = DDP(module, edges, way.find_unused_parameters)
         self.optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
-        source = Buckets(self.ddp)
+        source = self.source(self.ddp)
         self.runtime = Runtime(config, source, self.scaler, lambda: 1.0)
         self.attachment = Attachment(self.runtime, way.exact_state)
         self.runtime.connect(self.ddp)
@@ -228,10 +231,10 @@ class Training:
         self.ddp.backward(gradients, self._trampoline if is_synchronized else None)
 
 
-def train(hook, way, num_steps, waits, edges):
+def train(hook, way, num_steps, waits, edges, kind=Training):
     """A run with what users do in it, which is left, and taken up again; `waits.during` says what."""
     waits.during = "attach"
-    training = Training(hook, way, edges)
+    training = kind(hook, way, edges)
     num_steps, num_last = (3, 0) if way.is_short else (num_steps, LAST_STEPS)
     for step in range(num_steps):
         waits.during = "first steps" if step < num_steps - num_last else "last steps"
@@ -252,7 +255,7 @@ def train(hook, way, num_steps, waits, edges):
     if way.is_short:
         return
     waits.during = "attach"
-    resumed = Training(hook, way, edges)
+    resumed = kind(hook, way, edges)
     waits.during = "state"
     resumed.optimizer.load_state_dict(training.optimizer.state_dict())
     resumed.attachment.load_state_dict(saved)

@@ -18,6 +18,7 @@ HOOKS = {
     "powersgd": lc.PowerSGD(start_powerSGD_iter=2, min_compression_rate=1),
     "post_localsgd": lc.PostLocalSGD(period=4, **ALONE),
     "diloco": lc.DiLoCo(period=4, **ALONE),
+    "diloco, delay": lc.DiLoCo(period=4, delay=3, fragments=2, **ALONE),
 }
 
 

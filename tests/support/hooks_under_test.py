@@ -30,6 +30,13 @@ def powersgd_elements():
     return dense, factors, first
 
 
+def sizes(of_chunks):
+    """Elements of parameters that fill a chunk, or do not."""
+    numels = [torch.Size(shape).numel() for shape in SHAPES.values() if len(shape) > 1]
+    numels += [-torch.Size(shape).numel() for shape in SHAPES.values() if len(shape) < 2]
+    return [abs(numel) for numel in numels if (numel >= 256) == of_chunks]
+
+
 def encoded(world, dense_names, block_size, block_bytes):
     """Bytes of a two-shot average in blocks, each parameter beginning one; of small ones and the rest in float32."""
     small = {name for name, shape in SHAPES.items() if torch.Size(shape).numel() < block_size}
@@ -98,6 +105,15 @@ CASES = {
         lc.Int4(min_bytes=0, compress_1d=True),
         error=2 / 7,
         bytes_sent=lambda w: encoded(w, {}, 64, 32 + 4),
+    ),
+    "int2": Case(
+        lc.Int2(min_bytes=0, compress_1d=True),
+        error=2,
+        bytes_sent=lambda w: encoded(w, {}, 256, 64 + 8),
+    ),
+    "chunked_topk": Case(
+        lc.ChunkedTopK(k=64, chunk_size=256),
+        bytes_sent=lambda w: ring(w, 4 * sum(sizes(False))) + (w - 1) * sum(-(-n // 256) for n in sizes(True)) * 120,
     ),
     "quantize_per_tensor": Case(
         lc.QuantizePerTensor(),

@@ -15,7 +15,11 @@ from accelerate_integration import CommHookKwargs
 
 PERIOD = 4
 ALONE = {"start_localSGD_iter": 0, "post_local_gradient_allreduce": False}
-HOOKS = {"post_localsgd": lc.PostLocalSGD(period=PERIOD, **ALONE), "diloco": lc.DiLoCo(period=PERIOD, **ALONE)}
+HOOKS = {
+    "post_localsgd": lc.PostLocalSGD(period=PERIOD, **ALONE),
+    "diloco": lc.DiLoCo(period=PERIOD, **ALONE),
+    "diloco, delay": lc.DiLoCo(period=PERIOD, delay=3, **ALONE),
+}
 
 
 class Run:

@@ -22,6 +22,8 @@ HOOKS = {
     "hierarchical": lc.HierarchicalLocalSGD(period_group_size_dict={2: 2, 4: None}, **ALONE),
     "diloco": lc.DiLoCo(period=4, **ALONE),
     "short": lc.PostLocalSGD(period=3, **ALONE),
+    "beside": lc.DiLoCo(period=4, delay=2, fragments=2, **ALONE),
+    "diloco-beside": lc.DiLoCo(period=3, delay=2, **ALONE),
     "diloco-short": lc.DiLoCo(period=3, **ALONE),
 }
 
@@ -121,7 +123,7 @@ def train(label, strategy, module, batches=8, epochs=1, more=(), validation=None
 
 
 def auto():
-    for name in ("post", "warmup", "diloco"):
+    for name in ("post", "warmup", "diloco", "beside"):
         train(f"auto-{name}", CompressedDDP(hook=HOOKS[name]), Regression(), batches=14)
     # Windows of 3, 3 and 2 batches.
     train("auto-accumulate", CompressedDDP(hook=POST), Regression(), epochs=4, accumulate_grad_batches=3)

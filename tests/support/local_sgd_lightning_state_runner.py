@@ -76,14 +76,14 @@ def resumable(label, strategy, name, ckpt=None, epochs=EPOCHS, validated=False, 
 
 
 def save():
-    for name in ("short", "diloco-short"):
+    for name in ("short", "diloco-short", "diloco-beside"):
         for kind, options in KINDS.items():
             resumable(f"{name}-{kind}", CompressedDDP(hook=HOOKS[name], **options), name)
     resumable("validated", CompressedDDP(hook=HOOKS["short"], exact_state=True), "short", validated=True)
 
 
 def resume():
-    for name in ("short", "diloco-short"):
+    for name in ("short", "diloco-short", "diloco-beside"):
         for kind, options in KINDS.items():
             label = f"{name}-{kind}"
             ckpt = OUT / f"{label}-epoch={SAVED - 1}.ckpt"

@@ -9,15 +9,31 @@ class Simulation:
     """Copies of a model with optimizers of their own.
 
     `periods` gives for each period the number of neighbouring ranks that average; `outer` the outer optimizer's
-    settings, for DiLoCo; `warmup` the number of backwards whose gradients are averaged over all ranks; `subgroup` how
-    many neighbours average gradients afterwards.
+    settings, for DiLoCo, whose averages are taken over `delay` steps after they have begun, and mixed by `mixing`;
+    `warmup` the number of backwards whose gradients are averaged over all ranks; `subgroup` how many neighbours average
+    gradients afterwards.
     """
 
-    def __init__(self, model, world, make_optimizers, loss, *, periods, warmup=0, subgroup=1, outer=None, fragments=1):
+    def __init__(
+        self,
+        model,
+        world,
+        make_optimizers,
+        loss,
+        *,
+        periods,
+        warmup=0,
+        subgroup=1,
+        outer=None,
+        fragments=1,
+        delay=0,
+        mixing=0,
+    ):
         self.models = [copy.deepcopy(model) for _ in range(world)]
         self.optimizers = [make_optimizers(m) for m in self.models]
         self.world, self.loss, self.periods, self.warmup, self.subgroup = world, loss, periods, warmup, subgroup
-        self.fragments = fragments
+        self.fragments, self.delay, self.mixing = fragments, delay, mixing
+        self.moves = {}
         self.num_backwards = 0
         self.num_steps = [0] * len(self.optimizers[0])
         self.outer = outer
@@ -61,8 +77,14 @@ class Simulation:
             return
         (period,) = self.periods
         for i, part in enumerate(self._split(names)):
-            if self.num_steps[k] % period == (i + 1) * period // self.fragments % period:
+            left = ((i + 1) * period // self.fragments - self.num_steps[k]) % period
+            if left == self.delay:
                 for name in part:
+                    anchor = self.anchor.get_parameter(name)
+                    moves = [anchor.detach() - m.get_parameter(name).detach() for m in self.models]
+                    self.moves[name] = sum(moves) / self.world
+            if left == 0:
+                for name in set(part) & set(self.moves):
                     self._outer_step(name)
 
     def _split(self, names):
@@ -75,7 +97,8 @@ class Simulation:
 
     def _outer_step(self, name):
         anchor = self.anchor.get_parameter(name)
-        anchor.grad = sum(anchor.detach() - m.get_parameter(name).detach() for m in self.models) / self.world
+        anchor.grad = self.moves[name]
         self.outer_optimizers[name].step()
         for model in self.models:
-            model.get_parameter(name).data.copy_(anchor.detach())
+            parameter = model.get_parameter(name).data
+            parameter.copy_(torch.lerp(anchor.detach(), parameter, self.mixing))

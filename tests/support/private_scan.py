@@ -36,6 +36,7 @@ OURS = {
     "_number",
     "_transport",
     "_between_nodes",
+    "_per_step",
     "_first",
     "_ms",
     "_steps",

@@ -1,0 +1,47 @@
+"""How many steps a rank takes in a period of a given length in time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from lightning_commhooks.collectives.group import Group
+
+
+class Pace:
+    """Steps of one period after another, each as many as this rank can take in `seconds`.
+
+    How many is known when a period begins, by how long those of the one before took, so that ranks that step together
+    agree on it without a message in each step. Dynamic local updates, Liu et al. 2024,
+    https://arxiv.org/abs/2401.09135, section 5, which give every worker a share of the fastest one's steps.
+
+    Args:
+        group: all ranks.
+        together: those that average gradients with this one in each step; the slowest of them counts.
+        first: steps of the first period, which measures how long they take.
+        seconds: that a period is to take.
+
+    Attributes:
+        length: steps of this period.
+        taken: steps of it that this rank has taken.
+    """
+
+    def __init__(self, group: Group, together: Sequence[int], first: int, seconds: float) -> None:
+        self._group, self._together, self._seconds = group, together, seconds
+        self.length, self.taken = first, 0
+        self._began = 0.0
+
+    def step(self) -> None:
+        """An optimizer has stepped."""
+        self.taken += 1
+        if self.taken == 1:
+            self._began = time.monotonic()
+
+    def end(self) -> float:
+        """End the period, on all ranks alike; returns this rank's weight in the mean, by its steps: 1 on average."""
+        microseconds = (time.monotonic() - self._began) * 1e6 / max(1, self.taken - 1)
+        told = self._group.all_gather_quietly([self.taken, int(microseconds)])
+        weight = self.taken * len(told) / sum(steps for steps, _ in told)
+        slowest = max(1, *(told[rank][1] for rank in self._together))
+        self.length, self.taken = max(2, round(self._seconds * 1e6 / slowest)), 0
+        return weight
