@@ -34,7 +34,7 @@ LOCAL = {
 ALL = {**HOOKS, **LOCAL}
 CPU = torch.device("cpu")
 # Of time, which differs from run to run, and of nodes, of which emulated ranks have one each.
-TIMES = {"exposed_ms", "codec_ms", "comm_ms", "overlap_ms", "timed_steps", "relative_error"}
+TIMES = {"waited_ms", "exposed_ms", "codec_ms", "comm_ms", "overlap_ms", "timed_steps", "relative_error"}
 
 
 def train(process_group, attach, rank):

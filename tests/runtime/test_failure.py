@@ -119,10 +119,10 @@ def average_beside(rank, world):
     """Rank 1 never gets to the average that rank 0 has under way, and waits for two steps later."""
     ddp = DistributedDataParallel(Params(SHAPES))
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-    hook = lc.DiLoCo(period=4, delay=2, post_local_gradient_allreduce=False)
+    hook = lc.DiLoCo(period=5, delay=2, post_local_gradient_allreduce=False)
     lc.attach(ddp, hook, optimizers=[optimizer])
     for step in range(5):
-        if step == 1:
+        if step == 2:
             say("step 2")
             if rank == 1:
                 sys.stdin.readline()

@@ -112,7 +112,7 @@ CASES = {
         bytes_sent=lambda w: encoded(w, {}, 256, 64 + 8),
     ),
     "chunked_topk": Case(
-        lc.ChunkedTopK(k=64, chunk_size=256),
+        lc.ChunkedTopK(k=64, chunk_size=256, decay=1),
         bytes_sent=lambda w: ring(w, 4 * sum(sizes(False))) + (w - 1) * sum(-(-n // 256) for n in sizes(True)) * 120,
     ),
     "quantize_per_tensor": Case(
