@@ -103,6 +103,7 @@ def joined(device: torch.device) -> Iterator[None]:
     alone = HashStore() if size == 1 else None  # several meet as the environment says
     try:
         dist.init_process_group(backend, timeout=_TIMEOUT, world_size=size, rank=rank, store=alone)
+        dist.barrier()  # or one that fails at once would be gone before others have connected to it
     except (RuntimeError, ValueError) as failure:
         if os.environ.get("COMMHOOKS_TRACEBACK"):
             traceback.print_exception(failure)

@@ -51,7 +51,7 @@ BAD = [(make, *case) for case in BAD_IN_ALL for make in LOCAL_SGD] + [
     (lc.DiLoCo, {"outer_momentum": -0.1}, r"outer_momentum must be in \[0, 1\), is -0.1"),
     (lc.DiLoCo, {"outer_momentum": None}, r"outer_momentum must be in \[0, 1\), is None"),
     (lc.DiLoCo, {"nesterov": 1}, "nesterov must be True or False, is 1"),
-    (lc.DiLoCo, {"pseudo_gradient": "int2"}, "pseudo_gradient must be one of .*; is 'int2'"),
+    (lc.DiLoCo, {"pseudo_gradient": "int3"}, "pseudo_gradient must be one of .*; is 'int3'"),
     (lc.DiLoCo, {"pseudo_gradient": lc.PowerSGD()}, "would begin after so many outer steps: set start_powerSGD_iter=0"),
     (lc.DiLoCo, {"pseudo_gradient": lc.PostLocalSGD()}, "PostLocalSGD.* does not average gradients in each step"),
     (lc.DiLoCo, {"pseudo_gradient": lc.Int8(), "error_feedback": True}, "Int8.*, which has its own option"),

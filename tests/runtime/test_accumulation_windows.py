@@ -528,6 +528,8 @@ LOSSY = {
     "quantize_per_tensor",
     "quantize_per_channel",
     "int4",
+    "int2",
+    "chunked_topk",
     "batched_powersgd",
     "powersgd",
     "powersgd+batch",

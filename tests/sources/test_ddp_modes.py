@@ -21,7 +21,7 @@ LOCAL = {"post_localsgd": lc.PostLocalSGD(period=1, start_localSGD_iter=0, post_
 # Variants of one hook ("fp16+float32") have the contract tests.
 VARIANTS = {"quantize_per_tensor", *(label for label in HOOKS if "+" in label)}
 LABELS = {label: hook for label, hook in HOOKS.items() if label not in VARIANTS} | LOCAL
-LOSSY = {"powersgd", "batched_powersgd", "cast", "schedule", "noop", "int4", "per_parameter"}
+LOSSY = {"powersgd", "batched_powersgd", "cast", "schedule", "noop", "int4", "int2", "chunked_topk", "per_parameter"}
 
 
 def mlp():
