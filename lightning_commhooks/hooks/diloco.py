@@ -240,10 +240,6 @@ class _BoundDiLoCo(BoundLocalSGD):
         for name, mean in self._moves.end(optimizer, k):
             self.memory[name]["average"] = mean
 
-    def _finish_all(self) -> None:
-        for optimizer, k in list(self._moves.under_way):
-            self._finish(optimizer, k)
-
     def _outer_step(self, stepped: OptimizerStep, shares: dict[str, Tensor]) -> None:
         for name, p in stepped.parameters.items():
             entry = self.memory.get(name, {})
@@ -294,12 +290,12 @@ class _BoundDiLoCo(BoundLocalSGD):
         return self._moves.inner.residuals()
 
     def state_dict(self, writer: StateWriter) -> dict[str, Any]:
-        self._finish_all()
+        for optimizer, k in list(self._moves.under_way):
+            self._finish(optimizer, k)
         state, inner = super().state_dict(writer), self._moves.inner
         return {**state, "pseudo_gradient": save_hook(self._encoding, inner, writer)} if inner.has_memory else state
 
     def load_state_dict(self, state: dict[str, Any], reader: StateReader) -> None:
-        self._finish_all()
         super().load_state_dict(state, reader)
         if self._moves.inner.has_memory:
             load_hook(state.get("pseudo_gradient"), self._encoding, self._moves.inner, reader)
