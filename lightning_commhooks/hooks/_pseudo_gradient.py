@@ -12,7 +12,7 @@ from lightning_commhooks.hooks.half import BF16
 from lightning_commhooks.hooks.int2 import Int2
 from lightning_commhooks.hooks.int8 import Int4, Int8
 from lightning_commhooks.interface.hook import CommHook
-from lightning_commhooks.interface.start import is_start
+from lightning_commhooks.interface.late_start import late_starts
 
 PseudoGradient = Literal["fp32", "bf16", "int8", "int4", "int2", "topk"]
 
@@ -59,10 +59,9 @@ def _checked(hook: CommHook, error_feedback: bool) -> CommHook:
         raise ValueError(f"error_feedback=True was given beside pseudo_gradient={name}(...), which has its own option")
     if isinstance(hook, LocalSGDConfig) or hook.is_outermost:
         raise ValueError(f"pseudo_gradient={name}(...) does not average gradients in each step; take another hook")
-    for field in dataclasses.fields(hook):  # type: ignore[arg-type]
-        if is_start(field.name) and getattr(hook, field.name):
-            raise ValueError(
-                f"pseudo_gradient={name}({field.name}={getattr(hook, field.name)}) would begin after so many outer "
-                f"steps: set {field.name}=0"
-            )
+    for owner, field, start in late_starts(hook):
+        raise ValueError(
+            f"pseudo_gradient={type(owner).__name__}({field}={start}) would begin after so many outer steps: set "
+            f"{field}=0"
+        )
     return hook

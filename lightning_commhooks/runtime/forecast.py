@@ -11,12 +11,12 @@ from weakref import WeakSet
 
 from lightning_commhooks.interface.averages_models import averages_models, is_local
 from lightning_commhooks.interface.hook import NEXT_TO_NOTHING, CommHook
+from lightning_commhooks.interface.late_start import begun_at, late_starts
 from lightning_commhooks.interface.python_code import code
 from lightning_commhooks.interface.user_function import UserFunction
 from lightning_commhooks.runtime.local_steps import LocalSteps
 from lightning_commhooks.runtime.running import RunningHook
 from lightning_commhooks.wrappers.auto import Auto
-from lightning_commhooks.wrappers.late_start import begun_at, late_starts
 
 # Hooks at work in this process.
 _open: WeakSet[RunningHook] = WeakSet()

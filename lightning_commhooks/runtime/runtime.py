@@ -25,6 +25,7 @@ from lightning_commhooks.collectives.timing import DeviceTiming, NoTiming
 from lightning_commhooks.interface.averages_models import averages_models
 from lightning_commhooks.interface.bucket import Bucket, Slot
 from lightning_commhooks.interface.hook import BoundHook, CommHook
+from lightning_commhooks.interface.late_start import late_starts, started
 from lightning_commhooks.interface.layout import Layout
 from lightning_commhooks.interface.start import depends_on_length, is_fraction
 from lightning_commhooks.interface.state import StateError
@@ -40,7 +41,6 @@ from lightning_commhooks.runtime.running import RunningHook
 from lightning_commhooks.runtime.source import Source
 from lightning_commhooks.runtime.stream_engine import InlineEngine, StreamEngine
 from lightning_commhooks.runtime.thread_engine import ThreadEngine
-from lightning_commhooks.wrappers.late_start import late_starts, started
 from lightning_commhooks.wrappers.scale import accumulation_of
 
 T = TypeVar("T")

@@ -53,6 +53,11 @@ BAD = [(make, *case) for case in BAD_IN_ALL for make in LOCAL_SGD] + [
     (lc.DiLoCo, {"nesterov": 1}, "nesterov must be True or False, is 1"),
     (lc.DiLoCo, {"pseudo_gradient": "int3"}, "pseudo_gradient must be one of .*; is 'int3'"),
     (lc.DiLoCo, {"pseudo_gradient": lc.PowerSGD()}, "would begin after so many outer steps: set start_powerSGD_iter=0"),
+    (
+        lc.DiLoCo,
+        {"pseudo_gradient": lc.Cast(lc.PowerSGD(), "bf16")},
+        r"PowerSGD\(start_powerSGD_iter=1000\) would begin",
+    ),
     (lc.DiLoCo, {"pseudo_gradient": lc.PostLocalSGD()}, "PostLocalSGD.* does not average gradients in each step"),
     (lc.DiLoCo, {"pseudo_gradient": lc.Int8(), "error_feedback": True}, "Int8.*, which has its own option"),
     (lc.DiLoCo, {"error_feedback": True}, "error_feedback=True has no effect with pseudo_gradient='fp32'"),
