@@ -83,7 +83,13 @@ class _BoundChunkedTopK(ErrorFeedback):
         self._codec = Int2Codec(block_size=hook.k)
 
     def compressed(self, bucket: Bucket) -> Sequence[Slot] | None:
-        return [slot for slot in bucket.slots if self.hook.compresses(slot.shape)] or None
+        slots, _ = self.plan(bucket)
+        return slots or None
+
+    def lay_out(self, bucket: Bucket) -> tuple[list[Slot], list[Slot]]:
+        """Gradients that are encoded, and the rest."""
+        slots = [slot for slot in bucket.slots if self.hook.compresses(slot.shape)]
+        return slots, [slot for slot in bucket.slots if not self.hook.compresses(slot.shape)]
 
     def average_(self, residual: Tensor | None, bucket: Bucket, ranks: Group) -> Steps[Tensor | None]:
         assert residual is not None
@@ -92,10 +98,9 @@ class _BoundChunkedTopK(ErrorFeedback):
 
     def average(self, residual: Tensor, bucket: Bucket, ranks: Group) -> Steps[tuple[Tensor, Tensor]]:
         mean, sent = residual.clone(), residual.clone()
-        rest = [slot for slot in bucket.slots if not self.hook.compresses(slot.shape)]
+        slots, rest = self.plan(bucket)
         exact = torch.cat([residual[:0], *(slot.view(residual).view(-1) for slot in rest)])
         averaging = begun(ranks.all_reduce_mean_(exact))
-        slots = self.compressed(bucket) or []
         chunks = torch.cat([self._chunks(slot.view(residual)) for slot in slots])
         places = chunks.abs().topk(self.hook.k, dim=1).indices
         codes, scales, values = self._codec.quantize(chunks.gather(1, places), chunks.new_zeros((), dtype=torch.int32))
@@ -132,7 +137,7 @@ class _BoundChunkedTopK(ErrorFeedback):
         return {"residual": shapes[0]} if self.hook.compresses(shapes[0]) else {}
 
     def inactive_reason(self, step: int) -> str | None:
-        if any(self.hook.compresses(slot.shape) for slots, _ in self.plans.values() for slot in slots):
+        if any(slots for _, (slots, _) in self.plans.values()):
             return None
         which = "" if self.hook.compress_1d else "in two dimensions "
         return (

@@ -69,7 +69,7 @@ class Models:
         self.layout = Layout(nn.Module())
         self.average_buffers = False
         self.diverged: set[str] = set()
-        self.begin: Callable[[Group, Callable[[Group], Steps[None]]], Callable[[], None]] = _at_once
+        self.begin: Callable[[Group, Callable[[Group], Steps[None]]], Callable[[], None]]
         self._buffers_diverged = False
         # Names of parameters whose optimizer state differs between ranks.
         self._states_diverged: set[str] = set()
@@ -273,11 +273,6 @@ class Models:
         self.diverged = set(saved.get("parameters", {}))
         self._buffers_diverged = bool(saved.get("buffers", {}))
         self._states_diverged = {name for states in saved.get("optimizers", {}).values() for name in states}
-
-
-def _at_once(group: Group, run: Callable[[Group], Steps[None]]) -> Callable[[], None]:
-    group.finish(run(group))
-    return lambda: None
 
 
 def _state_of(stepped: OptimizerStep, group: Group) -> list[Tensor]:

@@ -181,12 +181,18 @@ def test_options_are_validated(options, text):
         lc.ChunkedTopK(**options)
 
 
-def nothing_to_send(rank, world):
-    with attached(lc.ChunkedTopK(), SHAPES) as (ddp, attachment):
+def said(rank, world, hook):
+    """What is said at the end, and how many steps were not compressed."""
+    with attached(hook, SHAPES) as (ddp, attachment):
         backward(ddp, {name: own.float() for name, own in gradient(rank, 0).items()})
-        return closing_texts(attachment)
+        return closing_texts(attachment), attachment.steps_not_compressed()
 
 
 def test_a_model_without_a_chunk_says_so(run):
-    (texts, _) = run(nothing_to_send)
+    (texts, steps), _ = run(said, lc.ChunkedTopK())
+    assert list(steps.values()) == [1]
     assert "compresses nothing, no gradient has chunk_size=4096 elements" in texts[0]
+
+
+def test_a_model_with_chunks_says_nothing(run):
+    assert run(said, HOOK) == [([], {})] * 2
