@@ -101,13 +101,15 @@ def draw_scalars(folder: Path, path: Path) -> None:
     """Draw what TensorBoard would."""
     plt.rcParams.update({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False})
     figure, axes = plt.subplots(2, 4, figsize=(15, 6.4), constrained_layout=True)
-    for hook in HOOKS:
+    for i, hook in enumerate(HOOKS):
         (version,) = (folder / hook).iterdir()
         events = EventAccumulator(str(version)).Reload()
         for axis, (name, title) in zip(axes.flat, TITLES.items(), strict=True):
             if f"comm/{name}" in events.Tags()["scalars"]:
                 scalars = events.Scalars(f"comm/{name}")
-                axis.plot([s.step for s in scalars], [s.value for s in scalars], marker=".", markersize=4, label=hook)
+                line = [s.step for s in scalars], [s.value for s in scalars]
+                # Not all hooks have each value.
+                axis.plot(*line, color=f"C{i}", marker=".", markersize=4, label=hook)
             axis.set_title(f"comm/{name}", fontsize=11, fontweight="bold")
             axis.set_xlabel(title)
     for name, axis in zip(TITLES, axes.flat, strict=True):
