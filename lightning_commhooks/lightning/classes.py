@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from lightning_commhooks.lightning.ddp import AverageFirst, CompressedDDPMixin
+from lightning_commhooks.lightning.averaging import AverageFirst, AveragesModelsMixin
+from lightning_commhooks.lightning.ddp import CompressedDDPMixin
 from lightning_commhooks.lightning.fsdp_strategies import CompressedFSDPMixin, CompressedModelParallelMixin
 from lightning_commhooks.lightning.monitor_callback import CommHookMonitorMixin
 from lightning_commhooks.lightning.refusals import REPLACED
@@ -100,7 +101,7 @@ def _made(name: str, mixin: type, base: type, tree: str) -> type[Any]:
         _misconfiguration = import_module(f"{package}.utilities.exceptions").MisconfigurationException
         _rank_zero_info = staticmethod(import_module(f"{package}.utilities.rank_zero").rank_zero_info)
         _strategy = f"CompressedDDPStrategy{tree}"
-        if issubclass(mixin, CompressedDDPMixin):
+        if issubclass(mixin, AveragesModelsMixin):
             _callback_class = getattr(sys.modules[__name__], f"AverageFirstCallback{tree}")
 
     Made.__name__ = Made.__qualname__ = name

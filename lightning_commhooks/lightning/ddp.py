@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import copy
 import logging
-import sys
-import traceback
 import warnings
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, ClassVar
 
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_commhooks.interface.hook import CommHook
+from lightning_commhooks.lightning.averaging import AveragesModelsMixin, handles_signal
 from lightning_commhooks.lightning.refusals import REPLACED, options_of, refusals_as
-from lightning_commhooks.lightning.show import show, steps_left
 from lightning_commhooks.runtime.attachment import Attachment
 from lightning_commhooks.sources.attach import attach
 from lightning_commhooks.sources.ddp import check_even, hook_name, resolve_hook
@@ -28,19 +24,7 @@ logger = logging.getLogger(__name__)
 CHECKPOINT_KEY = "lightning_commhooks"
 
 
-class AverageFirst:
-    """Has models averaged before other callbacks see them; put before a `Callback` in a class's bases."""
-
-    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
-        """Evaluate the average, until the strategy's `on_validation_end`."""
-        trainer.strategy.begin_evaluation()
-
-    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """End with the average."""
-        trainer.strategy.average_for_good()
-
-
-class CompressedDDPMixin:
+class CompressedDDPMixin(AveragesModelsMixin):
     """Lightning's `DDPStrategy` with a communication hook, on CPU and GPU alike.
 
     `Trainer(strategy=CompressedDDPStrategy(hook="powersgd"))`.
@@ -68,11 +52,7 @@ class CompressedDDPMixin:
             that `hook` replaces.
     """
 
-    _misconfiguration: ClassVar[type[Exception]]
-    # An `AverageFirst`.
-    _callback_class: ClassVar[type[Any]]
     _replaced: ClassVar[Mapping[str, str]] = REPLACED
-    _rank_zero_info: ClassVar[Callable[..., None]]
     model: Any
 
     def __init__(
@@ -102,10 +82,7 @@ class CompressedDDPMixin:
         self._hook_state = hook_state
         self._exact_state = exact_state
         self._strict_state = strict_state
-        self._resync = resync
-        self._callback: Any = None
-        self._evaluation = ExitStack()
-        self._attachment: Attachment | None = None
+        self._looks_at_average(resync)
         # For checkpoints that Lightning writes when the model is out of DDP again.
         self._last_state: dict[str, Any] | None = None
         # Whether it has what the hook remembers, and after how many steps it was saved.
@@ -163,18 +140,6 @@ class CompressedDDPMixin:
                 loss_divided_by=self._loss_divided_by,
             )
 
-    def setup_optimizers(self, trainer: Any) -> None:
-        """Make the optimizers; let a hook that averages models know of them."""
-        super().setup_optimizers(trainer)  # type: ignore[misc]
-        attachment = self._averaging()
-        if attachment is None:
-            return
-        with refusals_as(self._misconfiguration, self):
-            for optimizer in self.optimizers:  # type: ignore[attr-defined]
-                attachment.add_optimizer(optimizer)
-        self._callback = self._callback_class()
-        trainer.callbacks.insert(0, self._callback)
-
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Wrap the model again if parameters were unfrozen, which DDP would not average; then the step itself.
 
@@ -183,8 +148,7 @@ class CompressedDDPMixin:
         if self._attachment is not None and not self._attachment.is_closed:
             if self._attachment.unfrozen():
                 self._wrap_again()
-            trainer = self.lightning_module.trainer  # type: ignore[attr-defined]
-            self._attachment.tell_forecast(lambda line: show(trainer, line, self._rank_zero_info), steps_left(trainer))
+            self._tell_forecast(self._attachment)
         return super().training_step(*args, **kwargs)  # type: ignore[misc]
 
     def _wrap_again(self) -> None:
@@ -237,65 +201,8 @@ class CompressedDDPMixin:
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         """Wait for all ranks; but in Lightning's handler of SLURM's signal, where others may wait elsewhere."""
-        if not _handles_signal():
+        if not handles_signal():
             super().barrier(*args, **kwargs)  # type: ignore[misc]
-
-    def _is_alone(self) -> bool:
-        """Whether ranks may be at different places of the program, where they cannot average what differs."""
-        return _handles_signal() or bool(self.lightning_module.trainer.interrupted)  # type: ignore[attr-defined]
-
-    def _averaging(self) -> Attachment | None:
-        """The attachment if its hook averages models and can do so now."""
-        attachment = self._attachment
-        if attachment is None or attachment.is_closed or not attachment.averages_models:
-            return None
-        return attachment
-
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """State of the module for a checkpoint, averaged over ranks where it differs."""
-        attachment = self._averaging()
-        if attachment is None:
-            return super().lightning_module_state_dict()  # type: ignore[misc, no-any-return]
-        if self._is_alone():
-            logger.warning("the checkpoint has the model of rank %d, which was not averaged", self.global_rank)  # type: ignore[attr-defined]
-            return super().lightning_module_state_dict()  # type: ignore[misc, no-any-return]
-        with self._averaged(attachment):
-            return _cloned(super().lightning_module_state_dict())  # type: ignore[misc, no-any-return]
-
-    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """State of an optimizer for a checkpoint, averaged over ranks where it differs."""
-        attachment = self._averaging()
-        if attachment is None or self._is_alone():
-            return super().optimizer_state(optimizer)  # type: ignore[misc, no-any-return]
-        if self._resync:
-            attachment.average_optimizer_state(optimizer)
-        with attachment.averaged_optimizer_state(optimizer):
-            return _cloned(super().optimizer_state(optimizer))  # type: ignore[misc, no-any-return]
-
-    def _averaged(self, attachment: Attachment) -> AbstractContextManager[None]:
-        if not self._resync:
-            return attachment.averaged_weights()
-        attachment.average_weights()
-        return nullcontext()
-
-    def begin_evaluation(self) -> None:
-        """Put averages in the place of each rank's own model, for validation while training."""
-        attachment = self._averaging()
-        if attachment is not None:
-            self._evaluation.enter_context(self._averaged(attachment))
-
-    def on_validation_end(self) -> None:
-        """Go on from each rank's own model. Checkpoints that callbacks write after validation are done by now."""
-        super().on_validation_end()  # type: ignore[misc]
-        self._evaluation.close()
-
-    def average_for_good(self) -> None:
-        """Average models, and the state of optimizers, at the end of training."""
-        attachment = self._averaging()
-        if attachment is not None:
-            attachment.average_weights()
-            for optimizer in self.optimizers:  # type: ignore[attr-defined]
-                attachment.average_optimizer_state(optimizer)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load the state of optimizers and of the hook, when a fit resumes or Lightning's tuner goes back."""
@@ -323,10 +230,7 @@ class CompressedDDPMixin:
 
     def on_train_end(self) -> None:
         """Keep the hook's state for a `Trainer.save_checkpoint()` after training."""
-        super().on_train_end()  # type: ignore[misc]
-        # StochasticWeightAveraging and its like have put there what each rank had by itself.
-        if (averaging := self._averaging()) is not None:
-            averaging.average_weights(everything=True)
+        super().on_train_end()
         if self._attachment is not None and not self._attachment.is_closed and not self._has_saved_this_step():
             # What differs between ranks takes as long to average as a step without a hook.
             saves = self.lightning_module.trainer.checkpoint_callbacks  # type: ignore[attr-defined]
@@ -336,38 +240,3 @@ class CompressedDDPMixin:
 
     def _has_saved_this_step(self) -> bool:
         return self._attachment is not None and self._saved_at == self._attachment.num_steps
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_evaluation": ExitStack()}  # type: ignore[dict-item]  # of Strategy
-
-    def teardown(self) -> None:
-        """Close the hook, then tear the strategy down."""
-        try:
-            if self._attachment is not None:
-                self._attachment.close()
-        finally:
-            self._evaluation.close()
-            callbacks = [] if self._callback is None else self.lightning_module.trainer.callbacks  # type: ignore[attr-defined]
-            # Lightning's tuner puts others there, which stay when it fails.
-            if self._callback in callbacks:
-                callbacks.remove(self._callback)
-            self._callback = None
-            super().teardown()  # type: ignore[misc]
-
-
-def _cloned(state: Any) -> Any:
-    """The same nested state with copies of its tensors."""
-    if isinstance(state, Tensor):
-        return state.detach().clone()
-    if isinstance(state, dict):
-        # Also the `_metadata` of a module's state, which `OrderedDict.copy()` drops.
-        new = copy.copy(state)
-        new.update((key, _cloned(value)) for key, value in state.items())
-        return new
-    return [_cloned(value) for value in state] if isinstance(state, list) else state
-
-
-def _handles_signal() -> bool:
-    """Whether Lightning's handler of SLURM's signal runs, which saves a checkpoint wherever the signal comes."""
-    # Nothing else tells that it runs.
-    return any(frame.f_code.co_name == "_slurm_sigusr_handler_fn" for frame, _ in traceback.walk_stack(sys._getframe()))

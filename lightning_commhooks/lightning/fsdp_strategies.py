@@ -16,20 +16,21 @@ from lightning_commhooks.hooks import BF16, FP16, AllReduce
 from lightning_commhooks.interface.checks import check_integer
 from lightning_commhooks.interface.hook import CommHook
 from lightning_commhooks.interface.registry import get_hook
+from lightning_commhooks.lightning.averaging import AveragesModelsMixin
 from lightning_commhooks.lightning.refusals import refusals_as
 from lightning_commhooks.runtime.attachment import Attachment
 from lightning_commhooks.sources import fsdp1
 from lightning_commhooks.sources.attach import attach
+from lightning_commhooks.sources.ddp import check_even
 from lightning_commhooks.sources.shard_files import load_shard, save_shard, shard_file
 from lightning_commhooks.sources.sharded_hooks import resolve_sharded_hook
 
 ShardedHookName = Literal["allreduce", "reduce_scatter", "fp16", "bf16", "int8", "int4", "fp8"]
 
 
-class ShardedHookMixin:
+class ShardedHookMixin(AveragesModelsMixin):
     """Attaches a communication hook when the model of a strategy is set up for training."""
 
-    _misconfiguration: ClassVar[type[Exception]]
     # Names of options that Lightning hands over to FSDP when training begins.
     _options_of_fsdp: ClassVar[frozenset[str]] = frozenset()
     model: Any
@@ -40,7 +41,7 @@ class ShardedHookMixin:
             raise self._misconfiguration(f"{type(self).__name__} has no option {unknown[0]!r}, and neither has FSDP")
         with refusals_as(self._misconfiguration, self):
             self._hook = self._resolve(hook)
-        self._attachment: Attachment | None = None
+        self._looks_at_average(resync=False)
         super().__init__(**kwargs)
 
     def _resolve(self, hook: CommHook | str) -> CommHook:
@@ -62,17 +63,10 @@ class ShardedHookMixin:
         if trainer.state.fn == "fit":
             with refusals_as(self._misconfiguration, self):
                 self._attach()
+            self._watch_optimizers(trainer)
 
     def _attach(self) -> None:
         self._attachment = attach(self.model, self._hook)
-
-    def teardown(self) -> None:
-        """Close the hook, then tear the strategy down."""
-        try:
-            if self._attachment is not None:
-                self._attachment.close()
-        finally:
-            super().teardown()  # type: ignore[misc]
 
 
 class CompressedFSDPMixin(ShardedHookMixin):
@@ -152,7 +146,7 @@ class CompressedFSDPMixin(ShardedHookMixin):
                 f"{type(self).__name__}: on CPU, PyTorch's FSDP crashes when it gathers a full state dict (it "
                 "frees gathered weights, not copies); set state_dict_type='sharded', or enable_checkpointing=False"
             )
-        return super().lightning_module_state_dict()  # type: ignore[misc, no-any-return]
+        return super().lightning_module_state_dict()
 
     def _setup_model(self, model: torch.nn.Module) -> torch.nn.Module:
         # In a second fit Lightning would train units without their root, which get no gradients.
@@ -190,17 +184,19 @@ class CompressedModelParallelMixin(ShardedHookMixin):
     in sharded checkpoints and loaded where there are as many shards.
 
     Args:
-        hook: with replicas, any hook that averages gradients, between them. Without, the hook of the reduce-scatter, as
-            of [`CompressedFSDPStrategy`][], with hooks for all meshes.
+        hook: with replicas, any hook, between them; a rank that steps alone is a replica then. Without, the hook of the
+            reduce-scatter, as of [`CompressedFSDPStrategy`][], with hooks for all meshes.
         replicas: of the model, each sharded over `data_parallel_size / replicas` ranks, as those of a node. With more
             than one the device mesh has a first dimension `"replicas"`, and `"data_parallel"` is that of the shards.
         shard_hook: with replicas, the hook of the reduce-scatter within one. `None`: FSDP2's own.
         exact_state: save what differs between replicas for each of them, as of [`CompressedDDPStrategy`][].
+        resync: with replicas, and hooks that let them step alone, whether they go on from the average after validation
+            and checkpoints, as of [`CompressedDDPStrategy`][].
         **kwargs: arguments of `ModelParallelStrategy`.
 
     Raises:
         MisconfigurationException: unknown hook, or one that does not work with FSDP2; `replicas` do not divide
-            `data_parallel_size`; `shard_hook` without replicas.
+            `data_parallel_size`; an option for replicas without them; `DiLoCo(period_seconds=...)`.
     """
 
     _device_mesh: Any
@@ -212,33 +208,39 @@ class CompressedModelParallelMixin(ShardedHookMixin):
         replicas: int = 1,
         shard_hook: CommHook | ShardedHookName | None = None,
         exact_state: bool = False,
+        resync: bool = False,
         **kwargs: Any,
     ) -> None:
-        self._replicas, self._shard_hook, self._exact_state = replicas, shard_hook, exact_state
+        self._replicas = replicas
+        self._of_attach: dict[str, Any] = {"shard_hook": shard_hook, "exact_state": exact_state}
+        self._of_replicas = {**self._of_attach, "resync": resync}
         super().__init__(hook, **kwargs)
+        self._resync = resync
 
     def _resolve(self, hook: CommHook | str) -> CommHook:
         check_integer("replicas", self._replicas, 1)
         if self._replicas == 1:
-            if self._shard_hook is not None or self._exact_state:
-                name = "exact_state" if self._shard_hook is None else "shard_hook"
+            if given := [name for name, value in self._of_replicas.items() if value]:
                 raise ValueError(
-                    f"{name} is for replicas=2 or more; hook= is that of the reduce-scatter here, stateless"
+                    f"{given[0]} is for replicas=2 or more; hook= is that of the reduce-scatter here, stateless"
                 )
             return resolve_sharded_hook(hook)
-        if self._shard_hook is not None:
-            resolve_sharded_hook(self._shard_hook)
-        return get_hook(hook)
+        if (shard_hook := self._of_attach["shard_hook"]) is not None:
+            resolve_sharded_hook(shard_hook)
+        resolved = get_hook(hook)
+        check_even(resolved, "the Trainer")
+        return resolved
 
     def _attach(self) -> None:
-        shard_hook, exact_state = self._shard_hook, self._exact_state
-        self._attachment = attach(self.model, self._hook, shard_hook=shard_hook, exact_state=exact_state)
-        if self._attachment.averages_models:
-            self._attachment.close()
-            raise ValueError(
-                f"hook={self._hook.name!r} averages models after optimizer steps, which Lightning does with "
-                "CompressedDDPStrategy only; between replicas of sharded models use attach() in a loop of your own"
-            )
+        # Only what is for replicas averages models.
+        optimizers = (lambda: self.optimizers) if self._replicas > 1 else None  # type: ignore[attr-defined]
+        self._attachment = attach(self.model, self._hook, optimizers=optimizers, **self._of_attach)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Make a step. Before, once the first steps are over, tell what the hook will do in this run."""
+        if self._replicas > 1 and self._attachment is not None and not self._attachment.is_closed:
+            self._tell_forecast(self._attachment)
+        return super().training_step(*args, **kwargs)  # type: ignore[misc]
 
     def setup_environment(self) -> None:
         """Start communication, and make the device mesh; with replicas one of three dimensions."""

@@ -97,6 +97,17 @@ def test_between_replicas(four):
     assert four.distance("replicas-whole", "dense-2") < 0.5
 
 
+def test_replicas_that_step_alone(four):
+    ddp, sharded, whole, resumed = (four(f"local-{name}", 0) for name in ("ddp", "replicas", "whole", "resumed"))
+    torch.testing.assert_close(sharded["params"], ddp["params"], rtol=1e-5, atol=1e-6)
+    # Validation sees the average.
+    torch.testing.assert_close(sharded["losses"], ddp["losses"], rtol=1e-5, atol=1e-6)
+    assert sharded["metrics"]["averagings"] == ddp["metrics"]["averagings"] == 3, "in 8 steps, and at the end"
+    assert four("local-replicas", 3)["params"] == sharded["params"], "training ends with the average"
+    assert resumed["params"] == whole["params"], "resumes bit by bit"
+    assert resumed["losses"] == whole["losses"][2:]
+
+
 def test_hybrid_on_four_ranks_of_the_standalone_package(four):
     results = four
     for label in ("allreduce", "bf16"):
@@ -114,6 +125,8 @@ def test_hybrid_on_four_ranks_of_the_standalone_package(four):
         ({"hook": "powersdg", "replicas": 2}, "did you mean 'powersgd'"),
         ({"hook": "bf16", "replicas": 0}, "replicas must be an integer of at least 1"),
         ({"hook": "bf16", "shard_hook": "bf16"}, "shard_hook is for replicas=2 or more"),
+        ({"hook": "bf16", "resync": True}, "resync is for replicas=2 or more"),
+        ({"hook": lc.DiLoCo(period_seconds=1.0), "replicas": 2}, "the Trainer makes all wait for each other"),
         ({"hook": "powersgd", "replicas": 2, "shard_hook": "topk"}, "hook='topk'|unknown hook 'topk'"),
     ],
 )

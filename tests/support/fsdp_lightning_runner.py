@@ -161,6 +161,43 @@ def with_replicas():
     write("replicas-resumed", trainer, params=kept[0], files=files, batches=trainer.num_training_batches, told=told)
 
 
+def local_between_replicas():
+    """Replicas that step alone, ranks of DDP in subgroups as large that do, and half of a run and the rest of it."""
+    local = {"period": 3, "outer_lr": 0.5}
+    sizes = {"data_parallel_size": NUM_DEVICES, "tensor_parallel_size": 1, "replicas": 2}
+
+    def strategy(**options):
+        hook = lc.DiLoCo(post_local_gradient_allreduce=False, **local)
+        return CompressedModelParallel(hook=hook, **sizes, **options)
+
+    def run(label, strategy, *callbacks, ckpt_path=None):
+        kept, losses = [], []
+
+        class Look(pl.Callback):
+            def on_validation_end(self, trainer, module):
+                losses.append(float(trainer.callback_metrics["loss"]))
+
+            def on_train_end(self, trainer, module):
+                kept.append(whole_parameters(trainer.strategy.model))
+
+        pl.seed_everything(1)
+        options = {"max_epochs": 4, "enable_checkpointing": False, "num_sanity_val_steps": 0}
+        trainer = make_trainer(strategy, callbacks=[*callbacks, Look()], **options)
+        trainer.fit(Classifier(), data(), data(), ckpt_path=ckpt_path)
+        write(label, trainer, params=kept[0], losses=losses)
+
+    class Save(pl.Callback):
+        def on_train_epoch_end(self, trainer, module):
+            if trainer.current_epoch == 1:
+                trainer.save_checkpoint(OUT / "local.ckpt")
+
+    ddp = getattr(lc, f"CompressedDDPStrategy{SUFFIX}")
+    run("local-ddp", ddp(hook=lc.DiLoCo(subgroup_size=NUM_DEVICES // 2, **local)))
+    run("local-replicas", strategy())
+    run("local-whole", strategy(resync=True, exact_state=True), Save())
+    run("local-resumed", strategy(resync=True, exact_state=True), ckpt_path=OUT / "local.ckpt")
+
+
 def refuse_full_checkpoint():
     """What the user is told where PyTorch would crash."""
     strategy = CompressedFSDP(hook="bf16", auto_wrap_policy={nn.Linear})
@@ -180,6 +217,7 @@ def main():
     fit("dense-2", "ddp", max_epochs=2)
     if NUM_DEVICES == 4:
         with_replicas()
+        local_between_replicas()
     for way in sys.argv[4:]:
         for label, hook in HOOKS.items():
             if "HYBRID" not in way or label != "int8":

@@ -1,0 +1,166 @@
+"""What the strategies have for hooks that let ranks step alone: evaluation, checkpoints and the end see averages."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import sys
+import traceback
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from lightning_commhooks.lightning.refusals import refusals_as
+from lightning_commhooks.lightning.show import show, steps_left
+from lightning_commhooks.runtime.attachment import Attachment
+
+logger = logging.getLogger(__name__)
+
+
+class AverageFirst:
+    """Has models averaged before other callbacks see them; put before a `Callback` in a class's bases."""
+
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        """Evaluate the average, until the strategy's `on_validation_end`."""
+        trainer.strategy.begin_evaluation()
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """End with the average."""
+        trainer.strategy.average_for_good()
+
+
+class AveragesModelsMixin:
+    """A strategy that has an attachment."""
+
+    _misconfiguration: ClassVar[type[Exception]]
+    # An `AverageFirst`.
+    _callback_class: ClassVar[type[Any]]
+    _rank_zero_info: ClassVar[Callable[..., None]]
+
+    def _looks_at_average(self, resync: bool) -> None:
+        """Begin without an attachment. `resync`: whether ranks go on from the average after they saw it."""
+        self._resync = resync
+        self._callback: Any = None
+        self._evaluation = ExitStack()
+        self._attachment: Attachment | None = None
+
+    def _averaging(self) -> Attachment | None:
+        """The attachment if its hook averages models and can do so now."""
+        attachment = self._attachment
+        if attachment is None or attachment.is_closed or not attachment.averages_models:
+            return None
+        return attachment
+
+    def setup_optimizers(self, trainer: Any) -> None:
+        """Make the optimizers; let a hook that averages models know of them."""
+        super().setup_optimizers(trainer)  # type: ignore[misc]
+        self._watch_optimizers(trainer)
+
+    def _watch_optimizers(self, trainer: Any) -> None:
+        attachment = self._averaging()
+        if attachment is None:
+            return
+        with refusals_as(self._misconfiguration, self):
+            for optimizer in self.optimizers:  # type: ignore[attr-defined]
+                attachment.add_optimizer(optimizer)
+        self._callback = self._callback_class()
+        trainer.callbacks.insert(0, self._callback)
+
+    def _tell_forecast(self, attachment: Attachment) -> None:
+        """Once the first steps are over, tell what the hook will do in this run."""
+        trainer = self.lightning_module.trainer  # type: ignore[attr-defined]
+        attachment.tell_forecast(lambda line: show(trainer, line, self._rank_zero_info), steps_left(trainer))
+
+    def _is_alone(self) -> bool:
+        """Whether ranks may be at different places of the program, where they cannot average what differs."""
+        return handles_signal() or bool(self.lightning_module.trainer.interrupted)  # type: ignore[attr-defined]
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """State of the module for a checkpoint, averaged over ranks where it differs."""
+        attachment = self._averaging()
+        if attachment is None:
+            return super().lightning_module_state_dict()  # type: ignore[misc, no-any-return]
+        if self._is_alone():
+            logger.warning("the checkpoint has the model of rank %d, which was not averaged", self.global_rank)  # type: ignore[attr-defined]
+            return super().lightning_module_state_dict()  # type: ignore[misc, no-any-return]
+        with self._averaged(attachment):
+            return _cloned(super().lightning_module_state_dict())  # type: ignore[misc, no-any-return]
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """State of an optimizer for a checkpoint, averaged over ranks where it differs."""
+        attachment = self._averaging()
+        if attachment is None or self._is_alone():
+            return super().optimizer_state(optimizer)  # type: ignore[misc, no-any-return]
+        if self._resync:
+            attachment.average_optimizer_state(optimizer)
+        with attachment.averaged_optimizer_state(optimizer):
+            return _cloned(super().optimizer_state(optimizer))  # type: ignore[misc, no-any-return]
+
+    def _averaged(self, attachment: Attachment) -> AbstractContextManager[None]:
+        if not self._resync:
+            return attachment.averaged_weights()
+        attachment.average_weights()
+        return nullcontext()
+
+    def begin_evaluation(self) -> None:
+        """Put averages in the place of each rank's own model, for validation while training."""
+        attachment = self._averaging()
+        if attachment is not None:
+            self._evaluation.enter_context(self._averaged(attachment))
+
+    def on_validation_end(self) -> None:
+        """Go on from each rank's own model. Checkpoints that callbacks write after validation are done by now."""
+        super().on_validation_end()  # type: ignore[misc]
+        self._evaluation.close()
+
+    def average_for_good(self) -> None:
+        """Average models, and the state of optimizers, at the end of training."""
+        attachment = self._averaging()
+        if attachment is not None:
+            attachment.average_weights()
+            for optimizer in self.optimizers:  # type: ignore[attr-defined]
+                attachment.average_optimizer_state(optimizer)
+
+    def on_train_end(self) -> None:
+        """End with the average also of what other callbacks have put there."""
+        super().on_train_end()  # type: ignore[misc]
+        # StochasticWeightAveraging and its like have put there what each rank had by itself.
+        if (averaging := self._averaging()) is not None:
+            averaging.average_weights(everything=True)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_evaluation": ExitStack()}  # type: ignore[dict-item]  # of Strategy
+
+    def teardown(self) -> None:
+        """Close the hook, then tear the strategy down."""
+        try:
+            if self._attachment is not None:
+                self._attachment.close()
+        finally:
+            self._evaluation.close()
+            callbacks = [] if self._callback is None else self.lightning_module.trainer.callbacks  # type: ignore[attr-defined]
+            # Lightning's tuner puts others there, which stay when it fails.
+            if self._callback in callbacks:
+                callbacks.remove(self._callback)
+            self._callback = None
+            super().teardown()  # type: ignore[misc]
+
+
+def _cloned(state: Any) -> Any:
+    """The same nested state with copies of its tensors."""
+    if isinstance(state, Tensor):
+        return state.detach().clone()
+    if isinstance(state, dict):
+        # Also the `_metadata` of a module's state, which `OrderedDict.copy()` drops.
+        new = copy.copy(state)
+        new.update((key, _cloned(value)) for key, value in state.items())
+        return new
+    return [_cloned(value) for value in state] if isinstance(state, list) else state
+
+
+def handles_signal() -> bool:
+    """Whether Lightning's handler of SLURM's signal runs, which saves a checkpoint wherever the signal comes."""
+    # Nothing else tells that it runs.
+    return any(frame.f_code.co_name == "_slurm_sigusr_handler_fn" for frame, _ in traceback.walk_stack(sys._getframe()))
