@@ -8,14 +8,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
 from accelerate.utils import DDPCommunicationHookType, DistributedType
 
+from accelerate_integration.accelerator_events import AcceleratorEvents
 from accelerate_integration.kwargs import AVERAGED_ELSEWHERE, from_environment
 from lightning_commhooks.interface.hook import CommHook
 from lightning_commhooks.interface.registry import get_hook
 from lightning_commhooks.runtime.attachment import Attachment
 from lightning_commhooks.sources.attach import attach
+from lightning_commhooks.sources.ddp import check_even
 from lightning_commhooks.sources.replicas import replicas_of
 from lightning_commhooks.sources.shard_files import load_shard, save_shard, shard_file
 from lightning_commhooks.sources.sharded_hooks import resolve_sharded_hook
@@ -46,6 +48,7 @@ def attach_to_prepared(
     options: Sequence[str],
     shard_hook: str | CommHook | None = None,
     exact_state: bool = False,
+    resync: bool = False,
 ) -> FSDPCommHook:
     """Attach a hook to all models of an accelerator. Collective."""
     kind = accelerator.distributed_type
@@ -57,8 +60,8 @@ def attach_to_prepared(
     needed = "use_comm_hook(accelerator, hook) needs a hook, a name such as 'bf16'"
     given = from_environment(needed) if name is None else name
     has_replicas = any(map(replicas_of, accelerator._models))
-    if exact_state and not has_replicas:
-        options = [*options, "exact_state"]
+    of_replicas = {"exact_state": exact_state, "resync": resync}
+    options = [*options, *(name for name, value in of_replicas.items() if value and not has_replicas)]
     if options:
         raise ValueError(
             f"{', '.join(options)}: hooks keep no state of sharded gradients and do not know what they are the sum of; "
@@ -66,37 +69,31 @@ def attach_to_prepared(
         )
     if not accelerator._models:
         raise ValueError("the accelerator has no model yet: call use_comm_hook(accelerator, ...) after prepare()")
+    check_even(get_hook(given), "Accelerate")  # type: ignore[arg-type]
     resolved = get_hook(given) if has_replicas else resolve_sharded_hook(given)  # type: ignore[arg-type]
     attachments = [
         attach(model, resolved, exact_state=exact_state, shard_hook=shard_hook) for model in accelerator._models
     ]
-    if any(attachment.averages_models for attachment in attachments):
-        for attachment in attachments:
-            attachment.close()
-        raise ValueError(
-            f"hook={resolved.name!r} averages models after optimizer steps, which CommHookKwargs does with "
-            "DistributedDataParallel only; between replicas of sharded models use attach(model, hook, optimizers=[...])"
-        )
     if has_replicas:
-        _save_and_load(accelerator, attachments)
+        events = _EventsOfShards(accelerator, resync=resync, strict_state=True)
+        for attachment in attachments:
+            events.add(attachment)
     return FSDPCommHook(resolved, attachments)
 
 
-def _save_and_load(accelerator: Accelerator, attachments: Sequence[Attachment]) -> None:
-    """Let `save_state` write each rank's share of the hooks' state, and `load_state` load it."""
+class _EventsOfShards(AcceleratorEvents):
+    """Has each shard of the models' state in a file of its own."""
 
-    def files(folder: str) -> list[tuple[Attachment, Path]]:
-        return [(one, shard_file(one, folder, f"comm_hook_{i}")) for i, one in enumerate(attachments) if one.has_state]
+    def _files(self, folder: str) -> list[tuple[Attachment, Path]]:
+        attachments = enumerate(self._attachments.open())
+        return [(one, shard_file(one, folder, f"comm_hook_{i}")) for i, one in attachments if one.has_state]
 
-    def save(models: object, weights: object, folder: str) -> None:
-        for attachment, file in files(folder):
+    def write(self, folder: str) -> None:
+        for attachment, file in self._files(folder):
             save_shard(attachment, file)
 
-    def load(models: object, folder: str) -> None:
-        for attachment, file in files(folder):
+    def read(self, folder: str) -> None:
+        for attachment, file in self._files(folder):
             text = load_shard(attachment, file)
-            if text is not None and accelerator.is_main_process:
+            if text is not None and PartialState().is_main_process:
                 warnings.warn(text, stacklevel=4)
-
-    accelerator.register_save_state_pre_hook(save)
-    accelerator.register_load_state_pre_hook(load)

@@ -25,6 +25,7 @@ def use_comm_hook(
     hook: str | CommHook | None = None,
     *,
     exact_state: bool = False,
+    resync: bool = False,
     shard_hook: str | CommHook | None = None,
 ) -> FSDPCommHook: ...
 
@@ -98,9 +99,9 @@ def use_comm_hook(
     if isinstance(trainer, Accelerator):
         if monitor:
             raise ValueError("monitor is for a transformers.Trainer: CommHookTracker(accelerator, use_comm_hook(...))")
-        del options["exact_state"]
+        of_replicas = {name: options.pop(name) for name in ("exact_state", "resync")}
         given = [name for name, value in options.items() if value != getattr(CommHookKwargs, name)]
-        return attach_to_prepared(trainer, hook, given, shard_hook, exact_state)
+        return attach_to_prepared(trainer, hook, given, shard_hook, **of_replicas)
     if shard_hook is not None:
         raise ValueError("shard_hook is for an Accelerator that shards its model by FSDP: leave it out")
     if trainer.accelerator.distributed_type == DistributedType.FSDP:

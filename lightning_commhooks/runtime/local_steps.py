@@ -39,6 +39,8 @@ class LocalSteps:
         # Of optimizers that report their steps; and all that were seen, by the name of their first parameter.
         self._handles: dict[Optimizer, list[RemovableHandle]] = {}
         self._optimizers: dict[str, Optimizer] = {}
+        # How many backwards there were when they stepped last.
+        self._stepped_at: dict[Optimizer, int] = {}
         self.models = Models(group, self._optimizers, running.name)
         self.find_optimizers: Callable[[], Iterable[Optimizer]] = list
         self.reported_by_user = False
@@ -50,7 +52,7 @@ class LocalSteps:
         """Watch an optimizer."""
         check_optimizer(optimizer)
         if optimizer not in self._handles:
-            hooks = self._before_hooked_step, self._after_hooked_step
+            hooks = self._before_own_step, self._after_own_step
             self._handles[optimizer] = register_step_hooks(optimizer, *hooks)
         self.models.stepped(optimizer, -1)  # makes its key known to a state that is loaded
         self._checked = False
@@ -103,8 +105,17 @@ class LocalSteps:
                 "hook, optimizers=[]), and Attachment.after_optimizer_step(optimizer) after each of its steps",
             )
 
-    def _before_hooked_step(self, optimizer: Optimizer) -> None:
-        if not self.models.is_swapped or self.models.stepped(optimizer, -1) is None:
+    def _is_for_show(self, optimizer: Optimizer) -> bool:
+        """Whether a step trains nothing: `torch.distributed.checkpoint` makes one, for an optimizer to have state.
+
+        Without a backward before, and with a learning rate of 0.
+        """
+        if self._stepped_at.get(optimizer, 0) != self._running.counters.steps:
+            return False
+        return all(float(group.get("lr", 1)) == 0 for group in optimizer.param_groups)
+
+    def _before_own_step(self, optimizer: Optimizer) -> None:
+        if not self.models.is_swapped or self._is_for_show(optimizer) or self.models.stepped(optimizer, -1) is None:
             return
         self.models.forget()
         self.hide_average()
@@ -123,9 +134,14 @@ class LocalSteps:
                 f"{type(optimizer).__name__} reports its steps by itself since it was given to the hook; call "
                 "after_optimizer_step() for optimizers that were not"
             )
-        self._after_hooked_step(optimizer)
+        self._after_step(optimizer)
 
-    def _after_hooked_step(self, optimizer: Optimizer) -> None:
+    def _after_own_step(self, optimizer: Optimizer) -> None:
+        if not self._is_for_show(optimizer):
+            self._stepped_at[optimizer] = self._running.counters.steps
+            self._after_step(optimizer)
+
+    def _after_step(self, optimizer: Optimizer) -> None:
         stepped = self.models.stepped(optimizer, self._running.clock.steps - 1)
         if stepped is None:
             return
@@ -231,6 +247,7 @@ class LocalSteps:
             handle.remove()
         self._handles.clear()
         self._optimizers.clear()
+        self._stepped_at.clear()
         self.models.forget()
         self.models.layout = Layout(nn.Module())
         if not diverged or self.models.is_swapped:

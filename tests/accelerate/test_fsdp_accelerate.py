@@ -50,6 +50,7 @@ def test_between_replicas_of_a_parallelism_config(tmp_path):
     stdout = run_twice("replicas_accelerate_runner.py", str(tmp_path), num_processes=4, PYTHONWARNINGS="ignore")
     found = json.loads(next(line for line in stdout.splitlines() if line.startswith("{")))
     assert found["same"], "resumed bit by bit"
+    assert found["local"] == {"same": True, "averagings": 4, "differ": 2, "alike": 1}, "one of them to save"
     assert found["metrics"]["steps"] == 6
     assert found["metrics"]["numel_compressed"] > 0
     assert found["metrics"]["shard_compression_ratio"] == pytest.approx(2)

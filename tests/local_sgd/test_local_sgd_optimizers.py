@@ -14,6 +14,7 @@ from local_sgd_driver import (
 )
 from test_local_sgd import batch, loss, make_model, make_optimizers
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import lightning_commhooks as lc
 
@@ -149,3 +150,31 @@ def test_sparse_gradients(run, method):
         simulation.step(0)
     for rank, weight in enumerate(run(embed, make(**options, **ALONE), world=4)):
         torch.testing.assert_close(weight, simulation.models[rank].weight.detach(), rtol=0, atol=1e-12)
+
+
+def saved_by_dcp(rank, world, hook, saves):
+    """Parameters after each of 6 steps of SGD, which has no state; rank 0 saves that alone after the third."""
+    model, gradients = params({"a": (3,), "b": (4,)})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trajectory = []
+    with local(model, hook, [optimizer]) as (ddp, attachment):
+        for step in range(6):
+            ddp.zero_grad()
+            ddp({name: g * (rank + 1 + step) for name, g in gradients.items()}).backward()
+            optimizer.step()
+            ddp.zero_grad()
+            trajectory.append(snapshot(model, [optimizer]))
+            if saves and step == 2:
+                if rank == 0:
+                    get_optimizer_state_dict(model, optimizer)
+                with attachment.averaged_weights():
+                    get_optimizer_state_dict(model, optimizer)
+                get_optimizer_state_dict(model, optimizer)
+    return trajectory
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_steps_that_only_make_state(run, method):
+    make, options, _ = METHODS[method]
+    plain, saved = (run(saved_by_dcp, make(**options, **ALONE), saves, world=4) for saves in (False, True))
+    assert_same_trajectory(saved, list(zip(*plain, strict=True)))

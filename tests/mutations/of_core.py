@@ -6,6 +6,14 @@ PACKAGE = "lightning_commhooks"
 
 MUTATIONS = [
     Mutation(
+        "step_of_a_checkpoint",
+        f"{PACKAGE}/runtime/local_steps.py",
+        'return all(float(group.get("lr", 1)) == 0 for group in optimizer.param_groups)',
+        "return False",
+        "PyTorch's checkpoints count as a step of training.",
+        "tests/local_sgd/test_local_sgd_optimizers.py -k 'only_make_state'",
+    ),
+    Mutation(
         "start_of_this_run",
         f"{PACKAGE}/runtime/runtime.py",
         "self.configure(started(self._given, num_steps) if num_steps else self._given)",

@@ -13,7 +13,7 @@ import torch
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.state import AcceleratorState, PartialState
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedType, gather_object
 from torch import nn
 
 import lightning_commhooks as lc
@@ -47,6 +47,37 @@ def train(accelerator, model, optimizer, steps):
     return [p.full_tensor().detach().clone() for p in model.parameters()]
 
 
+def begin_again(accelerator, handle):
+    handle.attachments[0].close()
+    accelerator.free_memory()
+    AcceleratorState._reset_state()
+    return made()
+
+
+def local(folder):
+    """Replicas that step alone: whether a resumed run is the same, and a barrier shows the average on all of them."""
+    hook = lc.DiLoCo(period=2, post_local_gradient_allreduce=False)
+    options = {"exact_state": True, "resync": True}
+    accelerator, *model = made()
+    handle = use_comm_hook(accelerator, hook, **options)
+    train(accelerator, *model, range(3))
+    accelerator.save_state(folder)
+    expected = train(accelerator, *model, range(3, 6))
+    averagings = handle.attachments[0].metrics()["averagings"]
+    accelerator, *model = begin_again(accelerator, handle)
+    handle = use_comm_hook(accelerator, hook, **options)
+    accelerator.load_state(folder)
+    resumed = train(accelerator, *model, range(3, 6))
+    same = all(torch.equal(a, b) for a, b in zip(resumed, expected, strict=True))
+    own = train(accelerator, *model, range(6, 7))
+    differ = len({tuple(one) for one in gather_object([own[1].tolist()])})
+    accelerator.wait_for_everyone()
+    shown = [p.full_tensor().detach() for p in model[0].parameters()]
+    alike = len({tuple(one) for one in gather_object([shown[1].tolist()])})
+    begin_again(accelerator, handle)
+    return {"same": same, "averagings": averagings, "differ": differ, "alike": alike}
+
+
 def main():
     accelerator, *model = made()
     handle = use_comm_hook(accelerator, HOOK, shard_hook="bf16", exact_state=True)
@@ -54,17 +85,15 @@ def main():
     accelerator.save_state(sys.argv[1])
     expected = train(accelerator, *model, range(3, 6))
     metrics = handle.attachments[0].metrics()
-    handle.attachments[0].close()
-    accelerator.free_memory()
-    AcceleratorState._reset_state()
-
-    accelerator, *model = made()
-    use_comm_hook(accelerator, HOOK, shard_hook="bf16", exact_state=True)
+    accelerator, *model = begin_again(accelerator, handle)
+    handle = use_comm_hook(accelerator, HOOK, shard_hook="bf16", exact_state=True)
     accelerator.load_state(sys.argv[1])
     resumed = train(accelerator, *model, range(3, 6))
     same = all(torch.equal(a, b) for a, b in zip(resumed, expected, strict=True))
+    begin_again(accelerator, handle)
+    of_local = local(sys.argv[1] + "/local")
     if accelerator.is_main_process:
-        print(json.dumps({"same": same, "metrics": metrics}))
+        print(json.dumps({"same": same, "metrics": metrics, "local": of_local}))
     accelerator.wait_for_everyone()
     accelerator.end_training()
 
