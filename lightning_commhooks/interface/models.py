@@ -209,6 +209,10 @@ class Models:
         self._put_in(stepped.optimizer, what, among, lambda: _state_of(stepped, self._group))
         return True
 
+    def paused(self) -> list[Callable[[], None]]:
+        """Do not take for a change of models what happens until these functions are called."""
+        return [swap.paused() for swap in self._swaps.values()]
+
     def forget(self) -> None:
         """Let go of averages that were kept, as training goes on; those that are in place will not be kept."""
         self._swaps = {key: swap for key, swap in self._swaps.items() if swap.is_in}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -52,6 +52,16 @@ class Swap:
                 self.is_outdated = True
         self.is_in = not self.is_in
         self._note_change()
+
+    def paused(self) -> Callable[[], None]:
+        """Do not take for a change what happens until the returned function is called."""
+        same = [_version(tensor) == version for tensor, version in zip(self._tensors, self._versions, strict=True)]
+
+        def go_on() -> None:
+            noted = zip(self._tensors, self._versions, same, strict=True)
+            self._versions = [_version(tensor) if is_same else version for tensor, version, is_same in noted]
+
+        return go_on
 
     def is_kept(self, among: Iterable[Any]) -> bool:
         """Whether the averages are in the copy, and each rank's own unchanged and still `among` these objects."""

@@ -41,6 +41,7 @@ class LocalSteps:
         self._optimizers: dict[str, Optimizer] = {}
         # How many backwards there were when they stepped last.
         self._stepped_at: dict[Optimizer, int] = {}
+        self._go_on: list[Callable[[], None]] = []
         self.models = Models(group, self._optimizers, running.name)
         self.find_optimizers: Callable[[], Iterable[Optimizer]] = list
         self.reported_by_user = False
@@ -115,7 +116,10 @@ class LocalSteps:
         return all(float(group.get("lr", 1)) == 0 for group in optimizer.param_groups)
 
     def _before_own_step(self, optimizer: Optimizer) -> None:
-        if not self.models.is_swapped or self._is_for_show(optimizer) or self.models.stepped(optimizer, -1) is None:
+        if self._is_for_show(optimizer):
+            self._go_on = self.models.paused()
+            return
+        if not self.models.is_swapped or self.models.stepped(optimizer, -1) is None:
             return
         self.models.forget()
         self.hide_average()
@@ -137,9 +141,13 @@ class LocalSteps:
         self._after_step(optimizer)
 
     def _after_own_step(self, optimizer: Optimizer) -> None:
-        if not self._is_for_show(optimizer):
-            self._stepped_at[optimizer] = self._running.counters.steps
-            self._after_step(optimizer)
+        if self._is_for_show(optimizer):
+            for go_on in self._go_on:
+                go_on()
+            self._go_on = []
+            return
+        self._stepped_at[optimizer] = self._running.counters.steps
+        self._after_step(optimizer)
 
     def _after_step(self, optimizer: Optimizer) -> None:
         stepped = self.models.stepped(optimizer, self._running.clock.steps - 1)

@@ -193,7 +193,7 @@ MUTATIONS = [
     ),
     Mutation(
         "validation_leaves_the_average",
-        f"{PACKAGE}/lightning/ddp.py",
+        f"{PACKAGE}/lightning/averaging.py",
         "        super().on_validation_end()  # type: ignore[misc]\n        self._evaluation.close()",
         "        super().on_validation_end()\n        self._attachment._runtime.local.models.keep_averages()",
         "After validation, ranks go on from the average.",

@@ -281,7 +281,11 @@ TORCH = [
         (f"{PACKAGE}/runtime/thread_engine.py",),
         "a process that failed waits for peers at exit",
     ),
-    Use("sys._getframe", ("accelerate_integration/kwargs.py", "lightning_commhooks/lightning/ddp.py"), "as documented"),
+    Use(
+        "sys._getframe",
+        ("accelerate_integration/kwargs.py", "lightning_commhooks/lightning/averaging.py"),
+        "as documented",
+    ),
     Use("os._exit", (LAUNCH,), "as documented"),
     Use("._comm_hooks", (f"{PACKAGE}/sources/ddp_model.py",), "a second hook is not refused", _tells_its_hook),
     Use(

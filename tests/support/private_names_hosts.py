@@ -7,6 +7,7 @@ import torch
 from private_names import IMPORTED, Use, resolve
 
 MIXIN, TRAINER = "lightning_commhooks/lightning/ddp.py", "accelerate_integration/trainer.py"
+AVERAGING = "lightning_commhooks/lightning/averaging.py"
 FSDP = "lightning_commhooks/lightning/fsdp_strategies.py"
 MONITOR, FABRIC = "lightning_commhooks/lightning/monitor_callback.py", "lightning_commhooks/lightning/fabric.py"
 
@@ -74,11 +75,11 @@ LIGHTNING = [
     ),
     Use(
         "._slurm_sigusr_handler_fn",
-        (MIXIN,),
+        (AVERAGING,),
         "silent: SLURM's signal hangs the job, as its handler averages what differs",
         _handles_slurm,
     ),
-    Use("interrupted", (MIXIN,), "saving fails", _was_interrupted),
+    Use("interrupted", (AVERAGING,), "saving fails", _was_interrupted),
     Use(
         "._start_method",
         (MIXIN,),
