@@ -5,6 +5,7 @@ import contextlib
 import pytest
 import torch
 import torch.distributed as dist
+from cuda_dry_replicas import TrainingOfReplicas
 from cuda_dry_run import dry_run
 from cuda_dry_training import GradientEdges, Training, Way
 from hooks_under_test import INT8, RANK_2
@@ -78,7 +79,23 @@ def test_ordinary_steps_and_what_users_ask_for(device, label, scales):
         side = [stream for stream in order.kernels if stream not in ("host", "nccl", "stream 0")]
         assert len(side) == 1
         assert order.kernels[side[0]] > 10
-    assert not order.found
+    assert not order.found, "\n".join(order.found)
+
+
+@pytest.mark.parametrize("label", HOOKS)
+def test_between_replicas_on_the_stream_of_fsdp2(device, label):
+    with device() as order:
+        training = TrainingOfReplicas(HOOKS[label], PLAIN, order.edges)
+        steps(order, training, range(5))
+        order.during = "state"
+        training.attachment.state_dict()
+        training.attachment.average_weights()
+        steps(order, training, range(5, 7))
+        training.runtime.close()
+        theirs = [stream for stream in order.kernels if stream not in ("host", "nccl", "stream 0")]
+        assert theirs
+        assert order.kernels[theirs[0]] > 10
+    assert not order.found, "\n".join(order.found)
 
 
 @pytest.mark.parametrize("label", HOOKS)
@@ -98,7 +115,7 @@ def test_bad_step(device, label, monkeypatch):
         assert training.runtime._steps.has_pending == has_memory
         training.runtime.close()
     assert bool(bad) == has_memory
-    assert not order.found
+    assert not order.found, "\n".join(order.found)
 
 
 def test_two_models(device):
@@ -110,7 +127,7 @@ def test_two_models(device):
         first.runtime.close()
         steps(order, second, [4])
         second.runtime.close()
-    assert not order.found
+    assert not order.found, "\n".join(order.found)
 
 
 def test_failure(device, monkeypatch):
@@ -134,7 +151,7 @@ def test_failure(device, monkeypatch):
         side = next(stream for stream in before if stream not in ("host", "nccl", "stream 0"))
         assert order.kernels[side] == before[side]
         training.runtime.close()
-    assert not order.found
+    assert not order.found, "\n".join(order.found)
 
 
 def test_options_that_do_not_fit_leave_the_group_alone(device, monkeypatch):

@@ -13,9 +13,10 @@ from lightning_commhooks.sources.replicas import Replicas, _Unit
 
 
 class ParamGroup:
-    """In place of FSDP2's `FSDPParamGroup`: parameters that are reduced together."""
+    """In place of FSDP2's `FSDPParamGroup`: parameters that are reduced together, on FSDP2's stream."""
 
-    def __init__(self, parameters):
+    def __init__(self, parameters, stream):
+        self._stream = stream
         self.mesh_info = types.SimpleNamespace(replicate_process_group=None)
         self.post_forward_mesh_info = None
         self.fsdp_params = [
@@ -35,9 +36,12 @@ class ParamGroup:
         parameters = [p.sharded_param for p in self.fsdp_params]
         share = torch.cat([p.grad.reshape(-1) for p in parameters])
         options = types.SimpleNamespace(reduceOp=dist.ReduceOp.AVG)
-        self.mesh_info.replicate_process_group.allreduce([share], options).wait()
-        for p, own in zip(parameters, share.split([p.numel() for p in parameters]), strict=True):
-            p.grad = own.view(p.shape)
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            self.mesh_info.replicate_process_group.allreduce([share], options).wait()
+            self.end = self._stream.record_event()
+            for p, own in zip(parameters, share.split([p.numel() for p in parameters]), strict=True):
+                p.grad = own.view(p.shape)
 
 
 class Shares(Replicas):
@@ -48,7 +52,8 @@ class Shares(Replicas):
         self.device, self.layout = DEVICE, Layout(ddp.module)
         # FSDP2 takes no parameters without dimensions.
         parameters = [p for p in ddp.module.parameters() if p.dim()][::-1]
-        self.groups = [ParamGroup(parameters[first:last]) for first, last in pairwise([0, 2, len(parameters)])]
+        stream = torch.cuda.Stream()
+        self.groups = [ParamGroup(parameters[first:last], stream) for first, last in pairwise([0, 2, len(parameters)])]
         self._shards, self._units, self._reduced = {}, [], []
         self._within = self._gather = self._handle = None
 
@@ -62,8 +67,11 @@ class Shares(Replicas):
 
     def function(self):
         """Reduce the gradients."""
+        # FSDP2 waits at the end of the backward.
         for group in self.groups:
             group.post_backward()
+        for group in self.groups:
+            torch.cuda.current_stream().wait_event(group.end)
 
 
 class TrainingOfReplicas(Training):

@@ -283,7 +283,7 @@ TORCH = [
     ),
     Use(
         "sys._getframe",
-        ("accelerate_integration/kwargs.py", "lightning_commhooks/lightning/averaging.py"),
+        ("accelerate_integration/kwargs.py", f"{PACKAGE}/lightning/averaging.py"),
         "as documented",
     ),
     Use("os._exit", (LAUNCH,), "as documented"),
