@@ -289,6 +289,12 @@ class _BoundDiLoCo(BoundLocalSGD):
     def residuals(self) -> Iterator[Tensor]:
         return self._moves.inner.residuals()
 
+    def inactive_reason(self, step: int) -> str | None:
+        averagings = self.group.counters.averagings
+        inner = self._moves.inner.inactive_reason(averagings - 1) if averagings else None
+        sent = None if inner is None else f"hook={self._config.name!r} sends moves of models as they are: {inner}"
+        return super().inactive_reason(step) or sent
+
     def state_dict(self, writer: StateWriter) -> dict[str, Any]:
         for optimizer, k in list(self._moves.under_way):
             self._finish(optimizer, k)

@@ -340,6 +340,13 @@ def test_a_run_that_is_shorter_than_told_is_warned_of_at_its_end(run, hook, why)
     assert any(text.startswith(f"training ended after 5 steps, and hook={hook.name!r} {why}") for text in texts)
 
 
+def test_moves_of_models_that_are_sent_as_they_are(run):
+    hook = lc.DiLoCo(period=2, pseudo_gradient=lc.Int8(block_size=2**20), **ALONE)
+    (_, (text,), _), _ = run(told, hook, 1000, WIDE, 0, 9)
+    why = "hook='diloco' sends moves of models as they are: hook='int8' compresses nothing, no bucket has min_bytes"
+    assert text.startswith(f"training ends after 1,000 steps, and {why}")
+
+
 def test_nothing_is_said_of_less_than_a_period(run):
     (said, warned, _), _ = run(told, lc.PostLocalSGD(period=8, **ALONE), 1000, WIDE, 0, 9)
     assert (said, warned) == ([], [])
