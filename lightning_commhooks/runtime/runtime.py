@@ -10,18 +10,14 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.futures import Future
 
 from lightning_commhooks.collectives.backend import Backend
 from lightning_commhooks.collectives.counters import Counters
 from lightning_commhooks.collectives.errors import HookError
-from lightning_commhooks.collectives.gloo_abort import AllConnections
 from lightning_commhooks.collectives.group import Group
-from lightning_commhooks.collectives.process_groups import backend_for, connections_of, destroy, own_group
 from lightning_commhooks.collectives.steps import Steps
-from lightning_commhooks.collectives.timing import DeviceTiming, NoTiming
 from lightning_commhooks.interface.averages_models import averages_models
 from lightning_commhooks.interface.bucket import Bucket, Slot
 from lightning_commhooks.interface.hook import BoundHook, CommHook
@@ -31,16 +27,14 @@ from lightning_commhooks.interface.start import depends_on_length, is_fraction
 from lightning_commhooks.interface.state import StateError
 from lightning_commhooks.interface.user_function import UserFunction
 from lightning_commhooks.runtime import checkpoint
-from lightning_commhooks.runtime.beside import Beside
 from lightning_commhooks.runtime.compression import Watch
 from lightning_commhooks.runtime.finite_steps import FiniteSteps
 from lightning_commhooks.runtime.forecast import Forecaster
 from lightning_commhooks.runtime.local_steps import LocalSteps
 from lightning_commhooks.runtime.micro_batches import MicroBatches
+from lightning_commhooks.runtime.ranks import Ranks
 from lightning_commhooks.runtime.running import RunningHook
 from lightning_commhooks.runtime.source import Source
-from lightning_commhooks.runtime.stream_engine import InlineEngine, StreamEngine
-from lightning_commhooks.runtime.thread_engine import ThreadEngine
 from lightning_commhooks.wrappers.scale import accumulation_of
 
 T = TypeVar("T")
@@ -67,7 +61,7 @@ class Runtime(RunningHook):
     """
 
     # None of a user's own function.
-    _beside: Beside | None = None
+    _ranks: Ranks | None = None
 
     def __init__(
         self,
@@ -86,55 +80,34 @@ class Runtime(RunningHook):
         self._grad_scaler = grad_scaler
         self.is_closed = False
         self._close_with_model: weakref.finalize[Any, Any] | None = None
-        self._owned: dist.ProcessGroup | None = None
         # Of buckets that the source has handed over, equal on all ranks.
         self._numbers = itertools.count()
         if isinstance(self.method, UserFunction):
             group = Group(Backend(source.process_group), self.counters, source.device, source.process_group)
             self.bound = hook.bind(group)
         else:
-            group = self._start_engine(source.process_group, source.device, make_group)
+            self._run_among(ranks := Ranks.of_source(self, make_group))
+            group = ranks.group
             self._steps = FiniteSteps(self, grad_scaler)
         # That of the bound hook may be a part of it.
         self._group = group
         self.local = LocalSteps(self, group)
         self.local.models.average_buffers = averages_models(self.bound) and self.bound.average_buffers
-        if self._beside is not None:
-            self.local.models.begin = self._beside.begin
+        if self._ranks is not None:
+            self.local.models.begin = self._ranks.beside.begin
         self.forecaster = Forecaster(self, self.local)
 
-    def _start_engine(
-        self, process_group: dist.ProcessGroup, device: torch.device, make_group: Callable[[Counters], Group] | None
-    ) -> Group:
-        connections, is_awaited = AllConnections(), self.source.is_awaited
-        is_nccl = device.type == "cuda" and backend_for(process_group, device) == dist.Backend.NCCL
-        if is_awaited or device.type == "cuda":
-            self.counters.timing = DeviceTiming(device) if is_nccl and not is_awaited else NoTiming()
-        if is_awaited or is_nccl:
-            group = Group(Backend(process_group), self.counters, device, process_group, connections)
-        else:
-            own = own_group(process_group, device)
-            self._owned = own.process_group
-            group = Group.of(own, self.counters, device, connections)
-        group = make_group(self.counters) if make_group else group
-        of_engine = device, connections, self.counters.timing, self.name
-        if is_awaited:
-            self._engine = InlineEngine(*of_engine)
-        else:
-            self._engine = StreamEngine(*of_engine) if is_nccl else ThreadEngine(*of_engine, group.is_ordered)
-        self._beside = Beside(self, connections, is_nccl)
+    def _run_among(self, ranks: Ranks) -> None:
+        """Bind the hook to ranks, from now on. Collective."""
+        self._ranks, self._engine = ranks, ranks.engine
         try:
-            group.nodes()  # so that bytes between them are counted
-            self.bound = self._bind(group)
+            ranks.group.nodes()  # so that bytes between them are counted
+            self.bound = self._bind(ranks.group)
         except BaseException:
-            self._engine.close()
-            destroy([self._owned, *group.release()])
+            ranks.engine.close()
+            ranks.release()
             raise
-        if self._owned is None and not is_awaited:
-            # Not before: options that do not fit are no reason to take DDP's own group away.
-            connections.append(connections_of(process_group))
-        connections.extend(self.source.other_connections)
-        return group
+        ranks.connect(self)
 
     def connect(self, model: nn.Module) -> None:
         """Take the buckets of a model that the source has checked, from now on until it is gone. Collective."""
@@ -377,16 +350,13 @@ class Runtime(RunningHook):
         self.source.close()
         if self.micro_batches is not None:
             self.micro_batches.close()
-        if self._engine is None or self._beside is None:
+        if self._ranks is None:
             return
-        self._beside.drain()
-        self._engine.close()
-        self._beside.close()
+        self._ranks.close()
         self._steps.drop()
         # All ranks have the same to say.
         texts = texts + self._inactive_reason() if self.bound.group.rank == 0 else []
-        destroy([self._owned, *self._group.release()])
-        self._owned = None  # with the last reference its connections close, and peers that wait for this rank fail
+        self._ranks.release()
         self.bound.release()
         # Last: where warnings are errors, nothing else may be left to do.
         for text in texts:

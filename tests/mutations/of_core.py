@@ -135,7 +135,7 @@ MUTATIONS = [
     ),
     Mutation(
         "any_order_of_gloos_collectives",
-        f"{PACKAGE}/runtime/runtime.py",
+        f"{PACKAGE}/runtime/ranks.py",
         "ThreadEngine(*of_engine, group.is_ordered)",
         "ThreadEngine(*of_engine, False)",
         "Gloo's own collectives of several buckets are begun in another order on each rank.",

@@ -19,7 +19,7 @@ from lightning_commhooks.collectives import group, process_groups
 from lightning_commhooks.collectives import steps as steps_module
 from lightning_commhooks.collectives.gloo_abort import Connections
 from lightning_commhooks.collectives.timing import HostTiming
-from lightning_commhooks.runtime import finite_steps, runtime, stream_engine
+from lightning_commhooks.runtime import finite_steps, ranks, stream_engine
 
 HOOKS = {
     "allreduce": lc.AllReduce(),
@@ -44,7 +44,7 @@ def device(monkeypatch):
         edges = GradientEdges()
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
         monkeypatch.setattr(group, "compiled", lambda hook_codec, *_: Kernels(hook_codec))
-        monkeypatch.setattr(runtime, "backend_for", lambda *_: dist.Backend.NCCL)
+        monkeypatch.setattr(ranks, "backend_for", lambda *_: dist.Backend.NCCL)
         monkeypatch.setattr(torch.autograd.graph, "get_gradient_edge", edges)
         quiet = ignoring("hook=", "training ended after", "Accessing the data pointer of FakeTensor")
         try:

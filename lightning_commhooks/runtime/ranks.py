@@ -1,0 +1,98 @@
+"""The ranks that a hook runs among, and what runs it there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch.distributed as dist
+
+from lightning_commhooks.collectives.backend import Backend
+from lightning_commhooks.collectives.counters import Counters
+from lightning_commhooks.collectives.gloo_abort import AllConnections
+from lightning_commhooks.collectives.group import Group
+from lightning_commhooks.collectives.process_groups import OwnGroup, backend_for, connections_of, destroy, own_group
+from lightning_commhooks.collectives.timing import DeviceTiming, NoTiming
+from lightning_commhooks.runtime.beside import Beside
+from lightning_commhooks.runtime.engine import Engine
+from lightning_commhooks.runtime.running import RunningHook
+from lightning_commhooks.runtime.stream_engine import InlineEngine, StreamEngine
+from lightning_commhooks.runtime.thread_engine import ThreadEngine
+
+
+class Ranks:
+    """Ranks, with an engine and connections of their own.
+
+    Args:
+        running: the hook.
+        group: the ranks.
+        connections: theirs.
+        is_nccl: whether they are NCCL's.
+        owned: the process group that was made for them, if one was.
+
+    Attributes:
+        engine: runs the hook.
+        beside: runs what goes on beside training.
+        group: the ranks.
+    """
+
+    engine: Engine
+
+    def __init__(
+        self,
+        running: RunningHook,
+        group: Group,
+        connections: AllConnections,
+        is_nccl: bool,
+        owned: dist.ProcessGroup | None,
+    ) -> None:
+        self.group, self._connections, self._owned = group, connections, owned
+        of_engine = group.device, connections, running.counters.timing, running.name
+        if running.source.is_awaited:
+            self.engine = InlineEngine(*of_engine)
+        else:
+            self.engine = StreamEngine(*of_engine) if is_nccl else ThreadEngine(*of_engine, group.is_ordered)
+        self.beside = Beside(running, connections, is_nccl)
+
+    @classmethod
+    def of_source(cls, running: RunningHook, make_group: Callable[[Counters], Group] | None) -> Ranks:
+        """Those of the source of a hook; `make_group` makes their collectives instead."""
+        process_group, device, counters = running.source.process_group, running.source.device, running.counters
+        connections, is_awaited = AllConnections(), running.source.is_awaited
+        is_nccl = device.type == "cuda" and backend_for(process_group, device) == dist.Backend.NCCL
+        if is_awaited or device.type == "cuda":
+            counters.timing = DeviceTiming(device) if is_nccl and not is_awaited else NoTiming()
+        owned = None
+        if is_awaited or is_nccl:
+            group = Group(Backend(process_group), counters, device, process_group, connections)
+        else:
+            own = own_group(process_group, device)
+            owned, group = own.process_group, Group.of(own, counters, device, connections)
+        return cls(running, make_group(counters) if make_group else group, connections, is_nccl, owned)
+
+    @classmethod
+    def of_members(cls, running: RunningHook, own: OwnGroup) -> Ranks:
+        """Those of a group that somebody else has made for the hook, and takes away again."""
+        connections = AllConnections()
+        group = Group.of(own, running.counters, running.source.device, connections)
+        group.global_rank = group.rank
+        return cls(running, group, connections, False, own.process_group)
+
+    def connect(self, running: RunningHook) -> None:
+        """Let a failure end what other ranks wait for, once the hook is bound.
+
+        Not before: options that do not fit are no reason to take DDP's own group away.
+        """
+        if self._owned is None and not running.source.is_awaited:
+            self._connections.append(connections_of(running.source.process_group))
+        self._connections.extend(running.source.other_connections)
+
+    def close(self) -> None:
+        """End the engine."""
+        self.beside.drain()
+        self.engine.close()
+        self.beside.close()
+
+    def release(self) -> None:
+        """Let go of connections; those that wait for this rank fail."""
+        destroy([self._owned, *self.group.release()])
+        self._owned = None
