@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-import random
 import threading
 import uuid
 import weakref
@@ -16,14 +15,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore
+from torch._C._distributed_c10d import PrefixStore, Store
 
 from lightning_commhooks.collectives import direct
 from lightning_commhooks.collectives.backend import Backend
 from lightning_commhooks.collectives.direct import Direct, measure_latency
 from lightning_commhooks.collectives.gloo_abort import Connections, GlooConnections, with_connections
 from lightning_commhooks.collectives.messages import Messages
-from lightning_commhooks.collectives.steps import finish
 
 logger = logging.getLogger(__name__)
 
@@ -64,8 +62,20 @@ def own_group(process_group: dist.ProcessGroup, device: torch.device) -> OwnGrou
         own = _new_group(process_group, device)
         return OwnGroup(own, Backend(own), connections_of(own))
     timeout = _timeout_of(process_group, device) or dist.default_pg_timeout
-    place, name = (process_group.rank(), process_group.size()), _new_name(process_group)
-    own, connections = _connected_gloo_group(name, place, device, timeout)
+    place = process_group.rank(), process_group.size()
+    return group_at(_store(_new_name(process_group)), place, device, timeout)
+
+
+def group_at(store: Store, place: tuple[int, int], device: torch.device, timeout: timedelta) -> OwnGroup:
+    """A gloo group of the ranks that meet at a store. Collective.
+
+    Args:
+        store: keys in it are of this group alone.
+        place: this rank, and how many there are.
+        device: of the tensors.
+        timeout: of its collectives.
+    """
+    own, connections = _connected_gloo_group(store, place, device, timeout)
     if device.type != "cpu" or own.size() == 1:
         return OwnGroup(own, Backend(own), connections)
     messages = _messages(own, device)
@@ -76,27 +86,13 @@ def own_group(process_group: dist.ProcessGroup, device: torch.device) -> OwnGrou
         raise
     num_connections = _COLLECTIVES_AT_ONCE if latency <= direct.FAR else direct.num_connections(latency)
     if num_connections > 1 and len(_interfaces()) == 1:
-        first, (own, connections) = connections, _with_connections(messages, num_connections, device, timeout)
+        first = connections
+        several = PrefixStore("several", store)
+        own, connections = _connected_gloo_group(several, place, device, timeout, num_connections)
         first.abort()
         messages = _messages(own, device)
     transport = Backend(own, messages) if latency <= direct.FAR else Direct(messages, latency)
     return OwnGroup(own, transport, connections)
-
-
-def _with_connections(
-    messages: Messages, num: int, device: torch.device, timeout: timedelta
-) -> tuple[dist.ProcessGroup, GlooConnections]:
-    """A group of the same ranks with several connections between any two of them, and these. Collective."""
-    number = torch.tensor([random.SystemRandom().getrandbits(62)])
-    name = str(finish(Direct(messages).gather(number))[0].item())
-    place = messages.rank, messages.size
-
-    def make(devices: Sequence[dist.ProcessGroupGloo.Device]) -> list[dist.ProcessGroup]:
-        several = [one for one in devices for _ in range(num)]
-        return [_gloo_group(name, *place, device, timeout, several)]
-
-    (group,), connections = with_connections(make, _devices)
-    return group, connections
 
 
 def _messages(own: dist.ProcessGroup, device: torch.device) -> Messages:
@@ -132,30 +128,31 @@ def _new_group(process_group: dist.ProcessGroup, device: torch.device) -> dist.P
 
 
 def _connected_gloo_group(
-    name: str, place: tuple[int, int], device: torch.device, timeout: timedelta
+    store: Store, place: tuple[int, int], device: torch.device, timeout: timedelta, num: int = 1
 ) -> tuple[dist.ProcessGroup, GlooConnections]:
-    (own,), connections = with_connections(
-        lambda devices: [_gloo_group(name, *place, device, timeout, devices)], _devices
-    )
+    """A group of ranks with so many connections between any two of them, and these. Collective."""
+
+    def make(devices: Sequence[dist.ProcessGroupGloo.Device]) -> list[dist.ProcessGroup]:
+        return [_gloo_group(store, place, device, timeout, [one for one in devices for _ in range(num)])]
+
+    (own,), connections = with_connections(make, _devices)
     return own, connections
 
 
 def _gloo_group(
-    name: str,
-    rank: int,
-    size: int,
+    store: Store,
+    place: tuple[int, int],
     device: torch.device,
     timeout: timedelta,
     devices: Sequence[dist.ProcessGroupGloo.Device],
 ) -> dist.ProcessGroup:
-    store = _store(name)
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()
     options._timeout = timeout
     options._devices = list(devices)
     options._threads = _COLLECTIVES_AT_ONCE
-    backend = gloo(store, rank, size, options)
-    own = dist.ProcessGroup(store, rank, size)
+    backend = gloo(store, *place, options)
+    own = dist.ProcessGroup(store, *place)
     own._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
     own._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
     if device.type == "cuda":
@@ -227,8 +224,8 @@ def own_subgroup(
     timeout = _timeout_of(process_group, device) or dist.default_pg_timeout
     if process_group._get_backend(device).name() == dist.Backend.GLOO:
         index, ranks = next((i, ranks) for i, ranks in enumerate(subgroups) if rank in ranks)
-        place = ranks.index(rank), len(ranks)
-        own, connections = _connected_gloo_group(f"{name}/{index}", place, device, timeout)
+        store = PrefixStore(f"{name}/{index}", process_group.get_group_store())
+        own, connections = _connected_gloo_group(store, (ranks.index(rank), len(ranks)), device, timeout)
         return OwnGroup(own, Backend(own), connections)
     world = dist.get_process_group_ranks(process_group)
     is_part = len(world) < dist.get_world_size()

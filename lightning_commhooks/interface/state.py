@@ -17,8 +17,9 @@ Memory = dict[str, dict[str, Tensor]]
 # Shapes of what is remembered of a parameter, by kind; `None`: any.
 Shapes = Mapping[str, tuple[int, ...] | None]
 
-# What a state has of the tensors that differ between ranks: their mean, or those of each rank.
-PerRank = Literal["mean", "exact"]
+# What a state has of the tensors that differ between ranks: their mean, or those of each rank; or, where nobody is
+# asked, this rank's own, or zeros, for a rank that joins.
+PerRank = Literal["mean", "exact", "own", "joining"]
 
 
 class StateError(ValueError):
@@ -43,6 +44,8 @@ class StateWriter:
 
     def per_rank(self, tensor: Tensor) -> Tensor:
         """Of a tensor that differs between ranks the mean, or all of them, shape `(w, *shape)`, if `kind` is so."""
+        if self.kind in ("own", "joining"):
+            return self.shared(tensor if self.kind == "own" else torch.zeros_like(tensor))
         if self.kind == "exact":
             gathered = self._group.finish(self._group.all_gather(tensor.reshape(-1)))
             return gathered.view(self._group.size, *tensor.shape).cpu()

@@ -35,6 +35,21 @@ def save(run: RunningHook, models: Models, kind: PerRank) -> dict[str, Any]:
         return _complete(run, models, kind, hook, models.state_dict(writer))
 
 
+def save_alone(run: RunningHook, models: Models, kind: PerRank) -> dict[str, Any]:
+    """State of a hook as one rank has it: its own, or for one that joins. Not collective."""
+    hook = save_hook(run.method, run.bound, StateWriter(run.bound.group, kind))
+    return _complete(run, models, kind, hook, {})
+
+
+def load_alone(saved: Mapping[str, Any], run: RunningHook, bound: BoundHook, models: Models) -> None:
+    """Let a new runtime object take over what [`save_alone`][] returned, here or on another rank. Not collective.
+
+    Raises:
+        StateError: it does not fit.
+    """
+    _load(saved, run, bound, models, strict=True)
+
+
 def save_steps(run: RunningHook, models: Models) -> dict[str, Any]:
     """The step count alone, in the form of [`save`][]. Not collective, and allowed in any thread."""
     return _complete(run, models, _STEPS_ONLY, {}, {})
@@ -119,7 +134,8 @@ def _load(
     load_hook(saved["hook"], hook, bound, reader)
     own_models = saved.get("models") if reader.is_exact else None
     staged = models.stage(own_models, reader) if own_models else []
-    if bound.has_memory and saved["world_size"] != bound.group.size and bound.group.rank == 0:
+    is_alone = saved["per_rank"] in ("own", "joining")
+    if bound.has_memory and saved["world_size"] != bound.group.size and bound.group.rank == 0 and not is_alone:
         logger.info(
             "state of hook %r: saved on %d ranks, loaded on %d; each begins with the mean of the residuals",
             hook.name,

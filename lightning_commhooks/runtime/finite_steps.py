@@ -49,6 +49,8 @@ class FiniteSteps:
         self._reduced: list[tuple[Tensor, Bucket]] = []
         # Of a step that has ended, but for the hook.
         self._pending: _OnHost | None = None
+        # Of a step that ranks have not committed yet, where they vote.
+        self._undecided: Tensor | None = None
         # Who reads what ranks share may be in any thread, or in a signal handler of this one.
         self._settling = threading.RLock()
 
@@ -60,6 +62,20 @@ class FiniteSteps:
         """Let go of all, for good."""
         self.forget()
         self._pending = None
+
+    @property
+    def is_undecided(self) -> bool:
+        """Whether a step has ended, but for the ranks' vote."""
+        return self._undecided is not None
+
+    def decide(self, committed: bool) -> None:
+        """Let the hook take over the step that ranks have voted on, or let go of it."""
+        finite, self._undecided = self._undecided, None
+        self.forget()
+        if not committed:
+            self._running.bound.end_step(torch.tensor(False))
+        elif finite is not None:
+            self._take_over(finite.cpu())
 
     @property
     def has_pending(self) -> bool:
@@ -115,6 +131,9 @@ class FiniteSteps:
             if in_time:
                 parts = [part for gradients, bucket in reduced for part in _parts(gradients, bucket)]
                 spoil_unless_(finite, self._running.source.gradients(parts))
+            if self._running.source.ranks_change:
+                self._undecided = finite
+                return
             self._pending = _on_its_way(finite)
             if self._pending is None:
                 self._take_over(finite)

@@ -58,6 +58,8 @@ class Ranks:
         """Those of the source of a hook; `make_group` makes their collectives instead."""
         process_group, device, counters = running.source.process_group, running.source.device, running.counters
         connections, is_awaited = AllConnections(), running.source.is_awaited
+        if running.source.ranks_change:
+            return cls(running, Group(None, counters, device), connections, False, None)
         is_nccl = device.type == "cuda" and backend_for(process_group, device) == dist.Backend.NCCL
         if is_awaited or device.type == "cuda":
             counters.timing = DeviceTiming(device) if is_nccl and not is_awaited else NoTiming()
@@ -82,7 +84,7 @@ class Ranks:
 
         Not before: options that do not fit are no reason to take DDP's own group away.
         """
-        if self._owned is None and not running.source.is_awaited:
+        if self._owned is None and not (running.source.is_awaited or running.source.ranks_change):
             self._connections.append(connections_of(running.source.process_group))
         self._connections.extend(running.source.other_connections)
 

@@ -6,7 +6,7 @@ import itertools
 import math
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -17,6 +17,7 @@ from lightning_commhooks.collectives.backend import Backend
 from lightning_commhooks.collectives.counters import Counters
 from lightning_commhooks.collectives.errors import HookError
 from lightning_commhooks.collectives.group import Group
+from lightning_commhooks.collectives.process_groups import OwnGroup
 from lightning_commhooks.collectives.steps import Steps
 from lightning_commhooks.interface.averages_models import averages_models
 from lightning_commhooks.interface.bucket import Bucket, Slot
@@ -109,6 +110,46 @@ class Runtime(RunningHook):
             raise
         ranks.connect(self)
 
+    def go_on_among(self, own: OwnGroup, given: Mapping[str, Any] | None) -> None:
+        """Go on among other ranks, with what the hook remembers here, or with a state that was `given`. Collective.
+
+        Raises:
+            HookError: one of them has gone. What the hook remembers stays.
+        """
+        state = checkpoint.save_alone(self, self.local.models, "own") if given is None else given
+        before, ranks = self._ranks, Ranks.of_members(self, own)
+        if before is not None:
+            before.close()
+            before.release()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the user got them when the hook was attached
+            self._run_among(ranks)
+        self._group = ranks.group
+        self._take(state, self.bound)
+
+    def take_state(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state_for_others` of another rank returned."""
+        self._take(state, self._bind_again())
+
+    def _take(self, state: Mapping[str, Any], fresh: BoundHook) -> None:
+        checkpoint.load_alone(state, self, fresh, self.local.models)
+        self._begin_at(fresh, state["steps"])
+
+    def state_for_others(self) -> dict[str, Any]:
+        """What a rank needs that joins: all that ranks have alike. Not collective."""
+        return checkpoint.save_alone(self, self.local.models, "joining")
+
+    @property
+    def is_undecided(self) -> bool:
+        """Whether a step has ended that ranks have not voted on."""
+        return self._steps.is_undecided
+
+    def decide(self, committed: bool) -> None:
+        """Take over a step that ranks have voted on, or let go of it."""
+        self.clock.abandon()
+        with torch.no_grad():
+            self._steps.decide(committed)
+
     def connect(self, model: nn.Module) -> None:
         """Take the buckets of a model that the source has checked, from now on until it is gone. Collective."""
         self.local.models.layout = self.source.layout
@@ -199,7 +240,8 @@ class Runtime(RunningHook):
             self.source.end_step()
             self.counters.timing.backward_done()
         if self._engine is not None:
-            self._steps.end(in_time, complete)
+            with self.source.reporting():
+                self._steps.end(in_time, complete)
 
     def load(self, state: object, strict: bool) -> None:
         """Take over a saved state, on all ranks or none; warn of what is left out because it does not fit.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
 import torch
@@ -30,6 +30,7 @@ class Source(ABC):
         kept: those that the source itself needs.
         limits: why a hook does nothing here but reduce gradients, and what to use; empty if it does more.
         not_counted: how names of metrics end that there are none of.
+        ranks_change: whether there are none at first, and others later, which commit a step or not when it is over.
         is_awaited: whether buckets are reduced where they are handed over, in process groups of the source's own.
         device: of the gradients.
         layout: names of the parameters.
@@ -40,6 +41,7 @@ class Source(ABC):
     kept: ClassVar[tuple[str, ...]] = ()
     limits: ClassVar[str] = ""
     not_counted: ClassVar[tuple[str, ...]] = ()
+    ranks_change: ClassVar[bool] = False
     is_awaited: ClassVar[bool] = False
 
     def __init__(self, process_group: dist.ProcessGroup) -> None:
@@ -96,6 +98,10 @@ class Source(ABC):
     def metrics(self) -> dict[str, float]:
         """Counts of the source itself."""
         return {}
+
+    def reporting(self) -> AbstractContextManager[None]:
+        """For what fails when ranks are gone, at the end of a step: whether it raises is up to the source."""
+        return nullcontext()
 
     def end_step(self) -> None:  # noqa: B027  # optional to override
         """Called at the end of each synchronized backward."""

@@ -95,6 +95,10 @@ class StepClock:
         self._counters.steps += 1
         self._counters.timing.begin_step(self.steps - 1)
 
+    def abandon(self) -> None:
+        """Let go of the present step, if it has not ended."""
+        self._previous_index, self._is_open = None, False
+
     def end(self, *, in_time: bool = False) -> None:
         """End the present step, if there is one."""
         self._previous_index = None

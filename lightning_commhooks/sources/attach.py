@@ -6,7 +6,7 @@ import logging
 import sys
 import warnings
 from collections.abc import Callable, Iterable
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -29,6 +29,7 @@ from lightning_commhooks.runtime.runtime import Runtime
 from lightning_commhooks.runtime.source import Source
 from lightning_commhooks.sources.ddp import DDPSource
 from lightning_commhooks.sources.ddp_model import checked_model, is_composable
+from lightning_commhooks.sources.managed import ManagedDDP
 from lightning_commhooks.wrappers.scale import Accumulation, accumulation_of, without_scale
 
 logger = logging.getLogger(__name__)
@@ -48,6 +49,7 @@ def attach(
     shard_hook: str | CommHook | None = None,
     gather_hook: str | CommHook | None = None,
     num_steps: int | None = None,
+    manager: Any = None,
 ) -> Attachment:
     """Let a communication hook average the gradients of a model, of `DistributedDataParallel` or sharded by FSDP.
 
@@ -88,6 +90,11 @@ def attach(
             fractions are a part, as `start_powerSGD_iter=0.1`; and hooks that are given by name begin after a tenth of
             it, if that is sooner than their default. Checkpoints have it, and a run that goes on from one goes by that.
             `None`: not known, or told before the first backward by `Attachment.tell_forecast`.
+        manager: for DDP over a group of this process alone, a `torchft.Manager` with a
+            `lightning_commhooks.torchft.ProcessGroupGloo` and `use_async_quorum=False`. The hook averages over the
+            replicas of its present quorum, and those that are left go on when one dies. Between the manager's
+            `start_quorum` and `should_commit` there is one synchronized backward. Who joins gets from others what the
+            hook remembers alike on all; its residual is zero.
 
     Returns:
         a handle to metrics, state and the end of the hook.
@@ -113,7 +120,7 @@ def attach(
         "gather_hook": gather_hook,
     }
     model = cast("nn.Module", unwrapped(model))
-    source = source_of(model, replicate_group)
+    source = source_of(model, replicate_group, manager)
     # Before anything is made that takes all ranks.
     with source.agreeing("attach()") as same:
         source.set_options({name: value for name, value in options.items() if value is not None})
@@ -173,8 +180,12 @@ def _check_uneven(source: Source, model: nn.Module, config: CommHook, grad_scale
             )
 
 
-def source_of(model: nn.Module, replicate_group: dist.ProcessGroup | None = None) -> Source:
+def source_of(
+    model: nn.Module, replicate_group: dist.ProcessGroup | None = None, manager: object | None = None
+) -> Source:
     """Where the buckets of a model come from; raises a `ValueError` if it is neither in DDP nor sharded."""
+    if manager is not None:
+        return ManagedDDP(checked_model(model).process_group, manager)
     # Importing FSDP takes half a second, and whoever has such a model has done so.
     has_fsdp = "torch.distributed.fsdp" in sys.modules and isinstance(model, nn.Module)
     if has_fsdp and not isinstance(model, DistributedDataParallel) and not is_composable(model):

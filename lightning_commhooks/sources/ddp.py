@@ -101,7 +101,7 @@ class DDPSource(Source):
     def trampoline(self, runtime: Runtime, model: DistributedDataParallel) -> Trampoline:
         """The function that DDP calls for each bucket of `model`."""
         may_be_local = averages_models(runtime.bound)
-        watches = model.find_unused_parameters and (may_be_local or runtime.bound.has_memory)
+        watches = model.find_unused_parameters and (may_be_local or runtime.bound.has_memory or self.ranks_change)
         self._usage.watch(self.layout.trained if watches else {})
         if may_be_local:
             model.register_forward_pre_hook(NotCopied(torch.compiler.disable(self._before_forward)))

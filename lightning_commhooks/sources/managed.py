@@ -1,0 +1,239 @@
+"""Buckets of `DistributedDataParallel` among replicas that come and go: those of the quorums of a torchft manager."""
+
+# No `from __future__ import annotations`: DDP compares the annotations of the hooks that are made here.
+
+import functools
+import logging
+import time
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._C._distributed_c10d import GradBucket
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_commhooks.codecs.announce import announce
+from lightning_commhooks.collectives.errors import HookError
+from lightning_commhooks.collectives.group import Group
+from lightning_commhooks.interface.bucket import Bucket
+from lightning_commhooks.interface.hook import CommHook
+from lightning_commhooks.interface.hook_state import describe
+from lightning_commhooks.interface.user_function import DDPHook, UserFunction
+from lightning_commhooks.runtime.runtime import Runtime
+from lightning_commhooks.sources.ddp import DDPSource
+from lightning_commhooks.sources.ddp_model import Trampoline
+from lightning_commhooks.wrappers.auto import Auto
+from lightning_commhooks.wrappers.scale import without_scale
+
+logger = logging.getLogger(__name__)
+
+# Characters of a replica's name that others are told.
+_NAME_BYTES = 32
+
+
+class ManagedDDP(DDPSource):
+    """The reducer of a DDP model that is alone in its process group; its gradients are averaged among replicas.
+
+    A failure is reported to the manager and raises nothing: the step is not committed, and what the hook remembers is
+    as after a step with inf or NaN. The next quorum has those that are left.
+
+    Args:
+        process_group: DDP's own, of one process.
+        manager: a `torchft.Manager`, with a process group of `lightning_commhooks.torchft`.
+    """
+
+    ranks_change: ClassVar[bool] = True
+
+    def __init__(self, process_group: dist.ProcessGroup, manager: Any) -> None:
+        super().__init__(process_group)
+        self._manager = manager
+        # The group that the hook runs among, and names of the replicas in it.
+        self._members: object | None = None
+        self._names: list[str] = []
+        # A state that another replica has handed over.
+        self._given: Mapping[str, Any] | None = None
+        # Parameters without gradients here in this step, and the means of their gradients.
+        self._unused: dict[str, Tensor] = {}
+        self._quorums, self._not_committed, self._lost_seconds = 0, 0, 0.0
+        self._last_commit, self._is_losing = time.perf_counter(), False
+
+    @contextmanager
+    def agreeing(self, what: str) -> Iterator[dict[str, object]]:
+        # Nobody else is there yet; members compare when a quorum begins.
+        yield {}
+
+    def resolve_hook(self, hook: object) -> CommHook | DDPHook:
+        resolved = super().resolve_hook(hook)
+        method = without_scale(resolved) if isinstance(resolved, CommHook) else resolved
+        if not isinstance(method, CommHook) or isinstance(method, UserFunction):
+            raise ValueError(
+                f"hook={hook!r} is a function for a process group that stays; with manager= use a CommHook"
+            )
+        if isinstance(method, Auto):
+            raise ValueError("hook='auto' measures one group of ranks, and with manager= they change: choose a hook")
+        return resolved
+
+    def check(self, model: nn.Module) -> None:
+        super().check(model)
+        assert isinstance(model, DistributedDataParallel)
+        if self.process_group.size() != 1:
+            raise ValueError(
+                f"with manager= a replica is one process, and the model's process group has {self.process_group.size()}"
+            )
+        if model.static_graph or not model.find_unused_parameters:
+            raise ValueError(
+                "with manager= the model needs find_unused_parameters=True and no static_graph: otherwise DDP builds "
+                "its buckets anew after the first step, and those of a replica that joins later differ. See "
+                "lightning_commhooks.torchft.DistributedDataParallel"
+            )
+        if getattr(self._manager, "_use_async_quorum", False):
+            raise ValueError(
+                "the manager has use_async_quorum=True, with which replicas that join do not count in their first "
+                "step: give it use_async_quorum=False"
+            )
+        if not hasattr(self._manager._pg, "members"):
+            raise ValueError(
+                f"the manager has pg={type(self._manager._pg).__name__}: hooks communicate in groups of "
+                "lightning_commhooks.torchft.ProcessGroupGloo"
+            )
+
+    def connect(self, model: nn.Module, runtime: Runtime) -> None:
+        super().connect(model, runtime)
+        manager, self._vote = self._manager, self._manager.should_commit
+        manager.should_commit = functools.partial(self._should_commit, runtime)
+        taken = [key for key in manager._user_state_dicts if key.startswith("lightning_commhooks")]
+        key = f"lightning_commhooks {len(taken)}"
+        manager.register_state_dict_fn(key, self._take, runtime.state_for_others)
+
+    def trampoline(self, runtime: Runtime, model: DistributedDataParallel) -> Trampoline:
+        super().trampoline(runtime, model)
+
+        def trampoline(state: object, bucket: GradBucket) -> Future[Tensor]:
+            flat = bucket.buffer()
+            if bucket.index() == 0:
+                self._begin(runtime)
+            with self.reporting():
+                if self._manager.errored() is None:
+                    with runtime.aborting():
+                        runtime.commit()
+                        plain = self._plain(bucket, runtime)
+                        self._note_unused(plain)
+                        return self._survived(runtime.submit(plain, is_late=False), flat)
+            given_up: Future[Tensor] = Future()
+            given_up.set_result(flat)
+            return given_up
+
+        return trampoline
+
+    def _survived(self, reduced: Future[Tensor], flat: Tensor) -> Future[Tensor]:
+        """The gradients, also where that failed: DDP ends the process otherwise."""
+
+        def value(done: Future[Tensor]) -> Tensor:
+            values = [flat]
+            with self.reporting():
+                values.append(done.value())
+            return values[-1]
+
+        return reduced.then(value)
+
+    @contextmanager
+    def reporting(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            if self._manager.errored() is None:
+                logger.info("this step is not committed: %s", error)
+                self._manager.report_error(error)
+
+    def _begin(self, runtime: Runtime) -> None:
+        """Begin a step: among other replicas, if there is a new quorum."""
+        manager = self._manager
+        if manager._quorum_future is None:
+            raise HookError("call manager.start_quorum() before each forward, and manager.should_commit() after it")
+        if runtime.is_undecided:
+            raise HookError("call manager.should_commit() after each backward, before the optimizer's step")
+        manager.wait_quorum()
+        if manager.errored() is not None:
+            return
+        members = manager._pg.members
+        with self.reporting():
+            if members is not self._members:
+                runtime.go_on_among(members, self._given)
+                self._members, self._given = members, None
+                self._agree(runtime)
+                self._quorums += 1
+            elif self._given is not None:
+                runtime.take_state(self._given)
+                self._given = None
+        if self._is_losing:
+            now = time.perf_counter()
+            self._lost_seconds += now - self._last_commit
+            self._last_commit, self._is_losing = now, False
+        # Attempts that were not committed do not count, nor where a replica began.
+        runtime.clock.steps = manager.current_step()
+
+    def _agree(self, runtime: Runtime) -> None:
+        """Compare what members have to have alike before anything is sent; tell who came and left."""
+        group = runtime.bound.group
+        about = repr((describe(runtime.method), sorted(self.layout.shapes.items())))
+        name = str(self._manager._pg.replica_name)[:_NAME_BYTES].encode().ljust(_NAME_BYTES)[:_NAME_BYTES]
+        told = group.all_gather_quietly([zlib.crc32(about.encode()), *name])
+        names = [bytes(one[1:]).decode(errors="replace").strip() for one in told]
+        unlike = [name for name, one in zip(names, told, strict=True) if one[0] != told[group.rank][0]]
+        if unlike:
+            raise HookError(f"replica {unlike[0]!r} has another hook, other options of it, or another model")
+        self._tell(names)
+        self._names = names
+
+    def _tell(self, names: list[str]) -> None:
+        if not self._names:
+            return
+        changes = {"left": sorted({*self._names} - {*names}), "joined": sorted({*names} - {*self._names})}
+        said = [f"{', '.join(map(repr, those))} {what}" for what, those in changes.items() if those]
+        if said:
+            announce(f"replica {' and '.join(said)} at step {self._manager.current_step()}: {len(names)} go on")
+
+    def _note_unused(self, bucket: Bucket) -> None:
+        for slot in bucket.slots:
+            if slot.name in (bucket.unused or ()):
+                self._unused[slot.name] = slot.view(bucket.flat)
+
+    def _should_commit(self, runtime: Runtime, *args: Any, **kwargs: Any) -> bool:
+        if runtime.is_closed:
+            return bool(self._vote(*args, **kwargs))
+        if self._manager.errored() is None:
+            with self.reporting():
+                runtime.call(lambda: self._give_unused(runtime.bound.group))
+        self._unused = {}
+        committed = bool(self._vote(*args, **kwargs))
+        runtime.decide(committed)
+        self._not_committed += not committed
+        if committed:
+            self._last_commit = time.perf_counter()
+        self._is_losing = not committed
+        return committed
+
+    def _give_unused(self, group: Group) -> None:
+        """Give parameters that got gradients on other replicas only their mean, as DDP does for its own ranks."""
+        names = list(self.layout.trained)
+        used = torch.tensor([float(name not in self._unused) for name in names], device=self.device)
+        group.finish(group.quiet().all_reduce_(used))
+        for name, num in zip(names, used.tolist(), strict=True):
+            if num and name in self._unused:
+                self.layout.trained[name].grad = self._unused[name].clone()
+
+    def _take(self, state: Mapping[str, Any]) -> None:
+        self._given = state
+
+    def metrics(self) -> dict[str, float]:
+        return {
+            "replicas": len(self._names),
+            "quorums": self._quorums,
+            "steps_not_committed": self._not_committed,
+            "lost_ms": 1e3 * self._lost_seconds,
+        }
