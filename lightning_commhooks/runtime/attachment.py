@@ -224,9 +224,11 @@ class Attachment:
 
         Collective, outside of a backward. Has the step count and what the hook remembers; of what differs between ranks
         the mean, which continues the run as well, or with `exact_state` all of it. Of a user's own function, the step
-        count only.
+        count only. With a `manager` it is not collective, and residuals are zero.
         """
         run = self._of_ddp("state_dict")
+        if run.source.ranks_change:
+            return run.state_for_others()
         kind: PerRank = "exact" if self._exact_state else "mean"
         run.clock.end()
         return run.call(lambda: checkpoint.save(run, run.local.models, kind))

@@ -110,13 +110,13 @@ class Runtime(RunningHook):
             raise
         ranks.connect(self)
 
-    def go_on_among(self, own: OwnGroup, given: Mapping[str, Any] | None) -> None:
-        """Go on among other ranks, with what the hook remembers here, or with a state that was `given`. Collective.
+    def go_on_among(self, own: OwnGroup) -> None:
+        """Go on among other ranks, with what the hook remembers here. Collective.
 
         Raises:
             HookError: one of them has gone. What the hook remembers stays.
         """
-        state = checkpoint.save_alone(self, self.local.models, "own") if given is None else given
+        state = checkpoint.save_alone(self, self.local.models, "own")
         before, ranks = self._ranks, Ranks.of_members(self, own)
         if before is not None:
             before.close()

@@ -36,6 +36,24 @@ logger = logging.getLogger(__name__)
 _NAME_BYTES = 32
 
 
+class _Reporting:
+    """Tells a manager of a failure within, which ends there; but for one of options, not of ranks that have gone."""
+
+    def __init__(self, manager: Any) -> None:
+        self._manager = manager
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        if not isinstance(error, Exception) or isinstance(error, ValueError):
+            return False
+        if self._manager.errored() is None:
+            logger.info("this step is not committed: %s", error)
+            self._manager.report_error(error)
+        return True
+
+
 class ManagedDDP(DDPSource):
     """The reducer of a DDP model that is alone in its process group; its gradients are averaged among replicas.
 
@@ -117,13 +135,12 @@ class ManagedDDP(DDPSource):
             flat = bucket.buffer()
             if bucket.index() == 0:
                 self._begin(runtime)
-            with self.reporting():
-                if self._manager.errored() is None:
-                    with runtime.aborting():
-                        runtime.commit()
-                        plain = self._plain(bucket, runtime)
-                        self._note_unused(plain)
-                        return self._survived(runtime.submit(plain, is_late=False), flat)
+            with self.reporting(), runtime.aborting():
+                if self._manager.errored() is not None:
+                    raise HookError("the step is lost")  # also for those that wait for this rank
+                plain = self._plain(bucket, runtime)
+                self._note_unused(plain)
+                return self._survived(runtime.submit(plain, is_late=False), flat)
             given_up: Future[Tensor] = Future()
             given_up.set_result(flat)
             return given_up
@@ -134,21 +151,14 @@ class ManagedDDP(DDPSource):
         """The gradients, also where that failed: DDP ends the process otherwise."""
 
         def value(done: Future[Tensor]) -> Tensor:
-            values = [flat]
             with self.reporting():
-                values.append(done.value())
-            return values[-1]
+                return done.value()
+            return flat
 
         return reduced.then(value)
 
-    @contextmanager
-    def reporting(self) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:
-            if self._manager.errored() is None:
-                logger.info("this step is not committed: %s", error)
-                self._manager.report_error(error)
+    def reporting(self) -> "_Reporting":
+        return _Reporting(self._manager)
 
     def _begin(self, runtime: Runtime) -> None:
         """Begin a step: among other replicas, if there is a new quorum."""
@@ -158,18 +168,16 @@ class ManagedDDP(DDPSource):
         if runtime.is_undecided:
             raise HookError("call manager.should_commit() after each backward, before the optimizer's step")
         manager.wait_quorum()
-        if manager.errored() is not None:
-            return
-        members = manager._pg.members
-        with self.reporting():
-            if members is not self._members:
-                runtime.go_on_among(members, self._given)
-                self._members, self._given = members, None
-                self._agree(runtime)
+        if manager.errored() is None and manager._pg.members is not self._members:
+            with self.reporting():
+                runtime.go_on_among(manager._pg.members)
+                self._members = manager._pg.members
                 self._quorums += 1
-            elif self._given is not None:
-                runtime.take_state(self._given)
-                self._given = None
+                with runtime.aborting():
+                    self._compare(runtime.bound.group, about=repr((describe(runtime.method), self.layout.shapes)))
+        if manager.errored() is None and self._given is not None:
+            runtime.take_state(self._given)
+            self._given = None
         if self._is_losing:
             now = time.perf_counter()
             self._lost_seconds += now - self._last_commit
@@ -177,26 +185,23 @@ class ManagedDDP(DDPSource):
         # Attempts that were not committed do not count, nor where a replica began.
         runtime.clock.steps = manager.current_step()
 
-    def _agree(self, runtime: Runtime) -> None:
+    def _compare(self, group: Group, about: str) -> None:
         """Compare what members have to have alike before anything is sent; tell who came and left."""
-        group = runtime.bound.group
-        about = repr((describe(runtime.method), sorted(self.layout.shapes.items())))
-        name = str(self._manager._pg.replica_name)[:_NAME_BYTES].encode().ljust(_NAME_BYTES)[:_NAME_BYTES]
-        told = group.all_gather_quietly([zlib.crc32(about.encode()), *name])
+        name = self._manager._pg.replica_name[:_NAME_BYTES].encode().ljust(_NAME_BYTES)[:_NAME_BYTES]
+        own = zlib.crc32(about.encode())
+        told = group.all_gather_quietly([own, *name])
         names = [bytes(one[1:]).decode(errors="replace").strip() for one in told]
-        unlike = [name for name, one in zip(names, told, strict=True) if one[0] != told[group.rank][0]]
+        unlike = [name for name, one in zip(names, told, strict=True) if one[0] != own]
+        # Those who were there before go on when it has gone.
+        if unlike and self._given is not None:
+            raise ValueError(f"replica {unlike[0]!r} has another hook, other options of it, or another model")
         if unlike:
             raise HookError(f"replica {unlike[0]!r} has another hook, other options of it, or another model")
-        self._tell(names)
-        self._names = names
-
-    def _tell(self, names: list[str]) -> None:
-        if not self._names:
-            return
         changes = {"left": sorted({*self._names} - {*names}), "joined": sorted({*names} - {*self._names})}
         said = [f"{', '.join(map(repr, those))} {what}" for what, those in changes.items() if those]
-        if said:
+        if said and self._names:
             announce(f"replica {' and '.join(said)} at step {self._manager.current_step()}: {len(names)} go on")
+        self._names = names
 
     def _note_unused(self, bucket: Bucket) -> None:
         for slot in bucket.slots:
