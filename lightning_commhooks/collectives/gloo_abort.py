@@ -13,6 +13,7 @@ import logging
 import os
 import socket
 import stat
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -41,6 +42,9 @@ class Connections:
         """As `abort`, after a failure: collectives may be under way."""
         self.abort()
 
+    def let_go(self) -> None:
+        """After `fail`, when nobody waits any more: let go of what was kept because something may be under way."""
+
     def without_a_peer(self) -> object | None:
         """`None` while all peers are there; then how much the others have sent and received, to be compared."""
         return None
@@ -61,16 +65,25 @@ class GlooConnections(Connections):
     def __init__(self, groups: Sequence[dist.ProcessGroup], mine: set[str], listeners: set[str]) -> None:
         self.groups = [weakref.ref(group) for group in groups]
         self.mine, self.listeners = mine, listeners
+        self._kept: list[dist.ProcessGroup] = []
         # Descriptors come again for other files, with another number.
         self._files = {(one.fileno(), os.fstat(one.fileno()).st_ino) for one in self._open()} if mine else set()
 
     def fail(self) -> None:
         for one in self.groups:
             if (group := one()) is not None:
-                # For ever: when gloo destroys a group it waits for its collectives, of which one may never end.
+                # At exit too: when gloo destroys a group it waits for its collectives, of which one may never end.
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+                self._kept.append(group)
         self.groups.clear()
         self.abort()
+
+    def let_go(self) -> None:
+        kept, self._kept = self._kept, []
+        for group in kept:
+            ctypes.pythonapi.Py_DecRef(ctypes.py_object(group))
+        # PyTorch destroys groups without holding the interpreter, so that only this thread waits if one does not end.
+        threading.Thread(target=kept.clear, name="lightning_commhooks end", daemon=True).start()
 
     def abort(self) -> None:
         # A connection is not ours to close, but may be shut down under gloo's hands.
@@ -105,6 +118,10 @@ class AllConnections(Connections, list[Connections]):
     def fail(self) -> None:
         for one in tuple(self):
             one.fail()
+
+    def let_go(self) -> None:
+        for one in tuple(self):
+            one.let_go()
 
     def without_a_peer(self) -> object | None:
         states = [one.without_a_peer() for one in tuple(self)]

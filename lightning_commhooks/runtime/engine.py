@@ -119,6 +119,11 @@ class Engine(ABC):
         """Whether there was a failure."""
         return self._failure is not None
 
+    @property
+    def is_stuck(self) -> bool:
+        """Whether a thread may wait for ranks that have gone."""
+        return False
+
     def raise_if_unusable(self) -> None:
         """Raise `HookError` if earlier work failed, the engine is closed, or a CUDA graph is being captured."""
         self._raise_if_failed()

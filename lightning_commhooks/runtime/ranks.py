@@ -46,6 +46,7 @@ class Ranks:
         owned: dist.ProcessGroup | None,
     ) -> None:
         self.group, self._connections, self._owned = group, connections, owned
+        self._others_follow = running.source.ranks_change
         of_engine = group.device, connections, running.counters.timing, running.name
         if running.source.is_awaited:
             self.engine = InlineEngine(*of_engine)
@@ -98,3 +99,6 @@ class Ranks:
         """Let go of connections; those that wait for this rank fail."""
         destroy([self._owned, *self.group.release()])
         self._owned = None
+        # Otherwise a process ends soon.
+        if self._others_follow and not self.engine.is_stuck:
+            self._connections.let_go()

@@ -264,6 +264,10 @@ class ThreadEngine(Engine):
             with suppress(InvalidStateError):
                 one.set_exception(self._error())
 
+    @property
+    def is_stuck(self) -> bool:
+        return self._gave_up
+
     def close(self) -> None:
         if self._closed:
             return
