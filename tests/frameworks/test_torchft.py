@@ -1,0 +1,210 @@
+"""Hooks among the replicas of a torchft manager, with a real lighthouse: replicas are killed, stop, and come back."""
+
+import contextlib
+import functools
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from itertools import pairwise
+
+import pytest
+
+pytest.importorskip("torchft")
+
+import torch
+from forks import FOLDER, FORKS, PATIENCE, alone, free_port
+from torchft_replica import HOOKS, batch, loss_of, make_model, make_optimizer
+
+from lightning_commhooks.collectives.in_memory import groups_in_memory, run_together
+from lightning_commhooks.interface.bucket import Bucket, Slot
+
+NAMES = ("one", "two", "three")
+
+
+class Run:
+    """Replicas of one run, by name, and their lighthouse."""
+
+    def __init__(self, folder, **options):
+        self.folder, self.options = folder, options
+        address = f"127.0.0.1:{free_port()}"
+        program = shutil.which("torchft_lighthouse", path=f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}")
+        times = {"quorum_tick_ms": 20, "join_timeout_ms": 500, "heartbeat_timeout_ms": 1000, "min_replicas": 2}
+        words = [word for name, value in times.items() for word in (f"--{name}", str(value))]
+        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        self._lighthouse = subprocess.Popen([program, "--bind", address, *words], **quiet)
+        self._environment = alone(TORCHFT_LIGHTHOUSE=f"http://{address}", RUST_LOG="error", PYTHONWARNINGS="ignore")
+        self.replicas = {}
+
+    def start(self, name, **options):
+        """Start a replica, another time perhaps."""
+        given = json.dumps({**self.options, **options})
+        if name in self.replicas:
+            with self.replicas.pop(name) as before:
+                before.wait(10)
+        script = FOLDER / "torchft_replica.py"
+        self.replicas[name] = FORKS.start(script, self.folder, name, given, environment=self._environment)
+
+    def steps(self, name):
+        """What a replica has said of each step that it has committed."""
+        path = self.folder / f"{name}.steps"
+        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+        return [json.loads(line) for line in lines if line.endswith("\n")]
+
+    def wait_until(self, what, seconds=10):
+        """Wait until a function returns something true."""
+        deadline = time.monotonic() + seconds * PATIENCE
+        while not what():
+            failed = [one for one in self.replicas.values() if one.poll() not in (None, -signal.SIGKILL)]
+            if failed or time.monotonic() > deadline:
+                codes = {name: one.poll() for name, one in self.replicas.items()}
+                pytest.fail(f"it did not happen, {codes}: {self.close()}")
+            time.sleep(0.02)
+
+    def finish(self):
+        """What the replicas printed, by name, after a check that all ended well with the same weights in each step."""
+        last, printed = len(self.steps("one")) + 20, {}
+        (self.folder / "to_be_last").write_text(str(last))
+        (self.folder / "to_be_last").rename(self.folder / "last")
+        for name, replica in self.replicas.items():
+            replica.finish(60)
+            with replica:
+                printed[name] = "".join(replica.printed())
+            assert replica.returncode == 0, printed[name]
+        self.replicas = {}
+        hashes = {}
+        for name in NAMES:
+            for line in self.steps(name):
+                hashes.setdefault(line["step"], set()).add(line["hash"])
+        assert sorted(hashes) == list(range(last))
+        assert not [step for step, different in hashes.items() if len(different) > 1]
+        return printed
+
+    def end(self, name):
+        """What a replica has written in the end."""
+        return json.loads((self.folder / f"{name}.end").read_text())
+
+    def close(self):
+        """Kill what is left; returns what it printed."""
+        printed = ""
+        for replica in self.replicas.values():
+            with replica, contextlib.suppress(ProcessLookupError):
+                os.kill(replica.pid, signal.SIGKILL)
+                replica.wait(10)
+                printed += "".join(replica.printed())
+        self.replicas = {}
+        self._lighthouse.kill()
+        self._lighthouse.wait()
+        return printed
+
+
+@pytest.fixture
+def start(tmp_path):
+    """`start(**options)`: a `Run` of three replicas, of which nothing is left in the end."""
+    runs = []
+
+    def start(of=(), **options):
+        runs.append(Run(tmp_path, **options))
+        for name in NAMES:
+            runs[-1].start(name, **dict(of).get(name, {}))
+        return runs[-1]
+
+    yield start
+    for run in runs:
+        run.close()
+
+
+def gap_after(run, name, step):
+    """Seconds between two steps that a replica has committed."""
+    times = [line["time"] for line in run.steps(name)]
+    return times[step + 1] - times[step]
+
+
+class Simulation:
+    """The same run in one process, among those that were there in each step."""
+
+    def __init__(self, hook, names):
+        self.hook, self.names, self.model = hook, names, make_model()
+        self.optimizer = make_optimizer(self.model)
+        self.bound, self.members = {}, []
+
+    def step(self, step, members):
+        if members != self.members:
+            self._regroup(members)
+        ranks = []
+        for name in members:
+            self.optimizer.zero_grad()
+            loss_of(self.model, *batch(name, step)).backward()
+            ranks.append(self._buckets(step))
+        for buckets in zip(*ranks, strict=True):
+            works = [
+                functools.partial(bound.reduce, bucket, bound.group.channel(1))
+                for bound, bucket in zip(self.bound.values(), buckets, strict=True)
+            ]
+            run_together(works)
+        for bound in self.bound.values():
+            bound.end_step(torch.tensor(True))
+        for bucket in ranks[0]:
+            for slot in bucket.slots:
+                slot.parameter.grad = slot.view(bucket.flat).clone()
+        self.optimizer.step()
+
+    def _regroup(self, members):
+        """Residuals of those that stay go on if their last step was committed, and all have the same warm starts."""
+        before = {name: bound.memory for name, bound in self.bound.items()}
+        lost = {*self.members} - {*members}
+        shared = next(iter(before.values()), {})
+        self.bound = {}
+        for name, group in zip(members, groups_in_memory(len(members)), strict=True):
+            bound = self.hook.bind(group)
+            for parameter, entry in before.get(name, shared).items():
+                kept = {kind: tensor.clone() for kind, tensor in entry.items()}
+                if "residual" in kept and (name not in before or lost):
+                    kept["residual"].zero_()
+                bound.memory[parameter] = kept
+            self.bound[name] = bound
+        self.members = members
+
+    def _buckets(self, step):
+        parameters = dict(self.model.named_parameters())
+        last = len(self.names) - 1
+        return [
+            self._bucket(i, [(name, parameters[name]) for name in names], step, i == last)
+            for i, names in enumerate(self.names)
+        ]
+
+    def _bucket(self, index, named, step, is_last):
+        flat, slots, offset = torch.cat([p.grad.reshape(-1) for _, p in named]), [], 0
+        for name, p in named:
+            slots.append(Slot(name, tuple(p.shape), offset, p))
+            offset += p.numel()
+        return Bucket(flat, index, is_last, step, tuple(slots))
+
+
+@pytest.mark.parametrize("hook", ["allreduce", "int8", "powersgd"])
+def test_one_dies_and_comes_back(start, hook):
+    run = start(hook=hook, of={"two": {"dies": [12, 1]}})
+    run.wait_until(lambda: run.replicas["two"].poll() is not None)
+    run.wait_until(lambda: len(run.steps("one")) > 20)
+    run.start("two")
+    run.wait_until(lambda: len(run.steps("two")) > 20)
+    printed = run.finish()
+    assert "replica 'two' left at step 12: 2 go on" in printed["one"]
+    assert "replica 'two' joined at step " in printed["three"]
+    steps = [line["step"] for line in run.steps("two")]
+    assert next(after for before, after in pairwise(steps) if after != before + 1) > 20, "it goes on where they are"
+    for name in ("one", "three"):
+        assert gap_after(run, name, 11) < 2 * PATIENCE, "seconds until the next step"
+        metrics = run.end(name)["metrics"]
+        assert (metrics["replicas"], metrics["steps_not_committed"]) == (3, 1)
+        assert 0 < metrics["lost_ms"] < 2000 * PATIENCE
+    simulation = Simulation(HOOKS[hook], run.end("one")["buckets"])
+    for line in run.steps("one"):
+        simulation.step(line["step"], line["names"])
+        total = sum(p.sum().item() for p in simulation.model.parameters())
+        assert line["sum"] == pytest.approx(total, abs=1e-9), line
+    for mine, theirs in zip(run.end("one")["parameters"], simulation.model.parameters(), strict=True):
+        torch.testing.assert_close(torch.tensor(mine, dtype=theirs.dtype), theirs.detach(), rtol=0, atol=1e-9)

@@ -1,0 +1,188 @@
+"""One replica of a run with torchft, a process of its own; started by test_torchft.py.
+
+    python torchft_replica.py FOLDER NAME OPTIONS
+
+`OPTIONS` are those of [`Options`][], in JSON. Appends a line of JSON to `FOLDER/NAME.steps` for each committed step, as
+many as `FOLDER/last` says, once it is there, and writes `FOLDER/NAME.end`.
+"""
+
+import json
+import os
+import signal
+import sys
+import threading
+import zlib
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from datetime import timedelta
+from hashlib import sha1
+from pathlib import Path
+from time import sleep, time
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torchft import Manager
+
+import lightning_commhooks as lc
+from lightning_commhooks.runtime.runtime import Runtime
+from lightning_commhooks.torchft import DistributedDataParallel, ProcessGroupGloo
+
+DTYPE = torch.float64
+# Parameters in several buckets.
+BUCKET_CAP_MB = 0.01
+
+
+@dataclass
+class Options:
+    """What a run is about.
+
+    Attributes:
+        hook: name of one of `HOOKS`.
+        dies: where this process ends, `[step, bucket]`.
+        stops: where it is stopped in the same way, as by SIGSTOP.
+        parts: whether each replica uses parts of the model, has batch norms, several micro-batches and a scaler.
+    """
+
+    hook: str = "allreduce"
+    dies: list = field(default_factory=list)
+    stops: list = field(default_factory=list)
+    parts: bool = False
+
+
+HOOKS = {
+    "allreduce": lc.AllReduce(),
+    "int8": lc.Int8(min_bytes=0, block_size=64, compress_1d=True),
+    "powersgd": lc.PowerSGD(start_powerSGD_iter=3, min_compression_rate=1),
+    "bf16": lc.BF16(),
+}
+
+
+class Parts(nn.Module):
+    """A model of which a replica uses one half or the other, or both."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = (
+            nn.Sequential(nn.Linear(12, 24), nn.BatchNorm1d(24), nn.Tanh(), nn.Linear(24, 4)) for _ in range(2)
+        )
+        self.never = nn.Linear(2, 2)
+
+    def forward(self, x, which):
+        halves = {0: [self.first], 1: [self.second], 2: [self.first, self.second]}[which]
+        return sum(half(x) for half in halves)
+
+
+def make_model(parts=False):
+    torch.manual_seed(0)
+    if parts:
+        return Parts().to(DTYPE)
+    return nn.Sequential(nn.Linear(12, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 4)).to(DTYPE)
+
+
+def make_optimizer(model):
+    return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+
+
+def batch(name, step, micro=0):
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {step} {micro}".encode()))
+    x = torch.randn(8, 12, generator=generator, dtype=DTYPE)
+    return x, x[:, :4].sin()
+
+
+def loss_of(model, x, y, *which):
+    return (model(x, *which) - y).square().mean()
+
+
+def watch_buckets(options):
+    """Names in each bucket, as they are handed over; ends or stops the process while buckets are under way."""
+    submit, buckets = Runtime.submit, {}
+
+    def submitted(self, bucket, is_late):
+        buckets[bucket.index] = bucket.names
+        for place, how in ((options.dies, signal.SIGKILL), (options.stops, signal.SIGSTOP)):
+            if place == [bucket.step, bucket.index]:
+                Path(sys.argv[1], f"{sys.argv[2]}.ended").touch()
+                threading.Timer(0.001, os.kill, (os.getpid(), how)).start()
+        return submit(self, bucket, is_late)
+
+    Runtime.submit = submitted
+    return buckets
+
+
+def main():
+    folder, name, options = Path(sys.argv[1]), sys.argv[2], Options(**json.loads(sys.argv[3]))
+    buckets = watch_buckets(options)
+    model = make_model(options.parts)
+    optimizer = make_optimizer(model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, enabled=options.parts)
+
+    def load(state):
+        for one in ("model", "optimizer", "scaler"):
+            {"model": model, "optimizer": optimizer, "scaler": scaler}[one].load_state_dict(state[one])
+
+    def state():
+        return {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "scaler": scaler.state_dict()}
+
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    manager = Manager(
+        pg=ProcessGroupGloo(timeout=timedelta(seconds=5)),
+        load_state_dict=load,
+        state_dict=state,
+        min_replica_size=2,
+        use_async_quorum=False,
+        timeout=timedelta(seconds=20),
+        quorum_timeout=timedelta(seconds=60),
+        connect_timeout=timedelta(seconds=10),
+        rank=0,
+        world_size=1,
+        store_addr="127.0.0.1",
+        store_port=store.port,
+        replica_id=name,
+        hostname="127.0.0.1",
+        heartbeat_interval=timedelta(milliseconds=50),
+    )
+    ddp = DistributedDataParallel(manager, model, hook=HOOKS[options.hook], bucket_cap_mb=BUCKET_CAP_MB)
+    attachment = ddp.attachment
+    with (folder / f"{name}.steps").open("a") as steps:
+        while manager.current_step() < num_steps(folder / "last"):
+            sleep(0.03)  # a process starts in a few dozen steps
+            manager.start_quorum()
+            optimizer.zero_grad()
+            step, micros = manager.current_step(), 2 if options.parts else 1
+            for micro in range(micros):
+                which = [(zlib.crc32(f"{name} {step} {micro}".encode()) >> 7) % 3] if options.parts else []
+                with ddp.no_sync() if micro < micros - 1 else nullcontext():
+                    scaler.scale(loss_of(ddp, *batch(name, step, micro), *which)).backward()
+            if manager.should_commit():
+                scaler.step(optimizer)
+                scaler.update()
+                numbers = b"".join(p.detach().numpy().tobytes() for p in model.parameters())
+                line = {
+                    "step": step,
+                    "hash": sha1(numbers).hexdigest(),
+                    "time": time(),
+                    "names": names_of(attachment),
+                    "sum": sum(p.sum().item() for p in model.parameters()),
+                }
+                steps.write(json.dumps(line) + "\n")
+                steps.flush()
+    parameters = [p.tolist() for p in model.parameters()]
+    end = {"parameters": parameters, "metrics": attachment.metrics(), "buckets": [*buckets.values()]}
+    (folder / f"{name}.end").write_text(json.dumps(end))
+    manager.shutdown(wait=False)
+    attachment.close()
+
+
+def num_steps(path):
+    return int(path.read_text()) if path.exists() else 10**6
+
+
+def names_of(attachment):
+    return attachment._runtime.source._names
+
+
+if __name__ == "__main__":
+    main()
+    sys.stdout.flush()
+    os._exit(0)  # threads of torchft may wait for a lighthouse
