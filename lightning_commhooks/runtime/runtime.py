@@ -98,11 +98,12 @@ class Runtime(RunningHook):
             self.local.models.begin = self._ranks.beside.begin
         self.forecaster = Forecaster(self, self.local)
 
-    def _run_among(self, ranks: Ranks) -> None:
-        """Bind the hook to ranks, from now on. Collective."""
+    def _run_among(self, ranks: Ranks, compare: Callable[[Group], None] = lambda group: None) -> None:
+        """Bind the hook to ranks, from now on, after a comparison. Collective."""
         self._ranks, self._engine = ranks, ranks.engine
         try:
             ranks.group.nodes()  # so that bytes between them are counted
+            compare(ranks.group)
             self.bound = self._bind(ranks.group)
         except BaseException:
             ranks.engine.close()
@@ -110,11 +111,10 @@ class Runtime(RunningHook):
             raise
         ranks.connect(self)
 
-    def go_on_among(self, own: OwnGroup) -> None:
-        """Go on among other ranks, with what the hook remembers here. Collective.
+    def go_on_among(self, own: OwnGroup, compare: Callable[[Group], None]) -> None:
+        """Go on among other ranks, with what the hook remembers here, if `compare` raises nothing. Collective.
 
-        Raises:
-            HookError: one of them has gone. What the hook remembers stays.
+        Whatever else it raises, one of them has gone. What the hook remembers stays.
         """
         state = checkpoint.save_alone(self, self.local.models, "own")
         before, ranks = self._ranks, Ranks.of_members(self, own)
@@ -123,7 +123,7 @@ class Runtime(RunningHook):
             before.release()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the user got them when the hook was attached
-            self._run_among(ranks)
+            self._run_among(ranks, compare)
         self._group = ranks.group
         self._take(state, self.bound)
 

@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_commhooks.codecs.announce import announce
 from lightning_commhooks.collectives.errors import HookError
 from lightning_commhooks.collectives.group import Group
+from lightning_commhooks.interface.averages_models import averages_models
 from lightning_commhooks.interface.bucket import Bucket
 from lightning_commhooks.interface.hook import CommHook
 from lightning_commhooks.interface.hook_state import describe
@@ -121,6 +122,11 @@ class ManagedDDP(DDPSource):
             )
 
     def connect(self, model: nn.Module, runtime: Runtime) -> None:
+        if averages_models(runtime.bound):
+            raise ValueError(
+                f"hook={runtime.name!r} averages models, and with manager= replicas vote on every step, which it is to "
+                "save: use torchft.local_sgd.DiLoCo, or a hook of gradients"
+            )
         super().connect(model, runtime)
         manager, self._vote = self._manager, self._manager.should_commit
         manager.should_commit = functools.partial(self._should_commit, runtime)
@@ -170,11 +176,10 @@ class ManagedDDP(DDPSource):
         manager.wait_quorum()
         if manager.errored() is None and manager._pg.members is not self._members:
             with self.reporting():
-                runtime.go_on_among(manager._pg.members)
+                about = repr((describe(runtime.method), self.layout.shapes))
+                runtime.go_on_among(manager._pg.members, lambda group: self._compare(group, about))
                 self._members = manager._pg.members
                 self._quorums += 1
-                with runtime.aborting():
-                    self._compare(runtime.bound.group, about=repr((describe(runtime.method), self.layout.shapes)))
         if manager.errored() is None and self._given is not None:
             runtime.take_state(self._given)
             self._given = None
@@ -186,7 +191,7 @@ class ManagedDDP(DDPSource):
         runtime.clock.steps = manager.current_step()
 
     def _compare(self, group: Group, about: str) -> None:
-        """Compare what members have to have alike before anything is sent; tell who came and left."""
+        """Compare what members have to have alike, or gloo ends them; tell who came and left."""
         name = self._manager._pg.replica_name[:_NAME_BYTES].encode().ljust(_NAME_BYTES)[:_NAME_BYTES]
         own = zlib.crc32(about.encode())
         told = group.all_gather_quietly([own, *name])

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 from itertools import pairwise
 
 import pytest
@@ -17,10 +18,16 @@ pytest.importorskip("torchft")
 
 import torch
 from forks import FOLDER, FORKS, PATIENCE, alone, free_port
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn import parallel
+from torchft.process_group import ProcessGroupDummy
 from torchft_replica import HOOKS, batch, loss_of, make_model, make_optimizer
 
+import lightning_commhooks as lc
+from lightning_commhooks.collectives.errors import HookError
 from lightning_commhooks.collectives.in_memory import groups_in_memory, run_together
 from lightning_commhooks.interface.bucket import Bucket, Slot
+from lightning_commhooks.torchft import DistributedDataParallel
 
 NAMES = ("one", "two", "three")
 
@@ -54,13 +61,13 @@ class Run:
         lines = path.read_text().splitlines(keepends=True) if path.exists() else []
         return [json.loads(line) for line in lines if line.endswith("\n")]
 
-    def wait_until(self, what, seconds=10):
-        """Wait until a function returns something true."""
+    def wait_until(self, what, seconds=10, may_fail=""):
+        """Wait until a function returns something true, while no replica fails but that one."""
         deadline = time.monotonic() + seconds * PATIENCE
         while not what():
-            failed = [one for one in self.replicas.values() if one.poll() not in (None, -signal.SIGKILL)]
-            if failed or time.monotonic() > deadline:
-                codes = {name: one.poll() for name, one in self.replicas.items()}
+            codes = {name: one.poll() for name, one in self.replicas.items()}
+            failed = {name for name, code in codes.items() if code not in (None, -signal.SIGKILL)}
+            if failed - {may_fail} or time.monotonic() > deadline:
                 pytest.fail(f"it did not happen, {codes}: {self.close()}")
             time.sleep(0.02)
 
@@ -106,9 +113,9 @@ def start(tmp_path):
     """`start(**options)`: a `Run` of three replicas, of which nothing is left in the end."""
     runs = []
 
-    def start(of=(), **options):
+    def start(of=(), names=NAMES, **options):
         runs.append(Run(tmp_path, **options))
-        for name in NAMES:
+        for name in names:
             runs[-1].start(name, **dict(of).get(name, {}))
         return runs[-1]
 
@@ -208,3 +215,113 @@ def test_one_dies_and_comes_back(start, hook):
         assert line["sum"] == pytest.approx(total, abs=1e-9), line
     for mine, theirs in zip(run.end("one")["parameters"], simulation.model.parameters(), strict=True):
         torch.testing.assert_close(torch.tensor(mine, dtype=theirs.dtype), theirs.detach(), rtol=0, atol=1e-9)
+
+
+def test_parts_of_a_model_batch_norm_micro_batches_and_a_scaler(start):
+    """Weights are alike after each step, also of what one replica has not used, and somebody dies meanwhile."""
+    run = start(hook="powersgd", parts=True, of={"two": {"dies": [12, 0]}})
+    run.wait_until(lambda: run.replicas["two"].poll() is not None)
+    run.start("two")
+    run.wait_until(lambda: len(run.steps("two")) > 30)
+    run.finish()
+
+
+def test_one_stops_and_goes_on(start):
+    """As when the network drops everything: nobody hears of it, the others wait for their timeout."""
+    run = start(hook="int8", of={"three": {"stops": [12, 1]}})
+    run.wait_until((run.folder / "three.ended").exists)
+    run.wait_until(lambda: len(run.steps("one")) > 20)
+    os.kill(run.replicas["three"].pid, signal.SIGCONT)
+    run.wait_until(lambda: run.steps("three")[-1]["step"] > 20)
+    printed = run.finish()
+    assert "replica 'three' left at step 12: 2 go on" in printed["one"]
+    assert gap_after(run, "one", 11) < 8 * PATIENCE, "a timeout of 5 s, and the time until the lighthouse misses it"
+
+
+def test_another_hook_is_refused_where_it_joins(start):
+    run = start(hook="int8", names=("one", "two"))
+    run.wait_until(lambda: run.steps("one"))
+    run.start("three", hook="bf16")
+    run.wait_until(lambda: run.replicas["three"].poll() is not None, may_fail="three")
+    with run.replicas.pop("three") as refused:
+        refused.finish(10)
+        assert refused.returncode == 1
+        assert "replica 'one' has another hook, other options of it, or another model" in "".join(refused.printed())
+    before = len(run.steps("one"))
+    run.wait_until(lambda: len(run.steps("one")) > before + 5)
+    run.finish()
+    assert run.end("one")["metrics"]["steps_not_committed"] > 0
+
+
+# In this process ---------------------------------------------------------------------------------------------------
+
+
+class Manager:
+    """What `attach` looks at in a manager."""
+
+    _use_async_quorum = False
+    _quorum_future = None
+
+    def __init__(self, members=True):
+        self._pg = types.SimpleNamespace(**({"members": None} if members else {}))
+        self._user_state_dicts = {}
+
+    def errored(self):
+        return None
+
+    def should_commit(self):
+        return True
+
+    def register_state_dict_fn(self, key, load, save):
+        self._user_state_dicts[key] = save
+
+
+def wrapped(manager, hook="int8", **options):
+    return DistributedDataParallel(manager, torch.nn.Linear(2, 2), hook=hook, **options)
+
+
+@pytest.mark.parametrize(
+    ("hook", "message"),
+    [
+        ("auto", "hook='auto' measures one group of ranks, and with manager= they change: choose a hook"),
+        ("diloco", "hook='diloco' averages models, and with manager= .* torchft.local_sgd"),
+        ("powersdg", "did you mean 'powersgd'"),
+        (
+            default_hooks.fp16_compress_hook,
+            "is a function for a process group that stays; with manager= use a CommHook",
+        ),
+    ],
+)
+def test_hooks_that_cannot_work_are_refused(hook, message):
+    with pytest.raises(ValueError, match=message):
+        wrapped(Manager(), hook)
+
+
+def test_models_and_managers_that_cannot_work_are_refused():
+    model = parallel.DistributedDataParallel(torch.nn.Linear(2, 2), process_group=ProcessGroupDummy(0, 1))
+    with pytest.raises(ValueError, match="needs find_unused_parameters=True and no static_graph"):
+        lc.attach(model, "int8", manager=Manager())
+    with pytest.raises(ValueError, match=r"lightning_commhooks.torchft.ProcessGroupGloo"):
+        wrapped(Manager(members=False))
+    manager = Manager()
+    manager._use_async_quorum = True
+    with pytest.raises(ValueError, match="give it use_async_quorum=False"):
+        wrapped(manager)
+
+
+def test_a_backward_without_a_quorum_is_refused():
+    model = wrapped(Manager())
+    with pytest.raises(HookError, match=r"call manager.start_quorum\(\) before each forward"):
+        model(torch.ones(2, 2)).sum().backward()
+    model.attachment.close()
+
+
+def test_the_state_of_a_replica_has_no_residual():
+    manager = Manager()
+    model = wrapped(manager)
+    assert list(manager._user_state_dicts) == ["lightning_commhooks 0"]
+    assert model.attachment.state_dict()["per_rank"] == "joining"
+    model.attachment.load_state_dict(model.attachment.state_dict())
+    assert manager.should_commit(), "after the hook was closed too"
+    model.attachment.close()
+    assert manager.should_commit()
