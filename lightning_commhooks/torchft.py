@@ -32,7 +32,6 @@ class ProcessGroupGloo(process_group.ProcessGroupGloo):
 
     Attributes:
         members: the group of the present quorum; `None` before the first one.
-        replica_name: what the manager calls this replica.
     """
 
     members: OwnGroup | None = None

@@ -5,8 +5,9 @@
 import functools
 import logging
 import time
+import weakref
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
@@ -33,11 +34,13 @@ from lightning_commhooks.wrappers.scale import without_scale
 
 logger = logging.getLogger(__name__)
 
+# Hooks that were attached with a manager so far.
+_num_attached: MutableMapping[Any, int] = weakref.WeakKeyDictionary()
 # Characters of a replica's name that others are told.
 _NAME_BYTES = 32
 
 
-class _Reporting:
+class Reporting:
     """Tells a manager of a failure within, which ends there; but for one of options, not of ranks that have gone."""
 
     def __init__(self, manager: Any) -> None:
@@ -130,9 +133,9 @@ class ManagedDDP(DDPSource):
         super().connect(model, runtime)
         manager, self._vote = self._manager, self._manager.should_commit
         manager.should_commit = functools.partial(self._should_commit, runtime)
-        taken = [key for key in manager._user_state_dicts if key.startswith("lightning_commhooks")]
-        key = f"lightning_commhooks {len(taken)}"
-        manager.register_state_dict_fn(key, self._take, runtime.state_for_others)
+        # The same on all replicas, which attach in the same order.
+        number = _num_attached[manager] = _num_attached.get(manager, 0) + 1
+        manager.register_state_dict_fn(f"lightning_commhooks {number}", self._take, runtime.state_for_others)
 
     def trampoline(self, runtime: Runtime, model: DistributedDataParallel) -> Trampoline:
         super().trampoline(runtime, model)
@@ -163,17 +166,20 @@ class ManagedDDP(DDPSource):
 
         return reduced.then(value)
 
-    def reporting(self) -> "_Reporting":
-        return _Reporting(self._manager)
+    def reporting(self) -> "Reporting":
+        return Reporting(self._manager)
 
     def _begin(self, runtime: Runtime) -> None:
         """Begin a step: among other replicas, if there is a new quorum."""
         manager = self._manager
-        if manager._quorum_future is None:
-            raise HookError("call manager.start_quorum() before each forward, and manager.should_commit() after it")
         if runtime.is_undecided:
             raise HookError("call manager.should_commit() after each backward, before the optimizer's step")
-        manager.wait_quorum()
+        try:
+            manager.wait_quorum()
+        except AssertionError:
+            raise HookError(
+                "call manager.start_quorum() before each forward, and manager.should_commit() after its backward"
+            ) from None
         if manager.errored() is None and manager._pg.members is not self._members:
             with self.reporting():
                 about = repr((describe(runtime.method), self.layout.shapes))

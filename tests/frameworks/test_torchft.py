@@ -4,6 +4,7 @@ import contextlib
 import functools
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -17,6 +18,7 @@ import pytest
 pytest.importorskip("torchft")
 
 import torch
+from docs_pages import DOCS, blocks
 from forks import FOLDER, FORKS, PATIENCE, alone, free_port
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn import parallel
@@ -138,9 +140,13 @@ class Simulation:
         self.optimizer = make_optimizer(self.model)
         self.bound, self.members = {}, []
 
-    def step(self, step, members):
+    def step(self, step, members, fresh):
+        """A step of these members, of which the residuals of some are zero."""
         if members != self.members:
             self._regroup(members)
+        for name in fresh:
+            for residual in self.bound[name].residuals():
+                residual.zero_()
         ranks = []
         for name in members:
             self.optimizer.zero_grad()
@@ -160,18 +166,14 @@ class Simulation:
         self.optimizer.step()
 
     def _regroup(self, members):
-        """Residuals of those that stay go on if their last step was committed, and all have the same warm starts."""
+        """All have the same warm starts."""
         before = {name: bound.memory for name, bound in self.bound.items()}
-        lost = {*self.members} - {*members}
         shared = next(iter(before.values()), {})
         self.bound = {}
         for name, group in zip(members, groups_in_memory(len(members)), strict=True):
             bound = self.hook.bind(group)
             for parameter, entry in before.get(name, shared).items():
-                kept = {kind: tensor.clone() for kind, tensor in entry.items()}
-                if "residual" in kept and (name not in before or lost):
-                    kept["residual"].zero_()
-                bound.memory[parameter] = kept
+                bound.memory[parameter] = {kind: tensor.clone() for kind, tensor in entry.items()}
             self.bound[name] = bound
         self.members = members
 
@@ -189,6 +191,11 @@ class Simulation:
             slots.append(Slot(name, tuple(p.shape), offset, p))
             offset += p.numel()
         return Bucket(flat, index, is_last, step, tuple(slots))
+
+
+def lost_before(lines, step):
+    """Whether a replica joined at a step, or had lost one just before."""
+    return step - 1 not in lines or lines[step]["lost"] != lines[step - 1]["lost"]
 
 
 @pytest.mark.parametrize("hook", ["allreduce", "int8", "powersgd"])
@@ -209,8 +216,12 @@ def test_one_dies_and_comes_back(start, hook):
         assert (metrics["replicas"], metrics["steps_not_committed"]) == (3, 1)
         assert 0 < metrics["lost_ms"] < 2000 * PATIENCE
     simulation = Simulation(HOOKS[hook], run.end("one")["buckets"])
-    for line in run.steps("one"):
-        simulation.step(line["step"], line["names"])
+    lines = {name: {line["step"]: line for line in run.steps(name)} for name in NAMES}
+    # A replica that has not committed a step as others have gets it from them.
+    for step, line in sorted({**lines["three"], **lines["two"], **lines["one"]}.items()):
+        names = line["names"]
+        begun_anew = [name for name in names if lost_before(lines[name], step)]
+        simulation.step(step, names, begun_anew)
         total = sum(p.sum().item() for p in simulation.model.parameters())
         assert line["sum"] == pytest.approx(total, abs=1e-9), line
     for mine, theirs in zip(run.end("one")["parameters"], simulation.model.parameters(), strict=True):
@@ -253,6 +264,44 @@ def test_another_hook_is_refused_where_it_joins(start):
     assert run.end("one")["metrics"]["steps_not_committed"] > 0
 
 
+# In front of the script of the docs: replica "c" dies in the middle of it.
+DIES = """
+import os, signal, sys
+from torch.optim.optimizer import register_optimizer_step_post_hook
+steps = []
+def after_step(*_):
+    steps.append(None)
+    if len(steps) == 100 and sys.argv[1] == "c":
+        os.kill(os.getpid(), signal.SIGKILL)
+register_optimizer_step_post_hook(after_step)
+"""
+
+
+def test_script_and_commands_of_the_docs(tmp_path):
+    page = [block for block in blocks(DOCS / "elastic.md") if "torchft" in block.text]
+    (script,) = (block.text for block in page if block.text.startswith("# train_torchft.py"))
+    lighthouse, replica = (shlex.split(block.text.replace("\\\n", "")) for block in page if block.language == "bash")
+    address = f"localhost:{free_port()}"
+    assert replica[1:] == ["TORCHFT_LIGHTHOUSE=http://localhost:29510", "python", "train_torchft.py", "a"]
+    (tmp_path / "train_torchft.py").write_text(DIES + script)
+    program = shutil.which(lighthouse[0], path=f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}")
+    words = [word.replace("29510", address.rpartition(":")[2]) for word in lighthouse[1:]]
+    served = subprocess.Popen([program, *words], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    environment = alone(TORCHFT_LIGHTHOUSE=f"http://{address}", RUST_LOG="error", PYTHONWARNINGS="ignore")
+    path = tmp_path / "train_torchft.py"
+    replicas = {name: FORKS.start(path, name, environment=environment, cwd=tmp_path) for name in "abc"}
+    try:
+        for name, replica in replicas.items():
+            with replica:
+                replica.finish(30)
+                printed = "".join(replica.printed())
+                assert replica.returncode == (-signal.SIGKILL if name == "c" else 0), printed
+                assert name == "c" or ("replica 'c' left at step " in printed and f"{name}: " in printed)
+    finally:
+        served.kill()
+        served.wait()
+
+
 # In this process ---------------------------------------------------------------------------------------------------
 
 
@@ -260,11 +309,10 @@ class Manager:
     """What `attach` looks at in a manager."""
 
     _use_async_quorum = False
-    _quorum_future = None
 
     def __init__(self, members=True):
         self._pg = types.SimpleNamespace(**({"members": None} if members else {}))
-        self._user_state_dicts = {}
+        self.states = {}
 
     def errored(self):
         return None
@@ -272,8 +320,11 @@ class Manager:
     def should_commit(self):
         return True
 
+    def wait_quorum(self):
+        raise AssertionError("must call start_quorum before wait_quorum")
+
     def register_state_dict_fn(self, key, load, save):
-        self._user_state_dicts[key] = save
+        self.states[key] = save
 
 
 def wrapped(manager, hook="int8", **options):
@@ -319,7 +370,7 @@ def test_a_backward_without_a_quorum_is_refused():
 def test_the_state_of_a_replica_has_no_residual():
     manager = Manager()
     model = wrapped(manager)
-    assert list(manager._user_state_dicts) == ["lightning_commhooks 0"]
+    assert list(manager.states) == ["lightning_commhooks 1"]
     assert model.attachment.state_dict()["per_rank"] == "joining"
     model.attachment.load_state_dict(model.attachment.state_dict())
     assert manager.should_commit(), "after the hook was closed too"

@@ -9,13 +9,13 @@ import private_names
 import private_scan
 import pytest
 from private_names import TORCH, fails
-from private_names_hosts import ACCELERATE, LIGHTNING, TRANSFORMERS
+from private_names_hosts import ACCELERATE, LIGHTNING, OF_TORCHFT, TRANSFORMERS
 
 for framework in ("lightning.pytorch", "pytorch_lightning", "accelerate", "transformers.trainer"):
     with contextlib.suppress(ImportError):
         importlib.import_module(framework)  # here, since they set environment variables
 
-TABLE = [*TORCH, *LIGHTNING, *ACCELERATE, *TRANSFORMERS]
+TABLE = [*TORCH, *LIGHTNING, *ACCELERATE, *TRANSFORMERS, *OF_TORCHFT]
 HINT = "enter it in tests/support/private_names*.py with what breaks without it; in private_scan.OURS if it is ours"
 
 
@@ -77,3 +77,8 @@ def test_transformers():
     transformers = pytest.importorskip("transformers")
     source = inspect.getsource(inspect.getmodule(transformers.Trainer))
     assert list(filter(None, (fails(use, source) for use in TRANSFORMERS))) == []
+
+
+def test_torchft():
+    pytest.importorskip("torchft")
+    assert list(filter(None, map(fails, OF_TORCHFT))) == []

@@ -7,7 +7,7 @@ import subprocess
 from docs_pages import ROOT
 
 # Not on every machine; their options are not ours.
-FOREIGN = {"cd", "export", "iperf3", "ip", "module", "scontrol", "sbatch", "tail", "git"}
+FOREIGN = {"cd", "export", "iperf3", "ip", "module", "scontrol", "sbatch", "tail", "git", "torchft_lighthouse"}
 
 
 def check(text):
@@ -97,7 +97,7 @@ def _script(words):
     path = ROOT / script
     if "/" not in script:
         of_pages = ("example", "main", "check_topk", "train", "train_lightning", "train_accelerate", "train_ddp")
-        of_pages += ("train_transformers", "train_fabric")
+        of_pages += ("train_transformers", "train_fabric", "train_torchft")
         assert script.removesuffix(".py") in of_pages, f"what is {script}?"
         return
     assert path.is_file(), f"there is no {script}"

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 PACKAGE = "lightning_commhooks"
 GROUPS = "lightning_commhooks/collectives/process_groups.py"
 AVERAGING = "lightning_commhooks/collectives/averaging.py"
+TORCHFT = "lightning_commhooks/torchft.py"
 GATHER = "lightning_commhooks/sources/gather.py"
 FSDP2 = "lightning_commhooks/sources/fsdp2.py"
 REPLICAS = "lightning_commhooks/sources/replicas.py"
@@ -233,13 +234,18 @@ LAUNCH = "lightning_commhooks/advice/launch.py"
 TORCH = [
     Use(
         "torch._C._distributed_c10d.GradBucket",
-        (f"{PACKAGE}/sources/ddp.py", f"{PACKAGE}/sources/ddp_model.py", f"{PACKAGE}/interface/user_function.py"),
+        (
+            f"{PACKAGE}/sources/ddp.py",
+            f"{PACKAGE}/sources/ddp_model.py",
+            f"{PACKAGE}/sources/managed.py",
+            f"{PACKAGE}/interface/user_function.py",
+        ),
         IMPORTED,
     ),
     Use("torch._C._distributed_c10d.HashStore", (LAUNCH,), "`advise` fails"),
     Use("torch._C._distributed_c10d.TCPStore", (LAUNCH,), "`--nproc` fails"),
-    Use("torch._C._distributed_c10d.Store", (LAUNCH,), "`headroom`, `bench` and `advise` fail"),
-    Use("torch._C._distributed_c10d.PrefixStore", (GROUPS,), IMPORTED),
+    Use("torch._C._distributed_c10d.Store", (LAUNCH, GROUPS), IMPORTED),
+    Use("torch._C._distributed_c10d.PrefixStore", (GROUPS, TORCHFT), IMPORTED),
     Use(
         "torch._C._current_graph_task_id",
         (f"{PACKAGE}/runtime/steps.py",),
@@ -314,7 +320,7 @@ TORCH = [
         _marks_optimizers,
     ),
     Use("._get_backend", (GROUPS,), "no attachment can be made", _group_keeps_its_timeout),
-    Use("._timeout", (GROUPS,), "silent: hooks wait 30 minutes, whatever was set", _group_keeps_its_timeout),
+    Use("._timeout", (GROUPS, TORCHFT), "silent: hooks wait 30 minutes, whatever was set", _group_keeps_its_timeout),
     Use("._Options", (GROUPS,), "no hook can be attached to far ranks or to subgroups", _gloo_takes_devices),
     Use("._devices", (GROUPS,), "silent: one connection between far ranks", _gloo_takes_devices),
     Use("._threads", (GROUPS,), "hooks on subgroups fail", _gloo_takes_devices),

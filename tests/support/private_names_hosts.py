@@ -1,4 +1,4 @@
-"""The private and undocumented names of Lightning, Accelerate and transformers that we use."""
+"""The private and undocumented names of Lightning, Accelerate, transformers and torchft that we use."""
 
 import inspect
 import sys
@@ -225,4 +225,28 @@ TRANSFORMERS = [
         _trainer_has("loss_is_scaled_for_ga"),
         since=("transformers", "5.23"),
     ),
+]
+
+
+def _manager_has(name):
+    def check():
+        return f"self.{name}" in inspect.getsource(resolve("torchft.Manager.__init__"))
+
+    return check
+
+
+def _torchft_group_has(name):
+    def check():
+        return f"{name}" in inspect.getsource(resolve("torchft.process_group.ProcessGroupWrapper"))
+
+    return check
+
+
+MANAGED, OURS = "lightning_commhooks/sources/managed.py", "lightning_commhooks/torchft.py"
+
+OF_TORCHFT = [
+    Use("._pg", (MANAGED,), "`manager=` is refused", _manager_has("_pg")),
+    Use("._use_async_quorum", (MANAGED,), "silent: steps are lost", _manager_has("_use_async_quorum")),
+    Use("._create_pg", (OURS,), "hooks find no members", _torchft_group_has("self._create_pg(")),
+    Use("._replica_id", (OURS,), "a backward fails", _torchft_group_has("self._replica_id")),
 ]

@@ -163,6 +163,7 @@ def main():
                     "hash": sha1(numbers).hexdigest(),
                     "time": time(),
                     "names": names_of(attachment),
+                    "lost": attachment.metrics()["steps_not_committed"],
                     "sum": sum(p.sum().item() for p in model.parameters()),
                 }
                 steps.write(json.dumps(line) + "\n")
