@@ -56,13 +56,21 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         manager: see [`attach`][].
         module: the model of one replica, which is one process.
         hook: see [`attach`][].
+        grad_scaler: see [`attach`][].
         **kwargs: of `torch.nn.parallel.DistributedDataParallel`, but for `process_group` and `find_unused_parameters`.
 
     Attributes:
         attachment: the hook at work, for `metrics()`.
     """
 
-    def __init__(self, manager: Any, module: nn.Module, hook: str | CommHook = "allreduce", **kwargs: Any) -> None:
+    def __init__(
+        self,
+        manager: Any,
+        module: nn.Module,
+        hook: str | CommHook = "allreduce",
+        grad_scaler: torch.amp.GradScaler | None = None,
+        **kwargs: Any,
+    ) -> None:
         alone = process_group.ProcessGroupDummy(0, 1)
         super().__init__(module, process_group=alone, find_unused_parameters=True, **kwargs)
-        self.attachment: Attachment = attach(self, hook, manager=manager)
+        self.attachment: Attachment = attach(self, hook, grad_scaler=grad_scaler, manager=manager)

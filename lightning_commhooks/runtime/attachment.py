@@ -107,6 +107,9 @@ class Attachment:
 
             `relative_error` of the last step that was sampled, after `sample_error`: NaN before the first one.
 
+            With a `manager`: `replicas` that are there, `quorums` that this one was in, `steps_not_committed`, and
+            `lost_ms`, the time from the last step before those to the next one.
+
             Left out is what would always be 0: what leaves the node where there is one, averages of models with hooks
             that average gradients, and `bytes_evaluation` if these have no memory either.
 

@@ -19,6 +19,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_commhooks.codecs.announce import announce
+from lightning_commhooks.collectives.averaging import flat_view
 from lightning_commhooks.collectives.errors import HookError
 from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.interface.averages_models import averages_models
@@ -34,8 +35,8 @@ from lightning_commhooks.wrappers.scale import without_scale
 
 logger = logging.getLogger(__name__)
 
-# Hooks that were attached with a manager so far.
-_num_attached: MutableMapping[Any, int] = weakref.WeakKeyDictionary()
+# What was attached with a manager so far.
+_attached: MutableMapping[Any, list[Runtime]] = weakref.WeakKeyDictionary()
 # Characters of a replica's name that others are told.
 _NAME_BYTES = 32
 
@@ -53,7 +54,7 @@ class Reporting:
         if not isinstance(error, Exception) or isinstance(error, ValueError):
             return False
         if self._manager.errored() is None:
-            logger.info("this step is not committed: %s", error)
+            logger.warning("step %d is not committed: %s", self._manager.current_step(), error)
             self._manager.report_error(error)
         return True
 
@@ -130,12 +131,15 @@ class ManagedDDP(DDPSource):
                 f"hook={runtime.name!r} averages models, and with manager= replicas vote on every step, which it is to "
                 "save: use torchft.local_sgd.DiLoCo, or a hook of gradients"
             )
+        before = _attached.setdefault(self._manager, [])
+        if any(not other.is_closed for other in before):
+            raise ValueError("this manager has a model with a hook, and one is all it takes: put both in one module")
         super().connect(model, runtime)
+        before.append(runtime)
         manager, self._vote = self._manager, self._manager.should_commit
         manager.should_commit = functools.partial(self._should_commit, runtime)
-        # The same on all replicas, which attach in the same order.
-        number = _num_attached[manager] = _num_attached.get(manager, 0) + 1
-        manager.register_state_dict_fn(f"lightning_commhooks {number}", self._take, runtime.state_for_others)
+        key = f"lightning_commhooks {len(_attached[manager])}"
+        manager.register_state_dict_fn(key, self._take, runtime.state_for_others)
 
     def trampoline(self, runtime: Runtime, model: DistributedDataParallel) -> Trampoline:
         super().trampoline(runtime, model)
@@ -216,7 +220,7 @@ class ManagedDDP(DDPSource):
 
     def _note_unused(self, bucket: Bucket) -> None:
         for slot in bucket.slots:
-            if slot.name in (bucket.unused or ()):
+            if slot.name in (bucket.unused or ()) and not bucket.flat.is_sparse:
                 self._unused[slot.name] = slot.view(bucket.flat)
 
     def _should_commit(self, runtime: Runtime, *args: Any, **kwargs: Any) -> bool:
@@ -241,7 +245,10 @@ class ManagedDDP(DDPSource):
         group.finish(group.quiet().all_reduce_(used))
         for name, num in zip(names, used.tolist(), strict=True):
             if num and name in self._unused:
-                self.layout.trained[name].grad = self._unused[name].clone()
+                parameter = self.layout.trained[name]
+                parameter.grad = torch.empty_like(parameter)
+                own = flat_view(parameter.grad)
+                own.copy_(self._unused[name].reshape(own.shape))
 
     def _take(self, state: Mapping[str, Any]) -> None:
         self._given = state

@@ -360,6 +360,16 @@ def test_models_and_managers_that_cannot_work_are_refused():
         wrapped(manager)
 
 
+def test_a_second_model_is_refused():
+    manager = Manager()
+    first = wrapped(manager)
+    with pytest.raises(ValueError, match="this manager has a model with a hook"):
+        wrapped(manager)
+    first.attachment.close()
+    wrapped(manager).attachment.close()
+    assert list(manager.states) == ["lightning_commhooks 1", "lightning_commhooks 2"]
+
+
 def test_a_backward_without_a_quorum_is_refused():
     model = wrapped(Manager())
     with pytest.raises(HookError, match=r"call manager.start_quorum\(\) before each forward"):

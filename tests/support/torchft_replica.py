@@ -142,7 +142,8 @@ def main():
         hostname="127.0.0.1",
         heartbeat_interval=timedelta(milliseconds=50),
     )
-    ddp = DistributedDataParallel(manager, model, hook=HOOKS[options.hook], bucket_cap_mb=BUCKET_CAP_MB)
+    hook = HOOKS[options.hook]
+    ddp = DistributedDataParallel(manager, model, hook=hook, grad_scaler=scaler, bucket_cap_mb=BUCKET_CAP_MB)
     attachment = ddp.attachment
     with (folder / f"{name}.steps").open("a") as steps:
         while manager.current_step() < num_steps(folder / "last"):

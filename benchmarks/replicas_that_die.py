@@ -1,0 +1,281 @@
+"""Hooks among the replicas of torchft: what the votes cost, and a run in which replicas die at random.
+
+    python benchmarks/replicas_that_die.py > benchmarks/results/replicas_that_die.txt
+
+Needs torchft, whose `torchft_lighthouse` is started with a quorum every 20 ms, half a second for those that join and a
+second for those that are missed.
+
+**Cost.** Two and four replicas on this machine train the same model twice, by turns of 20 steps: in one process group,
+and in quorums of a manager. Reported is the time of a step with the manager over that without: the median over turns
+of the first replica.
+
+**Deaths.** Three replicas train; one of two is killed at a random time, and started again, 30 times. After each
+committed step a replica notes a hash of its weights. Exits with 1 when replicas had different weights after a step,
+when one hangs, or when the replica that was never killed has more descriptors or threads in the end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import random
+import shutil
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from datetime import date, timedelta
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from records import command
+from torch import nn
+from torch.nn import parallel
+from torchft import Manager
+
+import lightning_commhooks as lc
+from lightning_commhooks.torchft import DistributedDataParallel, ProcessGroupGloo
+
+HOOKS: dict[str, lc.CommHook] = {
+    "allreduce": lc.AllReduce(),
+    "int8": lc.Int8(),
+    "powersgd": lc.PowerSGD(matrix_approximation_rank=4, start_powerSGD_iter=10),
+}
+TURNS, STEPS_OF_A_TURN = 10, 20
+DEATHS, STEPS = 30, 2000
+BATCH_SIZE = 16
+
+
+def make_model() -> nn.Module:
+    """A model with the same weights everywhere."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(256, 512), nn.Tanh(), nn.Linear(512, 512), nn.Tanh(), nn.Linear(512, 16))
+
+
+def make_manager(name: str, state: dict[str, Any], min_replica_size: int) -> Manager:
+    """A manager of a replica of one process, that hands over a model and an optimizer."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+    def load(saved: dict[str, Any]) -> None:
+        for key, one in state.items():
+            one.load_state_dict(saved[key])
+
+    return Manager(
+        pg=ProcessGroupGloo(timeout=timedelta(seconds=5)),
+        load_state_dict=load,
+        state_dict=lambda: {key: one.state_dict() for key, one in state.items()},
+        min_replica_size=min_replica_size,
+        use_async_quorum=False,
+        timeout=timedelta(seconds=20),
+        quorum_timeout=timedelta(seconds=60),
+        connect_timeout=timedelta(seconds=10),
+        rank=0,
+        world_size=1,
+        store_addr="127.0.0.1",
+        store_port=store.port,
+        replica_id=name,
+        hostname="127.0.0.1",
+        heartbeat_interval=timedelta(milliseconds=50),
+    )
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor, manager: Manager | None) -> bool:
+    """One step; whether it was committed."""
+    if manager is not None:
+        manager.start_quorum()
+    optimizer.zero_grad()
+    model(x).square().mean().backward()
+    is_committed = manager is None or manager.should_commit()
+    if is_committed:
+        optimizer.step()
+    return is_committed
+
+
+def cost(name: str, num_replicas: str, hook: str) -> None:
+    """One replica; the first one prints the ratio of times."""
+    rank, size = int(name), int(num_replicas)
+    dist.init_process_group("gloo", rank=rank, world_size=size)
+    x = torch.randn(BATCH_SIZE, 256, generator=torch.Generator().manual_seed(rank))
+    plain, managed = make_model(), make_model()
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.01) for model in (plain, managed)]
+    manager = make_manager(name, {"model": managed, "optimizer": optimizers[1]}, size)
+    ddp = parallel.DistributedDataParallel(plain, find_unused_parameters=True)
+    attachment = lc.attach(ddp, HOOKS[hook])
+    with_manager = DistributedDataParallel(manager, managed, hook=HOOKS[hook])
+    ratios = []
+    for _ in range(TURNS + 1):
+        seconds = []
+        for model, optimizer, votes in ((ddp, optimizers[0], None), (with_manager, optimizers[1], manager)):
+            dist.barrier()
+            begin = time.perf_counter()
+            for _ in range(STEPS_OF_A_TURN):
+                step(model, optimizer, x, votes)
+            seconds.append((time.perf_counter() - begin) / STEPS_OF_A_TURN)
+        ratios.append((seconds[1] / seconds[0], *seconds))
+    ratio, plain_seconds, seconds_with = (statistics.median(one) for one in zip(*ratios[1:], strict=True))
+    if rank == 0:
+        print(f"{hook:10} {size} {ratio:6.2f} {1e3 * plain_seconds:8.1f} {1e3 * seconds_with:8.1f}", flush=True)
+    attachment.close()
+    with_manager.attachment.close()
+    manager.shutdown(wait=False)
+
+
+def last_step(folder: str) -> int:
+    """How many steps there are to be, once that is known."""
+    path = Path(folder, "last")
+    return int(path.read_text()) if path.exists() else 10**9
+
+
+def replica(name: str, folder: str, hook: str) -> None:
+    """One that trains until all steps are committed, and notes its weights."""
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    manager = make_manager(name, {"model": model, "optimizer": optimizer}, 2)
+    ddp = DistributedDataParallel(manager, model, hook=HOOKS[hook])
+    with Path(folder, name).open("a") as notes:
+        while manager.current_step() < last_step(folder):
+            generator = torch.Generator().manual_seed(hash((name, manager.current_step())) % 2**31)
+            if step(ddp, optimizer, torch.randn(BATCH_SIZE, 256, generator=generator), manager):
+                numbers = b"".join(p.detach().numpy().tobytes() for p in model.parameters())
+                print(manager.current_step(), hashlib.sha1(numbers).hexdigest(), time.time(), file=notes, flush=True)
+    metrics = ddp.attachment.metrics()
+    Path(folder, f"{name}.end").write_text(" ".join(str(int(metrics[k])) for k in ("quorums", "steps_not_committed")))
+    ddp.attachment.close()
+    manager.shutdown(wait=False)
+
+
+class Lighthouse:
+    """A lighthouse, and processes that look for it; all end with the `with`."""
+
+    def __enter__(self) -> Lighthouse:
+        self.folder = tempfile.mkdtemp()
+        self._port = free_port()
+        times = {"quorum_tick_ms": 20, "join_timeout_ms": 500, "heartbeat_timeout_ms": 1000, "min_replicas": 2}
+        words = [word for name, value in times.items() for word in (f"--{name}", str(value))]
+        program = shutil.which("torchft_lighthouse", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+        assert program is not None, "torchft is not installed"
+        quiet: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        self._processes = [subprocess.Popen([program, "--bind", f"127.0.0.1:{self._port}", *words], **quiet)]
+        return self
+
+    def start(self, *arguments: str, **variables: str) -> subprocess.Popen[bytes]:
+        """This script in another process, with these arguments."""
+        ours = {"TORCHFT_LIGHTHOUSE": f"http://127.0.0.1:{self._port}", "RUST_LOG": "error", "OMP_NUM_THREADS": "1"}
+        environment = {**os.environ, **ours, "PYTHONHASHSEED": "0", **variables}
+        with Path(self.folder, "errors").open("ab") as errors:
+            started = subprocess.Popen([sys.executable, __file__, *arguments], env=environment, stderr=errors)
+        self._processes.append(started)
+        return self._processes[-1]
+
+    def __exit__(self, *_: object) -> None:
+        for process in self._processes:
+            process.kill()
+            process.wait()
+        shutil.rmtree(self.folder)
+
+
+def free_port() -> int:
+    """A port that nobody listens on, below those that systems give to outgoing connections."""
+    while True:
+        port = random.SystemRandom().randrange(10_000, 32_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+
+
+def costs() -> None:
+    """Measure and print what managers cost."""
+    print("# cost: hook, replicas, time of a step with a manager over that without, ms without, ms with", flush=True)
+    for size in (2, 4):
+        for hook in HOOKS:
+            with Lighthouse() as lighthouse:
+                variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+                ranks = [lighthouse.start("cost", str(i), str(size), hook, **variables) for i in range(size)]
+                for rank in ranks:
+                    rank.wait(300)
+
+
+def committed(folder: str, name: str) -> list[tuple[int, str, float]]:
+    """Number, hash and time of each step that a replica has committed."""
+    path = Path(folder, name)
+    lines = [line.split() for line in path.read_text().splitlines()] if path.exists() else []
+    return [(int(number), numbers, float(at)) for number, numbers, at in (line for line in lines if len(line) == 3)]
+
+
+def resources(pid: int) -> tuple[int, int, int]:
+    """Descriptors, threads, and MiB of memory of a process."""
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    return len(os.listdir(f"/proc/{pid}/fd")), len(os.listdir(f"/proc/{pid}/task")), pages * 4 // 1024
+
+
+def wait_for(done: Any, seconds: float) -> bool:
+    """Wait so long for something at most; whether it is so."""
+    end = time.monotonic() + seconds
+    while not done() and time.monotonic() < end:
+        time.sleep(0.05)
+    return bool(done())
+
+
+def deaths(hook: str) -> bool:
+    """A run with deaths; whether all was well."""
+    chance = random.Random(0)
+    names = ("stays", "first", "second")
+    with Lighthouse() as lighthouse:
+        folder = lighthouse.folder
+        replicas = {name: lighthouse.start("replica", name, folder, hook) for name in names}
+        wait_for(lambda: all(len(committed(folder, name)) > 20 for name in names), 60)
+        before, num_deaths = resources(replicas["stays"].pid), 0
+        while num_deaths < DEATHS:
+            time.sleep(chance.uniform(0.2, 1.0))
+            name = chance.choice(names[1:])
+            replicas[name].kill()
+            replicas[name].wait()
+            num_deaths += 1
+            seen = len(committed(folder, name))
+            replicas[name] = lighthouse.start("replica", name, folder, hook)
+            wait_for(lambda name=name, seen=seen: len(committed(folder, name)) > seen, 60)  # type: ignore[misc]
+        last = max(STEPS, len(committed(folder, "stays")) + 300)
+        Path(folder, "unfinished").write_text(str(last))
+        Path(folder, "unfinished").rename(Path(folder, "last"))
+        after = resources(replicas["stays"].pid)
+        is_over = wait_for(lambda: all(one.poll() is not None for one in replicas.values()), 300)
+        hashes = defaultdict(set)
+        for name in names:
+            for number, numbers, _ in committed(folder, name):
+                hashes[number].add(numbers)
+        times = [at for *_, at in committed(folder, "stays")]
+        gaps = sorted(later - earlier for earlier, later in pairwise(times))
+        quorums, lost = Path(folder, "stays.end").read_text().split()
+    unequal = sum(len(different) > 1 for different in hashes.values())
+    print(f"# deaths: {hook}, {len(hashes)} steps, {num_deaths} deaths, {quorums} quorums, {lost} steps not committed")
+    print(f"steps after which replicas had different weights: {unequal} of {len(hashes)}")
+    longest = [f"{gap:.2f}" for gap in gaps[-num_deaths:]]
+    print(f"seconds until the next step, of the {num_deaths} longest: median {longest[num_deaths // 2]}, {longest[-1]}")
+    print(f"descriptors, threads, MiB of the one that stays: {before} in the beginning, {after} in the end", flush=True)
+    return is_over and not unequal and after[0] <= before[0] + 10 and after[1] <= before[1] + 6
+
+
+def main() -> None:
+    """Measure, or be a process of a measurement."""
+    if sys.argv[1:2] == ["cost"]:
+        cost(*sys.argv[2:])
+    elif sys.argv[1:2] == ["replica"]:
+        replica(*sys.argv[2:])
+    else:
+        print(f"$ {command()}\ntorch {torch.__version__}, {os.cpu_count()} cores, {date.today()}", flush=True)
+        costs()
+        are_well = [deaths(hook) for hook in ("int8", "powersgd")]
+        sys.exit(not all(are_well))
+    sys.stdout.flush()
+    os._exit(0)  # threads of torchft may wait for a lighthouse
+
+
+if __name__ == "__main__":
+    main()
