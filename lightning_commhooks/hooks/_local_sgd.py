@@ -115,6 +115,9 @@ class BoundLocalSGD(AveragesModels):
         self._after_local_step(num_steps, stepped)
         self._num_steps[stepped.optimizer] = num_steps
 
+    def communicates_after(self, stepped: OptimizerStep) -> bool:
+        return (self._num_steps.get(stepped.optimizer, 0) + 1) % self._config.repeats_after() == 0
+
     @abstractmethod
     def _after_local_step(self, num_steps: int, stepped: OptimizerStep) -> None:
         """Average models, if it is time to.

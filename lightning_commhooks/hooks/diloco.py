@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -285,6 +285,12 @@ class _BoundDiLoCo(BoundLocalSGD):
     def kept(self, shapes: list[tuple[int, ...]]) -> Shapes:
         # Twice as many numbers for a complex parameter.
         return dict.fromkeys(("anchor", "momentum", "average", "share"))
+
+    def join(self, parameters: Mapping[str, Tensor]) -> None:
+        for name, p in parameters.items():
+            if name in self.memory:
+                own = flat_view(p)
+                own.copy_(self.memory[name]["anchor"].view(own.shape))
 
     def residuals(self) -> Iterator[Tensor]:
         return self._moves.inner.residuals()

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Mapping
 from typing import TypeGuard
+
+from torch import Tensor
 
 from lightning_commhooks.interface.hook import BoundHook
 from lightning_commhooks.interface.models import OptimizerStep
@@ -36,6 +39,13 @@ class AveragesModels(BoundHook):
         Args:
             stepped: which ones, and the rest of the model.
         """
+
+    def communicates_after(self, stepped: OptimizerStep) -> bool:
+        """Whether `after_optimizer_step` is about to communicate. Not asked after it."""
+        return True
+
+    def join(self, parameters: Mapping[str, Tensor]) -> None:
+        """Begin where others are, on a rank that has taken over model and state of one of them."""
 
 
 def averages_models(hook: BoundHook) -> TypeGuard[AveragesModels]:

@@ -97,6 +97,10 @@ class Models:
         self.forget()
         self._buffers_diverged = True
 
+    def regroup(self, group: Group) -> None:
+        """Go on among other ranks."""
+        self._group = group
+
     @property
     def differ(self) -> bool:
         """Whether each rank has a model of its own in place now; the same on all ranks."""

@@ -158,7 +158,16 @@ class LocalSteps:
         with self._running.aborting():
             self._refuse_while_swapped()
         with self._running.counters.timing.wait():
-            self._running.call(lambda: self._tell(stepped))
+            if averages_models(bound := self._running.bound) and not bound.communicates_after(stepped):
+                self._call(optimizer)
+            else:
+                self._running.source.average(lambda: self._call(optimizer))
+
+    def _call(self, optimizer: Optimizer) -> None:
+        # Not that of before: the source may have loaded another state.
+        stepped = self.models.stepped(optimizer, self._running.clock.steps - 1)
+        assert stepped is not None
+        self._running.call(lambda: self._tell(stepped))
 
     def _tell(self, stepped: OptimizerStep) -> None:
         bound = self._running.bound
@@ -180,14 +189,23 @@ class LocalSteps:
         bound, step = self._running.bound, self._running.clock.steps - 1
         return averages_models(bound) and bound.average_buffers and step >= 0 and bound.is_local(step)
 
+    def _check_together(self) -> None:
+        if self._running.source.ranks_change and self.models.differ:
+            raise ValueError(
+                "replicas that come and go do not average when one of them asks: look at the model after an average of "
+                "the hook, as when manager.current_step() has changed; it is the same on all of them then"
+            )
+
     def average(self, everything: bool = False) -> None:
         """Average what differs between ranks, or all of the model, for good."""
+        self._check_together()
         self._running.clock.end()
         self._running.call(lambda: self.models.average_diverged_(everything))
 
     def show_average(self) -> None:
         """Have the averages in place of each rank's own model until the next forward that trains."""
         if not self.models.is_swapped:
+            self._check_together()
             self._running.clock.end()
             self._running.call(self.models.swap_in)
             self.models.is_shown = True
@@ -229,6 +247,7 @@ class LocalSteps:
         if self.models.is_swapped:
             yield
             return
+        self._check_together()
         self._running.clock.end()
         self._running.call(self.models.swap_in)
         try:

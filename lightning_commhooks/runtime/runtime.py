@@ -116,8 +116,18 @@ class Runtime(RunningHook):
 
         Whatever else it raises, one of them has gone. What the hook remembers stays.
         """
-        state = checkpoint.save_alone(self, self.local.models, "own")
-        before, ranks = self._ranks, Ranks.of_members(self, own)
+        self._go_on(Ranks.of_members(self, own), self.own_state(), compare)
+
+    def go_on_alone(self, state: Mapping[str, Any]) -> None:
+        """Go on without other ranks, from what `own_state` returned."""
+        self._go_on(Ranks.of_source(self, None), state, lambda group: None)
+
+    def own_state(self) -> dict[str, Any]:
+        """What the hook remembers here. Not collective."""
+        return checkpoint.save_alone(self, self.local.models, "own")
+
+    def _go_on(self, ranks: Ranks, state: Mapping[str, Any], compare: Callable[[Group], None]) -> None:
+        before = self._ranks
         if before is not None:
             before.close()
             before.release()
@@ -125,6 +135,7 @@ class Runtime(RunningHook):
             warnings.simplefilter("ignore")  # the user got them when the hook was attached
             self._run_among(ranks, compare)
         self._group = ranks.group
+        self.local.models.regroup(ranks.group)
         self._take(state, self.bound)
 
     def take_state(self, state: Mapping[str, Any]) -> None:

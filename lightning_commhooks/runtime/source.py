@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
@@ -102,6 +102,10 @@ class Source(ABC):
     def reporting(self) -> AbstractContextManager[None]:
         """For what fails when ranks are gone, at the end of a step: whether it raises is up to the source."""
         return nullcontext()
+
+    def average(self, average: Callable[[], None]) -> None:
+        """Let a hook average models, which communicates."""
+        average()
 
     def end_step(self) -> None:  # noqa: B027  # optional to override
         """Called at the end of each synchronized backward."""

@@ -7,7 +7,7 @@ import logging
 import time
 import weakref
 import zlib
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
@@ -22,6 +22,8 @@ from lightning_commhooks.codecs.announce import announce
 from lightning_commhooks.collectives.averaging import flat_view
 from lightning_commhooks.collectives.errors import HookError
 from lightning_commhooks.collectives.group import Group
+from lightning_commhooks.hooks import DiLoCo, PostLocalSGD
+from lightning_commhooks.hooks._local_sgd import LocalSGDConfig
 from lightning_commhooks.interface.averages_models import averages_models
 from lightning_commhooks.interface.bucket import Bucket
 from lightning_commhooks.interface.hook import CommHook
@@ -39,6 +41,22 @@ logger = logging.getLogger(__name__)
 _attached: MutableMapping[Any, list[Runtime]] = weakref.WeakKeyDictionary()
 # Characters of a replica's name that others are told.
 _NAME_BYTES = 32
+
+
+def _check_local(hook: LocalSGDConfig) -> None:
+    """Refuse what replicas would have to do together between averages."""
+    if not isinstance(hook, (DiLoCo, PostLocalSGD)):
+        raise ValueError(f"hook={hook.name!r} averages in subgroups, which replicas that come and go have none of")
+    wanted: dict[str, object] = {"start_localSGD_iter": 0, "post_local_gradient_allreduce": False}
+    wanted |= {"optimizer_state": "keep"}
+    if isinstance(hook, DiLoCo):
+        wanted |= {"fragments": 1, "delay": 0, "eager": False, "period_seconds": None}
+    for name, value in wanted.items():
+        if getattr(hook, name) != value:
+            raise ValueError(
+                f"hook={hook.name!r}: {name}={getattr(hook, name)!r} needs ranks that stay; with manager= set it to "
+                f"{value!r}"
+            )
 
 
 class Reporting:
@@ -97,6 +115,10 @@ class ManagedDDP(DDPSource):
             raise ValueError(
                 f"hook={hook!r} is a function for a process group that stays; with manager= use a CommHook"
             )
+        if isinstance(method, LocalSGDConfig):
+            _check_local(method)
+        elif any(isinstance(one, LocalSGDConfig) for one in method.inner_hooks):
+            raise ValueError(f"hook={method.name!r} has a hook that averages models; with manager= give that alone")
         if isinstance(method, Auto):
             raise ValueError("hook='auto' measures one group of ranks, and with manager= they change: choose a hook")
         return resolved
@@ -126,23 +148,22 @@ class ManagedDDP(DDPSource):
             )
 
     def connect(self, model: nn.Module, runtime: Runtime) -> None:
-        if averages_models(runtime.bound):
-            raise ValueError(
-                f"hook={runtime.name!r} averages models, and with manager= replicas vote on every step, which it is to "
-                "save: use torchft.local_sgd.DiLoCo, or a hook of gradients"
-            )
         before = _attached.setdefault(self._manager, [])
         if any(not other.is_closed for other in before):
             raise ValueError("this manager has a model with a hook, and one is all it takes: put both in one module")
         super().connect(model, runtime)
         before.append(runtime)
-        manager, self._vote = self._manager, self._manager.should_commit
-        manager.should_commit = functools.partial(self._should_commit, runtime)
+        manager, self._runtime = self._manager, runtime
+        self._vote: Callable[..., bool] = manager.should_commit
+        if not averages_models(runtime.bound):
+            manager.should_commit = functools.partial(self._should_commit, runtime)
         key = f"lightning_commhooks {len(_attached[manager])}"
         manager.register_state_dict_fn(key, self._take, runtime.state_for_others)
 
     def trampoline(self, runtime: Runtime, model: DistributedDataParallel) -> Trampoline:
-        super().trampoline(runtime, model)
+        plainly = super().trampoline(runtime, model)
+        if averages_models(runtime.bound):
+            return plainly
 
         def trampoline(state: object, bucket: GradBucket) -> Future[Tensor]:
             flat = bucket.buffer()
@@ -193,12 +214,15 @@ class ManagedDDP(DDPSource):
         if manager.errored() is None and self._given is not None:
             runtime.take_state(self._given)
             self._given = None
+            if averages_models(runtime.bound):
+                runtime.bound.join(self.layout.trained)
         if self._is_losing:
             now = time.perf_counter()
             self._lost_seconds += now - self._last_commit
             self._last_commit, self._is_losing = now, False
-        # Attempts that were not committed do not count, nor where a replica began.
-        runtime.clock.steps = manager.current_step()
+        if not averages_models(runtime.bound):
+            # Attempts that were not committed do not count, nor where a replica began.
+            runtime.clock.steps = manager.current_step()
 
     def _compare(self, group: Group, about: str) -> None:
         """Compare what members have to have alike, or gloo ends them; tell who came and left."""
@@ -230,13 +254,43 @@ class ManagedDDP(DDPSource):
             with self.reporting():
                 runtime.call(lambda: self._give_unused(runtime.bound.group))
         self._unused = {}
-        committed = bool(self._vote(*args, **kwargs))
+        committed = self._voted(*args, **kwargs)
         runtime.decide(committed)
+        return committed
+
+    def _voted(self, *args: Any, **kwargs: Any) -> bool:
+        committed = bool(self._vote(*args, **kwargs))
         self._not_committed += not committed
         if committed:
             self._last_commit = time.perf_counter()
         self._is_losing = not committed
         return committed
+
+    def average(self, average: Callable[[], None]) -> None:
+        """Let replicas average their models, and vote on that; where it fails, each goes on from its own.
+
+        It is tried again after the next step.
+        """
+        runtime, manager = self._runtime, self._manager
+        manager.start_quorum()
+        self._begin(runtime)
+        tensors = [*self.layout.trained.values(), *self.layout.float_buffers().values()]
+        own, state = [tensor.detach().clone() for tensor in tensors], runtime.own_state()
+        if manager.errored() is None:
+            with self.reporting():
+                average()
+        if not self._voted():
+            with torch.no_grad():
+                for tensor, before in zip(tensors, own, strict=True):
+                    tensor.copy_(before)
+            runtime.go_on_alone(state)
+            self._members = None
+
+    def _watch_local(self, runtime: Runtime, step: int) -> None:
+        if averages_models(runtime.bound):
+            # As long as there are no others, no step is one that ranks take alone.
+            runtime.local.check_optimizers()
+        super()._watch_local(runtime, step)
 
     def _give_unused(self, group: Group) -> None:
         """Give parameters that got gradients on other replicas only their mean, as DDP does for its own ranks."""

@@ -18,8 +18,8 @@ from docs_pages import DOCS, blocks
 from forks import FORKS, PATIENCE, alone, free_port
 
 PAGE = [block for block in blocks(DOCS / "elastic.md") if block.language in ("python", "bash")]
-SCRIPTS = {name: block.text for block in PAGE for name in re.findall(r"\A# (\w+\.py)\n", block.text)}
 ATTACHMENT = {"train.py": "trainer.strategy.attachment", "train_accelerate.py": "handler.attachments[0]"}
+SCRIPTS = {name: block.text for block in PAGE for name in ATTACHMENT if block.text.startswith(f"# {name}\n")}
 BEFORE = "import elastic_worker\n\nelastic_worker.disturb()\n"
 STEPS = 48  # 6 epochs of 8
 

@@ -228,6 +228,53 @@ def test_one_dies_and_comes_back(start, hook):
         torch.testing.assert_close(torch.tensor(mine, dtype=theirs.dtype), theirs.detach(), rtol=0, atol=1e-9)
 
 
+class LocalSimulation:
+    """DiLoCo in one process, among those that were there at each average."""
+
+    def __init__(self):
+        self.anchor = [p.detach().clone() for p in make_model().parameters()]
+        self.momentum = [torch.zeros_like(p) for p in self.anchor]
+
+    def step(self, step, num_local):
+        """An average of members that have taken so many steps, none if they have just come."""
+        moves = []
+        for name, num in num_local.items():
+            model = make_model()
+            with torch.no_grad():
+                for p, anchor in zip(model.parameters(), self.anchor, strict=True):
+                    p.copy_(anchor)
+            optimizer = make_optimizer(model, momentum=0)
+            for i in range(num):
+                optimizer.zero_grad()
+                loss_of(model, *batch(name, step, i)).backward()
+                optimizer.step()
+            moves.append([a - p.detach() for a, p in zip(self.anchor, model.parameters(), strict=True)])
+        for i, mean in enumerate(sum(of_ranks) / len(moves) for of_ranks in zip(*moves, strict=True)):
+            # Nesterov's momentum, as of `torch.optim.SGD`.
+            self.momentum[i] = 0.9 * self.momentum[i] + mean
+            self.anchor[i] = self.anchor[i] - 0.7 * (mean + 0.9 * self.momentum[i])
+
+
+@pytest.mark.parametrize("hook", ["diloco", "diloco in int8"])
+def test_one_dies_in_an_average_of_models_and_comes_back(start, hook):
+    run = start(hook=hook, of={"two": {"dies": [12]}})
+    run.wait_until(lambda: run.replicas["two"].poll() is not None)
+    run.wait_until(lambda: len(run.steps("one")) > 20)
+    run.start("two")
+    run.wait_until(lambda: len(run.steps("two")) > 20)
+    printed = run.finish()
+    assert "replica 'two' left at step 12: 2 go on" in printed["one"], printed["one"]
+    lines = {name: {line["step"]: line for line in run.steps(name)} for name in NAMES}
+    assert lines["one"][12]["local"] == 5, "tried again after one more step"
+    if hook == "diloco":
+        simulation = LocalSimulation()
+        for step, line in sorted({**lines["three"], **lines["two"], **lines["one"]}.items()):
+            there = {name: lines[name][step]["local"] for name in line["names"]}
+            joined = {name for name in there if step and step - 1 not in lines[name]}
+            simulation.step(step, {name: 0 if name in joined else num for name, num in there.items()})
+            assert line["sum"] == pytest.approx(sum(p.sum().item() for p in simulation.anchor), abs=1e-9), line
+
+
 def test_parts_of_a_model_batch_norm_micro_batches_and_a_scaler(start):
     """Weights are alike after each step, also of what one replica has not used, and somebody dies meanwhile."""
     run = start(hook="powersgd", parts=True, of={"two": {"dies": [12, 0]}})
@@ -335,7 +382,10 @@ def wrapped(manager, hook="int8", **options):
     ("hook", "message"),
     [
         ("auto", "hook='auto' measures one group of ranks, and with manager= they change: choose a hook"),
-        ("diloco", "hook='diloco' averages models, and with manager= .* torchft.local_sgd"),
+        ("diloco", "hook='diloco': post_local_gradient_allreduce=True needs ranks that stay; .* set it to False"),
+        (lc.DiLoCo(post_local_gradient_allreduce=False, delay=2), "delay=2 needs ranks that stay"),
+        (lc.HierarchicalLocalSGD(period_group_size_dict={2: None}), "averages in subgroups"),
+        (lc.Schedule({0: lc.DiLoCo(post_local_gradient_allreduce=False)}), "with manager= give that alone"),
         ("powersdg", "did you mean 'powersgd'"),
         (
             default_hooks.fp16_compress_hook,

@@ -343,4 +343,20 @@ MUTATIONS = [
         "A replica with another hook sends what others do not expect, and gloo ends them.",
         "tests/frameworks/test_torchft.py -k 'another_hook'",
     ),
+    Mutation(
+        "joins_where_another_one_is",
+        f"{PACKAGE}/sources/managed.py",
+        "                runtime.bound.join(self.layout.trained)",
+        "                pass",
+        "A replica that joins moves the common model by what another one did alone.",
+        "tests/frameworks/test_torchft.py -k 'average_of_models and not int8'",
+    ),
+    Mutation(
+        "average_that_failed_stays",
+        f"{PACKAGE}/sources/managed.py",
+        "            runtime.go_on_alone(state)",
+        "            pass",
+        "What a hook remembers of an average that replicas did not commit stays.",
+        "tests/frameworks/test_torchft.py -k 'average_of_models and not int8'",
+    ),
 ]

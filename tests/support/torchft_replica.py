@@ -25,6 +25,7 @@ from torch import nn
 from torchft import Manager
 
 import lightning_commhooks as lc
+from lightning_commhooks.hooks._moves import Moves
 from lightning_commhooks.runtime.runtime import Runtime
 from lightning_commhooks.torchft import DistributedDataParallel, ProcessGroupGloo
 
@@ -55,6 +56,10 @@ HOOKS = {
     "int8": lc.Int8(min_bytes=0, block_size=64, compress_1d=True),
     "powersgd": lc.PowerSGD(start_powerSGD_iter=3, min_compression_rate=1),
     "bf16": lc.BF16(),
+    "diloco": lc.DiLoCo(period=4, post_local_gradient_allreduce=False),
+    "diloco in int8": lc.DiLoCo(
+        period=4, post_local_gradient_allreduce=False, pseudo_gradient="int8", error_feedback=True
+    ),
 }
 
 
@@ -80,8 +85,8 @@ def make_model(parts=False):
     return nn.Sequential(nn.Linear(12, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 4)).to(DTYPE)
 
 
-def make_optimizer(model):
-    return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+def make_optimizer(model, momentum=0.9):
+    return torch.optim.SGD(model.parameters(), lr=0.01, momentum=momentum)
 
 
 def batch(name, step, micro=0):
@@ -113,8 +118,11 @@ def watch_buckets(options):
 def main():
     folder, name, options = Path(sys.argv[1]), sys.argv[2], Options(**json.loads(sys.argv[3]))
     buckets = watch_buckets(options)
-    model = make_model(options.parts)
-    optimizer = make_optimizer(model)
+    model, is_local = make_model(options.parts), options.hook.startswith("diloco")
+    # Whose state who joins would get is up to the manager.
+    optimizer = make_optimizer(model, 0 if is_local else 0.9)
+    if is_local and options.dies:
+        die_in_average(options.dies[0])
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, enabled=options.parts)
 
     def load(state):
@@ -131,6 +139,7 @@ def main():
         state_dict=state,
         min_replica_size=2,
         use_async_quorum=False,
+        init_sync=not is_local,
         timeout=timedelta(seconds=20),
         quorum_timeout=timedelta(seconds=60),
         connect_timeout=timedelta(seconds=10),
@@ -145,7 +154,26 @@ def main():
     hook = HOOKS[options.hook]
     ddp = DistributedDataParallel(manager, model, hook=hook, grad_scaler=scaler, bucket_cap_mb=BUCKET_CAP_MB)
     attachment = ddp.attachment
-    with (folder / f"{name}.steps").open("a") as steps:
+    with (folder / f"{name}.steps").open("a") as notes:
+
+        def note(step, num_local):
+            numbers = b"".join(p.detach().numpy().tobytes() for p in model.parameters())
+            line = {
+                "step": step,
+                "local": num_local,
+                "hash": sha1(numbers).hexdigest(),
+                "time": time(),
+                "names": names_of(attachment),
+                "lost": attachment.metrics()["steps_not_committed"],
+                "sum": sum(p.sum().item() for p in model.parameters()),
+            }
+            notes.write(json.dumps(line) + "\n")
+            notes.flush()
+
+        if is_local:
+            attachment.add_optimizer(optimizer)
+            for step, num_local in train_alone(ddp, optimizer, manager, name, folder):
+                note(step, num_local)
         while manager.current_step() < num_steps(folder / "last"):
             sleep(0.03)  # a process starts in a few dozen steps
             manager.start_quorum()
@@ -158,22 +186,39 @@ def main():
             if manager.should_commit():
                 scaler.step(optimizer)
                 scaler.update()
-                numbers = b"".join(p.detach().numpy().tobytes() for p in model.parameters())
-                line = {
-                    "step": step,
-                    "hash": sha1(numbers).hexdigest(),
-                    "time": time(),
-                    "names": names_of(attachment),
-                    "lost": attachment.metrics()["steps_not_committed"],
-                    "sum": sum(p.sum().item() for p in model.parameters()),
-                }
-                steps.write(json.dumps(line) + "\n")
-                steps.flush()
+                note(step, 0)
     parameters = [p.tolist() for p in model.parameters()]
     end = {"parameters": parameters, "metrics": attachment.metrics(), "buckets": [*buckets.values()]}
     (folder / f"{name}.end").write_text(json.dumps(end))
     manager.shutdown(wait=False)
     attachment.close()
+
+
+def die_in_average(step):
+    """Kill this process in the middle of the average after so many that were committed."""
+    begin = Moves.begin
+
+    def begun(self, fragment, moves, stepped, weigh=None):
+        if moves[0].step == step + 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return begin(self, fragment, moves, stepped, weigh)
+
+    Moves.begin = begun
+
+
+def train_alone(ddp, optimizer, manager, name, folder):
+    """Steps of local SGD, whose averages are the manager's steps; yields their numbers and those of local steps."""
+    num_local = 0
+    while manager.current_step() < num_steps(folder / "last"):
+        sleep(0.005)
+        optimizer.zero_grad()
+        step = manager.current_step()
+        loss_of(ddp, *batch(name, step, num_local)).backward()
+        optimizer.step()
+        num_local += 1
+        if manager.current_step() != step:
+            yield manager.current_step() - 1, num_local
+            num_local = 0
 
 
 def num_steps(path):
