@@ -149,10 +149,10 @@ class DDPSource(Source):
         plain = runtime.bucket(flat, slots, index, is_last, step, self._usage.unused(slots))
         if self._late_step == -1:
             self._late_step = step
-        self._watch_local(runtime, step)
+        self.watch_local(runtime, step)
         return plain
 
-    def _watch_local(self, runtime: Runtime, step: int) -> None:
+    def watch_local(self, runtime: Runtime, step: int) -> None:
         """Look after the DDP wrapper while its ranks step alone, if the hook ever lets them."""
         model, bound = self._ddp(), runtime.bound
         assert model is not None

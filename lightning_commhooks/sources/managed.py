@@ -286,11 +286,11 @@ class ManagedDDP(DDPSource):
             runtime.go_on_alone(state)
             self._members = None
 
-    def _watch_local(self, runtime: Runtime, step: int) -> None:
+    def watch_local(self, runtime: Runtime, step: int) -> None:
         if averages_models(runtime.bound):
             # As long as there are no others, no step is one that ranks take alone.
             runtime.local.check_optimizers()
-        super()._watch_local(runtime, step)
+        super().watch_local(runtime, step)
 
     def _give_unused(self, group: Group) -> None:
         """Give parameters that got gradients on other replicas only their mean, as DDP does for its own ranks."""
