@@ -115,7 +115,7 @@ class BoundLocalSGD(AveragesModels):
         self._after_local_step(num_steps, stepped)
         self._num_steps[stepped.optimizer] = num_steps
 
-    def communicates_after(self, stepped: OptimizerStep) -> bool:
+    def _ends_period(self, stepped: OptimizerStep) -> bool:
         return (self._num_steps.get(stepped.optimizer, 0) + 1) % self._config.repeats_after() == 0
 
     @abstractmethod

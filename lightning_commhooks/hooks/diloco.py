@@ -286,6 +286,10 @@ class _BoundDiLoCo(BoundLocalSGD):
         # Twice as many numbers for a complex parameter.
         return dict.fromkeys(("anchor", "momentum", "average", "share"))
 
+    def communicates_after(self, stepped: OptimizerStep) -> bool:
+        is_whole = self._config.fragments == 1 and not self._delay and self._pace is None
+        return not is_whole or self._ends_period(stepped)
+
     def join(self, parameters: Mapping[str, Tensor]) -> None:
         for name, p in parameters.items():
             if name in self.memory:

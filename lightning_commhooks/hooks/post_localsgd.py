@@ -60,6 +60,9 @@ class PostLocalSGD(LocalSGDConfig):
 class _BoundPostLocalSGD(BoundLocalSGD):
     _config: PostLocalSGD
 
+    def communicates_after(self, stepped: OptimizerStep) -> bool:
+        return self._ends_period(stepped)
+
     def _after_local_step(self, num_steps: int, stepped: OptimizerStep) -> None:
         if num_steps % self._config.period == 0 and self.is_local(stepped.step):
             stepped.models.average_(stepped.parameters)

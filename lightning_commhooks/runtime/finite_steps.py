@@ -63,11 +63,6 @@ class FiniteSteps:
         self.forget()
         self._pending = None
 
-    @property
-    def is_undecided(self) -> bool:
-        """Whether a step has ended, but for the ranks' vote."""
-        return self._undecided is not None
-
     def decide(self, committed: bool) -> None:
         """Let the hook take over the step that ranks have voted on, or let go of it."""
         finite, self._undecided = self._undecided, None

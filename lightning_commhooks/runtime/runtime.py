@@ -150,11 +150,6 @@ class Runtime(RunningHook):
         """What a rank needs that joins: all that ranks have alike. Not collective."""
         return checkpoint.save_alone(self, self.local.models, "joining")
 
-    @property
-    def is_undecided(self) -> bool:
-        """Whether a step has ended that ranks have not voted on."""
-        return self._steps.is_undecided
-
     def decide(self, committed: bool) -> None:
         """Take over a step that ranks have voted on, or let go of it."""
         self.clock.abandon()

@@ -100,6 +100,8 @@ class ManagedDDP(DDPSource):
         self._given: Mapping[str, Any] | None = None
         # Parameters without gradients here in this step, and the means of their gradients.
         self._unused: dict[str, Tensor] = {}
+        # Whether there was a backward that replicas have not voted on.
+        self._awaits_vote = False
         self._quorums, self._not_committed, self._lost_seconds = 0, 0, 0.0
         self._last_commit, self._is_losing = time.perf_counter(), False
 
@@ -169,6 +171,7 @@ class ManagedDDP(DDPSource):
             flat = bucket.buffer()
             if bucket.index() == 0:
                 self._begin(runtime)
+                self._awaits_vote = True
             with self.reporting(), runtime.aborting():
                 if self._manager.errored() is not None:
                     raise HookError("the step is lost")  # also for those that wait for this rank
@@ -197,7 +200,7 @@ class ManagedDDP(DDPSource):
     def _begin(self, runtime: Runtime) -> None:
         """Begin a step: among other replicas, if there is a new quorum."""
         manager = self._manager
-        if runtime.is_undecided:
+        if self._awaits_vote:
             raise HookError("call manager.should_commit() after each backward, before the optimizer's step")
         try:
             manager.wait_quorum()
@@ -253,7 +256,7 @@ class ManagedDDP(DDPSource):
         if self._manager.errored() is None:
             with self.reporting():
                 runtime.call(lambda: self._give_unused(runtime.bound.group))
-        self._unused = {}
+        self._unused, self._awaits_vote = {}, False
         committed = self._voted(*args, **kwargs)
         runtime.decide(committed)
         return committed

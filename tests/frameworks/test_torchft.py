@@ -427,6 +427,18 @@ def test_a_backward_without_a_quorum_is_refused():
     model.attachment.close()
 
 
+def test_a_backward_without_a_vote_is_refused():
+    manager = Manager()
+    manager.wait_quorum = lambda: None
+    manager.current_step = lambda: 0
+    model = wrapped(manager, "allreduce")
+    model(torch.ones(2, 2)).sum().backward()
+    with pytest.raises(HookError, match=r"call manager.should_commit\(\) after each backward"):
+        model(torch.ones(2, 2)).sum().backward()
+    assert manager.should_commit()
+    model.attachment.close()
+
+
 def test_the_state_of_a_replica_has_no_residual():
     manager = Manager()
     model = wrapped(manager)
