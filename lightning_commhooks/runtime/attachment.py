@@ -231,7 +231,7 @@ class Attachment:
         """
         run = self._of_ddp("state_dict")
         if run.source.ranks_change:
-            return run.state_for_others()
+            return checkpoint.save_alone(run, run.local.models, "joining")
         kind: PerRank = "exact" if self._exact_state else "mean"
         run.clock.end()
         return run.call(lambda: checkpoint.save(run, run.local.models, kind))

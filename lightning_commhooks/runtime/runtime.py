@@ -6,7 +6,7 @@ import itertools
 import math
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -17,7 +17,6 @@ from lightning_commhooks.collectives.backend import Backend
 from lightning_commhooks.collectives.counters import Counters
 from lightning_commhooks.collectives.errors import HookError
 from lightning_commhooks.collectives.group import Group
-from lightning_commhooks.collectives.process_groups import OwnGroup
 from lightning_commhooks.collectives.steps import Steps
 from lightning_commhooks.interface.averages_models import averages_models
 from lightning_commhooks.interface.bucket import Bucket, Slot
@@ -87,10 +86,9 @@ class Runtime(RunningHook):
             group = Group(Backend(source.process_group), self.counters, source.device, source.process_group)
             self.bound = hook.bind(group)
         else:
-            self._run_among(ranks := Ranks.of_source(self, make_group))
+            self.run_among(ranks := Ranks.of_source(self, make_group))
             group = ranks.group
             self._steps = FiniteSteps(self, grad_scaler)
-        # That of the bound hook may be a part of it.
         self._group = group
         self.local = LocalSteps(self, group)
         self.local.models.average_buffers = averages_models(self.bound) and self.bound.average_buffers
@@ -98,8 +96,11 @@ class Runtime(RunningHook):
             self.local.models.begin = self._ranks.beside.begin
         self.forecaster = Forecaster(self, self.local)
 
-    def _run_among(self, ranks: Ranks, compare: Callable[[Group], None] = lambda group: None) -> None:
+    def run_among(self, ranks: Ranks, compare: Callable[[Group], None] = lambda group: None) -> None:
         """Bind the hook to ranks, from now on, after a comparison. Collective."""
+        if self._ranks is not None:
+            self._ranks.close()
+            self._ranks.release()
         self._ranks, self._engine = ranks, ranks.engine
         try:
             ranks.group.nodes()  # so that bytes between them are counted
@@ -110,48 +111,11 @@ class Runtime(RunningHook):
             ranks.release()
             raise
         ranks.connect(self)
-
-    def go_on_among(self, own: OwnGroup, compare: Callable[[Group], None]) -> None:
-        """Go on among other ranks, with what the hook remembers here, if `compare` raises nothing. Collective.
-
-        Whatever else it raises, one of them has gone. What the hook remembers stays.
-        """
-        self._go_on(Ranks.of_members(self, own), self.own_state(), compare)
-
-    def go_on_alone(self, state: Mapping[str, Any]) -> None:
-        """Go on without other ranks, from what `own_state` returned."""
-        self._go_on(Ranks.of_source(self, None), state, lambda group: None)
-
-    def own_state(self) -> dict[str, Any]:
-        """What the hook remembers here. Not collective."""
-        return checkpoint.save_alone(self, self.local.models, "own")
-
-    def _go_on(self, ranks: Ranks, state: Mapping[str, Any], compare: Callable[[Group], None]) -> None:
-        before = self._ranks
-        if before is not None:
-            before.close()
-            before.release()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the user got them when the hook was attached
-            self._run_among(ranks, compare)
+        # That of the bound hook may be a part of it.
         self._group = ranks.group
-        self.local.models.regroup(ranks.group)
-        self._take(state, self.bound)
-
-    def take_state(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_for_others` of another rank returned."""
-        self._take(state, self._bind_again())
-
-    def _take(self, state: Mapping[str, Any], fresh: BoundHook) -> None:
-        checkpoint.load_alone(state, self, fresh, self.local.models)
-        self._begin_at(fresh, state["steps"])
-
-    def state_for_others(self) -> dict[str, Any]:
-        """What a rank needs that joins: all that ranks have alike. Not collective."""
-        return checkpoint.save_alone(self, self.local.models, "joining")
 
     def decide(self, committed: bool) -> None:
-        """Take over a step that ranks have voted on, or let go of it."""
+        """Let the hook take over a step that ranks have voted on, or let go of it."""
         self.clock.abandon()
         with torch.no_grad():
             self._steps.decide(committed)
@@ -183,7 +147,7 @@ class Runtime(RunningHook):
         self.num_steps = self.call(lambda: self._shortest(num_steps or 0))
         if self.num_steps:
             self.configure(started(self._given, self.num_steps))
-            self._begin_at(self._bind_again(), self.clock.steps)
+            self.begin_at(self.bind_again(), self.clock.steps)
 
     def _shortest(self, num_steps: int) -> int:
         told = self.bound.group.all_gather_quietly([num_steps])
@@ -205,10 +169,11 @@ class Runtime(RunningHook):
         """Let the hook begin anew, at step 0, with the same model on all ranks. Collective."""
         self.clock.end()
         self.commit()
-        self._begin_at(self._bind_again(), 0)
+        self.begin_at(self.bind_again(), 0)
         self.local.models.restore([], {})
 
-    def _bind_again(self) -> BoundHook:
+    def bind_again(self) -> BoundHook:
+        """A new runtime object of the hook, among the same ranks. Collective."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the user got them when the hook was attached
             return self._bind(self._group)
@@ -222,7 +187,8 @@ class Runtime(RunningHook):
             except Exception as error:
                 raise self.failed(group, "in bind()", error) from error
 
-    def _begin_at(self, fresh: BoundHook, steps: int) -> None:
+    def begin_at(self, fresh: BoundHook, steps: int) -> None:
+        """Go on with another runtime object, after so many steps."""
         self.bound = fresh
         self.clock.steps = steps
         self.forecaster.restart()
@@ -260,14 +226,14 @@ class Runtime(RunningHook):
         num_steps = checkpoint.num_steps_of(state)
         if num_steps is not None:
             self.configure(started(self._given, num_steps) if num_steps else self._given)
-        fresh = self._bind_again()
+        fresh = self.bind_again()
         loaded = self.call(lambda: self._load(state, fresh, strict))
         if isinstance(loaded, StateError):
             self.configure(before)
             raise loaded
         self.num_steps = num_steps if num_steps is not None else self.num_steps
         steps, differences = loaded
-        self._begin_at(fresh, steps)
+        self.begin_at(fresh, steps)
         if differences and fresh.group.rank == 0:
             more = f" and {len(differences) - 5} more" if len(differences) > 5 else ""
             warnings.warn(

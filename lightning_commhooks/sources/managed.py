@@ -29,6 +29,7 @@ from lightning_commhooks.interface.bucket import Bucket
 from lightning_commhooks.interface.hook import CommHook
 from lightning_commhooks.interface.hook_state import describe
 from lightning_commhooks.interface.user_function import DDPHook, UserFunction
+from lightning_commhooks.runtime.members import Members
 from lightning_commhooks.runtime.runtime import Runtime
 from lightning_commhooks.sources.ddp import DDPSource
 from lightning_commhooks.sources.ddp_model import Trampoline
@@ -155,12 +156,12 @@ class ManagedDDP(DDPSource):
             raise ValueError("this manager has a model with a hook, and one is all it takes: put both in one module")
         super().connect(model, runtime)
         before.append(runtime)
-        manager, self._runtime = self._manager, runtime
+        manager, self._runtime, self._ranks = self._manager, runtime, Members(runtime)
         self._vote: Callable[..., bool] = manager.should_commit
         if not averages_models(runtime.bound):
             manager.should_commit = functools.partial(self._should_commit, runtime)
         key = f"lightning_commhooks {len(_attached[manager])}"
-        manager.register_state_dict_fn(key, self._take, runtime.state_for_others)
+        manager.register_state_dict_fn(key, self._take, self._ranks.state_for_others)
 
     def trampoline(self, runtime: Runtime, model: DistributedDataParallel) -> Trampoline:
         plainly = super().trampoline(runtime, model)
@@ -211,11 +212,11 @@ class ManagedDDP(DDPSource):
         if manager.errored() is None and manager._pg.members is not self._members:
             with self.reporting():
                 about = repr((describe(runtime.method), self.layout.shapes))
-                runtime.go_on_among(manager._pg.members, lambda group: self._compare(group, about))
+                self._ranks.go_on_among(manager._pg.members, lambda group: self._compare(group, about))
                 self._members = manager._pg.members
                 self._quorums += 1
         if manager.errored() is None and self._given is not None:
-            runtime.take_state(self._given)
+            self._ranks.take_state(self._given)
             self._given = None
             if averages_models(runtime.bound):
                 runtime.bound.join(self.layout.trained)
@@ -278,7 +279,7 @@ class ManagedDDP(DDPSource):
         manager.start_quorum()
         self._begin(runtime)
         tensors = [*self.layout.trained.values(), *self.layout.float_buffers().values()]
-        own, state = [tensor.detach().clone() for tensor in tensors], runtime.own_state()
+        own, state = [tensor.detach().clone() for tensor in tensors], self._ranks.own_state()
         if manager.errored() is None:
             with self.reporting():
                 average()
@@ -286,7 +287,7 @@ class ManagedDDP(DDPSource):
             with torch.no_grad():
                 for tensor, before in zip(tensors, own, strict=True):
                     tensor.copy_(before)
-            runtime.go_on_alone(state)
+            self._ranks.go_on_alone(state)
             self._members = None
 
     def watch_local(self, runtime: Runtime, step: int) -> None:

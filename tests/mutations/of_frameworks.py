@@ -354,7 +354,7 @@ MUTATIONS = [
     Mutation(
         "average_that_failed_stays",
         f"{PACKAGE}/sources/managed.py",
-        "            runtime.go_on_alone(state)",
+        "            self._ranks.go_on_alone(state)",
         "            pass",
         "What a hook remembers of an average that replicas did not commit stays.",
         "tests/frameworks/test_torchft.py -k 'average_of_models and not int8'",
