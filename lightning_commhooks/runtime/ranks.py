@@ -60,6 +60,7 @@ class Ranks:
         process_group, device, counters = running.source.process_group, running.source.device, running.counters
         connections, is_awaited = AllConnections(), running.source.is_awaited
         if running.source.ranks_change:
+            counters.timing = NoTiming() if device.type == "cuda" else counters.timing
             return cls(running, Group(None, counters, device), connections, False, None)
         is_nccl = device.type == "cuda" and backend_for(process_group, device) == dist.Backend.NCCL
         if is_awaited or device.type == "cuda":
