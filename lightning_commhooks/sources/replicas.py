@@ -309,7 +309,7 @@ class Replicas(Source):
         return [connections_of(group) for group in self._shards.values()]
 
     def smallest(self, value: Tensor) -> Tensor:
-        # Ranks of a replica have other gradients, and one verdict.
+        # Ranks of a replica have other gradients, and one verdict on them; and one length of the run.
         number = value.to(torch.int64, copy=True).view(1)
         for group in self._shards.values():
             dist.all_reduce(number, dist.ReduceOp.MIN, group=group)
