@@ -34,18 +34,23 @@ from lightning_commhooks.torchft import DistributedDataParallel
 NAMES = ("one", "two", "three")
 
 
+def start_lighthouse(address, *words):
+    """A lighthouse, and the variables of what looks for it."""
+    program = shutil.which("torchft_lighthouse", path=f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}")
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    started = subprocess.Popen([program, *words], **quiet)
+    return started, alone(TORCHFT_LIGHTHOUSE=f"http://{address}", RUST_LOG="error", PYTHONWARNINGS="ignore")
+
+
 class Run:
     """Replicas of one run, by name, and their lighthouse."""
 
     def __init__(self, folder, **options):
         self.folder, self.options = folder, options
         address = f"127.0.0.1:{free_port()}"
-        program = shutil.which("torchft_lighthouse", path=f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}")
         times = {"quorum_tick_ms": 20, "join_timeout_ms": 500, "heartbeat_timeout_ms": 1000, "min_replicas": 2}
         words = [word for name, value in times.items() for word in (f"--{name}", str(value))]
-        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-        self._lighthouse = subprocess.Popen([program, "--bind", address, *words], **quiet)
-        self._environment = alone(TORCHFT_LIGHTHOUSE=f"http://{address}", RUST_LOG="error", PYTHONWARNINGS="ignore")
+        self._lighthouse, self._environment = start_lighthouse(address, "--bind", address, *words)
         self.replicas = {}
 
     def start(self, name, **options):
@@ -118,7 +123,7 @@ def start(tmp_path):
     def start(of=(), names=NAMES, **options):
         runs.append(Run(tmp_path, **options))
         for name in names:
-            runs[-1].start(name, **dict(of).get(name, {}))
+            runs[-1].start(name, begins_with=list(names), **dict(of).get(name, {}))
         return runs[-1]
 
     yield start
@@ -334,10 +339,9 @@ def test_script_and_commands_of_the_docs(tmp_path):
     address = f"localhost:{free_port()}"
     assert replica[1:] == ["TORCHFT_LIGHTHOUSE=http://localhost:29510", "python", "train_torchft.py", "a"]
     (tmp_path / "train_torchft.py").write_text(DIES + script)
-    program = shutil.which(lighthouse[0], path=f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}")
+    assert lighthouse[0] == "torchft_lighthouse"
     words = [word.replace("29510", address.rpartition(":")[2]) for word in lighthouse[1:]]
-    served = subprocess.Popen([program, *words], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    environment = alone(TORCHFT_LIGHTHOUSE=f"http://{address}", RUST_LOG="error", PYTHONWARNINGS="ignore")
+    served, environment = start_lighthouse(address, *words)
     path = tmp_path / "train_torchft.py"
     replicas = {name: FORKS.start(path, name, environment=environment, cwd=tmp_path) for name in "abc"}
     try:

@@ -42,12 +42,14 @@ class Options:
         hook: name of one of `HOOKS`.
         dies: where this process ends, `[step, bucket]`.
         stops: where it is stopped in the same way, as by SIGSTOP.
+        begins_with: names of replicas that are to be there before the first step.
         parts: whether each replica uses parts of the model, has batch norms, several micro-batches and a scaler.
     """
 
     hook: str = "allreduce"
     dies: list = field(default_factory=list)
     stops: list = field(default_factory=list)
+    begins_with: list = field(default_factory=list)
     parts: bool = False
 
 
@@ -151,6 +153,9 @@ def main():
         hostname="127.0.0.1",
         heartbeat_interval=timedelta(milliseconds=50),
     )
+    (folder / f"{name}.up").touch()
+    while not all((folder / f"{other}.up").exists() for other in options.begins_with):
+        sleep(0.01)
     hook = HOOKS[options.hook]
     ddp = DistributedDataParallel(manager, model, hook=hook, grad_scaler=scaler, bucket_cap_mb=BUCKET_CAP_MB)
     attachment = ddp.attachment
