@@ -158,16 +158,7 @@ class LocalSteps:
         with self._running.aborting():
             self._refuse_while_swapped()
         with self._running.counters.timing.wait():
-            if averages_models(bound := self._running.bound) and not bound.communicates_after(stepped):
-                self._call(optimizer)
-            else:
-                self._running.source.average(lambda: self._call(optimizer))
-
-    def _call(self, optimizer: Optimizer) -> None:
-        # Not that of before: the source may have loaded another state.
-        stepped = self.models.stepped(optimizer, self._running.clock.steps - 1)
-        assert stepped is not None
-        self._running.call(lambda: self._tell(stepped))
+            self._running.source.average(stepped, lambda: self._running.call(lambda: self._tell(stepped)))
 
     def _tell(self, stepped: OptimizerStep) -> None:
         bound = self._running.bound

@@ -16,6 +16,7 @@ from lightning_commhooks.collectives.gloo_abort import Connections
 from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.interface.hook import BoundHook, CommHook
 from lightning_commhooks.interface.layout import Layout
+from lightning_commhooks.interface.models import OptimizerStep
 from lightning_commhooks.interface.user_function import DDPHook
 
 
@@ -103,8 +104,8 @@ class Source(ABC):
         """For what fails when ranks are gone, at the end of a step: whether it raises is up to the source."""
         return nullcontext()
 
-    def average(self, average: Callable[[], None]) -> None:
-        """Let a hook average models, which communicates."""
+    def average(self, stepped: OptimizerStep, average: Callable[[], None]) -> None:
+        """Let a hook average models, if it is time to after an optimizer's step."""
         average()
 
     def end_step(self) -> None:  # noqa: B027  # optional to override

@@ -28,6 +28,7 @@ from lightning_commhooks.interface.averages_models import averages_models
 from lightning_commhooks.interface.bucket import Bucket
 from lightning_commhooks.interface.hook import CommHook
 from lightning_commhooks.interface.hook_state import describe
+from lightning_commhooks.interface.models import OptimizerStep
 from lightning_commhooks.interface.user_function import DDPHook, UserFunction
 from lightning_commhooks.runtime.members import Members
 from lightning_commhooks.runtime.runtime import Runtime
@@ -120,8 +121,6 @@ class ManagedDDP(DDPSource):
             )
         if isinstance(method, LocalSGDConfig):
             _check_local(method)
-        elif any(isinstance(one, LocalSGDConfig) for one in method.inner_hooks):
-            raise ValueError(f"hook={method.name!r} has a hook that averages models; with manager= give that alone")
         if isinstance(method, Auto):
             raise ValueError("hook='auto' measures one group of ranks, and with manager= they change: choose a hook")
         return resolved
@@ -154,6 +153,8 @@ class ManagedDDP(DDPSource):
         before = _attached.setdefault(self._manager, [])
         if any(not other.is_closed for other in before):
             raise ValueError("this manager has a model with a hook, and one is all it takes: put both in one module")
+        if averages_models(runtime.bound) and not isinstance(runtime.method, LocalSGDConfig):
+            raise ValueError(f"hook={runtime.name!r} has a hook that averages models; with manager= give that alone")
         super().connect(model, runtime)
         before.append(runtime)
         manager, self._runtime, self._ranks = self._manager, runtime, Members(runtime)
@@ -173,9 +174,7 @@ class ManagedDDP(DDPSource):
             if bucket.index() == 0:
                 self._begin(runtime)
                 self._awaits_vote = True
-            with self.reporting(), runtime.aborting():
-                if self._manager.errored() is not None:
-                    raise HookError("the step is lost")  # also for those that wait for this rank
+            with self.reporting(), self._part_of_step(runtime):
                 plain = self._plain(bucket, runtime)
                 self._note_unused(plain)
                 return self._survived(runtime.submit(plain, is_late=False), flat)
@@ -184,6 +183,13 @@ class ManagedDDP(DDPSource):
             return given_up
 
         return trampoline
+
+    @contextmanager
+    def _part_of_step(self, runtime: Runtime) -> Iterator[None]:
+        with runtime.aborting():
+            if self._manager.errored() is not None:
+                raise HookError("the step is lost")  # also for those that wait for this rank
+            yield
 
     def _survived(self, reduced: Future[Tensor], flat: Tensor) -> Future[Tensor]:
         """The gradients, also where that failed: DDP ends the process otherwise."""
@@ -254,9 +260,8 @@ class ManagedDDP(DDPSource):
     def _should_commit(self, runtime: Runtime, *args: Any, **kwargs: Any) -> bool:
         if runtime.is_closed:
             return bool(self._vote(*args, **kwargs))
-        if self._manager.errored() is None:
-            with self.reporting():
-                runtime.call(lambda: self._give_unused(runtime.bound.group))
+        with self.reporting(), self._part_of_step(runtime):
+            runtime.call(lambda: self._give_unused(runtime.bound.group))
         self._unused, self._awaits_vote = {}, False
         committed = self._voted(*args, **kwargs)
         runtime.decide(committed)
@@ -270,12 +275,15 @@ class ManagedDDP(DDPSource):
         self._is_losing = not committed
         return committed
 
-    def average(self, average: Callable[[], None]) -> None:
+    def average(self, stepped: OptimizerStep, average: Callable[[], None]) -> None:
         """Let replicas average their models, and vote on that; where it fails, each goes on from its own.
 
         It is tried again after the next step.
         """
         runtime, manager = self._runtime, self._manager
+        if averages_models(runtime.bound) and not runtime.bound.communicates_after(stepped):
+            average()
+            return
         manager.start_quorum()
         self._begin(runtime)
         tensors = [*self.layout.trained.values(), *self.layout.float_buffers().values()]
