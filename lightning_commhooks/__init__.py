@@ -122,6 +122,8 @@ if find_spec("pytorch_lightning") is not None:
         "CompressedFSDPStrategyPL",
         "CompressedModelParallelStrategyPL",
     ]
+if _found("lightning") or _found("pytorch_lightning"):
+    __all__ += ["FaultTolerance"]
 # Looking for `ray.train` would import Ray. The others are what it refuses to be imported without.
 if (_found("lightning") or _found("pytorch_lightning")) and _found("ray", "fsspec", "pandas", "pyarrow", "requests"):
     __all__ += ["CompressedRayDDPStrategy"]
@@ -130,6 +132,7 @@ _TWICE = ("CommHookMonitor", "CompressedDDPStrategy", "CompressedFSDPStrategy", 
 _LAZY = {
     **{name + end: "lightning_commhooks.lightning.classes" for name in _TWICE for end in ("", "PL")},
     "CompressedDDPFabricStrategy": "lightning_commhooks.lightning.fabric",
+    "FaultTolerance": "lightning_commhooks.lightning.fault_tolerance",
     "CompressedRayDDPStrategy": "lightning_commhooks.lightning.classes",
 }
 _REMOVED = {

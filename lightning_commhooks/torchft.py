@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._C._distributed_c10d import PrefixStore
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.nn import parallel
 
 try:
-    from torchft import process_group
+    from torchft import Manager, process_group
 except ImportError as error:
     raise ImportError(
         "lightning_commhooks.torchft needs torchft: pip install 'lightning-commhooks[torchft]'"
@@ -74,3 +76,51 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         alone = process_group.ProcessGroupDummy(0, 1)
         super().__init__(module, process_group=alone, find_unused_parameters=True, **kwargs)
         self.attachment: Attachment = attach(self, hook, grad_scaler=grad_scaler, manager=manager)
+
+
+def start_manager(
+    replica_id: str,
+    state_dict: Callable[[], Any],
+    load_state_dict: Callable[[Any], None],
+    *,
+    min_replica_size: int = 1,
+    timeout: float = 60.0,
+    quorum_timeout: float = 60.0,
+    lighthouse_addr: str | None = None,
+    **kwargs: Any,
+) -> Manager:
+    """The `torchft.Manager` of a replica that is this process alone, as [`attach`][] wants it.
+
+    Args:
+        replica_id: the replica's name, which stays when it comes back.
+        state_dict: what a replica that joins is given, beside what the hook remembers.
+        load_state_dict: takes it over there.
+        min_replica_size: with fewer replicas no step is committed.
+        timeout: seconds that a replica waits for one that neither answers nor closes its connections, in a collective
+            and while it hands over its state.
+        quorum_timeout: seconds that a replica waits for others when a step begins; with [`DiLoCo`][], an average.
+        lighthouse_addr: the lighthouse, `"http://host:29510"`. `None`: the environment's `TORCHFT_LIGHTHOUSE`.
+        **kwargs: other arguments of `torchft.Manager`, such as `init_sync`.
+    """
+    seconds = timedelta(seconds=timeout)
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    manager = Manager(
+        pg=ProcessGroupGloo(timeout=seconds),
+        load_state_dict=load_state_dict,
+        state_dict=state_dict,
+        min_replica_size=min_replica_size,
+        use_async_quorum=False,
+        timeout=seconds,
+        quorum_timeout=timedelta(seconds=quorum_timeout),
+        connect_timeout=seconds,
+        replica_id=replica_id,
+        rank=0,
+        world_size=1,
+        store_addr="localhost",
+        store_port=store.port,
+        lighthouse_addr=lighthouse_addr,
+        **kwargs,
+    )
+    # It is a client of the store, which ends with its object.
+    manager.store_of_replica = store
+    return manager

@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_commhooks.interface.hook import CommHook
 from lightning_commhooks.lightning.averaging import AveragesModelsMixin, handles_signal
+from lightning_commhooks.lightning.fault_tolerance import FaultTolerance, VotedSteps, check_options
 from lightning_commhooks.lightning.refusals import REPLACED, options_of, refusals_as
 from lightning_commhooks.runtime.attachment import Attachment
 from lightning_commhooks.sources.attach import attach
@@ -44,6 +45,9 @@ class CompressedDDPMixin(AveragesModelsMixin):
             `accumulate_grad_batches`, also in the last window of an epoch, which may be shorter, and by nothing in
             manual optimization. `"mean"`: by the batches that there were. `"sum"`, an integer or `"weighted"`: see
             [`ScaleByGradAccumulation`][].
+        fault_tolerance: make this Trainer, of one process, a replica of several, of which some may die and come back
+            while the others go on. Every replica runs the same command, with a number of its own. See
+            [`FaultTolerance`][] and "A rank dies".
         **kwargs: arguments of `DDPStrategy` and of `torch.nn.parallel.DistributedDataParallel`, without
             `ddp_comm_state`, `ddp_comm_hook`, `ddp_comm_wrapper` and `model_averaging_period`.
 
@@ -63,6 +67,7 @@ class CompressedDDPMixin(AveragesModelsMixin):
         strict_state: bool = True,
         resync: bool = False,
         accumulation: Accumulation = "framework",
+        fault_tolerance: FaultTolerance | None = None,
         **kwargs: Any,
     ) -> None:
         for argument, replacement in self._replaced.items():
@@ -79,9 +84,14 @@ class CompressedDDPMixin(AveragesModelsMixin):
         with refusals_as(self._misconfiguration, self):
             self._hook = resolve_hook(hook, hook_state, accumulation)
             check_even(self._hook, "the Trainer")
+            if fault_tolerance is not None:
+                check_options(self._hook, kwargs)
+                kwargs.setdefault("find_unused_parameters", True)
         self._hook_state = hook_state
         self._exact_state = exact_state
         self._strict_state = strict_state
+        self._fault_tolerance = fault_tolerance
+        self._voted: VotedSteps | None = None
         self._looks_at_average(resync)
         # For checkpoints that Lightning writes when the model is out of DDP again.
         self._last_state: dict[str, Any] | None = None
@@ -128,6 +138,9 @@ class CompressedDDPMixin(AveragesModelsMixin):
         self._pl_static_graph_delay_done = False
         self._last_state, self._saved_at, self._last_is_whole = None, -1, True
         model = self.model
+        if self._fault_tolerance is not None:
+            with refusals_as(self._misconfiguration, self):
+                self._voted = VotedSteps(self._fault_tolerance, self)
         assert isinstance(model, DistributedDataParallel)
         with refusals_as(self._misconfiguration, self):
             self._attachment = attach(
@@ -138,7 +151,35 @@ class CompressedDDPMixin(AveragesModelsMixin):
                 exact_state=self._exact_state,
                 optimizers=lambda: self.optimizers,  # type: ignore[attr-defined]
                 loss_divided_by=self._loss_divided_by,
+                **({} if self._voted is None else self._voted.of_attach),
             )
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """The share of the data that this rank trains on."""
+        options = self._fault_tolerance
+        if options is None:
+            return super().distributed_sampler_kwargs  # type: ignore[misc, no-any-return]
+        return {"num_replicas": options.num_replica_groups, "rank": options.replica_rank}
+
+    def setup_optimizers(self, trainer: Any) -> None:
+        """Make the optimizers; with `fault_tolerance`, check that they step alike on all replicas."""
+        super().setup_optimizers(trainer)
+        if self._voted is not None:
+            with refusals_as(self._misconfiguration, self):
+                self._voted.check_optimizers()
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """With `fault_tolerance`, meet the other replicas before a step."""
+        super().on_train_batch_start(batch, batch_idx)  # type: ignore[misc]
+        if self._voted is not None:
+            self._voted.begin()
+
+    def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
+        """The optimizer's step; with `fault_tolerance`, when the replicas have voted for it."""
+        if self._voted is not None:
+            closure = self._voted.committed(optimizer, closure)
+        return super().optimizer_step(optimizer, closure, *args, **kwargs)  # type: ignore[misc]
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Wrap the model again if parameters were unfrozen, which DDP would not average; then the step itself.
@@ -154,6 +195,11 @@ class CompressedDDPMixin(AveragesModelsMixin):
     def _wrap_again(self) -> None:
         assert self._attachment is not None
         unfrozen = self._attachment.unfrozen()
+        if self._voted is not None:
+            raise self._misconfiguration(
+                f"{unfrozen[0]!r} was unfrozen, and with fault_tolerance= what is trained stays the same: let it "
+                "require gradients from the beginning, with a learning rate of 0"
+            )
         # DDP gives all ranks the model of rank 0.
         self._attachment.average_weights()
         self._pl_static_graph_delay_done = False
@@ -237,6 +283,13 @@ class CompressedDDPMixin(AveragesModelsMixin):
             state = self._attachment.state_dict() if saves else self._attachment.shared_state_dict()
             self._last_state = state if self.is_global_zero else None  # type: ignore[attr-defined]
             self._last_is_whole = bool(saves)
+
+    def teardown(self) -> None:
+        """Close the hook, leave the other replicas, and tear the strategy down."""
+        super().teardown()
+        if self._voted is not None:
+            self._voted.close()
+            self._voted = None
 
     def _has_saved_this_step(self) -> bool:
         return self._attachment is not None and self._saved_at == self._attachment.num_steps

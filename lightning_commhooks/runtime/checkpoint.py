@@ -72,6 +72,15 @@ def _complete(
     }
 
 
+def of_shard(
+    saved: Mapping[str, Any], shard: list[list[int]], shapes: Mapping[str, tuple[int, ...]], hook: dict[str, Any]
+) -> dict[str, Any]:
+    """The state of another shard than the saved one, with what the hook remembers there."""
+    parameters = {name: list(shape) for name, shape in shapes.items()}
+    own = {"shard": shard, "parameters": parameters, "num_tensors": _num_tensors(hook, {}), "hook": hook, "models": {}}
+    return {**saved, **own}
+
+
 def load(saved: Any, run: RunningHook, bound: BoundHook, models: Models, strict: bool) -> tuple[int, list[str]]:
     """Let a new runtime object of a hook take over what [`save`][] returned. Collective, on the engine.
 

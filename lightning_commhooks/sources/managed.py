@@ -61,6 +61,21 @@ def _check_local(hook: LocalSGDConfig) -> None:
             )
 
 
+def check_hook(hook: CommHook | DDPHook) -> None:
+    """Refuse a hook that needs ranks that stay.
+
+    Raises:
+        ValueError: says which to use.
+    """
+    method = without_scale(hook) if isinstance(hook, CommHook) else hook
+    if not isinstance(method, CommHook) or isinstance(method, UserFunction):
+        raise ValueError(f"hook={hook!r} is a function for a process group that stays; among replicas use a CommHook")
+    if isinstance(method, LocalSGDConfig):
+        _check_local(method)
+    if isinstance(method, Auto):
+        raise ValueError("hook='auto' measures one group of ranks, and replicas come and go: choose a hook")
+
+
 class Reporting:
     """Tells a manager of a failure within, which ends there; but for one of options, not of ranks that have gone."""
 
@@ -114,15 +129,7 @@ class ManagedDDP(DDPSource):
 
     def resolve_hook(self, hook: object) -> CommHook | DDPHook:
         resolved = super().resolve_hook(hook)
-        method = without_scale(resolved) if isinstance(resolved, CommHook) else resolved
-        if not isinstance(method, CommHook) or isinstance(method, UserFunction):
-            raise ValueError(
-                f"hook={hook!r} is a function for a process group that stays; with manager= use a CommHook"
-            )
-        if isinstance(method, LocalSGDConfig):
-            _check_local(method)
-        if isinstance(method, Auto):
-            raise ValueError("hook='auto' measures one group of ranks, and with manager= they change: choose a hook")
+        check_hook(resolved)
         return resolved
 
     def check(self, model: nn.Module) -> None:
@@ -269,6 +276,11 @@ class ManagedDDP(DDPSource):
 
     def _voted(self, *args: Any, **kwargs: Any) -> bool:
         committed = bool(self._vote(*args, **kwargs))
+        manager = self._manager
+        if not committed and not self._is_losing and manager.errored() is None:
+            there, least = manager.num_participants(), manager._min_replica_size
+            if there < least:
+                announce(f"step {manager.current_step()} waits for replicas: {there} of at least {least} are there")
         self._not_committed += not committed
         if committed:
             self._last_commit = time.perf_counter()

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from lightning_commhooks.runtime.attachment import Attachment
+from lightning_commhooks.sources.resharding import resharded
+
+logger = logging.getLogger(__name__)
 
 
 def shard_file(attachment: Attachment, folder: str | Path, name: str) -> Path:
@@ -24,7 +29,7 @@ def save_shard(attachment: Attachment, file: Path) -> None:
 
 
 def load_shard(attachment: Attachment, file: Path) -> str | None:
-    """Load the state that [`save_shard`][] has written. Collective.
+    """Load the state that [`save_shard`][] has written, on this or another number of shards. Collective.
 
     Returns:
         that the hook begins anew, where no rank has a file.
@@ -33,10 +38,29 @@ def load_shard(attachment: Attachment, file: Path) -> str | None:
         HookError: the file of another rank cannot be read.
         ValueError: some ranks have a file, and some do not.
     """
+    _, size = attachment.shard
+    state: dict[str, Any] | None = None
     with attachment._runtime.source.agreeing("loading the state of the hook") as same:
-        state = torch.load(file, weights_only=True) if file.exists() else None
-        same["whether there is a file for the rank's shard"] = state is not None
+        files = [file] if file.exists() else _files_of_other_shards(file)
+        same["the number of files with the state"] = len(files)
+        if files:
+            states = [torch.load(path, weights_only=True, mmap=True) for path in files]
+            state = states[0] if files == [file] else resharded(states, attachment)
     if state is None:
         return f"hook {attachment.name!r} begins anew: the checkpoint has no state of these shards, {file}"
-    attachment.load_state_dict(state)
+    is_whole = files == [file]
+    if not is_whole and attachment._runtime.source.process_group.rank() == 0:
+        logger.info("state of hook %r: saved on %d shards, cut anew for %d", attachment.name, len(files), size)
+    attachment.load_state_dict(state, strict_state=is_whole)
     return None
+
+
+def _files_of_other_shards(file: Path) -> list[Path]:
+    """Those of all shards of another number, in order; the largest number if there are several."""
+    name = file.name.rsplit("-", 3)[0]
+    counts = {int(path.stem.rpartition("-")[2]) for path in file.parent.glob(f"{name}-0-of-*.pt")}
+    for count in sorted(counts, reverse=True):
+        files = [file.with_name(f"{name}-{i}-of-{count}.pt") for i in range(count)]
+        if all(path.exists() for path in files):
+            return files
+    return []

@@ -106,8 +106,8 @@ MUTATIONS = [
     Mutation(
         "file_that_one_rank_has",
         f"{PACKAGE}/sources/shard_files.py",
-        "] = state is not None",
-        "] = True",
+        "] = len(files)",
+        "] = 1",
         "Ranks that have the file of a shard wait for those that have none.",
         "tests/sources/test_replicas.py -k 'has_the_file'",
     ),

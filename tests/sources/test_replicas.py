@@ -374,7 +374,7 @@ def one_file(rank, world, folder):
         file = shard_files.shard_file(attachment, folder, "state")
         found = shard_files.load_shard(attachment, file)
         with pytest.raises(
-            (ValueError, lc.HookError), match="file for the rank's shard must be the same on all ranks"
+            (ValueError, lc.HookError), match="number of files with the state must be the same on all ranks"
         ) as raised:
             shard_files.load_shard(attachment, file if rank == world - 1 else file.with_name("lost"))
         return found, str(raised.value), shard_files.load_shard(attachment, file.with_name("lost"))
@@ -383,9 +383,74 @@ def one_file(rank, world, folder):
 def test_only_one_rank_has_the_file(run, tmp_path):
     for found, text, lost in run(one_file, tmp_path, world=WORLD):
         assert found is None
-        assert "is False on rank" in text
+        assert "is 1 on rank" in text
         assert "begins anew" in lost
     assert sorted(file.name for file in tmp_path.iterdir()) == ["state-0-of-2.pt", "state-1-of-2.pt"]
+
+
+HOOKS_CUT_ANEW = {
+    "int8": lc.Int8(min_bytes=0, block_size=8, compress_1d=True),
+    "powersgd": lc.PowerSGD(start_powerSGD_iter=1, matrix_approximation_rank=1, min_compression_rate=0.1),
+    "diloco": lc.DiLoCo(period=2, pseudo_gradient="int8", error_feedback=True),
+}
+
+
+def cut_anew(rank, world, folder, sizes, hook, exact_state):
+    """States of a model sharded one way, and of the same model sharded another way that has loaded it."""
+    hook, states = HOOKS_CUT_ANEW[hook], []
+    with leaving_no_groups():
+        for num_shards in sizes:
+            mesh = init_device_mesh("cpu", (world // num_shards, num_shards), mesh_dim_names=("replicas", "shards"))
+            model = sharded(mesh)
+            optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+            attachment = lc.attach(model, hook, exact_state=exact_state, optimizers=[optimizer])
+            file = shard_files.shard_file(attachment, folder, "state")
+            if not states:
+                for step in range(5):
+                    model(batch(step)).square().mean().backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                shard_files.save_shard(attachment, file)
+                dist.barrier()
+            else:
+                assert shard_files.load_shard(attachment, file) is None
+            states.append((attachment.shard, attachment.state_dict(), attachment.num_steps))
+            if len(states) == 2:
+                model(batch(5)).square().mean().backward()
+            attachment.close()
+    return states
+
+
+def of_all_shards(results, which):
+    """Each tensor of the memory of a hook, by its path, with those of all shards one after another."""
+    by_shard = {result[which][0]: result[which][1] for result in results}
+    paths = {}
+    for (index, _), state in sorted(by_shard.items()):
+        for path, leaf in leaves(state["hook"]["state"]):
+            paths.setdefault(path, {})[index] = leaf
+    return paths
+
+
+def leaves(state, path=()):
+    for key, value in state.items():
+        yield from leaves(value, (*path, key)) if isinstance(value, dict) else [((*path, key), value)]
+
+
+@pytest.mark.parametrize("sizes", [(2, 1), (1, 2)])
+@pytest.mark.parametrize(("hook", "exact_state"), [("int8", False), ("powersgd", False), ("diloco", False)])
+def test_state_of_another_number_of_shards(run, tmp_path, sizes, hook, exact_state):
+    results = run(cut_anew, tmp_path, sizes, hook, exact_state, world=WORLD)
+    before, after = (of_all_shards(results, which) for which in (0, 1))
+    elements = {"residual", "anchor", "momentum"}
+    found = 0
+    for path, parts in before.items():
+        if path[-1] in elements:
+            whole, cut = (torch.cat([*one.values()]) for one in (parts, after[path]))
+            torch.testing.assert_close(cut, whole, rtol=0, atol=0)
+            found += bool(whole.count_nonzero())
+    assert found > 2
+    for (_, first, _), (_, second, _) in results:
+        assert second["steps"] == first["steps"]
 
 
 def lengths(rank, world):

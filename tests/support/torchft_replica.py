@@ -170,6 +170,7 @@ def main():
                 "time": time(),
                 "names": names_of(attachment),
                 "lost": attachment.metrics()["steps_not_committed"],
+                "process": os.getpid(),
                 "sum": sum(p.sum().item() for p in model.parameters()),
             }
             notes.write(json.dumps(line) + "\n")

@@ -1,0 +1,113 @@
+"""The state of a hook between replicas of a sharded model, saved on some shards, for another number of them."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import Shard
+
+from lightning_commhooks.collectives.averaging import own_part
+from lightning_commhooks.interface.layout import memory_shape
+from lightning_commhooks.runtime import checkpoint
+from lightning_commhooks.runtime.attachment import Attachment
+
+_NOTHING = object()
+
+
+def resharded(states: Sequence[Mapping[str, Any]], attachment: Attachment) -> dict[str, Any]:
+    """The state of this rank's shard, from those of all shards there were.
+
+    What has a number for each element of a parameter, such as residuals and anchors, is put together and cut anew. Of
+    what else is remembered of a parameter, such as PowerSGD's Q, this shard has that of the shard that had its first
+    row; what depends on the number of rows, such as its P, begins anew.
+
+    Args:
+        states: what `Attachment.state_dict` returned for each shard, in order.
+        attachment: of the hook.
+    """
+    source = attachment._runtime.source
+    index, size = attachment.shard
+    named = source.layout.trained.items() if len(source.shard) <= 1 else ()
+    parts = {name: part for name, p in named if (part := _Part(name, p, states, (index, size))).is_known}
+    hook = _merged([state["hook"] for state in states], parts, None)
+    return checkpoint.of_shard(states[0], source.shard, source.layout.shapes, hook)
+
+
+class _Part:
+    """Rows of a parameter that shards had, and those that this one has; or columns, as it is sharded."""
+
+    def __init__(
+        self, name: str, parameter: Tensor, states: Sequence[Mapping[str, Any]], shard: tuple[int, int]
+    ) -> None:
+        dims = [one.dim for one in getattr(parameter, "placements", ()) if isinstance(one, Shard)]
+        self._dim, self._shape = dims[0] if dims else 0, memory_shape(parameter)
+        # Shards without rows have no such parameter.
+        self._shapes = [tuple(state["parameters"].get(name, ())) for state in states]
+        self._lengths = [shape[self._dim] if shape else 0 for shape in self._shapes]
+        self._num_replicas = states[0]["world_size"] if states[0]["per_rank"] == "exact" else 1
+        index, size = shard
+        total = sum(self._lengths)
+        self._start = min(index * -(-total // size), total)  # as `torch.chunk`
+        self._length = self._shape[self._dim] if self._shape else 0
+        others = [_without(self._dim, shape) for shape in (*self._shapes, self._shape) if shape]
+        is_in_order = self._shape == tuple(own_part(parameter).shape)
+        fits = 0 < self._length <= total - self._start and len(set(others)) == 1
+        self.is_known = is_in_order and fits
+
+    def of(self, tensors: Sequence[Tensor | None]) -> Tensor | None:
+        """What this shard has, of tensors of each shard that has one; `None`: it begins anew."""
+        there = [i for i, tensor in enumerate(tensors) if tensor is not None]
+        found = [(t, self._shapes[i], self._lengths[i]) for i in there if (t := tensors[i]) is not None]
+        nums = {tensor.numel() / math.prod(shape) for tensor, shape, _ in found}
+        if nums in ({1}, {self._num_replicas}):
+            tensor, shape, _ = found[0]
+            return self._cut(tensors, int(nums.pop()), *_form(tensor, shape))
+        return None if all(length in tensor.shape for tensor, _, length in found) else tensors[self._first_shard()]
+
+    def _first_shard(self) -> int:
+        """The shard that had the first row of this one."""
+        ends = itertools.accumulate(self._lengths)
+        return next(i for i, end in enumerate(ends) if self._start < end)
+
+    def _cut(self, tensors: Sequence[Tensor | None], num: int, lead: Sequence[int], is_flat: bool) -> Tensor:
+        like = next(tensor for tensor in tensors if tensor is not None)
+        whole = [
+            (like.new_zeros(num, *shape) if tensor is None else tensor).reshape(num, *shape)
+            for tensor, shape in zip(tensors, self._shapes, strict=True)
+            if shape
+        ]
+        own = torch.cat(whole, dim=self._dim + 1).narrow(self._dim + 1, self._start, self._length)
+        return own.reshape(*lead, *((-1,) if is_flat else self._shape)).clone()
+
+
+def _form(tensor: Tensor, shape: tuple[int, ...]) -> tuple[Sequence[int], bool]:
+    """Dimensions before those of a parameter, and whether these are one."""
+    is_flat = tensor.shape[-len(shape) :] != shape
+    return (tensor.shape[:-1] if is_flat else tensor.shape[: -len(shape)]), is_flat
+
+
+def _without(dim: int, shape: tuple[int, ...]) -> tuple[int, ...]:
+    return shape[:dim] + shape[dim + 1 :]
+
+
+def _merged(values: Sequence[Any], parts: Mapping[str, _Part], part: _Part | None) -> Any:
+    """Nested states of all shards, `_NOTHING` where one has none, as one of this shard."""
+    there = [value for value in values if value is not _NOTHING]
+    if all(isinstance(value, Mapping) for value in there):
+        merged = {}
+        for key in dict.fromkeys(key for value in there for key in value):
+            of_key = [value if value is _NOTHING else value.get(key, _NOTHING) for value in values]
+            own = _merged(of_key, parts, parts.get(key) if part is None else part)
+            if own is not _NOTHING:
+                merged[key] = own
+        had_tensors = any(isinstance(one, Tensor) for value in there for one in value.values())
+        return _NOTHING if had_tensors and not merged else merged
+    if not isinstance(there[0], Tensor):
+        return there[0]
+    found = None if part is None else part.of([None if value is _NOTHING else value for value in values])
+    return _NOTHING if found is None else found

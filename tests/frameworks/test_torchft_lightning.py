@@ -1,0 +1,194 @@
+"""Trainers as replicas of a torchft manager, with a real lighthouse: they are killed, and come back."""
+
+import pytest
+
+pytest.importorskip("torchft")
+
+import torch
+from forks import PATIENCE, free_port
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.utils.data import DataLoader, TensorDataset
+from torchft_replica import HOOKS
+from torchft_runs import (
+    NAMES,
+    Run,
+    Simulation,
+    assert_equals_simulation,
+    gap_after,
+    run_docs,
+    start_lighthouse,
+    starting,
+)
+
+import lightning_commhooks as lc
+from lightning_commhooks import FaultTolerance
+
+
+@pytest.fixture
+def start(tmp_path):
+    yield from starting("torchft_trainer.py", tmp_path)
+
+
+def simulate(run, hook, micros):
+    simulation = Simulation(HOOKS[hook], run.end("one")["buckets"], micros, prefix="model.")
+    simulation.schedule = torch.optim.lr_scheduler.LambdaLR(simulation.optimizer, lambda step: 1 / (1 + 0.1 * step))
+    return simulation
+
+
+@pytest.mark.parametrize(("hook", "micros"), [("int8", 1), ("allreduce", 3)])
+def test_one_dies_and_comes_back(start, hook, micros):
+    run = start(hook=hook, micros=micros, of={"two": {"dies": [12, 1]}})
+    run.wait_until(lambda: run.replicas["two"].poll() is not None)
+    run.wait_until(lambda: len(run.steps("one")) > 20)
+    run.start("two", micros=micros)
+    run.wait_until(lambda: len(run.steps("two")) > 20)
+    printed = run.finish()
+    assert "replica 'replica_1' left at step 12: 2 go on" in printed["one"], printed["one"]
+    assert "replica 'replica_1' joined at step " in printed["three"]
+    for name in NAMES:
+        for line in run.steps(name):
+            assert line["manager"] == line["step"] + 1
+            assert line["lr"] == pytest.approx(0.01 / (1 + 0.1 * (line["step"] + 1)))
+    assert gap_after(run, "one", 11) < 2 * PATIENCE, "seconds until the next step"
+    end = run.end("one")
+    assert end["attempts"] == end["metrics"]["steps_not_committed"] + len(run.steps("one")) * micros
+    assert [run.end(name)["sampler"] for name in NAMES] == [0, 1, 2]
+    assert_equals_simulation(run, simulate(run, hook, micros))
+
+
+def test_a_scaler_and_a_checkpoint_of_the_whole_run(start, tmp_path):
+    """A replica dies while losses are scaled; the run ends, and goes on from what one replica has saved."""
+    run = start(hook="powersgd", micros=3, scaler=True, saves=[10], of={"two": {"dies": [12, 0]}})
+    run.wait_until(lambda: run.replicas["two"].poll() is not None)
+    run.start("two")
+    run.wait_until(lambda: len(run.steps("two")) > 20)
+    run.finish()
+    simulation = simulate(run, "powersgd", micros=3)
+    assert_equals_simulation(run, simulation, lambda step: 1e-9 * 1.12**step)
+    (tmp_path / "second").mkdir()
+    checkpoint = str(tmp_path / "one-10.ckpt")
+    again = Run("torchft_trainer.py", tmp_path / "second", hook="powersgd", micros=3, scaler=True)
+    try:
+        for name in NAMES:
+            again.start(name, begins_with=list(NAMES), checkpoint=checkpoint if name != "three" else None)
+        again.wait_until(lambda: len(again.steps("one")) > 5)
+        again.finish(first=10)
+    finally:
+        again.close()
+    for name in NAMES:
+        assert again.steps(name)[0]["step"] == 10, "also who has no checkpoint"
+        for line in again.steps(name):
+            assert line["lr"] == pytest.approx(0.01 / (1 + 0.1 * (line["step"] + 1)))
+
+
+def test_script_and_commands_of_the_docs(tmp_path):
+    commands = {str(i): ([], {"REPLICA_GROUP_ID": i, "NUM_REPLICA_GROUPS": 3}) for i in range(3)}
+    commands = {name: ([], {key: str(value) for key, value in given.items()}) for name, (_, given) in commands.items()}
+    printed = run_docs("train_replica.py", commands, "2", tmp_path)
+    for name in "01":
+        assert "replica 'replica_2' left at step " in printed[name]
+        assert " quorums" in printed[name]
+
+
+# In this process ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"hook": "auto"}, "hook='auto' measures one group of ranks"),
+        ({"hook": default_hooks.fp16_compress_hook}, "among replicas use a CommHook"),
+        ({"hook": lc.DiLoCo(post_local_gradient_allreduce=False)}, "hook='diloco' lets replicas step alone"),
+        ({"accumulation": "mean"}, "needs accumulation='framework'"),
+        ({"static_graph": True}, "needs find_unused_parameters=True"),
+        ({"find_unused_parameters": False}, "needs find_unused_parameters=True"),
+    ],
+)
+def test_options_that_cannot_work_are_refused(options, message):
+    with pytest.raises(MisconfigurationException, match=message):
+        lc.CompressedDDPStrategy(**{"hook": "int8", "fault_tolerance": FaultTolerance(0, 2), **options})
+
+
+def test_replicas_are_told_which_they_are(monkeypatch):
+    monkeypatch.delenv("NUM_REPLICA_GROUPS", raising=False)
+    with pytest.raises(ValueError, match="the variable NUM_REPLICA_GROUPS is ''"):
+        FaultTolerance()
+    monkeypatch.setenv("NUM_REPLICA_GROUPS", "4")
+    monkeypatch.setenv("REPLICA_GROUP_ID", "x")
+    with pytest.raises(ValueError, match="the variable REPLICA_GROUP_ID is 'x'"):
+        FaultTolerance()
+    monkeypatch.setenv("REPLICA_GROUP_ID", "4")
+    with pytest.raises(ValueError, match="replica_rank=4 is none of num_replica_groups=4"):
+        FaultTolerance()
+    assert FaultTolerance(3) == FaultTolerance(3, 4)
+    for options, message in (({"timeout": 0}, "timeout must be"), ({"min_replica_size": 0}, "min_replica_size")):
+        with pytest.raises(ValueError, match=message):
+            FaultTolerance(0, **options)
+
+
+class Module(LightningModule):
+    """A module whose optimizer and scheduler a test chooses."""
+
+    def __init__(self, make=None, automatic=True):
+        super().__init__()
+        self.layer, self.make = torch.nn.Linear(2, 2), make
+        self.automatic_optimization = automatic
+
+    def training_step(self, batch, batch_idx):
+        return self.layer(torch.ones(1, 2)).sum()
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        return self.make(optimizer) if self.make else optimizer
+
+
+def scheduled(**options):
+    def make(optimizer):
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, **options}}
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("module", "options", "message"),
+    [
+        (lambda: Module(), {"max_epochs": 1}, r"needs Trainer\(max_steps=...\) without max_epochs"),
+        (lambda: Module(), {"max_steps": 4, "max_epochs": 1}, r"needs Trainer\(max_steps=...\) without max_epochs"),
+        (lambda: Module(scheduled()), {}, "the scheduler StepLR counts epochs or batches of this replica"),
+        (lambda: Module(scheduled(interval="step", frequency=2)), {}, "the scheduler StepLR counts"),
+        (lambda: Module(), {"max_steps": 4}, "in one folder they delete each other's files"),
+        (lambda: Module(automatic=False), {}, "which it cannot in manual optimization"),
+        (lambda: Module(lambda o: torch.optim.LBFGS(o.param_groups[0]["params"])), {}, "LBFGS has several"),
+    ],
+)
+def test_trainers_that_cannot_work_are_refused(module, options, message, lighthouse, tmp_path, monkeypatch):
+    port = str(free_port())
+    for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "LOCAL_RANK": "0", "NODE_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    replica = FaultTolerance(0, 2, lighthouse_addr=lighthouse)
+    strategy = lc.CompressedDDPStrategy(hook="int8", fault_tolerance=replica)
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=1,
+        strategy=strategy,
+        enable_progress_bar=False,
+        **(options or {"default_root_dir": tmp_path, "max_steps": 4}),
+    )
+    try:
+        with pytest.raises(MisconfigurationException, match=message):
+            trainer.fit(module(), DataLoader(TensorDataset(torch.zeros(4))))
+        assert strategy._voted is None
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def lighthouse():
+    address = f"127.0.0.1:{free_port()}"
+    served, environment = start_lighthouse(address, "--bind", address, "--min_replicas", "1")
+    yield environment["TORCHFT_LIGHTHOUSE"]
+    served.kill()
+    served.wait()

@@ -1,0 +1,264 @@
+"""Runs of replicas with a real lighthouse, and the same run in one process."""
+
+import contextlib
+import functools
+import json
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from docs_pages import DOCS, blocks
+from forks import FOLDER, FORKS, PATIENCE, alone, free_port
+from torchft_replica import batch, loss_of, make_model, make_optimizer
+
+from lightning_commhooks.collectives.in_memory import groups_in_memory, run_together
+from lightning_commhooks.interface.bucket import Bucket, Slot
+
+NAMES = ("one", "two", "three")
+
+
+def start_lighthouse(address, *words):
+    """A lighthouse, and the variables of what looks for it."""
+    program = shutil.which("torchft_lighthouse", path=f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}")
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    started = subprocess.Popen([program, *words], **quiet)
+    return started, alone(TORCHFT_LIGHTHOUSE=f"http://{address}", RUST_LOG="error", PYTHONWARNINGS="ignore")
+
+
+class Run:
+    """Replicas of one run, by name, and their lighthouse."""
+
+    def __init__(self, script, folder, **options):
+        self.script, self.folder, self.options = FOLDER / script, folder, options
+        address = f"127.0.0.1:{free_port()}"
+        times = {"quorum_tick_ms": 20, "join_timeout_ms": 500, "heartbeat_timeout_ms": 1000, "min_replicas": 2}
+        words = [word for name, value in times.items() for word in (f"--{name}", str(value))]
+        self._lighthouse, self._environment = start_lighthouse(address, "--bind", address, *words)
+        self.replicas = {}
+
+    def start(self, name, **options):
+        """Start a replica, another time perhaps."""
+        given = json.dumps({**self.options, **options})
+        if name in self.replicas:
+            with self.replicas.pop(name) as before:
+                before.wait(10)
+        # For a framework, whose process group is of this replica alone.
+        environment = {**self._environment, "MASTER_PORT": str(free_port())}
+        self.replicas[name] = FORKS.start(self.script, self.folder, name, given, environment=environment)
+
+    def steps(self, name):
+        """What a replica has said of each step that it has committed."""
+        path = self.folder / f"{name}.steps"
+        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+        return [json.loads(line) for line in lines if line.endswith("\n")]
+
+    def wait_until(self, what, seconds=10, may_fail=""):
+        """Wait until a function returns something true, while no replica fails but that one."""
+        deadline = time.monotonic() + seconds * PATIENCE
+        while not what():
+            codes = {name: one.poll() for name, one in self.replicas.items()}
+            failed = {name for name, code in codes.items() if code not in (None, -signal.SIGKILL)}
+            if failed - {may_fail} or time.monotonic() > deadline:
+                pytest.fail(f"it did not happen, {codes}: {self.close()}")
+            time.sleep(0.02)
+
+    def finish(self, first=0):
+        """What the replicas printed, by name, after a check that all ended well with the same weights in each step."""
+        last, printed = first + len(self.steps("one")) + 20, {}
+        (self.folder / "to_be_last").write_text(str(last))
+        (self.folder / "to_be_last").rename(self.folder / "last")
+        for name, replica in self.replicas.items():
+            replica.finish(60)
+            with replica:
+                printed[name] = "".join(replica.printed())
+            assert replica.returncode == 0, printed[name]
+        self.replicas = {}
+        hashes = {}
+        for name in NAMES:
+            for line in self.steps(name):
+                hashes.setdefault(line["step"], set()).add(line["hash"])
+        assert sorted(hashes) == list(range(first, last))
+        assert not [step for step, different in hashes.items() if len(different) > 1]
+        return printed
+
+    def end(self, name):
+        """What a replica has written in the end."""
+        return json.loads((self.folder / f"{name}.end").read_text())
+
+    def close(self):
+        """Kill what is left; returns what it printed."""
+        printed = ""
+        for replica in self.replicas.values():
+            with replica, contextlib.suppress(ProcessLookupError):
+                os.kill(replica.pid, signal.SIGKILL)
+                replica.wait(10)
+                printed += "".join(replica.printed())
+        self.replicas = {}
+        self._lighthouse.kill()
+        self._lighthouse.wait()
+        return printed
+
+
+def starting(script, tmp_path):
+    """For a fixture: `start(**options)`, a `Run` of three replicas, of which nothing is left in the end."""
+    runs = []
+
+    def start(of=(), names=NAMES, **options):
+        runs.append(Run(script, tmp_path, **options))
+        for name in names:
+            runs[-1].start(name, begins_with=list(names), **dict(of).get(name, {}))
+        return runs[-1]
+
+    yield start
+    for run in runs:
+        run.close()
+
+
+def gap_after(run, name, step):
+    """Seconds between two steps that a replica has committed."""
+    times = [line["time"] for line in run.steps(name)]
+    return times[step + 1] - times[step]
+
+
+class Simulation:
+    """The same run in one process, among those that were there in each step."""
+
+    def __init__(self, hook, names, micros=1, prefix=""):
+        self.hook, self.names, self.micros, self.prefix, self.model = hook, names, micros, prefix, make_model()
+        self.optimizer = make_optimizer(self.model)
+        self.bound, self.members = {}, []
+        self.schedule = None
+
+    def step(self, step, members, fresh):
+        """A step of these members, of which the residuals of some are zero."""
+        if members != self.members:
+            self._regroup(members)
+        for name in fresh:
+            for residual in self.bound[name].residuals():
+                residual.zero_()
+        ranks = []
+        for name in members:
+            self.optimizer.zero_grad()
+            for micro in range(self.micros):
+                (loss_of(self.model, *batch(name, step, micro)) / self.micros).backward()
+            ranks.append(self._buckets(step))
+        for buckets in zip(*ranks, strict=True):
+            works = [
+                functools.partial(bound.reduce, bucket, bound.group.channel(1))
+                for bound, bucket in zip(self.bound.values(), buckets, strict=True)
+            ]
+            run_together(works)
+        for bound in self.bound.values():
+            bound.end_step(torch.tensor(True))
+        for bucket in ranks[0]:
+            for slot in bucket.slots:
+                slot.parameter.grad = slot.view(bucket.flat).clone()
+        self.optimizer.step()
+        if self.schedule is not None:
+            self.schedule.step()
+
+    def _regroup(self, members):
+        """All have the same warm starts."""
+        before = {name: bound.memory for name, bound in self.bound.items()}
+        shared = next(iter(before.values()), {})
+        self.bound = {}
+        for name, group in zip(members, groups_in_memory(len(members)), strict=True):
+            bound = self.hook.bind(group)
+            for parameter, entry in before.get(name, shared).items():
+                bound.memory[parameter] = {kind: tensor.clone() for kind, tensor in entry.items()}
+            self.bound[name] = bound
+        self.members = members
+
+    def _buckets(self, step):
+        parameters = {self.prefix + name: p for name, p in self.model.named_parameters()}
+        last = len(self.names) - 1
+        return [
+            self._bucket(i, [(name, parameters[name]) for name in names], step, i == last)
+            for i, names in enumerate(self.names)
+        ]
+
+    def _bucket(self, index, named, step, is_last):
+        flat, slots, offset = torch.cat([p.grad.reshape(-1) for _, p in named]), [], 0
+        for name, p in named:
+            slots.append(Slot(name, tuple(p.shape), offset, p))
+            offset += p.numel()
+        return Bucket(flat, index, is_last, step, tuple(slots))
+
+
+def lost_before(lines, step):
+    """Whether a replica joined at a step, or had lost one just before."""
+    return step - 1 not in lines or any(lines[step][of] != lines[step - 1][of] for of in ("lost", "process"))
+
+
+def assert_equals_simulation(run, simulation, tolerance_of=lambda step: 1e-9):
+    """What replicas have written of each step, against a run in one process among those that were there."""
+    lines = {name: {line["step"]: line for line in run.steps(name)} for name in NAMES}
+    # A replica that has not committed a step as others have gets it from them.
+    for step, line in sorted({**lines["three"], **lines["two"], **lines["one"]}.items()):
+        names = line["names"]
+        begun_anew = [name for name in names if lost_before(lines[name], step)]
+        simulation.step(step, names, begun_anew)
+        total = sum(p.sum().item() for p in simulation.model.parameters())
+        assert line["sum"] == pytest.approx(total, abs=tolerance_of(step)), (line, total)
+    for mine, theirs in zip(run.end("one")["parameters"], simulation.model.parameters(), strict=True):
+        expected = theirs.detach()
+        torch.testing.assert_close(torch.tensor(mine, dtype=theirs.dtype), expected, rtol=0, atol=tolerance_of(step))
+
+
+# In front of a script of the docs: one replica dies in the middle of it.
+DIES = """
+import os, signal, sys
+from torch.optim.optimizer import register_optimizer_step_post_hook
+steps = []
+def after_step(*_):
+    steps.append(None)
+    if len(steps) == 100 and "dies" in os.environ:
+        os.kill(os.getpid(), signal.SIGKILL)
+register_optimizer_step_post_hook(after_step)
+"""
+
+
+def run_docs(script, commands, dies, tmp_path):
+    """Run a script of docs/elastic.md on several replicas, of which one dies, with the lighthouse of that page.
+
+    Args:
+        script: its name.
+        commands: arguments and variables of each replica, by its name; of the first one those that the page has.
+        dies: the name of the one that dies.
+        tmp_path: where to.
+
+    Returns:
+        what the others printed, by name.
+    """
+    page = blocks(DOCS / "elastic.md")
+    (text,) = (block.text for block in page if block.text.startswith(f"# {script}\n"))
+    path = tmp_path / script
+    path.write_text(DIES + text)
+    words = [shlex.split(block.text.replace("\\\n", "")) for block in page if block.language == "bash"]
+    (lighthouse,) = (line[1:] for line in words if line[0] == "torchft_lighthouse")
+    (replica,) = (line for line in words if script in line and "TORCHFT_LIGHTHOUSE=http://localhost:29510" in line)
+    arguments, variables = next(iter(commands.values()))
+    assert {*replica} >= {*arguments, *(f"{name}={value}" for name, value in variables.items())}
+    port = str(free_port())
+    served, environment = start_lighthouse(f"localhost:{port}", *(word.replace("29510", port) for word in lighthouse))
+    printed, replicas = {}, {}
+    for name, (arguments, variables) in commands.items():
+        given = {**environment, "MASTER_PORT": str(free_port()), **variables, **({"dies": "1"} if name == dies else {})}
+        replicas[name] = FORKS.start(path, *arguments, environment=given, cwd=tmp_path)
+    try:
+        for name, process in replicas.items():
+            with process:
+                process.finish(60)
+                printed[name] = "".join(process.printed())
+        codes = {name: process.returncode for name, process in replicas.items()}
+        assert codes == {name: -signal.SIGKILL if name == dies else 0 for name in commands}, printed
+    finally:
+        served.kill()
+        served.wait()
+    return printed
