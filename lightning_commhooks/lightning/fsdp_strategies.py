@@ -181,7 +181,7 @@ class CompressedModelParallelMixin(ShardedHookMixin):
     `Trainer(strategy=CompressedModelParallelStrategy(hook="powersgd", replicas=4, data_parallel_size=32))`. Apply
     `fully_shard` in the module's `configure_model`, with replicas over
     `mesh=self.device_mesh["replicas", "data_parallel"]`. Each rank then has a share of the hook's state, which is saved
-    in sharded checkpoints and loaded where there are as many shards.
+    in sharded checkpoints, and loaded on whatever numbers of shards and replicas.
 
     Args:
         hook: with replicas, any hook, between them; a rank that steps alone is a replica then. Without, the hook of the

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, cast
 
@@ -247,13 +247,16 @@ class Attachment:
         run = self._of_ddp("shared_state_dict")
         return checkpoint.save_steps(run, run.local.models)
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], *, strict_state: bool = True) -> None:
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any] | Sequence[Mapping[str, Any]], *, strict_state: bool = True
+    ) -> None:
         """Take over the state that `state_dict` returned, on this or another number of ranks.
 
         Collective: call it on every rank with the same state, outside of a backward.
 
         Args:
-            state_dict: the state.
+            state_dict: the state; of a sharded model that of this rank's `shard`, or a list of those of all shards in
+                order, which may have been another number of them.
             strict_state: whether what does not fit is an error. If not, those entries begin anew, with a warning.
 
         Raises:

@@ -13,8 +13,10 @@ from torch import Tensor
 from lightning_commhooks.interface.averages_models import averages_models
 from lightning_commhooks.interface.hook import BoundHook, CommHook
 from lightning_commhooks.interface.hook_state import load_hook, save_hook
+from lightning_commhooks.interface.layout import Layout
 from lightning_commhooks.interface.models import Models
 from lightning_commhooks.interface.state import PerRank, StateError, StateReader, StateWriter
+from lightning_commhooks.runtime.resharding import resharded
 from lightning_commhooks.runtime.running import RunningHook
 
 # A name that users may have in the set-up of their logs.
@@ -72,17 +74,23 @@ def _complete(
     }
 
 
-def of_shard(
-    saved: Mapping[str, Any], shard: list[list[int]], shapes: Mapping[str, tuple[int, ...]], hook: dict[str, Any]
-) -> dict[str, Any]:
-    """The state of another shard than the saved one, with what the hook remembers there."""
-    parameters = {name: list(shape) for name, shape in shapes.items()}
+def _of_this_shard(states: Sequence[Any], run: RunningHook, layout: Layout) -> dict[str, Any]:
+    """The state of this rank's shard, from those of all shards there were."""
+    if problem := next((found for state in states if (found := _problem(state))), "" if states else "there is none"):
+        raise StateError(f"not the states of a communication hook on all shards: {problem}")
+    told = [state.get("shard", []) for state in states]
+    if told != [[[i, len(states)]] for i in range(len(states))] and told != [[]]:
+        raise StateError(f"not the states of all shards in order: they are of {', '.join(map(_told, told))}")
+    hook, shard = resharded(states, run.source.shard, layout), run.source.shard
+    parameters = {name: list(shape) for name, shape in layout.shapes.items()}
     own = {"shard": shard, "parameters": parameters, "num_tensors": _num_tensors(hook, {}), "hook": hook, "models": {}}
-    return {**saved, **own}
+    return {**states[0], **own}
 
 
 def load(saved: Any, run: RunningHook, bound: BoundHook, models: Models, strict: bool) -> tuple[int, list[str]]:
     """Let a new runtime object of a hook take over what [`save`][] returned. Collective, on the engine.
+
+    A sequence has the states of all shards of a sharded model, of another number of them perhaps.
 
     Returns:
         the step count, 0 of what is no state, and what was left out because it does not fit; nothing when `strict`.
@@ -94,6 +102,8 @@ def load(saved: Any, run: RunningHook, bound: BoundHook, models: Models, strict:
     differences: list[str] = []
     staged: list[tuple[Tensor, Tensor]] = []
     try:
+        if isinstance(saved, (list, tuple)):
+            saved = _of_this_shard(saved, run, models.layout)
         if problem := _problem(saved):
             if strict:
                 raise StateError(
@@ -135,7 +145,7 @@ def _load(
     if (shard := saved.get("shard", [])) != run.source.shard:
         reader.differs(
             f"it is of shard {_told(shard)}, and this rank has shard {_told(run.source.shard)}: save the state of each "
-            "shard, and load it where that shard is"
+            "shard, and load it where that shard is, or a list of those of all shards"
         )
         return reader.differences, []
     if bound.has_memory and saved["hook"].get("name") == hook.name:
@@ -160,6 +170,7 @@ def _told(shard: Sequence[Sequence[int]]) -> str:
 
 def num_steps_of(saved: Any) -> int | None:
     """The length of the run by which its starts were determined; see `Runtime.num_steps`."""
+    saved = saved[0] if isinstance(saved, (list, tuple)) and saved else saved
     found = saved.get("num_steps") if isinstance(saved, Mapping) else None
     return found if type(found) is int and found >= 0 else None
 

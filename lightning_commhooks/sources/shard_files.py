@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from lightning_commhooks.runtime.attachment import Attachment
-from lightning_commhooks.sources.resharding import resharded
 
 logger = logging.getLogger(__name__)
 
@@ -39,19 +38,17 @@ def load_shard(attachment: Attachment, file: Path) -> str | None:
         ValueError: some ranks have a file, and some do not.
     """
     _, size = attachment.shard
-    state: dict[str, Any] | None = None
+    states: list[dict[str, Any]] = []
     with attachment._runtime.source.agreeing("loading the state of the hook") as same:
         files = [file] if file.exists() else _files_of_other_shards(file)
         same["the number of files with the state"] = len(files)
-        if files:
-            states = [torch.load(path, weights_only=True, mmap=True) for path in files]
-            state = states[0] if files == [file] else resharded(states, attachment)
-    if state is None:
+        states = [torch.load(path, weights_only=True, mmap=True) for path in files]
+    if not states:
         return f"hook {attachment.name!r} begins anew: the checkpoint has no state of these shards, {file}"
     is_whole = files == [file]
     if not is_whole and attachment._runtime.source.process_group.rank() == 0:
         logger.info("state of hook %r: saved on %d shards, cut anew for %d", attachment.name, len(files), size)
-    attachment.load_state_dict(state, strict_state=is_whole)
+    attachment.load_state_dict(states[0] if is_whole else states, strict_state=is_whole)
     return None
 
 

@@ -17,6 +17,7 @@ from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_commhooks as lc
+from lightning_commhooks.runtime import resharding
 from lightning_commhooks.sources import replicas, shard_files
 
 WORLD = 4
@@ -355,6 +356,10 @@ def resumed(rank, world):
         dist.all_gather_object(told, state, group=mesh["shards"].get_group())
         with pytest.raises(lc.StateError) as refused:
             second.load_state_dict(told[1 - mesh["shards"].get_local_rank()])
+        for wrong, text in ((told[::-1], "not the states of all shards in order"), ([], "there is none")):
+            with pytest.raises(lc.StateError, match=text):
+                second.load_state_dict(wrong)
+        second.load_state_dict(told)
         return same, second.num_steps, str(refused.value)
 
 
@@ -383,7 +388,7 @@ def one_file(rank, world, folder):
 def test_only_one_rank_has_the_file(run, tmp_path):
     for found, text, lost in run(one_file, tmp_path, world=WORLD):
         assert found is None
-        assert "is 1 on rank" in text
+        assert "and 1 on rank 3" in text
         assert "begins anew" in lost
     assert sorted(file.name for file in tmp_path.iterdir()) == ["state-0-of-2.pt", "state-1-of-2.pt"]
 
@@ -391,11 +396,13 @@ def test_only_one_rank_has_the_file(run, tmp_path):
 HOOKS_CUT_ANEW = {
     "int8": lc.Int8(min_bytes=0, block_size=8, compress_1d=True),
     "powersgd": lc.PowerSGD(start_powerSGD_iter=1, matrix_approximation_rank=1, min_compression_rate=0.1),
-    "diloco": lc.DiLoCo(period=2, pseudo_gradient="int8", error_feedback=True),
+    "diloco": lc.DiLoCo(
+        period=2, post_local_gradient_allreduce=False, pseudo_gradient=lc.Int8(min_bytes=0, block_size=8)
+    ),
 }
 
 
-def cut_anew(rank, world, folder, sizes, hook, exact_state):
+def cut_anew(rank, world, folder, sizes, hook):
     """States of a model sharded one way, and of the same model sharded another way that has loaded it."""
     hook, states = HOOKS_CUT_ANEW[hook], []
     with leaving_no_groups():
@@ -403,7 +410,7 @@ def cut_anew(rank, world, folder, sizes, hook, exact_state):
             mesh = init_device_mesh("cpu", (world // num_shards, num_shards), mesh_dim_names=("replicas", "shards"))
             model = sharded(mesh)
             optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
-            attachment = lc.attach(model, hook, exact_state=exact_state, optimizers=[optimizer])
+            attachment = lc.attach(model, hook, optimizers=[optimizer])
             file = shard_files.shard_file(attachment, folder, "state")
             if not states:
                 for step in range(5):
@@ -415,8 +422,9 @@ def cut_anew(rank, world, folder, sizes, hook, exact_state):
             else:
                 assert shard_files.load_shard(attachment, file) is None
             states.append((attachment.shard, attachment.state_dict(), attachment.num_steps))
-            if len(states) == 2:
+            if len(states) == 2 and not attachment.averages_models:
                 model(batch(5)).square().mean().backward()
+            attachment.average_weights()
             attachment.close()
     return states
 
@@ -437,9 +445,9 @@ def leaves(state, path=()):
 
 
 @pytest.mark.parametrize("sizes", [(2, 1), (1, 2)])
-@pytest.mark.parametrize(("hook", "exact_state"), [("int8", False), ("powersgd", False), ("diloco", False)])
-def test_state_of_another_number_of_shards(run, tmp_path, sizes, hook, exact_state):
-    results = run(cut_anew, tmp_path, sizes, hook, exact_state, world=WORLD)
+@pytest.mark.parametrize("hook", list(HOOKS_CUT_ANEW))
+def test_state_of_another_number_of_shards(run, tmp_path, sizes, hook):
+    results = run(cut_anew, tmp_path, sizes, hook, world=WORLD)
     before, after = (of_all_shards(results, which) for which in (0, 1))
     elements = {"residual", "anchor", "momentum"}
     found = 0
@@ -451,6 +459,66 @@ def test_state_of_another_number_of_shards(run, tmp_path, sizes, hook, exact_sta
     assert found > 2
     for (_, first, _), (_, second, _) in results:
         assert second["steps"] == first["steps"]
+
+
+def layout_of(rows, columns=3):
+    """What `resharded` looks at in a layout: a parameter of which this shard has some rows."""
+    return SimpleNamespace(trained={"weight": torch.empty(rows, columns)})
+
+
+ROWS = {1: [7], 2: [4, 3], 3: [3, 3, 1], 4: [2, 2, 2, 1], 5: [2, 2, 2, 1, 0]}
+
+
+def saved_state(index, num, tensor, q):
+    rows = tensor.split(ROWS[num], dim=-2)[index]
+    entry = {"residual": rows, "flat": rows.flatten(-2), "factor": q + index, "factor_p": torch.ones(2, rows.shape[-2])}
+    memory = {"weight": entry if rows.numel() else {}, "weight\nbias": {"factor": q}}
+    return {
+        "per_rank": "exact" if tensor.dim() == 3 else "mean",
+        "world_size": 2,
+        "parameters": {"weight": list(rows.shape[-2:])} if rows.numel() else {},
+        "hook": {
+            "name": "x",
+            "options": {"a": None, "weight": 1},
+            "state": {"entries": memory, "numbers": {"weight": 5}},
+        },
+    }
+
+
+@pytest.mark.parametrize("lead", [(), (2,)])
+@pytest.mark.parametrize(("num_before", "num_after"), [(2, 3), (3, 2), (1, 4), (4, 1), (5, 2), (2, 5)])
+def test_rows_of_shards_are_cut_anew(lead, num_before, num_after):
+    tensor, q = torch.randn(*lead, 7, 3), torch.zeros(2, 3)
+    states = [saved_state(i, num_before, tensor, q) for i in range(num_before)]
+    for i, rows in enumerate(ROWS[num_after]):
+        found = resharding.resharded(states, [[i, num_after]], layout_of(rows))
+        state = found["state"]
+        assert found["options"] == {"a": None, "weight": 1}
+        assert state["numbers"] == {"weight": 5}
+        entry = state["entries"].get("weight", {})
+        assert entry.keys() == ({"residual", "flat", "factor"} if rows else set())
+        assert state["entries"].keys() <= {"weight"}
+        if rows:
+            begin = sum(ROWS[num_after][:i])
+            expected = tensor[..., begin : begin + rows, :]
+            assert torch.equal(entry["residual"], expected)
+            assert torch.equal(entry["flat"], expected.flatten(-2))
+            first = next(j for j in range(num_before) if begin < sum(ROWS[num_before][: j + 1]))
+            assert torch.equal(entry["factor"], q + first)
+
+
+def test_a_shard_whose_gradient_was_not_compressed_has_no_residual():
+    tensor = torch.randn(7, 3)
+    states = [saved_state(i, 2, tensor, torch.zeros(2, 3)) for i in range(2)]
+    del states[1]["hook"]["state"]["entries"]["weight"]
+    (entry,) = resharding.resharded(states, [], layout_of(7))["state"]["entries"].values()
+    assert torch.equal(entry["residual"], torch.cat([tensor[:4], torch.zeros(3, 3)]))
+
+
+def test_another_model_is_not_cut():
+    states = [saved_state(i, 2, torch.randn(7, 3), torch.zeros(2, 3)) for i in range(2)]
+    assert not resharding.resharded(states, [], layout_of(8))["state"]["entries"]
+    assert not resharding.resharded(states, [], layout_of(7, columns=4))["state"]["entries"]
 
 
 def lengths(rank, world):

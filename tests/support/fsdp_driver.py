@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.tensor import debug
 
 import lightning_commhooks as lc
 from lightning_commhooks.runtime.runtime import Runtime
@@ -132,6 +133,9 @@ def leaving_no_groups():
     yield
     dist.barrier()
     dist.destroy_process_group()
+    # PyTorch looks meshes up by what is in them, and would give another test in this process the groups of this one.
+    debug._clear_python_sharding_prop_cache()
+    debug._clear_fast_path_sharding_prop_cache()
 
 
 def of_each(world, make=full_rank_gradients):

@@ -9,33 +9,30 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import Shard
 
 from lightning_commhooks.collectives.averaging import own_part
-from lightning_commhooks.interface.layout import memory_shape
-from lightning_commhooks.runtime import checkpoint
-from lightning_commhooks.runtime.attachment import Attachment
+from lightning_commhooks.interface.layout import Layout, memory_shape
 
 _NOTHING = object()
 
 
-def resharded(states: Sequence[Mapping[str, Any]], attachment: Attachment) -> dict[str, Any]:
-    """The state of this rank's shard, from those of all shards there were.
+def resharded(states: Sequence[Mapping[str, Any]], shard: Sequence[Sequence[int]], layout: Layout) -> Any:
+    """The state of a hook for this rank's shard, from those of all shards there were.
 
     What has a number for each element of a parameter, such as residuals and anchors, is put together and cut anew. Of
     what else is remembered of a parameter, such as PowerSGD's Q, this shard has that of the shard that had its first
     row; what depends on the number of rows, such as its P, begins anew.
 
     Args:
-        states: what `Attachment.state_dict` returned for each shard, in order.
-        attachment: of the hook.
+        states: what `checkpoint.save` returned for each shard, in order.
+        shard: which one this rank has, of how many: `Source.shard`.
+        layout: of the model.
     """
-    source = attachment._runtime.source
-    index, size = attachment.shard
-    named = source.layout.trained.items() if len(source.shard) <= 1 else ()
+    # Of shards of shards begins anew what has an element of its own for each of a parameter's.
+    named = layout.trained.items() if len(shard) <= 1 else ()
+    index, size = shard[0] if shard else (0, 1)
     parts = {name: part for name, p in named if (part := _Part(name, p, states, (index, size))).is_known}
-    hook = _merged([state["hook"] for state in states], parts, None)
-    return checkpoint.of_shard(states[0], source.shard, source.layout.shapes, hook)
+    return _merged([state["hook"] for state in states], parts, None)
 
 
 class _Part:
@@ -44,7 +41,7 @@ class _Part:
     def __init__(
         self, name: str, parameter: Tensor, states: Sequence[Mapping[str, Any]], shard: tuple[int, int]
     ) -> None:
-        dims = [one.dim for one in getattr(parameter, "placements", ()) if isinstance(one, Shard)]
+        dims = [one.dim for one in getattr(parameter, "placements", ()) if one.is_shard()]
         self._dim, self._shape = dims[0] if dims else 0, memory_shape(parameter)
         # Shards without rows have no such parameter.
         self._shapes = [tuple(state["parameters"].get(name, ())) for state in states]
