@@ -243,7 +243,7 @@ TORCH = [
         IMPORTED,
     ),
     Use("torch._C._distributed_c10d.HashStore", (LAUNCH,), "`advise` fails"),
-    Use("torch._C._distributed_c10d.TCPStore", (LAUNCH,), "`--nproc` fails"),
+    Use("torch._C._distributed_c10d.TCPStore", (LAUNCH, TORCHFT), "`--nproc` fails"),
     Use("torch._C._distributed_c10d.Store", (LAUNCH, GROUPS), IMPORTED),
     Use("torch._C._distributed_c10d.PrefixStore", (GROUPS, TORCHFT), IMPORTED),
     Use(

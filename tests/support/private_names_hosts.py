@@ -63,8 +63,8 @@ LIGHTNING = [
     ),
     Use(
         "._batches_that_stepped",
-        (MONITOR,),
-        "CommHookMonitor fails in manual optimization",
+        (MONITOR, "lightning_commhooks/lightning/fault_tolerance.py"),
+        "CommHookMonitor fails in manual optimization; a replica that joins logs at other steps",
         _counts_batches,
     ),
     Use(
@@ -246,6 +246,7 @@ MANAGED, OURS = "lightning_commhooks/sources/managed.py", "lightning_commhooks/t
 
 OF_TORCHFT = [
     Use("._pg", (MANAGED,), "`manager=` is refused", _manager_has("_pg")),
+    Use("._min_replica_size", (MANAGED,), "a step that fails is an error", _manager_has("_min_replica_size")),
     Use("._use_async_quorum", (MANAGED,), "silent: steps are lost", _manager_has("_use_async_quorum")),
     Use("._create_pg", (OURS,), "hooks find no members", _torchft_group_has("self._create_pg(")),
     Use("._replica_id", (OURS,), "a backward fails", _torchft_group_has("self._replica_id")),
