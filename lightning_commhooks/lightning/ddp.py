@@ -47,7 +47,7 @@ class CompressedDDPMixin(AveragesModelsMixin):
             [`ScaleByGradAccumulation`][].
         fault_tolerance: make this Trainer, of one process, a replica of several, of which some may die and come back
             while the others go on. Every replica runs the same command, with a number of its own. See
-            [`FaultTolerance`][] and "A rank dies".
+            [`FaultTolerance`][] and "When workers die". Sets `find_unused_parameters=True`.
         **kwargs: arguments of `DDPStrategy` and of `torch.nn.parallel.DistributedDataParallel`, without
             `ddp_comm_state`, `ddp_comm_hook`, `ddp_comm_wrapper` and `model_averaging_period`.
 
@@ -86,7 +86,8 @@ class CompressedDDPMixin(AveragesModelsMixin):
             check_even(self._hook, "the Trainer")
             if fault_tolerance is not None:
                 check_options(self._hook, kwargs)
-                kwargs.setdefault("find_unused_parameters", True)
+                # Or buckets of a replica that joins later would differ. The CLI gives the default of every option.
+                kwargs["find_unused_parameters"] = True
         self._hook_state = hook_state
         self._exact_state = exact_state
         self._strict_state = strict_state

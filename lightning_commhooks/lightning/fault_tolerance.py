@@ -218,8 +218,7 @@ def check_options(hook: CommHook | DDPHook, options: Mapping[str, Any]) -> None:
         )
     if accumulation_of(hook) != "framework":
         raise ValueError("fault_tolerance= needs accumulation='framework': a step that is repeated has one micro-batch")
-    if options.get("static_graph") or not options.get("find_unused_parameters", True):
+    if options.get("static_graph"):
         raise ValueError(
-            "fault_tolerance= needs find_unused_parameters=True, its default here, and no static_graph: the buckets of "
-            "a replica that joins later would differ"
+            "fault_tolerance= does not work with static_graph=True: the buckets of a replica that joins later differ"
         )

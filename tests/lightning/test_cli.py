@@ -47,6 +47,18 @@ def config(tmp_path):
     return write
 
 
+@pytest.mark.parametrize("environment", [False, True])
+def test_replica(config, monkeypatch, environment):
+    """Which one it is, from the file or the environment."""
+    for name, value in {"REPLICA_GROUP_ID": "1", "NUM_REPLICA_GROUPS": "3"}.items() if environment else ():
+        monkeypatch.setenv(name, value)
+    given = "{timeout: 5}" if environment else "{replica_rank: 1, num_replica_groups: 3, timeout: 5}"
+    strategy = cli(config(f"hook: int8\nfault_tolerance: {given}"), "--trainer.devices=1").trainer.strategy
+    assert strategy._fault_tolerance == lc.FaultTolerance(1, 3, timeout=5)
+    assert strategy.distributed_sampler_kwargs == {"num_replicas": 3, "rank": 1}
+    assert strategy._ddp_kwargs["find_unused_parameters"]
+
+
 POWERSGD_4 = """
     hook:
       class_path: lightning_commhooks.PowerSGD
