@@ -54,7 +54,8 @@ test-oldest: .venv-oldest/floors.txt
 	$(OLDEST) test
 
 # The same with the tests that see most of what other versions break, some minutes: CI runs it.
-OLDEST_FAST := contract cli examples forecast_accelerate hf_trainer lightning accelerate fsdp2 private_names
+OLDEST_FAST := contract cli examples forecast_accelerate hf_trainer lightning accelerate fsdp2 private_names \
+	replicas torchft_lightning
 
 test-oldest-fast: .venv-oldest/floors.txt
 	$(OLDEST) test-some SOME='$(OLDEST_FAST)'

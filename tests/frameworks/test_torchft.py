@@ -142,6 +142,14 @@ def test_script_and_commands_of_the_docs(tmp_path):
         assert f"{name}: " in printed[name]
 
 
+def test_script_with_accelerate(tmp_path):
+    commands = {name: ([name], {}) for name in "012"}
+    printed = run_docs("train_replica_accelerate.py", commands, "2", tmp_path)
+    for name in "01":
+        assert "replica 'replica_2' left at step " in printed[name]
+        assert f"{name}: " in printed[name]
+
+
 # In this process ---------------------------------------------------------------------------------------------------
 
 

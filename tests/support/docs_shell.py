@@ -97,7 +97,7 @@ def _script(words):
     path = ROOT / script
     if "/" not in script:
         of_pages = ("example", "main", "check_topk", "train", "train_lightning", "train_accelerate", "train_ddp")
-        of_pages += ("train_transformers", "train_fabric", "train_torchft", "train_replica")
+        of_pages += ("train_transformers", "train_fabric", "train_torchft", "train_replica", "train_replica_accelerate")
         assert script.removesuffix(".py") in of_pages, f"what is {script}?"
         return
     assert path.is_file(), f"there is no {script}"
