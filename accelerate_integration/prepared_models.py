@@ -69,7 +69,7 @@ def attach_to_prepared(
         )
     if not accelerator._models:
         raise ValueError("the accelerator has no model yet: call use_comm_hook(accelerator, ...) after prepare()")
-    resolved = get_hook(given) if has_replicas else resolve_sharded_hook(given)  # type: ignore[arg-type]
+    resolved = get_hook(given) if has_replicas else resolve_sharded_hook(given, remembers=True)  # type: ignore[arg-type]
     check_even(resolved, "Accelerate")
     attachments = [
         attach(model, resolved, exact_state=exact_state, shard_hook=shard_hook) for model in accelerator._models

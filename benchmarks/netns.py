@@ -39,10 +39,12 @@ class Network:
 
     Attributes:
         names: the namespace of each host.
+        hub: the namespace of the bridge that joins them.
         switch: what delays packets; `None` without delay.
     """
 
     names: list[str]
+    hub: str
     switch: subprocess.Popen[str] | None = field(default=None, repr=False)
     _next_port: int = field(default=29_500, repr=False)
 
@@ -54,6 +56,14 @@ class Network:
         """Change what each host may send; also while processes run."""
         for name in self.names:
             _shape(name, rate, burst, "change")
+
+    def cut(self, host: int) -> None:
+        """Drop what a host sends and is sent, until `mend`. Not with a delay."""
+        _ip(self.hub, "link", "set", f"port{host}", "nomaster")
+
+    def mend(self, host: int) -> None:
+        """Join a host again that was cut."""
+        _ip(self.hub, "link", "set", f"port{host}", "master", "bridge")
 
     def launch(
         self,
@@ -152,7 +162,7 @@ def hosts(
             switch = ["ip", "netns", "exec", hub, sys.executable, str(ROOT / "benchmarks" / "delay_line.py")]
             switch += [str(delay_ms), str(loss), *ports]
             forwarding = subprocess.Popen(switch, stderr=subprocess.PIPE, text=True)
-        yield Network(names, forwarding)
+        yield Network(names, hub, forwarding)
     finally:
         if forwarding is not None:
             forwarding.kill()

@@ -1,6 +1,7 @@
 """Does a model get as good with quantized gradients? Against dense DDP, on digits and a tiny language model.
 
     python benchmarks/quantization_quality.py
+    python benchmarks/quantization_quality.py --sharded
 
 Digits: the network of `local_sgd_digits.py` without BatchNorm, AdamW, accuracy on that half of scikit-learn's digits
 that is not for training. Text: the model and text of `examples/hf_trainer_tiny.py` (Python's own documentation,
@@ -12,7 +13,11 @@ same data, initial weights and number of steps. Printed for each hook:
 - noise: standard deviation of dense over seeds, in the same unit.
 - fewer: how many times as many bytes dense sent.
 
-Exits with 1 when int8 is worse than dense by more than the noise, or int4 by more than 1% of the loss.
+With `--sharded` the language model alone, by `fully_shard`: hooks of the reduce-scatter, without and with the residual
+in 8 bits.
+
+Exits with 1 when int8 is worse than dense by more than the noise, or int4 by more than 1% of the loss; sharded, when
+either is with its residual.
 """
 
 from __future__ import annotations
@@ -33,6 +38,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
@@ -52,12 +58,24 @@ HOOKS: dict[str, lc.CommHook] = {
     "quantize_per_tensor": lc.QuantizePerTensor(),
 }
 
+FLAT: dict[str, Any] = {**SMALL, "compress_1d": True}
+SHARDED_HOOKS: dict[str, lc.CommHook] = {
+    "dense": lc.AllReduce(),
+    "int8 without feedback": lc.Int8(**FLAT, use_error_feedback=False),
+    "int8": lc.Int8(**FLAT),
+    "int4 without feedback": lc.Int4(**FLAT, use_error_feedback=False),
+    "int4 stochastic": lc.Int4(**FLAT, use_error_feedback=False, rounding="stochastic"),
+    "int4": lc.Int4(**FLAT),
+}
+
 
 class Run:
     """A model under training; `loss(step)` is that of this rank's batch, `score()` the quality of the model."""
 
+    is_sharded = False
+
     def __init__(self, model: nn.Module, learning_rate: float, steps: int) -> None:
-        self.model, self.steps = model, steps
+        self.model, self.steps = fully_shard(model) if self.is_sharded else model, steps
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate)
         self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, steps)
         self.ddp: nn.Module = model
@@ -72,7 +90,7 @@ class Run:
 
     def train(self, hook: lc.CommHook, seed: int) -> tuple[float, float]:
         """Score and bytes sent."""
-        self.ddp = DistributedDataParallel(self.model)
+        self.ddp = self.model if self.is_sharded else DistributedDataParallel(self.model)
         attachment = lc.attach(self.ddp, hook)
         generator = torch.Generator().manual_seed(1000 * seed + dist.get_rank())
         for _ in range(self.steps):
@@ -136,14 +154,27 @@ class Text(Run):
 TASKS: dict[str, Callable[[int], Run]] = {"digits, accuracy %": Digits, "text, loss": Text}
 
 
+def sharded_worker(rank: int, folder: str, seeds: int) -> None:
+    """Train the language model, sharded."""
+    Run.is_sharded = True
+    work(rank, folder, seeds, {"text, loss": Text}, SHARDED_HOOKS)
+
+
 def worker(rank: int, folder: str, seeds: int) -> None:
-    """Train all; rank 0 writes what it has measured."""
+    """Train all."""
+    work(rank, folder, seeds, TASKS, HOOKS)
+
+
+def work(
+    rank: int, folder: str, seeds: int, tasks: dict[str, Callable[[int], Run]], hooks: dict[str, lc.CommHook]
+) -> None:
+    """Train with each hook; rank 0 writes what it has measured."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD)
     results: dict[str, dict[str, list[tuple[float, float]]]] = {}
-    for task, make in TASKS.items():
+    for task, make in tasks.items():
         results[task] = {}
-        for label, hook in HOOKS.items():
+        for label, hook in hooks.items():
             for seed in range(seeds):
                 torch.manual_seed(seed)
                 results[task].setdefault(label, []).append(make(seed).train(hook, seed))
@@ -188,8 +219,9 @@ def main() -> None:
     """Train with all hooks, print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--sharded", action="store_true")
     args = parser.parse_args()
-    results = launch(worker, WORLD, args.seeds)
+    results = launch(sharded_worker if args.sharded else worker, WORLD, args.seeds)
     print(f"$ python {shlex.join(sys.argv)}")
     print(f"# torch {torch.__version__}, {WORLD} ranks, {args.seeds} seeds")
     ok = [report(task, runs) for task, runs in results.items()]

@@ -13,6 +13,11 @@ of the first replica.
 committed step a replica notes a hash of its weights. Exits with 1 when replicas had different weights after a step,
 when one hangs, or when the replica that was never killed has a dozen descriptors or threads more in the end than after
 ten deaths. `--deaths` does that alone.
+
+**A network that drops everything.** Three replicas on a host each (network namespaces, which need root); the network of
+one drops all packets for ten seconds. The timeout of collectives is two seconds. Exits with 1 when the others do not go
+on meanwhile, when that replica does not come back after it, or replicas had different weights after a step.
+`--dropped` does that alone.
 """
 
 from __future__ import annotations
@@ -36,13 +41,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from netns import INTERFACE, Network, hosts
 from records import command
 from torch import nn
 from torch.nn import parallel
 from torchft import Manager
 
 import lightning_commhooks as lc
-from lightning_commhooks.torchft import DistributedDataParallel, ProcessGroupGloo
+from lightning_commhooks.torchft import DistributedDataParallel, start_manager
 
 HOOKS: dict[str, lc.CommHook] = {
     "allreduce": lc.AllReduce(),
@@ -52,8 +58,7 @@ HOOKS: dict[str, lc.CommHook] = {
 TURNS, STEPS_OF_A_TURN = 10, 20
 DEATHS, STEPS = 30, 2000
 BATCH_SIZE = 16
-# Others meet there for as long as there is such a replica.
-_STORES: list[dist.TCPStore] = []
+CUT_SECONDS, TIMEOUT = 10, 2
 
 
 def make_model() -> nn.Module:
@@ -64,28 +69,18 @@ def make_model() -> nn.Module:
 
 def make_manager(name: str, state: dict[str, Any], min_replica_size: int) -> Manager:
     """A manager of a replica of one process, that hands over a model and an optimizer."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    _STORES.append(store)
 
     def load(saved: dict[str, Any]) -> None:
         for key, one in state.items():
             one.load_state_dict(saved[key])
 
-    return Manager(
-        pg=ProcessGroupGloo(timeout=timedelta(seconds=5)),
-        load_state_dict=load,
-        state_dict=lambda: {key: one.state_dict() for key, one in state.items()},
+    return start_manager(
+        name,
+        lambda: {key: one.state_dict() for key, one in state.items()},
+        load,
         min_replica_size=min_replica_size,
-        use_async_quorum=False,
-        timeout=timedelta(seconds=20),
-        quorum_timeout=timedelta(seconds=60),
-        connect_timeout=timedelta(seconds=10),
-        rank=0,
-        world_size=1,
-        store_addr="127.0.0.1",
-        store_port=store.port,
-        replica_id=name,
-        hostname="127.0.0.1",
+        timeout=float(os.environ.get("TIMEOUT", "5")),
+        hostname=os.environ.get("ADDRESS", "127.0.0.1"),
         heartbeat_interval=timedelta(milliseconds=50),
     )
 
@@ -156,25 +151,41 @@ def replica(name: str, folder: str, hook: str) -> None:
 
 
 class Lighthouse:
-    """A lighthouse, and processes that look for it; all end with the `with`."""
+    """A lighthouse, and processes that look for it; all end with the `with`.
+
+    Args:
+        network: its hosts; `None`: this machine. The lighthouse is on the first one.
+    """
+
+    def __init__(self, network: Network | None = None) -> None:
+        self._network = network
 
     def __enter__(self) -> Lighthouse:
         self.folder = tempfile.mkdtemp()
-        self._port = free_port()
+        self._address = f"{self._addresses()[0]}:{free_port()}"
         times = {"quorum_tick_ms": 20, "join_timeout_ms": 500, "heartbeat_timeout_ms": 1000, "min_replicas": 2}
         words = [word for name, value in times.items() for word in (f"--{name}", str(value))]
         program = shutil.which("torchft_lighthouse", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
         assert program is not None, "torchft is not installed"
         quiet: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-        self._processes = [subprocess.Popen([program, "--bind", f"127.0.0.1:{self._port}", *words], **quiet)]
+        self._processes = [subprocess.Popen([*self._on(0), program, "--bind", self._address, *words], **quiet)]
         return self
 
-    def start(self, *arguments: str, **variables: str) -> subprocess.Popen[bytes]:
+    def _addresses(self) -> list[str]:
+        return ["127.0.0.1"] if self._network is None else [f"10.0.0.{i + 1}" for i in range(len(self._network.names))]
+
+    def _on(self, host: int) -> list[str]:
+        return [] if self._network is None else ["ip", "netns", "exec", self._network.names[host]]
+
+    def start(self, *arguments: str, host: int = 0, **variables: str) -> subprocess.Popen[bytes]:
         """This script in another process, with these arguments."""
-        ours = {"TORCHFT_LIGHTHOUSE": f"http://127.0.0.1:{self._port}", "RUST_LOG": "error", "OMP_NUM_THREADS": "1"}
+        ours = {"TORCHFT_LIGHTHOUSE": f"http://{self._address}", "RUST_LOG": "error", "OMP_NUM_THREADS": "1"}
+        if self._network is not None:
+            ours |= {"GLOO_SOCKET_IFNAME": INTERFACE, "ADDRESS": self._addresses()[host]}
         environment = {**os.environ, **ours, "PYTHONHASHSEED": "0", **variables}
         with Path(self.folder, "errors").open("ab") as errors:
-            started = subprocess.Popen([sys.executable, __file__, *arguments], env=environment, stderr=errors)
+            command = [*self._on(host), sys.executable, __file__, *arguments]
+            started = subprocess.Popen(command, env=environment, stderr=errors)
         self._processes.append(started)
         return self._processes[-1]
 
@@ -227,6 +238,46 @@ def wait_for(done: Any, seconds: float) -> bool:
     return bool(done())
 
 
+def finish(folder: str, replicas: dict[str, subprocess.Popen[bytes]], last: int) -> tuple[bool, dict[int, set[str]]]:
+    """Let replicas end after so many steps; whether they did, and the hashes that they noted after each step."""
+    Path(folder, "unfinished").write_text(str(last))
+    Path(folder, "unfinished").rename(Path(folder, "last"))
+    is_over = wait_for(lambda: all(one.poll() is not None for one in replicas.values()), 300)
+    hashes = defaultdict(set)
+    for name in replicas:
+        for number, numbers, _ in committed(folder, name):
+            hashes[number].add(numbers)
+    return is_over, hashes
+
+
+def dropped(hook: str) -> bool:
+    """A run in which the network of one replica drops everything for a while; whether all was well."""
+    names = ("first", "second", "cut")
+    with hosts(3) as network, Lighthouse(network) as lighthouse:
+        folder = lighthouse.folder
+        started = enumerate(names)
+        replicas = {
+            name: lighthouse.start("replica", name, folder, hook, host=i, TIMEOUT=str(TIMEOUT)) for i, name in started
+        }
+        is_well = wait_for(lambda: all(len(committed(folder, name)) > 50 for name in names), 60)
+        network.cut(2)
+        begin = time.time()
+        time.sleep(CUT_SECONDS)
+        network.mend(2)
+        end = time.time()
+        is_well &= wait_for(lambda: any(at > end + 1 for *_, at in committed(folder, "cut")), 60)
+        back = min((at for *_, at in committed(folder, "cut") if at > end), default=float("nan")) - end
+        there = sum(begin < at < end for *_, at in committed(folder, "first"))
+        times = [at for *_, at in committed(folder, "first")]
+        gap = max(later - earlier for earlier, later in pairwise(times))
+        is_over, hashes = finish(folder, replicas, len(times) + 100)
+    unequal = sum(len(different) > 1 for different in hashes.values())
+    print(f"# all packets of one replica of three dropped for {CUT_SECONDS} s: {hook}, timeout {TIMEOUT} s")
+    print(f"steps of the others meanwhile: {there}, the first after {gap:.1f} s; it is back {back:.1f} s after that")
+    print(f"steps after which replicas had different weights: {unequal} of {len(hashes)}", flush=True)
+    return is_well and is_over and not unequal and there > 0
+
+
 def deaths(hook: str) -> bool:
     """A run with deaths; whether all was well."""
     chance = random.Random(0)
@@ -248,14 +299,7 @@ def deaths(hook: str) -> bool:
             if num_deaths % (DEATHS // 3) == 0:
                 time.sleep(3)  # groups of the past take their time
                 seen_resources.append(resources(replicas["stays"].pid))
-        last = max(STEPS, len(committed(folder, "stays")) + 300)
-        Path(folder, "unfinished").write_text(str(last))
-        Path(folder, "unfinished").rename(Path(folder, "last"))
-        is_over = wait_for(lambda: all(one.poll() is not None for one in replicas.values()), 300)
-        hashes = defaultdict(set)
-        for name in names:
-            for number, numbers, _ in committed(folder, name):
-                hashes[number].add(numbers)
+        is_over, hashes = finish(folder, replicas, max(STEPS, len(committed(folder, "stays")) + 300))
         times = [at for *_, at in committed(folder, "stays")]
         gaps = sorted(later - earlier for earlier, later in pairwise(times))
         quorums, lost = Path(folder, "stays.end").read_text().split()
@@ -277,9 +321,11 @@ def main() -> None:
         replica(*sys.argv[2:])
     else:
         print(f"$ {command()}\ntorch {torch.__version__}, {os.cpu_count()} cores, {date.today()}", flush=True)
-        if "--deaths" not in sys.argv:
+        alone = next((one for one in ("--deaths", "--dropped") if one in sys.argv), None)
+        if alone is None:
             costs()
-        are_well = [deaths(hook) for hook in ("int8", "powersgd")]
+        are_well = [deaths(hook) for hook in ("int8", "powersgd") if alone != "--dropped"]
+        are_well += [dropped(hook) for hook in ("int8", "powersgd") if alone != "--deaths"]
         sys.exit(not all(are_well))
     sys.stdout.flush()
     os._exit(0)  # threads of torchft may wait for a lighthouse

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -87,6 +88,7 @@ def start_manager(
     timeout: float = 60.0,
     quorum_timeout: float = 60.0,
     lighthouse_addr: str | None = None,
+    hostname: str | None = None,
     **kwargs: Any,
 ) -> Manager:
     """The `torchft.Manager` of a replica that is this process alone, as [`attach`][] wants it.
@@ -100,9 +102,10 @@ def start_manager(
             and while it hands over its state.
         quorum_timeout: seconds that a replica waits for others when a step begins; with [`DiLoCo`][], an average.
         lighthouse_addr: the lighthouse, `"http://host:29510"`. `None`: the environment's `TORCHFT_LIGHTHOUSE`.
+        hostname: name or address by which the other replicas reach this one. `None`: the machine's name.
         **kwargs: other arguments of `torchft.Manager`, such as `init_sync`.
     """
-    seconds = timedelta(seconds=timeout)
+    seconds, host = timedelta(seconds=timeout), hostname or socket.gethostname()
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     manager = Manager(
         pg=ProcessGroupGloo(timeout=seconds),
@@ -116,8 +119,10 @@ def start_manager(
         replica_id=replica_id,
         rank=0,
         world_size=1,
-        store_addr="localhost",
+        # Replicas of a quorum meet at the store of one of them.
+        store_addr=host,
         store_port=store.port,
+        hostname=host,
         lighthouse_addr=lighthouse_addr,
         **kwargs,
     )

@@ -19,7 +19,7 @@ from lightning_commhooks.codecs.codec import Codec
 from lightning_commhooks.collectives.chunk import CHUNK_NUMEL, Chunk
 from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.collectives.steps import Steps, begun
-from lightning_commhooks.hooks._shares import reduce_scatter, reduce_scatter_encoded
+from lightning_commhooks.hooks._shares import EncodedResidual, reduce_scatter, reduce_scatter_encoded
 from lightning_commhooks.interface.bucket import Bucket, Slot
 from lightning_commhooks.interface.checks import check_bool, check_integer
 from lightning_commhooks.interface.error_feedback import ErrorFeedback
@@ -213,13 +213,15 @@ class CodecFeedback(ErrorFeedback):
         # The product with the scale may be infinite where the mean is not.
         return finite & all_finite(dense) if isinstance(bucket.loss_scale, float) and bucket.loss_scale == 1 else None
 
-    def reduce_scatter(self, bucket: Bucket, out: Tensor, ranks: Group) -> Steps[None]:
+    def reduce_scatter(
+        self, bucket: Bucket, out: Tensor, ranks: Group, residual: EncodedResidual | None = None
+    ) -> Steps[None]:
         """Write this rank's share of the average to `out`: see `_shares.reduce_scatter`."""
-        flat = bucket.flat
+        flat, seed = bucket.flat, self._seed(bucket, bucket.slots[0].name)
         if ranks.size == 1 or not self._kernels.fills_block(out) or flat.nbytes < self.hook.min_bytes:
             return reduce_scatter(bucket, out, ranks)
         self.group.counters.numel_compressed += flat.numel()
-        return reduce_scatter_encoded(bucket, out, ranks, self._kernels, self._seed(bucket, bucket.slots[0].name))
+        return reduce_scatter_encoded(bucket, out, ranks, self._kernels, seed, residual)
 
     def _seed(self, bucket: Bucket, name: str) -> int:
         seed = f"{self.hook.random_seed}:{bucket.step}:{self.group.rank}:{name}"

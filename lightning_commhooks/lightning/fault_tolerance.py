@@ -36,6 +36,7 @@ class FaultTolerance:
         quorum_timeout: seconds that a replica waits for others when a step begins. Has to be longer than one may stay
             away, as in a validation of its own.
         lighthouse_addr: the lighthouse, `"http://host:29510"`. `None`: the environment's `TORCHFT_LIGHTHOUSE`.
+        hostname: name or address by which the other replicas reach this one. `None`: the machine's name.
 
     Raises:
         ValueError: a value is out of range, or neither given nor in the environment.
@@ -47,6 +48,7 @@ class FaultTolerance:
     timeout: float = 60.0
     quorum_timeout: float = 60.0
     lighthouse_addr: str | None = None
+    hostname: str | None = None
 
     def __post_init__(self) -> None:
         for name, variable, least in (
@@ -94,6 +96,7 @@ class VotedSteps:
             timeout=options.timeout,
             quorum_timeout=options.quorum_timeout,
             lighthouse_addr=options.lighthouse_addr,
+            hostname=options.hostname,
         )
         # Whether the next batch begins a step.
         self._is_due = True

@@ -224,9 +224,9 @@ class CompressedModelParallelMixin(ShardedHookMixin):
                 raise ValueError(
                     f"{given[0]} is for replicas=2 or more; hook= is that of the reduce-scatter here, stateless"
                 )
-            return resolve_sharded_hook(hook)
+            return resolve_sharded_hook(hook, remembers=True)
         if (shard_hook := self._of_attach["shard_hook"]) is not None:
-            resolve_sharded_hook(shard_hook)
+            resolve_sharded_hook(shard_hook, remembers=True)
         resolved = get_hook(hook)
         check_even(resolved, "the Trainer")
         return resolved

@@ -65,7 +65,8 @@ def attach(
             `torch.distributed._composable.replicate_with_fsdp`, any hook: each rank has its share of gradients and
             weights, and the hook's memory of that. Of a sharded model without replicas `"fp16"`, `"bf16"`,
             `"allreduce"` or `"reduce_scatter"` (the same: which of the two is sent is up to the sharding strategy),
-            `"int8"`, `"int4"`, `"fp8"`, or one of them configured.
+            `"int8"`, `"int4"`, `"fp8"`, or one of them configured; of `fully_shard` perhaps with error feedback, as
+            `Int4(compress_1d=True)`: its residual, of the whole gradient on each rank, takes a byte for each parameter.
         hook_state: for DDP, the `state` argument of such a function.
         grad_scaler: for DDP, the scaler that multiplies the loss, so that what the hook remembers stays right when the
             scale changes.

@@ -12,6 +12,7 @@ from lightning_commhooks.collectives.agreement import raise_on_all_ranks
 from lightning_commhooks.collectives.backend import Backend
 from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.collectives.steps import Steps
+from lightning_commhooks.hooks._shares import EncodedResidual
 from lightning_commhooks.hooks.int8 import CodecConfig
 from lightning_commhooks.interface.bucket import Bucket, Slot
 from lightning_commhooks.interface.hook import BoundHook, CommHook
@@ -85,9 +86,11 @@ class ShardedSource(Source):
     # Of several steps, whole gradients, or the nodes of each group of FSDP's.
     not_counted = ("_ms", "_steps", "_between_nodes", "bytes_evaluation", "averagings")
     is_awaited = True
+    # Whether hooks may have error feedback.
+    remembers: ClassVar[bool] = False
 
     def resolve_hook(self, hook: object) -> CommHook:
-        return resolve_sharded_hook(hook)
+        return resolve_sharded_hook(hook, self.remembers)
 
     def bind(self, hook: CommHook, group: Group) -> Shares:
         return Shares(hook, group)
@@ -100,7 +103,12 @@ def shares_of(runtime: Runtime) -> Shares:
 
 
 def reduce(
-    runtime: Runtime, flat: Tensor, out: Tensor | None, process_group: dist.ProcessGroup, factor: float = 1.0
+    runtime: Runtime,
+    flat: Tensor,
+    out: Tensor | None,
+    process_group: dist.ProcessGroup,
+    factor: float = 1.0,
+    residual: EncodedResidual | None = None,
 ) -> None:
     """Reduce gradients where FSDP asks for it, on CUDA on the current stream.
 
@@ -110,6 +118,7 @@ def reduce(
         out: where to write this rank's share, shape `(n,)`. `None`: they are not sharded, and averaged in place.
         process_group: the ranks.
         factor: what the sum over ranks is multiplied by, for shares.
+        residual: of these gradients, for shares, with hooks that have error feedback.
     """
     group, hook = runtime.call(lambda: shares_of(runtime).among(process_group))
     step, index = runtime.clock.place_in_backward()
@@ -122,7 +131,7 @@ def reduce(
         dense = (ranks.size - 1) / ranks.size * flat.numel() * max(4, flat.element_size())
         ranks.counters.bytes_dense += 2 * dense if out is None else dense
         if out is not None:
-            yield from hook.reduce_scatter(bucket, out, ranks)
+            yield from hook.reduce_scatter(bucket, out, ranks, **({} if residual is None else {"residual": residual}))
         elif ranks.size > 1:
             yield from hook.reduce(bucket, ranks)
         return flat

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
@@ -16,6 +16,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 from torch.distributed.tensor import DTensor
 
+from lightning_commhooks.hooks._shares import EncodedResidual
+from lightning_commhooks.hooks.int8 import CodecConfig
 from lightning_commhooks.interface.hook import CommHook
 from lightning_commhooks.runtime.runtime import Runtime
 from lightning_commhooks.sources.finished import Finished
@@ -27,10 +29,15 @@ _runtimes: WeakKeyDictionary[FSDPModule, Runtime] = WeakKeyDictionary()
 
 
 class _ReduceScatter:
-    """Takes the place of FSDP2's own reduce-scatter: a `ReduceScatter` of `torch.distributed.fsdp`."""
+    """Takes the place of FSDP2's own reduce-scatter: a `ReduceScatter` of `torch.distributed.fsdp`.
 
-    def __init__(self, runtime: Runtime) -> None:
-        self._runtime = runtime
+    Args:
+        runtime: of the hook.
+        residuals: of the unit whose gradients are reduced; `None`: there is no error feedback.
+    """
+
+    def __init__(self, runtime: Runtime, residuals: _Residuals | None = None) -> None:
+        self._runtime, self._residuals = runtime, residuals
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A new tensor for gradients or a share of them."""
@@ -45,8 +52,39 @@ class _ReduceScatter:
         async_op: bool = False,
     ) -> dist.Work | None:
         """Reduce; on CUDA on the current stream, which is FSDP2's stream for this."""
-        reduce(self._runtime, input_tensor, output_tensor, group, _factor(op, group.size()))
+        residual = None if self._residuals is None else self._residuals.of(input_tensor, group.size())
+        reduce(self._runtime, input_tensor, output_tensor, group, _factor(op, group.size()), residual)
         return Finished(output_tensor.device) if async_op else None
+
+
+class _Residuals:
+    """What was not sent yet of the gradients of a unit.
+
+    Args:
+        unit: the module.
+        block_size: elements with a common scale.
+    """
+
+    def __init__(self, unit: FSDPModule, block_size: int) -> None:
+        self._unit, self._block_size = weakref.ref(unit), block_size
+        # By the number of the parameter group.
+        self._residuals: dict[int, EncodedResidual] = {}
+
+    def of(self, flat: Tensor, num_ranks: int) -> EncodedResidual | None:
+        """Of all gradients of a parameter group. None where some are missing: FSDP2 does not say which."""
+        unit = self._unit()
+        numels = [_numel(group) * num_ranks for group in _groups_of([unit] if unit is not None else [])]
+        if numels.count(flat.numel()) != 1:
+            return None
+        key = numels.index(flat.numel())
+        if key not in self._residuals:
+            self._residuals[key] = EncodedResidual(self._block_size, flat.device)
+        return self._residuals[key]
+
+
+def _numel(group: Any) -> int:
+    """Elements of a share of all gradients that are reduced together, with what fills it up."""
+    return sum(p.padded_sharded_param_size.numel() for p in group.fsdp_params if p.sharded_param.requires_grad)
 
 
 def _factor(op: Any, size: int) -> float:
@@ -64,6 +102,20 @@ def _factor(op: Any, size: int) -> float:
 def units(model: nn.Module) -> list[FSDPModule]:
     """All modules of a model to which `fully_shard` was applied, `model` included."""
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def param_groups(model: nn.Module) -> list[Any]:
+    """FSDP2's `FSDPParamGroup`s, each of parameters that it reduces together."""
+    return _groups_of(units(model))
+
+
+def _groups_of(modules: Iterable[FSDPModule]) -> list[Any]:
+    states = {id(state): state for unit in modules if (state := unit._get_fsdp_state())}
+    groups: list[Any] = []
+    for state in states.values():
+        several = getattr(state, "_fsdp_param_groups", None)  # from PyTorch 2.12 on
+        groups += [state._fsdp_param_group] if several is None else several
+    return [group for group in groups if group is not None]
 
 
 class FSDP2(ShardedSource):
@@ -88,6 +140,8 @@ class FSDP2(ShardedSource):
         assert group is not None
         super().__init__(group)
         self.device = torch.device(meshes[0].device_type if meshes else "cpu")
+
+    remembers: ClassVar[bool] = True
 
     def resolve_hook(self, hook: object) -> CommHook:
         if (gather_hook := self.options.get("gather_hook")) is not None:
@@ -119,10 +173,15 @@ class FSDP2(ShardedSource):
                 shares_of(runtime).among(mesh.get_group())
         if self._gather_hook is not None:
             self._gather = Gather(units(model), self._gather_hook, self.device)
-        reduce_scatter = _ReduceScatter(runtime)
+        hook = runtime.config
+        remembers = isinstance(hook, CodecConfig) and hook.use_error_feedback
+        block_size = hook.codec.block_size if isinstance(hook, CodecConfig) and remembers else None
+        if block_size is not None:
+            EncodedResidual(block_size, self.device)  # compiles now what others are made of in a backward
         self._runtime, self._units = runtime, [weakref.ref(unit) for unit in units(model)]
         for unit in units(model):
-            unit.set_custom_reduce_scatter(reduce_scatter)  # type: ignore[arg-type]
+            residuals = None if block_size is None else _Residuals(unit, block_size)
+            unit.set_custom_reduce_scatter(_ReduceScatter(runtime, residuals))  # type: ignore[arg-type]
             _runtimes[unit] = runtime
 
     def metrics(self) -> dict[str, float]:

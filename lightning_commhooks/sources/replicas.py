@@ -28,7 +28,7 @@ from lightning_commhooks.runtime.copies import NotCopied
 from lightning_commhooks.runtime.runtime import Runtime
 from lightning_commhooks.runtime.source import Source
 from lightning_commhooks.sources.finished import Finished
-from lightning_commhooks.sources.fsdp2 import FSDP2, units
+from lightning_commhooks.sources.fsdp2 import FSDP2, param_groups, units
 from lightning_commhooks.sources.gather import Gather, resolve_gather_hook
 from lightning_commhooks.sources.sharded_hooks import resolve_sharded_hook
 from lightning_commhooks.wrappers.scale import accumulation_of, without_scale
@@ -174,16 +174,6 @@ def _is_reduced(p: Any, group: Any) -> bool:
     return bool(getattr(group, "reduce_scatter_unused_params", False)) and p.unsharded_param.requires_grad
 
 
-def param_groups(model: nn.Module) -> list[Any]:
-    """FSDP2's `FSDPParamGroup`s, each of parameters that it reduces together."""
-    states = {id(state): state for unit in units(model) if (state := unit._get_fsdp_state())}
-    groups: list[Any] = []
-    for state in states.values():
-        several = getattr(state, "_fsdp_param_groups", None)  # from PyTorch 2.12 on
-        groups += [state._fsdp_param_group] if several is None else several
-    return [group for group in groups if group is not None]
-
-
 def replicas_of(model: nn.Module) -> list[dist.ProcessGroup]:
     """The groups of ranks between which FSDP2 averages shares of a model, each once."""
     given = (getattr(group.mesh_info, "replicate_process_group", None) for group in param_groups(model))
@@ -263,7 +253,7 @@ class Replicas(Source):
             if name in self.options and not self._shards:
                 raise ValueError(f"{name} is for models that are sharded within a replica: leave it out here")
         if "shard_hook" in self.options:
-            self._shard_hook = resolve_sharded_hook(self.options["shard_hook"])
+            self._shard_hook = resolve_sharded_hook(self.options["shard_hook"], remembers=True)
         if "gather_hook" in self.options:
             self._gather_hook = resolve_gather_hook(self.options["gather_hook"])
         return resolved

@@ -11,15 +11,11 @@ from lightning_commhooks.interface.registry import get_hook, get_hook_class
 # PyTorch's FSDP has a hook of that name; here each plain hook does what the sharding strategy needs.
 _SYNONYMS = {"reduce_scatter": "allreduce"}
 # Values that options must have with sharded gradients; a hook that is given by name has them.
-_FLAT_AND_FORGOTTEN = {"use_error_feedback": False, "compress_1d": True}
-_REQUIRED: dict[type[CommHook], dict[str, Any]] = {
-    AllReduce: {},
-    FP16: {},
-    BF16: {},
-    Int8: _FLAT_AND_FORGOTTEN,
-    Int4: _FLAT_AND_FORGOTTEN,
-    FP8: _FLAT_AND_FORGOTTEN,
-}
+_FLAT = {"compress_1d": True}
+_FLAT_AND_FORGOTTEN = {"use_error_feedback": False, **_FLAT}
+_CODECS: tuple[type[CommHook], ...] = (Int8, Int4, FP8)
+_REQUIRED: dict[type[CommHook], dict[str, Any]] = {AllReduce: {}, FP16: {}, BF16: {}}
+_REQUIRED |= dict.fromkeys(_CODECS, _FLAT_AND_FORGOTTEN)
 
 
 def sharded_hooks() -> list[str]:
@@ -27,8 +23,12 @@ def sharded_hooks() -> list[str]:
     return sorted([*_SYNONYMS, *(hook_class.name for hook_class in _REQUIRED)])
 
 
-def resolve_sharded_hook(hook: object) -> CommHook:
+def resolve_sharded_hook(hook: object, remembers: bool = False) -> CommHook:
     """Check what a user passed as `hook=`, without a model.
+
+    Args:
+        hook: it.
+        remembers: whether it may have error feedback.
 
     Raises:
         ValueError: unknown name; a hook that does not work with sharded models, or not with these options.
@@ -38,7 +38,7 @@ def resolve_sharded_hook(hook: object) -> CommHook:
         if hook_class in _REQUIRED:
             return get_hook(hook_class.name, **_REQUIRED[hook_class])
     elif isinstance(hook, CommHook) and type(hook) in _REQUIRED:
-        _check_options(hook)
+        _check_options(hook, remembers)
         return hook
     raise ValueError(
         f"hook={hook.name if isinstance(hook, CommHook) else hook!r} does not work with FSDP; these do: "
@@ -47,19 +47,20 @@ def resolve_sharded_hook(hook: object) -> CommHook:
     )
 
 
-def _check_options(hook: CommHook) -> None:
+def _check_options(hook: CommHook, remembers: bool) -> None:
     if getattr(hook, "hierarchy", None) is not None:
         raise ValueError(
             f"{type(hook).__name__}(hierarchy={hook.hierarchy!r}) does not work with FSDP, which exchanges shares in "  # type: ignore[attr-defined]
             "groups of its own: shard within each node by HYBRID_SHARD, or by a mesh of two dimensions, and leave "
             "hierarchy out"
         )
-    wrong = {key: value for key, value in _REQUIRED[type(hook)].items() if getattr(hook, key) != value}
+    required = _FLAT if remembers and isinstance(hook, _CODECS) else _REQUIRED[type(hook)]
+    wrong = {key: value for key, value in required.items() if getattr(hook, key) != value}
     if wrong:
         asked = ", ".join(f"{key}={getattr(hook, key)!r}" for key in wrong)
         needed = ", ".join(f"{key}={value!r}" for key, value in wrong.items())
         raise ValueError(
             f"{type(hook).__name__}({asked}) does not work with FSDP, which hands gradients over as flat shares "
-            "without their shapes, and keeps no memory of what was not sent: it would be as large as the model before "
-            f"it was sharded. Set {needed}"
+            "without their shapes; error feedback is for gradients of fully_shard. Set "
+            f"{needed}"
         )

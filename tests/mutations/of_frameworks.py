@@ -391,4 +391,20 @@ MUTATIONS = [
         "On another number of shards each rank gets the residual of the first rows.",
         "tests/sources/test_replicas.py -k 'another_number'",
     ),
+    Mutation(
+        "residual_of_other_parameters",
+        f"{PACKAGE}/sources/fsdp2.py",
+        "        if numels.count(flat.numel()) != 1:\n            return None\n",
+        "        numels = [flat.numel()]\n",
+        "What was not sent of some parameters is added to the gradients of others.",
+        "tests/sources/test_fsdp2.py -k 'without_some or some_gradients'",
+    ),
+    Mutation(
+        "residual_with_nan",
+        f"{PACKAGE}/hooks/_shares.py",
+        "        own.nan_to_num_(0.0, 0.0, 0.0)\n",
+        "",
+        "One NaN in a gradient makes all later ones of its block NaN.",
+        "tests/sources/test_fsdp2.py -k 'bad_step'",
+    ),
 ]

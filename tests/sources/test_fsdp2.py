@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from codec_reference import encoded_bytes, error_bound
+from driver import full_rank_gradients, mean_gradients
 from fsdp_driver import (
     HOOKS,
     NAMES,
@@ -23,7 +24,7 @@ from fsdp_driver import (
 )
 from pool import compiling, ignoring
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import lightning_commhooks as lc
 from lightning_commhooks.codecs import FP8Codec, Int4Codec, Int8Codec
@@ -279,6 +280,94 @@ def repeated(rank, world, rounding):
 def test_stochastic_rounding_is_right_on_average(run):
     assert run(repeated, "stochastic")[0] < 0.5
     assert run(repeated, "nearest")[0] == pytest.approx(1)
+
+
+INT4 = {"block_size": 64, "min_bytes": 0, "compress_1d": True}
+
+
+def remembering(rank, world, use_error_feedback):
+    """Largest error of the sum of many different gradients, by the largest element of their mean; and bytes."""
+    model = shard2("full")
+    attachment = lc.attach(model, lc.Int4(**INT4, use_error_feedback=use_error_feedback))
+    sent, owed = dict.fromkeys(NAMES, 0), dict.fromkeys(NAMES, 0)
+    for step in range(30):
+        found, mean = reduced(model, rank, step), mean_gradients(full_rank_gradients, world, step, NAMES)
+        sent = {name: sent[name] + found[name] for name in NAMES}
+        owed = {name: owed[name] + mean[name] for name in NAMES}
+    largest = max(mean[name].abs().max().item() for name in NAMES)
+    error = max((sent[name] - owed[name]).abs().max().item() for name in NAMES) / largest
+    return error, attachment.metrics()["bytes_sent"]
+
+
+def test_error_feedback_sends_all_that_is_owed(run, world):
+    (own, num_bytes), (without, num_bytes_without) = (
+        run(remembering, given, world=world)[0] for given in (True, False)
+    )
+    # Of a step of 4 bits 1/14, and of the residual's roundings, which are lost, 1/254 of that each.
+    assert own < 3 / 14 < 2 * without
+    assert own < without / 2
+    assert num_bytes == num_bytes_without
+
+
+def with_bad_step(rank, world):
+    """Errors of the step after one in which a gradient was NaN on a rank, with error feedback and without."""
+    found = []
+    for use_error_feedback in (True, False):
+        model = shard2("full")
+        lc.attach(model, lc.Int4(**INT4, use_error_feedback=use_error_feedback))
+
+        def make(rank, step, names):
+            gradients = full_rank_gradients(rank, step, names)
+            if rank == 0:
+                next(iter(gradients.values())).view(-1)[0] = torch.nan
+            return gradients
+
+        bad = reduced(model, rank, make=make)
+        assert any(g.isnan().any() for g in bad.values())
+        found.append(errors(reduced(model, rank), world))
+    return found
+
+
+def test_a_block_begins_anew_after_a_bad_step(run, world):
+    for (_, own), (_, without) in run(with_bad_step, world=world):
+        # What the finite blocks of the bad step have left out comes on top.
+        assert without < own < 2.5 * without
+
+
+class Halves(torch.nn.Module):
+    """Two layers, of which some are used."""
+
+    def __init__(self):
+        super().__init__()
+        self.halves = torch.nn.ModuleList([torch.nn.Linear(24, 40), torch.nn.Linear(24, 40)])
+
+    def forward(self, x, used):
+        return sum(self.halves[i](x).tanh() for i in used)
+
+
+def without_some(rank, world):
+    """Gradients of a step in which some of a unit's parameters have none, with error feedback and without."""
+    found = []
+    for use_error_feedback in (True, False):
+        torch.manual_seed(0)
+        model = fully_shard(Halves())
+        hook = lc.attach(model, lc.Int4(**INT4, use_error_feedback=use_error_feedback))
+        gradients = []
+        for step, used in enumerate(([0, 1], [0], [1], [0, 1])):
+            generator = torch.Generator().manual_seed(10 * step + rank)
+            model.zero_grad()
+            x = torch.randn(8, 24, generator=generator)
+            model(x, used).square().mean().backward()
+            gradients.append([p.grad.to_local() for p in model.parameters() if p.grad is not None])
+        found.append(gradients)
+        hook.close()
+    own, plain = found
+    return [all(map(torch.equal, a, b)) for a, b in zip(own, plain, strict=True)]
+
+
+def test_a_step_without_some_gradients_has_no_error_feedback(run, world):
+    # FSDP2 does not say whose gradients they are.
+    assert run(without_some, world=world) == [[True, True, True, False]] * world
 
 
 GATHERS = {

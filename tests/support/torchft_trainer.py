@@ -99,7 +99,7 @@ def main():
     strategy = lc.CompressedDDPStrategy(
         hook=HOOKS[options.hook],
         fault_tolerance=lc.FaultTolerance(
-            replica_rank=NAMES.index(name), num_replica_groups=3, min_replica_size=2, timeout=5
+            replica_rank=NAMES.index(name), num_replica_groups=3, min_replica_size=2, timeout=5, hostname="127.0.0.1"
         ),
         bucket_cap_mb=BUCKET_CAP_MB,
     )
