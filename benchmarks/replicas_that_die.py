@@ -260,6 +260,7 @@ def dropped(hook: str) -> bool:
             name: lighthouse.start("replica", name, folder, hook, host=i, TIMEOUT=str(TIMEOUT)) for i, name in started
         }
         is_well = wait_for(lambda: all(len(committed(folder, name)) > 50 for name in names), 60)
+        assert is_well, Path(folder, "errors").read_text()[-6000:]
         network.cut(2)
         begin = time.time()
         time.sleep(CUT_SECONDS)

@@ -15,6 +15,7 @@ from torch.nn import parallel
 
 try:
     from torchft import Manager, process_group
+    from torchft.checkpointing import HTTPTransport
 except ImportError as error:
     raise ImportError(
         "lightning_commhooks.torchft needs torchft: pip install 'lightning-commhooks[torchft]'"
@@ -79,6 +80,18 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         self.attachment: Attachment = attach(self, hook, grad_scaler=grad_scaler, manager=manager)
 
 
+class _Transport(HTTPTransport[Any]):
+    """Hands a replica's state over under an address that the others reach."""
+
+    def __init__(self, hostname: str, timeout: timedelta) -> None:
+        self._hostname = hostname
+        super().__init__(timeout=timeout, num_chunks=0)
+
+    def address(self) -> str:
+        address: str = super().address()
+        return address.replace(f"//{socket.gethostname()}:", f"//{self._hostname}:")
+
+
 def start_manager(
     replica_id: str,
     state_dict: Callable[[], Any],
@@ -123,6 +136,7 @@ def start_manager(
         store_addr=host,
         store_port=store.port,
         hostname=host,
+        checkpoint_transport=_Transport(host, seconds),
         lighthouse_addr=lighthouse_addr,
         **kwargs,
     )

@@ -379,7 +379,7 @@ class Runtime(RunningHook):
     def _inactive_reason(self) -> list[str]:
         steps = self.clock.steps
         ran = self.counters.steps
-        reason = self.bound.inactive_reason(steps - 1) if ran and not self.forecaster.has_warned else None
+        reason = self.bound.inactive_reason(steps - 1) if ran and steps and not self.forecaster.has_warned else None
         # After a state was loaded, they are counted anew.
         here = "" if steps == ran else f" ({ran} in this process)"
         return [f"training ended after {steps} steps{here}, and {reason}"] if reason is not None else []
