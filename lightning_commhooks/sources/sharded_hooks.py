@@ -61,6 +61,6 @@ def _check_options(hook: CommHook, remembers: bool) -> None:
         needed = ", ".join(f"{key}={value!r}" for key, value in wrong.items())
         raise ValueError(
             f"{type(hook).__name__}({asked}) does not work with FSDP, which hands gradients over as flat shares "
-            "without their shapes; error feedback is for gradients of fully_shard. Set "
-            f"{needed}"
+            f"without their shapes{'; error feedback is for fully_shard' if 'use_error_feedback' in wrong else ''}. "
+            f"Set {needed}"
         )

@@ -77,7 +77,7 @@ def test_refuses_what_is_not_fsdp(monkeypatch, kind, message):
     [
         ("powersgd", "hook='powersgd' does not work with FSDP; these do"),
         (DDPCommunicationHookType.POWER_SGD, "hook='power_sgd' does not work with FSDP"),
-        (lc.Int8(), "Set use_error_feedback=False"),
+        (lc.Int8(), "Set compress_1d=True"),
         (None, "COMMHOOKS_HOOK"),
     ],
 )

@@ -143,7 +143,7 @@ def test_refusals_of_replicas(arguments, message):
             "CompressedFSDPStrategy: hook='powersgd' does not work with FSDP; these do: allreduce, b",
         ),
         ({"hook": "bf61"}, "did you mean 'bf16'"),
-        ({"hook": lc.Int8()}, "Set use_error_feedback=False, compress_1d=True"),
+        ({"hook": lc.Int8()}, "error feedback is for fully_shard. Set use_error_feedback=False, compress_1d=True"),
         ({"hook": "bf16", "sharding": "FULL_SHARD"}, "has no option 'sharding', and neither has FSDP"),
         ({"hook": "int8", "sharding_strategy": "HYBRID_SHARD"}, r"'bf16', 'fp16' and 'allreduce' do, by MixedPrec"),
         (
