@@ -85,7 +85,7 @@ class CompressedDDPMixin(AveragesModelsMixin):
             self._hook = resolve_hook(hook, hook_state, accumulation)
             check_even(self._hook, "the Trainer")
             if fault_tolerance is not None:
-                check_options(self._hook, kwargs)
+                check_options(self._hook, {**kwargs, "exact_state": exact_state})
                 # Or buckets of a replica that joins later would differ. The CLI gives the default of every option.
                 kwargs["find_unused_parameters"] = True
         self._hook_state = hook_state

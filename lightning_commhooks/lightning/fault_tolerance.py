@@ -221,6 +221,8 @@ def check_options(hook: CommHook | DDPHook, options: Mapping[str, Any]) -> None:
         )
     if accumulation_of(hook) != "framework":
         raise ValueError("fault_tolerance= needs accumulation='framework': a step that is repeated has one micro-batch")
+    if options.get("exact_state"):
+        raise ValueError("exact_state=True keeps what differs between ranks, which replicas do not ask each other for")
     if options.get("static_graph"):
         raise ValueError(
             "fault_tolerance= does not work with static_graph=True: the buckets of a replica that joins later differ"

@@ -106,6 +106,10 @@ class ManagedDDP(DDPSource):
     """
 
     ranks_change: ClassVar[bool] = True
+    refused: ClassVar[Mapping[str, str]] = {
+        **DDPSource.refused,
+        "exact_state": "keeps what differs between ranks, of which replicas ask no others; leave it out with manager=",
+    }
 
     def __init__(self, process_group: dist.ProcessGroup, manager: Any) -> None:
         super().__init__(process_group)

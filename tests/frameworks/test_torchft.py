@@ -205,6 +205,8 @@ def test_models_and_managers_that_cannot_work_are_refused():
         lc.attach(model, "int8", manager=Manager())
     with pytest.raises(ValueError, match=r"lightning_commhooks.torchft.ProcessGroupGloo"):
         wrapped(Manager(members=False))
+    with pytest.raises(ValueError, match="exact_state keeps what differs between ranks"):
+        lc.attach(model, "int8", manager=Manager(), exact_state=True)
     manager = Manager()
     manager._use_async_quorum = True
     with pytest.raises(ValueError, match="give it use_async_quorum=False"):

@@ -102,6 +102,7 @@ def test_script_and_commands_of_the_docs(tmp_path):
         ({"hook": default_hooks.fp16_compress_hook}, "among replicas use a CommHook"),
         ({"hook": lc.DiLoCo(post_local_gradient_allreduce=False)}, "hook='diloco' lets replicas step alone"),
         ({"accumulation": "mean"}, "needs accumulation='framework'"),
+        ({"exact_state": True}, "exact_state=True keeps what differs between ranks"),
         ({"static_graph": True}, "does not work with static_graph=True"),
     ],
 )
