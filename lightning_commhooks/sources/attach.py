@@ -81,7 +81,7 @@ def attach(
             returns it, called in each synchronized backward. What `accumulation` takes into account.
         replicate_group: for `fully_shard` on a mesh of one dimension, ranks that hold the same shares of replicas of
             the model, with equal weights, which the hook then averages over. On a mesh of two dimensions FSDP2 knows
-            them by itself.
+            them by itself; where parameters have different ones, attach a hook for each, and name them.
         shard_hook: for models with replicas, the hook of the reduce-scatter within a replica: one that works without
             them. `None`: FSDP2's own.
         gather_hook: for `fully_shard`, what parameters are sent as when they are gathered: `"int8"`, `"int4"`, `"fp8"`,

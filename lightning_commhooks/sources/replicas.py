@@ -174,11 +174,23 @@ def _is_reduced(p: Any, group: Any) -> bool:
     return bool(getattr(group, "reduce_scatter_unused_params", False)) and p.unsharded_param.requires_grad
 
 
+def _replicas_of_group(group: Any) -> dist.ProcessGroup | None:
+    """The ranks between which FSDP2 averages shares of a parameter group; `None` where there are no others."""
+    given = getattr(group.mesh_info, "replicate_process_group", None)
+    found = given.real if isinstance(given, _HookedGroup) else given
+    return found if found is not None and found.size() > 1 else None
+
+
 def replicas_of(model: nn.Module) -> list[dist.ProcessGroup]:
     """The groups of ranks between which FSDP2 averages shares of a model, each once."""
-    given = (getattr(group.mesh_info, "replicate_process_group", None) for group in param_groups(model))
-    found = [one.real if isinstance(one, _HookedGroup) else one for one in given]
-    return [*{id(one): one for one in found if one is not None and one.size() > 1}.values()]
+    found = map(_replicas_of_group, param_groups(model))
+    return [*{id(one): one for one in found if one is not None}.values()]
+
+
+def _shards_of(groups: Iterable[Any]) -> dict[int, dist.ProcessGroup]:
+    """The groups of ranks that have shards of parameter groups, by `id`."""
+    found = (getattr(group.mesh_info, "shard_process_group", None) for group in groups)
+    return {id(one): one for one in found if one is not None and one.size() > 1}
 
 
 class Replicas(Source):
@@ -188,7 +200,8 @@ class Replicas(Source):
 
     Args:
         model: a module in which `fully_shard` or `replicate` was applied to modules.
-        replicate_group: the ranks, if FSDP2 does not average over replicas by itself.
+        replicate_group: the ranks, if FSDP2 does not average over replicas by itself, or does so for some parameters
+            over others: those whose replicas these are.
     """
 
     refused: ClassVar[Mapping[str, str]] = {
@@ -200,24 +213,22 @@ class Replicas(Source):
 
     def __init__(self, model: nn.Module, replicate_group: dist.ProcessGroup | None = None) -> None:
         groups = replicas_of(model)
-        if groups and replicate_group is not None:
+        if groups and replicate_group is not None and (len(groups) == 1 or replicate_group not in groups):
             raise ValueError(
                 "replicate_group is for fully_shard on a mesh of one dimension, the ranks of one replica; on two "
-                "dimensions FSDP2 knows the replicas by itself: leave it out"
+                "dimensions FSDP2 knows the replicas by itself: leave it out, or where there are several groups of "
+                "them name one"
             )
-        groups = groups if replicate_group is None else [replicate_group]
-        if len(groups) != 1:
+        if len(groups) > 1 and replicate_group is None:
             raise ValueError(
                 f"parameters of the model have replicas in {len(groups)} process groups, and a hook averages over one: "
-                "shard all of them on the same mesh of two dimensions"
+                "attach a hook for each, attach(..., replicate_group=mesh.get_group(0)) with the mesh of its parameters"
             )
-        super().__init__(groups[0])
-        # All shards of a replica, for what concerns the whole model.
-        self._shards = {
-            id(one): one
-            for group in param_groups(model)
-            if (one := getattr(group.mesh_info, "shard_process_group", None)) is not None and one.size() > 1
-        }
+        super().__init__(groups[0] if replicate_group is None else replicate_group)
+        self._are_known = bool(groups)
+        # All shards of a replica, for what concerns the whole model; and of parameters that this hook averages.
+        self._shards = _shards_of(param_groups(model))
+        self._own_shards = _shards_of(group for group in param_groups(model) if self._has_replicas(group))
         self._shard_hook: CommHook | None = None
         self._gather_hook: CommHook | None = None
         self._gather: Gather | None = None
@@ -240,8 +251,12 @@ class Replicas(Source):
 
     def _has_replicas(self, group: Any) -> bool:
         """Whether these parameters are averaged over the ranks of the hook, and not sharded over all ranks."""
-        given = getattr(group.mesh_info, "replicate_process_group", None)
-        return "replicate_group" in self.options or (given is not None and given.size() > 1)
+        return not self._are_known or _replicas_of_group(group) is self.process_group
+
+    def _of_others(self, model: nn.Module) -> set[Tensor]:
+        """Parameters that have replicas among other ranks."""
+        others = [group for group in param_groups(model) if _replicas_of_group(group) and not self._has_replicas(group)]
+        return {p.sharded_param for group in others for p in group.fsdp_params}
 
     def resolve_hook(self, hook: object) -> CommHook:
         resolved = get_hook(hook)  # type: ignore[arg-type]  # refuses what is no hook of this library
@@ -259,14 +274,20 @@ class Replicas(Source):
         return resolved
 
     def check(self, model: nn.Module) -> None:
-        for group in param_groups(model):
+        for group in filter(self._has_replicas, param_groups(model)):
             if isinstance(getattr(group.mesh_info, "replicate_process_group", None), _HookedGroup):
                 raise ValueError("the sharded model has a communication hook between its replicas already; close it")
         devices = {group.device for group in param_groups(model)}
         (self.device,) = devices
-        self.layout = Layout(model)
+        others = self._of_others(model)
+        self.layout = Layout(model, {name for name, p in model.named_parameters() if p in others})
 
     def connect(self, model: nn.Module, runtime: Runtime) -> None:
+        if averages_models(runtime.bound) and self._of_others(model):
+            raise ValueError(
+                f"hook={runtime.name!r} averages models, and some parameters have replicas among other ranks: use a "
+                "hook of gradients"
+            )
         groups = [group for group in param_groups(model) if self._has_replicas(group)]
         names = {id(p): str(self.layout.name_of(p.sharded_param)) for group in groups for p in group.fsdp_params}
         self._units = [_Unit(group, self, names) for group in groups]
@@ -286,7 +307,7 @@ class Replicas(Source):
 
     @property
     def shard(self) -> list[list[int]]:
-        return [[group.rank(), group.size()] for group in self._shards.values()]
+        return [[group.rank(), group.size()] for group in self._own_shards.values()]
 
     def metrics(self) -> dict[str, float]:
         found = self._gather.metrics() if self._gather is not None else {}

@@ -407,4 +407,12 @@ MUTATIONS = [
         "One NaN in a gradient makes all later ones of its block NaN.",
         "tests/sources/test_fsdp2.py -k 'bad_step'",
     ),
+    Mutation(
+        "replicas_of_other_parameters",
+        f"{PACKAGE}/sources/replicas.py",
+        "return not self._are_known or _replicas_of_group(group) is self.process_group",
+        "return True",
+        "A hook averages parameters over the replicas of others.",
+        "tests/sources/test_replicas.py -k 'several_groups'",
+    ),
 ]

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from fsdp_driver import NAMES, leaving_no_groups, shard2
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel
@@ -368,6 +368,56 @@ def test_state_is_of_a_shard(run):
         assert same
         assert steps == 1
         assert "save the state of each shard, and load it where that shard is" in message
+
+
+def experts_elsewhere(two, other):
+    """A layer has replicas among other ranks than the others do."""
+    torch.manual_seed(0)
+    model = Network()
+    for i, layer in enumerate(model.layers):
+        fully_shard(layer, mesh=other if i == 1 else two)
+    return fully_shard(model, mesh=two)
+
+
+def several_groups(rank, world):
+    """Distances to FSDP2 by itself; refusals; whether each hook has the state and bytes of its own parameters."""
+    with leaving_no_groups():
+        two = mesh_of_two()
+        other = DeviceMesh("cpu", torch.arange(world).view(2, 2).T, mesh_dim_names=("replicas", "shards"))
+        plain, hooked, compressed = (experts_elsewhere(two, other) for _ in range(3))
+        groups = [mesh.get_group("replicas") for mesh in (two, other)]
+        texts = []
+        for hook, options in (
+            ("allreduce", {}),
+            ("allreduce", {"replicate_group": dist.group.WORLD}),
+            (HOOKS_CUT_ANEW["diloco"], {"replicate_group": groups[0]}),
+        ):
+            with pytest.raises(ValueError, match="replica") as refused:
+                lc.attach(hooked, hook, **options)
+            texts.append(str(refused.value))
+        for group in groups:
+            lc.attach(hooked, "allreduce", replicate_group=group)
+        with pytest.raises(ValueError, match="has a communication hook between its replicas already"):
+            lc.attach(hooked, "allreduce", replicate_group=groups[1])
+        distance = difference(train(hooked), train(plain))
+        both = [lc.attach(compressed, POWERSGD, replicate_group=group) for group in groups]
+        train(compressed)
+        states = [attachment.state_dict() for attachment in both]
+        for attachment, state in zip(both, states, strict=True):
+            attachment.load_state_dict(state)
+        remembered = [sorted(state["hook"]["state"]["entries"]) for state in states]
+        return distance, texts, remembered, [attachment.metrics()["steps"] for attachment in both]
+
+
+def test_several_groups_of_replicas(run):
+    for distance, texts, remembered, steps in run(several_groups, world=WORLD):
+        assert distance == 0
+        assert "have replicas in 2 process groups" in texts[0]
+        assert "where there are several groups of them name one" in texts[1]
+        assert "hook='diloco' averages models" in texts[2]
+        assert {"layers.0.weight", "layers.3.weight"} <= {*remembered[0]} <= {f"layers.{i}.weight" for i in (0, 2, 3)}
+        assert remembered[1] == ["layers.1.weight"]
+        assert steps == [3, 3]
 
 
 def one_file(rank, world, folder):
