@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Callable
 from datetime import timedelta
@@ -117,7 +118,15 @@ def start_manager(
         lighthouse_addr: the lighthouse, `"http://host:29510"`. `None`: the environment's `TORCHFT_LIGHTHOUSE`.
         hostname: name or address by which the other replicas reach this one. `None`: the machine's name.
         **kwargs: other arguments of `torchft.Manager`, such as `init_sync`.
+
+    Raises:
+        ValueError: there is no lighthouse.
     """
+    if not (lighthouse_addr or os.environ.get("TORCHFT_LIGHTHOUSE")):
+        raise ValueError(
+            "lighthouse_addr= is not given and the variable TORCHFT_LIGHTHOUSE is not set: start torchft_lighthouse, "
+            "and set one of them to its address, as http://host:29510"
+        )
     seconds, host = timedelta(seconds=timeout), hostname or socket.gethostname()
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     manager = Manager(

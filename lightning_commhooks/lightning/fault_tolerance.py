@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -209,8 +210,10 @@ def check_options(hook: CommHook | DDPHook, options: Mapping[str, Any]) -> None:
     """Refuse hooks, and options of a strategy, that need ranks that stay.
 
     Raises:
+        ImportError: torchft is not installed.
         ValueError: says what to set instead.
     """
+    import_module("lightning_commhooks.torchft")  # says what to install
     check_hook(hook)
     assert isinstance(hook, CommHook)
     method = without_scale(hook)

@@ -1,5 +1,7 @@
 """Trainers as replicas of a torchft manager, with a real lighthouse: they are killed, and come back."""
 
+import sys
+
 import pytest
 
 pytest.importorskip("torchft")
@@ -24,6 +26,7 @@ from torchft_runs import (
 
 import lightning_commhooks as lc
 from lightning_commhooks import FaultTolerance
+from lightning_commhooks.torchft import start_manager
 
 
 @pytest.fixture
@@ -109,6 +112,20 @@ def test_script_and_commands_of_the_docs(tmp_path):
 def test_options_that_cannot_work_are_refused(options, message):
     with pytest.raises(MisconfigurationException, match=message):
         lc.CompressedDDPStrategy(**{"hook": "int8", "fault_tolerance": FaultTolerance(0, 2), **options})
+
+
+def test_torchft_is_not_installed(monkeypatch):
+    for name in [name for name in sys.modules if name.partition(".")[0] == "torchft"]:
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.delitem(sys.modules, "lightning_commhooks.torchft", raising=False)
+    with pytest.raises(ImportError, match=r"pip install 'lightning-commhooks\[torchft\]'"):
+        lc.CompressedDDPStrategy(hook="int8", fault_tolerance=FaultTolerance(0, 2))
+
+
+def test_there_is_no_lighthouse(monkeypatch):
+    monkeypatch.delenv("TORCHFT_LIGHTHOUSE", raising=False)
+    with pytest.raises(ValueError, match="the variable TORCHFT_LIGHTHOUSE is not set: start torchft_lighthouse"):
+        start_manager("one", dict, print)
 
 
 def test_replicas_are_told_which_they_are(monkeypatch):

@@ -50,6 +50,7 @@ def config(tmp_path):
 @pytest.mark.parametrize("environment", [False, True])
 def test_replica(config, monkeypatch, environment):
     """Which one it is, from the file or the environment."""
+    pytest.importorskip("torchft")
     for name, value in {"REPLICA_GROUP_ID": "1", "NUM_REPLICA_GROUPS": "3"}.items() if environment else ():
         monkeypatch.setenv(name, value)
     given = "{timeout: 5}" if environment else "{replica_rank: 1, num_replica_groups: 3, timeout: 5}"
