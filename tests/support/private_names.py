@@ -350,17 +350,19 @@ TORCH = [
     Use("._unsharded_param", (REPLICAS,), "hooks between replicas fail", _fsdp2_makes_parameters_later),
     Use(
         "._fsdp_param_groups",
-        (REPLICAS,),
+        (FSDP2,),
         "silent: parameters on a mesh of their own have no hook",
         _fsdp2_has("_fsdp_param_groups"),
         since=("torch", "2.12"),
     ),
     *(
-        Use(name, (REPLICAS,), "hooks between replicas are refused or fail", _fsdp2_has(name.lstrip(".")))
-        for name in (
-            *("._get_fsdp_state", "._fsdp_param_group", "mesh_info", "post_forward_mesh_info", "post_backward"),
-            *("fsdp_params", "sharded_param", "sharded_size", "padded_sharded_param_size"),
-        )
+        Use(name, places, "hooks between replicas are refused or fail", _fsdp2_has(name.lstrip(".")))
+        for places, names in {
+            (FSDP2,): ("._get_fsdp_state", "._fsdp_param_group"),
+            (REPLICAS,): ("mesh_info", "post_forward_mesh_info", "post_backward", "sharded_size"),
+            (REPLICAS, FSDP2): ("fsdp_params", "sharded_param", "padded_sharded_param_size"),
+        }.items()
+        for name in names
     ),
     Use(
         "set_custom_reduce_scatter",
