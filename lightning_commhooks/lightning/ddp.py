@@ -140,6 +140,11 @@ class CompressedDDPMixin(AveragesModelsMixin):
         self._last_state, self._saved_at, self._last_is_whole = None, -1, True
         model = self.model
         if self._fault_tolerance is not None:
+            if self.world_size > 1:  # type: ignore[attr-defined]
+                raise self._misconfiguration(
+                    "with fault_tolerance= a Trainer is one process, and the other replicas are other Trainers: set "
+                    "devices=1 and num_nodes=1"
+                )
             with refusals_as(self._misconfiguration, self):
                 self._voted = VotedSteps(self._fault_tolerance, self)
         assert isinstance(model, DistributedDataParallel)
@@ -159,7 +164,7 @@ class CompressedDDPMixin(AveragesModelsMixin):
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """The share of the data that this rank trains on."""
         options = self._fault_tolerance
-        if options is None:
+        if options is None or self._voted is None:
             return super().distributed_sampler_kwargs  # type: ignore[misc, no-any-return]
         return {"num_replicas": options.num_replica_groups, "rank": options.replica_rank}
 
@@ -287,10 +292,12 @@ class CompressedDDPMixin(AveragesModelsMixin):
 
     def teardown(self) -> None:
         """Close the hook, leave the other replicas, and tear the strategy down."""
-        super().teardown()
-        if self._voted is not None:
-            self._voted.close()
-            self._voted = None
+        try:
+            super().teardown()
+        finally:
+            if self._voted is not None:
+                self._voted.close()
+                self._voted = None
 
     def _has_saved_this_step(self) -> bool:
         return self._attachment is not None and self._saved_at == self._attachment.num_steps

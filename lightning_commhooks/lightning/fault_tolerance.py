@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
+from lightning_commhooks.collectives.errors import HookError
 from lightning_commhooks.hooks._local_sgd import LocalSGDConfig
 from lightning_commhooks.interface.checks import check_integer
 from lightning_commhooks.interface.hook import CommHook
@@ -67,6 +68,11 @@ class FaultTolerance:
                 f"replica_rank={self.replica_rank} is none of num_replica_groups={self.num_replica_groups}, which "
                 "counts from 0"
             )
+        if self.min_replica_size > self.num_replica_groups:
+            raise ValueError(
+                f"min_replica_size={self.min_replica_size} is more than the num_replica_groups="
+                f"{self.num_replica_groups} that there are, so that no step would be taken"
+            )
         for name in ("timeout", "quorum_timeout"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be a positive number of seconds, is {getattr(self, name)!r}")
@@ -121,7 +127,8 @@ class VotedSteps:
                 f"max_steps={trainer.max_steps}, max_epochs={trainer.max_epochs}: a replica that joins later has other "
                 "epochs than those that are there"
             )
-        if (trainer.checkpoint_callbacks or trainer.loggers) and trainer.default_root_dir == os.getcwd():
+        is_here = os.path.realpath(trainer.default_root_dir) == os.path.realpath(os.getcwd())
+        if (trainer.checkpoint_callbacks or trainer.loggers) and is_here:
             raise ValueError(
                 "with fault_tolerance= each replica saves and logs for itself, and in one folder they delete each "
                 f"other's files: give each a Trainer(default_root_dir=...) of its own, not {os.getcwd()!r}"
@@ -169,9 +176,11 @@ class VotedSteps:
         accumulated = _copies(parameters) if self._trainer.accumulate_grad_batches > 1 else []
         while True:
             result = closure()
+            if result is None:
+                raise HookError("training_step returned None for a batch, which a replica cannot skip alone")
             if self.manager.should_commit():
                 self._is_due = True
-                return lambda: result
+                return _once(result)
             step = self.manager.current_step()
             self._start()
             for p, gradient in zip(parameters, accumulated, strict=False):
@@ -200,6 +209,18 @@ class VotedSteps:
     def close(self) -> None:
         """Leave the others."""
         self.manager.shutdown()
+
+
+def _once(result: Any) -> Callable[[], Any]:
+    """A closure that has run; an optimizer that asks twice would step by gradients that nobody has voted on."""
+    left = [result]
+
+    def closure() -> Any:
+        if not left:
+            raise HookError("fault_tolerance= votes on each backward, of which a step of this optimizer has several")
+        return left.pop()
+
+    return closure
 
 
 def _copies(parameters: list[torch.nn.Parameter]) -> list[Tensor | None]:

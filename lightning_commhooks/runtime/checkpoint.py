@@ -81,10 +81,11 @@ def _of_this_shard(states: Sequence[Any], run: RunningHook, layout: Layout) -> d
     told = [state.get("shard", []) for state in states]
     if told != [[[i, len(states)]] for i in range(len(states))] and told != [[]]:
         raise StateError(f"not the states of all shards in order: they are of {', '.join(map(_told, told))}")
-    hook, shard = resharded(states, run.source.shard, layout), run.source.shard
+    shard = run.source.shard
+    hook, lost = resharded(states, shard, layout)
     parameters = {name: list(shape) for name, shape in layout.shapes.items()}
     own = {"shard": shard, "parameters": parameters, "num_tensors": _num_tensors(hook, {}), "hook": hook, "models": {}}
-    return {**states[0], **own}
+    return {**states[0], **own, "lost": lost}
 
 
 def load(saved: Any, run: RunningHook, bound: BoundHook, models: Models, strict: bool) -> tuple[int, list[str]]:
@@ -148,6 +149,8 @@ def _load(
             "shard, and load it where that shard is, or a list of those of all shards"
         )
         return reader.differences, []
+    for name in saved.get("lost", ()):
+        reader.differs(f"what it has of {name!r} cannot be cut anew for this shard")
     if bound.has_memory and saved["hook"].get("name") == hook.name:
         reader.check_parameters()
     load_hook(saved["hook"], hook, bound, reader)

@@ -16,7 +16,9 @@ from lightning_commhooks.interface.layout import Layout, memory_shape
 _NOTHING = object()
 
 
-def resharded(states: Sequence[Mapping[str, Any]], shard: Sequence[Sequence[int]], layout: Layout) -> Any:
+def resharded(
+    states: Sequence[Mapping[str, Any]], shard: Sequence[Sequence[int]], layout: Layout
+) -> tuple[Any, list[str]]:
     """The state of a hook for this rank's shard, from those of all shards there were.
 
     What has a number for each element of a parameter, such as residuals and anchors, is put together and cut anew. Of
@@ -27,12 +29,16 @@ def resharded(states: Sequence[Mapping[str, Any]], shard: Sequence[Sequence[int]
         states: what `checkpoint.save` returned for each shard, in order.
         shard: which one this rank has, of how many: `Source.shard`.
         layout: of the model.
+
+    Returns:
+        the state, and names of parameters of which nothing could be taken over.
     """
     # Of shards of shards begins anew what has an element of its own for each of a parameter's.
     named = layout.trained.items() if len(shard) <= 1 else ()
     index, size = shard[0] if shard else (0, 1)
-    parts = {name: part for name, p in named if (part := _Part(name, p, states, (index, size))).is_known}
-    return _merged([state["hook"] for state in states], parts, None)
+    parts = {name: _Part(name, p, states, (index, size)) for name, p in named}
+    lost: list[str] = []
+    return _merged([state["hook"] for state in states], parts, None, lost), lost
 
 
 class _Part:
@@ -51,13 +57,19 @@ class _Part:
         total = sum(self._lengths)
         self._start = min(index * -(-total // size), total)  # as `torch.chunk`
         self._length = self._shape[self._dim] if self._shape else 0
+        # Of a sharded parameter the whole one's rows.
+        is_whole = not dims or total == parameter.shape[self._dim]
         others = [_without(self._dim, shape) for shape in (*self._shapes, self._shape) if shape]
         is_in_order = self._shape == tuple(own_part(parameter).shape)
         fits = 0 < self._length <= total - self._start and len(set(others)) == 1
-        self.is_known = is_in_order and fits
+        self._fits = is_in_order and is_whole and fits
+        # Another shard may have all rows there are.
+        self.is_lost = self._length > 0 and not self._fits
 
     def of(self, tensors: Sequence[Tensor | None]) -> Tensor | None:
-        """What this shard has, of tensors of each shard that has one; `None`: it begins anew."""
+        """What this shard has, of tensors of each shard that has one; `None`: nothing, or it begins anew."""
+        if not self._fits:
+            return None
         there = [i for i, tensor in enumerate(tensors) if tensor is not None]
         found = [(t, self._shapes[i], self._lengths[i]) for i in there if (t := tensors[i]) is not None]
         nums = {tensor.numel() / math.prod(shape) for tensor, shape, _ in found}
@@ -92,16 +104,18 @@ def _without(dim: int, shape: tuple[int, ...]) -> tuple[int, ...]:
     return shape[:dim] + shape[dim + 1 :]
 
 
-def _merged(values: Sequence[Any], parts: Mapping[str, _Part], part: _Part | None) -> Any:
+def _merged(values: Sequence[Any], parts: Mapping[str, _Part], part: _Part | None, lost: list[str]) -> Any:
     """Nested states of all shards, `_NOTHING` where one has none, as one of this shard."""
     there = [value for value in values if value is not _NOTHING]
     if all(isinstance(value, Mapping) for value in there):
         merged = {}
         for key in dict.fromkeys(key for value in there for key in value):
             of_key = [value if value is _NOTHING else value.get(key, _NOTHING) for value in values]
-            own = _merged(of_key, parts, parts.get(key) if part is None else part)
+            own = _merged(of_key, parts, parts.get(key) if part is None else part, lost)
             if own is not _NOTHING:
                 merged[key] = own
+            elif any(isinstance(value, Mapping) for value in of_key) and (key not in parts or parts[key].is_lost):
+                lost.append(key)
         had_tensors = any(isinstance(one, Tensor) for value in there for one in value.values())
         return _NOTHING if had_tensors and not merged else merged
     if not isinstance(there[0], Tensor):

@@ -67,19 +67,21 @@ class _Residuals:
 
     def __init__(self, unit: FSDPModule, block_size: int) -> None:
         self._unit, self._block_size = weakref.ref(unit), block_size
-        # By the number of the parameter group.
-        self._residuals: dict[int, EncodedResidual] = {}
+        # Of each parameter group, by its number: what is trained of it, and the residual.
+        self._residuals: dict[int, tuple[list[int], EncodedResidual]] = {}
 
     def of(self, flat: Tensor, num_ranks: int) -> EncodedResidual | None:
         """Of all gradients of a parameter group. None where some are missing: FSDP2 does not say which."""
         unit = self._unit()
-        numels = [_numel(group) * num_ranks for group in _groups_of([unit] if unit is not None else [])]
+        groups = _groups_of([unit] if unit is not None else [])
+        numels = [_numel(group) * num_ranks for group in groups]
         if numels.count(flat.numel()) != 1:
             return None
         key = numels.index(flat.numel())
-        if key not in self._residuals:
-            self._residuals[key] = EncodedResidual(self._block_size, flat.device)
-        return self._residuals[key]
+        trained = [id(p) for p in groups[key].fsdp_params if p.sharded_param.requires_grad]
+        if key not in self._residuals or self._residuals[key][0] != trained:
+            self._residuals[key] = trained, EncodedResidual(self._block_size, flat.device)
+        return self._residuals[key][1]
 
 
 def _numel(group: Any) -> int:

@@ -53,10 +53,10 @@ def load_shard(attachment: Attachment, file: Path) -> str | None:
 
 
 def _files_of_other_shards(file: Path) -> list[Path]:
-    """Those of all shards of another number, in order; the largest number if there are several."""
+    """Those of all shards of another number, in order; the newest if there are several."""
     name = file.name.rsplit("-", 3)[0]
-    counts = {int(path.stem.rpartition("-")[2]) for path in file.parent.glob(f"{name}-0-of-*.pt")}
-    for count in sorted(counts, reverse=True):
+    first_files = sorted(file.parent.glob(f"{name}-0-of-*.pt"), key=lambda path: path.stat().st_mtime, reverse=True)
+    for count in (int(path.stem.rpartition("-")[2]) for path in first_files):
         files = [file.with_name(f"{name}-{i}-of-{count}.pt") for i in range(count)]
         if all(path.exists() for path in files):
             return files

@@ -26,6 +26,8 @@ from torchft_runs import (
 
 import lightning_commhooks as lc
 from lightning_commhooks import FaultTolerance
+from lightning_commhooks.collectives.errors import HookError
+from lightning_commhooks.lightning.fault_tolerance import _once
 from lightning_commhooks.torchft import start_manager
 
 
@@ -114,6 +116,13 @@ def test_options_that_cannot_work_are_refused(options, message):
         lc.CompressedDDPStrategy(**{"hook": "int8", "fault_tolerance": FaultTolerance(0, 2), **options})
 
 
+def test_a_closure_runs_once():
+    closure = _once(3.0)
+    assert closure() == 3.0
+    with pytest.raises(HookError, match="a step of this optimizer has several"):
+        closure()
+
+
 def test_torchft_is_not_installed(monkeypatch):
     for name in [name for name in sys.modules if name.partition(".")[0] == "torchft"]:
         monkeypatch.setitem(sys.modules, name, None)
@@ -140,7 +149,11 @@ def test_replicas_are_told_which_they_are(monkeypatch):
     with pytest.raises(ValueError, match="replica_rank=4 is none of num_replica_groups=4"):
         FaultTolerance()
     assert FaultTolerance(3) == FaultTolerance(3, 4)
-    for options, message in (({"timeout": 0}, "timeout must be"), ({"min_replica_size": 0}, "min_replica_size")):
+    for options, message in (
+        ({"timeout": 0}, "timeout must be"),
+        ({"min_replica_size": 0}, "min_replica_size"),
+        ({"min_replica_size": 5}, "more than the num_replica_groups=4"),
+    ):
         with pytest.raises(ValueError, match=message):
             FaultTolerance(0, **options)
 
@@ -177,6 +190,7 @@ def scheduled(**options):
         (lambda: Module(scheduled()), {}, "the scheduler StepLR counts epochs or batches of this replica"),
         (lambda: Module(scheduled(interval="step", frequency=2)), {}, "the scheduler StepLR counts"),
         (lambda: Module(), {"max_steps": 4}, "in one folder they delete each other's files"),
+        (lambda: Module(), {"max_steps": 4, "default_root_dir": "."}, "in one folder they delete each other's files"),
         (lambda: Module(automatic=False), {}, "which it cannot in manual optimization"),
         (lambda: Module(lambda o: torch.optim.LBFGS(o.param_groups[0]["params"])), {}, "LBFGS has several"),
     ],

@@ -56,7 +56,6 @@ def test_replica(config, monkeypatch, environment):
     given = "{timeout: 5}" if environment else "{replica_rank: 1, num_replica_groups: 3, timeout: 5}"
     strategy = cli(config(f"hook: int8\nfault_tolerance: {given}"), "--trainer.devices=1").trainer.strategy
     assert strategy._fault_tolerance == lc.FaultTolerance(1, 3, timeout=5)
-    assert strategy.distributed_sampler_kwargs == {"num_replicas": 3, "rank": 1}
     assert strategy._ddp_kwargs["find_unused_parameters"]
 
 

@@ -541,7 +541,8 @@ def test_rows_of_shards_are_cut_anew(lead, num_before, num_after):
     tensor, q = torch.randn(*lead, 7, 3), torch.zeros(2, 3)
     states = [saved_state(i, num_before, tensor, q) for i in range(num_before)]
     for i, rows in enumerate(ROWS[num_after]):
-        found = resharding.resharded(states, [[i, num_after]], layout_of(rows))
+        found, lost = resharding.resharded(states, [[i, num_after]], layout_of(rows))
+        assert lost == ["weight\nbias"]
         state = found["state"]
         assert found["options"] == {"a": None, "weight": 1}
         assert state["numbers"] == {"weight": 5}
@@ -561,14 +562,17 @@ def test_a_shard_whose_gradient_was_not_compressed_has_no_residual():
     tensor = torch.randn(7, 3)
     states = [saved_state(i, 2, tensor, torch.zeros(2, 3)) for i in range(2)]
     del states[1]["hook"]["state"]["entries"]["weight"]
-    (entry,) = resharding.resharded(states, [], layout_of(7))["state"]["entries"].values()
+    found, _ = resharding.resharded(states, [], layout_of(7))
+    (entry,) = found["state"]["entries"].values()
     assert torch.equal(entry["residual"], torch.cat([tensor[:4], torch.zeros(3, 3)]))
 
 
 def test_another_model_is_not_cut():
     states = [saved_state(i, 2, torch.randn(7, 3), torch.zeros(2, 3)) for i in range(2)]
-    assert not resharding.resharded(states, [], layout_of(8))["state"]["entries"]
-    assert not resharding.resharded(states, [], layout_of(7, columns=4))["state"]["entries"]
+    for layout in (layout_of(8), layout_of(7, columns=4)):
+        found, lost = resharding.resharded(states, [], layout)
+        assert not found["state"]["entries"]
+        assert lost == ["weight", "weight\nbias"]
 
 
 def lengths(rank, world):

@@ -54,7 +54,7 @@ class Shares(Replicas):
         parameters = [p for p in ddp.module.parameters() if p.dim()][::-1]
         stream = torch.cuda.Stream()
         self.groups = [ParamGroup(parameters[first:last], stream) for first, last in pairwise([0, 2, len(parameters)])]
-        self._shards, self._units, self._reduced = {}, [], []
+        self._shards, self._own_shards, self._units, self._reduced = {}, {}, [], []
         self._within = self._gather = self._handle = None
 
     def connect(self, model, runtime):
