@@ -217,10 +217,11 @@ class CodecFeedback(ErrorFeedback):
         self, bucket: Bucket, out: Tensor, ranks: Group, residual: EncodedResidual | None = None
     ) -> Steps[None]:
         """Write this rank's share of the average to `out`: see `_shares.reduce_scatter`."""
-        flat, seed = bucket.flat, self._seed(bucket, bucket.slots[0].name)
+        flat = bucket.flat
         if ranks.size == 1 or not self._kernels.fills_block(out) or flat.nbytes < self.hook.min_bytes:
             return reduce_scatter(bucket, out, ranks)
         self.group.counters.numel_compressed += flat.numel()
+        seed = self._seed(bucket, bucket.slots[0].name)
         return reduce_scatter_encoded(bucket, out, ranks, self._kernels, seed, residual)
 
     def _seed(self, bucket: Bucket, name: str) -> int:

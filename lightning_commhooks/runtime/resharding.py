@@ -70,8 +70,8 @@ class _Part:
         """What this shard has, of tensors of each shard that has one; `None`: nothing, or it begins anew."""
         if not self._fits:
             return None
-        there = [i for i, tensor in enumerate(tensors) if tensor is not None]
-        found = [(t, self._shapes[i], self._lengths[i]) for i in there if (t := tensors[i]) is not None]
+        about = zip(tensors, self._shapes, self._lengths, strict=True)
+        found = [(tensor, shape, length) for tensor, shape, length in about if tensor is not None]
         nums = {tensor.numel() / math.prod(shape) for tensor, shape, _ in found}
         if nums in ({1}, {self._num_replicas}):
             tensor, shape, _ = found[0]

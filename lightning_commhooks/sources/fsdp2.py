@@ -176,8 +176,7 @@ class FSDP2(ShardedSource):
         if self._gather_hook is not None:
             self._gather = Gather(units(model), self._gather_hook, self.device)
         hook = runtime.config
-        remembers = isinstance(hook, CodecConfig) and hook.use_error_feedback
-        block_size = hook.codec.block_size if isinstance(hook, CodecConfig) and remembers else None
+        block_size = hook.codec.block_size if isinstance(hook, CodecConfig) and hook.use_error_feedback else None
         if block_size is not None:
             EncodedResidual(block_size, self.device)  # compiles now what others are made of in a backward
         self._runtime, self._units = runtime, [weakref.ref(unit) for unit in units(model)]

@@ -134,19 +134,13 @@ def test_another_hook_is_refused_where_it_joins(start):
     assert run.end("one")["metrics"]["steps_not_committed"] > 0
 
 
-def test_script_and_commands_of_the_docs(tmp_path):
-    commands = {name: ([name], {}) for name in "abc"}
-    printed = run_docs("train_torchft.py", commands, "c", tmp_path)
-    for name in "ab":
-        assert "replica 'c' left at step " in printed[name]
-        assert f"{name}: " in printed[name]
-
-
-def test_script_with_accelerate(tmp_path):
-    commands = {name: ([name], {}) for name in "012"}
-    printed = run_docs("train_replica_accelerate.py", commands, "2", tmp_path)
-    for name in "01":
-        assert "replica 'replica_2' left at step " in printed[name]
+@pytest.mark.parametrize(
+    ("script", "names", "left"), [("train_torchft", "abc", "c"), ("train_replica_accelerate", "012", "replica_2")]
+)
+def test_script_and_commands_of_the_docs(tmp_path, script, names, left):
+    printed = run_docs(f"{script}.py", {name: ([name], {}) for name in names}, names[-1], tmp_path)
+    for name in names[:-1]:
+        assert f"replica {left!r} left at step " in printed[name]
         assert f"{name}: " in printed[name]
 
 

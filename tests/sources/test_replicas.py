@@ -51,12 +51,12 @@ def sharded(mesh, **options):
     return fully_shard(model, mesh=mesh, **options)
 
 
-def mixed_meshes(two, one):
-    """A layer is sharded over all ranks, and the others have replicas."""
+def mixed_meshes(two, other):
+    """A layer is on another mesh than the others: sharded over all ranks, or with replicas among other ranks."""
     torch.manual_seed(0)
     model = Network()
     for i, layer in enumerate(model.layers):
-        fully_shard(layer, mesh=one if i == 1 else two)
+        fully_shard(layer, mesh=other if i == 1 else two)
     return fully_shard(model, mesh=two)
 
 
@@ -370,21 +370,12 @@ def test_state_is_of_a_shard(run):
         assert "save the state of each shard, and load it where that shard is" in message
 
 
-def experts_elsewhere(two, other):
-    """A layer has replicas among other ranks than the others do."""
-    torch.manual_seed(0)
-    model = Network()
-    for i, layer in enumerate(model.layers):
-        fully_shard(layer, mesh=other if i == 1 else two)
-    return fully_shard(model, mesh=two)
-
-
 def several_groups(rank, world):
     """Distances to FSDP2 by itself; refusals; whether each hook has the state and bytes of its own parameters."""
     with leaving_no_groups():
         two = mesh_of_two()
         other = DeviceMesh("cpu", torch.arange(world).view(2, 2).T, mesh_dim_names=("replicas", "shards"))
-        plain, hooked, compressed = (experts_elsewhere(two, other) for _ in range(3))
+        plain, hooked, compressed = (mixed_meshes(two, other) for _ in range(3))
         groups = [mesh.get_group("replicas") for mesh in (two, other)]
         texts = []
         for hook, options in (
