@@ -105,18 +105,22 @@ def start_manager(
     hostname: str | None = None,
     **kwargs: Any,
 ) -> Manager:
-    """The `torchft.Manager` of a replica that is this process alone, as [`attach`][] wants it.
+    """The `torchft.Manager` of a replica, as [`attach`][] wants it.
+
+    The replica is all processes of the default process group, as one of torchrun; this one alone where there is none.
+    With several, each of them calls this, and the first one talks to the lighthouse.
 
     Args:
         replica_id: the replica's name, which stays when it comes back.
-        state_dict: what a replica that joins is given, beside what the hook remembers.
+        state_dict: what a replica that joins is given, beside what the hook remembers; of a sharded model this
+            process's shards, which go to the process that has the same.
         load_state_dict: takes it over there.
         min_replica_size: with fewer replicas no step is committed.
         timeout: seconds that a replica waits for one that neither answers nor closes its connections, in a collective
             and while it hands over its state.
         quorum_timeout: seconds that a replica waits for others when a step begins; with [`DiLoCo`][], an average.
         lighthouse_addr: the lighthouse, `"http://host:29510"`. `None`: the environment's `TORCHFT_LIGHTHOUSE`.
-        hostname: name or address by which the other replicas reach this one. `None`: the machine's name.
+        hostname: name or address by which the others reach this process. `None`: the machine's name.
         **kwargs: other arguments of `torchft.Manager`, such as `init_sync`.
 
     Raises:
@@ -128,7 +132,11 @@ def start_manager(
             "and set one of them to its address, as http://host:29510"
         )
     seconds, host = timedelta(seconds=timeout), hostname or socket.gethostname()
-    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False) if rank == 0 else None
+    place = [(host, store.port if store is not None else 0)]
+    if world_size > 1:
+        dist.broadcast_object_list(place)
     manager = Manager(
         pg=ProcessGroupGloo(timeout=seconds),
         load_state_dict=load_state_dict,
@@ -139,11 +147,11 @@ def start_manager(
         quorum_timeout=timedelta(seconds=quorum_timeout),
         connect_timeout=seconds,
         replica_id=replica_id,
-        rank=0,
-        world_size=1,
+        rank=rank,
+        world_size=world_size,
         # Replicas of a quorum meet at the store of one of them.
-        store_addr=host,
-        store_port=store.port,
+        store_addr=place[0][0],
+        store_port=place[0][1],
         hostname=host,
         checkpoint_transport=_Transport(host, seconds),
         lighthouse_addr=lighthouse_addr,

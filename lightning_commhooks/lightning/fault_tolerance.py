@@ -17,7 +17,7 @@ from lightning_commhooks.hooks._local_sgd import LocalSGDConfig
 from lightning_commhooks.interface.checks import check_integer
 from lightning_commhooks.interface.hook import CommHook
 from lightning_commhooks.interface.user_function import DDPHook
-from lightning_commhooks.sources.managed import check_hook
+from lightning_commhooks.sources.quorum import check_hook
 from lightning_commhooks.wrappers.scale import accumulation_of, without_scale
 
 

@@ -49,7 +49,8 @@ class FiniteSteps:
         self._reduced: list[tuple[Tensor, Bucket]] = []
         # Of a step that has ended, but for the hook.
         self._pending: _OnHost | None = None
-        # Of a step that ranks have not committed yet, where they vote.
+        # Of a step that replicas have not voted on yet, on this rank alone: where its step has failed, it does not meet
+        # those that have other shards.
         self._undecided: Tensor | None = None
         # Who reads what ranks share may be in any thread, or in a signal handler of this one.
         self._settling = threading.RLock()
@@ -70,6 +71,8 @@ class FiniteSteps:
         if not committed:
             self._running.bound.end_step(torch.tensor(False))
         elif finite is not None:
+            finite = self._running.source.smallest(finite)
+            spoil_unless_(finite, self._running.source.gradients([]))
             self._take_over(finite.cpu())
 
     @property
@@ -121,7 +124,8 @@ class FiniteSteps:
             if self._is_local:
                 group = self._running.bound.group
                 finite = group.finish(self._agreed(finite, group))
-            finite = self._running.source.smallest(finite)
+            if not self._running.source.ranks_change:
+                finite = self._running.source.smallest(finite)
             self.forget()
             if in_time:
                 parts = [part for gradients, bucket in reduced for part in _parts(gradients, bucket)]

@@ -186,8 +186,6 @@ def source_of(
     model: nn.Module, replicate_group: dist.ProcessGroup | None = None, manager: object | None = None
 ) -> Source:
     """Where the buckets of a model come from; raises a `ValueError` if it is neither in DDP nor sharded."""
-    if manager is not None:
-        return ManagedDDP(checked_model(model).process_group, manager)
     # Importing FSDP takes half a second, and whoever has such a model has done so.
     has_fsdp = "torch.distributed.fsdp" in sys.modules and isinstance(model, nn.Module)
     if has_fsdp and not isinstance(model, DistributedDataParallel) and not is_composable(model):
@@ -199,9 +197,15 @@ def source_of(
                 "the model has FullyShardedDataParallel and fully_shard modules; shard it with one of them"
             )
         if version1 or version2:
+            if version2 and manager is not None:
+                from lightning_commhooks.sources.managed_replicas import ManagedReplicas
+
+                return ManagedReplicas(model, manager)
             if version2 and (replicate_group is not None or replicas.replicas_of(model)):
                 return replicas.Replicas(model, replicate_group)
             return fsdp1.FSDP1(model) if version1 else fsdp2.FSDP2(model)
+    if manager is not None:
+        return ManagedDDP(checked_model(model).process_group, manager)
     return DDPSource((model if isinstance(model, DistributedDataParallel) else checked_model(model)).process_group)
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, ClassVar
 
@@ -109,18 +110,20 @@ class _Unit:
 
     def average_(self, share: Tensor) -> None:
         """Average this rank's share of the gradients over replicas, on CUDA on the current stream."""
-        runtime, (slots, parts) = self._runtime, self._layout_of(share)
-        assert runtime is not None
+        assert self._runtime is not None
+        self._source.average_unit(self._runtime, functools.partial(self._average_, self._runtime, share))
+
+    def _average_(self, runtime: Runtime, share: Tensor) -> None:
+        slots, parts = self._layout_of(share)
         # Rows that fill shares up to the same size are in no bucket.
         flat = share if parts[0].numel() == share.numel() else torch.cat(parts)
-        with runtime.aborting():
-            runtime.commit()
-            step, index = runtime.clock.place_in_backward(ends=True)
-            self._source.note((p.sharded_param for p in self._reduced), is_first=index == 0)
-            if is_local(runtime.bound, step):
-                runtime.local.check_optimizers()
-            bucket = runtime.bucket(flat, slots, index, True, step, None)
-            runtime.wait_for(runtime.submit(bucket, is_late=False))
+        runtime.commit()
+        step, index = runtime.clock.place_in_backward(ends=True)
+        self._source.note((p.sharded_param for p in self._reduced), is_first=index == 0)
+        if is_local(runtime.bound, step):
+            runtime.local.check_optimizers()
+        bucket = runtime.bucket(flat, slots, index, True, step, None)
+        runtime.wait_for(runtime.submit(bucket, is_late=False))
         if flat is not share:
             torch._foreach_copy_(parts, list(flat.split([part.numel() for part in parts])))
 
@@ -242,12 +245,17 @@ class Replicas(Source):
     def agreeing(self, what: str) -> Iterator[dict[str, object]]:
         same: dict[str, object] = {}
         with ExitStack() as stack:
-            groups = [*self._shards.values(), self.process_group]
+            groups = [one for one in (*self._shards.values(), self.process_group) if one.size() > 1]
             told = [stack.enter_context(raise_on_all_ranks(group, what)) for group in groups]
             yield same
             same |= {"shard_hook": self._shard_hook, "gather_hook": self._gather_hook}
             for one in told:
                 one |= same
+
+    def average_unit(self, runtime: Runtime, average: Callable[[], None]) -> None:
+        """Average the gradients of a unit."""
+        with runtime.aborting():
+            average()
 
     def _has_replicas(self, group: Any) -> bool:
         """Whether these parameters are averaged over the ranks of the hook, and not sharded over all ranks."""

@@ -51,6 +51,29 @@ def test_one_dies_and_comes_back(start, hook):
     assert_equals_simulation(run, simulation, lambda step: 1e-9 * growth**step)
 
 
+@pytest.mark.parametrize("hook", ["allreduce", "int8", "powersgd"])
+def test_one_of_several_processes_dies_and_its_replica_comes_back(start, hook):
+    """Replicas are sharded: each process averages its share with the processes that have the same."""
+    run = start(hook=hook, processes=2, of={"two": {"dies": [12, 1]}})
+    first, second = run.replicas["two"], *run.others["two"]
+    run.wait_until(lambda: first.poll() is not None, may_fail="two")
+    assert second.poll() == -signal.SIGKILL
+    assert first.poll() == 1, "it cannot go on alone"
+    run.wait_until(lambda: len(run.steps("one")) > 20, may_fail="two")
+    run.start("two")
+    run.wait_until(lambda: len(run.steps("two")) > 20)
+    printed = run.finish()
+    assert printed["one"].count("replica 'two' left at step 12: 2 go on") == 1, printed
+    for name in ("one", "three"):
+        assert gap_after(run, name, 11) < 2 * PATIENCE, "seconds until the next step"
+        metrics = run.end(name)["metrics"]
+        assert metrics["replicas"] == 3
+        assert metrics["steps_not_committed"] >= 1
+    growth = 1.12 if hook == "powersgd" else 1
+    simulation = Simulation(HOOKS[hook], run.end("one")["buckets"], micros=2, num_shards=2)
+    assert_equals_simulation(run, simulation, lambda step: 1e-9 * growth**step)
+
+
 class LocalSimulation:
     """DiLoCo in one process, among those that were there at each average."""
 

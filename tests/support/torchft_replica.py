@@ -22,6 +22,8 @@ from time import sleep, time
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torchft import Manager
 
 import lightning_commhooks as lc
@@ -40,8 +42,9 @@ class Options:
 
     Attributes:
         hook: name of one of `HOOKS`.
-        dies: where this process ends, `[step, bucket]`.
+        dies: where this process ends, `[step, bucket]`; of several in a replica the last one.
         stops: where it is stopped in the same way, as by SIGSTOP.
+        processes: of a replica; with several of them the model is sharded.
         begins_with: names of replicas that are to be there before the first step.
         parts: whether each replica uses parts of the model, has batch norms, several micro-batches and a scaler.
     """
@@ -51,6 +54,7 @@ class Options:
     stops: list = field(default_factory=list)
     begins_with: list = field(default_factory=list)
     parts: bool = False
+    processes: int = 1
 
 
 HOOKS = {
@@ -108,7 +112,8 @@ def watch_buckets(options):
     def submitted(self, bucket, is_late):
         buckets[bucket.index] = bucket.names
         for place, how in ((options.dies, signal.SIGKILL), (options.stops, signal.SIGSTOP)):
-            if place == [bucket.step, bucket.index]:
+            is_last_process = int(os.environ.get("RANK", 0)) == options.processes - 1
+            if place == [bucket.step, bucket.index] and is_last_process:
                 Path(sys.argv[1], f"{sys.argv[2]}.ended").touch()
                 threading.Timer(0.001, os.kill, (os.getpid(), how)).start()
         return submit(self, bucket, is_late)
@@ -121,6 +126,12 @@ def main():
     folder, name, options = Path(sys.argv[1]), sys.argv[2], Options(**json.loads(sys.argv[3]))
     buckets = watch_buckets(options)
     model, is_local = make_model(options.parts), options.hook.startswith("diloco")
+    rank = 0
+    if options.processes > 1:
+        dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+        rank = dist.get_rank()
+        for layer in (*model[::2], model):
+            fully_shard(layer)
     # Whose state who joins would get is up to the manager.
     optimizer = make_optimizer(model, 0 if is_local else 0.9)
     if is_local and options.dies:
@@ -134,7 +145,9 @@ def main():
     def state():
         return {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "scaler": scaler.state_dict()}
 
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = None
+    if options.processes == 1:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     manager = Manager(
         pg=ProcessGroupGloo(timeout=timedelta(seconds=5)),
         load_state_dict=load,
@@ -145,10 +158,10 @@ def main():
         timeout=timedelta(seconds=20),
         quorum_timeout=timedelta(seconds=60),
         connect_timeout=timedelta(seconds=10),
-        rank=0,
-        world_size=1,
+        rank=rank,
+        world_size=options.processes,
         store_addr="127.0.0.1",
-        store_port=store.port,
+        store_port=store.port if store is not None else int(os.environ["MASTER_PORT"]),
         replica_id=name,
         hostname="127.0.0.1",
         heartbeat_interval=timedelta(milliseconds=50),
@@ -157,12 +170,17 @@ def main():
     while not all((folder / f"{other}.up").exists() for other in options.begins_with):
         sleep(0.01)
     hook = HOOKS[options.hook]
-    ddp = DistributedDataParallel(manager, model, hook=hook, grad_scaler=scaler, bucket_cap_mb=BUCKET_CAP_MB)
-    attachment = ddp.attachment
-    with (folder / f"{name}.steps").open("a") as notes:
+    if options.processes > 1:
+        wrapped, attachment = model, lc.attach(model, hook, manager=manager)
+    else:
+        options_of_ddp = {"grad_scaler": scaler, "bucket_cap_mb": BUCKET_CAP_MB}
+        wrapped = DistributedDataParallel(manager, model, hook=hook, **options_of_ddp)
+        attachment = wrapped.attachment
+    # The others of a replica have the same to say.
+    with (folder / f"{name}.steps" if rank == 0 else Path(os.devnull)).open("a") as notes:
 
         def note(step, num_local):
-            numbers = b"".join(p.detach().numpy().tobytes() for p in model.parameters())
+            numbers = b"".join(p.numpy().tobytes() for p in whole(model))
             line = {
                 "step": step,
                 "local": num_local,
@@ -171,14 +189,14 @@ def main():
                 "names": names_of(attachment),
                 "lost": attachment.metrics()["steps_not_committed"],
                 "process": os.getpid(),
-                "sum": sum(p.sum().item() for p in model.parameters()),
+                "sum": sum(p.sum().item() for p in whole(model)),
             }
             notes.write(json.dumps(line) + "\n")
             notes.flush()
 
         if is_local:
             attachment.add_optimizer(optimizer)
-            for step, num_local in train_alone(ddp, optimizer, manager, name, folder):
+            for step, num_local in train_alone(wrapped, optimizer, manager, name, folder):
                 note(step, num_local)
         while manager.current_step() < num_steps(folder / "last"):
             sleep(0.03)  # a process starts in a few dozen steps
@@ -187,17 +205,23 @@ def main():
             step, micros = manager.current_step(), 2 if options.parts else 1
             for micro in range(micros):
                 which = [(zlib.crc32(f"{name} {step} {micro}".encode()) >> 7) % 3] if options.parts else []
-                with ddp.no_sync() if micro < micros - 1 else nullcontext():
-                    scaler.scale(loss_of(ddp, *batch(name, step, micro), *which)).backward()
+                with wrapped.no_sync() if micro < micros - 1 else nullcontext():
+                    scaler.scale(loss_of(wrapped, *batch(name, step, rank + micro), *which)).backward()
             if manager.should_commit():
                 scaler.step(optimizer)
                 scaler.update()
                 note(step, 0)
-    parameters = [p.tolist() for p in model.parameters()]
+    parameters = [p.tolist() for p in whole(model)]
     end = {"parameters": parameters, "metrics": attachment.metrics(), "buckets": [*buckets.values()]}
-    (folder / f"{name}.end").write_text(json.dumps(end))
+    if rank == 0:
+        (folder / f"{name}.end").write_text(json.dumps(end))
     manager.shutdown(wait=False)
     attachment.close()
+
+
+def whole(model):
+    """Parameters; with shards a collective of the replica."""
+    return [(p.full_tensor() if isinstance(p, DTensor) else p).detach() for p in model.parameters()]
 
 
 def die_in_average(step):
@@ -212,14 +236,14 @@ def die_in_average(step):
     Moves.begin = begun
 
 
-def train_alone(ddp, optimizer, manager, name, folder):
+def train_alone(wrapped, optimizer, manager, name, folder):
     """Steps of local SGD, whose averages are the manager's steps; yields their numbers and those of local steps."""
-    num_local = 0
+    num_local, rank = 0, int(os.environ.get("RANK", 0))
     while manager.current_step() < num_steps(folder / "last"):
         sleep(0.005)
         optimizer.zero_grad()
         step = manager.current_step()
-        loss_of(ddp, *batch(name, step, num_local)).backward()
+        loss_of(wrapped, *batch(name, step, num_local + 1000 * rank)).backward()
         optimizer.step()
         num_local += 1
         if manager.current_step() != step:
@@ -232,7 +256,7 @@ def num_steps(path):
 
 
 def names_of(attachment):
-    return attachment._runtime.source._names
+    return attachment._runtime.source.quorum.names
 
 
 if __name__ == "__main__":

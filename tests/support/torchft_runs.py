@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import itertools
 import json
 import os
 import shlex
@@ -32,7 +33,12 @@ def start_lighthouse(address, *words):
 
 
 class Run:
-    """Replicas of one run, by name, and their lighthouse."""
+    """Replicas of one run, by name, and their lighthouse.
+
+    Attributes:
+        replicas: the first process of each.
+        others: its other processes.
+    """
 
     def __init__(self, script, folder, **options):
         self.script, self.folder, self.options = FOLDER / script, folder, options
@@ -40,17 +46,30 @@ class Run:
         times = {"quorum_tick_ms": 20, "join_timeout_ms": 500, "heartbeat_timeout_ms": 1000, "min_replicas": 2}
         words = [word for name, value in times.items() for word in (f"--{name}", str(value))]
         self._lighthouse, self._environment = start_lighthouse(address, "--bind", address, *words)
-        self.replicas = {}
+        self.replicas, self.others = {}, {}
 
     def start(self, name, **options):
         """Start a replica, another time perhaps."""
         given = json.dumps({**self.options, **options})
         if name in self.replicas:
-            with self.replicas.pop(name) as before:
-                before.wait(10)
-        # For a framework, whose process group is of this replica alone.
+            for process in (self.replicas.pop(name), *self.others.pop(name)):
+                with process as before:
+                    before.wait(10)
+        # For a process group of this replica alone.
         environment = {**self._environment, "MASTER_PORT": str(free_port())}
-        self.replicas[name] = FORKS.start(self.script, self.folder, name, given, environment=environment)
+        num = self.options.get("processes", 1)
+        if num > 1:
+            environment |= {"MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": str(num)}
+        self.replicas[name], *self.others[name] = (
+            FORKS.start(
+                self.script,
+                self.folder,
+                name,
+                given,
+                environment={**environment, "RANK": str(rank)} if num > 1 else environment,
+            )
+            for rank in range(num)
+        )
 
     def steps(self, name):
         """What a replica has said of each step that it has committed."""
@@ -73,12 +92,13 @@ class Run:
         last, printed = first + len(self.steps("one")) + 20, {}
         (self.folder / "to_be_last").write_text(str(last))
         (self.folder / "to_be_last").rename(self.folder / "last")
-        for name, replica in self.replicas.items():
-            replica.finish(60)
-            with replica:
-                printed[name] = "".join(replica.printed())
-            assert replica.returncode == 0, printed[name]
-        self.replicas = {}
+        for name in self.replicas:
+            for replica in (*self.others[name], self.replicas[name]):
+                replica.finish(60)
+                with replica:
+                    printed[name] = "".join(replica.printed())
+                assert replica.returncode == 0, printed[name]
+        self.replicas, self.others = {}, {}
         hashes = {}
         for name in NAMES:
             for line in self.steps(name):
@@ -94,12 +114,12 @@ class Run:
     def close(self):
         """Kill what is left; returns what it printed."""
         printed = ""
-        for replica in self.replicas.values():
+        for replica in (*self.replicas.values(), *itertools.chain(*self.others.values())):
             with replica, contextlib.suppress(ProcessLookupError):
                 os.kill(replica.pid, signal.SIGKILL)
                 replica.wait(10)
                 printed += "".join(replica.printed())
-        self.replicas = {}
+        self.replicas, self.others = {}, {}
         self._lighthouse.kill()
         self._lighthouse.wait()
         return printed
@@ -127,56 +147,73 @@ def gap_after(run, name, step):
 
 
 class Simulation:
-    """The same run in one process, among those that were there in each step."""
+    """The same run in one process, among those that were there in each step.
 
-    def __init__(self, hook, names, micros=1, prefix=""):
+    Args:
+        hook: of the run.
+        names: of the parameters in each bucket.
+        micros: batches of a replica in a step.
+        prefix: of the names of parameters.
+        num_shards: ranks of a replica, each of which has so many of the rows of each parameter.
+    """
+
+    def __init__(self, hook, names, micros=1, prefix="", num_shards=1):
         self.hook, self.names, self.micros, self.prefix, self.model = hook, names, micros, prefix, make_model()
+        self.num_shards = num_shards
         self.optimizer = make_optimizer(self.model)
         self.bound, self.members = {}, []
         self.schedule = None
 
     def step(self, step, members, fresh):
         """A step of these members, of which the residuals of some are zero."""
+        shards = range(self.num_shards)
         if members != self.members:
             self._regroup(members)
-        for name in fresh:
-            for residual in self.bound[name].residuals():
+        for name, shard in itertools.product(fresh, shards):
+            for residual in self.bound[name, shard].residuals():
                 residual.zero_()
-        ranks = []
+        of_shards = [[] for _ in shards]
         for name in members:
             self.optimizer.zero_grad()
             for micro in range(self.micros):
                 (loss_of(self.model, *batch(name, step, micro)) / self.micros).backward()
-            ranks.append(self._buckets(step))
-        for buckets in zip(*ranks, strict=True):
-            works = [
-                functools.partial(bound.reduce, bucket, bound.group.channel(1))
-                for bound, bucket in zip(self.bound.values(), buckets, strict=True)
-            ]
-            run_together(works)
+            for shard, ranks in enumerate(of_shards):
+                ranks.append(self._buckets(step, shard))
+        for shard, ranks in enumerate(of_shards):
+            for buckets in zip(*ranks, strict=True):
+                bounds = [self.bound[name, shard] for name in members]
+                works = [
+                    functools.partial(bound.reduce, bucket, bound.group.channel(1))
+                    for bound, bucket in zip(bounds, buckets, strict=True)
+                ]
+                run_together(works)
         for bound in self.bound.values():
             bound.end_step(torch.tensor(True))
-        for bucket in ranks[0]:
+        for bucket in itertools.chain(*(ranks[-1] for ranks in of_shards)):
             for slot in bucket.slots:
-                slot.parameter.grad = slot.view(bucket.flat).clone()
+                slot.parameter.copy_(slot.view(bucket.flat))
         self.optimizer.step()
         if self.schedule is not None:
             self.schedule.step()
 
     def _regroup(self, members):
         """All have the same warm starts."""
-        before = {name: bound.memory for name, bound in self.bound.items()}
-        shared = next(iter(before.values()), {})
+        before = {place: bound.memory for place, bound in self.bound.items()}
         self.bound = {}
-        for name, group in zip(members, groups_in_memory(len(members)), strict=True):
-            bound = self.hook.bind(group)
-            for parameter, entry in before.get(name, shared).items():
-                bound.memory[parameter] = {kind: tensor.clone() for kind, tensor in entry.items()}
-            self.bound[name] = bound
+        for shard in range(self.num_shards):
+            shared = next((memory for (_, of), memory in before.items() if of == shard), {})
+            for name, group in zip(members, groups_in_memory(len(members)), strict=True):
+                bound = self.hook.bind(group)
+                for parameter, entry in before.get((name, shard), shared).items():
+                    bound.memory[parameter] = {kind: tensor.clone() for kind, tensor in entry.items()}
+                self.bound[name, shard] = bound
         self.members = members
 
-    def _buckets(self, step):
-        parameters = {self.prefix + name: p for name, p in self.model.named_parameters()}
+    def _buckets(self, step, shard):
+        """Buckets of a shard. The parameter of a slot is the gradient, as long as the model has it."""
+        parameters = {
+            self.prefix + name: p.grad.chunk(self.num_shards)[shard] for name, p in self.model.named_parameters()
+        }
         last = len(self.names) - 1
         return [
             self._bucket(i, [(name, parameters[name]) for name in names], step, i == last)
@@ -184,7 +221,7 @@ class Simulation:
         ]
 
     def _bucket(self, index, named, step, is_last):
-        flat, slots, offset = torch.cat([p.grad.reshape(-1) for _, p in named]), [], 0
+        flat, slots, offset = torch.cat([p.reshape(-1) for _, p in named]), [], 0
         for name, p in named:
             slots.append(Slot(name, tuple(p.shape), offset, p))
             offset += p.numel()

@@ -1,0 +1,93 @@
+"""Replicas of sharded models that come and go, each of several processes: each averages its share with its like."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lightning_commhooks.collectives.gloo_abort import Connections
+from lightning_commhooks.collectives.group import Group
+from lightning_commhooks.interface.averages_models import averages_models
+from lightning_commhooks.interface.hook import CommHook
+from lightning_commhooks.interface.models import OptimizerStep
+from lightning_commhooks.runtime.runtime import Runtime
+from lightning_commhooks.sources.quorum import EXACT_STATE, Quorum, Reporting, check_hook, check_manager
+from lightning_commhooks.sources.replicas import Replicas, replicas_of
+
+
+class ManagedReplicas(Replicas):
+    """The units of a model that is sharded over the processes of one replica.
+
+    A process that dies ends its replica, whose other processes fail in FSDP2's own collectives. In the other replicas
+    each process notices that for its share, and all vote for the same: a manager asks all processes of a replica.
+
+    Args:
+        model: a module in which `fully_shard` was applied to modules.
+        manager: see [`Quorum`][]; one in each process of a replica, with its rank in that.
+
+    Attributes:
+        quorum: the replicas; there is none before the model is connected.
+    """
+
+    ranks_change: ClassVar[bool] = True
+    refused: ClassVar[Mapping[str, str]] = {
+        **Replicas.refused,
+        "exact_state": EXACT_STATE,
+        "replicate_group": "is for replicas that stay; those that come and go are the manager's: leave it out",
+    }
+    quorum: Quorum
+
+    def __init__(self, model: nn.Module, manager: Any) -> None:
+        if replicas_of(model):
+            raise ValueError(
+                "with manager= the model is sharded over all processes of a replica, on a mesh of one dimension; "
+                "replicas within a replica would die together"
+            )
+        # Of this process alone, as long as there are no others.
+        super().__init__(model, dist.ProcessGroup(0, 1))  # type: ignore[call-arg]  # there is such a one
+        self._manager = manager
+        # The number that autograd gave the last backward.
+        self._backward = -1
+
+    def resolve_hook(self, hook: object) -> CommHook:
+        resolved = super().resolve_hook(hook)
+        check_hook(resolved)
+        return resolved
+
+    def check(self, model: nn.Module) -> None:
+        super().check(model)
+        check_manager(self._manager, dist.get_world_size())
+
+    def connect(self, model: nn.Module, runtime: Runtime) -> None:
+        self.quorum = Quorum(self._manager, runtime, self._meet)
+        super().connect(model, runtime)
+
+    def average_unit(self, runtime: Runtime, average: Callable[[], None]) -> None:
+        backward = torch._C._current_graph_task_id()
+        if backward != self._backward and not averages_models(runtime.bound):
+            self.quorum.begin_backward()
+        self._backward = backward
+        with self.quorum.reporting(), self.quorum.part_of_step():
+            average()
+
+    def _meet(self, group: Group) -> None:
+        """Find out whether all have come to the end of the step."""
+        group.finish(group.quiet().all_reduce_(torch.zeros(1, device=self.device)))
+
+    @property
+    def other_connections(self) -> Sequence[Connections]:
+        # Who lives on in a replica goes on with its other processes.
+        return []
+
+    def reporting(self) -> Reporting:
+        return self.quorum.reporting()
+
+    def average(self, stepped: OptimizerStep, average: Callable[[], None]) -> None:
+        self.quorum.average(stepped, average)
+
+    def metrics(self) -> dict[str, float]:
+        return {**super().metrics(), **self.quorum.metrics()}

@@ -1,0 +1,282 @@
+"""Replicas that come and go: those of the quorums of a torchft manager, which vote on each step."""
+
+from __future__ import annotations
+
+import logging
+import time
+import weakref
+import zlib
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from lightning_commhooks.codecs.announce import announce
+from lightning_commhooks.collectives.errors import HookError
+from lightning_commhooks.collectives.group import Group
+from lightning_commhooks.hooks import DiLoCo, PostLocalSGD
+from lightning_commhooks.hooks._local_sgd import LocalSGDConfig
+from lightning_commhooks.interface.averages_models import averages_models
+from lightning_commhooks.interface.hook import CommHook
+from lightning_commhooks.interface.hook_state import describe
+from lightning_commhooks.interface.models import OptimizerStep
+from lightning_commhooks.interface.user_function import DDPHook, UserFunction
+from lightning_commhooks.runtime.members import Members
+from lightning_commhooks.runtime.runtime import Runtime
+from lightning_commhooks.wrappers.auto import Auto
+from lightning_commhooks.wrappers.scale import without_scale
+
+logger = logging.getLogger(__name__)
+
+# What was attached with a manager so far.
+_attached: MutableMapping[Any, list[Runtime]] = weakref.WeakKeyDictionary()
+# Characters of a replica's name that others are told.
+_NAME_BYTES = 32
+# An option of `attach` that is refused, and why.
+EXACT_STATE = "keeps what differs between ranks, of which replicas ask no others; leave it out with manager="
+
+
+def _check_local(hook: LocalSGDConfig) -> None:
+    """Refuse what replicas would have to do together between averages."""
+    if not isinstance(hook, (DiLoCo, PostLocalSGD)):
+        raise ValueError(f"hook={hook.name!r} averages in subgroups, which replicas that come and go have none of")
+    wanted: dict[str, object] = {"start_localSGD_iter": 0, "post_local_gradient_allreduce": False}
+    wanted |= {"optimizer_state": "keep"}
+    if isinstance(hook, DiLoCo):
+        wanted |= {"fragments": 1, "delay": 0, "eager": False, "period_seconds": None}
+    for name, value in wanted.items():
+        if getattr(hook, name) != value:
+            raise ValueError(
+                f"hook={hook.name!r}: {name}={getattr(hook, name)!r} needs ranks that stay; with manager= set it to "
+                f"{value!r}"
+            )
+
+
+def check_hook(hook: CommHook | DDPHook) -> None:
+    """Refuse a hook that needs ranks that stay.
+
+    Raises:
+        ValueError: says which to use.
+    """
+    method = without_scale(hook) if isinstance(hook, CommHook) else hook
+    if not isinstance(method, CommHook) or isinstance(method, UserFunction):
+        raise ValueError(f"hook={hook!r} is a function for a process group that stays; among replicas use a CommHook")
+    if isinstance(method, LocalSGDConfig):
+        _check_local(method)
+    if isinstance(method, Auto):
+        raise ValueError("hook='auto' measures one group of ranks, and replicas come and go: choose a hook")
+
+
+class Reporting:
+    """Tells a manager of a failure within, which ends there; but for one of options, not of ranks that have gone."""
+
+    def __init__(self, manager: Any) -> None:
+        self._manager = manager
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        if not isinstance(error, Exception) or isinstance(error, ValueError):
+            return False
+        if self._manager.errored() is None:
+            logger.warning("step %d is not committed: %s", self._manager.current_step(), error)
+            self._manager.report_error(error)
+        return True
+
+
+def check_manager(manager: Any, num_processes: int) -> None:
+    """Refuse a manager that hooks cannot ask, or that is not of a replica of so many processes.
+
+    Raises:
+        ValueError: says what to give it.
+    """
+    if manager._group_world_size != num_processes:
+        raise ValueError(
+            f"the manager has world_size={manager._group_world_size}, and the model is of {num_processes} processes, "
+            "which are its replica: give torchft.Manager their rank and world_size, as start_manager() does with those "
+            "of the default process group"
+        )
+    if getattr(manager, "_use_async_quorum", False):
+        raise ValueError(
+            "the manager has use_async_quorum=True, with which replicas that join do not count in their first step: "
+            "give it use_async_quorum=False"
+        )
+    if not hasattr(manager._pg, "members"):
+        raise ValueError(
+            f"the manager has pg={type(manager._pg).__name__}: hooks communicate in groups of "
+            "lightning_commhooks.torchft.ProcessGroupGloo"
+        )
+
+
+class Quorum:
+    """Replicas of a model whose gradients, or models, a hook averages among those that are there.
+
+    A failure is reported to the manager and raises nothing: the step is not committed, and what the hook remembers is
+    as after a step with inf or NaN. The next quorum has those that are left.
+
+    Args:
+        manager: a `torchft.Manager`, with a process group of `lightning_commhooks.torchft`.
+        runtime: of the hook.
+        finish: called before a vote, when all gradients are there. Collective; whoever could not take part in a step
+            fails here.
+
+    Attributes:
+        names: of the replicas that are there.
+    """
+
+    def __init__(self, manager: Any, runtime: Runtime, finish: Callable[[Group], None]) -> None:
+        before = _attached.setdefault(manager, [])
+        if any(not other.is_closed for other in before):
+            raise ValueError("this manager has a model with a hook, and one is all it takes: put both in one module")
+        if averages_models(runtime.bound) and not isinstance(runtime.method, LocalSGDConfig):
+            raise ValueError(f"hook={runtime.name!r} has a hook that averages models; with manager= give that alone")
+        before.append(runtime)
+        self._manager, self._runtime, self._finish = manager, runtime, finish
+        self._ranks = Members(runtime)
+        # The group that the hook runs among.
+        self._members: object | None = None
+        self.names: list[str] = []
+        # A state that another replica has handed over.
+        self._given: Mapping[str, Any] | None = None
+        # Whether there was a backward that replicas have not voted on.
+        self._awaits_vote = False
+        self._quorums, self._not_committed, self._lost_seconds = 0, 0, 0.0
+        self._last_commit, self._is_losing = time.perf_counter(), False
+        self._vote: Callable[..., bool] = manager.should_commit
+        if not averages_models(runtime.bound):
+            manager.should_commit = self._should_commit
+        key = f"lightning_commhooks {len(before)}"
+        manager.register_state_dict_fn(key, self._take, self._ranks.state_for_others)
+
+    def reporting(self) -> Reporting:
+        """For what fails when replicas are gone."""
+        return Reporting(self._manager)
+
+    @contextmanager
+    def part_of_step(self) -> Iterator[None]:
+        """For what replicas do together in a step. What fails here fails for all that wait; not begun where it did."""
+        with self._runtime.aborting():
+            if self._manager.errored() is not None:
+                raise HookError("the step is lost")
+            yield
+
+    def begin_backward(self) -> None:
+        """Begin a step, before its gradients are averaged.
+
+        Raises:
+            HookError: nobody has asked for the quorum of this step, or for the vote on the last one.
+            ValueError: this replica joins others that have another hook or model.
+        """
+        if self._awaits_vote:
+            raise HookError("call manager.should_commit() after each backward, before the optimizer's step")
+        self._begin()
+        self._awaits_vote = True
+
+    def _begin(self) -> None:
+        """Go on among other replicas, if there is a new quorum."""
+        runtime, manager = self._runtime, self._manager
+        try:
+            manager.wait_quorum()
+        except AssertionError:
+            raise HookError(
+                "call manager.start_quorum() before each forward, and manager.should_commit() after its backward"
+            ) from None
+        if manager.errored() is None and manager._pg.members is not self._members:
+            with self.reporting():
+                self._ranks.go_on_among(manager._pg.members, self._compare)
+                self._members = manager._pg.members
+                self._quorums += 1
+        if manager.errored() is None and self._given is not None:
+            self._ranks.take_state(self._given)
+            self._given = None
+            if averages_models(runtime.bound):
+                runtime.bound.join(runtime.layout.trained)
+        if self._is_losing:
+            now = time.perf_counter()
+            self._lost_seconds += now - self._last_commit
+            self._last_commit, self._is_losing = now, False
+        if not averages_models(runtime.bound):
+            # Attempts that were not committed do not count, nor where a replica began.
+            runtime.clock.steps = manager.current_step()
+
+    def _compare(self, group: Group) -> None:
+        """Compare what members have to have alike, or gloo ends them; tell who came and left."""
+        runtime, shard = self._runtime, self._runtime.source.shard
+        about = repr((describe(runtime.method), runtime.layout.shapes, shard))
+        name = self._manager._pg.replica_name[:_NAME_BYTES].encode().ljust(_NAME_BYTES)[:_NAME_BYTES]
+        own = zlib.crc32(about.encode())
+        told = group.all_gather_quietly([own, *name])
+        names = [bytes(one[1:]).decode(errors="replace").strip() for one in told]
+        unlike = [name for name, one in zip(names, told, strict=True) if one[0] != own]
+        # Those who were there before go on when it has gone.
+        if unlike and self._given is not None:
+            raise ValueError(f"replica {unlike[0]!r} has another hook, other options of it, or another model")
+        if unlike:
+            raise HookError(f"replica {unlike[0]!r} has another hook, other options of it, or another model")
+        changes = {"left": sorted({*self.names} - {*names}), "joined": sorted({*names} - {*self.names})}
+        said = [f"{', '.join(map(repr, those))} {what}" for what, those in changes.items() if those]
+        is_first_of_replica = not any(index for index, _ in shard)
+        if said and self.names and is_first_of_replica:
+            announce(f"replica {' and '.join(said)} at step {self._manager.current_step()}: {len(names)} go on")
+        self.names = names
+
+    def _should_commit(self, *args: Any, **kwargs: Any) -> bool:
+        runtime = self._runtime
+        if runtime.is_closed:
+            return bool(self._vote(*args, **kwargs))
+        with self.reporting(), self.part_of_step():
+            runtime.call(lambda: self._finish(runtime.bound.group))
+        self._awaits_vote = False
+        committed = self._voted(*args, **kwargs)
+        runtime.decide(committed)
+        return committed
+
+    def _voted(self, *args: Any, **kwargs: Any) -> bool:
+        committed = bool(self._vote(*args, **kwargs))
+        manager = self._manager
+        if not committed and not self._is_losing and manager.errored() is None:
+            there, least = manager.num_participants(), manager._min_replica_size
+            if there < least:
+                announce(f"step {manager.current_step()} waits for replicas: {there} of at least {least} are there")
+        self._not_committed += not committed
+        if committed:
+            self._last_commit = time.perf_counter()
+        self._is_losing = not committed
+        return committed
+
+    def average(self, stepped: OptimizerStep, average: Callable[[], None]) -> None:
+        """Let replicas average their models, and vote on that; where it fails, each goes on from its own.
+
+        It is tried again after the next step.
+        """
+        runtime, manager = self._runtime, self._manager
+        if averages_models(runtime.bound) and not runtime.bound.communicates_after(stepped):
+            average()
+            return
+        manager.start_quorum()
+        self._begin()
+        tensors = [*runtime.layout.trained.values(), *runtime.layout.float_buffers().values()]
+        own, state = [tensor.detach().clone() for tensor in tensors], self._ranks.own_state()
+        if manager.errored() is None:
+            with self.reporting():
+                average()
+        if not self._voted():
+            with torch.no_grad():
+                for tensor, before in zip(tensors, own, strict=True):
+                    tensor.copy_(before)
+            self._ranks.go_on_alone(state)
+            self._members = None
+
+    def _take(self, state: Mapping[str, Any]) -> None:
+        self._given = state
+
+    def metrics(self) -> dict[str, float]:
+        """Of the attachment's metrics those that only replicas have."""
+        return {
+            "replicas": len(self.names),
+            "quorums": self._quorums,
+            "steps_not_committed": self._not_committed,
+            "lost_ms": 1e3 * self._lost_seconds,
+        }
