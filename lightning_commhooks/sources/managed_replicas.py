@@ -67,8 +67,11 @@ class ManagedReplicas(Replicas):
         super().connect(model, runtime)
 
     def average_unit(self, runtime: Runtime, average: Callable[[], None]) -> None:
+        if averages_models(runtime.bound):
+            super().average_unit(runtime, average)
+            return
         backward = torch._C._current_graph_task_id()
-        if backward != self._backward and not averages_models(runtime.bound):
+        if backward != self._backward:
             self.quorum.begin_backward()
         self._backward = backward
         with self.quorum.reporting(), self.quorum.part_of_step():

@@ -53,8 +53,11 @@ def test_one_dies_and_comes_back(start, hook):
 
 @pytest.mark.parametrize("hook", ["allreduce", "int8", "powersgd"])
 def test_one_of_several_processes_dies_and_its_replica_comes_back(start, hook):
-    """Replicas are sharded: each process averages its share with the processes that have the same."""
-    run = start(hook=hook, processes=2, of={"two": {"dies": [12, 1]}})
+    """Replicas are sharded: each process averages its share with the processes that have the same.
+
+    A number that is inf is in the share of one of them, and the step is a bad one for both.
+    """
+    run = start(hook=hook, processes=2, bad=7, of={"two": {"dies": [12, 1]}, "one": {"spoils": hook != "allreduce"}})
     first, second = run.replicas["two"], *run.others["two"]
     run.wait_until(lambda: first.poll() is not None, may_fail="two")
     assert second.poll() == -signal.SIGKILL
@@ -69,15 +72,17 @@ def test_one_of_several_processes_dies_and_its_replica_comes_back(start, hook):
         metrics = run.end(name)["metrics"]
         assert metrics["replicas"] == 3
         assert metrics["steps_not_committed"] >= 1
+    assert run.steps("one")[7]["skipped"] is (hook != "allreduce")
     growth = 1.12 if hook == "powersgd" else 1
     simulation = Simulation(HOOKS[hook], run.end("one")["buckets"], micros=2, num_shards=2)
     assert_equals_simulation(run, simulation, lambda step: 1e-9 * growth**step)
 
 
 class LocalSimulation:
-    """DiLoCo in one process, among those that were there at each average."""
+    """DiLoCo in one process, among those that were there at each average; each of so many processes."""
 
-    def __init__(self):
+    def __init__(self, num_processes=1):
+        self.num_processes = num_processes
         self.anchor = [p.detach().clone() for p in make_model().parameters()]
         self.momentum = [torch.zeros_like(p) for p in self.anchor]
 
@@ -92,7 +97,8 @@ class LocalSimulation:
             optimizer = make_optimizer(model, momentum=0)
             for i in range(num):
                 optimizer.zero_grad()
-                loss_of(model, *batch(name, step, i)).backward()
+                for rank in range(self.num_processes):
+                    (loss_of(model, *batch(name, step, i + 1000 * rank)) / self.num_processes).backward()
                 optimizer.step()
             moves.append([a - p.detach() for a, p in zip(self.anchor, model.parameters(), strict=True)])
         for i, mean in enumerate(sum(of_ranks) / len(moves) for of_ranks in zip(*moves, strict=True)):
@@ -101,11 +107,11 @@ class LocalSimulation:
             self.anchor[i] = self.anchor[i] - 0.7 * (mean + 0.9 * self.momentum[i])
 
 
-@pytest.mark.parametrize("hook", ["diloco", "diloco in int8"])
-def test_one_dies_in_an_average_of_models_and_comes_back(start, hook):
-    run = start(hook=hook, of={"two": {"dies": [12]}})
-    run.wait_until(lambda: run.replicas["two"].poll() is not None)
-    run.wait_until(lambda: len(run.steps("one")) > 20)
+@pytest.mark.parametrize(("hook", "processes"), [("diloco", 1), ("diloco in int8", 1), ("diloco", 2)])
+def test_one_dies_in_an_average_of_models_and_comes_back(start, hook, processes):
+    run = start(hook=hook, processes=processes, of={"two": {"dies": [12]}})
+    run.wait_until(lambda: run.replicas["two"].poll() is not None, may_fail="two")
+    run.wait_until(lambda: len(run.steps("one")) > 20, may_fail="two")
     run.start("two")
     run.wait_until(lambda: len(run.steps("two")) > 20)
     printed = run.finish()
@@ -113,7 +119,7 @@ def test_one_dies_in_an_average_of_models_and_comes_back(start, hook):
     lines = {name: {line["step"]: line for line in run.steps(name)} for name in NAMES}
     assert lines["one"][12]["local"] >= 5, "tried again after one more step"
     if hook == "diloco":
-        simulation = LocalSimulation()
+        simulation = LocalSimulation(processes)
         for step, line in sorted({**lines["three"], **lines["two"], **lines["one"]}.items()):
             there = {name: lines[name][step]["local"] for name in line["names"]}
             joined = {name for name in there if step and step - 1 not in lines[name]}

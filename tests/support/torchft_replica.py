@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor
 from torchft import Manager
 
 import lightning_commhooks as lc
+from lightning_commhooks.collectives.averaging import own_part
 from lightning_commhooks.hooks._moves import Moves
 from lightning_commhooks.runtime.runtime import Runtime
 from lightning_commhooks.torchft import DistributedDataParallel, ProcessGroupGloo
@@ -45,6 +46,8 @@ class Options:
         dies: where this process ends, `[step, bucket]`; of several in a replica the last one.
         stops: where it is stopped in the same way, as by SIGSTOP.
         processes: of a replica; with several of them the model is sharded.
+        spoils: whether one number of a gradient of this replica is inf in the step `bad`, in which nobody steps whose
+            gradients are not finite.
         begins_with: names of replicas that are to be there before the first step.
         parts: whether each replica uses parts of the model, has batch norms, several micro-batches and a scaler.
     """
@@ -55,6 +58,8 @@ class Options:
     begins_with: list = field(default_factory=list)
     parts: bool = False
     processes: int = 1
+    spoils: bool = False
+    bad: int = -1
 
 
 HOOKS = {
@@ -125,16 +130,18 @@ def watch_buckets(options):
 def main():
     folder, name, options = Path(sys.argv[1]), sys.argv[2], Options(**json.loads(sys.argv[3]))
     buckets = watch_buckets(options)
+    spoils = []
     model, is_local = make_model(options.parts), options.hook.startswith("diloco")
     rank = 0
     if options.processes > 1:
         dist.init_process_group("gloo", timeout=timedelta(seconds=60))
         rank = dist.get_rank()
+        model[-1].register_forward_hook(lambda last, _, out: out + Spoiled.apply(last.bias, spoils))
         for layer in (*model[::2], model):
             fully_shard(layer)
     # Whose state who joins would get is up to the manager.
     optimizer = make_optimizer(model, 0 if is_local else 0.9)
-    if is_local and options.dies:
+    if is_local and options.dies and rank == options.processes - 1:
         die_in_average(options.dies[0])
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, enabled=options.parts)
 
@@ -179,11 +186,12 @@ def main():
     # The others of a replica have the same to say.
     with (folder / f"{name}.steps" if rank == 0 else Path(os.devnull)).open("a") as notes:
 
-        def note(step, num_local):
+        def note(step, num_local, is_skipped=False):
             numbers = b"".join(p.numpy().tobytes() for p in whole(model))
             line = {
                 "step": step,
                 "local": num_local,
+                "skipped": is_skipped,
                 "hash": sha1(numbers).hexdigest(),
                 "time": time(),
                 "names": names_of(attachment),
@@ -203,14 +211,19 @@ def main():
             manager.start_quorum()
             optimizer.zero_grad()
             step, micros = manager.current_step(), 2 if options.parts else 1
+            spoils[:] = [None] if options.spoils and step == options.bad else []
             for micro in range(micros):
                 which = [(zlib.crc32(f"{name} {step} {micro}".encode()) >> 7) % 3] if options.parts else []
                 with wrapped.no_sync() if micro < micros - 1 else nullcontext():
                     scaler.scale(loss_of(wrapped, *batch(name, step, rank + micro), *which)).backward()
             if manager.should_commit():
-                scaler.step(optimizer)
-                scaler.update()
-                note(step, 0)
+                is_skipped = step == options.bad and not all(
+                    own_part(p.grad).isfinite().all() for p in model.parameters()
+                )
+                if not is_skipped:
+                    scaler.step(optimizer)
+                    scaler.update()
+                note(step, 0, is_skipped)
     parameters = [p.tolist() for p in whole(model)]
     end = {"parameters": parameters, "metrics": attachment.metrics(), "buckets": [*buckets.values()]}
     if rank == 0:
@@ -222,6 +235,21 @@ def main():
 def whole(model):
     """Parameters; with shards a collective of the replica."""
     return [(p.full_tensor() if isinstance(p, DTensor) else p).detach() for p in model.parameters()]
+
+
+class Spoiled(torch.autograd.Function):
+    """Zeros for a bias, the first of whose gradients is inf while a list is not empty."""
+
+    @staticmethod
+    def forward(ctx, bias, spoils):
+        ctx.spoils = spoils
+        return torch.zeros_like(bias)
+
+    @staticmethod
+    def backward(ctx, grad):
+        spoiled = torch.zeros_like(grad)
+        spoiled[0] = float("inf") if ctx.spoils else 0
+        return spoiled, None
 
 
 def die_in_average(step):
