@@ -173,6 +173,14 @@ def test_script_and_commands_of_the_docs(tmp_path, script, names, left):
         assert f"{name}: " in printed[name]
 
 
+def test_script_and_commands_of_the_docs_for_replicas_of_several_processes(tmp_path):
+    printed = run_docs("train_sharded_replica.py", {name: ([name], {}) for name in "abc"}, "c", tmp_path)
+    for name in "ab":
+        assert "replica 'c' left at step 100: 2 go on" in printed[name]
+        assert "replica 'c' joined at step " in printed[name]
+    assert all(printed[name].count(f"{name}: ") >= 2 for name in "abc"), "each process of all of them ends well"
+
+
 # In this process ---------------------------------------------------------------------------------------------------
 
 
@@ -180,6 +188,7 @@ class Manager:
     """What `attach` looks at in a manager."""
 
     _use_async_quorum = False
+    _group_world_size = 1
 
     def __init__(self, members=True):
         self._pg = types.SimpleNamespace(**({"members": None} if members else {}))
@@ -230,6 +239,10 @@ def test_models_and_managers_that_cannot_work_are_refused():
         wrapped(Manager(members=False))
     with pytest.raises(ValueError, match="exact_state keeps what differs between ranks"):
         lc.attach(model, "int8", manager=Manager(), exact_state=True)
+    manager = Manager()
+    manager._group_world_size = 2
+    with pytest.raises(ValueError, match="the manager has world_size=2, and the model is of 1 processes"):
+        wrapped(manager)
     manager = Manager()
     manager._use_async_quorum = True
     with pytest.raises(ValueError, match="give it use_async_quorum=False"):

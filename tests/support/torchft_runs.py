@@ -252,12 +252,15 @@ def assert_equals_simulation(run, simulation, tolerance_of=lambda step: 1e-9):
 
 # In front of a script of the docs: one replica dies in the middle of it.
 DIES = """
-import os, signal, sys
+import os, signal, sys, time
 from torch.optim.optimizer import register_optimizer_step_post_hook
 steps = []
 def after_step(*_):
     steps.append(None)
-    if len(steps) == 100 and "dies" in os.environ:
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        time.sleep(0.03)  # until torchrun has started it again
+    is_last = os.environ.get("RANK") in (None, "1") and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+    if len(steps) == 100 and "dies" in os.environ and is_last:
         os.kill(os.getpid(), signal.SIGKILL)
 register_optimizer_step_post_hook(after_step)
 """
@@ -265,6 +268,8 @@ register_optimizer_step_post_hook(after_step)
 
 def run_docs(script, commands, dies, tmp_path):
     """Run a script of docs/elastic.md on several replicas, of which one dies, with the lighthouse of that page.
+
+    Where the page has torchrun, it starts that one again.
 
     Args:
         script: its name.
@@ -289,14 +294,19 @@ def run_docs(script, commands, dies, tmp_path):
     printed, replicas = {}, {}
     for name, (arguments, variables) in commands.items():
         given = {**environment, "MASTER_PORT": str(free_port()), **variables, **({"dies": "1"} if name == dies else {})}
-        replicas[name] = FORKS.start(path, *arguments, environment=given, cwd=tmp_path)
+        launcher = []
+        if "torchrun" in replica:
+            launcher = ["torch.distributed.run", *replica[replica.index("torchrun") + 1 : replica.index(script)]]
+            given |= {**FORKS.launching(), **dict(line.split("=", 1) for line in replica if line.startswith("TORCH_"))}
+        replicas[name] = FORKS.start(*launcher, path, *arguments, environment=given, cwd=tmp_path)
     try:
         for name, process in replicas.items():
             with process:
                 process.finish(60)
                 printed[name] = "".join(process.printed())
         codes = {name: process.returncode for name, process in replicas.items()}
-        assert codes == {name: -signal.SIGKILL if name == dies else 0 for name in commands}, printed
+        is_over = "torchrun" not in replica
+        assert codes == {name: -signal.SIGKILL if name == dies and is_over else 0 for name in commands}, printed
     finally:
         served.kill()
         served.wait()
