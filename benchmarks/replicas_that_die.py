@@ -12,7 +12,8 @@ of the first replica.
 **Deaths.** Three replicas train; one of two is killed at a random time, and started again, 30 times. After each
 committed step a replica notes a hash of its weights. Exits with 1 when replicas had different weights after a step,
 when one hangs, or when the replica that was never killed has a dozen descriptors or threads more in the end than after
-ten deaths. `--deaths` does that alone.
+ten deaths. Then the same with replicas of two processes, which torchrun starts and starts again; one of the two is
+killed. `--deaths` does that alone.
 
 **A network that drops everything.** Three replicas on a host each (network namespaces, which need root); the network of
 one drops all packets for ten seconds. The timeout of collectives is two seconds. Exits with 1 when the others do not go
@@ -23,10 +24,12 @@ on meanwhile, when that replica does not come back after it, or replicas had dif
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import os
 import random
 import shutil
+import signal
 import socket
 import statistics
 import subprocess
@@ -34,6 +37,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
+from collections.abc import Sequence
 from datetime import date, timedelta
 from itertools import pairwise
 from pathlib import Path
@@ -44,6 +48,8 @@ import torch.distributed as dist
 from netns import INTERFACE, Network, hosts
 from records import command
 from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn import parallel
 from torchft import Manager
 
@@ -83,6 +89,11 @@ def make_manager(name: str, state: dict[str, Any], min_replica_size: int) -> Man
         hostname=os.environ.get("ADDRESS", "127.0.0.1"),
         heartbeat_interval=timedelta(milliseconds=50),
     )
+
+
+def whole(model: nn.Module) -> list[torch.Tensor]:
+    """Parameters; of a sharded model on all processes of a replica alike."""
+    return [p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters()]
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor, manager: Manager | None) -> bool:
@@ -134,19 +145,35 @@ def last_step(folder: str) -> int:
 
 def replica(name: str, folder: str, hook: str) -> None:
     """One that trains until all steps are committed, and notes its weights."""
-    model = make_model()
+    model, rank = make_model(), int(os.environ.get("RANK", "0"))
+    Path(folder, f"{name}.{rank}.pid").write_text(str(os.getpid()))
+    is_sharded = "RANK" in os.environ
+    if is_sharded:
+        dist.init_process_group("gloo")
+        for layer in (*model[::2], model):
+            fully_shard(layer)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     manager = make_manager(name, {"model": model, "optimizer": optimizer}, 2)
-    ddp = DistributedDataParallel(manager, model, hook=HOOKS[hook])
-    with Path(folder, name).open("a") as notes:
+    if is_sharded:
+        trained, attachment = model, lc.attach(model, HOOKS[hook], manager=manager)
+    else:
+        trained = DistributedDataParallel(manager, model, hook=HOOKS[hook])
+        attachment = trained.attachment
+    with Path(folder, name if rank == 0 else os.devnull).open("a") as notes:
         while manager.current_step() < last_step(folder):
-            generator = torch.Generator().manual_seed(hash((name, manager.current_step())) % 2**31)
-            if step(ddp, optimizer, torch.randn(BATCH_SIZE, 256, generator=generator), manager):
-                numbers = b"".join(p.detach().numpy().tobytes() for p in model.parameters())
+            generator = torch.Generator().manual_seed(hash((name, rank, manager.current_step())) % 2**31)
+            if is_sharded:
+                time.sleep(0.02)  # for processes that start
+            if step(trained, optimizer, torch.randn(BATCH_SIZE, 256, generator=generator), manager):
+                numbers = b"".join(p.detach().numpy().tobytes() for p in whole(model))
                 print(manager.current_step(), hashlib.sha1(numbers).hexdigest(), time.time(), file=notes, flush=True)
-    metrics = ddp.attachment.metrics()
-    Path(folder, f"{name}.end").write_text(" ".join(str(int(metrics[k])) for k in ("quorums", "steps_not_committed")))
-    ddp.attachment.close()
+    metrics = attachment.metrics()
+    if rank == 0:
+        told = " ".join(str(int(metrics[k])) for k in ("quorums", "steps_not_committed"))
+        Path(folder, f"{name}.end").write_text(told)
+    if is_sharded:
+        dist.barrier()  # one that ends is a death
+    attachment.close()
     manager.shutdown(wait=False)
 
 
@@ -177,14 +204,16 @@ class Lighthouse:
     def _on(self, host: int) -> list[str]:
         return [] if self._network is None else ["ip", "netns", "exec", self._network.names[host]]
 
-    def start(self, *arguments: str, host: int = 0, **variables: str) -> subprocess.Popen[bytes]:
-        """This script in another process, with these arguments."""
+    def start(
+        self, *arguments: str, host: int = 0, launcher: Sequence[str] = (), **variables: str
+    ) -> subprocess.Popen[bytes]:
+        """This script in another process, with these arguments, or in those that a launcher starts."""
         ours = {"TORCHFT_LIGHTHOUSE": f"http://{self._address}", "RUST_LOG": "error", "OMP_NUM_THREADS": "1"}
         if self._network is not None:
             ours |= {"GLOO_SOCKET_IFNAME": INTERFACE, "ADDRESS": self._addresses()[host]}
         environment = {**os.environ, **ours, "PYTHONHASHSEED": "0", **variables}
         with Path(self.folder, "errors").open("ab") as errors:
-            command = [*self._on(host), sys.executable, __file__, *arguments]
+            command = [*self._on(host), sys.executable, *launcher, __file__, *arguments]
             started = subprocess.Popen(command, env=environment, stderr=errors)
         self._processes.append(started)
         return self._processes[-1]
@@ -228,6 +257,11 @@ def resources(pid: int) -> tuple[int, int, int]:
     """Descriptors, threads, and MiB of memory of a process."""
     pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
     return len(os.listdir(f"/proc/{pid}/fd")), len(os.listdir(f"/proc/{pid}/task")), pages * 4 // 1024
+
+
+def pid_of(folder: str, name: str, rank: int = 0) -> int:
+    """Of a process of a replica."""
+    return int(Path(folder, f"{name}.{rank}.pid").read_text())
 
 
 def wait_for(done: Any, seconds: float) -> bool:
@@ -279,33 +313,42 @@ def dropped(hook: str) -> bool:
     return is_well and is_over and not unequal and there > 0
 
 
-def deaths(hook: str) -> bool:
+def deaths(hook: str, processes: int = 1) -> bool:
     """A run with deaths; whether all was well."""
     chance = random.Random(0)
     names = ("stays", "first", "second")
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", "--max-restarts=1000"]
     with Lighthouse() as lighthouse:
         folder = lighthouse.folder
-        replicas = {name: lighthouse.start("replica", name, folder, hook) for name in names}
+        variables = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        start = functools.partial(lighthouse.start, launcher=torchrun if processes > 1 else (), **variables)
+        replicas = {name: start("replica", name, folder, hook) for name in names}
         wait_for(lambda: all(len(committed(folder, name)) > 20 for name in names), 60)
-        num_deaths, seen_resources = 0, [resources(replicas["stays"].pid)]
+        num_deaths, seen_resources = 0, [resources(pid_of(folder, "stays"))]
         while num_deaths < DEATHS:
             time.sleep(chance.uniform(0.2, 1.0))
-            name = chance.choice(names[1:])
-            replicas[name].kill()
-            replicas[name].wait()
+            name, rank = chance.choice(names[1:]), chance.randrange(processes)
+            os.kill(pid_of(folder, name, rank), signal.SIGKILL)
             num_deaths += 1
+            if processes == 1:
+                replicas[name].wait()
+                replicas[name] = start("replica", name, folder, hook)
+            else:
+                time.sleep(1)
             seen = len(committed(folder, name))
-            replicas[name] = lighthouse.start("replica", name, folder, hook)
             wait_for(lambda name=name, seen=seen: len(committed(folder, name)) > seen, 60)  # type: ignore[misc]
             if num_deaths % (DEATHS // 3) == 0:
                 time.sleep(3)  # groups of the past take their time
-                seen_resources.append(resources(replicas["stays"].pid))
+                seen_resources.append(resources(pid_of(folder, "stays")))
         is_over, hashes = finish(folder, replicas, max(STEPS, len(committed(folder, "stays")) + 300))
         times = [at for *_, at in committed(folder, "stays")]
         gaps = sorted(later - earlier for earlier, later in pairwise(times))
         quorums, lost = Path(folder, "stays.end").read_text().split()
     unequal = sum(len(different) > 1 for different in hashes.values())
-    print(f"# deaths: {hook}, {len(hashes)} steps, {num_deaths} deaths, {quorums} quorums, {lost} steps not committed")
+    of_several = f" in replicas of {processes} processes" if processes > 1 else ""
+    print(
+        f"# deaths: {hook}{of_several}, {len(hashes)} steps, {num_deaths} deaths, {quorums} quorums, {lost} steps not committed"
+    )
     print(f"steps after which replicas had different weights: {unequal} of {len(hashes)}")
     longest = [f"{gap:.2f}" for gap in gaps[-num_deaths:]]
     print(f"seconds until the next step, of the {num_deaths} longest: median {longest[num_deaths // 2]}, {longest[-1]}")
@@ -325,7 +368,8 @@ def main() -> None:
         alone = next((one for one in ("--deaths", "--dropped") if one in sys.argv), None)
         if alone is None:
             costs()
-        are_well = [deaths(hook) for hook in ("int8", "powersgd") if alone != "--dropped"]
+        kinds = [(hook, num) for num in (1, 2) for hook in ("int8", "powersgd") if alone != "--dropped"]
+        are_well = [deaths(*kind) for kind in kinds]
         are_well += [dropped(hook) for hook in ("int8", "powersgd") if alone != "--deaths"]
         sys.exit(not all(are_well))
     sys.stdout.flush()

@@ -91,9 +91,10 @@ def attach(
             fractions are a part, as `start_powerSGD_iter=0.1`; and hooks that are given by name begin after a tenth of
             it, if that is sooner than their default. Checkpoints have it, and a run that goes on from one goes by that.
             `None`: not known, or told before the first backward by `Attachment.tell_forecast`.
-        manager: for DDP over a group of this process alone, a `torchft.Manager` with a
-            `lightning_commhooks.torchft.ProcessGroupGloo` and `use_async_quorum=False`. The hook averages over the
-            replicas of its present quorum, and those that are left go on when one dies. Between the manager's
+        manager: for DDP over a group of this process alone, or `fully_shard` over all processes of a replica, a
+            `torchft.Manager` with a `lightning_commhooks.torchft.ProcessGroupGloo` and `use_async_quorum=False`. The
+            hook averages over the replicas of its present quorum, each process its share of the gradients, and those
+            that are left go on when one dies. Between the manager's
             `start_quorum` and `should_commit` there is one synchronized backward; with [`DiLoCo`][] and
             [`PostLocalSGD`][], whose averages replicas vote on, the hook calls both. Who joins gets from others what
             the hook remembers alike on all; its residual is zero.
@@ -196,8 +197,13 @@ def source_of(
             raise ValueError(
                 "the model has FullyShardedDataParallel and fully_shard modules; shard it with one of them"
             )
+        if version1 and manager is not None:
+            raise ValueError(
+                "manager= is for DistributedDataParallel and fully_shard; of FullyShardedDataParallel no replicas can "
+                "come and go: apply fully_shard instead"
+            )
         if version1 or version2:
-            if version2 and manager is not None:
+            if manager is not None:
                 from lightning_commhooks.sources.managed_replicas import ManagedReplicas
 
                 return ManagedReplicas(model, manager)

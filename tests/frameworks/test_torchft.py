@@ -11,7 +11,10 @@ pytest.importorskip("torchft")
 
 import torch
 from forks import PATIENCE
+from fsdp_driver import leaving_no_groups
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn import parallel
 from torchft.process_group import ProcessGroupDummy
 from torchft_replica import HOOKS, batch, loss_of, make_model, make_optimizer
@@ -247,6 +250,39 @@ def test_models_and_managers_that_cannot_work_are_refused():
     manager._use_async_quorum = True
     with pytest.raises(ValueError, match="give it use_async_quorum=False"):
         wrapped(manager)
+
+
+def refusals_of_several_processes(rank, world):
+    with leaving_no_groups():
+        manager = Manager()
+        manager._group_world_size = world
+        mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicas", "shards"))
+        both = {"manager": manager, "replicate_group": mesh.get_group(0)}
+        for model, options, message in (
+            (parallel.DistributedDataParallel(torch.nn.Linear(2, 2)), {"manager": manager}, "apply fully_shard to the"),
+            (
+                FullyShardedDataParallel(torch.nn.Linear(2, 2), device_id=torch.device("cpu")),
+                {"manager": manager},
+                "apply fully_shard instead",
+            ),
+            (fully_shard(torch.nn.Linear(2, 2), mesh=mesh), {"manager": manager}, "on a mesh of one dimension"),
+            (fully_shard(torch.nn.Linear(2, 2)), {"manager": Manager()}, "has world_size=1, and the model is of 4"),
+            (fully_shard(torch.nn.Linear(2, 2)), both, "replicate_group is for replicas that stay"),
+            (fully_shard(torch.nn.Linear(2, 2)), {"manager": manager, "hook": "auto"}, "hook='auto' measures"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                lc.attach(model, **{"hook": "int8", **options})
+        model = fully_shard(torch.nn.Linear(2, 2))
+        with pytest.raises((ValueError, HookError), match="hook must be the same on all ranks"):
+            lc.attach(model, "bf16" if rank else "int8", manager=manager)
+        attachment = lc.attach(model, "int8", manager=manager)
+        with pytest.raises(HookError, match=r"call manager.start_quorum\(\) before each forward"):
+            model(torch.ones(2, 2)).sum().backward()
+        attachment.close()
+
+
+def test_replicas_of_several_processes_that_cannot_work_are_refused(run):
+    run(refusals_of_several_processes, world=4)
 
 
 def test_a_second_model_is_refused():
