@@ -15,17 +15,19 @@ from weakref import WeakKeyDictionary
 
 from accelerate import Accelerator
 from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs, DistributedType
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from accelerate_integration.accelerator_events import AcceleratorEvents
 from accelerate_integration.replaced_methods import replace_method
+from accelerate_integration.replica import AcceleratorReplica
 from lightning_commhooks.interface.hook import CommHook
 from lightning_commhooks.interface.registry import get_hook
 from lightning_commhooks.runtime.attachment import Attachment
 from lightning_commhooks.runtime.attachments import attachment_of
 from lightning_commhooks.sources.attach import attach
 from lightning_commhooks.sources.ddp import check_even, hook_name, resolve_hook
+from lightning_commhooks.sources.fault_tolerance import FaultTolerance, check_options
 from lightning_commhooks.wrappers import Cast
 from lightning_commhooks.wrappers.scale import Accumulation
 
@@ -62,6 +64,9 @@ class CommHookKwargs(DistributedDataParallelKwargs):
         accumulation: what gradients are divided by that are accumulated over micro-batches: `"framework"`: by
             `gradient_accumulation_steps`, as `accelerator.backward` does, also in a shorter last window. `"mean"`: by
             the micro-batches that there were. `"sum"`, an integer or `"weighted"`: see [`ScaleByGradAccumulation`][].
+        fault_tolerance: make this `Accelerator`, of one process, a replica of several, of which some may die and come
+            back while the others go on: see [`FaultTolerance`][] and "When workers die". The dataset is shared out, and
+            a step that replicas do not commit is one that Accelerate calls skipped.
         num_steps: optimizer steps that training has in all, for starts that are fractions of it and the default start
             of hooks that are given by name: see [`attach`][]. A `transformers.Trainer` knows it.
         comm_hook, comm_wrapper, comm_state_option: Accelerate's own fields, translated: `comm_hook=POWER_SGD,
@@ -74,6 +79,8 @@ class CommHookKwargs(DistributedDataParallelKwargs):
 
     Attributes:
         attachments: one for each model prepared so far, in order, for `metrics()`.
+        manager: with `fault_tolerance`, the `torchft.Manager`, once a model is prepared: `current_step()` are the steps
+            that replicas have taken.
 
     Raises:
         ValueError: no hook, an unknown one, one given twice, or options that it has not got. By `Accelerator.prepare`
@@ -87,10 +94,12 @@ class CommHookKwargs(DistributedDataParallelKwargs):
     resync: bool = False
     accumulation: Accumulation = "framework"
     num_steps: int | None = None
+    fault_tolerance: FaultTolerance | None = None
     attachments: list[Attachment] = field(default_factory=list, init=False, repr=False, compare=False)
     _events: WeakKeyDictionary[Accelerator, AcceleratorEvents] = field(
         default_factory=WeakKeyDictionary, init=False, repr=False, compare=False
     )
+    _replica: AcceleratorReplica | None = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         name = self.hook.value if isinstance(self.hook, DDPCommunicationHookType) else self.hook
@@ -113,6 +122,14 @@ class CommHookKwargs(DistributedDataParallelKwargs):
         # Without the accumulation, a field of its own, which `dataclasses.replace` would give once more.
         self.hook = resolve_hook(hook, self.hook_state)
         check_even(self.hook, "Accelerate")
+        if self.fault_tolerance is not None:
+            hook = resolve_hook(hook, self.hook_state, self.accumulation)
+            check_options(hook, {"exact_state": self.exact_state, "static_graph": self.static_graph})
+
+    @property
+    def manager(self) -> Any:
+        """See above."""
+        return None if self._replica is None else self._replica.manager
 
     def _translated(self) -> CommHook | None:
         """The hook that Accelerate's own fields stand for."""
@@ -140,12 +157,15 @@ class CommHookKwargs(DistributedDataParallelKwargs):
         return DistributedDataParallelKwargs
 
     def __reduce__(self) -> tuple[Callable[..., CommHookKwargs], tuple[Any, ...]]:
-        live = ("attachments", "_events")
+        live = ("attachments", "_events", "_replica")
         # Not by `copyreg.__newobj__`, which asks for `__class__`.
         return _restored, (type(self), {key: value for key, value in vars(self).items() if key not in live})
 
     def expect(self, accelerator: Accelerator) -> None:
         """Have an accelerator, whose setup is not finished yet, say that it cannot use the hook."""
+        if self.fault_tolerance is not None:
+            self._replica = AcceleratorReplica(accelerator, self.fault_tolerance, self._wrapped)
+            return
         name, warned = hook_name(self.hook), []  # type: ignore[arg-type, var-annotated]  # resolved
 
         def prepare(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -190,6 +210,22 @@ class CommHookKwargs(DistributedDataParallelKwargs):
         """
         attachment_of(model, self.attachments).add_weight(weight)
 
+    def _wrapped(
+        self, manager: Any, module: nn.Module, accelerator: Accelerator
+    ) -> tuple[DistributedDataParallel, Attachment]:
+        """A model among replicas."""
+        from lightning_commhooks.torchft import DistributedDataParallel as Managed
+
+        options = {name: value for name, value in self.to_kwargs().items() if name != "find_unused_parameters"}
+        model = Managed(manager, module, hook=self.hook, num_steps=self.num_steps, **options)  # type: ignore[arg-type]
+        self._attached(model.attachment, accelerator)
+        return model, model.attachment
+
+    def _attached(self, attachment: Attachment, accelerator: Accelerator | None) -> None:
+        self.attachments.append(attachment)
+        if accelerator is not None:
+            self.events(accelerator).add(attachment)
+
     def register_comm_hook(self, model: DistributedDataParallel) -> None:
         """Called by Accelerate for each model it wraps."""
         accelerator = _accelerator_of(sys._getframe(1))
@@ -203,14 +239,12 @@ class CommHookKwargs(DistributedDataParallelKwargs):
             loss_divided_by=1 if accelerator is None else self.events(accelerator).loss_divided_by,
             num_steps=self.num_steps,
         )
-        self.attachments.append(attachment)
-        if accelerator is not None:
-            self.events(accelerator).add(attachment)
+        self._attached(attachment, accelerator)
 
 
 def _restored(kind: type[CommHookKwargs], fields: dict[str, Any]) -> CommHookKwargs:
     handler = object.__new__(kind)
-    handler.__dict__.update(fields, attachments=[], _events=WeakKeyDictionary())
+    handler.__dict__.update(fields, attachments=[], _events=WeakKeyDictionary(), _replica=None)
     return handler
 
 

@@ -346,9 +346,8 @@ def deaths(hook: str, processes: int = 1) -> bool:
         quorums, lost = Path(folder, "stays.end").read_text().split()
     unequal = sum(len(different) > 1 for different in hashes.values())
     of_several = f" in replicas of {processes} processes" if processes > 1 else ""
-    print(
-        f"# deaths: {hook}{of_several}, {len(hashes)} steps, {num_deaths} deaths, {quorums} quorums, {lost} steps not committed"
-    )
+    counts = f"{num_deaths} deaths, {quorums} quorums, {lost} steps not committed"
+    print(f"# deaths: {hook}{of_several}, {len(hashes)} steps, {counts}")
     print(f"steps after which replicas had different weights: {unequal} of {len(hashes)}")
     longest = [f"{gap:.2f}" for gap in gaps[-num_deaths:]]
     print(f"seconds until the next step, of the {num_deaths} longest: median {longest[num_deaths // 2]}, {longest[-1]}")

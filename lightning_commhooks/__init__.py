@@ -38,6 +38,7 @@ from lightning_commhooks.runtime.attachment import Attachment
 from lightning_commhooks.runtime.forecast import Forecast
 from lightning_commhooks.runtime.monitor import Monitor
 from lightning_commhooks.sources.attach import attach
+from lightning_commhooks.sources.fault_tolerance import FaultTolerance
 from lightning_commhooks.wrappers import Auto, Cast, PerParameter, ScaleByGradAccumulation, Schedule
 
 if TYPE_CHECKING:
@@ -73,6 +74,7 @@ __all__ = [
     "CommHook",
     "DiLoCo",
     "ErrorFeedback",
+    "FaultTolerance",
     "Forecast",
     "Group",
     "HierarchicalLocalSGD",
@@ -122,8 +124,6 @@ if find_spec("pytorch_lightning") is not None:
         "CompressedFSDPStrategyPL",
         "CompressedModelParallelStrategyPL",
     ]
-if _found("lightning") or _found("pytorch_lightning"):
-    __all__ += ["FaultTolerance"]
 # Looking for `ray.train` would import Ray. The others are what it refuses to be imported without.
 if (_found("lightning") or _found("pytorch_lightning")) and _found("ray", "fsspec", "pandas", "pyarrow", "requests"):
     __all__ += ["CompressedRayDDPStrategy"]
@@ -132,7 +132,6 @@ _TWICE = ("CommHookMonitor", "CompressedDDPStrategy", "CompressedFSDPStrategy", 
 _LAZY = {
     **{name + end: "lightning_commhooks.lightning.classes" for name in _TWICE for end in ("", "PL")},
     "CompressedDDPFabricStrategy": "lightning_commhooks.lightning.fabric",
-    "FaultTolerance": "lightning_commhooks.lightning.fault_tolerance",
     "CompressedRayDDPStrategy": "lightning_commhooks.lightning.classes",
 }
 _REMOVED = {

@@ -26,6 +26,7 @@ from lightning_commhooks.collectives.process_groups import OwnGroup, group_at
 from lightning_commhooks.interface.hook import CommHook
 from lightning_commhooks.runtime.attachment import Attachment
 from lightning_commhooks.sources.attach import attach
+from lightning_commhooks.sources.fault_tolerance import FaultTolerance
 
 
 class ProcessGroupGloo(process_group.ProcessGroupGloo):
@@ -62,6 +63,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         module: the model of one replica, which is one process.
         hook: see [`attach`][].
         grad_scaler: see [`attach`][].
+        num_steps: see [`attach`][].
         **kwargs: of `torch.nn.parallel.DistributedDataParallel`, but for `process_group` and `find_unused_parameters`.
 
     Attributes:
@@ -74,11 +76,12 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         module: nn.Module,
         hook: str | CommHook = "allreduce",
         grad_scaler: torch.amp.GradScaler | None = None,
+        num_steps: int | None = None,
         **kwargs: Any,
     ) -> None:
         alone = process_group.ProcessGroupDummy(0, 1)
         super().__init__(module, process_group=alone, find_unused_parameters=True, **kwargs)
-        self.attachment: Attachment = attach(self, hook, grad_scaler=grad_scaler, manager=manager)
+        self.attachment: Attachment = attach(self, hook, grad_scaler=grad_scaler, num_steps=num_steps, manager=manager)
 
 
 class _Transport(HTTPTransport[Any]):
@@ -160,3 +163,19 @@ def start_manager(
     # It is a client of the store, which ends with its object.
     manager.store_of_replica = store
     return manager
+
+
+def start_replica(
+    options: FaultTolerance, state_dict: Callable[[], Any], load_state_dict: Callable[[Any], None]
+) -> Manager:
+    """The manager of a framework's process; the state and what takes it over are those of [`start_manager`][]."""
+    return start_manager(
+        f"replica_{options.replica_rank}",
+        state_dict,
+        load_state_dict,
+        min_replica_size=options.min_replica_size,
+        timeout=options.timeout,
+        quorum_timeout=options.quorum_timeout,
+        lighthouse_addr=options.lighthouse_addr,
+        hostname=options.hostname,
+    )

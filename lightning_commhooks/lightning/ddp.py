@@ -12,11 +12,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_commhooks.interface.hook import CommHook
 from lightning_commhooks.lightning.averaging import AveragesModelsMixin, handles_signal
-from lightning_commhooks.lightning.fault_tolerance import FaultTolerance, VotedSteps, check_options
+from lightning_commhooks.lightning.fault_tolerance import VotedSteps
 from lightning_commhooks.lightning.refusals import REPLACED, options_of, refusals_as
 from lightning_commhooks.runtime.attachment import Attachment
 from lightning_commhooks.sources.attach import attach
 from lightning_commhooks.sources.ddp import check_even, hook_name, resolve_hook
+from lightning_commhooks.sources.fault_tolerance import FaultTolerance, check_options
 from lightning_commhooks.wrappers.hook_name import HookName
 from lightning_commhooks.wrappers.scale import Accumulation
 

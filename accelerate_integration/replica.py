@@ -1,0 +1,173 @@
+"""An `Accelerator` as one replica of several, of which some may die: its steps are those that the replicas vote for."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.data_loader import prepare_data_loader
+from accelerate.utils import DistributedType
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from accelerate_integration.replaced_methods import replace_method
+from lightning_commhooks.runtime.attachment import Attachment
+from lightning_commhooks.runtime.copies import NotCopied
+from lightning_commhooks.sources.fault_tolerance import FaultTolerance
+
+
+class AcceleratorReplica:
+    """Has the methods of one `Accelerator` meet the other replicas before each step, and vote with them after it.
+
+    A step that they do not commit is skipped, as one with an overflow in float16: `optimizer_step_was_skipped`, and
+    schedulers stand still. The next batch is the next try.
+
+    Args:
+        accelerator: of this process alone.
+        options: which replica it is.
+        wrap: makes a model of a manager and a module, with a hook.
+
+    Attributes:
+        manager: the `torchft.Manager`; `None` before a model is prepared.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        options: FaultTolerance,
+        wrap: Callable[[Any, nn.Module, Accelerator], tuple[DistributedDataParallel, Attachment]],
+    ) -> None:
+        self._accelerator, self._options, self._wrap = weakref.ref(accelerator), options, wrap
+        self._attachment: Attachment | None = None
+        self.manager: Any = None
+        # Of the replicas on the present step; there is none yet while it is under way.
+        self._verdict: bool | None = True
+        replace_method(accelerator, "prepare_model", self._prepare_model)
+        replace_method(accelerator, "prepare_optimizer", self._prepare_optimizer)
+        replace_method(accelerator, "prepare_data_loader", self._prepare_data_loader)
+        replace_method(accelerator, "no_sync", self._no_sync)
+        replace_method(accelerator, "end_training", self._end_training)
+
+    def _of(self) -> Accelerator:
+        accelerator = self._accelerator()
+        assert accelerator is not None
+        return accelerator
+
+    def _start(self) -> None:
+        from lightning_commhooks.torchft import start_replica
+
+        accelerator = self._of()
+        if accelerator.distributed_type != DistributedType.NO:
+            raise ValueError(
+                f"with fault_tolerance= an Accelerator is one process, and accelerate launch has made it one of "
+                f"{accelerator.num_processes}: start each replica with python, or with --num_processes 1"
+            )
+        if accelerator.scaler is not None:
+            raise ValueError(
+                "fault_tolerance= does not work with mixed_precision='fp16', whose scaler cannot take a step back that "
+                "replicas lose: use mixed_precision='bf16'"
+            )
+        self.manager = start_replica(self._options, self._state, self._load)
+        # Checkpoints have how many steps there were.
+        accelerator.register_for_checkpointing(self.manager)
+
+    def _prepare_model(self, original: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        prepared = original(model, *args, **kwargs)
+        is_for_evaluation = kwargs.get("evaluation_mode", args[1:2] == (True,))
+        is_trained = any(p.requires_grad for p in prepared.parameters())
+        if is_for_evaluation or not is_trained or isinstance(prepared, DistributedDataParallel):
+            return prepared
+        if self.manager is None:
+            self._start()
+        ddp, self._attachment = self._wrap(self.manager, prepared, self._of())
+        ddp._is_accelerate_prepared = True  # type: ignore[assignment]  # as Accelerate does
+        ddp.register_forward_pre_hook(NotCopied(torch.compiler.disable(self._before_forward)))
+        return ddp
+
+    def _before_forward(self, model: nn.Module, inputs: object) -> None:
+        if self._verdict is not None and model.training and torch.is_grad_enabled():
+            self.manager.start_quorum()
+            self._verdict = None
+
+    def _prepare_optimizer(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        optimizer = original(*args, **kwargs)
+
+        def step(original: Callable[..., Any], closure: Callable[[], Any] | None = None) -> Any:
+            if closure is not None:
+                raise ValueError("fault_tolerance= votes on a backward before the optimizer's step, which has one here")
+            if self.manager is not None and self._of().sync_gradients:
+                if self._verdict is None:
+                    self._verdict = self.manager.should_commit()
+                optimizer._is_overflow = not self._verdict
+                if not self._verdict:
+                    return None
+            return original()
+
+        replace_method(optimizer, "step", step)
+        return optimizer
+
+    def _no_sync(
+        self, original: Callable[[nn.Module], AbstractContextManager[None]], model: nn.Module
+    ) -> AbstractContextManager[None]:
+        return model.no_sync() if isinstance(model, DistributedDataParallel) else original(model)
+
+    def _prepare_data_loader(
+        self,
+        original: Callable[..., Any],
+        data_loader: Any,
+        device_placement: bool | None = None,
+        slice_fn_for_dispatch: Callable[..., Any] | None = None,
+    ) -> Any:
+        if getattr(data_loader, "_is_accelerate_prepared", False):
+            return original(data_loader)
+        accelerator, options = self._of(), self._options
+        if accelerator.dispatch_batches:
+            raise ValueError("fault_tolerance= does not work with dispatch_batches=True: each replica reads for itself")
+        seed = accelerator.dataloader_config.data_seed
+        prepared = prepare_data_loader(
+            data_loader,
+            accelerator.device,
+            num_processes=options.num_replica_groups,
+            process_index=options.replica_rank,
+            split_batches=accelerator.split_batches,
+            put_on_device=accelerator.device_placement if device_placement is None else device_placement,
+            rng_types=[],
+            dispatch_batches=False,
+            even_batches=accelerator.even_batches,
+            # All replicas shuffle alike, each by itself.
+            use_seedable_sampler=True,
+            data_seed=0 if seed is None else seed,
+            non_blocking=accelerator.non_blocking,
+            use_stateful_dataloader=accelerator.use_stateful_dataloader,
+        )
+        prepared._is_accelerate_prepared = True
+        accelerator._dataloaders.append(prepared)
+        return prepared
+
+    def _end_training(self, original: Callable[[], None]) -> None:
+        original()
+        if self._attachment is not None:
+            self._attachment.close()
+            self.manager.shutdown()
+
+    def _parts(self) -> dict[str, list[Any]]:
+        accelerator = self._of()
+        own = accelerator._custom_objects
+        return {
+            "models": accelerator._models,
+            "optimizers": accelerator._optimizers,
+            "schedulers": accelerator._schedulers,
+            "registered": [one for one in own if one is not self.manager],
+        }
+
+    def _state(self) -> dict[str, Any]:
+        return {name: [one.state_dict() for one in parts] for name, parts in self._parts().items()}
+
+    def _load(self, state: dict[str, Any]) -> None:
+        for name, parts in self._parts().items():
+            for part, given in zip(parts, state[name], strict=True):
+                part.load_state_dict(given)
