@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.data_loader import prepare_data_loader
+from accelerate.data_loader import DataLoaderShard, prepare_data_loader
 from accelerate.utils import DistributedType
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -46,9 +46,14 @@ class AcceleratorReplica:
         self.manager: Any = None
         # Of the replicas on the present step; there is none yet while it is under way.
         self._verdict: bool | None = True
+        # What who joins is given.
+        self._parts: list[Any] = []
+        replace_method(accelerator, "prepare", self._prepare)
         replace_method(accelerator, "prepare_model", self._prepare_model)
         replace_method(accelerator, "prepare_optimizer", self._prepare_optimizer)
+        replace_method(accelerator, "prepare_scheduler", self._prepare_scheduler)
         replace_method(accelerator, "prepare_data_loader", self._prepare_data_loader)
+        replace_method(accelerator, "register_for_checkpointing", self._register_for_checkpointing)
         replace_method(accelerator, "no_sync", self._no_sync)
         replace_method(accelerator, "end_training", self._end_training)
 
@@ -57,9 +62,7 @@ class AcceleratorReplica:
         assert accelerator is not None
         return accelerator
 
-    def _start(self) -> None:
-        from lightning_commhooks.torchft import start_replica
-
+    def _prepare(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         accelerator = self._of()
         if accelerator.distributed_type != DistributedType.NO:
             raise ValueError(
@@ -71,9 +74,16 @@ class AcceleratorReplica:
                 "fault_tolerance= does not work with mixed_precision='fp16', whose scaler cannot take a step back that "
                 "replicas lose: use mixed_precision='bf16'"
             )
+        if accelerator.dispatch_batches:
+            raise ValueError("fault_tolerance= does not work with dispatch_batches=True: each replica reads for itself")
+        return original(*args, **kwargs)
+
+    def _start(self) -> None:
+        from lightning_commhooks.torchft import start_replica
+
         self.manager = start_replica(self._options, self._state, self._load)
         # Checkpoints have how many steps there were.
-        accelerator.register_for_checkpointing(self.manager)
+        self._of().register_for_checkpointing(self.manager)
 
     def _prepare_model(self, original: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         prepared = original(model, *args, **kwargs)
@@ -84,7 +94,7 @@ class AcceleratorReplica:
         if self.manager is None:
             self._start()
         ddp, self._attachment = self._wrap(self.manager, prepared, self._of())
-        ddp._is_accelerate_prepared = True  # type: ignore[assignment]  # as Accelerate does
+        self._parts.append(prepared)
         ddp.register_forward_pre_hook(NotCopied(torch.compiler.disable(self._before_forward)))
         return ddp
 
@@ -108,7 +118,16 @@ class AcceleratorReplica:
             return original()
 
         replace_method(optimizer, "step", step)
+        self._parts.append(optimizer)
         return optimizer
+
+    def _prepare_scheduler(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._parts.append(scheduler := original(*args, **kwargs))
+        return scheduler
+
+    def _register_for_checkpointing(self, original: Callable[..., None], *objects: Any) -> None:
+        original(*objects)
+        self._parts += [one for one in objects if one is not self.manager]
 
     def _no_sync(
         self, original: Callable[[nn.Module], AbstractContextManager[None]], model: nn.Module
@@ -122,11 +141,9 @@ class AcceleratorReplica:
         device_placement: bool | None = None,
         slice_fn_for_dispatch: Callable[..., Any] | None = None,
     ) -> Any:
-        if getattr(data_loader, "_is_accelerate_prepared", False):
-            return original(data_loader)
+        if isinstance(data_loader, DataLoaderShard):
+            return data_loader
         accelerator, options = self._of(), self._options
-        if accelerator.dispatch_batches:
-            raise ValueError("fault_tolerance= does not work with dispatch_batches=True: each replica reads for itself")
         seed = accelerator.dataloader_config.data_seed
         prepared = prepare_data_loader(
             data_loader,
@@ -144,7 +161,6 @@ class AcceleratorReplica:
             non_blocking=accelerator.non_blocking,
             use_stateful_dataloader=accelerator.use_stateful_dataloader,
         )
-        prepared._is_accelerate_prepared = True
         accelerator._dataloaders.append(prepared)
         return prepared
 
@@ -154,20 +170,9 @@ class AcceleratorReplica:
             self._attachment.close()
             self.manager.shutdown()
 
-    def _parts(self) -> dict[str, list[Any]]:
-        accelerator = self._of()
-        own = accelerator._custom_objects
-        return {
-            "models": accelerator._models,
-            "optimizers": accelerator._optimizers,
-            "schedulers": accelerator._schedulers,
-            "registered": [one for one in own if one is not self.manager],
-        }
+    def _state(self) -> list[dict[str, Any]]:
+        return [part.state_dict() for part in self._parts]
 
-    def _state(self) -> dict[str, Any]:
-        return {name: [one.state_dict() for one in parts] for name, parts in self._parts().items()}
-
-    def _load(self, state: dict[str, Any]) -> None:
-        for name, parts in self._parts().items():
-            for part, given in zip(parts, state[name], strict=True):
-                part.load_state_dict(given)
+    def _load(self, state: list[dict[str, Any]]) -> None:
+        for part, given in zip(self._parts, state, strict=True):
+            part.load_state_dict(given)

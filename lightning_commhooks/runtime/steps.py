@@ -12,6 +12,11 @@ from lightning_commhooks.runtime.engine import call_at_end_of_backward
 _NOT_BEGUN = -2
 
 
+def current_backward() -> int:
+    """The number that autograd gave the backward of this thread; -1 outside of one."""
+    return torch._C._current_graph_task_id()
+
+
 class StepClock:
     """Counts synchronized backwards from the order in which DDP hands over its buckets.
 
@@ -54,7 +59,7 @@ class StepClock:
         """Whether this is the first backward of a static graph: DDP waits for its buckets before it says it is done."""
         if self._static_backward is None:
             return False
-        backward = torch._C._current_graph_task_id()
+        backward = current_backward()
         if self._static_backward == _NOT_BEGUN:
             self._static_backward = backward
         return 0 <= backward == self._static_backward
@@ -79,7 +84,7 @@ class StepClock:
 
         A step has an end only if `ends`: with that backward.
         """
-        backward = torch._C._current_graph_task_id()
+        backward = current_backward()
         if backward != self._backward:
             self._backward = backward
             self._begin()

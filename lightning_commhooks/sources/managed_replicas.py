@@ -15,6 +15,7 @@ from lightning_commhooks.interface.averages_models import averages_models
 from lightning_commhooks.interface.hook import CommHook
 from lightning_commhooks.interface.models import OptimizerStep
 from lightning_commhooks.runtime.runtime import Runtime
+from lightning_commhooks.runtime.steps import current_backward
 from lightning_commhooks.sources.quorum import EXACT_STATE, Quorum, Reporting, check_hook, check_manager
 from lightning_commhooks.sources.replicas import Replicas, replicas_of
 
@@ -70,7 +71,7 @@ class ManagedReplicas(Replicas):
         if averages_models(runtime.bound):
             super().average_unit(runtime, average)
             return
-        backward = torch._C._current_graph_task_id()
+        backward = current_backward()
         if backward != self._backward:
             self.quorum.begin_backward()
         self._backward = backward

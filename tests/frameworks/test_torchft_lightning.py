@@ -12,14 +12,13 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.utils.data import DataLoader, TensorDataset
-from torchft_replica import HOOKS
 from torchft_runs import (
     NAMES,
     Run,
-    Simulation,
     assert_equals_simulation,
     gap_after,
     run_docs,
+    simulate,
     start_lighthouse,
     starting,
 )
@@ -34,12 +33,6 @@ from lightning_commhooks.torchft import start_manager
 @pytest.fixture
 def start(tmp_path):
     yield from starting("torchft_trainer.py", tmp_path)
-
-
-def simulate(run, hook, micros):
-    simulation = Simulation(HOOKS[hook], run.end("one")["buckets"], micros, prefix="model.")
-    simulation.schedule = torch.optim.lr_scheduler.LambdaLR(simulation.optimizer, lambda step: 1 / (1 + 0.1 * step))
-    return simulation
 
 
 @pytest.mark.parametrize(("hook", "micros"), [("int8", 1), ("allreduce", 3)])

@@ -98,6 +98,7 @@ def _script(words):
     if "/" not in script:
         of_pages = ("example", "main", "check_topk", "train", "train_lightning", "train_accelerate", "train_ddp")
         of_pages += ("train_transformers", "train_fabric", "train_torchft", "train_replica", "train_replica_accelerate")
+        of_pages += ("train_sharded_replica",)
         assert script.removesuffix(".py") in of_pages, f"what is {script}?"
         return
     assert path.is_file(), f"there is no {script}"

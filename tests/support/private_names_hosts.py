@@ -148,11 +148,24 @@ def _reads_class_of_handlers(accelerator):
     return type(accelerator).__init__.__code__ in seen and made.ddp_handler is handler
 
 
-KWARGS = "accelerate_integration/kwargs.py"
+def _keeps_data_loaders(accelerator):
+    data = accelerator.prepare(torch.utils.data.DataLoader([1, 2]))
+    return accelerator._dataloaders == [data]
+
+
+def _tells_overflow(accelerator):
+    optimizer = accelerator.prepare(torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), 0.1))
+    optimizer._is_overflow = True
+    return optimizer.step_was_skipped and accelerator.optimizer_step_was_skipped
+
+
+KWARGS, REPLICA = "accelerate_integration/kwargs.py", "accelerate_integration/replica.py"
 
 ACCELERATE = [
     Use("._models", ("accelerate_integration/prepared_models.py",), "FSDP: no model is found", _keeps_models),
     Use("._optimizers", ("accelerate_integration/accelerator_events.py",), "hooks are not attached", _keeps_models),
+    Use("._dataloaders", (REPLICA,), "fault_tolerance: a prepare() fails", _keeps_data_loaders),
+    Use("._is_overflow", (REPLICA,), "silent, fault_tolerance: schedulers go on in a lost step", _tells_overflow),
     Use(
         "__class__",
         (KWARGS,),
@@ -242,10 +255,11 @@ def _torchft_group_has(name):
     return check
 
 
-MANAGED, OURS = "lightning_commhooks/sources/managed.py", "lightning_commhooks/torchft.py"
+MANAGED, OURS = "lightning_commhooks/sources/quorum.py", "lightning_commhooks/torchft.py"
 
 OF_TORCHFT = [
     Use("._pg", (MANAGED,), "`manager=` is refused", _manager_has("_pg")),
+    Use("._group_world_size", (MANAGED,), "`manager=` is an error", _manager_has("_group_world_size")),
     Use("._min_replica_size", (MANAGED,), "a step that fails is an error", _manager_has("_min_replica_size")),
     Use("._use_async_quorum", (MANAGED,), "silent: steps are lost", _manager_has("_use_async_quorum")),
     Use("._create_pg", (OURS,), "hooks find no members", _torchft_group_has("self._create_pg(")),

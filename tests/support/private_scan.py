@@ -24,6 +24,7 @@ OURS = {
     "_nodes",
     "_process_group",
     "_runtime",
+    "_replica",
     "_fail",
     "_finish_step",
     "_curve",

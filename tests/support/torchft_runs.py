@@ -16,7 +16,7 @@ import pytest
 import torch
 from docs_pages import DOCS, blocks
 from forks import FOLDER, FORKS, PATIENCE, alone, free_port
-from torchft_replica import batch, loss_of, make_model, make_optimizer
+from torchft_replica import HOOKS, batch, loss_of, make_model, make_optimizer
 
 from lightning_commhooks.collectives.in_memory import groups_in_memory, run_together
 from lightning_commhooks.interface.bucket import Bucket, Slot
@@ -228,6 +228,13 @@ class Simulation:
             slots.append(Slot(name, tuple(p.shape), offset, p))
             offset += p.numel()
         return Bucket(flat, index, is_last, step, tuple(slots))
+
+
+def simulate(run, hook, micros):
+    """That of a framework's run, with its schedule."""
+    simulation = Simulation(HOOKS[hook], run.end("one")["buckets"], micros, prefix="model.")
+    simulation.schedule = torch.optim.lr_scheduler.LambdaLR(simulation.optimizer, lambda step: 1 / (1 + 0.1 * step))
+    return simulation
 
 
 def lost_before(lines, step):

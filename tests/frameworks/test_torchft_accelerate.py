@@ -1,0 +1,134 @@
+"""An `Accelerator` as a replica of a torchft run, with a real lighthouse: replicas are killed and come back."""
+
+import itertools
+import pickle
+
+import pytest
+
+pytest.importorskip("torchft")
+pytest.importorskip("accelerate")
+
+import torch
+from accelerate import Accelerator, DataLoaderConfiguration
+from accelerate.utils import DistributedType
+from forks import PATIENCE
+from torchft_runs import NAMES, Run, assert_equals_simulation, gap_after, run_docs, simulate, starting
+
+import lightning_commhooks as lc
+from accelerate_integration import CommHookKwargs
+from lightning_commhooks import FaultTolerance
+
+
+@pytest.fixture
+def start(tmp_path):
+    yield from starting("torchft_accelerator.py", tmp_path)
+
+
+@pytest.mark.parametrize(("hook", "micros"), [("int8", 1), ("powersgd", 3)])
+def test_one_dies_and_comes_back(start, tmp_path, hook, micros):
+    """And the run ends, and goes on from what one replica has saved."""
+    run = start(hook=hook, micros=micros, saves=[10], of={"two": {"dies": [12, 1]}})
+    run.wait_until(lambda: run.replicas["two"].poll() is not None)
+    run.wait_until(lambda: len(run.steps("one")) > 20)
+    run.start("two")
+    run.wait_until(lambda: len(run.steps("two")) > 20)
+    printed = run.finish()
+    assert "replica 'replica_1' left at step 12: 2 go on" in printed["one"], printed["one"]
+    assert "replica 'replica_1' joined at step " in printed["three"]
+    assert gap_after(run, "one", 11) < 2 * PATIENCE, "seconds until the next step"
+    end = run.end("one")
+    assert end["skipped"] == end["metrics"]["steps_not_committed"] >= 1
+    assert end["attempts"] == (end["skipped"] + len(run.steps("one"))) * micros
+    read = itertools.chain(*(batch for name in NAMES for batch in run.end(name)["batches"]))
+    assert sorted(read) == list(range(30)), "each replica has a share of the data, shuffled alike"
+    for name in NAMES:
+        for line in run.steps(name):
+            assert line["lr"] == pytest.approx(0.01 / (1 + 0.1 * (line["step"] + 1)))
+    growth = 1.12 if hook == "powersgd" else 1
+    assert_equals_simulation(run, simulate(run, hook, micros), lambda step: 1e-9 * growth**step)
+    if hook == "int8":
+        return
+    (tmp_path / "second").mkdir()
+    again = Run("torchft_accelerator.py", tmp_path / "second", hook=hook, micros=micros)
+    try:
+        for name in NAMES:
+            checkpoint = str(tmp_path / "one-10") if name != "three" else None
+            again.start(name, begins_with=list(NAMES), checkpoint=checkpoint)
+        again.wait_until(lambda: len(again.steps("one")) > 5)
+        again.finish(first=10)
+    finally:
+        again.close()
+    for name in NAMES:
+        assert again.steps(name)[0]["step"] == 10, "also who has no checkpoint"
+        assert again.steps(name)[0]["lr"] == pytest.approx(0.01 / (1 + 0.1 * 11))
+
+
+def test_script_and_commands_of_the_docs(tmp_path):
+    commands = {name: ([], {"REPLICA_GROUP_ID": name, "NUM_REPLICA_GROUPS": "3"}) for name in "012"}
+    printed = run_docs("train_replica_accelerate.py", commands, "2", tmp_path)
+    for name in "01":
+        assert "replica 'replica_2' left at step " in printed[name]
+        assert f"replica {name}: " in printed[name]
+
+
+# In this process ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"hook": "auto"}, "hook='auto' measures one group of ranks"),
+        ({"hook": lc.DiLoCo(post_local_gradient_allreduce=False)}, "hook='diloco' lets replicas step alone"),
+        ({"accumulation": "mean"}, "needs accumulation='framework'"),
+        ({"exact_state": True}, "exact_state=True keeps what differs between ranks"),
+        ({"static_graph": True}, "does not work with static_graph=True"),
+    ],
+)
+def test_options_that_cannot_work_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        CommHookKwargs(**{"hook": "int8", "fault_tolerance": FaultTolerance(0, 2), **options})
+
+
+def accelerator_of(**options):
+    handler = CommHookKwargs(hook="int8", fault_tolerance=FaultTolerance(0, 2, lighthouse_addr="http://127.0.0.1:1"))
+    return Accelerator(cpu=True, kwargs_handlers=[handler], **options), handler
+
+
+def test_accelerators_that_cannot_work_are_refused(monkeypatch):
+    accelerator, _ = accelerator_of(dataloader_config=DataLoaderConfiguration(dispatch_batches=True))
+    with pytest.raises(ValueError, match="does not work with dispatch_batches=True"):
+        accelerator.prepare(torch.nn.Linear(2, 2))
+    accelerator, _ = accelerator_of()
+    accelerator.scaler = torch.amp.GradScaler("cpu")
+    with pytest.raises(ValueError, match="does not work with mixed_precision='fp16'"):
+        accelerator.prepare(torch.nn.Linear(2, 2))
+    monkeypatch.setattr(Accelerator, "distributed_type", DistributedType.MULTI_CPU)
+    accelerator, _ = accelerator_of()
+    with pytest.raises(ValueError, match="start each replica with python, or with --num_processes 1"):
+        accelerator.prepare(torch.nn.Linear(2, 2))
+
+
+def test_what_is_not_trained_stays_as_it_is():
+    accelerator, handler = accelerator_of()
+    frozen, evaluated = torch.nn.Linear(2, 2).requires_grad_(False), torch.nn.Linear(2, 2)
+    assert accelerator.prepare(frozen) is frozen
+    assert accelerator.prepare_model(evaluated, evaluation_mode=True) is evaluated
+    assert handler.manager is None
+    data = accelerator.prepare(torch.utils.data.DataLoader(range(8), batch_size=2))
+    assert accelerator.prepare(data) is data
+    assert [batch.tolist() for batch in data] == [[0, 1], [4, 5]]
+
+
+def test_a_step_with_a_closure_is_refused():
+    accelerator, _ = accelerator_of()
+    optimizer = accelerator.prepare(torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), lr=0.1))
+    with pytest.raises(ValueError, match="votes on a backward before the optimizer's step"):
+        optimizer.step(lambda: None)
+
+
+def test_a_copy_of_the_configuration_has_no_replica():
+    accelerator, handler = accelerator_of()
+    copied = pickle.loads(pickle.dumps(handler))
+    assert copied.fault_tolerance == handler.fault_tolerance
+    assert copied.manager is None
+    accelerator.end_training()
