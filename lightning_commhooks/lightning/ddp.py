@@ -115,6 +115,11 @@ class CompressedDDPMixin(AveragesModelsMixin):
         """
         return self._attachment
 
+    @property
+    def manager(self) -> Any:
+        """With `fault_tolerance`, the `torchft.Manager` while a fit goes on; `None` before and after."""
+        return None if self._voted is None else self._voted.manager
+
     def add_weight(self, weight: float | Tensor) -> None:
         """With `accumulation="weighted"`, say how much the present batch counts, as by its number of tokens.
 

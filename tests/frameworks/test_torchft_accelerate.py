@@ -24,10 +24,10 @@ def start(tmp_path):
     yield from starting("torchft_accelerator.py", tmp_path)
 
 
-@pytest.mark.parametrize(("hook", "micros"), [("int8", 1), ("powersgd", 3)])
-def test_one_dies_and_comes_back(start, tmp_path, hook, micros):
+@pytest.mark.parametrize(("hook", "micros", "divided_by"), [("int8", 1, 3), ("powersgd", 3, 0)])
+def test_one_dies_and_comes_back(start, tmp_path, hook, micros, divided_by):
     """And the run ends, and goes on from what one replica has saved."""
-    run = start(hook=hook, micros=micros, saves=[10], of={"two": {"dies": [12, 1]}})
+    run = start(hook=hook, micros=micros, divided_by=divided_by, saves=[10], of={"two": {"dies": [12, 1]}})
     run.wait_until(lambda: run.replicas["two"].poll() is not None)
     run.wait_until(lambda: len(run.steps("one")) > 20)
     run.start("two")

@@ -35,9 +35,9 @@ def start(tmp_path):
     yield from starting("torchft_trainer.py", tmp_path)
 
 
-@pytest.mark.parametrize(("hook", "micros"), [("int8", 1), ("allreduce", 3)])
-def test_one_dies_and_comes_back(start, hook, micros):
-    run = start(hook=hook, micros=micros, of={"two": {"dies": [12, 1]}})
+@pytest.mark.parametrize(("hook", "micros", "divided_by"), [("int8", 1, 3), ("allreduce", 3, 0)])
+def test_one_dies_and_comes_back(start, hook, micros, divided_by):
+    run = start(hook=hook, micros=micros, divided_by=divided_by, of={"two": {"dies": [12, 1]}})
     run.wait_until(lambda: run.replicas["two"].poll() is not None)
     run.wait_until(lambda: len(run.steps("one")) > 20)
     run.start("two", micros=micros)

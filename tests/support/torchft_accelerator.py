@@ -18,7 +18,17 @@ import torchft_replica
 from accelerate import Accelerator
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from torchft_replica import BUCKET_CAP_MB, HOOKS, batch, loss_of, make_model, make_optimizer, num_steps, watch_buckets
+from torchft_replica import (
+    BUCKET_CAP_MB,
+    HOOKS,
+    batch,
+    factor_of,
+    loss_of,
+    make_model,
+    make_optimizer,
+    num_steps,
+    watch_buckets,
+)
 
 import lightning_commhooks as lc
 from accelerate_integration import CommHookKwargs
@@ -76,7 +86,7 @@ def main():
         sleep(0.02)  # a process starts in a few dozen steps
         for micro in range(options.micros):
             with accelerator.accumulate(ddp):
-                accelerator.backward(ddp(micro))
+                accelerator.backward(ddp(micro) * factor_of(options, handler.manager))
                 optimizer.step()
                 schedule.step()
                 optimizer.zero_grad()

@@ -45,6 +45,7 @@ class Options:
         hook: name of one of `HOOKS`.
         dies: where this process ends, `[step, bucket]`; of several in a replica the last one.
         stops: where it is stopped in the same way, as by SIGSTOP.
+        divided_by: number of replicas that the loss is divided by, also when some are away; 0: those that are there.
         processes: of a replica; with several of them the model is sharded.
         spoils: whether one number of a gradient of this replica is inf in the step `bad`, in which nobody steps whose
             gradients are not finite.
@@ -57,6 +58,7 @@ class Options:
     stops: list = field(default_factory=list)
     begins_with: list = field(default_factory=list)
     parts: bool = False
+    divided_by: int = 0
     processes: int = 1
     spoils: bool = False
     bad: int = -1
@@ -108,6 +110,11 @@ def batch(name, step, micro=0):
 
 def loss_of(model, x, y, *which):
     return (model(x, *which) - y).square().mean()
+
+
+def factor_of(options, manager):
+    """Of the loss."""
+    return manager.num_participants() / options.divided_by if options.divided_by else 1
 
 
 def watch_buckets(options):
@@ -215,7 +222,8 @@ def main():
             for micro in range(micros):
                 which = [(zlib.crc32(f"{name} {step} {micro}".encode()) >> 7) % 3] if options.parts else []
                 with wrapped.no_sync() if micro < micros - 1 else nullcontext():
-                    scaler.scale(loss_of(wrapped, *batch(name, step, rank + micro), *which)).backward()
+                    loss = loss_of(wrapped, *batch(name, step, rank + micro), *which)
+                    scaler.scale(loss * factor_of(options, manager)).backward()
             if manager.should_commit():
                 is_skipped = step == options.bad and not all(
                     own_part(p.grad).isfinite().all() for p in model.parameters()

@@ -155,18 +155,21 @@ class Simulation:
         micros: batches of a replica in a step.
         prefix: of the names of parameters.
         num_shards: ranks of a replica, each of which has so many of the rows of each parameter.
+
+    Attributes:
+        divided_by: see `Options`.
     """
 
     def __init__(self, hook, names, micros=1, prefix="", num_shards=1):
         self.hook, self.names, self.micros, self.prefix, self.model = hook, names, micros, prefix, make_model()
-        self.num_shards = num_shards
+        self.num_shards, self.divided_by = num_shards, 0
         self.optimizer = make_optimizer(self.model)
         self.bound, self.members = {}, []
         self.schedule = None
 
     def step(self, step, members, fresh, is_bad=False):
         """A step of these members, of which the residuals of some are zero; a bad one is not taken."""
-        shards = range(self.num_shards)
+        shards, factor = range(self.num_shards), len(members) / (self.divided_by or len(members))
         if members != self.members:
             self._regroup(members)
         for name, shard in itertools.product(fresh, shards):
@@ -176,7 +179,7 @@ class Simulation:
         for name in members:
             self.optimizer.zero_grad()
             for micro in range(self.micros):
-                (loss_of(self.model, *batch(name, step, micro)) / self.micros).backward()
+                (loss_of(self.model, *batch(name, step, micro)) * factor / self.micros).backward()
             for shard, ranks in enumerate(of_shards):
                 ranks.append(self._buckets(step, shard))
         for shard, ranks in enumerate(of_shards):
@@ -233,6 +236,7 @@ class Simulation:
 def simulate(run, hook, micros):
     """That of a framework's run, with its schedule."""
     simulation = Simulation(HOOKS[hook], run.end("one")["buckets"], micros, prefix="model.")
+    simulation.divided_by = run.options.get("divided_by", 0)
     simulation.schedule = torch.optim.lr_scheduler.LambdaLR(simulation.optimizer, lambda step: 1 / (1 + 0.1 * step))
     return simulation
 

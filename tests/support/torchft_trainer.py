@@ -18,7 +18,17 @@ import torchft_replica
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins import MixedPrecision
 from torch.utils.data import DataLoader, TensorDataset
-from torchft_replica import BUCKET_CAP_MB, HOOKS, batch, loss_of, make_model, make_optimizer, num_steps, watch_buckets
+from torchft_replica import (
+    BUCKET_CAP_MB,
+    HOOKS,
+    batch,
+    factor_of,
+    loss_of,
+    make_model,
+    make_optimizer,
+    num_steps,
+    watch_buckets,
+)
 
 import lightning_commhooks as lc
 
@@ -42,16 +52,16 @@ class Options(torchft_replica.Options):
 
 
 class Module(LightningModule):
-    def __init__(self, name, micros):
+    def __init__(self, name, options):
         super().__init__()
-        self.model, self.name, self.micros, self.attempts = make_model(), name, micros, 0
+        self.model, self.name, self.options, self.attempts = make_model(), name, options, 0
 
     def training_step(self, _, batch_idx):
         sleep(0.02)  # a process starts in a few dozen steps
         self.attempts += 1
-        x, y = batch(self.name, self.trainer.global_step, batch_idx % self.micros)
+        x, y = batch(self.name, self.trainer.global_step, batch_idx % self.options.micros)
         with torch.autocast("cpu", enabled=False):
-            return loss_of(self.model, x, y)
+            return loss_of(self.model, x, y) * factor_of(self.options, self.trainer.strategy.manager)
 
     def configure_optimizers(self):
         optimizer = make_optimizer(self)
@@ -103,7 +113,7 @@ def main():
         ),
         bucket_cap_mb=BUCKET_CAP_MB,
     )
-    module = Module(name, options.micros)
+    module = Module(name, options)
     plugins = []
     if options.scaler:
         plugins = [MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**10))]
