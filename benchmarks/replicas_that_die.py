@@ -111,11 +111,12 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor, ma
 def cost(name: str, num_replicas: str, hook: str) -> None:
     """One replica; the first one prints the ratio of times."""
     rank, size = int(name), int(num_replicas)
-    dist.init_process_group("gloo", rank=rank, world_size=size)
     x = torch.randn(BATCH_SIZE, 256, generator=torch.Generator().manual_seed(rank))
     plain, managed = make_model(), make_model()
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.01) for model in (plain, managed)]
+    # Before there is a process group, which would be one replica.
     manager = make_manager(name, {"model": managed, "optimizer": optimizers[1]}, size)
+    dist.init_process_group("gloo", rank=rank, world_size=size)
     ddp = parallel.DistributedDataParallel(plain, find_unused_parameters=True)
     attachment = lc.attach(ddp, HOOKS[hook])
     with_manager = DistributedDataParallel(manager, managed, hook=HOOKS[hook])
@@ -242,8 +243,8 @@ def costs() -> None:
             with Lighthouse() as lighthouse:
                 variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
                 ranks = [lighthouse.start("cost", str(i), str(size), hook, **variables) for i in range(size)]
-                for rank in ranks:
-                    rank.wait(300)
+                codes = [rank.wait(300) for rank in ranks]
+                assert not any(codes), Path(lighthouse.folder, "errors").read_text()[-6000:]
 
 
 def committed(folder: str, name: str) -> list[tuple[int, str, float]]:

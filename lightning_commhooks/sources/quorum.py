@@ -95,8 +95,8 @@ def check_manager(manager: Any, num_processes: int) -> None:
     if manager._group_world_size != num_processes:
         raise ValueError(
             f"the manager has world_size={manager._group_world_size}, and the model is of {num_processes} processes, "
-            "which are its replica: give torchft.Manager their rank and world_size, as start_manager() does with those "
-            "of the default process group"
+            "which are its replica: give torchft.Manager their rank and world_size; start_manager() takes those of the "
+            "default process group, if there is one by then"
         )
     if getattr(manager, "_use_async_quorum", False):
         raise ValueError(

@@ -275,6 +275,7 @@ def refusals_of_several_processes(rank, world):
         with pytest.raises((ValueError, HookError), match="hook must be the same on all ranks"):
             lc.attach(model, "bf16" if rank else "int8", manager=manager)
         attachment = lc.attach(model, "int8", manager=manager)
+        assert not attachment._runtime.source.other_connections, "which would end with a failure elsewhere"
         with pytest.raises(HookError, match=r"call manager.start_quorum\(\) before each forward"):
             model(torch.ones(2, 2)).sum().backward()
         attachment.close()
