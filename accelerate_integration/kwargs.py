@@ -27,7 +27,8 @@ from lightning_commhooks.runtime.attachment import Attachment
 from lightning_commhooks.runtime.attachments import attachment_of
 from lightning_commhooks.sources.attach import attach
 from lightning_commhooks.sources.ddp import check_even, hook_name, resolve_hook
-from lightning_commhooks.sources.fault_tolerance import FaultTolerance, check_options
+from lightning_commhooks.sources.fault_tolerance import FaultTolerance
+from lightning_commhooks.sources.replica_refusals import check_options
 from lightning_commhooks.wrappers import Cast
 from lightning_commhooks.wrappers.scale import Accumulation
 

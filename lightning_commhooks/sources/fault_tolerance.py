@@ -3,17 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib import import_module
-from typing import Any
 
-from lightning_commhooks.hooks._local_sgd import LocalSGDConfig
 from lightning_commhooks.interface.checks import check_integer
-from lightning_commhooks.interface.hook import CommHook
-from lightning_commhooks.interface.user_function import DDPHook
-from lightning_commhooks.sources.quorum import check_hook
-from lightning_commhooks.wrappers.scale import accumulation_of, without_scale
 
 
 @dataclass(frozen=True)
@@ -78,29 +70,3 @@ def _from_environment(name: str, variable: str) -> int:
     if not value.isdecimal():
         raise ValueError(f"FaultTolerance({name}=...) is not given, and the variable {variable} is {value!r}: set one")
     return int(value)
-
-
-def check_options(hook: CommHook | DDPHook, options: Mapping[str, Any]) -> None:
-    """Refuse hooks, and options of a framework's adapter, that need ranks that stay.
-
-    Raises:
-        ImportError: torchft is not installed.
-        ValueError: says what to set instead.
-    """
-    import_module("lightning_commhooks.torchft")  # says what to install
-    check_hook(hook)
-    assert isinstance(hook, CommHook)
-    method = without_scale(hook)
-    if isinstance(method, LocalSGDConfig):
-        raise ValueError(
-            f"hook={method.name!r} lets replicas step alone, and with fault_tolerance= each step is voted on: use a "
-            "loop of your own, as in docs/elastic.md"
-        )
-    if accumulation_of(hook) != "framework":
-        raise ValueError("fault_tolerance= needs accumulation='framework': a step that is repeated has one micro-batch")
-    if options.get("exact_state"):
-        raise ValueError("exact_state=True keeps what differs between ranks, which replicas do not ask each other for")
-    if options.get("static_graph"):
-        raise ValueError(
-            "fault_tolerance= does not work with static_graph=True: the buckets of a replica that joins later differ"
-        )

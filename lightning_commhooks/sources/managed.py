@@ -2,7 +2,7 @@
 
 # No `from __future__ import annotations`: DDP compares the annotations of the hooks that are made here.
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
@@ -18,28 +18,23 @@ from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.interface.averages_models import averages_models
 from lightning_commhooks.interface.bucket import Bucket
 from lightning_commhooks.interface.hook import CommHook
-from lightning_commhooks.interface.models import OptimizerStep
 from lightning_commhooks.interface.user_function import DDPHook
 from lightning_commhooks.runtime.runtime import Runtime
 from lightning_commhooks.sources.ddp import DDPSource
 from lightning_commhooks.sources.ddp_model import Trampoline
-from lightning_commhooks.sources.quorum import EXACT_STATE, Quorum, Reporting, check_hook, check_manager
+from lightning_commhooks.sources.quorum import Managed, Quorum
+from lightning_commhooks.sources.replica_refusals import EXACT_STATE, check_hook, check_manager
 
 
-class ManagedDDP(DDPSource):
+class ManagedDDP(Managed, DDPSource):
     """The reducer of a DDP model that is alone in its process group; its gradients are averaged among replicas.
 
     Args:
         process_group: DDP's own, of one process.
         manager: see [`Quorum`][].
-
-    Attributes:
-        quorum: the replicas; there is none before the model is connected.
     """
 
-    ranks_change: ClassVar[bool] = True
     refused: ClassVar[Mapping[str, str]] = {**DDPSource.refused, "exact_state": EXACT_STATE}
-    quorum: Quorum
 
     def __init__(self, process_group: dist.ProcessGroup, manager: Any) -> None:
         super().__init__(process_group)
@@ -108,12 +103,6 @@ class ManagedDDP(DDPSource):
 
         return reduced.then(value)
 
-    def reporting(self) -> Reporting:
-        return self.quorum.reporting()
-
-    def average(self, stepped: OptimizerStep, average: Callable[[], None]) -> None:
-        self.quorum.average(stepped, average)
-
     def watch_local(self, runtime: Runtime, step: int) -> None:
         if averages_models(runtime.bound):
             # As long as there are no others, no step is one that ranks take alone.
@@ -136,6 +125,3 @@ class ManagedDDP(DDPSource):
                 parameter.grad = torch.empty_like(parameter)
                 own = flat_view(parameter.grad)
                 own.copy_(self._unused[name].reshape(own.shape))
-
-    def metrics(self) -> dict[str, float]:
-        return self.quorum.metrics()

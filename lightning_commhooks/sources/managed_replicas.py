@@ -13,14 +13,14 @@ from lightning_commhooks.collectives.gloo_abort import Connections
 from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.interface.averages_models import averages_models
 from lightning_commhooks.interface.hook import CommHook
-from lightning_commhooks.interface.models import OptimizerStep
 from lightning_commhooks.runtime.runtime import Runtime
 from lightning_commhooks.runtime.steps import current_backward
-from lightning_commhooks.sources.quorum import EXACT_STATE, Quorum, Reporting, check_hook, check_manager
+from lightning_commhooks.sources.quorum import Managed, Quorum
+from lightning_commhooks.sources.replica_refusals import EXACT_STATE, check_hook, check_manager
 from lightning_commhooks.sources.replicas import Replicas, replicas_of
 
 
-class ManagedReplicas(Replicas):
+class ManagedReplicas(Managed, Replicas):
     """The units of a model that is sharded over the processes of one replica.
 
     A process that dies ends its replica, whose other processes fail in FSDP2's own collectives. In the other replicas
@@ -29,18 +29,13 @@ class ManagedReplicas(Replicas):
     Args:
         model: a module in which `fully_shard` was applied to modules.
         manager: see [`Quorum`][]; one in each process of a replica, with its rank in that.
-
-    Attributes:
-        quorum: the replicas; there is none before the model is connected.
     """
 
-    ranks_change: ClassVar[bool] = True
     refused: ClassVar[Mapping[str, str]] = {
         **Replicas.refused,
         "exact_state": EXACT_STATE,
         "replicate_group": "is for replicas that stay; those that come and go are the manager's: leave it out",
     }
-    quorum: Quorum
 
     def __init__(self, model: nn.Module, manager: Any) -> None:
         if replicas_of(model):
@@ -86,12 +81,3 @@ class ManagedReplicas(Replicas):
     def other_connections(self) -> Sequence[Connections]:
         # Who lives on in a replica goes on with its other processes.
         return []
-
-    def reporting(self) -> Reporting:
-        return self.quorum.reporting()
-
-    def average(self, stepped: OptimizerStep, average: Callable[[], None]) -> None:
-        self.quorum.average(stepped, average)
-
-    def metrics(self) -> dict[str, float]:
-        return {**super().metrics(), **self.quorum.metrics()}

@@ -3,29 +3,26 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 import weakref
 import zlib
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from lightning_commhooks.codecs.announce import announce
 from lightning_commhooks.collectives.errors import HookError
 from lightning_commhooks.collectives.group import Group
-from lightning_commhooks.hooks import DiLoCo, PostLocalSGD
 from lightning_commhooks.hooks._local_sgd import LocalSGDConfig
 from lightning_commhooks.interface.averages_models import averages_models
-from lightning_commhooks.interface.hook import CommHook
 from lightning_commhooks.interface.hook_state import describe
 from lightning_commhooks.interface.models import OptimizerStep
-from lightning_commhooks.interface.user_function import DDPHook, UserFunction
 from lightning_commhooks.runtime.members import Members
 from lightning_commhooks.runtime.runtime import Runtime
-from lightning_commhooks.wrappers.auto import Auto
-from lightning_commhooks.wrappers.scale import without_scale
+from lightning_commhooks.runtime.source import Source
 
 logger = logging.getLogger(__name__)
 
@@ -33,39 +30,6 @@ logger = logging.getLogger(__name__)
 _attached: MutableMapping[Any, list[Runtime]] = weakref.WeakKeyDictionary()
 # Characters of a replica's name that others are told.
 _NAME_BYTES = 32
-# An option of `attach` that is refused, and why.
-EXACT_STATE = "keeps what differs between ranks, of which replicas ask no others; leave it out with manager="
-
-
-def _check_local(hook: LocalSGDConfig) -> None:
-    """Refuse what replicas would have to do together between averages."""
-    if not isinstance(hook, (DiLoCo, PostLocalSGD)):
-        raise ValueError(f"hook={hook.name!r} averages in subgroups, which replicas that come and go have none of")
-    wanted: dict[str, object] = {"start_localSGD_iter": 0, "post_local_gradient_allreduce": False}
-    wanted |= {"optimizer_state": "keep"}
-    if isinstance(hook, DiLoCo):
-        wanted |= {"fragments": 1, "delay": 0, "eager": False, "period_seconds": None}
-    for name, value in wanted.items():
-        if getattr(hook, name) != value:
-            raise ValueError(
-                f"hook={hook.name!r}: {name}={getattr(hook, name)!r} needs ranks that stay; with manager= set it to "
-                f"{value!r}"
-            )
-
-
-def check_hook(hook: CommHook | DDPHook) -> None:
-    """Refuse a hook that needs ranks that stay.
-
-    Raises:
-        ValueError: says which to use.
-    """
-    method = without_scale(hook) if isinstance(hook, CommHook) else hook
-    if not isinstance(method, CommHook) or isinstance(method, UserFunction):
-        raise ValueError(f"hook={hook!r} is a function for a process group that stays; among replicas use a CommHook")
-    if isinstance(method, LocalSGDConfig):
-        _check_local(method)
-    if isinstance(method, Auto):
-        raise ValueError("hook='auto' measures one group of ranks, and replicas come and go: choose a hook")
 
 
 class Reporting:
@@ -84,30 +48,6 @@ class Reporting:
             logger.warning("step %d is not committed: %s", self._manager.current_step(), error)
             self._manager.report_error(error)
         return True
-
-
-def check_manager(manager: Any, num_processes: int) -> None:
-    """Refuse a manager that hooks cannot ask, or that is not of a replica of so many processes.
-
-    Raises:
-        ValueError: says what to give it.
-    """
-    if manager._group_world_size != num_processes:
-        raise ValueError(
-            f"the manager has world_size={manager._group_world_size}, and the model is of {num_processes} processes, "
-            "which are its replica: give torchft.Manager their rank and world_size; start_manager() takes those of the "
-            "default process group, if there is one by then"
-        )
-    if getattr(manager, "_use_async_quorum", False):
-        raise ValueError(
-            "the manager has use_async_quorum=True, with which replicas that join do not count in their first step: "
-            "give it use_async_quorum=False"
-        )
-    if not hasattr(manager._pg, "members"):
-        raise ValueError(
-            f"the manager has pg={type(manager._pg).__name__}: hooks communicate in groups of "
-            "lightning_commhooks.torchft.ProcessGroupGloo"
-        )
 
 
 class Quorum:
@@ -138,6 +78,9 @@ class Quorum:
         # The group that the hook runs among.
         self._members: object | None = None
         self.names: list[str] = []
+        # With a number of this start, since a replica may be back before others have missed it.
+        self._there: set[tuple[str, int]] = set()
+        self._start = int.from_bytes(os.urandom(4), "little")
         # A state that another replica has handed over.
         self._given: Mapping[str, Any] | None = None
         # Whether there was a backward that replicas have not voted on.
@@ -207,18 +150,21 @@ class Quorum:
         about = repr((describe(runtime.method), runtime.layout.shapes, shard))
         name = self._manager._pg.replica_name[:_NAME_BYTES].encode().ljust(_NAME_BYTES)[:_NAME_BYTES]
         own = zlib.crc32(about.encode())
-        told = group.all_gather_quietly([own, *name])
-        names = [bytes(one[1:]).decode(errors="replace").strip() for one in told]
+        told = group.all_gather_quietly([own, self._start, *name])
+        names = [bytes(one[2:]).decode(errors="replace").strip() for one in told]
         unlike = [name for name, one in zip(names, told, strict=True) if one[0] != own]
         # Those who were there before go on when it has gone.
         if unlike and self._given is not None:
             raise ValueError(f"replica {unlike[0]!r} has another hook, other options of it, or another model")
         if unlike:
             raise HookError(f"replica {unlike[0]!r} has another hook, other options of it, or another model")
-        changes = {"left": sorted({*self.names} - {*names}), "joined": sorted({*names} - {*self.names})}
-        said = [f"{', '.join(map(repr, those))} {what}" for what, those in changes.items() if those]
+        before, self._there = self._there, {(name, one[1]) for name, one in zip(names, told, strict=True)}
+        changes = {"left": before - self._there, "joined": self._there - before}
+        said = [
+            f"{', '.join(repr(name) for name, _ in sorted(those))} {what}" for what, those in changes.items() if those
+        ]
         is_first_of_replica = not any(index for index, _ in shard)
-        if said and self.names and is_first_of_replica:
+        if said and before and is_first_of_replica:
             announce(f"replica {' and '.join(said)} at step {self._manager.current_step()}: {len(names)} go on")
         self.names = names
 
@@ -280,3 +226,23 @@ class Quorum:
             "steps_not_committed": self._not_committed,
             "lost_ms": 1e3 * self._lost_seconds,
         }
+
+
+class Managed(Source):
+    """A source whose ranks are the replicas of a torchft manager.
+
+    Attributes:
+        quorum: the replicas; there is none before the model is connected.
+    """
+
+    ranks_change: ClassVar[bool] = True
+    quorum: Quorum
+
+    def reporting(self) -> Reporting:
+        return self.quorum.reporting()
+
+    def average(self, stepped: OptimizerStep, average: Callable[[], None]) -> None:
+        self.quorum.average(stepped, average)
+
+    def metrics(self) -> dict[str, float]:
+        return {**super().metrics(), **self.quorum.metrics()}

@@ -19,6 +19,7 @@ if __name__ == "__main__":
         signal.signal(number, lambda number, _: os.kill(fork.pid, number))
     code = fork.wait()
     if code < 0:
-        signal.signal(-code, signal.SIG_DFL)
+        if -code != signal.SIGKILL:
+            signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
     sys.exit(code)
