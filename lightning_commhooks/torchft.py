@@ -120,7 +120,7 @@ def start_manager(
         load_state_dict: takes it over there.
         min_replica_size: with fewer replicas no step is committed.
         timeout: seconds that a replica waits for one that neither answers nor closes its connections, in a collective
-            and while it hands over its state.
+            and while it hands over its state. Replicas of several processes wait up to twice as long.
         quorum_timeout: seconds that a replica waits for others when a step begins; with [`DiLoCo`][], an average.
         lighthouse_addr: the lighthouse, `"http://host:29510"`. `None`: the environment's `TORCHFT_LIGHTHOUSE`.
         hostname: name or address by which the others reach this process. `None`: the machine's name.
@@ -146,7 +146,8 @@ def start_manager(
         state_dict=state_dict,
         min_replica_size=min_replica_size,
         use_async_quorum=False,
-        timeout=seconds,
+        # A process votes when it has waited for other replicas, and those of its own replica wait for it: two times.
+        timeout=seconds if world_size == 1 else 3 * seconds,
         quorum_timeout=timedelta(seconds=quorum_timeout),
         connect_timeout=seconds,
         replica_id=replica_id,
