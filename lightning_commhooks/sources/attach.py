@@ -94,10 +94,9 @@ def attach(
         manager: for DDP over a group of this process alone, or `fully_shard` over all processes of a replica, a
             `torchft.Manager` with a `lightning_commhooks.torchft.ProcessGroupGloo` and `use_async_quorum=False`. The
             hook averages over the replicas of its present quorum, each process its share of the gradients, and those
-            that are left go on when one dies. Between the manager's
-            `start_quorum` and `should_commit` there is one synchronized backward; with [`DiLoCo`][] and
-            [`PostLocalSGD`][], whose averages replicas vote on, the hook calls both. Who joins gets from others what
-            the hook remembers alike on all; its residual is zero.
+            that are left go on when one dies. Between the manager's `start_quorum` and `should_commit` there is one
+            synchronized backward; with [`DiLoCo`][] and [`PostLocalSGD`][], whose averages replicas vote on, the hook
+            calls both. Who joins gets from others what the hook remembers alike on all; its residual is zero.
 
     Returns:
         a handle to metrics, state and the end of the hook.

@@ -111,10 +111,10 @@ class _Unit:
     def average_(self, share: Tensor) -> None:
         """Average this rank's share of the gradients over replicas, on CUDA on the current stream."""
         assert self._runtime is not None
-        self._source.average_unit(self._runtime, functools.partial(self._average_, self._runtime, share))
+        layout = self._layout_of(share)
+        self._source.average_unit(self._runtime, functools.partial(self._average_, self._runtime, share, *layout))
 
-    def _average_(self, runtime: Runtime, share: Tensor) -> None:
-        slots, parts = self._layout_of(share)
+    def _average_(self, runtime: Runtime, share: Tensor, slots: tuple[Slot, ...], parts: list[Tensor]) -> None:
         # Rows that fill shares up to the same size are in no bucket.
         flat = share if parts[0].numel() == share.numel() else torch.cat(parts)
         runtime.commit()

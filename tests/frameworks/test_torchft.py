@@ -1,6 +1,7 @@
 """Hooks among the replicas of a torchft manager, with a real lighthouse: replicas are killed, stop, and come back."""
 
 import os
+import re
 import signal
 import types
 from itertools import pairwise
@@ -183,7 +184,10 @@ def test_script_and_commands_of_the_docs_for_replicas_of_several_processes(tmp_p
     for name in "ab":
         assert "replica 'c' left at step 100: 2 go on" in printed[name]
         assert "replica 'c' joined at step " in printed[name]
-    assert all(printed[name].count(f"{name}: ") >= 2 for name in "abc"), "each process of all of them ends well"
+    for name in "abc":
+        ratios = re.findall(rf"^{name}: (\d\.\d)x fewer bytes", printed[name], re.MULTILINE)
+        assert len(ratios) == 2, "each process ends well"
+        assert min(map(float, ratios)) > 1, "the hook has begun to compress"
 
 
 # In this process ---------------------------------------------------------------------------------------------------
