@@ -182,7 +182,7 @@ def test_script_and_commands_of_the_docs(tmp_path):
 def test_script_and_commands_of_the_docs_for_replicas_of_several_processes(tmp_path):
     printed = run_docs("train_sharded_replica.py", {name: ([name], {}) for name in "abc"}, "c", tmp_path)
     for name in "ab":
-        assert "replica 'c' left at step 100: 2 go on" in printed[name]
+        assert "replica 'c' left at step " in printed[name]
         assert "replica 'c' joined at step " in printed[name]
     for name in "abc":
         ratios = re.findall(rf"^{name}: (\d\.\d)x fewer bytes", printed[name], re.MULTILINE)

@@ -8,6 +8,7 @@ import os
 import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -29,6 +30,15 @@ def start_lighthouse(address, *words):
     program = shutil.which("torchft_lighthouse", path=f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}")
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     started = subprocess.Popen([program, *words], **quiet)
+    host, port = address.rsplit(":", 1)
+    deadline = time.monotonic() + 20 * PATIENCE
+    while True:
+        try:
+            socket.create_connection((host, int(port)), 1).close()
+            break
+        except OSError:
+            assert time.monotonic() < deadline, "the lighthouse does not listen"
+            time.sleep(0.05)
     return started, alone(TORCHFT_LIGHTHOUSE=f"http://{address}", RUST_LOG="error", PYTHONWARNINGS="ignore")
 
 
