@@ -63,11 +63,16 @@ class AcceleratorReplica:
         return accelerator
 
     def _prepare(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._check()
+        return original(*args, **kwargs)
+
+    def _check(self) -> None:
         accelerator = self._of()
         if accelerator.distributed_type != DistributedType.NO:
             raise ValueError(
-                f"with fault_tolerance= an Accelerator is one process, and accelerate launch has made it one of "
-                f"{accelerator.num_processes}: start each replica with python, or with --num_processes 1"
+                "with fault_tolerance= an Accelerator is one process without FSDP and the like, and this one is "
+                f"{accelerator.distributed_type.value}, of {accelerator.num_processes}: start each replica with "
+                "python, or with accelerate launch --num_processes 1"
             )
         if accelerator.scaler is not None:
             raise ValueError(
@@ -76,11 +81,11 @@ class AcceleratorReplica:
             )
         if accelerator.dispatch_batches:
             raise ValueError("fault_tolerance= does not work with dispatch_batches=True: each replica reads for itself")
-        return original(*args, **kwargs)
 
     def _start(self) -> None:
         from lightning_commhooks.torchft import start_replica
 
+        self._check()
         self.manager = start_replica(self._options, self._state, self._load)
         # Checkpoints have how many steps there were.
         self._of().register_for_checkpointing(self.manager)

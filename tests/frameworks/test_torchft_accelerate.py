@@ -101,10 +101,10 @@ def test_accelerators_that_cannot_work_are_refused(monkeypatch):
     accelerator, _ = accelerator_of()
     accelerator.scaler = torch.amp.GradScaler("cpu")
     with pytest.raises(ValueError, match="does not work with mixed_precision='fp16'"):
-        accelerator.prepare(torch.nn.Linear(2, 2))
+        accelerator.prepare_model(torch.nn.Linear(2, 2))
     monkeypatch.setattr(Accelerator, "distributed_type", DistributedType.MULTI_CPU)
     accelerator, _ = accelerator_of()
-    with pytest.raises(ValueError, match="start each replica with python, or with --num_processes 1"):
+    with pytest.raises(ValueError, match="is MULTI_CPU, of 1: start each replica with python, or"):
         accelerator.prepare(torch.nn.Linear(2, 2))
 
 
