@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from accelerate_integration.replaced_methods import replace_method
+from lightning_commhooks.collectives.errors import HookError
 from lightning_commhooks.runtime.attachment import Attachment
 from lightning_commhooks.runtime.copies import NotCopied
 from lightning_commhooks.sources.fault_tolerance import FaultTolerance
@@ -46,6 +47,9 @@ class AcceleratorReplica:
         self.manager: Any = None
         # Of the replicas on the present step; there is none yet while it is under way.
         self._verdict: bool | None = True
+        # Whether a backward has averaged gradients since; and optimizers, by `id`, that have stepped by the verdict.
+        self._awaits_vote = False
+        self._stepped: set[int] = set()
         # What who joins is given.
         self._parts: list[Any] = []
         replace_method(accelerator, "prepare", self._prepare)
@@ -54,6 +58,8 @@ class AcceleratorReplica:
         replace_method(accelerator, "prepare_scheduler", self._prepare_scheduler)
         replace_method(accelerator, "prepare_data_loader", self._prepare_data_loader)
         replace_method(accelerator, "register_for_checkpointing", self._register_for_checkpointing)
+        replace_method(accelerator, "backward", self._backward)
+        replace_method(accelerator, "gather_for_metrics", self._gather_for_metrics)
         replace_method(accelerator, "no_sync", self._no_sync)
         replace_method(accelerator, "end_training", self._end_training)
 
@@ -85,16 +91,18 @@ class AcceleratorReplica:
     def _start(self) -> None:
         from lightning_commhooks.torchft import start_replica
 
-        self._check()
         self.manager = start_replica(self._options, self._state, self._load)
         # Checkpoints have how many steps there were.
         self._of().register_for_checkpointing(self.manager)
 
     def _prepare_model(self, original: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        self._check()
+        if isinstance(model, DistributedDataParallel):
+            return model
         prepared = original(model, *args, **kwargs)
         is_for_evaluation = kwargs.get("evaluation_mode", args[1:2] == (True,))
         is_trained = any(p.requires_grad for p in prepared.parameters())
-        if is_for_evaluation or not is_trained or isinstance(prepared, DistributedDataParallel):
+        if is_for_evaluation or not is_trained:
             return prepared
         if self.manager is None:
             self._start()
@@ -104,9 +112,26 @@ class AcceleratorReplica:
         return ddp
 
     def _before_forward(self, model: nn.Module, inputs: object) -> None:
-        if self._verdict is not None and model.training and torch.is_grad_enabled():
+        if not torch.is_grad_enabled():
+            return
+        if self._awaits_vote:
+            # As after a look at the norm of gradients; another replica may have stepped.
+            self.manager.report_error(HookError("the optimizer did not step after a backward"))
+            self._vote()
+        if self._verdict is not None:
             self.manager.start_quorum()
             self._verdict = None
+            self._stepped.clear()
+
+    def _backward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        self._awaits_vote = self._verdict is None and self._of().sync_gradients
+        return result
+
+    def _vote(self) -> bool:
+        self._awaits_vote = False
+        self._verdict = bool(self.manager.should_commit())
+        return self._verdict
 
     def _prepare_optimizer(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         optimizer = original(*args, **kwargs)
@@ -115,10 +140,15 @@ class AcceleratorReplica:
             if closure is not None:
                 raise ValueError("fault_tolerance= votes on a backward before the optimizer's step, which has one here")
             if self.manager is not None and self._of().sync_gradients:
-                if self._verdict is None:
-                    self._verdict = self.manager.should_commit()
-                optimizer._is_overflow = not self._verdict
-                if not self._verdict:
+                committed = self._vote() if self._verdict is None else self._verdict
+                if id(optimizer) in self._stepped:
+                    raise HookError(
+                        "fault_tolerance=: an optimizer stepped again on gradients that replicas have not voted on. "
+                        "Call the model that prepare() returned before each step"
+                    )
+                self._stepped.add(id(optimizer))
+                optimizer._is_overflow = not committed
+                if not committed:
                     return None
             return original()
 
@@ -168,6 +198,14 @@ class AcceleratorReplica:
         )
         accelerator._dataloaders.append(prepared)
         return prepared
+
+    def _gather_for_metrics(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._of().gradient_state.active_dataloader is not None:
+            raise ValueError(
+                "gather_for_metrics() with fault_tolerance=: a loader that is prepared gives this replica's share, and "
+                "there is nobody to gather the others' from. Do not prepare the loader of an evaluation"
+            )
+        return original(*args, **kwargs)
 
     def _end_training(self, original: Callable[[], None]) -> None:
         original()

@@ -102,6 +102,7 @@ class Runtime(RunningHook):
             self._ranks.close()
             self._ranks.release()
         self._ranks, self._engine = ranks, ranks.engine
+        self._numbers = itertools.count()  # a rank that joins begins with 0
         try:
             ranks.group.nodes()  # so that bytes between them are counted
             compare(ranks.group)

@@ -67,7 +67,7 @@ class ManagedDDP(Managed, DDPSource):
                 "its buckets anew after the first step, and those of a replica that joins later differ. See "
                 "lightning_commhooks.torchft.DistributedDataParallel"
             )
-        check_manager(self._manager, 1)
+        check_manager(self._manager, 1, 0)
 
     def connect(self, model: nn.Module, runtime: Runtime) -> None:
         self.quorum = Quorum(self._manager, runtime, self._give_unused)

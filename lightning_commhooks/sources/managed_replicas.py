@@ -9,10 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lightning_commhooks.collectives.errors import HookError
 from lightning_commhooks.collectives.gloo_abort import Connections
 from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.interface.averages_models import averages_models
 from lightning_commhooks.interface.hook import CommHook
+from lightning_commhooks.runtime.engine import CLOSED
 from lightning_commhooks.runtime.runtime import Runtime
 from lightning_commhooks.runtime.steps import current_backward
 from lightning_commhooks.sources.quorum import Managed, Quorum
@@ -37,6 +39,9 @@ class ManagedReplicas(Managed, Replicas):
         "replicate_group": "is for replicas that stay; those that come and go are the manager's: leave it out",
     }
 
+    # It would not hear of the vote, and remember gradients of a step that was lost.
+    shard_hook_remembers: ClassVar[bool] = False
+
     def __init__(self, model: nn.Module, manager: Any) -> None:
         if replicas_of(model):
             raise ValueError(
@@ -56,13 +61,15 @@ class ManagedReplicas(Managed, Replicas):
 
     def check(self, model: nn.Module) -> None:
         super().check(model)
-        check_manager(self._manager, dist.get_world_size())
+        check_manager(self._manager, dist.get_world_size(), dist.get_rank())
 
     def connect(self, model: nn.Module, runtime: Runtime) -> None:
         self.quorum = Quorum(self._manager, runtime, self._meet)
         super().connect(model, runtime)
 
     def average_unit(self, runtime: Runtime, average: Callable[[], None]) -> None:
+        if runtime.is_closed:
+            raise HookError(CLOSED)
         if averages_models(runtime.bound):
             super().average_unit(runtime, average)
             return
@@ -76,6 +83,11 @@ class ManagedReplicas(Managed, Replicas):
     def _meet(self, group: Group) -> None:
         """Find out whether all have come to the end of the step."""
         group.finish(group.quiet().all_reduce_(torch.zeros(1, device=self.device)))
+
+    def close(self) -> None:
+        # The units keep it: without, replicas would go on apart from each other.
+        self._units.clear()
+        super().close()
 
     @property
     def other_connections(self) -> Sequence[Connections]:

@@ -150,8 +150,17 @@ class Quorum:
         about = repr((describe(runtime.method), runtime.layout.shapes, shard))
         name = self._manager._pg.replica_name[:_NAME_BYTES].encode().ljust(_NAME_BYTES)[:_NAME_BYTES]
         own = zlib.crc32(about.encode())
-        told = group.all_gather_quietly([own, self._start, *name])
-        names = [bytes(one[2:]).decode(errors="replace").strip() for one in told]
+        step = self._manager.current_step()
+        told = group.all_gather_quietly([own, self._start, step, *name])
+        names = [bytes(one[3:]).decode(errors="replace").strip() for one in told]
+        if step < max(one[2] for one in told):
+            # Its replica counts as one that has all, since another process of it has.
+            raise ValueError(
+                f"this process is at step {step} and the other replicas are further: it did not get its shards when "
+                "its replica joined. Start the replica again"
+            )
+        if any(one[2] < step for one in told):
+            raise HookError("a process of another replica did not get its shards")
         unlike = [name for name, one in zip(names, told, strict=True) if one[0] != own]
         # Those who were there before go on when it has gone.
         if unlike and self._given is not None:

@@ -48,17 +48,18 @@ def check_hook(hook: CommHook | DDPHook) -> None:
         raise ValueError("hook='auto' measures one group of ranks, and replicas come and go: choose a hook")
 
 
-def check_manager(manager: Any, num_processes: int) -> None:
-    """Refuse a manager that hooks cannot ask, or that is not of a replica of so many processes.
+def check_manager(manager: Any, num_processes: int, rank: int) -> None:
+    """Refuse a manager that hooks cannot ask, or that is not of this process, one of so many of its replica.
 
     Raises:
         ValueError: says what to give it.
     """
-    if manager._group_world_size != num_processes:
+    given = {"world_size": manager._group_world_size, "rank": manager._group_rank}
+    needed = {"world_size": num_processes, "rank": rank}
+    if given != needed:
         raise ValueError(
-            f"the manager has world_size={manager._group_world_size}, and the model is of {num_processes} processes, "
-            "which are its replica: give torchft.Manager their rank and world_size; start_manager() takes those of the "
-            "default process group, if there is one by then"
+            f"the manager has {given}, and the processes of the model, which are its replica, need {needed}: give "
+            "torchft.Manager these; start_manager() takes those of the default process group, if there is one by then"
         )
     if getattr(manager, "_use_async_quorum", False):
         raise ValueError(

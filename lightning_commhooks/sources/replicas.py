@@ -213,6 +213,8 @@ class Replicas(Source):
         "loss_divided_by": _FACTOR,
     }
     kept = ("replicate_group", "shard_hook", "gather_hook")
+    # Whether the hook within a replica may have error feedback.
+    shard_hook_remembers: ClassVar[bool] = True
 
     def __init__(self, model: nn.Module, replicate_group: dist.ProcessGroup | None = None) -> None:
         groups = replicas_of(model)
@@ -276,7 +278,7 @@ class Replicas(Source):
             if name in self.options and not self._shards:
                 raise ValueError(f"{name} is for models that are sharded within a replica: leave it out here")
         if "shard_hook" in self.options:
-            self._shard_hook = resolve_sharded_hook(self.options["shard_hook"], remembers=True)
+            self._shard_hook = resolve_sharded_hook(self.options["shard_hook"], remembers=self.shard_hook_remembers)
         if "gather_hook" in self.options:
             self._gather_hook = resolve_gather_hook(self.options["gather_hook"])
         return resolved

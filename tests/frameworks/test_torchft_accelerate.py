@@ -2,6 +2,7 @@
 
 import itertools
 import pickle
+from types import SimpleNamespace
 
 import pytest
 
@@ -17,6 +18,7 @@ from torchft_runs import NAMES, Run, assert_equals_simulation, gap_after, run_do
 import lightning_commhooks as lc
 from accelerate_integration import CommHookKwargs
 from lightning_commhooks import FaultTolerance
+from lightning_commhooks.collectives.errors import HookError
 
 
 @pytest.fixture
@@ -132,3 +134,25 @@ def test_a_copy_of_the_configuration_has_no_replica():
     assert copied.fault_tolerance == handler.fault_tolerance
     assert copied.manager is None
     accelerator.end_training()
+
+
+def test_what_nobody_has_voted_on_is_refused():
+    accelerator, handler = accelerator_of()
+    replica = handler._replica
+    replica.manager = SimpleNamespace(start_quorum=lambda: None, should_commit=lambda: True)
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    optimizer = accelerator.prepare(torch.optim.SGD([parameter], lr=0.1))
+    for _ in range(2):
+        replica._before_forward(None, ())
+        optimizer.step()
+    with pytest.raises(HookError, match="Call the model that prepare"):
+        optimizer.step()
+
+
+def test_metrics_of_a_share_are_refused():
+    accelerator, _ = accelerator_of()
+    assert accelerator.gather_for_metrics(torch.ones(2)).sum() == 2
+    data = accelerator.prepare(torch.utils.data.DataLoader(range(8), batch_size=2))
+    for batch in data:
+        with pytest.raises(ValueError, match="Do not prepare the loader of an evaluation"):
+            accelerator.gather_for_metrics(batch)

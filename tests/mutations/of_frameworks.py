@@ -368,6 +368,14 @@ MUTATIONS = [
         "tests/frameworks/test_torchft.py -k 'several_processes_dies and int8'",
     ),
     Mutation(
+        "numbers_of_messages_of_who_joins",
+        f"{PACKAGE}/runtime/runtime.py",
+        "        self._numbers = itertools.count()  # a rank that joins begins with 0\n",
+        "",
+        "Far replicas wait for messages of who joins under other numbers.",
+        "tests/frameworks/test_torchft.py -k 'one_dies_and_comes_back and allreduce'",
+    ),
+    Mutation(
         "replica_ends_with_a_share",
         f"{PACKAGE}/sources/managed_replicas.py",
         "        return []\n",

@@ -260,6 +260,7 @@ CHECKED = "lightning_commhooks/sources/replica_refusals.py"
 
 OF_TORCHFT = [
     Use("._pg", (MANAGED, CHECKED), "`manager=` is refused", _manager_has("_pg")),
+    Use("._group_rank", (CHECKED,), "`manager=` is an error", _manager_has("_group_rank")),
     Use("._group_world_size", (CHECKED,), "`manager=` is an error", _manager_has("_group_world_size")),
     Use("._min_replica_size", (MANAGED,), "a step that fails is an error", _manager_has("_min_replica_size")),
     Use("._use_async_quorum", (CHECKED,), "silent: steps are lost", _manager_has("_use_async_quorum")),

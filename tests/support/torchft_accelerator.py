@@ -80,17 +80,23 @@ def main():
     (folder / f"{name}.up").touch()
     while not all((folder / f"{other}.up").exists() for other in options.begins_with):
         sleep(0.01)
-    manager, skipped = handler.manager, 0
+    manager, skipped, left_out = handler.manager, 0, []
+    ddp.eval()  # as with dropout that is frozen
     notes = (folder / f"{name}.steps").open("a")
     while manager.current_step() < num_steps(folder / "last"):
         sleep(0.02)  # a process starts in a few dozen steps
         for micro in range(options.micros):
             with accelerator.accumulate(ddp):
                 accelerator.backward(ddp(micro) * factor_of(options, handler.manager))
+                if manager.current_step() == 5 and not left_out and micro == options.micros - 1:
+                    left_out.append("now")  # as after a look at the norm, on all replicas
+                    optimizer.zero_grad()
+                    continue
                 optimizer.step()
                 schedule.step()
                 optimizer.zero_grad()
-        if accelerator.optimizer_step_was_skipped:
+        if accelerator.optimizer_step_was_skipped or left_out == ["now"]:
+            left_out.append("before")
             skipped += 1
             continue
         step, attachment = manager.current_step(), handler.attachments[0]

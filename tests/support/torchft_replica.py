@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor
 from torchft import Manager
 
 import lightning_commhooks as lc
+from lightning_commhooks.collectives import direct
 from lightning_commhooks.collectives.averaging import own_part
 from lightning_commhooks.hooks._moves import Moves
 from lightning_commhooks.runtime.runtime import Runtime
@@ -45,6 +46,7 @@ class Options:
         hook: name of one of `HOOKS`.
         dies: where this process ends, `[step, bucket]`; of several in a replica the last one.
         stops: where it is stopped in the same way, as by SIGSTOP.
+        far: whether replicas count as far from each other, which send each other numbered messages.
         divided_by: number of replicas that the loss is divided by, also when some are away; 0: those that are there.
         processes: of a replica; with several of them the model is sharded.
         spoils: whether one number of a gradient of this replica is inf in the step `bad`, in which nobody steps whose
@@ -58,6 +60,7 @@ class Options:
     stops: list = field(default_factory=list)
     begins_with: list = field(default_factory=list)
     parts: bool = False
+    far: bool = False
     divided_by: int = 0
     processes: int = 1
     spoils: bool = False
@@ -137,6 +140,8 @@ def watch_buckets(options):
 def main():
     folder, name, options = Path(sys.argv[1]), sys.argv[2], Options(**json.loads(sys.argv[3]))
     buckets = watch_buckets(options)
+    if options.far:
+        direct.FAR = 1e-9
     spoils = []
     model, is_local = make_model(options.parts), options.hook.startswith("diloco")
     rank = 0
