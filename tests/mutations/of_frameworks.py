@@ -386,7 +386,7 @@ MUTATIONS = [
     Mutation(
         "schedule_of_a_lost_step",
         "accelerate_integration/replica.py",
-        "optimizer._is_overflow = not self._verdict",
+        "optimizer._is_overflow = not committed",
         "optimizer._is_overflow = False",
         "Schedules go on in a step that replicas have not committed.",
         "tests/frameworks/test_torchft_accelerate.py -k 'comes_back and int8'",
