@@ -34,6 +34,7 @@ import socket
 import statistics
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
 from collections import defaultdict
@@ -193,7 +194,7 @@ class Lighthouse:
         self._address = f"{self._addresses()[0]}:{free_port()}"
         times = {"quorum_tick_ms": 20, "join_timeout_ms": 500, "heartbeat_timeout_ms": 1000, "min_replicas": 2}
         words = [word for name, value in times.items() for word in (f"--{name}", str(value))]
-        program = shutil.which("torchft_lighthouse", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+        program = shutil.which("torchft_lighthouse", path=f"{sysconfig.get_path('scripts')}:{os.environ['PATH']}")
         assert program is not None, "torchft is not installed"
         quiet: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
         self._processes = [subprocess.Popen([*self._on(0), program, "--bind", self._address, *words], **quiet)]

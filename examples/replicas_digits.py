@@ -16,6 +16,7 @@ import signal
 import socket
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
 from hashlib import sha1
@@ -94,7 +95,7 @@ def free_port() -> int:
 def main() -> None:
     """Start all, and the replica that dies once more."""
     address = f"127.0.0.1:{free_port()}"
-    lighthouse = shutil.which("torchft_lighthouse", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    lighthouse = shutil.which("torchft_lighthouse", path=f"{sysconfig.get_path('scripts')}:{os.environ['PATH']}")
     assert lighthouse is not None, "torchft is not installed: pip install 'lightning-commhooks[torchft]'"
     times = {"min_replicas": 2, "quorum_tick_ms": 20, "join_timeout_ms": 500, "heartbeat_timeout_ms": 1000}
     words = [word for name, value in times.items() for word in (f"--{name}", str(value))]

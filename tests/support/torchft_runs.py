@@ -10,7 +10,7 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
+import sysconfig
 import time
 
 import pytest
@@ -27,7 +27,7 @@ NAMES = ("one", "two", "three")
 
 def start_lighthouse(address, *words):
     """A lighthouse, and the variables of what looks for it."""
-    program = shutil.which("torchft_lighthouse", path=f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}")
+    program = shutil.which("torchft_lighthouse", path=f"{sysconfig.get_path('scripts')}:{os.environ['PATH']}")
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     started = subprocess.Popen([program, *words], **quiet)
     host, port = address.rsplit(":", 1)
