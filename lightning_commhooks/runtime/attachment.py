@@ -395,8 +395,8 @@ class Attachment:
     def close(self) -> None:
         """Release thread and process group; metrics stay readable. Call it on all ranks alike.
 
-        A later backward is averaged by FSDP2 as without a hook. With DDP and FSDP 1 it raises a `HookError`, since they
-        keep a hook for good, and so it does after a failure: wrap the module again to train without.
+        A later backward is averaged by FSDP2 as without a hook. With DDP, FSDP 1 and a `manager` it raises a
+        `HookError`, since they keep a hook for good; so it does after a failure: wrap the model again to train without.
 
         Waits for what is under way, for a second at most: a backward that broke off may wait for other ranks for ever.
         Warns when training ended before the hook compressed anything. Closing twice does nothing. A model that goes out

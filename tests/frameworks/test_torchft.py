@@ -273,11 +273,7 @@ def refusals_of_several_processes(rank, world):
                 "apply fully_shard instead",
             ),
             (fully_shard(torch.nn.Linear(2, 2), mesh=mesh), {"manager": manager}, "on a mesh of one dimension"),
-            (
-                fully_shard(torch.nn.Linear(2, 2)),
-                {"manager": Manager()},
-                "need {'world_size': 4",
-            ),
+            (fully_shard(torch.nn.Linear(2, 2)), {"manager": Manager()}, "need {'world_size': 4"),
             (fully_shard(torch.nn.Linear(2, 2)), both, "replicate_group is for replicas that stay"),
             (fully_shard(torch.nn.Linear(2, 2)), {"manager": manager, "hook": "auto"}, "hook='auto' measures"),
         ):
