@@ -16,4 +16,5 @@ def announce(text: str) -> None:
     if _logger.isEnabledFor(logging.INFO):
         _logger.info(text)
     elif _logger.level == logging.NOTSET:
-        print(text, file=sys.stderr, flush=True)
+        # In one piece, so that lines of several processes stay apart where streams are not buffered.
+        print(f"{text}\n", end="", file=sys.stderr, flush=True)

@@ -144,9 +144,10 @@ def test_replicas_digits(tmp_path):
     stdout, stderr = launched(EXAMPLES / "replicas_digits.py", cwd=tmp_path)
     assert "replica 2 was killed at step 60, and is started again" in stdout
     # It may be back before others have missed it.
-    left = r"^replica 'replica_2' left (at step 60: 2|and 'replica_2' joined at step 60: 3) go on$"
-    assert len(re.findall(left, stderr, re.MULTILINE)) == 2, stderr
-    found = re.findall(r"^replica (\d): step 600, accuracy (0\.9\d|1\.00), weights (\w+)$", stdout, re.MULTILINE)
+    left = "replica 'replica_2' left (at step 60: 2|and 'replica_2' joined at step 60: 3) go on"
+    # All processes write to the same stream: lines may begin within each other.
+    assert len(re.findall(left, stderr)) == 2, stderr
+    found = re.findall(r"replica (\d): step 600, accuracy (0\.9\d|1\.00), weights ([0-9a-f]{8})", stdout)
     assert {rank for rank, *_ in found} == {"0", "1", "2"}, stdout + stderr
     assert len({weights for *_, weights in found}) == 1, stdout
 

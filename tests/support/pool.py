@@ -23,6 +23,7 @@ from forks import FOLDER, FORKS, PATIENCE, alone
 
 from lightning_commhooks.codecs import codec
 from lightning_commhooks.collectives import group
+from lightning_commhooks.collectives.steps import waiting_threads
 
 SIZE = 4
 WORKER = FOLDER / "pool_worker.py"
@@ -174,9 +175,9 @@ def call_on_new_group(store, rank, world, function, args):
     if dist.is_initialized():
         # Else the peers could see a closed connection in the middle of their last collective.
         dist.barrier()
-        check_no_leaks(num_groups=1)
+        check_no_leaks(num_groups=1, may_wait=True)
         dist.destroy_process_group()
-    check_no_leaks(num_groups=0)
+    check_no_leaks(num_groups=0, may_wait=True)
     return result
 
 
@@ -186,9 +187,19 @@ def read_environment():
     return {key: value for key, value in os.environ.items() if not key.startswith(theirs)}
 
 
-def check_no_leaks(num_groups):
-    """Fail when a communication thread or process group is left in this process."""
-    threads = [thread.name for thread in threading.enumerate() if thread.name.startswith(THREAD_NAME)]
+def check_no_leaks(num_groups, may_wait=False):
+    """Fail when a communication thread or process group is left in this process.
+
+    Args:
+        num_groups: that there are to be.
+        may_wait: whether threads may wait for other ranks: gloo keeps one until its timeout if its peer has closed the
+            connection in the middle of a message, which is up to chance where ranks fail at the same time.
+    """
+    threads = [
+        thread.name
+        for thread in threading.enumerate()
+        if thread.name.startswith(THREAD_NAME) and not (may_wait and thread.ident in waiting_threads)
+    ]
     assert not threads, f"leaked threads: {threads}"
     groups = list(dist.distributed_c10d._world.pg_map)
     assert len(groups) == num_groups, f"leaked process groups: {groups[num_groups:]}"
