@@ -97,7 +97,7 @@ def main() -> None:
     address = f"127.0.0.1:{free_port()}"
     lighthouse = shutil.which("torchft_lighthouse", path=f"{sysconfig.get_path('scripts')}:{os.environ['PATH']}")
     assert lighthouse is not None, "torchft is not installed: pip install 'lightning-commhooks[torchft]'"
-    times = {"min_replicas": 2, "quorum_tick_ms": 20, "join_timeout_ms": 500, "heartbeat_timeout_ms": 1000}
+    times = {"min_replicas": 2, "quorum_tick_ms": 20, "join_timeout_ms": 5000, "heartbeat_timeout_ms": 1000}
     words = [word for name, value in times.items() for word in (f"--{name}", str(value))]
     of_all = {
         "TORCHFT_LIGHTHOUSE": f"http://{address}",

@@ -117,7 +117,7 @@ class LocalSimulation:
 @pytest.mark.parametrize(("hook", "processes"), [("diloco", 1), ("diloco in int8", 1), ("diloco", 2)])
 def test_one_dies_in_an_average_of_models_and_comes_back(start, hook, processes):
     run = start(hook=hook, processes=processes, of={"two": {"dies": [12]}})
-    run.wait_until(lambda: run.replicas["two"].poll() is not None, may_fail="two")
+    run.wait_until_killed("two")
     run.wait_until(lambda: len(run.steps("one")) > 20, may_fail="two")
     run.start("two")
     run.wait_until(lambda: len(run.steps("two")) > 20)
@@ -183,8 +183,9 @@ def test_script_and_commands_of_the_docs(tmp_path):
 def test_script_and_commands_of_the_docs_for_replicas_of_several_processes(tmp_path):
     printed = run_docs("train_sharded_replica.py", {name: ([name], {}) for name in "abc"}, "c", tmp_path)
     for name in "ab":
-        assert "replica 'c' left at step " in printed[name]
-        assert "replica 'c' joined at step " in printed[name]
+        # It may be back before others have missed it.
+        assert "replica 'c' left " in printed[name]
+        assert "'c' joined at step " in printed[name]
     for name in "abc":
         ratios = re.findall(rf"{name}: (\d\.\d)x fewer bytes", printed[name])
         assert len(ratios) == 2, "each process ends well"

@@ -53,7 +53,7 @@ class Run:
     def __init__(self, script, folder, **options):
         self.script, self.folder, self.options = FOLDER / script, folder, options
         address = f"127.0.0.1:{free_port()}"
-        times = {"quorum_tick_ms": 20, "join_timeout_ms": 500, "heartbeat_timeout_ms": 1000, "min_replicas": 2}
+        times = {"quorum_tick_ms": 20, "join_timeout_ms": 5000, "heartbeat_timeout_ms": 1000, "min_replicas": 2}
         words = [word for name, value in times.items() for word in (f"--{name}", str(value))]
         self._lighthouse, self._environment = start_lighthouse(address, "--bind", address, *words)
         self.replicas, self.others = {}, {}
@@ -81,13 +81,22 @@ class Run:
             for rank in range(num)
         )
 
+    def wait_until_killed(self, name):
+        """Wait until a process of a replica is gone, and end the others of it, as torchrun does."""
+        processes = [self.replicas[name], *self.others[name]]
+        self.wait_until(lambda: any(one.poll() is not None for one in processes), may_fail=name)
+        for one in processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(one.pid, signal.SIGKILL)
+        self.wait_until(lambda: processes[0].poll() is not None, may_fail=name)
+
     def steps(self, name):
         """What a replica has said of each step that it has committed."""
         path = self.folder / f"{name}.steps"
         lines = path.read_text().splitlines(keepends=True) if path.exists() else []
         return [json.loads(line) for line in lines if line.endswith("\n")]
 
-    def wait_until(self, what, seconds=10, may_fail=""):
+    def wait_until(self, what, seconds=30, may_fail=""):
         """Wait until a function returns something true, while no replica fails but that one."""
         deadline = time.monotonic() + seconds * PATIENCE
         while not what():
