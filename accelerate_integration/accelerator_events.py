@@ -68,7 +68,7 @@ class AcceleratorEvents:
 
     def warn_if_models_differ(self, fix: str) -> None:
         """Warn when the weights in place are those of each rank. Not collective."""
-        if any(attachment.models_differ for attachment in self._attachments.averaging()):
+        if self._attachments.models_differ():
             warnings.warn(f"this is the model of one rank, not the average of all: {fix}", stacklevel=5)
 
     def average_for_good(self) -> None:

@@ -25,7 +25,8 @@ class AcceleratorReplica:
     """Has the methods of one `Accelerator` meet the other replicas before each step, and vote with them after it.
 
     A step that they do not commit is skipped, as one with an overflow in float16: `optimizer_step_was_skipped`, and
-    schedulers stand still. The next batch is the next try.
+    schedulers stand still. The next batch is the next try. With a hook that averages models each replica steps for
+    itself, and the hook has them vote on averages.
 
     Args:
         accelerator: of this process alone.
@@ -108,7 +109,8 @@ class AcceleratorReplica:
             self._start()
         ddp, self._attachment = self._wrap(self.manager, prepared, self._of())
         self._parts.append(prepared)
-        ddp.register_forward_pre_hook(NotCopied(torch.compiler.disable(self._before_forward)))
+        if not self._attachment.averages_models:
+            ddp.register_forward_pre_hook(NotCopied(torch.compiler.disable(self._before_forward)))
         return ddp
 
     def _before_forward(self, model: nn.Module, inputs: object) -> None:
@@ -133,13 +135,16 @@ class AcceleratorReplica:
         self._verdict = bool(self.manager.should_commit())
         return self._verdict
 
+    def _steps_alone(self) -> bool:
+        return self._attachment is not None and self._attachment.averages_models
+
     def _prepare_optimizer(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         optimizer = original(*args, **kwargs)
 
         def step(original: Callable[..., Any], closure: Callable[[], Any] | None = None) -> Any:
             if closure is not None:
                 raise ValueError("fault_tolerance= votes on a backward before the optimizer's step, which has one here")
-            if self.manager is not None and self._of().sync_gradients:
+            if self.manager is not None and self._of().sync_gradients and not self._steps_alone():
                 committed = self._vote() if self._verdict is None else self._verdict
                 if id(optimizer) in self._stepped:
                     raise HookError(

@@ -290,11 +290,8 @@ class _BoundDiLoCo(BoundLocalSGD):
         is_whole = self._config.fragments == 1 and not self._delay and self._pace is None
         return not is_whole or self._ends_period(stepped)
 
-    def join(self, parameters: Mapping[str, Tensor]) -> None:
-        for name, p in parameters.items():
-            if name in self.memory:
-                own = flat_view(p)
-                own.copy_(self.memory[name]["anchor"].view(own.shape))
+    def common_model(self) -> Mapping[str, Tensor]:
+        return {name: entry["anchor"] for name, entry in self.memory.items() if "anchor" in entry}
 
     def residuals(self) -> Iterator[Tensor]:
         return self._moves.inner.residuals()

@@ -44,8 +44,9 @@ class AveragesModels(BoundHook):
         """Whether `after_optimizer_step` is about to communicate. Not asked after it."""
         return True
 
-    def join(self, parameters: Mapping[str, Tensor]) -> None:
-        """Begin where others are, on a rank that has taken over model and state of one of them."""
+    def common_model(self) -> Mapping[str, Tensor]:
+        """Parameters as all ranks had them after their last average, flat in memory order, if the hook keeps them."""
+        return {}
 
 
 def averages_models(hook: BoundHook) -> TypeGuard[AveragesModels]:

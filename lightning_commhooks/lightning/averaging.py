@@ -49,7 +49,7 @@ class AveragesModelsMixin:
     def _averaging(self) -> Attachment | None:
         """The attachment if its hook averages models and can do so now."""
         attachment = self._attachment
-        if attachment is None or attachment.is_closed or not attachment.averages_models:
+        if attachment is None or attachment.is_closed or not attachment.averages_when_asked:
             return None
         return attachment
 

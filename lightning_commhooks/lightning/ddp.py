@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_commhooks.interface.hook import CommHook
 from lightning_commhooks.lightning.averaging import AveragesModelsMixin, handles_signal
-from lightning_commhooks.lightning.fault_tolerance import VotedSteps
+from lightning_commhooks.lightning.fault_tolerance import OwnSteps, replica_of
 from lightning_commhooks.lightning.refusals import REPLACED, options_of, refusals_as
 from lightning_commhooks.runtime.attachment import Attachment
 from lightning_commhooks.sources.attach import attach
@@ -94,7 +94,7 @@ class CompressedDDPMixin(AveragesModelsMixin):
         self._exact_state = exact_state
         self._strict_state = strict_state
         self._fault_tolerance = fault_tolerance
-        self._voted: VotedSteps | None = None
+        self._replica: OwnSteps | None = None
         self._looks_at_average(resync)
         # For checkpoints that Lightning writes when the model is out of DDP again.
         self._last_state: dict[str, Any] | None = None
@@ -119,7 +119,7 @@ class CompressedDDPMixin(AveragesModelsMixin):
     @property
     def manager(self) -> Any:
         """With `fault_tolerance`, the `torchft.Manager` while a fit goes on; `None` before and after."""
-        return None if self._voted is None else self._voted.manager
+        return None if self._replica is None else self._replica.manager
 
     def add_weight(self, weight: float | Tensor) -> None:
         """With `accumulation="weighted"`, say how much the present batch counts, as by its number of tokens.
@@ -153,7 +153,7 @@ class CompressedDDPMixin(AveragesModelsMixin):
                     "devices=1 and num_nodes=1"
                 )
             with refusals_as(self._misconfiguration, self):
-                self._voted = VotedSteps(self._fault_tolerance, self)
+                self._replica = replica_of(self._fault_tolerance, self)
         assert isinstance(model, DistributedDataParallel)
         with refusals_as(self._misconfiguration, self):
             self._attachment = attach(
@@ -164,34 +164,34 @@ class CompressedDDPMixin(AveragesModelsMixin):
                 exact_state=self._exact_state,
                 optimizers=lambda: self.optimizers,  # type: ignore[attr-defined]
                 loss_divided_by=self._loss_divided_by,
-                **({} if self._voted is None else self._voted.of_attach),
+                **({} if self._replica is None else self._replica.of_attach),
             )
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """The share of the data that this rank trains on."""
         options = self._fault_tolerance
-        if options is None or self._voted is None:
+        if options is None or self._replica is None:
             return super().distributed_sampler_kwargs  # type: ignore[misc, no-any-return]
         return {"num_replicas": options.num_replica_groups, "rank": options.replica_rank}
 
     def setup_optimizers(self, trainer: Any) -> None:
         """Make the optimizers; with `fault_tolerance`, check that they step alike on all replicas."""
         super().setup_optimizers(trainer)
-        if self._voted is not None:
+        if self._replica is not None:
             with refusals_as(self._misconfiguration, self):
-                self._voted.check_optimizers()
+                self._replica.check_optimizers()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """With `fault_tolerance`, meet the other replicas before a step."""
+        """With `fault_tolerance`, meet the other replicas before a step, if the hook averages gradients."""
         super().on_train_batch_start(batch, batch_idx)  # type: ignore[misc]
-        if self._voted is not None:
-            self._voted.begin()
+        if self._replica is not None:
+            self._replica.begin()
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
-        """The optimizer's step; with `fault_tolerance`, when the replicas have voted for it."""
-        if self._voted is not None:
-            closure = self._voted.committed(optimizer, closure)
+        """The optimizer's step; with `fault_tolerance`, if the hook averages gradients, when replicas voted for it."""
+        if self._replica is not None:
+            closure = self._replica.committed(optimizer, closure)
         return super().optimizer_step(optimizer, closure, *args, **kwargs)  # type: ignore[misc]
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -208,7 +208,7 @@ class CompressedDDPMixin(AveragesModelsMixin):
     def _wrap_again(self) -> None:
         assert self._attachment is not None
         unfrozen = self._attachment.unfrozen()
-        if self._voted is not None:
+        if self._replica is not None:
             raise self._misconfiguration(
                 f"{unfrozen[0]!r} was unfrozen, and with fault_tolerance= what is trained stays the same: let it "
                 "require gradients from the beginning, with a learning rate of 0"
@@ -241,8 +241,14 @@ class CompressedDDPMixin(AveragesModelsMixin):
         if self._is_alone():
             self._tell_that_it_begins_anew(filepath)
             return self._attachment.shared_state_dict()
-        if self._has_saved_this_step() and self._averaging() is None:
+        if self._has_saved_this_step() and not self._attachment.averages_models:
             return self._last_state
+        if self._replica is not None and self._attachment.models_differ:
+            logger.warning(
+                "the checkpoint %s is between averages and has the model of this replica alone: save after a multiple "
+                "of the hook's period of steps",
+                filepath,
+            )
         state = self._attachment.state_dict()
         # Also for another checkpoint, or one after training, if no step comes before.
         self._saved_at, self._last_is_whole = self._attachment.num_steps, True
@@ -302,9 +308,9 @@ class CompressedDDPMixin(AveragesModelsMixin):
         try:
             super().teardown()
         finally:
-            if self._voted is not None:
-                self._voted.close()
-                self._voted = None
+            if self._replica is not None:
+                self._replica.close()
+                self._replica = None
 
     def _has_saved_this_step(self) -> bool:
         return self._attachment is not None and self._saved_at == self._attachment.num_steps

@@ -1,4 +1,4 @@
-"""A Trainer as one replica of several, of which some may die: its steps are those that the replicas vote for."""
+"""A Trainer as one replica of several, of which some may die: replicas vote on its steps, or on averages of models."""
 
 from __future__ import annotations
 
@@ -11,22 +11,36 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
 from lightning_commhooks.collectives.errors import HookError
+from lightning_commhooks.hooks._local_sgd import LocalSGDConfig
 from lightning_commhooks.sources.fault_tolerance import FaultTolerance
+from lightning_commhooks.wrappers.scale import without_scale
 
 
-class VotedSteps:
-    """The optimizer's steps of a Trainer, each repeated until the replicas commit it.
+def replica_of(options: FaultTolerance, strategy: Any) -> OwnSteps:
+    """What replicas vote on, by the hook of a strategy."""
+    method = without_scale(strategy.hook)
+    if isinstance(method, LocalSGDConfig):
+        return OwnSteps(options, strategy, method.repeats_after())
+    return VotedSteps(options, strategy)
 
-    So a step of the Trainer is a step of all replicas: no batch is lost, and schedulers count right.
+
+class OwnSteps:
+    """The optimizer's steps of a Trainer that takes them alone; its hook has replicas average models, and vote on that.
+
+    Args:
+        options: which replica it is.
+        strategy: the Trainer's.
+        period: steps between votes.
+
+    Attributes:
+        manager: the `torchft.Manager`.
     """
 
-    def __init__(self, options: FaultTolerance, strategy: Any) -> None:
+    def __init__(self, options: FaultTolerance, strategy: Any, period: int = 1) -> None:
         from lightning_commhooks.torchft import start_replica
 
-        self._strategy = strategy
+        self._strategy, self._period = strategy, period
         self.manager = start_replica(options, self._state, self._load)
-        # Whether the next batch begins a step.
-        self._is_due = True
 
     @property
     def of_attach(self) -> dict[str, Any]:
@@ -40,24 +54,12 @@ class VotedSteps:
         Raises:
             ValueError: says what to set instead.
         """
-        trainer, strategy = self._trainer, self._strategy
-        if trainer.max_steps < 0 or trainer.max_epochs not in (None, -1):
-            raise ValueError(
-                "fault_tolerance= needs Trainer(max_steps=...) without max_epochs, is "
-                f"max_steps={trainer.max_steps}, max_epochs={trainer.max_epochs}: a replica that joins later has other "
-                "epochs than those that are there"
-            )
-        is_here = os.path.realpath(trainer.default_root_dir) == os.path.realpath(os.getcwd())
-        if (trainer.checkpoint_callbacks or trainer.loggers) and is_here:
-            raise ValueError(
-                "with fault_tolerance= each replica saves and logs for itself, and in one folder they delete each "
-                f"other's files: give each a Trainer(default_root_dir=...) of its own, not {os.getcwd()!r}"
-            )
-        if not trainer.lightning_module.automatic_optimization:
-            raise ValueError("fault_tolerance= repeats a step that failed, which it cannot in manual optimization")
-        if any(isinstance(optimizer, LBFGS) for optimizer in strategy.optimizers):
-            raise ValueError("fault_tolerance= votes on each backward, of which a step of LBFGS has several")
-        for config in strategy.lr_scheduler_configs:
+        self._check_length(self._trainer)
+        self._check_files(self._trainer)
+        if not self._trainer.lightning_module.automatic_optimization:
+            raise ValueError("fault_tolerance= counts and repeats steps, which it cannot in manual optimization")
+        self._check_steps()
+        for config in self._strategy.lr_scheduler_configs:
             if config.interval != "step" or config.frequency != 1 or config.reduce_on_plateau:
                 raise ValueError(
                     f"the scheduler {type(config.scheduler).__name__} counts epochs or batches of this replica, and "
@@ -65,23 +67,51 @@ class VotedSteps:
                     "configure_optimizers(), without 'frequency', and no ReduceLROnPlateau"
                 )
 
-    def begin(self) -> None:
-        """Meet the other replicas before the first batch of a step."""
-        if self._is_due:
-            self._start()
+    def _check_length(self, trainer: Any) -> None:
+        if trainer.max_steps < 0 or trainer.max_epochs not in (None, -1):
+            raise ValueError(
+                "fault_tolerance= needs Trainer(max_steps=...) without max_epochs, is "
+                f"max_steps={trainer.max_steps}, max_epochs={trainer.max_epochs}: a replica that joins later has other "
+                "epochs than those that are there"
+            )
+        if trainer.max_steps % self._period:
+            raise ValueError(
+                f"max_steps={trainer.max_steps} is no multiple of the hook's period={self._period}, and replicas have "
+                "the same model after an average only: with fault_tolerance= choose one"
+            )
 
-    def _start(self) -> None:
-        progress, manager = self._progress(), self.manager
-        if progress.completed > manager.current_step():
+    def _check_files(self, trainer: Any) -> None:
+        is_here = os.path.realpath(trainer.default_root_dir) == os.path.realpath(os.getcwd())
+        if (trainer.checkpoint_callbacks or trainer.loggers) and is_here:
+            raise ValueError(
+                "with fault_tolerance= each replica saves and logs for itself, and in one folder they delete each "
+                f"other's files: give each a Trainer(default_root_dir=...) of its own, not {os.getcwd()!r}"
+            )
+
+    def _check_steps(self) -> None:
+        if getattr(self._strategy.precision_plugin, "scaler", None) is not None:
+            raise ValueError(
+                "a hook that averages models does not work with fault_tolerance= and precision='16-mixed', whose "
+                "scaler has each replica skip other steps: use precision='bf16-mixed'"
+            )
+
+    def begin(self) -> None:
+        """Called before each batch."""
+        num_votes = self._progress().completed // self._period
+        if num_votes > self.manager.current_step():
             # The Trainer goes on from a checkpoint.
-            manager.load_state_dict({"step": progress.completed, "batches_committed": 0})
-        manager.start_quorum()
-        self._is_due = False
-        if progress.completed != manager.current_step():
-            # Others have given it their state.
-            progress.ready += manager.current_step() - progress.completed
-            progress.completed = manager.current_step()
-            self._trainer.fit_loop.epoch_loop._batches_that_stepped = manager.current_step()
+            self.manager.load_state_dict({"step": num_votes, "batches_committed": 0})
+
+    def committed(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """The closure of a step, or one in its place that has run."""
+        return closure
+
+    def _go_on_at(self, num_steps: int) -> None:
+        """Go on where others are who have given it their state."""
+        progress = self._progress()
+        progress.ready += num_steps - progress.completed
+        progress.completed = num_steps
+        self._trainer.fit_loop.epoch_loop._batches_that_stepped = num_steps
 
     @property
     def _trainer(self) -> Any:
@@ -89,6 +119,54 @@ class VotedSteps:
 
     def _progress(self) -> Any:
         return self._trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step.total
+
+    def _state(self) -> dict[str, Any]:
+        strategy = self._strategy
+        return {
+            "module": strategy.lightning_module.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in strategy.optimizers],
+            "lr_schedulers": [config.scheduler.state_dict() for config in strategy.lr_scheduler_configs],
+            "precision": strategy.precision_plugin.state_dict(),
+            "steps": self._progress().completed,
+        }
+
+    def _load(self, state: dict[str, Any]) -> None:
+        strategy = self._strategy
+        strategy.lightning_module.load_state_dict(state["module"])
+        for optimizer, given in zip(strategy.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(given)
+        for config, given in zip(strategy.lr_scheduler_configs, state["lr_schedulers"], strict=True):
+            config.scheduler.load_state_dict(given)
+        strategy.precision_plugin.load_state_dict(state["precision"])
+        self._go_on_at(state["steps"])
+
+    def close(self) -> None:
+        """Leave the others."""
+        self.manager.shutdown()
+
+
+class VotedSteps(OwnSteps):
+    """The optimizer's steps of a Trainer, each repeated until the replicas commit it.
+
+    So a step of the Trainer is a step of all replicas: no batch is lost, and schedulers count right.
+    """
+
+    # Whether the next batch begins a step.
+    _is_due = True
+
+    def _check_steps(self) -> None:
+        if any(isinstance(optimizer, LBFGS) for optimizer in self._strategy.optimizers):
+            raise ValueError("fault_tolerance= votes on each backward, of which a step of LBFGS has several")
+
+    def begin(self) -> None:
+        """Meet the other replicas before the first batch of a step."""
+        if self._is_due:
+            super().begin()
+            self._start()
+
+    def _start(self) -> None:
+        self.manager.start_quorum()
+        self._is_due = False
 
     def committed(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
         """A closure that has run, as often as it took until the replicas committed its gradients."""
@@ -107,28 +185,6 @@ class VotedSteps:
                 # Those of weights that it has no more do not count.
                 p.grad = gradient if self.manager.current_step() == step else None
             accumulated = _copies(parameters) if accumulated else []
-
-    def _state(self) -> dict[str, Any]:
-        strategy = self._strategy
-        return {
-            "module": strategy.lightning_module.state_dict(),
-            "optimizers": [optimizer.state_dict() for optimizer in strategy.optimizers],
-            "lr_schedulers": [config.scheduler.state_dict() for config in strategy.lr_scheduler_configs],
-            "precision": strategy.precision_plugin.state_dict(),
-        }
-
-    def _load(self, state: dict[str, Any]) -> None:
-        strategy = self._strategy
-        strategy.lightning_module.load_state_dict(state["module"])
-        for optimizer, given in zip(strategy.optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(given)
-        for config, given in zip(strategy.lr_scheduler_configs, state["lr_schedulers"], strict=True):
-            config.scheduler.load_state_dict(given)
-        strategy.precision_plugin.load_state_dict(state["precision"])
-
-    def close(self) -> None:
-        """Leave the others."""
-        self.manager.shutdown()
 
 
 def _once(result: Any) -> Callable[[], Any]:

@@ -287,6 +287,11 @@ class Attachment:
         return averages_models(self._runtime.bound)
 
     @property
+    def averages_when_asked(self) -> bool:
+        """Whether it does so for evaluation, too; not with a `manager`, where each replica evaluates for itself."""
+        return self.averages_models and not self._runtime.source.ranks_change
+
+    @property
     def models_differ(self) -> bool:
         """Whether each rank has a model of its own in place now; the same on all ranks."""
         return self._runtime.local.models.differ

@@ -50,13 +50,17 @@ class Attachments:
         return [attachment for attachment in self._attachments if not attachment.is_closed]
 
     def averaging(self) -> list[Attachment]:
-        """Open attachments whose hooks average models."""
-        return [attachment for attachment in self.open() if attachment.averages_models]
+        """Open attachments whose hooks average models, also when somebody looks at them."""
+        return [attachment for attachment in self.open() if attachment.averages_when_asked]
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
         """Let all hooks that average models know of one more optimizer."""
-        for attachment in self.averaging():
+        for attachment in self.open():
             attachment.add_optimizer(optimizer)
+
+    def models_differ(self) -> bool:
+        """Whether the weights in place are those of one rank. Not collective."""
+        return any(attachment.models_differ for attachment in self.open())
 
     @contextmanager
     def averaged(self, optimizers: Sequence[Optimizer]) -> Iterator[None]:

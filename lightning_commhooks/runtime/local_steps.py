@@ -23,6 +23,15 @@ from lightning_commhooks.runtime.running import RunningHook
 
 # Backwards that may be accumulated for one step, before one is missed.
 MANY_STEPS = 256
+# Where to look at the model.
+_OF_ONE_RANK = (
+    "evaluate within `with attachment.averaged_weights():`, on all ranks alike, or after a barrier where that shows "
+    "the average"
+)
+_OF_ONE_REPLICA = (
+    "look at the model after an average of the hook, as when manager.current_step() has changed; it is the same on all "
+    "replicas then"
+)
 
 
 class LocalSteps:
@@ -182,10 +191,7 @@ class LocalSteps:
 
     def _check_together(self) -> None:
         if self._running.source.ranks_change and self.models.differ:
-            raise ValueError(
-                "replicas that come and go do not average when one of them asks: look at the model after an average of "
-                "the hook, as when manager.current_step() has changed; it is the same on all of them then"
-            )
+            raise ValueError(f"replicas that come and go do not average when one of them asks: {_OF_ONE_REPLICA}")
 
     def average(self, everything: bool = False) -> None:
         """Average what differs between ranks, or all of the model, for good."""
@@ -212,11 +218,11 @@ class LocalSteps:
             self.models.forget()
             self.hide_average()
         elif not is_training and self.models.differ:
+            fix = _OF_ONE_REPLICA if self._running.source.ranks_change else _OF_ONE_RANK
             self._warn_once(
                 "evaluated",
                 f"hook {self._running.name!r}: a forward in eval mode sees this rank's own model, not the average of "
-                "all ranks. Evaluate within `with attachment.averaged_weights():`, on all ranks alike, or after a "
-                "barrier where that shows the average",
+                f"all: {fix}",
             )
         if is_training and self.keeps_own_buffers:
             self.models.buffers_diverge()
@@ -271,7 +277,7 @@ class LocalSteps:
         if not diverged or self.models.is_swapped:
             self.models.keep_averages()
             return []
-        return [
-            f"hook={self._running.name!r} ended while {diverged} parameters differed between ranks; call "
-            "Attachment.average_weights() at the end of training"
-        ]
+        fix = "call Attachment.average_weights() at the end of training"
+        if self._running.source.ranks_change:
+            fix = "end training after an average"
+        return [f"hook={self._running.name!r} ended while {diverged} parameters differed between ranks; {fix}"]

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import torch
 
 from lightning_commhooks.codecs.announce import announce
+from lightning_commhooks.collectives.averaging import flat_view
 from lightning_commhooks.collectives.errors import HookError
 from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.hooks._local_sgd import LocalSGDConfig
@@ -30,6 +31,8 @@ logger = logging.getLogger(__name__)
 _attached: MutableMapping[Any, list[Runtime]] = weakref.WeakKeyDictionary()
 # Characters of a replica's name that others are told.
 _NAME_BYTES = 32
+# Seconds between an average that failed and the next try.
+_PAUSE = 0.05
 
 
 class Reporting:
@@ -134,8 +137,7 @@ class Quorum:
         if manager.errored() is None and self._given is not None:
             self._ranks.take_state(self._given)
             self._given = None
-            if averages_models(runtime.bound):
-                runtime.bound.join(runtime.layout.trained)
+            self._begin_at_common_model()
         if self._is_losing:
             now = time.perf_counter()
             self._lost_seconds += now - self._last_commit
@@ -144,6 +146,25 @@ class Quorum:
             # Attempts that were not committed do not count, nor where a replica began.
             runtime.clock.steps = manager.current_step()
 
+    def _begin_at_common_model(self) -> None:
+        """Go on as if this replica, which joins, had not moved since the others' last average."""
+        bound = self._runtime.bound
+        common = bound.common_model() if averages_models(bound) else {}
+        for name, p in self._runtime.layout.trained.items():
+            if name in common:
+                own = flat_view(p)
+                own.copy_(common[name].view(own.shape))
+
+    def _sum_of_weights(self) -> int:
+        """Of the bytes of the weights that this replica begins the run with; 0 if it was given another's."""
+        runtime = self._runtime
+        if self._manager.current_step() or self._given is not None:
+            return 0
+        # Where replicas step alone, those that they began with, if the hook keeps them.
+        weights = runtime.bound.common_model() if averages_models(runtime.bound) else runtime.layout.trained
+        bytes_of = (flat_view(weight).reshape(-1).view(torch.uint8) for weight in weights.values())
+        return 1 + sum(int(one.sum(dtype=torch.int64)) for one in bytes_of)
+
     def _compare(self, group: Group) -> None:
         """Compare what members have to have alike, or gloo ends them; tell who came and left."""
         runtime, shard = self._runtime, self._runtime.source.shard
@@ -151,8 +172,8 @@ class Quorum:
         name = self._manager._pg.replica_name[:_NAME_BYTES].encode().ljust(_NAME_BYTES)[:_NAME_BYTES]
         own = zlib.crc32(about.encode())
         step = self._manager.current_step()
-        told = group.all_gather_quietly([own, self._start, step, *name])
-        names = [bytes(one[3:]).decode(errors="replace").strip() for one in told]
+        told = group.all_gather_quietly([own, self._start, step, self._sum_of_weights(), *name])
+        names = [bytes(one[4:]).decode(errors="replace").strip() for one in told]
         if step < max(one[2] for one in told):
             # Its replica counts as one that has all, since another process of it has.
             raise ValueError(
@@ -163,10 +184,15 @@ class Quorum:
             raise HookError("a process of another replica did not get its shards")
         unlike = [name for name, one in zip(names, told, strict=True) if one[0] != own]
         # Those who were there before go on when it has gone.
-        if unlike and self._given is not None:
+        if unlike and (self._given is not None or not self._there):
             raise ValueError(f"replica {unlike[0]!r} has another hook, other options of it, or another model")
         if unlike:
             raise HookError(f"replica {unlike[0]!r} has another hook, other options of it, or another model")
+        if len({one[3] for one in told if one[3]}) > 1:
+            raise ValueError(
+                "replicas begin with different weights, which Manager(init_sync=False) leaves as they are: make the "
+                "model with the same seed everywhere, or leave that out, so that all get the weights of one"
+            )
         before, self._there = self._there, {(name, one[1]) for name, one in zip(names, told, strict=True)}
         changes = {"left": before - self._there, "joined": self._there - before}
         said = [
@@ -202,14 +228,17 @@ class Quorum:
         return committed
 
     def average(self, stepped: OptimizerStep, average: Callable[[], None]) -> None:
-        """Let replicas average their models, and vote on that; where it fails, each goes on from its own.
-
-        It is tried again after the next step.
-        """
-        runtime, manager = self._runtime, self._manager
-        if averages_models(runtime.bound) and not runtime.bound.communicates_after(stepped):
+        """Let replicas average their models, again and again among those that are left, until they vote for it."""
+        bound = self._runtime.bound
+        if averages_models(bound) and not bound.communicates_after(stepped):
             average()
             return
+        while not self._has_averaged(average):
+            time.sleep(_PAUSE)
+
+    def _has_averaged(self, average: Callable[[], None]) -> bool:
+        """Average models, and vote on that; where it fails, this replica has its own again."""
+        runtime, manager = self._runtime, self._manager
         manager.start_quorum()
         self._begin()
         tensors = [*runtime.layout.trained.values(), *runtime.layout.float_buffers().values()]
@@ -217,12 +246,14 @@ class Quorum:
         if manager.errored() is None:
             with self.reporting():
                 average()
-        if not self._voted():
-            with torch.no_grad():
-                for tensor, before in zip(tensors, own, strict=True):
-                    tensor.copy_(before)
-            self._ranks.go_on_alone(state)
-            self._members = None
+        if self._voted():
+            return True
+        with torch.no_grad():
+            for tensor, before in zip(tensors, own, strict=True):
+                tensor.copy_(before)
+        self._ranks.go_on_alone(state)
+        self._members = None
+        return False
 
     def _take(self, state: Mapping[str, Any]) -> None:
         self._given = state

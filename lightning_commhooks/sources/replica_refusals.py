@@ -83,12 +83,6 @@ def check_options(hook: CommHook | DDPHook, options: Mapping[str, Any]) -> None:
     import_module("lightning_commhooks.torchft")  # says what to install
     check_hook(hook)
     assert isinstance(hook, CommHook)
-    method = without_scale(hook)
-    if isinstance(method, LocalSGDConfig):
-        raise ValueError(
-            f"hook={method.name!r} lets replicas step alone, and with fault_tolerance= each step is voted on: use a "
-            "loop of your own, as in docs/elastic.md"
-        )
     if accumulation_of(hook) != "framework":
         raise ValueError("fault_tolerance= needs accumulation='framework': a step that is repeated has one micro-batch")
     if options.get("exact_state"):

@@ -13,7 +13,18 @@ import torch
 from accelerate import Accelerator, DataLoaderConfiguration
 from accelerate.utils import DistributedType
 from forks import PATIENCE
-from torchft_runs import NAMES, Run, assert_equals_simulation, gap_after, run_docs, simulate, starting
+from torchft_replica import PERIOD
+from torchft_runs import (
+    NAMES,
+    LocalSimulation,
+    Run,
+    assert_equals_local_simulation,
+    assert_equals_simulation,
+    gap_after,
+    run_docs,
+    simulate,
+    starting,
+)
 
 import lightning_commhooks as lc
 from accelerate_integration import CommHookKwargs
@@ -65,6 +76,20 @@ def test_one_dies_and_comes_back(start, tmp_path, hook, micros, divided_by):
         assert again.steps(name)[0]["lr"] == pytest.approx(0.01 / (1 + 0.1 * 11))
 
 
+def test_one_dies_in_an_average_of_models_and_comes_back(start):
+    run = start(hook="diloco", of={"two": {"dies": [12]}})
+    run.wait_until_killed("two")
+    run.wait_until(lambda: len(run.steps("one")) > 20)
+    run.start("two")
+    run.wait_until(lambda: len(run.steps("two")) > 20)
+    printed = run.finish()
+    assert "replica 'replica_1' left at step 12: 2 go on" in printed["one"], printed["one"]
+    for name in NAMES:
+        for line in run.steps(name):
+            assert line["lr"] == pytest.approx(0.01 / (1 + 0.1 * PERIOD * (line["step"] + 1))), "also who has joined"
+    assert_equals_local_simulation(run, LocalSimulation(is_scheduled=True), is_first_of_one=True)
+
+
 def test_script_and_commands_of_the_docs(tmp_path):
     commands = {name: ([], {"REPLICA_GROUP_ID": name, "NUM_REPLICA_GROUPS": "3"}) for name in "012"}
     printed = run_docs("train_replica_accelerate.py", commands, "2", tmp_path)
@@ -80,7 +105,7 @@ def test_script_and_commands_of_the_docs(tmp_path):
     ("options", "message"),
     [
         ({"hook": "auto"}, "hook='auto' measures one group of ranks"),
-        ({"hook": lc.DiLoCo(post_local_gradient_allreduce=False)}, "hook='diloco' lets replicas step alone"),
+        ({"hook": lc.DiLoCo()}, "post_local_gradient_allreduce=True needs ranks that stay"),
         ({"accumulation": "mean"}, "needs accumulation='framework'"),
         ({"exact_state": True}, "exact_state=True keeps what differs between ranks"),
         ({"static_graph": True}, "does not work with static_graph=True"),

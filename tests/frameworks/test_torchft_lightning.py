@@ -12,9 +12,12 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.utils.data import DataLoader, TensorDataset
+from torchft_replica import PERIOD
 from torchft_runs import (
     NAMES,
+    LocalSimulation,
     Run,
+    assert_equals_local_simulation,
     assert_equals_simulation,
     gap_after,
     run_docs,
@@ -47,13 +50,42 @@ def test_one_dies_and_comes_back(start, hook, micros, divided_by):
     assert "replica 'replica_1' joined at step " in printed["three"]
     for name in NAMES:
         for line in run.steps(name):
-            assert line["manager"] == line["step"] + 1
+            assert line["global_step"] == line["step"] + 1
             assert line["lr"] == pytest.approx(0.01 / (1 + 0.1 * (line["step"] + 1)))
     assert gap_after(run, "one", 11) < 2 * PATIENCE, "seconds until the next step"
     end = run.end("one")
     assert end["attempts"] == end["metrics"]["steps_not_committed"] + len(run.steps("one")) * micros
     assert [run.end(name)["sampler"] for name in NAMES] == [0, 1, 2]
     assert_equals_simulation(run, simulate(run, hook, micros))
+
+
+def test_one_dies_in_an_average_of_models_and_comes_back(start, tmp_path):
+    """And the run goes on from what one replica has saved, on two of three."""
+    run = start(hook="diloco", saves=[10 * PERIOD], of={"two": {"dies": [12]}})
+    run.wait_until_killed("two")
+    run.wait_until(lambda: len(run.steps("one")) > 20)
+    run.start("two")
+    run.wait_until(lambda: len(run.steps("two")) > 20)
+    printed = run.finish()
+    assert "replica 'replica_1' left at step 12: 2 go on" in printed["one"], printed["one"]
+    for name in NAMES:
+        for line in run.steps(name):
+            assert line["global_step"] == PERIOD * (line["step"] + 1), "also of who has joined"
+            assert line["lr"] == pytest.approx(0.01 / (1 + 0.1 * line["global_step"]))
+    assert_equals_local_simulation(run, LocalSimulation(is_scheduled=True), is_first_of_one=True)
+    (tmp_path / "second").mkdir()
+    again = Run("torchft_trainer.py", tmp_path / "second", hook="diloco")
+    try:
+        for name in NAMES:
+            checkpoint = str(tmp_path / f"one-{10 * PERIOD}.ckpt") if name != "three" else None
+            again.start(name, begins_with=list(NAMES), checkpoint=checkpoint)
+        again.wait_until(lambda: len(again.steps("one")) > 5)
+        again.finish(first=10)
+    finally:
+        again.close()
+    for name in NAMES:
+        for line in again.steps(name):
+            assert line["global_step"] == PERIOD * (line["step"] + 1)
 
 
 def test_a_scaler_and_a_checkpoint_of_the_whole_run(start, tmp_path):
@@ -97,7 +129,7 @@ def test_script_and_commands_of_the_docs(tmp_path):
     [
         ({"hook": "auto"}, "hook='auto' measures one group of ranks"),
         ({"hook": default_hooks.fp16_compress_hook}, "among replicas use a CommHook"),
-        ({"hook": lc.DiLoCo(post_local_gradient_allreduce=False)}, "hook='diloco' lets replicas step alone"),
+        ({"hook": lc.DiLoCo()}, "post_local_gradient_allreduce=True needs ranks that stay"),
         ({"accumulation": "mean"}, "needs accumulation='framework'"),
         ({"exact_state": True}, "exact_state=True keeps what differs between ranks"),
         ({"static_graph": True}, "does not work with static_graph=True"),
@@ -203,7 +235,7 @@ def test_trainers_that_cannot_work_are_refused(module, options, message, lightho
     try:
         with pytest.raises(MisconfigurationException, match=message):
             trainer.fit(module(), DataLoader(TensorDataset(torch.zeros(4))))
-        assert strategy._voted is None
+        assert strategy._replica is None
     finally:
         torch.distributed.destroy_process_group()
 

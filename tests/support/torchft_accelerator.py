@@ -21,7 +21,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchft_replica import (
     BUCKET_CAP_MB,
     HOOKS,
+    PERIOD,
     batch,
+    die_in_average,
     factor_of,
     loss_of,
     make_model,
@@ -49,6 +51,10 @@ class Options(torchft_replica.Options):
     checkpoint: str | None = None
     saves: list = field(default_factory=list)
 
+    @property
+    def is_local(self):
+        return self.hook.startswith("diloco")
+
 
 class Losses(nn.Module):
     """The loss of a batch of a replica at the replicas' step, which may be another one before the forward."""
@@ -58,6 +64,7 @@ class Losses(nn.Module):
         self.model, self.name, self.handler, self.attempts = make_model(), name, handler, 0
 
     def forward(self, micro):
+        """`micro`: number of the batch in the replicas' step."""
         self.attempts += 1
         return loss_of(self.model, *batch(self.name, self.handler.manager.current_step(), micro))
 
@@ -71,7 +78,7 @@ def main():
     handler = CommHookKwargs(hook=HOOKS[options.hook], fault_tolerance=replica, bucket_cap_mb=BUCKET_CAP_MB)
     accelerator = Accelerator(cpu=True, kwargs_handlers=[handler], gradient_accumulation_steps=options.micros)
     model = Losses(name, handler)
-    optimizer = make_optimizer(model)
+    optimizer = make_optimizer(model, 0 if options.is_local else 0.9)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + 0.1 * step))
     data = DataLoader(TensorDataset(torch.arange(30)), batch_size=2, shuffle=True)
     ddp, optimizer, schedule, data = accelerator.prepare(model, optimizer, schedule, data)
@@ -80,12 +87,16 @@ def main():
     (folder / f"{name}.up").touch()
     while not all((folder / f"{other}.up").exists() for other in options.begins_with):
         sleep(0.01)
-    manager, skipped, left_out = handler.manager, 0, []
+    manager, skipped, left_out = handler.manager, 0, ["not with local steps"] if options.is_local else []
+    num_local = 0
+    if options.is_local and options.dies:
+        die_in_average(options.dies[0])
     ddp.eval()  # as with dropout that is frozen
     notes = (folder / f"{name}.steps").open("a")
     while manager.current_step() < num_steps(folder / "last"):
-        sleep(0.02)  # a process starts in a few dozen steps
-        for micro in range(options.micros):
+        sleep(0.02 / (PERIOD if options.is_local else 1))  # a process starts in a few dozen steps
+        before = manager.current_step()
+        for micro in [num_local] if options.is_local else range(options.micros):
             with accelerator.accumulate(ddp):
                 accelerator.backward(ddp(micro) * factor_of(options, handler.manager))
                 if manager.current_step() == 5 and not left_out and micro == options.micros - 1:
@@ -99,6 +110,9 @@ def main():
             left_out.append("before")
             skipped += 1
             continue
+        num_local += 1
+        if manager.current_step() == before:
+            continue
         step, attachment = manager.current_step(), handler.attachments[0]
         line = {
             "step": step - 1,
@@ -109,7 +123,9 @@ def main():
             "process": os.getpid(),
             "sum": sum(p.sum().item() for p in model.parameters()),
             "lr": schedule.get_last_lr()[0],
+            "local": num_local,
         }
+        num_local = 0
         notes.write(json.dumps(line) + "\n")
         notes.flush()
         if step in options.saves:

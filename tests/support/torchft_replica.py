@@ -35,6 +35,8 @@ from lightning_commhooks.torchft import DistributedDataParallel, ProcessGroupGlo
 DTYPE = torch.float64
 # Parameters in several buckets.
 BUCKET_CAP_MB = 0.01
+# Steps between averages of models.
+PERIOD = 4
 
 
 @dataclass
@@ -71,9 +73,9 @@ HOOKS = {
     "int8": lc.Int8(min_bytes=0, block_size=64, compress_1d=True),
     "powersgd": lc.PowerSGD(start_powerSGD_iter=3, min_compression_rate=1),
     "bf16": lc.BF16(),
-    "diloco": lc.DiLoCo(period=4, post_local_gradient_allreduce=False),
+    "diloco": lc.DiLoCo(period=PERIOD, post_local_gradient_allreduce=False),
     "diloco in int8": lc.DiLoCo(
-        period=4, post_local_gradient_allreduce=False, pseudo_gradient="int8", error_feedback=True
+        period=PERIOD, post_local_gradient_allreduce=False, pseudo_gradient="int8", error_feedback=True
     ),
 }
 

@@ -1,6 +1,7 @@
 """Runs of replicas with a real lighthouse, and the same run in one process."""
 
 import contextlib
+import copy
 import functools
 import itertools
 import json
@@ -17,7 +18,7 @@ import pytest
 import torch
 from docs_pages import DOCS, blocks
 from forks import FOLDER, FORKS, PATIENCE, alone, free_port
-from torchft_replica import HOOKS, batch, loss_of, make_model, make_optimizer
+from torchft_replica import HOOKS, PERIOD, batch, loss_of, make_model, make_optimizer
 
 from lightning_commhooks.collectives.in_memory import groups_in_memory, run_together
 from lightning_commhooks.interface.bucket import Bucket, Slot
@@ -278,6 +279,71 @@ def assert_equals_simulation(run, simulation, tolerance_of=lambda step: 1e-9):
     for mine, theirs in zip(run.end("one")["parameters"], simulation.model.parameters(), strict=True):
         expected = theirs.detach()
         torch.testing.assert_close(torch.tensor(mine, dtype=theirs.dtype), expected, rtol=0, atol=tolerance_of(step))
+
+
+class LocalSimulation:
+    """DiLoCo in one process, among those that were there at each average; each of so many processes.
+
+    Args:
+        num_processes: of a replica.
+        is_scheduled: whether the learning rate is that of a framework's run.
+    """
+
+    def __init__(self, num_processes=1, is_scheduled=False):
+        self.num_processes, self.is_scheduled = num_processes, is_scheduled
+        self.anchor = [p.detach().clone() for p in make_model().parameters()]
+        self.momentum = [torch.zeros_like(p) for p in self.anchor]
+
+    def step(self, step, num_local):
+        """An average of members that have taken so many steps, none if they have just come."""
+        moves = []
+        for name, num in num_local.items():
+            model = make_model()
+            with torch.no_grad():
+                for p, anchor in zip(model.parameters(), self.anchor, strict=True):
+                    p.copy_(anchor)
+            optimizer = make_optimizer(model, momentum=0)
+            for i in range(num):
+                if self.is_scheduled:
+                    optimizer.param_groups[0]["lr"] = 0.01 / (1 + 0.1 * (PERIOD * step + i))
+                optimizer.zero_grad()
+                for rank in range(self.num_processes):
+                    (loss_of(model, *batch(name, step, i + 1000 * rank)) / self.num_processes).backward()
+                optimizer.step()
+            moves.append([a - p.detach() for a, p in zip(self.anchor, model.parameters(), strict=True)])
+        for i, mean in enumerate(sum(of_ranks) / len(moves) for of_ranks in zip(*moves, strict=True)):
+            # Nesterov's momentum, as of `torch.optim.SGD`.
+            self.momentum[i] = 0.9 * self.momentum[i] + mean
+            self.anchor[i] = self.anchor[i] - 0.7 * (mean + 0.9 * self.momentum[i])
+
+
+def assert_equals_local_simulation(run, simulation, is_first_of_one=False):
+    """What replicas have written of each average, against a run in one process among those that were there.
+
+    Args:
+        run: of DiLoCo.
+        simulation: of the same.
+        is_first_of_one: whether all get the model of one of them in the first average, so that its steps alone count.
+    """
+    lines = {name: {line["step"]: line for line in run.steps(name)} for name in NAMES}
+    for step, line in sorted({**lines["three"], **lines["two"], **lines["one"]}.items()):
+        there = {name: lines[name][step]["local"] for name in line["names"]}
+        joined = {name for name in there if step and step - 1 not in lines[name]}
+        if is_first_of_one and not step:
+            simulation.step(step, there if len(there) == 1 else first_of_one(simulation, there, line["sum"]))
+        else:
+            simulation.step(step, {name: 0 if name in joined else num for name, num in there.items()})
+        assert line["sum"] == pytest.approx(sum(p.sum().item() for p in simulation.anchor), abs=1e-9), line
+
+
+def first_of_one(simulation, there, total):
+    """Numbers of steps that count in the first average: those of the replica that fits what came out."""
+    for name, num in there.items():
+        tried, counts = copy.deepcopy(simulation), {other: num if other == name else 0 for other in there}
+        tried.step(0, counts)
+        if sum(p.sum().item() for p in tried.anchor) == pytest.approx(total, abs=1e-9):
+            return counts
+    pytest.fail(f"{total} is the average of none of {there}")
 
 
 # In front of a script of the docs: one replica dies in the middle of it.

@@ -21,7 +21,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchft_replica import (
     BUCKET_CAP_MB,
     HOOKS,
+    PERIOD,
     batch,
+    die_in_average,
     factor_of,
     loss_of,
     make_model,
@@ -50,21 +52,31 @@ class Options(torchft_replica.Options):
     checkpoint: str | None = None
     saves: list = field(default_factory=list)
 
+    @property
+    def period(self):
+        """Steps between votes."""
+        return PERIOD if self.hook.startswith("diloco") else 1
+
 
 class Module(LightningModule):
     def __init__(self, name, options):
         super().__init__()
         self.model, self.name, self.options, self.attempts = make_model(), name, options, 0
+        # Steps since the last average.
+        self.num_local = 0
 
     def training_step(self, _, batch_idx):
-        sleep(0.02)  # a process starts in a few dozen steps
+        sleep(0.02 / self.options.period)  # a process starts in a few dozen steps
         self.attempts += 1
-        x, y = batch(self.name, self.trainer.global_step, batch_idx % self.options.micros)
+        place = self.trainer.global_step, batch_idx % self.options.micros
+        if self.options.period > 1:
+            place = self.trainer.strategy.manager.current_step(), self.num_local
+        x, y = batch(self.name, *place)
         with torch.autocast("cpu", enabled=False):
             return loss_of(self.model, x, y) * factor_of(self.options, self.trainer.strategy.manager)
 
     def configure_optimizers(self):
-        optimizer = make_optimizer(self)
+        optimizer = make_optimizer(self, 0 if self.options.period > 1 else 0.9)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + 0.1 * step))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
@@ -84,7 +96,11 @@ class Notes(Callback):
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
         if (batch_idx + 1) % self.options.micros:
             return
-        step, attachment = trainer.global_step, trainer.strategy.attachment
+        step, attachment = trainer.strategy.manager.current_step(), trainer.strategy.attachment
+        num_local = module.num_local = module.num_local + 1
+        if trainer.global_step % self.options.period:
+            return
+        module.num_local = 0
         line = {
             "step": step - 1,
             "hash": sha1(b"".join(p.detach().numpy().tobytes() for p in module.parameters())).hexdigest(),
@@ -94,18 +110,22 @@ class Notes(Callback):
             "process": os.getpid(),
             "sum": sum(p.sum().item() for p in module.parameters()),
             "lr": trainer.optimizers[0].param_groups[0]["lr"],
-            "manager": trainer.strategy._voted.manager.current_step(),
+            "global_step": trainer.global_step,
+            "local": num_local,
         }
         self.notes.write(json.dumps(line) + "\n")
         self.notes.flush()
+        step = trainer.global_step
         if step in self.options.saves:
             trainer.save_checkpoint(self.folder / f"{self.name}-{step}.ckpt")
-        trainer.should_stop = step >= num_steps(self.folder / "last")
+        trainer.should_stop = line["step"] + 1 >= num_steps(self.folder / "last")
 
 
 def main():
     folder, name, options = Path(sys.argv[1]), sys.argv[2], Options(**json.loads(sys.argv[3]))
     buckets = watch_buckets(options)
+    if options.period > 1 and options.dies:
+        die_in_average(options.dies[0])
     strategy = lc.CompressedDDPStrategy(
         hook=HOOKS[options.hook],
         fault_tolerance=lc.FaultTolerance(
