@@ -146,6 +146,22 @@ def test_another_hook_is_refused_where_it_joins(start):
     assert run.end("one")["metrics"]["steps_not_committed"] > 0
 
 
+@pytest.mark.parametrize(
+    ("of_one", "of_two", "message"),
+    [
+        ({"hook": "int8"}, {"hook": "bf16"}, "has another hook, other options of it, or another model"),
+        ({"hook": "diloco"}, {"hook": "diloco", "differs": True}, "replicas begin with different weights"),
+    ],
+)
+def test_replicas_that_begin_differently_are_all_refused(start, of_one, of_two, message):
+    run = start(names=("one", "two"), of={"one": of_one, "two": of_two})
+    for name in ("one", "two"):
+        with run.replicas.pop(name) as refused:
+            refused.finish(30)
+            assert refused.returncode == 1
+            assert message in "".join(refused.printed())
+
+
 def test_script_and_commands_of_the_docs(tmp_path):
     printed = run_docs("train_torchft.py", {name: ([name], {}) for name in "abc"}, "c", tmp_path)
     for name in "ab":

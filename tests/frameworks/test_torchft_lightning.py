@@ -1,5 +1,6 @@
 """Trainers as replicas of a torchft manager, with a real lighthouse: they are killed, and come back."""
 
+import re
 import sys
 
 import pytest
@@ -9,6 +10,7 @@ pytest.importorskip("torchft")
 import torch
 from forks import PATIENCE, free_port
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.utils.data import DataLoader, TensorDataset
@@ -61,13 +63,14 @@ def test_one_dies_and_comes_back(start, hook, micros, divided_by):
 
 def test_one_dies_in_an_average_of_models_and_comes_back(start, tmp_path):
     """And the run goes on from what one replica has saved, on two of three."""
-    run = start(hook="diloco", saves=[10 * PERIOD], of={"two": {"dies": [12]}})
+    run = start(hook="diloco", saves=[10 * PERIOD, 10 * PERIOD + 1], of={"two": {"dies": [12]}})
     run.wait_until_killed("two")
     run.wait_until(lambda: len(run.steps("one")) > 20)
     run.start("two")
     run.wait_until(lambda: len(run.steps("two")) > 20)
     printed = run.finish()
     assert "replica 'replica_1' left at step 12: 2 go on" in printed["one"], printed["one"]
+    assert re.findall(r"(\w+-\d+).ckpt is between averages", printed["one"]) == [f"one-{10 * PERIOD + 1}"]
     for name in NAMES:
         for line in run.steps(name):
             assert line["global_step"] == PERIOD * (line["step"] + 1), "also of who has joined"
@@ -198,6 +201,10 @@ class Module(LightningModule):
         return self.make(optimizer) if self.make else optimizer
 
 
+LOCAL = lc.DiLoCo(period=4, post_local_gradient_allreduce=False)
+SCALED = [MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))]
+
+
 def scheduled(**options):
     def make(optimizer):
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
@@ -210,27 +217,29 @@ def scheduled(**options):
     ("module", "options", "message"),
     [
         (lambda: Module(), {"max_epochs": 1}, r"needs Trainer\(max_steps=...\) without max_epochs"),
-        (lambda: Module(), {"max_steps": 4, "max_epochs": 1}, r"needs Trainer\(max_steps=...\) without max_epochs"),
+        (lambda: Module(), {"max_epochs": 1, "max_steps": -1}, r"needs Trainer\(max_steps=...\) without max_epochs"),
         (lambda: Module(scheduled()), {}, "the scheduler StepLR counts epochs or batches of this replica"),
         (lambda: Module(scheduled(interval="step", frequency=2)), {}, "the scheduler StepLR counts"),
-        (lambda: Module(), {"max_steps": 4}, "in one folder they delete each other's files"),
-        (lambda: Module(), {"max_steps": 4, "default_root_dir": "."}, "in one folder they delete each other's files"),
+        (lambda: Module(), {"default_root_dir": None}, "in one folder they delete each other's files"),
+        (lambda: Module(), {"default_root_dir": "."}, "in one folder they delete each other's files"),
         (lambda: Module(automatic=False), {}, "which it cannot in manual optimization"),
         (lambda: Module(lambda o: torch.optim.LBFGS(o.param_groups[0]["params"])), {}, "LBFGS has several"),
+        (lambda: Module(), {"hook": LOCAL, "max_steps": 6}, "max_steps=6 is no multiple of the hook's period=4"),
+        (lambda: Module(), {"hook": LOCAL, "plugins": SCALED}, "whose scaler has each replica skip other steps"),
     ],
 )
 def test_trainers_that_cannot_work_are_refused(module, options, message, lighthouse, tmp_path, monkeypatch):
     port = str(free_port())
     for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "LOCAL_RANK": "0", "NODE_RANK": "0"}.items():
         monkeypatch.setenv(name, value)
-    replica = FaultTolerance(0, 2, lighthouse_addr=lighthouse)
-    strategy = lc.CompressedDDPStrategy(hook="int8", fault_tolerance=replica)
+    replica, options = FaultTolerance(0, 2, lighthouse_addr=lighthouse), dict(options)
+    strategy = lc.CompressedDDPStrategy(hook=options.pop("hook", "int8"), fault_tolerance=replica)
     trainer = Trainer(
         accelerator="cpu",
         devices=1,
         strategy=strategy,
         enable_progress_bar=False,
-        **(options or {"default_root_dir": tmp_path, "max_steps": 4}),
+        **{"default_root_dir": tmp_path, "max_steps": 4, **options},
     )
     try:
         with pytest.raises(MisconfigurationException, match=message):

@@ -53,6 +53,7 @@ class Options:
         spoils: whether one number of a gradient of this replica is inf in the step `bad`, in which nobody steps whose
             gradients are not finite.
         begins_with: names of replicas that are to be there before the first step.
+        differs: whether it begins with other weights than the others.
         parts: whether each replica uses parts of the model, has batch norms, several micro-batches and a scaler.
     """
 
@@ -65,6 +66,7 @@ class Options:
     divided_by: int = 0
     processes: int = 1
     spoils: bool = False
+    differs: bool = False
     bad: int = -1
 
 
@@ -152,6 +154,9 @@ def main():
         model[-1].register_forward_hook(lambda last, _, out: out + Spoiled.apply(last.bias, spoils))
         for layer in (*model[::2], model):
             fully_shard(layer)
+    if options.differs:
+        with torch.no_grad():
+            model[0].bias[0] += 1
     # Whose state who joins would get is up to the manager.
     optimizer = make_optimizer(model, 0 if is_local else 0.9)
     if is_local and options.dies and rank == options.processes - 1:

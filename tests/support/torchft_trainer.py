@@ -97,6 +97,8 @@ class Notes(Callback):
         if (batch_idx + 1) % self.options.micros:
             return
         step, attachment = trainer.strategy.manager.current_step(), trainer.strategy.attachment
+        if trainer.global_step in self.options.saves:
+            trainer.save_checkpoint(self.folder / f"{self.name}-{trainer.global_step}.ckpt")
         num_local = module.num_local = module.num_local + 1
         if trainer.global_step % self.options.period:
             return
@@ -115,9 +117,6 @@ class Notes(Callback):
         }
         self.notes.write(json.dumps(line) + "\n")
         self.notes.flush()
-        step = trainer.global_step
-        if step in self.options.saves:
-            trainer.save_checkpoint(self.folder / f"{self.name}-{step}.ckpt")
         trainer.should_stop = line["step"] + 1 >= num_steps(self.folder / "last")
 
 
