@@ -68,8 +68,11 @@ class AcceleratorEvents:
 
     def warn_if_models_differ(self, fix: str) -> None:
         """Warn when the weights in place are those of each rank. Not collective."""
-        if self._attachments.models_differ():
-            warnings.warn(f"this is the model of one rank, not the average of all: {fix}", stacklevel=5)
+        if self._attachments.are_between_averages():
+            fix = "look at it when the manager's current_step() has changed, which is after an average"
+        elif not any(attachment.models_differ for attachment in self._attachments.averaging()):
+            return
+        warnings.warn(f"this is the model of one rank, not the average of all: {fix}", stacklevel=5)
 
     def average_for_good(self) -> None:
         """Average models at the end of training. Collective."""
@@ -103,7 +106,7 @@ class AcceleratorEvents:
             self._divides_by = 1.0
 
     def _prepare_optimizer(self, original: Callable[..., Any], optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        if self._attachments.averaging():
+        if any(attachment.averages_models for attachment in self._attachments.open()):
             check_optimizer(optimizer)
         prepared = original(optimizer, *args, **kwargs)
         self._attachments.add_optimizer(prepared.optimizer)

@@ -125,7 +125,8 @@ class CommHookKwargs(DistributedDataParallelKwargs):
         check_even(self.hook, "Accelerate")
         if self.fault_tolerance is not None:
             hook = resolve_hook(hook, self.hook_state, self.accumulation)
-            check_options(hook, {"exact_state": self.exact_state, "static_graph": self.static_graph})
+            names = ("exact_state", "static_graph", "resync")
+            check_options(hook, {name: getattr(self, name) for name in names})
 
     @property
     def manager(self) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-from collections.abc import Callable, Collection, Container, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, MutableMapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +23,17 @@ from lightning_commhooks.interface.swap import Swap, count_up
 
 # Of the model itself, among the keys of optimizers.
 _MODEL = ""
+
+
+def digest_of(tensors: Iterable[Tensor]) -> int:
+    """A number of 56 bits that tells whether tensors are the same, bit for bit; of sharded ones, this rank's parts."""
+    digest = hashlib.blake2b(digest_size=7)
+    for tensor in tensors:
+        on_host = flat_view(tensor).cpu().contiguous()
+        # Not `ctypes.string_at`: its length is a C int, and tensors may have more than 2 GiB.
+        if on_host.nbytes:
+            digest.update((ctypes.c_char * on_host.nbytes).from_address(on_host.data_ptr()))
+    return int.from_bytes(digest.digest(), "big")
 
 
 @dataclass(frozen=True)
@@ -166,13 +177,7 @@ class Models:
         self.keep_averages()
 
     def _is_any_bit_different(self) -> bool:
-        digest = hashlib.blake2b(digest_size=7)
-        for tensor in self._tensors(self.layout.trained):
-            on_host = flat_view(tensor).cpu().contiguous()
-            # Not `ctypes.string_at`: its length is a C int, and tensors may have more than 2 GiB.
-            if on_host.nbytes:
-                digest.update((ctypes.c_char * on_host.nbytes).from_address(on_host.data_ptr()))
-        own = int.from_bytes(digest.digest(), "big")
+        own = digest_of(self._tensors(self.layout.trained))
         return len(set(check_same("average all parameters", self._group, own))) > 1
 
     def swap_in(self) -> None:

@@ -59,12 +59,14 @@ class AveragesModelsMixin:
         self._watch_optimizers(trainer)
 
     def _watch_optimizers(self, trainer: Any) -> None:
-        attachment = self._averaging()
-        if attachment is None:
+        attachment = self._attachment
+        if attachment is None or attachment.is_closed or not attachment.averages_models:
             return
         with refusals_as(self._misconfiguration, self):
             for optimizer in self.optimizers:  # type: ignore[attr-defined]
                 attachment.add_optimizer(optimizer)
+        if not attachment.averages_when_asked:
+            return
         self._callback = self._callback_class()
         trainer.callbacks.insert(0, self._callback)
 

@@ -87,7 +87,7 @@ class CompressedDDPMixin(AveragesModelsMixin):
             self._hook = resolve_hook(hook, hook_state, accumulation)
             check_even(self._hook, "the Trainer")
             if fault_tolerance is not None:
-                check_options(self._hook, {**kwargs, "exact_state": exact_state})
+                check_options(self._hook, {**kwargs, "exact_state": exact_state, "resync": resync})
                 # Or buckets of a replica that joins later would differ. The CLI gives the default of every option.
                 kwargs["find_unused_parameters"] = True
         self._hook_state = hook_state
@@ -186,7 +186,8 @@ class CompressedDDPMixin(AveragesModelsMixin):
         """With `fault_tolerance`, meet the other replicas before a step, if the hook averages gradients."""
         super().on_train_batch_start(batch, batch_idx)  # type: ignore[misc]
         if self._replica is not None:
-            self._replica.begin()
+            with refusals_as(self._misconfiguration, self):
+                self._replica.begin()
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
         """The optimizer's step; with `fault_tolerance`, if the hook averages gradients, when replicas voted for it."""
@@ -243,10 +244,10 @@ class CompressedDDPMixin(AveragesModelsMixin):
             return self._attachment.shared_state_dict()
         if self._has_saved_this_step() and not self._attachment.averages_models:
             return self._last_state
-        if self._replica is not None and self._attachment.models_differ:
+        if self._replica is not None and self._replica.is_between_averages:
             logger.warning(
-                "the checkpoint %s is between averages and has the model of this replica alone: save after a multiple "
-                "of the hook's period of steps",
+                "the checkpoint %s is between averages: it has the model of this replica alone, and no run among "
+                "replicas goes on from it. Save after a multiple of the hook's period of steps",
                 filepath,
             )
         state = self._attachment.state_dict()

@@ -39,7 +39,7 @@ class OwnSteps:
     def __init__(self, options: FaultTolerance, strategy: Any, period: int = 1) -> None:
         from lightning_commhooks.torchft import start_replica
 
-        self._strategy, self._period = strategy, period
+        self._strategy, self._period, self._has_begun = strategy, period, False
         self.manager = start_replica(options, self._state, self._load)
 
     @property
@@ -96,15 +96,33 @@ class OwnSteps:
             )
 
     def begin(self) -> None:
-        """Called before each batch."""
+        """Called before each batch: at the first one, go on from a checkpoint that the Trainer has loaded."""
+        if self._has_begun:
+            return
+        self._has_begun = True
+        if self.is_between_averages:
+            raise ValueError(
+                f"the checkpoint is of step {self._progress().completed}, between averages of models, which come after "
+                f"each {self._period} steps: go on from one after an average"
+            )
         num_votes = self._progress().completed // self._period
-        if num_votes > self.manager.current_step():
-            # The Trainer goes on from a checkpoint.
-            self.manager.load_state_dict({"step": num_votes, "batches_committed": 0})
+        self.manager.load_state_dict({"step": num_votes, "batches_committed": 0})
+
+    @property
+    def is_between_averages(self) -> bool:
+        """Whether this replica has a model of its own."""
+        return bool(self._progress().completed % self._period)
 
     def committed(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
         """The closure of a step, or one in its place that has run."""
-        return closure
+
+        def checked() -> Any:
+            result = closure()
+            if result is None:
+                raise HookError("training_step returned None for a batch, which a replica cannot skip alone")
+            return result
+
+        return checked
 
     def _go_on_at(self, num_steps: int) -> None:
         """Go on where others are who have given it their state."""
@@ -170,12 +188,11 @@ class VotedSteps(OwnSteps):
 
     def committed(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
         """A closure that has run, as often as it took until the replicas committed its gradients."""
+        closure = super().committed(optimizer, closure)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         accumulated = _copies(parameters) if self._trainer.accumulate_grad_batches > 1 else []
         while True:
             result = closure()
-            if result is None:
-                raise HookError("training_step returned None for a batch, which a replica cannot skip alone")
             if self.manager.should_commit():
                 self._is_due = True
                 return _once(result)

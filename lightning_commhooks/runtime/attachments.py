@@ -58,9 +58,9 @@ class Attachments:
         for attachment in self.open():
             attachment.add_optimizer(optimizer)
 
-    def models_differ(self) -> bool:
-        """Whether the weights in place are those of one rank. Not collective."""
-        return any(attachment.models_differ for attachment in self.open())
+    def are_between_averages(self) -> bool:
+        """Whether there are models of replicas, which nobody averages when they are looked at, that differ."""
+        return any(attachment.models_differ and not attachment.averages_when_asked for attachment in self.open())
 
     @contextmanager
     def averaged(self, optimizers: Sequence[Optimizer]) -> Iterator[None]:

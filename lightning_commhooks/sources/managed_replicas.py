@@ -5,19 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
 from lightning_commhooks.collectives.errors import HookError
 from lightning_commhooks.collectives.gloo_abort import Connections
-from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.interface.averages_models import averages_models
 from lightning_commhooks.interface.hook import CommHook
 from lightning_commhooks.runtime.engine import CLOSED
 from lightning_commhooks.runtime.runtime import Runtime
 from lightning_commhooks.runtime.steps import current_backward
-from lightning_commhooks.sources.quorum import Managed, Quorum
+from lightning_commhooks.sources.quorum import Managed, Quorum, meet
 from lightning_commhooks.sources.replica_refusals import EXACT_STATE, check_hook, check_manager
 from lightning_commhooks.sources.replicas import Replicas, replicas_of
 
@@ -64,7 +62,8 @@ class ManagedReplicas(Managed, Replicas):
         check_manager(self._manager, dist.get_world_size(), dist.get_rank())
 
     def connect(self, model: nn.Module, runtime: Runtime) -> None:
-        self.quorum = Quorum(self._manager, runtime, self._meet)
+        # Or some might commit a step that others have lost.
+        self.quorum = Quorum(self._manager, runtime, lambda group: meet(group, self.device))
         super().connect(model, runtime)
 
     def average_unit(self, runtime: Runtime, average: Callable[[], None]) -> None:
@@ -79,10 +78,6 @@ class ManagedReplicas(Managed, Replicas):
         self._backward = backward
         with self.quorum.reporting(), self.quorum.part_of_step():
             average()
-
-    def _meet(self, group: Group) -> None:
-        """Find out whether all have come to the end of the step."""
-        group.finish(group.quiet().all_reduce_(torch.zeros(1, device=self.device)))
 
     def close(self) -> None:
         # The units keep it: without, replicas would go on apart from each other.

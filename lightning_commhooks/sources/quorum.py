@@ -7,6 +7,7 @@ import os
 import time
 import weakref
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from typing import Any, ClassVar
@@ -20,7 +21,7 @@ from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.hooks._local_sgd import LocalSGDConfig
 from lightning_commhooks.interface.averages_models import averages_models
 from lightning_commhooks.interface.hook_state import describe
-from lightning_commhooks.interface.models import OptimizerStep
+from lightning_commhooks.interface.models import OptimizerStep, digest_of
 from lightning_commhooks.runtime.members import Members
 from lightning_commhooks.runtime.runtime import Runtime
 from lightning_commhooks.runtime.source import Source
@@ -31,8 +32,13 @@ logger = logging.getLogger(__name__)
 _attached: MutableMapping[Any, list[Runtime]] = weakref.WeakKeyDictionary()
 # Characters of a replica's name that others are told.
 _NAME_BYTES = 32
-# Seconds between an average that failed and the next try.
-_PAUSE = 0.05
+# Seconds between an average that failed and the next try, at first and at most; and how many may fail in a row.
+_PAUSE, _LONGEST_PAUSE, _TRIES = 0.05, 1.0, 10
+
+
+def meet(group: Group, device: torch.device) -> None:
+    """Find out whether all have come to the end of what they do together."""
+    group.finish(group.quiet().all_reduce_(torch.zeros(1, device=device)))
 
 
 class Reporting:
@@ -155,15 +161,39 @@ class Quorum:
                 own = flat_view(p)
                 own.copy_(common[name].view(own.shape))
 
-    def _sum_of_weights(self) -> int:
-        """Of the bytes of the weights that this replica begins the run with; 0 if it was given another's."""
-        runtime = self._runtime
-        if self._manager.current_step() or self._given is not None:
+    def _digest(self) -> int:
+        """Of the weights that replicas are to have alike; 0 if this one is given another's."""
+        if self._given is not None:
             return 0
-        # Where replicas step alone, those that they began with, if the hook keeps them.
-        weights = runtime.bound.common_model() if averages_models(runtime.bound) else runtime.layout.trained
-        bytes_of = (flat_view(weight).reshape(-1).view(torch.uint8) for weight in weights.values())
-        return 1 + sum(int(one.sum(dtype=torch.int64)) for one in bytes_of)
+        bound = self._runtime.bound
+        # Where replicas step alone, those from which they went on, if the hook keeps them.
+        weights = bound.common_model() if averages_models(bound) else self._runtime.layout.trained
+        return 1 + digest_of(weights.values())
+
+    def _compare_weights(self, names: list[str], digests: list[int], own: int) -> None:
+        """Find those who committed a step that others lost in its last moment, and went on by themselves.
+
+        Raises:
+            HookError: there are such, and they will be given the weights of the others.
+            ValueError: that cannot be.
+        """
+        counts = Counter(digest for digest in digests if digest)
+        if len(counts) < 2:
+            return
+        manager, right = self._manager, counts.most_common(1)[0][0]
+        step = manager.current_step()
+        if step == 0:
+            raise ValueError(
+                "replicas begin with different weights, which Manager(init_sync=False) leaves as they are: make the "
+                "model with the same seed everywhere, or leave that out, so that all get the weights of one"
+            )
+        wrong = next(name for name, one in zip(names, digests, strict=True) if one not in (0, right))
+        text = f"at step {step} replica {wrong!r} has other weights than {names[digests.index(right)]!r}"
+        if own not in (0, right):
+            if manager._group_world_size > 1:
+                raise ValueError(f"{text}: start it again")
+            manager.load_state_dict({"step": step - 1, "batches_committed": manager.batches_committed()})
+        raise HookError(f"{text}, and takes them over")
 
     def _compare(self, group: Group) -> None:
         """Compare what members have to have alike, or gloo ends them; tell who came and left."""
@@ -172,7 +202,8 @@ class Quorum:
         name = self._manager._pg.replica_name[:_NAME_BYTES].encode().ljust(_NAME_BYTES)[:_NAME_BYTES]
         own = zlib.crc32(about.encode())
         step = self._manager.current_step()
-        told = group.all_gather_quietly([own, self._start, step, self._sum_of_weights(), *name])
+        digest = self._digest()
+        told = group.all_gather_quietly([own, self._start, step, digest, *name])
         names = [bytes(one[4:]).decode(errors="replace").strip() for one in told]
         if step < max(one[2] for one in told):
             # Its replica counts as one that has all, since another process of it has.
@@ -183,16 +214,12 @@ class Quorum:
         if any(one[2] < step for one in told):
             raise HookError("a process of another replica did not get its shards")
         unlike = [name for name, one in zip(names, told, strict=True) if one[0] != own]
-        # Those who were there before go on when it has gone.
-        if unlike and (self._given is not None or not self._there):
-            raise ValueError(f"replica {unlike[0]!r} has another hook, other options of it, or another model")
         if unlike:
-            raise HookError(f"replica {unlike[0]!r} has another hook, other options of it, or another model")
-        if len({one[3] for one in told if one[3]}) > 1:
-            raise ValueError(
-                "replicas begin with different weights, which Manager(init_sync=False) leaves as they are: make the "
-                "model with the same seed everywhere, or leave that out, so that all get the weights of one"
-            )
+            # Those who were there before, and most of those who come, go on when it has gone.
+            is_new, are_few = self._given is not None or not self._there, 2 * len(unlike) >= len(told)
+            kind = ValueError if is_new and are_few else HookError
+            raise kind(f"replica {unlike[0]!r} has another hook, other options of it, or another model")
+        self._compare_weights(names, [one[3] for one in told], digest)
         before, self._there = self._there, {(name, one[1]) for name, one in zip(names, told, strict=True)}
         changes = {"left": before - self._there, "joined": self._there - before}
         said = [
@@ -228,13 +255,22 @@ class Quorum:
         return committed
 
     def average(self, stepped: OptimizerStep, average: Callable[[], None]) -> None:
-        """Let replicas average their models, again and again among those that are left, until they vote for it."""
+        """Let replicas average their models, again among those that are left where it fails, until they vote for it.
+
+        Raises:
+            HookError: it failed often, in a row.
+        """
         bound = self._runtime.bound
         if averages_models(bound) and not bound.communicates_after(stepped):
             average()
             return
+        pause, failed = _PAUSE, 0
         while not self._has_averaged(average):
-            time.sleep(_PAUSE)
+            failed = failed + 1 if (lost := self._manager.errored()) is not None else 0
+            if failed == _TRIES:
+                raise HookError(f"an average of models failed {_TRIES} times in a row: {lost.original_exception}")
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)
 
     def _has_averaged(self, average: Callable[[], None]) -> bool:
         """Average models, and vote on that; where it fails, this replica has its own again."""
@@ -243,14 +279,18 @@ class Quorum:
         self._begin()
         tensors = [*runtime.layout.trained.values(), *runtime.layout.float_buffers().values()]
         own, state = [tensor.detach().clone() for tensor in tensors], self._ranks.own_state()
-        if manager.errored() is None:
+        num_averaged = runtime.counters.averagings
+        if manager.errored() is None and manager.num_participants() >= manager._min_replica_size:
             with self.reporting():
                 average()
+                # Or it might have failed for others alone.
+                runtime.call(lambda: meet(runtime.bound.group, runtime.source.device))
         if self._voted():
             return True
         with torch.no_grad():
             for tensor, before in zip(tensors, own, strict=True):
                 tensor.copy_(before)
+        runtime.counters.averagings = num_averaged
         self._ranks.go_on_alone(state)
         self._members = None
         return False

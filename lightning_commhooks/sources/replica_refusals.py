@@ -85,6 +85,8 @@ def check_options(hook: CommHook | DDPHook, options: Mapping[str, Any]) -> None:
     assert isinstance(hook, CommHook)
     if accumulation_of(hook) != "framework":
         raise ValueError("fault_tolerance= needs accumulation='framework': a step that is repeated has one micro-batch")
+    if options.get("resync") and isinstance(without_scale(hook), LocalSGDConfig):
+        raise ValueError("resync=True is for averages that ranks make to look at, and replicas make none; leave it out")
     if options.get("exact_state"):
         raise ValueError("exact_state=True keeps what differs between ranks, which replicas do not ask each other for")
     if options.get("static_graph"):

@@ -20,6 +20,7 @@ from torch.nn import parallel
 from torchft.process_group import ProcessGroupDummy
 from torchft_replica import HOOKS, PERIOD
 from torchft_runs import (
+    NAMES,
     LocalSimulation,
     Simulation,
     assert_equals_local_simulation,
@@ -31,6 +32,7 @@ from torchft_runs import (
 
 import lightning_commhooks as lc
 from lightning_commhooks.collectives.errors import HookError
+from lightning_commhooks.sources.quorum import Quorum
 from lightning_commhooks.torchft import DistributedDataParallel
 
 
@@ -105,6 +107,52 @@ def test_one_dies_in_an_average_of_models_and_comes_back(start, hook, processes)
     assert run.steps("one")[12]["local"] == PERIOD, "the average is repeated at once"
     if hook == "diloco":
         assert_equals_local_simulation(run, LocalSimulation(processes))
+
+
+def test_one_commits_an_average_that_others_lose(start):
+    """It goes on by itself, and has their model when they meet again."""
+    losing = {"loses": 5}
+    run = start(hook="diloco", pause=0.1, join_timeout_ms=100, of={"one": losing, "two": losing})
+    run.wait_until(lambda: all(len(run.steps(name)) > 15 for name in NAMES))
+    hashes = run.hashes()
+    # In between they may meet in twos, if they are late.
+    assert [step for step, different in hashes.items() if len(different) > 1] in ([], [5])
+
+
+def test_replicas_with_other_weights_take_over_those_of_most():
+    steps = []
+    manager = types.SimpleNamespace(
+        current_step=lambda: 7, batches_committed=lambda: 21, load_state_dict=steps.append, _group_world_size=1
+    )
+    quorum = object.__new__(Quorum)
+    quorum._manager = manager
+    names, digests = ["one", "two", "three", "four"], [5, 6, 6, 0]
+    for own in digests:
+        with pytest.raises(HookError, match="at step 7 replica 'one' has other weights than 'two', and takes them"):
+            quorum._compare_weights(names, digests, own)
+    assert steps == [{"step": 6, "batches_committed": 21}], "the one that is given a state is behind"
+    with pytest.raises(HookError, match="replica 'two' has other weights than 'one'"):
+        quorum._compare_weights(names[:2], [5, 6], 5)
+    assert len(steps) == 1
+    quorum._compare_weights(names, [6, 6, 0, 6], 6)
+    manager._group_world_size = 2
+    with pytest.raises(ValueError, match="replica 'one' has other weights than 'two': start it again"):
+        quorum._compare_weights(names, digests, 5)
+    manager.current_step = lambda: 0
+    with pytest.raises(ValueError, match="replicas begin with different weights"):
+        quorum._compare_weights(names, digests, 6)
+
+
+def test_an_average_that_fails_again_and_again_ends_the_replica(monkeypatch):
+    quorum, tried = object.__new__(Quorum), []
+    quorum._runtime = types.SimpleNamespace(bound=None)
+    lost = types.SimpleNamespace(original_exception=ArithmeticError("out of numbers"))
+    quorum._manager = types.SimpleNamespace(errored=lambda: None if len(tried) == 3 else lost)
+    quorum._has_averaged = lambda average: tried.append(average)
+    monkeypatch.setattr("lightning_commhooks.sources.quorum.time.sleep", lambda seconds: None)
+    with pytest.raises(HookError, match="failed 10 times in a row: out of numbers"):
+        quorum.average(None, print)
+    assert tried == [print] * 13, "it was not lost each time, but waited for others"
 
 
 def test_parts_of_a_model_batch_norm_micro_batches_and_a_scaler(start):

@@ -34,6 +34,9 @@ from lightning_commhooks.collectives.errors import HookError
 from lightning_commhooks.lightning.fault_tolerance import _once
 from lightning_commhooks.torchft import start_manager
 
+LOCAL = lc.DiLoCo(period=4, post_local_gradient_allreduce=False)
+SCALED = [MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))]
+
 
 @pytest.fixture
 def start(tmp_path):
@@ -86,6 +89,9 @@ def test_one_dies_in_an_average_of_models_and_comes_back(start, tmp_path):
         again.finish(first=10)
     finally:
         again.close()
+    simulation = LocalSimulation(is_scheduled=True)
+    assert_equals_local_simulation(run, simulation, is_first_of_one=True, last=9)
+    assert_equals_local_simulation(again, simulation, joins=["three"])
     for name in NAMES:
         for line in again.steps(name):
             assert line["global_step"] == PERIOD * (line["step"] + 1)
@@ -136,6 +142,7 @@ def test_script_and_commands_of_the_docs(tmp_path):
         ({"accumulation": "mean"}, "needs accumulation='framework'"),
         ({"exact_state": True}, "exact_state=True keeps what differs between ranks"),
         ({"static_graph": True}, "does not work with static_graph=True"),
+        ({"hook": LOCAL, "resync": True}, "resync=True is for averages that ranks make to look at"),
     ],
 )
 def test_options_that_cannot_work_are_refused(options, message):
@@ -199,10 +206,6 @@ class Module(LightningModule):
     def configure_optimizers(self):
         optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
         return self.make(optimizer) if self.make else optimizer
-
-
-LOCAL = lc.DiLoCo(period=4, post_local_gradient_allreduce=False)
-SCALED = [MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))]
 
 
 def scheduled(**options):

@@ -362,7 +362,7 @@ MUTATIONS = [
     Mutation(
         "replicas_begin_with_different_weights",
         f"{PACKAGE}/sources/quorum.py",
-        "        return 1 + sum(int(one.sum(dtype=torch.int64)) for one in bytes_of)",
+        "        return 1 + digest_of(weights.values())",
         "        return 1",
         "Replicas that begin with different weights average what they did to them.",
         "tests/frameworks/test_torchft.py -k 'begin_differently and two1'",
@@ -370,10 +370,18 @@ MUTATIONS = [
     Mutation(
         "replicas_that_are_alike_begin",
         f"{PACKAGE}/sources/quorum.py",
-        "        if unlike and (self._given is not None or not self._there):",
-        "        if unlike and self._given is not None:",
+        "            is_new, are_few = self._given is not None or not self._there, 2 * len(unlike) >= len(told)",
+        "            is_new, are_few = self._given is not None, True",
         "The first of two replicas that do not fit waits for ever for the other.",
         "tests/frameworks/test_torchft.py -k 'begin_differently and two0'",
+    ),
+    Mutation(
+        "one_commits_an_average_that_others_lose",
+        f"{PACKAGE}/sources/quorum.py",
+        "        self._compare_weights(names, [one[3] for one in told], digest)",
+        "        pass",
+        "A replica that alone has committed an average goes on averaging with others that have another model.",
+        "tests/frameworks/test_torchft.py -k 'others_lose'",
     ),
     Mutation(
         "bad_step_of_one_shard",

@@ -53,6 +53,8 @@ class Options:
         spoils: whether one number of a gradient of this replica is inf in the step `bad`, in which nobody steps whose
             gradients are not finite.
         begins_with: names of replicas that are to be there before the first step.
+        loses: the average, by its number, that this replica loses in its last moment; others may have committed it.
+        pause: seconds before each local step.
         differs: whether it begins with other weights than the others.
         parts: whether each replica uses parts of the model, has batch norms, several micro-batches and a scaler.
     """
@@ -67,6 +69,8 @@ class Options:
     processes: int = 1
     spoils: bool = False
     differs: bool = False
+    loses: int = -1
+    pause: float = 0.005
     bad: int = -1
 
 
@@ -191,6 +195,8 @@ def main():
         hostname="127.0.0.1",
         heartbeat_interval=timedelta(milliseconds=50),
     )
+    if options.loses >= 0:
+        lose_average(manager, options.loses)
     (folder / f"{name}.up").touch()
     while not all((folder / f"{other}.up").exists() for other in options.begins_with):
         sleep(0.01)
@@ -222,7 +228,7 @@ def main():
 
         if is_local:
             attachment.add_optimizer(optimizer)
-            for step, num_local in train_alone(wrapped, optimizer, manager, name, folder):
+            for step, num_local in train_alone(wrapped, optimizer, manager, name, folder, options.pause):
                 note(step, num_local)
         while manager.current_step() < num_steps(folder / "last"):
             sleep(0.03)  # a process starts in a few dozen steps
@@ -283,11 +289,24 @@ def die_in_average(step):
     Moves.begin = begun
 
 
-def train_alone(wrapped, optimizer, manager, name, folder):
+def lose_average(manager, step):
+    """Let this process miss the end of the average after so many that were committed."""
+    vote, lost = manager.should_commit, []
+
+    def voted(*args, **kwargs):
+        if manager.current_step() == step and not lost:
+            lost.append(step)
+            manager.report_error(ConnectionError("lost in the last moment"))
+        return vote(*args, **kwargs)
+
+    manager.should_commit = voted
+
+
+def train_alone(wrapped, optimizer, manager, name, folder, pause):
     """Steps of local SGD, whose averages are the manager's steps; yields their numbers and those of local steps."""
     num_local, rank = 0, int(os.environ.get("RANK", 0))
     while manager.current_step() < num_steps(folder / "last"):
-        sleep(0.005)
+        sleep(pause)
         optimizer.zero_grad()
         step = manager.current_step()
         loss_of(wrapped, *batch(name, step, num_local + 1000 * rank)).backward()
@@ -307,6 +326,10 @@ def names_of(attachment):
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except ValueError:
+        sleep(1)  # until the others have heard why, too
+        raise
     sys.stdout.flush()
     os._exit(0)  # threads of torchft may wait for a lighthouse

@@ -46,15 +46,22 @@ def start_lighthouse(address, *words):
 class Run:
     """Replicas of one run, by name, and their lighthouse.
 
+    Args:
+        script: of a replica.
+        folder: where it writes.
+        join_timeout_ms: of the lighthouse.
+        **options: of all replicas.
+
     Attributes:
         replicas: the first process of each.
         others: its other processes.
     """
 
-    def __init__(self, script, folder, **options):
+    def __init__(self, script, folder, join_timeout_ms=5000, **options):
         self.script, self.folder, self.options = FOLDER / script, folder, options
         address = f"127.0.0.1:{free_port()}"
-        times = {"quorum_tick_ms": 20, "join_timeout_ms": 5000, "heartbeat_timeout_ms": 1000, "min_replicas": 2}
+        times = {"join_timeout_ms": join_timeout_ms, "heartbeat_timeout_ms": 1000}
+        times |= {"quorum_tick_ms": 20, "min_replicas": 2}
         words = [word for name, value in times.items() for word in (f"--{name}", str(value))]
         self._lighthouse, self._environment = start_lighthouse(address, "--bind", address, *words)
         self.replicas, self.others = {}, {}
@@ -107,6 +114,14 @@ class Run:
                 pytest.fail(f"it did not happen, {codes}: {self.close()}")
             time.sleep(0.02)
 
+    def hashes(self):
+        """Those of weights that there were after each step."""
+        hashes = {}
+        for name in NAMES:
+            for line in self.steps(name):
+                hashes.setdefault(line["step"], set()).add(line["hash"])
+        return hashes
+
     def finish(self, first=0):
         """What the replicas printed, by name, after a check that all ended well with the same weights in each step."""
         last, printed = first + len(self.steps("one")) + 20, {}
@@ -119,10 +134,7 @@ class Run:
                     printed[name] = "".join(replica.printed())
                 assert replica.returncode == 0, printed[name]
         self.replicas, self.others = {}, {}
-        hashes = {}
-        for name in NAMES:
-            for line in self.steps(name):
-                hashes.setdefault(line["step"], set()).add(line["hash"])
+        hashes = self.hashes()
         assert sorted(hashes) == list(range(first, last))
         assert not [step for step, different in hashes.items() if len(different) > 1]
         return printed
@@ -317,18 +329,23 @@ class LocalSimulation:
             self.anchor[i] = self.anchor[i] - 0.7 * (mean + 0.9 * self.momentum[i])
 
 
-def assert_equals_local_simulation(run, simulation, is_first_of_one=False):
+def assert_equals_local_simulation(run, simulation, is_first_of_one=False, last=None, joins=()):
     """What replicas have written of each average, against a run in one process among those that were there.
 
     Args:
         run: of DiLoCo.
         simulation: of the same.
         is_first_of_one: whether all get the model of one of them in the first average, so that its steps alone count.
+        last: average; `None`: all.
+        joins: replicas that are given the others' model in the first average.
     """
     lines = {name: {line["step"]: line for line in run.steps(name)} for name in NAMES}
     for step, line in sorted({**lines["three"], **lines["two"], **lines["one"]}.items()):
         there = {name: lines[name][step]["local"] for name in line["names"]}
-        joined = {name for name in there if step and step - 1 not in lines[name]}
+        if last is not None and step > last:
+            return
+        is_first = step == min(lines["one"])
+        joined = {name for name in there if (name in joins if is_first else step - 1 not in lines[name])}
         if is_first_of_one and not step:
             simulation.step(step, there if len(there) == 1 else first_of_one(simulation, there, line["sum"]))
         else:
