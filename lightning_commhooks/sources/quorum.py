@@ -190,7 +190,8 @@ class Quorum:
         wrong = next(name for name, one in zip(names, digests, strict=True) if one not in (0, right))
         text = f"at step {step} replica {wrong!r} has other weights than {names[digests.index(right)]!r}"
         if own not in (0, right):
-            if manager._group_world_size > 1:
+            # Its other processes would not know.
+            if self._runtime.source.shard:
                 raise ValueError(f"{text}: start it again")
             manager.load_state_dict({"step": step - 1, "batches_committed": manager.batches_committed()})
         raise HookError(f"{text}, and takes them over")
