@@ -121,11 +121,10 @@ def test_one_commits_an_average_that_others_lose(start):
 
 def test_replicas_with_other_weights_take_over_those_of_most():
     steps = []
-    manager = types.SimpleNamespace(
-        current_step=lambda: 7, batches_committed=lambda: 21, load_state_dict=steps.append, _group_world_size=1
-    )
+    manager = types.SimpleNamespace(current_step=lambda: 7, batches_committed=lambda: 21, load_state_dict=steps.append)
+    source = types.SimpleNamespace(shard=[])
     quorum = object.__new__(Quorum)
-    quorum._manager = manager
+    quorum._manager, quorum._runtime = manager, types.SimpleNamespace(source=source)
     names, digests = ["one", "two", "three", "four"], [5, 6, 6, 0]
     for own in digests:
         with pytest.raises(HookError, match="at step 7 replica 'one' has other weights than 'two', and takes them"):
@@ -135,7 +134,7 @@ def test_replicas_with_other_weights_take_over_those_of_most():
         quorum._compare_weights(names[:2], [5, 6], 5)
     assert len(steps) == 1
     quorum._compare_weights(names, [6, 6, 0, 6], 6)
-    manager._group_world_size = 2
+    source.shard = [[0, 2]]
     with pytest.raises(ValueError, match="replica 'one' has other weights than 'two': start it again"):
         quorum._compare_weights(names, digests, 5)
     manager.current_step = lambda: 0
