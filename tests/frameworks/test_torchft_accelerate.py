@@ -174,6 +174,18 @@ def test_what_nobody_has_voted_on_is_refused():
         optimizer.step()
 
 
+def test_the_model_between_averages_is_told():
+    accelerator, handler = accelerator_of()
+    own = SimpleNamespace(is_closed=False, averages_models=True, averages_when_asked=False, models_differ=True)
+    handler.events(accelerator).add(own)
+    model = torch.nn.Linear(2, 2)
+    with pytest.warns(UserWarning, match=r"the model of one rank.*when the manager's current_step\(\) has changed"):
+        accelerator.get_state_dict(model)
+    own.models_differ = False
+    accelerator.get_state_dict(model)
+    own.is_closed = True
+
+
 def test_metrics_of_a_share_are_refused():
     accelerator, _ = accelerator_of()
     assert accelerator.gather_for_metrics(torch.ones(2)).sum() == 2

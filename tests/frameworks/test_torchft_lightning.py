@@ -2,6 +2,7 @@
 
 import re
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -13,6 +14,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.utils.data import DataLoader, TensorDataset
 from torchft_replica import PERIOD
 from torchft_runs import (
@@ -31,7 +33,7 @@ from torchft_runs import (
 import lightning_commhooks as lc
 from lightning_commhooks import FaultTolerance
 from lightning_commhooks.collectives.errors import HookError
-from lightning_commhooks.lightning.fault_tolerance import _once
+from lightning_commhooks.lightning.fault_tolerance import OwnSteps, _once
 from lightning_commhooks.torchft import start_manager
 
 LOCAL = lc.DiLoCo(period=4, post_local_gradient_allreduce=False)
@@ -157,6 +159,20 @@ def test_a_closure_runs_once():
         closure()
 
 
+def test_a_run_goes_on_from_a_checkpoint_after_an_average():
+    steps, own = [], object.__new__(OwnSteps)
+    own._period, own._has_begun, own.manager = 4, False, SimpleNamespace(load_state_dict=steps.append)
+    own._progress = lambda: SimpleNamespace(completed=8)
+    own.begin()
+    own.begin()
+    assert steps == [{"step": 2, "batches_committed": 0}]
+    own._has_begun, own._progress = False, lambda: SimpleNamespace(completed=6)
+    with pytest.raises(ValueError, match="the checkpoint is of step 6, between averages of models, which come after"):
+        own.begin()
+    with pytest.raises(HookError, match="training_step returned None for a batch"):
+        own.committed(None, lambda: None)()
+
+
 def test_torchft_is_not_installed(monkeypatch):
     for name in [name for name in sys.modules if name.partition(".")[0] == "torchft"]:
         monkeypatch.setitem(sys.modules, name, None)
@@ -208,6 +224,10 @@ class Module(LightningModule):
         return self.make(optimizer) if self.make else optimizer
 
 
+def sharded(optimizer):
+    return ZeroRedundancyOptimizer(optimizer.param_groups[0]["params"], optimizer_class=torch.optim.SGD, lr=0.1)
+
+
 def scheduled(**options):
     def make(optimizer):
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
@@ -228,6 +248,7 @@ def scheduled(**options):
         (lambda: Module(automatic=False), {}, "which it cannot in manual optimization"),
         (lambda: Module(lambda o: torch.optim.LBFGS(o.param_groups[0]["params"])), {}, "LBFGS has several"),
         (lambda: Module(), {"hook": LOCAL, "max_steps": 6}, "max_steps=6 is no multiple of the hook's period=4"),
+        (lambda: Module(sharded), {"hook": LOCAL}, "do not work with ZeroRedundancyOptimizer"),
         (lambda: Module(), {"hook": LOCAL, "plugins": SCALED}, "whose scaler has each replica skip other steps"),
     ],
 )
