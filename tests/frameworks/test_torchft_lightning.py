@@ -2,6 +2,7 @@
 
 import re
 import sys
+import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -14,7 +15,6 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.utils.data import DataLoader, TensorDataset
 from torchft_replica import PERIOD
 from torchft_runs import (
@@ -225,6 +225,9 @@ class Module(LightningModule):
 
 
 def sharded(optimizer):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # when it is imported
+        from torch.distributed.optim import ZeroRedundancyOptimizer
     return ZeroRedundancyOptimizer(optimizer.param_groups[0]["params"], optimizer_class=torch.optim.SGD, lr=0.1)
 
 
