@@ -281,7 +281,7 @@ class Quorum:
         tensors = [*runtime.layout.trained.values(), *runtime.layout.float_buffers().values()]
         own, state = [tensor.detach().clone() for tensor in tensors], self._ranks.own_state()
         num_averaged = runtime.counters.averagings
-        if manager.errored() is None and manager.num_participants() >= manager._min_replica_size:
+        if manager.errored() is None:
             with self.reporting():
                 average()
                 # Or it might have failed for others alone.
