@@ -98,10 +98,7 @@ def test_one_of_several_processes_dies_and_its_replica_comes_back(start, hook):
 @pytest.mark.parametrize(("hook", "processes"), [("diloco", 1), ("diloco in int8", 1), ("diloco", 2)])
 def test_one_dies_in_an_average_of_models_and_comes_back(start, hook, processes):
     run = start(hook=hook, processes=processes, of={"two": {"dies": [12]}})
-    run.wait_until_killed("two")
-    run.wait_until(lambda: len(run.steps("one")) > 20, may_fail="two")
-    run.start("two")
-    run.wait_until(lambda: len(run.steps("two")) > 20)
+    run.wait_until_it_is_back("two")
     printed = run.finish()
     assert "replica 'two' left at step 12: 2 go on" in printed["one"], printed["one"]
     assert run.steps("one")[12]["local"] == PERIOD, "the average is repeated at once"

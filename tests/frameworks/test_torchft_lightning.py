@@ -69,10 +69,7 @@ def test_one_dies_and_comes_back(start, hook, micros, divided_by):
 def test_one_dies_in_an_average_of_models_and_comes_back(start, tmp_path):
     """And the run goes on from what one replica has saved, on two of three."""
     run = start(hook="diloco", saves=[10 * PERIOD, 10 * PERIOD + 1], of={"two": {"dies": [12]}})
-    run.wait_until_killed("two")
-    run.wait_until(lambda: len(run.steps("one")) > 20)
-    run.start("two")
-    run.wait_until(lambda: len(run.steps("two")) > 20)
+    run.wait_until_it_is_back("two")
     printed = run.finish()
     assert "replica 'replica_1' left at step 12: 2 go on" in printed["one"], printed["one"]
     assert re.findall(r"(\w+-\d+).ckpt is between averages", printed["one"]) == [f"one-{10 * PERIOD + 1}"]

@@ -114,6 +114,14 @@ class Run:
                 pytest.fail(f"it did not happen, {codes}: {self.close()}")
             time.sleep(0.02)
 
+    def wait_until_it_is_back(self, name):
+        """Wait until a replica is killed and the others have gone on, start it again, and wait for its steps."""
+        self.wait_until_killed(name)
+        # Where it has several processes, the others of it may have ended by themselves.
+        self.wait_until(lambda: len(self.steps("one")) > 20, may_fail=name if self.others[name] else "")
+        self.start(name)
+        self.wait_until(lambda: len(self.steps(name)) > 20)
+
     def hashes(self):
         """Those of weights that there were after each step."""
         hashes = {}
