@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from abc import abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -19,6 +20,7 @@ from lightning_commhooks.interface.hook import CommHook
 from lightning_commhooks.interface.models import OptimizerStep
 from lightning_commhooks.interface.python_code import code, earlier
 from lightning_commhooks.interface.start import check_start, is_fraction
+from lightning_commhooks.interface.state import StateReader
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +75,10 @@ class BoundLocalSGD(AveragesModels):
             )
         # Steps that each optimizer has taken since ranks step alone.
         self._num_steps = self.numbers["num_steps"] = {}
+        # Number of the first backward after the start, as {"backward": number}; empty before it.
+        self._start = self.numbers["start"] = {} if config.start_localSGD_iter else {"backward": 0}
+        # Number of the present backward.
+        self._present = -1
 
     def _together(self) -> list[int]:
         """Ranks that average gradients with this one when ranks step alone."""
@@ -86,12 +92,32 @@ class BoundLocalSGD(AveragesModels):
             return self.group.nodes()
         return consecutive(self.group.size, size)
 
+    def begin_backward(self, step: int, num_steps: Mapping[str, int]) -> None:
+        self._present = step
+        # Without an optimizer, one step for each backward.
+        if not self._start and self._starts_after(num_steps or {"": step}):
+            self._start["backward"] = step
+
+    def _starts_after(self, num_steps: Mapping[str, int]) -> bool:
+        """Whether each optimizer has taken `start_localSGD_iter` steps.
+
+        An optimizer without a step is left out once another one has taken twice as many.
+        """
+        start = self._config.start_localSGD_iter
+        stepped = [num for num in num_steps.values() if num or max(num_steps.values()) < 2 * start]
+        return min(stepped) >= start
+
+    def has_started(self, step: int) -> bool:
+        """Whether a backward comes after `start_localSGD_iter` steps of the optimizers; a guess for a later one."""
+        guess = max(self._config.start_localSGD_iter, self._present + 1)
+        return step >= self._start.get("backward", guess)
+
     def is_local(self, step: int) -> bool:
         size = 1 if self._subgroup is None else self._subgroup.size
-        return step >= self._config.start_localSGD_iter and size < self.group.size
+        return size < self.group.size and self.has_started(step)
 
     def _group_at(self, step: int) -> Group | None:
-        return self.group if step < self._config.start_localSGD_iter else self._subgroup
+        return self._subgroup if self.has_started(step) else self.group
 
     def reduce(self, bucket: Bucket, ranks: Group) -> Steps[None]:
         group = self._group_at(bucket.step)
@@ -107,16 +133,29 @@ class BoundLocalSGD(AveragesModels):
         return (yield from group.on(ranks).all_reduce_sparse_mean(grad))
 
     def after_optimizer_step(self, stepped: OptimizerStep) -> None:
-        if stepped.step < self._config.start_localSGD_iter:
+        if stepped.step < 0 or not self.has_started(stepped.step):
             return
-        num_steps = self._num_steps.get(stepped.optimizer, 0) + 1
         if self.is_local(stepped.step):
             stepped.models.diverge(stepped)
-        self._after_local_step(num_steps, stepped)
+        num_steps = self._steps_with(stepped)
+        if stepped.num_steps:
+            self._after_local_step(num_steps, stepped)
         self._num_steps[stepped.optimizer] = num_steps
 
-    def _ends_period(self, stepped: OptimizerStep) -> bool:
-        return (self._num_steps.get(stepped.optimizer, 0) + 1) % self._config.repeats_after() == 0
+    def communicates_after(self, stepped: OptimizerStep) -> bool:
+        if not stepped.num_steps or stepped.step < 0:
+            return False
+        if self.has_started(stepped.step):
+            return self._averages_after(self._steps_with(stepped), stepped)
+        before = stepped.models.num_steps
+        return self._starts_after({**before, stepped.optimizer: before.get(stepped.optimizer, 0) + stepped.num_steps})
+
+    def _steps_with(self, stepped: OptimizerStep) -> int:
+        return self._num_steps.get(stepped.optimizer, 0) + stepped.num_steps
+
+    @abstractmethod
+    def _averages_after(self, num_steps: int, stepped: OptimizerStep) -> bool:
+        """Whether models, or a part of them, are averaged after that many steps of an optimizer."""
 
     @abstractmethod
     def _after_local_step(self, num_steps: int, stepped: OptimizerStep) -> None:
@@ -124,8 +163,14 @@ class BoundLocalSGD(AveragesModels):
 
         Args:
             num_steps: steps that this optimizer has taken since ranks step alone, with this one.
-            stepped: what it changed.
+            stepped: its parameters.
         """
+
+    def load_state_dict(self, state: dict[str, Any], reader: StateReader) -> None:
+        # Versions before 0.2 counted backwards, and saved no start.
+        begun = reader.steps >= self._config.start_localSGD_iter
+        before = {"backward": int(self._config.start_localSGD_iter)} if begun else {}
+        super().load_state_dict({"start": before, **state}, reader)
 
     def _follow_up_optimizer(self, stepped: OptimizerStep, group: Group) -> None:
         """Do to the state of the stepped parameters what `optimizer_state` says, when `group` has averaged them."""
@@ -136,7 +181,7 @@ class BoundLocalSGD(AveragesModels):
 
     def inactive_reason(self, step: int) -> str | None:
         start, name = self._config.start_localSGD_iter, self._config.name
-        if step < start:
+        if not self.has_started(step):
             advice = earlier(self._config, step + 1)
             return f"hook={name!r} averages gradients over all ranks until start_localSGD_iter={start}; {advice}"
         never = self.is_local(step + 1) and not self.group.counters.averagings

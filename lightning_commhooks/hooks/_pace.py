@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
+import torch
+
 from lightning_commhooks.collectives.group import Group
 
 
@@ -29,17 +31,23 @@ class Pace:
     def __init__(self, group: Group, together: Sequence[int], first: int, seconds: float) -> None:
         self._group, self._together, self._seconds = group, together, seconds
         self.length, self.taken = first, 0
-        self._began = 0.0
+        # When the first step of the period ended, and the last one.
+        self._first = self._last = 0.0
 
-    def step(self) -> None:
-        """An optimizer has stepped."""
-        self.taken += 1
-        if self.taken == 1:
-            self._began = time.monotonic()
+    def step(self, num_steps: int) -> None:
+        """Count steps of the optimizer, the last of which has just ended."""
+        is_first = not self.taken
+        self.taken += num_steps
+        if self.taken == self.length and self._group.device.type == "cuda":
+            torch.empty(1, device=self._group.device).item()  # the time of this device's work, without the average
+        # Before the average: its wait for slower ranks is not part of a step.
+        self._last = time.monotonic()
+        if is_first:
+            self._first = self._last
 
     def end(self) -> float:
         """End the period, on all ranks alike; returns this rank's weight in the mean, by its steps: 1 on average."""
-        microseconds = (time.monotonic() - self._began) * 1e6 / max(1, self.taken - 1)
+        microseconds = (self._last - self._first) * 1e6 / max(1, self.taken - 1)
         told = self._group.all_gather_quietly([self.taken, int(microseconds)])
         weight = self.taken * len(told) / sum(steps for steps, _ in told)
         slowest = max(1, *(told[rank][1] for rank in self._together))

@@ -175,7 +175,7 @@ class _BoundDiLoCo(BoundLocalSGD):
         return super().reduce_sparse(grad, bucket, ranks)
 
     def _drop_anchors(self, bucket: Bucket) -> None:
-        if bucket.step < self._config.start_localSGD_iter:
+        if not self.has_started(bucket.step):
             return
         # In the backward before the first step alone, ranks are equal.
         for slot in bucket.slots:
@@ -185,21 +185,31 @@ class _BoundDiLoCo(BoundLocalSGD):
                 self.memory[slot.name] = {"anchor": at_least_float32(slot.parameter).clone()}
 
     def after_optimizer_step(self, stepped: OptimizerStep) -> None:
-        if stepped.step >= self._config.start_localSGD_iter and stepped.optimizer not in self._num_steps:
-            # After a phase of a schedule in which ranks stepped alone they begin at different places.
+        if self.has_started(stepped.step) and stepped.optimizer not in self._num_steps:
+            # After a phase of a schedule with local steps, ranks begin at different places.
             apart = [name for name in stepped.parameters if name in self.memory and name in stepped.models.diverged]
             average_([self.memory[name]["anchor"] for name in apart], self.group)
         super().after_optimizer_step(stepped)
+
+    def _averages_after(self, num_steps: int, stepped: OptimizerStep) -> bool:
+        if self._pace is not None:
+            return self._pace.taken + stepped.num_steps >= self._pace.length
+        return any(self._fragments_after(num_steps))
+
+    def _fragments_after(self, num_steps: int) -> tuple[list[int], list[int]]:
+        """Numbers of the fragments whose average begins after that many steps, and of those that end."""
+        period, fragments = self._config.period, self._config.fragments
+        # Spread over the period, the last at its end.
+        left = [((k + 1) * period // fragments - num_steps) % period for k in range(fragments)]
+        begin = [k for k in range(fragments) if left[k] == self._delay % period]
+        return begin, [k for k in range(fragments) if left[k] == 0]
 
     def _after_local_step(self, num_steps: int, stepped: OptimizerStep) -> None:
         if self._pace is not None:
             self._after_step_of(self._pace, stepped)
             return
         period, fragments = self._config.period, self._config.fragments
-        # Spread over the period, the last at its end.
-        left = [((k + 1) * period // fragments - num_steps) % period for k in range(fragments)]
-        begin = [k for k in range(fragments) if left[k] == self._delay % period]
-        end = [k for k in range(fragments) if left[k] == 0]
+        begin, end = self._fragments_after(num_steps)
         groups = _fragments(stepped.parameters, fragments) if begin or end else []
         for k in sorted({*begin, *end}):
             part = dataclasses.replace(stepped, parameters={name: stepped.parameters[name] for name in groups[k]})
@@ -212,7 +222,7 @@ class _BoundDiLoCo(BoundLocalSGD):
     def _after_step_of(self, pace: Pace, stepped: OptimizerStep) -> None:
         if len({*self._num_steps, stepped.optimizer}) > 1:
             raise ValueError("period_seconds works with one optimizer, and the model has several")
-        pace.step()
+        pace.step(stepped.num_steps)
         if pace.taken == pace.length:
             with stepped.models.averaging():
                 self._average_fragment(0, self.group.counters.averagings, stepped, True, True)
@@ -285,10 +295,6 @@ class _BoundDiLoCo(BoundLocalSGD):
     def kept(self, shapes: list[tuple[int, ...]]) -> Shapes:
         # Twice as many numbers for a complex parameter.
         return dict.fromkeys(("anchor", "momentum", "average", "share"))
-
-    def communicates_after(self, stepped: OptimizerStep) -> bool:
-        is_whole = self._config.fragments == 1 and not self._delay and self._pace is None
-        return not is_whole or self._ends_period(stepped)
 
     def common_model(self) -> Mapping[str, Tensor]:
         return {name: entry["anchor"] for name, entry in self.memory.items() if "anchor" in entry}

@@ -88,6 +88,9 @@ class _BoundHierarchicalLocalSGD(BoundLocalSGD):
             for period, size in reversed(list(config.period_group_size_dict.items()))
         }
 
+    def _averages_after(self, num_steps: int, stepped: OptimizerStep) -> bool:
+        return self.is_local(stepped.step) and any(num_steps % period == 0 for period in self._levels)
+
     def _after_local_step(self, num_steps: int, stepped: OptimizerStep) -> None:
         if not self.is_local(stepped.step):
             return

@@ -60,10 +60,10 @@ class PostLocalSGD(LocalSGDConfig):
 class _BoundPostLocalSGD(BoundLocalSGD):
     _config: PostLocalSGD
 
-    def communicates_after(self, stepped: OptimizerStep) -> bool:
-        return self._ends_period(stepped)
+    def _averages_after(self, num_steps: int, stepped: OptimizerStep) -> bool:
+        return num_steps % self._config.period == 0 and self.is_local(stepped.step)
 
     def _after_local_step(self, num_steps: int, stepped: OptimizerStep) -> None:
-        if num_steps % self._config.period == 0 and self.is_local(stepped.step):
+        if self._averages_after(num_steps, stepped):
             stepped.models.average_(stepped.parameters)
             self._follow_up_optimizer(stepped, self.group)

@@ -24,25 +24,36 @@ class AveragesModels(BoundHook):
     averages_models: bool = True
     average_buffers: bool = False
 
+    def begin_backward(self, step: int, num_steps: Mapping[str, int]) -> None:  # optional to override
+        """Note how many steps optimizers have taken when a synchronized backward begins; equal on all ranks.
+
+        Args:
+            step: number of synchronized backwards before this one.
+            num_steps: steps by optimizer, by the key of `OptimizerStep`; empty: no optimizer is known.
+        """
+
     @abstractmethod
     def is_local(self, step: int) -> bool:
         """Whether the gradients of a step may differ between ranks after `reduce`. Equal on all ranks.
 
         Args:
-            step: number of synchronized backwards before it.
+            step: number of synchronized backwards before it; one that has not begun yet is a guess.
         """
 
     @abstractmethod
     def after_optimizer_step(self, stepped: OptimizerStep) -> None:
-        """Average models, if it is time to. Called on all ranks when an optimizer has changed parameters.
+        """Average models, if it is time to. Called on all ranks when an optimizer has stepped.
 
         Args:
-            stepped: which ones, and the rest of the model.
+            stepped: the parameters, the number of steps that count, and the rest of the model.
         """
 
     def communicates_after(self, stepped: OptimizerStep) -> bool:
-        """Whether `after_optimizer_step` is about to communicate. Not asked after it."""
-        return True
+        """Whether `after_optimizer_step` is about to communicate, or the next backward to be the first local one.
+
+        Not asked after it. `stepped.num_steps` may be more than will count: then ranks count before they communicate.
+        """
+        return stepped.num_steps > 0
 
     def common_model(self) -> Mapping[str, Tensor]:
         """Parameters as all ranks had them after their last average, flat in memory order, if the hook keeps them."""

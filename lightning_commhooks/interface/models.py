@@ -46,6 +46,8 @@ class OptimizerStep:
         parameters: its parameters by name, without those that have been frozen all the time.
         state: the optimizer's own state, by parameter.
         models: to average them with, and the rest of the model.
+        num_steps: how many steps count now; equal on all ranks. 0: it is not known yet whether this one changed
+            anything. Above 1: this one, and earlier ones that were not counted then.
     """
 
     optimizer: str
@@ -53,6 +55,7 @@ class OptimizerStep:
     parameters: dict[str, Tensor]
     state: MutableMapping[Tensor, Any]
     models: Models
+    num_steps: int = 1
 
 
 class Models:
@@ -67,6 +70,7 @@ class Models:
         layout: names of the parameters.
         average_buffers: whether buffers belong to the model that is averaged.
         diverged: names of parameters that ranks have changed alone since the last average over all ranks.
+        num_steps: steps that optimizers have taken since the beginning of training, by optimizer; equal on all ranks.
         begin: begins a computation of a group of `Group.beside` that goes on while training does, in a channel of its
             own, and returns what waits for its end.
         is_swapped: whether the averages stand in the place of each rank's own model for a while.
@@ -80,6 +84,7 @@ class Models:
         self.layout = Layout(nn.Module())
         self.average_buffers = False
         self.diverged: set[str] = set()
+        self.num_steps: dict[str, int] = {}
         self.begin: Callable[[Group, Callable[[Group], Steps[None]]], Callable[[], None]]
         self._buffers_diverged = False
         # Names of parameters whose optimizer state differs between ranks.
@@ -101,6 +106,10 @@ class Models:
         """Note that each rank changed its own model."""
         self.buffers_diverge()
         self.diverged.update(stepped.parameters)
+        self.diverge_state(stepped)
+
+    def diverge_state(self, stepped: OptimizerStep) -> None:
+        """Note that the state of an optimizer differs between ranks."""
         self._states_diverged.update(stepped.parameters)
 
     def buffers_diverge(self) -> None:
@@ -179,6 +188,18 @@ class Models:
     def _is_any_bit_different(self) -> bool:
         own = digest_of(self._tensors(self.layout.trained))
         return len(set(check_same("average all parameters", self._group, own))) > 1
+
+    def average_what_differs_(self) -> None:
+        """Average weights and optimizers' state that ranks have changed alone, unless all have the same again."""
+        if not (self.diverged or self._states_diverged):
+            return
+        stepped = [one for o in self._optimizers.values() if (one := self.stepped(o, -1)) and self.state_diverged(one)]
+        states = [tensor for one in stepped for tensor in _state_of(one, self._group)]
+        own = digest_of([*self._tensors(self.diverged), *states])
+        if len(set(check_same("begin again with the same model", self._group, own))) > 1:
+            self.average_diverged_()
+            for one in stepped:
+                self.average_state_diverged_(one)
 
     def swap_in(self) -> None:
         """Put the averages in the place of each rank's own model until `swap_out`."""

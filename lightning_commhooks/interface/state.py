@@ -73,6 +73,7 @@ class StateReader:
 
     Attributes:
         is_exact: whether each rank gets back exactly what it saved.
+        steps: synchronized backwards before the state was saved.
         differences: what was left out so far, one text each.
     """
 
@@ -82,6 +83,7 @@ class StateReader:
         self._strict = strict
         self._options = ""
         self._saved_exact = saved["per_rank"] == "exact"
+        self.steps: int = saved["steps"]
         self.is_exact = self._saved_exact and saved["world_size"] == group.size
         self.differences: list[str] = []
         saved_shapes = {name: tuple(shape) for name, shape in saved["parameters"].items()}

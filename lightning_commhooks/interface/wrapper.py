@@ -50,6 +50,14 @@ class BoundWrapper(AveragesModels):
         for hook in self._all_inner:
             hook.end_step(finite)
 
+    def begin_backward(self, step: int, num_steps: Mapping[str, int]) -> None:
+        for hook in self._all_inner:
+            if isinstance(hook, AveragesModels):
+                hook.begin_backward(step, num_steps)
+
+    def communicates_after(self, stepped: OptimizerStep) -> bool:
+        return any(averages_models(hook) and hook.communicates_after(stepped) for hook in self._all_inner)
+
     def flush_(self, bucket: Bucket) -> None:
         for hook in self._all_inner:
             hook.flush_(bucket)
@@ -147,9 +155,15 @@ def after_optimizer_step(hook: BoundHook, stepped: OptimizerStep) -> None:
     """Let a hook average models; those that ranks changed alone in an earlier phase of a schedule are averaged too."""
     if isinstance(hook, AveragesModels):
         hook.after_optimizer_step(stepped)
-    if stepped.step < 0 or is_local(hook, stepped.step):
-        return
-    if not stepped.models.diverged.isdisjoint(stepped.parameters):
+    if ends_local_steps(hook, stepped):
+        # Equal weights are not equal any more after a step with other momenta.
         stepped.models.average_(stepped.parameters)
-    if stepped.models.state_diverged(stepped):
         stepped.models.average_state_(stepped)
+
+
+def ends_local_steps(hook: BoundHook, stepped: OptimizerStep) -> bool:
+    """Whether gradients are averaged again, and ranks have parameters or momenta of their own from before."""
+    if not stepped.num_steps or stepped.step < 0 or is_local(hook, stepped.step):
+        return False
+    is_same = stepped.models.diverged.isdisjoint(stepped.parameters)
+    return not is_same or stepped.models.state_diverged(stepped)

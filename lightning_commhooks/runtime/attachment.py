@@ -234,7 +234,12 @@ class Attachment:
             return checkpoint.save_alone(run, run.local.models, "joining")
         kind: PerRank = "exact" if self._exact_state else "mean"
         run.clock.end()
-        return run.call(lambda: checkpoint.save(run, run.local.models, kind))
+
+        def save() -> dict[str, Any]:
+            run.local.count()
+            return checkpoint.save(run, run.local.models, kind)
+
+        return run.call(save)
 
     def shared_state_dict(self) -> dict[str, Any]:
         """The step count, which one rank can save without the others: after a failure, or in a signal handler.
@@ -323,7 +328,7 @@ class Attachment:
         Raises a `ValueError` if it keeps its state in shards, averages models itself, or is none of `torch.optim`.
         """
         if self.averages_models:
-            self._runtime.local.add(optimizer)
+            self._runtime.local.add(optimizer, self._runtime.clock.steps)
 
     def after_optimizer_step(self, optimizer: Optimizer) -> None:
         """Tell the hook that an optimizer, which was not given to it, has stepped. Collective.

@@ -64,6 +64,7 @@ def _complete(
         "format": FORMAT,
         "steps": run.clock.steps,
         "num_steps": run.num_steps,
+        "optimizer_steps": dict(models.num_steps),
         "world_size": run.bound.group.size,
         "per_rank": kind,
         "shard": run.source.shard,
@@ -176,6 +177,13 @@ def num_steps_of(saved: Any) -> int | None:
     saved = saved[0] if isinstance(saved, (list, tuple)) and saved else saved
     found = saved.get("num_steps") if isinstance(saved, Mapping) else None
     return found if type(found) is int and found >= 0 else None
+
+
+def optimizer_steps_of(saved: Any) -> dict[str, int] | None:
+    """Steps by optimizer; `None` of a state of version 0.1, which has none."""
+    saved = saved[0] if isinstance(saved, (list, tuple)) and saved else saved
+    found = saved.get("optimizer_steps") if isinstance(saved, Mapping) else None
+    return dict(found) if isinstance(found, Mapping) else None
 
 
 def _problem(saved: Any) -> str:

@@ -12,25 +12,12 @@ from lightning_commhooks.collectives.steps import Steps
 from lightning_commhooks.interface.averages_models import is_local
 from lightning_commhooks.interface.bucket import Bucket
 from lightning_commhooks.interface.precision import all_finite, spoil_unless_
+from lightning_commhooks.runtime.on_host import OnHost
 from lightning_commhooks.runtime.running import RunningHook
 
 
-class _OnHost:
-    """A boolean, one element, on its way from a CUDA device; what the device has to do after it goes on."""
-
-    def __init__(self, value: Tensor) -> None:
-        self._copy = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
-        self._copy.copy_(value, non_blocking=True)
-        self._arrived = torch.cuda.current_stream(value.device).record_event()
-
-    def wait(self) -> Tensor:
-        """The boolean, on CPU."""
-        self._arrived.synchronize()
-        return self._copy
-
-
-def _on_its_way(finite: Tensor) -> _OnHost | None:
-    return _OnHost(finite) if finite.is_cuda else None
+def _on_its_way(finite: Tensor) -> OnHost | None:
+    return OnHost(finite) if finite.is_cuda else None
 
 
 class FiniteSteps:
@@ -48,7 +35,7 @@ class FiniteSteps:
         self._finite: list[Tensor] = []
         self._reduced: list[tuple[Tensor, Bucket]] = []
         # Of a step that has ended, but for the hook.
-        self._pending: _OnHost | None = None
+        self._pending: OnHost | None = None
         # Of a step that replicas have not voted on yet, on this rank alone: where its step has failed, it does not meet
         # those that have other shards.
         self._undecided: Tensor | None = None

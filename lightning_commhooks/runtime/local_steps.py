@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from types import FrameType
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,8 +20,17 @@ from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.interface.averages_models import averages_models
 from lightning_commhooks.interface.layout import Layout
 from lightning_commhooks.interface.models import Models, OptimizerStep, parameters_of
-from lightning_commhooks.interface.wrapper import after_optimizer_step
-from lightning_commhooks.runtime.optimizers import check_optimizer, register_step_hooks
+from lightning_commhooks.interface.wrapper import after_optimizer_step, ends_local_steps
+from lightning_commhooks.runtime.optimizers import (
+    SkippedSteps,
+    StepsUnderWay,
+    Verdict,
+    check_optimizer,
+    inner_optimizers,
+    register_step_hooks,
+    state_differs_since_closed,
+    warn_if_it_steps_on,
+)
 from lightning_commhooks.runtime.running import RunningHook
 
 # Backwards that may be accumulated for one step, before one is missed.
@@ -39,15 +51,19 @@ class LocalSteps:
 
     Attributes:
         models: what differs between ranks.
-        find_optimizers: returns the optimizers; called in each backward of ranks that step alone.
+        find_optimizers: returns the optimizers; called in each synchronized backward.
         reported_by_user: whether optimizers may step that are not known yet.
     """
 
-    def __init__(self, running: RunningHook, group: Group) -> None:
+    def __init__(self, running: RunningHook, group: Group, is_scaled: bool = False) -> None:
         self._running = running
         # Of optimizers that report their steps; and all that were seen, by the name of their first parameter.
         self._handles: dict[Optimizer, list[RemovableHandle]] = {}
         self._optimizers: dict[str, Optimizer] = {}
+        self._under_way = StepsUnderWay()
+        self._skipped = SkippedSteps(is_scaled)
+        # Of steps that do not count yet, by optimizer: whether they changed anything.
+        self._verdicts: dict[str, list[Verdict]] = {}
         # How many backwards there were when they stepped last.
         self._stepped_at: dict[Optimizer, int] = {}
         self._go_on: list[Callable[[], None]] = []
@@ -58,14 +74,29 @@ class LocalSteps:
         self._last_reported = -1
         self._checked = False
 
-    def add(self, optimizer: Optimizer) -> None:
-        """Watch an optimizer."""
+    def add(self, optimizer: Optimizer, num_steps: int = 0) -> None:
+        """Watch an optimizer, and those that it wraps, which have taken so many steps before."""
         check_optimizer(optimizer)
         if optimizer not in self._handles:
-            hooks = self._before_own_step, self._after_own_step
-            self._handles[optimizer] = register_step_hooks(optimizer, *hooks)
-        self.models.stepped(optimizer, -1)  # makes its key known to a state that is loaded
+            self._handles[optimizer] = register_step_hooks(optimizer, self._before_own_step, self._after_own_step)
+            for inner in inner_optimizers(optimizer):
+                self.add(inner, num_steps)
+        stepped = self.models.stepped(optimizer, -1)  # makes its key known to a state that is loaded
+        if stepped is not None:
+            self.models.num_steps.setdefault(stepped.optimizer, num_steps)
+            if state_differs_since_closed(optimizer):
+                self.models.diverge_state(stepped)
         self._checked = False
+
+    def begin_at(self, steps: int, num_steps: dict[str, int] | None) -> None:
+        """Go on after so many synchronized backwards, and steps by optimizer; `None`: one for each backward."""
+        self._verdicts.clear()
+        known = dict.fromkeys(self._optimizers, steps) if num_steps is None else num_steps
+        self.models.num_steps = {**dict.fromkeys(self._optimizers, 0), **known}
+        bound = self._running.bound
+        if steps and averages_models(bound):
+            before = {key: max(0, num - 1) for key, num in self.models.num_steps.items()}
+            bound.begin_backward(steps - 1, before or {"": steps - 1})
 
     def set_optimizers(self, optimizers: Collection[Optimizer] | Callable[[], Iterable[Optimizer]] | None) -> None:
         """Take `optimizers` of `attach`."""
@@ -80,12 +111,24 @@ class LocalSteps:
         """Whether the optimizer, or what it is a wrapper of, reports its steps by itself."""
         return any(optimizer.param_groups is hooked.param_groups for hooked in self._handles)
 
-    def check_optimizers(self) -> None:
-        """Called in each backward of ranks that step alone."""
+    def begin_backward(self, step: int) -> None:
+        """Called when a synchronized backward begins."""
+        bound = self._running.bound
+        if not averages_models(bound):
+            return
         for optimizer in self.find_optimizers():
             if not self._is_hooked(optimizer):
-                self.add(optimizer)
+                self.add(optimizer, step)
+        for optimizer in self._optimizers.values():
+            if optimizer not in self._handles:
+                self._skipped.before(optimizer)
+        bound.begin_backward(step, self.models.num_steps)
         self._check_steps()
+        # As long as there are no other replicas, no step is local.
+        if bound.is_local(step) or self._running.source.ranks_change:
+            self._check_optimizers()
+
+    def _check_optimizers(self) -> None:
         if self._checked:
             return
         self._checked = True
@@ -124,10 +167,12 @@ class LocalSteps:
             return False
         return all(float(group.get("lr", 1)) == 0 for group in optimizer.param_groups)
 
-    def _before_own_step(self, optimizer: Optimizer) -> None:
+    def _before_own_step(self, optimizer: Optimizer, frame: FrameType) -> None:
         if self._is_for_show(optimizer):
             self._go_on = self.models.paused()
             return
+        self._under_way.begin(optimizer, frame)
+        self._skipped.before(optimizer)
         if not self.models.is_swapped or self.models.stepped(optimizer, -1) is None:
             return
         self.models.forget()
@@ -147,18 +192,20 @@ class LocalSteps:
                 f"{type(optimizer).__name__} reports its steps by itself since it was given to the hook; call "
                 "after_optimizer_step() for optimizers that were not"
             )
-        self._after_step(optimizer)
+        self._after_step(optimizer, self._skipped.after(optimizer, {}))
 
-    def _after_own_step(self, optimizer: Optimizer) -> None:
+    def _after_own_step(self, optimizer: Optimizer, options: Mapping[str, Any]) -> None:
         if self._is_for_show(optimizer):
             for go_on in self._go_on:
                 go_on()
             self._go_on = []
             return
         self._stepped_at[optimizer] = self._running.counters.steps
-        self._after_step(optimizer)
+        verdict = self._skipped.after(optimizer, options)
+        for ended, own in self._under_way.end(optimizer, verdict):
+            self._after_step(ended, own)
 
-    def _after_step(self, optimizer: Optimizer) -> None:
+    def _after_step(self, optimizer: Optimizer, verdict: Verdict) -> None:
         stepped = self.models.stepped(optimizer, self._running.clock.steps - 1)
         if stepped is None:
             return
@@ -167,7 +214,48 @@ class LocalSteps:
         with self._running.aborting():
             self._refuse_while_swapped()
         with self._running.counters.timing.wait():
-            self._running.source.average(stepped, lambda: self._running.call(lambda: self._tell(stepped)))
+            counted = dataclasses.replace(stepped, num_steps=self._num_counted(stepped, verdict))
+            self._running.source.average(counted, lambda: self._running.call(lambda: self._tell(counted)))
+
+    def _num_counted(self, stepped: OptimizerStep, verdict: Verdict) -> int:
+        """How many steps count now, equal on all ranks: all that changed anything, but 0 where nobody has to know yet.
+
+        Where ranks may differ they count when they are about to communicate, as if each step had counted.
+        """
+        key, bound = stepped.optimizer, self._running.bound
+        verdicts = self._verdicts.setdefault(key, [])
+        verdicts.append(verdict)
+        if not averages_models(bound):
+            return self._count(key, verdicts)
+        most = dataclasses.replace(stepped, num_steps=len(verdicts))
+        communicates = bound.communicates_after(most) or ends_local_steps(bound, most)
+        if not self._may_differ(key):
+            is_known = all(isinstance(one, bool) for one in verdicts)
+            return self._count(key, verdicts) if communicates or is_known else 0
+        return self._running.call(lambda: self._count(key, verdicts, bound.group)) if communicates else 0
+
+    def count(self) -> None:
+        """Count the steps that do not count yet, before a state is saved. Collective."""
+        bound = self._running.bound
+        for key in sorted(key for key, verdicts in self._verdicts.items() if verdicts):
+            stepped = self.models.stepped(self._optimizers[key], self._running.clock.steps - 1)
+            num = self._count(key, self._verdicts[key], bound.group if self._may_differ(key) else None)
+            if stepped is not None:
+                self._tell(dataclasses.replace(stepped, num_steps=num))
+
+    def _may_differ(self, key: str) -> bool:
+        """Whether ranks that average after the same step may count different numbers of steps."""
+        are_even = not (self._running.method.is_uneven or self._running.source.ranks_change)
+        return are_even and self._skipped.differ(self._optimizers[key])
+
+    def _count(self, key: str, verdicts: list[Verdict], group: Group | None = None) -> int:
+        """Count steps, over ranks that may differ those of the rank with most."""
+        num = sum(one if isinstance(one, bool) else bool(one.wait()) for one in verdicts)
+        verdicts.clear()
+        if group is not None:
+            num = max(own for (own,) in group.all_gather_quietly([num]))
+        self.models.num_steps[key] = self.models.num_steps.get(key, 0) + num
+        return num
 
     def _tell(self, stepped: OptimizerStep) -> None:
         bound = self._running.bound
@@ -267,6 +355,10 @@ class LocalSteps:
     def close(self) -> list[str]:
         """Let go of model and optimizers; returns what the user should know."""
         diverged = len(self.models.diverged)
+        for optimizer in self._handles:
+            stepped = self.models.stepped(optimizer, -1)
+            if stepped is not None and self.models.state_diverged(stepped):
+                warn_if_it_steps_on(optimizer, self._running.name)
         for handle in itertools.chain(*self._handles.values()):
             handle.remove()
         self._handles.clear()

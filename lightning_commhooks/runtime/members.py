@@ -48,7 +48,7 @@ class Members:
 
     def _take(self, state: Mapping[str, Any], fresh: BoundHook) -> None:
         checkpoint.load_alone(state, self._runtime, fresh, self._runtime.local.models)
-        self._runtime.begin_at(fresh, state["steps"])
+        self._runtime.begin_at(fresh, state["steps"], state["optimizer_steps"])
 
     def state_for_others(self) -> dict[str, Any]:
         """What a rank needs that joins: all that ranks have alike. Not collective."""

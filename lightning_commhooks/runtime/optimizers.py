@@ -4,10 +4,19 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
+from types import FrameType
+from typing import Any
+from weakref import WeakKeyDictionary
 
+import torch
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
+
+from lightning_commhooks.collectives.averaging import own_part
+from lightning_commhooks.interface.models import parameters_of
+from lightning_commhooks.runtime.on_host import OnHost
 
 _SHARDED = "keeps its state in shards and exchanges parameters itself at every step, so ranks cannot step alone"
 _REFUSED = {
@@ -29,9 +38,11 @@ def check_optimizer(optimizer: object) -> None:
 
 
 def register_step_hooks(
-    optimizer: Optimizer, before: Callable[[Optimizer], None], after: Callable[[Optimizer], None]
+    optimizer: Optimizer,
+    before: Callable[[Optimizer, FrameType], None],
+    after: Callable[[Optimizer, Mapping[str, Any]], None],
 ) -> list[RemovableHandle]:
-    """Call functions before and after each step of an optimizer."""
+    """Call functions before and after each step of an optimizer: with the frame of the step, and with its options."""
     if not hasattr(optimizer, "register_step_post_hook"):
         raise ValueError(
             f"{type(optimizer).__name__} has no register_step_post_hook, because it is no torch.optim.Optimizer; "
@@ -44,6 +55,159 @@ def register_step_hooks(
             stacklevel=3,
         )
     return [
-        optimizer.register_step_pre_hook(lambda *_: before(optimizer)),
-        optimizer.register_step_post_hook(lambda *_: after(optimizer)),
+        optimizer.register_step_pre_hook(lambda *_: before(optimizer, sys._getframe(1))),
+        optimizer.register_step_post_hook(lambda _, args, options: after(optimizer, options)),
     ]
+
+
+def inner_optimizers(optimizer: Optimizer) -> list[Optimizer]:
+    """The optimizers that this one wraps: those among its attributes that have parameters of it."""
+    own, found = _ids(optimizer), []
+    for value in vars(optimizer).values():
+        for one in value if isinstance(value, (list, tuple)) else [value]:
+            if isinstance(one, Optimizer) and one is not optimizer and own & _ids(one):
+                found.append(one)
+    return found
+
+
+def _ids(optimizer: Optimizer) -> set[int]:
+    return set(map(id, parameters_of(optimizer)))
+
+
+# Whether a step changed anything; on CUDA what tells it when the device has come there.
+Verdict = bool | OnHost
+
+
+class StepsUnderWay:
+    """Steps of optimizers within steps of others: one optimizer may wrap others, or call the step of its base class."""
+
+    def __init__(self) -> None:
+        self._under_way: list[tuple[Optimizer, FrameType]] = []
+        self._ended: dict[Optimizer, Verdict] = {}
+
+    def begin(self, optimizer: Optimizer, frame: FrameType) -> None:
+        """A step begins, in that frame of Python."""
+        # What raised an exception has no end.
+        while self._under_way and not _is_running(self._under_way[-1][1]):
+            self._under_way.pop()
+        if not self._under_way:
+            self._ended = {}
+        self._under_way.append((optimizer, frame))
+
+    def end(self, optimizer: Optimizer, verdict: Verdict) -> list[tuple[Optimizer, Verdict]]:
+        """A step ends; returns the optimizers that have stepped when it is the outermost, each once.
+
+        Without those whose parameters others have stepped within their step.
+        """
+        while self._under_way and self._under_way.pop()[0] is not optimizer:
+            pass
+        self._ended[optimizer] = verdict
+        if self._under_way:
+            return []
+        ended, self._ended = [*self._ended.items()], {}
+        stepped: set[int] = set()
+        innermost = []
+        for one, own in ended:
+            if not (ids := _ids(one)) <= stepped:
+                innermost.append((one, own))
+            stepped |= ids
+        return innermost
+
+
+def _is_running(frame: FrameType) -> bool:
+    present: FrameType | None = sys._getframe()
+    while present is not None and present is not frame:
+        present = present.f_back
+    return present is not None
+
+
+class SkippedSteps:
+    """Tells steps that changed nothing: `GradScaler` lets fused optimizers skip them, and some skip by themselves.
+
+    Args:
+        is_scaled: whether a known `GradScaler` skips the same steps on all ranks.
+    """
+
+    def __init__(self, is_scaled: bool) -> None:
+        self._is_scaled = is_scaled
+        self._versions: WeakKeyDictionary[Any, list[int]] = WeakKeyDictionary()
+        # Optimizers whose changes autograd sees; others may change parameters by kernels of their own.
+        self._are_seen: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
+        self._have_unknown_scaler: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
+
+    def before(self, optimizer: Optimizer) -> None:
+        """A step is about to begin."""
+        if not _is_stock(optimizer):
+            self._versions[optimizer] = _versions(parameters_of(optimizer))
+
+    def after(self, optimizer: Optimizer, options: Mapping[str, Any]) -> Verdict:
+        """Whether the step that has just ended, with these keyword arguments, changed anything."""
+        found_inf = _found_inf(optimizer, options.get("grad_scaler"))
+        if found_inf is not None:
+            if not self._is_scaled and optimizer not in self._have_unknown_scaler:
+                self._have_unknown_scaler[optimizer] = True
+                warnings.warn(
+                    f"{type(optimizer).__name__} is stepped by a GradScaler that the hook does not know, so ranks may "
+                    "skip different steps: attach(..., grad_scaler=scaler)",
+                    stacklevel=2,
+                )
+            moved = found_inf == 0
+            return OnHost(moved) if moved.is_cuda else bool(moved)
+        before = self._versions.pop(optimizer, None)
+        if before is None:
+            return True
+        if before != _versions(parameters_of(optimizer)):
+            return self._are_seen.setdefault(optimizer, True)
+        return optimizer not in self._are_seen
+
+    def differ(self, optimizer: Optimizer) -> bool:
+        """Whether ranks may skip different steps of an optimizer."""
+        return not _is_stock(optimizer) or optimizer in self._have_unknown_scaler
+
+
+def _is_stock(optimizer: Optimizer) -> bool:
+    """Whether the step is PyTorch's own, which skips none by itself."""
+    return getattr(type(optimizer).step, "__module__", "").startswith("torch.optim.")
+
+
+def _versions(parameters: Iterable[Tensor]) -> list[int]:
+    return [-1 if p.is_inference() else own_part(p)._version for p in parameters]
+
+
+def _found_inf(optimizer: Optimizer, grad_scaler: Any) -> Tensor | None:
+    """What a `GradScaler` gives an optimizer that skips a step by itself: above 0 if it is to be skipped."""
+    given: object = getattr(optimizer, "found_inf", None)
+    if given is None and isinstance(grad_scaler, torch.amp.GradScaler):
+        per_device = grad_scaler._found_inf_per_device(optimizer)
+        given = sum(per_device.values()) if per_device else None
+    return given if isinstance(given, Tensor) else None
+
+
+# Of optimizers whose state differed between ranks when their hook was closed: what warns if they step on.
+_closed: WeakKeyDictionary[Optimizer, RemovableHandle] = WeakKeyDictionary()
+
+
+def warn_if_it_steps_on(optimizer: Optimizer, hook: str) -> None:
+    """Warn once if an optimizer steps after its hook was closed, when its state differed between ranks."""
+    if not any(isinstance(v, Tensor) and v.numel() > 1 for state in optimizer.state.values() for v in state.values()):
+        return
+
+    def warn(stepping: Optimizer, *_: object) -> None:
+        if not state_differs_since_closed(stepping):
+            return
+        warnings.warn(
+            f"the state of {type(stepping).__name__} differs between ranks since they stepped alone with "
+            f"hook={hook!r}, which is closed: weights drift apart even if gradients are averaged. Before closing, call "
+            "Attachment.average_optimizer_state(optimizer); or make a new optimizer",
+            stacklevel=3,
+        )
+
+    _closed[optimizer] = optimizer.register_step_pre_hook(warn)
+
+
+def state_differs_since_closed(optimizer: Optimizer) -> bool:
+    """Whether an optimizer was left so; from now on it counts as mended."""
+    handle = _closed.pop(optimizer, None)
+    if handle is not None:
+        handle.remove()
+    return handle is not None

@@ -82,6 +82,8 @@ class Runtime(RunningHook):
         self._close_with_model: weakref.finalize[Any, Any] | None = None
         # Of buckets that the source has handed over, equal on all ranks.
         self._numbers = itertools.count()
+        # Number of the last backward that has begun.
+        self._begun = -1
         if isinstance(self.method, UserFunction):
             group = Group(Backend(source.process_group), self.counters, source.device, source.process_group)
             self.bound = hook.bind(group)
@@ -90,7 +92,7 @@ class Runtime(RunningHook):
             group = ranks.group
             self._steps = FiniteSteps(self, grad_scaler)
         self._group = group
-        self.local = LocalSteps(self, group)
+        self.local = LocalSteps(self, group, grad_scaler is not None and grad_scaler.is_enabled())
         self.local.models.average_buffers = averages_models(self.bound) and self.bound.average_buffers
         if self._ranks is not None:
             self.local.models.begin = self._ranks.beside.begin
@@ -148,7 +150,7 @@ class Runtime(RunningHook):
         self.num_steps = self.call(lambda: self._shortest(num_steps or 0))
         if self.num_steps:
             self.configure(started(self._given, self.num_steps))
-            self.begin_at(self.bind_again(), self.clock.steps)
+            self.begin_at(self.bind_again(), self.clock.steps, self.local.models.num_steps)
 
     def _shortest(self, num_steps: int) -> int:
         told = self.bound.group.all_gather_quietly([num_steps])
@@ -169,7 +171,7 @@ class Runtime(RunningHook):
     def reset(self) -> None:
         """Let the hook begin anew, at step 0, with the same model on all ranks. Collective."""
         self.clock.end()
-        self.commit()
+        self.call(self.local.models.average_what_differs_)
         self.begin_at(self.bind_again(), 0)
         self.local.models.restore([], {})
 
@@ -188,10 +190,11 @@ class Runtime(RunningHook):
             except Exception as error:
                 raise self.failed(group, "in bind()", error) from error
 
-    def begin_at(self, fresh: BoundHook, steps: int) -> None:
-        """Go on with another runtime object, after so many steps."""
+    def begin_at(self, fresh: BoundHook, steps: int, num_steps: dict[str, int] | None = None) -> None:
+        """Go on with another runtime object, after so many steps; see `LocalSteps.begin_at`."""
         self.bound = fresh
-        self.clock.steps = steps
+        self.clock.steps, self._begun = steps, -1
+        self.local.begin_at(steps, num_steps)
         self.forecaster.restart()
         if self.micro_batches is not None:
             self.micro_batches.restart()
@@ -234,7 +237,7 @@ class Runtime(RunningHook):
             raise loaded
         self.num_steps = num_steps if num_steps is not None else self.num_steps
         steps, differences = loaded
-        self.begin_at(fresh, steps)
+        self.begin_at(fresh, steps, checkpoint.optimizer_steps_of(state))
         if differences and fresh.group.rank == 0:
             more = f" and {len(differences) - 5} more" if len(differences) > 5 else ""
             warnings.warn(
@@ -259,6 +262,9 @@ class Runtime(RunningHook):
         scale = _current_scale(self._grad_scaler)
         if self.config is not self._checked:
             self._check_starts()
+        if step != self._begun:
+            self._begun = step
+            self.local.begin_backward(step)
         self.forecaster.begin_step(step)
         return Bucket(flat, index, is_last, step, slots, unused, scale, accumulated=accumulated)
 

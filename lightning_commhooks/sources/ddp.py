@@ -166,8 +166,6 @@ class DDPSource(Source):
                 "join() does not work while ranks step alone: ranks that have run out of data take no optimizer "
                 "steps, after which models are averaged. Give all ranks the same number of batches"
             )
-        if is_local:
-            runtime.local.check_optimizers()
         # From the next forward on.
         model.broadcast_buffers = self._broadcasts_buffers and not (is_local and bound.average_buffers)
 

@@ -103,12 +103,6 @@ class ManagedDDP(Managed, DDPSource):
 
         return reduced.then(value)
 
-    def watch_local(self, runtime: Runtime, step: int) -> None:
-        if averages_models(runtime.bound):
-            # As long as there are no others, no step is one that ranks take alone.
-            runtime.local.check_optimizers()
-        super().watch_local(runtime, step)
-
     def _note_unused(self, bucket: Bucket) -> None:
         for slot in bucket.slots:
             if slot.name in (bucket.unused or ()) and not bucket.flat.is_sparse:

@@ -19,7 +19,7 @@ from lightning_commhooks.collectives.agreement import raise_on_all_ranks
 from lightning_commhooks.collectives.averaging import own_part
 from lightning_commhooks.collectives.errors import HookError
 from lightning_commhooks.collectives.process_groups import connections_of
-from lightning_commhooks.interface.averages_models import averages_models, is_local
+from lightning_commhooks.interface.averages_models import averages_models
 from lightning_commhooks.interface.bucket import Slot
 from lightning_commhooks.interface.hook import CommHook
 from lightning_commhooks.interface.layout import Layout
@@ -120,8 +120,6 @@ class _Unit:
         runtime.commit()
         step, index = runtime.clock.place_in_backward(ends=True)
         self._source.note((p.sharded_param for p in self._reduced), is_first=index == 0)
-        if is_local(runtime.bound, step):
-            runtime.local.check_optimizers()
         bucket = runtime.bucket(flat, slots, index, True, step, None)
         runtime.wait_for(runtime.submit(bucket, is_late=False))
         if flat is not share:

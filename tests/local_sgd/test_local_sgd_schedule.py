@@ -60,7 +60,7 @@ def test_schedule_is_the_simulation(run):
     )
     for step in range(20):
         if step == 12:
-            simulation.warmup = 100
+            simulation.is_local, simulation.warmup = False, 100
         simulation.backward([[batch(rank, step, "both")] for rank in range(4)], "both")
         simulation.step(0)
         if step == 12:

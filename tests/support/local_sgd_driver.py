@@ -111,7 +111,7 @@ class SimulationWithState(Simulation):
     def step(self, k):
         super().step(k)
         due = [period for period in self.periods if self.num_steps[k] % period == 0]
-        if not due or self.num_backwards <= self.warmup:
+        if not due or not self.is_local:
             return
         if self.optimizer_state == "average":
             states = {id(m): o[k].state for m, o in zip(self.models, self.optimizers, strict=True)}

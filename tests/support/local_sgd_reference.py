@@ -10,8 +10,8 @@ class Simulation:
 
     `periods` gives for each period the number of neighbouring ranks that average; `outer` the outer optimizer's
     settings, for DiLoCo, whose averages are taken over `delay` steps after they have begun, and mixed by `mixing`;
-    `warmup` the number of backwards whose gradients are averaged over all ranks; `subgroup` how many neighbours average
-    gradients afterwards.
+    `warmup` the number of steps of each optimizer whose gradients are averaged over all ranks, `begins_at` that of
+    backwards; `subgroup` how many neighbours average gradients afterwards.
     """
 
     def __init__(
@@ -23,6 +23,7 @@ class Simulation:
         *,
         periods,
         warmup=0,
+        begins_at=0,
         subgroup=1,
         outer=None,
         fragments=1,
@@ -34,7 +35,9 @@ class Simulation:
         self.world, self.loss, self.periods, self.warmup, self.subgroup = world, loss, periods, warmup, subgroup
         self.fragments, self.delay, self.mixing = fragments, delay, mixing
         self.moves = {}
-        self.num_backwards = 0
+        self.begins_at, self.num_backwards, self.is_local = begins_at, 0, False
+        # Of each optimizer, since the beginning and since ranks step alone.
+        self.taken = [0] * len(self.optimizers[0])
         self.num_steps = [0] * len(self.optimizers[0])
         self.outer = outer
         if outer is not None:
@@ -47,9 +50,10 @@ class Simulation:
             model.zero_grad()
             for batch in batches:
                 (self.loss(model, batch, part) / len(batches)).backward()
-        size = self.world if self.num_backwards < self.warmup else self.subgroup
-        self._average(lambda model: [p.grad for p in model.parameters() if p.grad is not None], size)
+        self.is_local |= min(self.taken) >= self.warmup and self.num_backwards >= self.begins_at
         self.num_backwards += 1
+        size = self.subgroup if self.is_local else self.world
+        self._average(lambda model: [p.grad for p in model.parameters() if p.grad is not None], size)
 
     def _average(self, tensors_of, size):
         for first in range(0, self.world, size):
@@ -62,7 +66,8 @@ class Simulation:
         """Step the k-th optimizer of each rank; average if it is time to."""
         for optimizers in self.optimizers:
             optimizers[k].step()
-        if self.num_backwards <= self.warmup:
+        self.taken[k] += 1
+        if not self.is_local:
             if self.outer is not None:
                 self.anchor.load_state_dict(self.models[0].state_dict())
             return
