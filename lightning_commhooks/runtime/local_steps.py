@@ -70,6 +70,8 @@ class LocalSteps:
         self.models = Models(group, self._optimizers, running.name)
         self.find_optimizers: Callable[[], Iterable[Optimizer]] = list
         self.reported_by_user = False
+        # Whether the user reports steps.
+        self._reports = False
         self._warned: set[str] = set()
         self._last_reported = -1
         self._checked = False
@@ -103,7 +105,7 @@ class LocalSteps:
         if callable(optimizers):
             self.find_optimizers = optimizers
         elif optimizers is not None:
-            self.reported_by_user = not optimizers
+            self.reported_by_user = self._reports = not optimizers
             for optimizer in optimizers if averages_models(self._running.bound) else ():
                 self.add(optimizer)
 
@@ -119,9 +121,8 @@ class LocalSteps:
         for optimizer in self.find_optimizers():
             if not self._is_hooked(optimizer):
                 self.add(optimizer, step)
-        for optimizer in self._optimizers.values():
-            if optimizer not in self._handles:
-                self._skipped.before(optimizer)
+        if self._reports:
+            self._skipped.before_any(self.models.layout.trained.values())
         bound.begin_backward(step, self.models.num_steps)
         self._check_steps()
         # As long as there are no other replicas, no step is local.
@@ -192,6 +193,7 @@ class LocalSteps:
                 f"{type(optimizer).__name__} reports its steps by itself since it was given to the hook; call "
                 "after_optimizer_step() for optimizers that were not"
             )
+        self._reports = True
         self._after_step(optimizer, self._skipped.after(optimizer, {}))
 
     def _after_own_step(self, optimizer: Optimizer, options: Mapping[str, Any]) -> None:

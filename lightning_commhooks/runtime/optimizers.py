@@ -130,7 +130,8 @@ class SkippedSteps:
 
     def __init__(self, is_scaled: bool) -> None:
         self._is_scaled = is_scaled
-        self._versions: WeakKeyDictionary[Any, list[int]] = WeakKeyDictionary()
+        # Of parameters before a step, by their `id`.
+        self._versions: dict[int, int] = {}
         # Optimizers whose changes autograd sees; others may change parameters by kernels of their own.
         self._are_seen: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
         self._have_unknown_scaler: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
@@ -138,7 +139,11 @@ class SkippedSteps:
     def before(self, optimizer: Optimizer) -> None:
         """A step is about to begin."""
         if not _is_stock(optimizer):
-            self._versions[optimizer] = _versions(parameters_of(optimizer))
+            self.before_any(parameters_of(optimizer))
+
+    def before_any(self, parameters: Iterable[Tensor]) -> None:
+        """A step of an unknown optimizer of some of these parameters may follow."""
+        self._versions.update((id(p), _version(p)) for p in parameters)
 
     def after(self, optimizer: Optimizer, options: Mapping[str, Any]) -> Verdict:
         """Whether the step that has just ended, with these keyword arguments, changed anything."""
@@ -153,10 +158,9 @@ class SkippedSteps:
                 )
             moved = found_inf == 0
             return OnHost(moved) if moved.is_cuda else bool(moved)
-        before = self._versions.pop(optimizer, None)
-        if before is None:
+        if _is_stock(optimizer):
             return True
-        if before != _versions(parameters_of(optimizer)):
+        if any(self._versions.get(id(p)) != _version(p) for p in parameters_of(optimizer)):
             return self._are_seen.setdefault(optimizer, True)
         return optimizer not in self._are_seen
 
@@ -170,8 +174,8 @@ def _is_stock(optimizer: Optimizer) -> bool:
     return getattr(type(optimizer).step, "__module__", "").startswith("torch.optim.")
 
 
-def _versions(parameters: Iterable[Tensor]) -> list[int]:
-    return [-1 if p.is_inference() else own_part(p)._version for p in parameters]
+def _version(parameter: Tensor) -> int:
+    return -1 if parameter.is_inference() else own_part(parameter)._version
 
 
 def _found_inf(optimizer: Optimizer, grad_scaler: Any) -> Tensor | None:

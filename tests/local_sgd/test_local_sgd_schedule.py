@@ -30,6 +30,7 @@ SCHEDULES = {
     "post": {0: "allreduce", 4: lc.PostLocalSGD(period=3, **ALONE), 12: "allreduce"},
     "diloco": {0: "allreduce", 4: lc.DiLoCo(period=3, **ALONE), 12: "allreduce"},
     "beside": {0: "allreduce", 4: lc.DiLoCo(period=3, delay=2, **ALONE), 12: "allreduce"},
+    "boundary": {0: lc.PostLocalSGD(period=4, **ALONE), 12: "allreduce"},
     "first": {0: lc.PostLocalSGD(period=50, **ALONE), 12: "powersgd"},
 }
 

@@ -11,7 +11,8 @@ from test_diloco_beside import batch, loss, make_model
 
 import lightning_commhooks as lc
 from accelerate_integration import CommHookKwargs
-from lightning_commhooks.hooks import _pace
+from lightning_commhooks.collectives.averaging import check_same
+from lightning_commhooks.hooks import _moves, _pace
 
 OUTER = {"lr": 0.7, "momentum": 0.9, "nesterov": True}
 # Of each rank's steps.
@@ -24,12 +25,20 @@ def train(rank, world, options):
     model, optimizer = make_model()
     hook = lc.DiLoCo(period=FIRST, period_seconds=PERIOD_SECONDS, **options)
     clock, after, step = mock.Mock(), [], 0
-    with mock.patch.object(_pace, "time", clock), local(model, hook, [optimizer]) as (ddp, attachment):
+    clock.monotonic.return_value = 0.0
+
+    def meet(*args):
+        told = check_same(*args)
+        clock.monotonic.return_value += 100 / SECONDS[rank]  # the faster, the longer a rank waits for the others
+        return told
+
+    clocked = mock.patch.object(_pace, "time", clock), mock.patch.object(_moves, "check_same", meet)
+    with clocked[0], clocked[1], local(model, hook, [optimizer]) as (ddp, attachment):
         while len(after) < OUTER_STEPS:
             ddp.zero_grad()
             loss(ddp, batch(rank, step)).backward()
             step += 1
-            clock.monotonic.return_value = step * SECONDS[rank]
+            clock.monotonic.return_value += SECONDS[rank]
             optimizer.step()
             if attachment.metrics()["averagings"] > len(after):
                 after.append((torch.cat([p.detach().reshape(-1) for p in model.parameters()]), step))
