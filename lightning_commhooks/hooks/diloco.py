@@ -77,8 +77,8 @@ class DiLoCo(LocalSGDConfig):
             long they take. Then all ranks evaluate, save and end after the same outer step, not after the same step:
             `metrics()["averagings"]` counts them. Not with `fragments`, `delay` and `eager`, in the Trainer and
             Accelerate, with a `GradScaler` or several optimizers. `None`: `period` steps on all ranks.
-        start_localSGD_iter: number of first steps in which gradients are averaged over all ranks, or a fraction of the
-            run, as 0.1, where its length is known: see [`PowerSGD`][].
+        start_localSGD_iter: number of first steps of each optimizer in which gradients are averaged over all ranks, or
+            a fraction of the run, as 0.1, where its length is known: see [`PowerSGD`][]. PyTorch counts backwards.
         post_local_gradient_allreduce: average gradients over the subgroup at every step, so that a node is what the
             paper calls a worker; if not, each rank is one.
         subgroup_size: ranks in a subgroup that averages gradients; `None`: the ranks of one node.

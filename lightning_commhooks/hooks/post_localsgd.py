@@ -19,7 +19,8 @@ class PostLocalSGD(LocalSGDConfig):
     """Let ranks (or nodes) step alone after a warm-up, and average their models after every `period` steps.
 
     Post-local SGD of Lin et al. 2018, https://arxiv.org/abs/1808.07217. PyTorch's `post_localSGD_hook` and
-    `PeriodicModelAverager` in one. Differs from them in that each optimizer counts its own steps; models are averaged
+    `PeriodicModelAverager` in one. Differs from them in that each optimizer counts its own steps, without those in which
+    nothing changed, for the start too; models are averaged
     after the first `period` steps that ranks take alone, not after the first one already; parameters stay in their
     storage; parameters without a gradient on some rank are averaged too; and buffers are averaged.
 
@@ -27,8 +28,8 @@ class PostLocalSGD(LocalSGDConfig):
 
     Args:
         period: number of steps of an optimizer between averagings.
-        start_localSGD_iter: number of first steps in which gradients are averaged over all ranks, or a fraction of the
-            run, as 0.1, where its length is known: see [`PowerSGD`][].
+        start_localSGD_iter: number of first steps of each optimizer in which gradients are averaged over all ranks, or
+            a fraction of the run, as 0.1, where its length is known: see [`PowerSGD`][]. PyTorch counts backwards.
         post_local_gradient_allreduce: average gradients over the subgroup later on; if not, send none at all.
         subgroup_size: ranks in a subgroup: the first so many, the next so many; the last one is smaller if they do not
             divide evenly. `None`: the ranks of one node.

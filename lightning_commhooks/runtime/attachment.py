@@ -271,7 +271,10 @@ class Attachment:
         self._of_ddp("load_state_dict").load(state_dict, strict_state)
 
     def reset_state(self) -> None:
-        """Let the hook begin anew, at step 0, without memory; for models that are the same on all ranks. Collective."""
+        """Reset the hook to step 0, without memory. Collective.
+
+        For models that are the same on all ranks. Averages weights and the state of optimizers if they still differ.
+        """
         self._of_ddp("reset_state").reset()
 
     @property
@@ -333,7 +336,7 @@ class Attachment:
     def after_optimizer_step(self, optimizer: Optimizer) -> None:
         """Tell the hook that an optimizer, which was not given to it, has stepped. Collective.
 
-        Call it on all ranks, also when a scaler skipped the step. Raises a `ValueError` if the optimizer reports its
+        Call it on all ranks, also when a scaler skipped the step, which does not count. Raises a `ValueError` if the optimizer reports its
         steps by itself, or is one that `add_optimizer` refuses.
         """
         if self.averages_models:
@@ -344,7 +347,8 @@ class Attachment:
 
         Sends nothing when ranks are equal, or an average that was evaluated is kept: see `averaged_weights`. With
         `everything`, averages all parameters if any of them differs: others than optimizers have changed them. Needs
-        memory for a copy of the model meanwhile.
+        memory for a copy of the model meanwhile. Leaves each rank the state of its optimizers: before training goes on
+        with averaged gradients, call `average_optimizer_state`.
         """
         self._runtime.local.average(everything)
 
@@ -409,7 +413,8 @@ class Attachment:
         `HookError`, since they keep a hook for good; so it does after a failure: wrap the model again to train without.
 
         Waits for what is under way, for a second at most: a backward that broke off may wait for other ranks for ever.
-        Warns when training ended before the hook compressed anything. Closing twice does nothing. A model that goes out
+        Warns when training ended before the hook compressed anything, and when an optimizer steps on later whose state
+        differs between ranks. Closing twice does nothing. A model that goes out
         of use closes its attachment by itself. To an FSDP model another hook may be attached then.
         """
         self._runtime.close()

@@ -77,7 +77,7 @@ class LocalSteps:
         self._checked = False
 
     def add(self, optimizer: Optimizer, num_steps: int = 0) -> None:
-        """Watch an optimizer, and those that it wraps, which have taken so many steps before."""
+        """Watch an optimizer, and the optimizers that it wraps. `num_steps`: steps that it has taken before."""
         check_optimizer(optimizer)
         if optimizer not in self._handles:
             self._handles[optimizer] = register_step_hooks(optimizer, self._before_own_step, self._after_own_step)
@@ -91,7 +91,7 @@ class LocalSteps:
         self._checked = False
 
     def begin_at(self, steps: int, num_steps: dict[str, int] | None) -> None:
-        """Go on after so many synchronized backwards, and steps by optimizer; `None`: one for each backward."""
+        """Set the number of synchronized backwards, and of steps by optimizer; `None`: one step for each backward."""
         self._verdicts.clear()
         known = dict.fromkeys(self._optimizers, steps) if num_steps is None else num_steps
         self.models.num_steps = {**dict.fromkeys(self._optimizers, 0), **known}
@@ -220,9 +220,9 @@ class LocalSteps:
             self._running.source.average(counted, lambda: self._running.call(lambda: self._tell(counted)))
 
     def _num_counted(self, stepped: OptimizerStep, verdict: Verdict) -> int:
-        """How many steps count now, equal on all ranks: all that changed anything, but 0 where nobody has to know yet.
+        """Number of steps to count now, equal on all ranks: 0 as long as no decision depends on it.
 
-        Where ranks may differ they count when they are about to communicate, as if each step had counted.
+        A decision is due when the hook would communicate if each step had changed something.
         """
         key, bound = stepped.optimizer, self._running.bound
         verdicts = self._verdicts.setdefault(key, [])
@@ -251,7 +251,7 @@ class LocalSteps:
         return are_even and self._skipped.differ(self._optimizers[key])
 
     def _count(self, key: str, verdicts: list[Verdict], group: Group | None = None) -> int:
-        """Count steps, over ranks that may differ those of the rank with most."""
+        """Count the steps that changed something; in a group, the largest count of a rank."""
         num = sum(one if isinstance(one, bool) else bool(one.wait()) for one in verdicts)
         verdicts.clear()
         if group is not None:

@@ -79,7 +79,7 @@ Verdict = bool | OnHost
 
 
 class StepsUnderWay:
-    """Steps of optimizers within steps of others: one optimizer may wrap others, or call the step of its base class."""
+    """Nested steps: an optimizer may wrap other optimizers, or call the step of its base class."""
 
     def __init__(self) -> None:
         self._under_way: list[tuple[Optimizer, FrameType]] = []
@@ -95,9 +95,9 @@ class StepsUnderWay:
         self._under_way.append((optimizer, frame))
 
     def end(self, optimizer: Optimizer, verdict: Verdict) -> list[tuple[Optimizer, Verdict]]:
-        """A step ends; returns the optimizers that have stepped when it is the outermost, each once.
+        """A step ends; if it is the outermost, return the optimizers that have stepped, each once.
 
-        Without those whose parameters others have stepped within their step.
+        Leaves out a wrapper, whose parameters were stepped by inner optimizers.
         """
         while self._under_way and self._under_way.pop()[0] is not optimizer:
             pass
@@ -132,7 +132,7 @@ class SkippedSteps:
         self._is_scaled = is_scaled
         # Of parameters before a step, by their `id`.
         self._versions: dict[int, int] = {}
-        # Optimizers whose changes autograd sees; others may change parameters by kernels of their own.
+        # Optimizers whose changes autograd sees. Kernels of an optimizer's own may change parameters unseen.
         self._are_seen: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
         self._have_unknown_scaler: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
 
@@ -179,7 +179,7 @@ def _version(parameter: Tensor) -> int:
 
 
 def _found_inf(optimizer: Optimizer, grad_scaler: Any) -> Tensor | None:
-    """What a `GradScaler` gives an optimizer that skips a step by itself: above 0 if it is to be skipped."""
+    """The flag of a `GradScaler` for an optimizer that skips steps by itself: above 0 for a step to skip."""
     given: object = getattr(optimizer, "found_inf", None)
     if given is None and isinstance(grad_scaler, torch.amp.GradScaler):
         per_device = grad_scaler._found_inf_per_device(optimizer)

@@ -174,12 +174,18 @@ def _check_uneven(source: Source, model: nn.Module, config: CommHook, grad_scale
         "a sharded model": not isinstance(source, DDPSource),
         "find_unused_parameters=True": getattr(model, "find_unused_parameters", False),
         "grad_scaler": grad_scaler is not None and grad_scaler.is_enabled(),
+        "average_buffers=False, while DDP broadcasts buffers,": _broadcasts_buffers(model, config),
     }
     for what, is_so in reasons.items():
         if is_so:
             raise ValueError(
                 f"{code(config)} lets ranks take different numbers of steps, and with {what} every step is collective"
             )
+
+
+def _broadcasts_buffers(model: nn.Module, config: CommHook) -> bool:
+    is_on = getattr(model, "broadcast_buffers", False) and not getattr(without_scale(config), "average_buffers", True)
+    return is_on and next(model.buffers(), None) is not None
 
 
 def source_of(

@@ -1,5 +1,6 @@
 """DiLoCo of ranks that take as many steps as they can, against a simulation in one process in float64."""
 
+import dataclasses
 import time
 from unittest import mock
 
@@ -8,6 +9,7 @@ import torch
 import torch.distributed as dist
 from local_sgd_driver import ALONE, local
 from test_diloco_beside import batch, loss, make_model
+from torch import nn
 
 import lightning_commhooks as lc
 from accelerate_integration import CommHookKwargs
@@ -165,6 +167,13 @@ def refused_by_attach(rank, world):
             local(model, UNEVEN, [optimizer], grad_scaler=used, **options),
         ):
             pass
+    with (
+        pytest.raises(
+            ValueError, match="average_buffers=False, while DDP broadcasts buffers, every step is collective"
+        ),
+        local(nn.BatchNorm1d(3), dataclasses.replace(UNEVEN, average_buffers=False)),
+    ):
+        pass
     optimizers = [torch.optim.SGD([p], lr=0.1) for p in model.parameters()]
     with local(model, UNEVEN, optimizers) as (ddp, _):
         loss(ddp, batch(rank, 0)).backward()
