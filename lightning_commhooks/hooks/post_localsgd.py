@@ -19,10 +19,10 @@ class PostLocalSGD(LocalSGDConfig):
     """Let ranks (or nodes) step alone after a warm-up, and average their models after every `period` steps.
 
     Post-local SGD of Lin et al. 2018, https://arxiv.org/abs/1808.07217. PyTorch's `post_localSGD_hook` and
-    `PeriodicModelAverager` in one. Differs from them in that each optimizer counts its own steps, without those in which
-    nothing changed, for the start too; models are averaged
-    after the first `period` steps that ranks take alone, not after the first one already; parameters stay in their
-    storage; parameters without a gradient on some rank are averaged too; and buffers are averaged.
+    `PeriodicModelAverager` in one. Differs from them in that each optimizer counts its own steps, for the start too,
+    and only steps that change something; models are averaged after the first `period` steps that ranks take alone, not
+    after the first one already; parameters stay in their storage; parameters without a gradient on some rank are
+    averaged too; and buffers are averaged.
 
     Sends 2(w-1)/w times the parameters every `period` steps, and gradients within subgroups only.
 

@@ -336,8 +336,8 @@ class Attachment:
     def after_optimizer_step(self, optimizer: Optimizer) -> None:
         """Tell the hook that an optimizer, which was not given to it, has stepped. Collective.
 
-        Call it on all ranks, also when a scaler skipped the step, which does not count. Raises a `ValueError` if the optimizer reports its
-        steps by itself, or is one that `add_optimizer` refuses.
+        Call it on all ranks, also when a scaler skipped the step, which does not count. Raises a `ValueError` if the
+        optimizer reports its steps by itself, or is one that `add_optimizer` refuses.
         """
         if self.averages_models:
             self._runtime.local.after_step(optimizer)

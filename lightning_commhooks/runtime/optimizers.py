@@ -171,7 +171,7 @@ class SkippedSteps:
 
 def _is_stock(optimizer: Optimizer) -> bool:
     """Whether the step is PyTorch's own, which skips none by itself."""
-    return getattr(type(optimizer).step, "__module__", "").startswith("torch.optim.")
+    return getattr(getattr(type(optimizer), "step", None), "__module__", "").startswith("torch.optim.")
 
 
 def _version(parameter: Tensor) -> int:

@@ -176,8 +176,10 @@ def forget(rank, world):
             ddp(gradients).backward()
             with pytest.raises(lc.HookError, match=r"knows no optimizer of it: attach\(model, 'post_localsgd', optim"):
                 ddp(gradients).backward()
-    with local(model, hook, [torch.optim.SGD([model.a], lr=0.0)]) as (ddp, _):
+    optimizer = torch.optim.SGD([model.a], lr=0.1)
+    with local(model, hook, [optimizer]) as (ddp, _):
         ddp(gradients).backward()
+        optimizer.step()
         with pytest.warns(UserWarning, match="1 trained parameters, 'b' first, are in no optimizer .* never averaged"):
             ddp(gradients).backward()
         ddp(gradients).backward()  # once

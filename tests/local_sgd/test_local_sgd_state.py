@@ -230,14 +230,14 @@ def refuse(rank, world):
             states.append(attachment.state_dict())
     model, optimizers = make()
     with local(model, hook, optimizers, exact_state=True) as (ddp, attachment):
-        trajectory = train(rank, ddp, optimizers, range(7))
+        trajectory = train(rank, ddp, optimizers, range(10))
         exact = attachment.state_dict()
         states += [{**exact, "num_tensors": 3}, {**exact, "steps": -1}, None]
         for state in states:
             with pytest.raises(ValueError, match=r"strict_state=False") as error:
                 attachment.load_state_dict(state)
             texts.append(str(error.value))
-        trajectory += train(rank, ddp, optimizers, range(7, STEPS))
+        trajectory += train(rank, ddp, optimizers, range(10, STEPS))
     model, optimizers = make()
     with local(model, hook, exact_state=True) as (_, attachment):
         attachment.add_optimizer(optimizers[0])
