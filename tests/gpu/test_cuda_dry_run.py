@@ -107,7 +107,7 @@ ALLOWED = [
     Allowed("collectives/counters.py", "as_dict", ("metrics",), "what metrics() returns is numbers"),
     Allowed("collectives/timing.py", "ms", ("metrics", *STEPS), "the event has come, or `Auto` compares times, once"),
     Allowed("runtime/attachment.py", "residual_norm", ("metrics",), "it returns a number"),
-    Allowed("runtime/finite_steps.py", "wait", ("",), "was the step before finite? There is the next forward to do"),
+    Allowed("runtime/on_host.py", "wait", ("",), "was the step before finite? There is the next forward to do"),
     Allowed("runtime/micro_batches.py", "_nonzero", STEPS, "gradients are there after a step: were they set to zero?"),
     Allowed("interface/error_sample.py", "last_finite", ("metrics", *STEPS[:1]), "metrics() or, once, `Auto` wants it"),
     Allowed("interface/state.py", "per_rank", STATE, "a state is on the CPU"),

@@ -6,6 +6,30 @@ PACKAGE = "lightning_commhooks"
 
 MUTATIONS = [
     Mutation(
+        "skipped_step_counts",
+        f"{PACKAGE}/runtime/optimizers.py",
+        "moved = found_inf == 0",
+        "moved = found_inf >= 0",
+        "Steps that a GradScaler lets a fused optimizer skip count.",
+        "tests/local_sgd/test_local_sgd_scaler.py -k 'out_of_phase and fused'",
+    ),
+    Mutation(
+        "ranks_count_for_themselves",
+        f"{PACKAGE}/runtime/local_steps.py",
+        "num = max(own for (own,) in group.all_gather_quietly([num]))",
+        "group.all_gather_quietly([num])",
+        "A rank whose optimizer skips a step by itself averages later than its peers.",
+        "tests/local_sgd/test_local_sgd_counts.py -k 'skip_by_themselves'",
+    ),
+    Mutation(
+        "wrapper_counts_too",
+        f"{PACKAGE}/runtime/optimizers.py",
+        "if not (ids := _ids(one)) <= stepped:",
+        "if ids := _ids(one):",
+        "A step of SAM counts twice.",
+        "tests/local_sgd/test_local_sgd_counts.py -k 'start_and_period'",
+    ),
+    Mutation(
         "step_of_a_checkpoint",
         f"{PACKAGE}/runtime/local_steps.py",
         'return all(float(group.get("lr", 1)) == 0 for group in optimizer.param_groups)',
@@ -191,7 +215,7 @@ MUTATIONS = [
     ),
     Mutation(
         "verdict_read_too_soon",
-        f"{PACKAGE}/runtime/finite_steps.py",
+        f"{PACKAGE}/runtime/on_host.py",
         "        self._arrived.synchronize()\n",
         "",
         "Whether a step was bad is read before it has come from the device.",

@@ -186,8 +186,8 @@ MUTATIONS = [
     Mutation(
         "one_count_for_all_optimizers",
         f"{PACKAGE}/hooks/_local_sgd.py",
-        "num_steps = self._num_steps.get(stepped.optimizer, 0) + 1",
-        "num_steps = sum(self._num_steps.values()) + 1",
+        "return self._num_steps.get(stepped.optimizer, 0) + stepped.num_steps",
+        "return sum(self._num_steps.values()) + stepped.num_steps",
         "Optimizers share one count, so that with an even period the same one is always averaged.",
         "tests/lightning/test_local_sgd_lightning.py -k 'own_steps or own_optimizer'",
     ),

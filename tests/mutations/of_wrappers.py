@@ -96,10 +96,26 @@ MUTATIONS = [
     Mutation(
         "period_off_by_one",
         f"{HOOKS}/post_localsgd.py",
-        "if num_steps % self._config.period == 0 and",
-        "if (num_steps + 1) % self._config.period == 0 and",
+        "return num_steps % self._config.period == 0 and",
+        "return (num_steps + 1) % self._config.period == 0 and",
         "Models are averaged a step early.",
         "tests/local_sgd/test_local_sgd.py -k 'trajectory and post'",
+    ),
+    Mutation(
+        "start_counts_backwards",
+        f"{HOOKS}/_local_sgd.py",
+        "self._starts_after(num_steps or",
+        'self._starts_after({"": step} or',
+        "Ranks begin to step alone in the middle of a step of LBFGS.",
+        "tests/local_sgd/test_local_sgd_counts.py -k 'start_and_period'",
+    ),
+    Mutation(
+        "momenta_stay_apart",
+        f"{PACKAGE}/interface/wrapper.py",
+        "return not is_same or stepped.models.state_diverged(stepped)",
+        "return not is_same",
+        "Where local steps end with an average, each rank keeps its momenta.",
+        "tests/local_sgd/test_local_sgd_schedule.py -k 'phase_alone and boundary'",
     ),
     Mutation(
         "average_stays",
@@ -211,6 +227,14 @@ MUTATIONS = [
         "weight = self.taken * len(told) / sum(steps for steps, _ in told)",
         "weight = 1.0",
         "Ranks that take more steps weigh no more.",
+        "tests/local_sgd/test_uneven_ranks.py -k simulation",
+    ),
+    Mutation(
+        "wait_is_part_of_a_step",
+        f"{HOOKS}/_pace.py",
+        "microseconds = (self._last - self._first)",
+        "microseconds = (time.monotonic() - self._first)",
+        "The wait for slower ranks makes the steps of a fast one longer, so that it takes fewer and fewer.",
         "tests/local_sgd/test_uneven_ranks.py -k simulation",
     ),
     Mutation(

@@ -19,7 +19,7 @@ from lightning_commhooks.collectives import group, process_groups
 from lightning_commhooks.collectives import steps as steps_module
 from lightning_commhooks.collectives.gloo_abort import Connections
 from lightning_commhooks.collectives.timing import HostTiming
-from lightning_commhooks.runtime import finite_steps, ranks, stream_engine
+from lightning_commhooks.runtime import on_host, ranks, stream_engine
 
 HOOKS = {
     "allreduce": lc.AllReduce(),
@@ -101,13 +101,13 @@ def test_between_replicas_on_the_stream_of_fsdp2(device, label):
 @pytest.mark.parametrize("label", HOOKS)
 def test_bad_step(device, label, monkeypatch):
     """The host hears of it when the next step begins."""
-    wait, bad = finite_steps._OnHost.wait, []
+    wait, bad = on_host.OnHost.wait, []
 
     def is_bad(self):
         bad.append(bool(wait(self)))
         return torch.tensor(len(bad) % 2 == 0)
 
-    monkeypatch.setattr(finite_steps._OnHost, "wait", is_bad)
+    monkeypatch.setattr(on_host.OnHost, "wait", is_bad)
     with device() as order:
         training = Training(HOOKS[label], PLAIN, order.edges)
         steps(order, training, range(6))

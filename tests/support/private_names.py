@@ -289,7 +289,7 @@ TORCH = [
     ),
     Use(
         "sys._getframe",
-        ("accelerate_integration/kwargs.py", f"{PACKAGE}/lightning/averaging.py"),
+        ("accelerate_integration/kwargs.py", f"{PACKAGE}/lightning/averaging.py", f"{PACKAGE}/runtime/optimizers.py"),
         "as documented",
     ),
     Use("os._exit", (LAUNCH,), "as documented"),
@@ -330,12 +330,23 @@ TORCH = [
     Use("._comm_hook_state", (f"{PACKAGE}/sources/fsdp1.py",), "FSDP 1 is refused after close()", _fsdp_keeps_its_hook),
     Use("._nnz", (f"{PACKAGE}/collectives/communicator.py",), "sparse gradients fail", lambda: _sparse()._nnz() == 1),
     Use("._values", SPARSE, "sparse gradients fail", lambda: _sparse()._values().tolist() == [2.0]),
-    Use("._version", (MICRO_BATCHES, f"{PACKAGE}/interface/swap.py"), "accumulation fails", _counts_changes),
+    Use(
+        "._version",
+        (MICRO_BATCHES, f"{PACKAGE}/interface/swap.py", f"{PACKAGE}/runtime/optimizers.py"),
+        "accumulation fails",
+        _counts_changes,
+    ),
     Use(
         "._orig_mod",
         (f"{PACKAGE}/interface/layout.py",),
         "silent: state of compiled models is not that of the others",
         lambda: next(torch.compile(torch.nn.Linear(1, 1)).named_parameters())[0] == "_orig_mod.weight",
+    ),
+    Use(
+        "._found_inf_per_device",
+        (f"{PACKAGE}/runtime/optimizers.py",),
+        "steps that optimizers with a grad_scaler argument skip count",
+        lambda: hasattr(torch.amp.GradScaler, "_found_inf_per_device"),
     ),
     Use(
         "._scale", (f"{PACKAGE}/runtime/runtime.py",), "silent: memory in units of a scaled loss", _scaler_has_its_scale
