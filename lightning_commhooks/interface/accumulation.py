@@ -17,14 +17,14 @@ class Accumulated:
     """The micro-batches whose gradients one synchronized backward sums.
 
     Attributes:
-        num_micro_batches: micro-batches of this rank since the last synchronized backward.
+        num_micro_batches: micro-batches of this rank since the last synchronized backward; `None`: nobody knows.
         weight: of these micro-batches, as the user gave it.
         num_weightless: those that the user gave no weight for.
         divided_by: what the loss of each was divided by already.
         factor: what the gradients are multiplied by; `None` as long as that is not known.
     """
 
-    num_micro_batches: int = 1
+    num_micro_batches: int | None = 1
     weight: Number = 0.0
     num_weightless: int = 0
     divided_by: float = 1.0

@@ -6,29 +6,32 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from lightning_commhooks.interface.accumulation import Accumulated, Number, is_one, is_positive, is_weight, scale_
-from lightning_commhooks.runtime.copies import NotCopied
+from lightning_commhooks.runtime.passes import Passes
 
 
 class MicroBatches:
     """Counts the micro-batches of one DDP model.
 
-    A micro-batch begins with a forward of the model that trains, and counts when a gradient of it arrives: so it does
-    not matter whether gradients are synchronized, how many times a loss is differentiated, and whether activations are
-    computed again for that. The count begins anew after each synchronized backward, and when gradients were cleared.
-    One more backward after the same forward, as of a second network, is of the same micro-batches.
+    A micro-batch is a backward through forwards of the model that are in no other yet, and counts when a gradient
+    arrives: so it does not matter whether gradients are synchronized, whether other forwards come in between, and
+    whether activations are computed again. The count begins anew after each synchronized backward, and when gradients
+    were cleared. One more backward through the same forwards, as of a second network, is of the same micro-batch.
 
     A synchronized backward must not go on with gradients that an earlier one has averaged and scaled already. With
     several networks those of another one may be there, to be cleared before its own turn.
 
-    What the loss is divided by is asked for in each synchronized backward.
+    Args:
+        divided_by: what the loss is divided by, asked for in each synchronized backward.
+        passes: forwards and backwards of the model.
     """
 
-    def __init__(self, divided_by: Callable[[], float]) -> None:
+    def __init__(self, divided_by: Callable[[], float], passes: Passes) -> None:
         self._divided_by = divided_by
+        self._passes = passes
         self._handles: list[RemovableHandle] = []
         self._nodes: list[torch.autograd.graph.Node] = []
         self._parameters: dict[str, Tensor] = {}
@@ -36,16 +39,20 @@ class MicroBatches:
 
     def restart(self) -> None:
         """Forget what was counted."""
-        self._has_begun = False
+        self._passes.restart()
         self._step = -1
         self._last: Accumulated | None = None
-        # Weight of the next micro-batch.
-        self._pending: Number | None = None
+        # Weight that was given since the last micro-batch began, and in how many calls.
+        self._pending: Number = 0.0
+        self._num_pending = 0
         self._clear()
 
     def _clear(self) -> None:
         self._count, self._num_weightless = 0, 0
         self._weight: Number = 0.0
+        # Calls that have given weight to micro-batches which are still to come.
+        self._num_spare = 0
+        self._passes.is_ambiguous = False
         # Whether a synchronized backward has ended.
         self._is_over = False
         # Parameters with a gradient from the present backward, and from this window.
@@ -59,16 +66,10 @@ class MicroBatches:
         # The last gradient that arrived.
         self._witness: tuple[Tensor, int] | None = None
 
-    def watch(self, model: nn.Module, parameters: Mapping[str, Tensor]) -> None:
-        """Count the micro-batches of this model from now on, by its trained parameters."""
+    def watch(self, parameters: Mapping[str, Tensor]) -> None:
+        """Count micro-batches by the gradients of these parameters from now on."""
         self._remove_hooks()
         self._parameters = dict(parameters)
-
-        def before_forward(module: object, inputs: object) -> None:
-            if torch.is_grad_enabled():
-                self._has_begun = True
-
-        self._handles.append(model.register_forward_pre_hook(NotCopied(torch.compiler.disable(before_forward))))
         for name, parameter in self._parameters.items():
             # A hook of the node that accumulates: those of the parameter are called by torch.autograd.grad() too.
             node = torch.autograd.graph.get_gradient_edge(parameter).node
@@ -88,7 +89,7 @@ class MicroBatches:
         self._handles, self._nodes = [], []
 
     def add_weight(self, weight: Number) -> None:
-        """Give the next micro-batch, whose gradients have not arrived yet, more weight; nothing without gradients."""
+        """Give weight to a micro-batch whose gradients have not arrived yet; nothing without gradients."""
         if isinstance(weight, Tensor):
             if weight.numel() != 1:
                 raise ValueError(f"a weight must be a number, is a tensor of shape {list(weight.shape)}")
@@ -96,8 +97,8 @@ class MicroBatches:
         if not torch.is_grad_enabled():
             return
         if isinstance(weight, Tensor) or is_weight(weight):
-            weight = weight if isinstance(weight, Tensor) else float(weight)
-            self._pending = weight if self._pending is None else self._pending + weight
+            self._pending = self._pending + (weight if isinstance(weight, Tensor) else float(weight))
+            self._num_pending += 1
             return
         raise ValueError(f"a weight must be a finite number of at least 0, is {weight!r}")
 
@@ -114,7 +115,8 @@ class MicroBatches:
             if self._last is not None:
                 self._clear()  # a rank out of data, under join(): this backward is not its own
             self._step = step
-            self._last = Accumulated(max(self._count, 1), self._weight, self._num_weightless, divided_by)
+            count = None if self._passes.is_ambiguous else max(self._count, 1)
+            self._last = Accumulated(count, self._weight, self._num_weightless, divided_by)
         if is_last and self._used and self._used <= self._done:
             raise ValueError(
                 "accumulation: gradients were not cleared since the last synchronized backward, which has scaled and "
@@ -130,9 +132,8 @@ class MicroBatches:
 
     def _arrival(self, name: str, parameter: Tensor) -> Callable[[Sequence[Tensor]], None]:
         def arrives(gradients: Sequence[Tensor]) -> None:
-            if self._has_begun:
-                self._has_begun = False
-                self._begin()
+            if (num_left := self._passes.begin_micro_batch()) is not None:
+                self._begin(num_left)
             elif self._is_over:
                 self._go_on()
             self._used.add(name)
@@ -146,7 +147,7 @@ class MicroBatches:
         if parameter.grad is not None:
             self._witness = parameter, parameter.grad._version
 
-    def _begin(self) -> None:
+    def _begin(self, num_left: int) -> None:
         if self._last is not None:
             done = _nonzero(self._parameters)
             self._clear()
@@ -156,11 +157,12 @@ class MicroBatches:
         self._used_in_window |= self._used
         self._used = set()
         self._count += 1
-        if self._pending is None:
-            self._num_weightless += 1
-        else:
-            self._weight = self._weight + self._pending
-        self._pending = None
+        # The window's total is what matters: where forwards come first, whose weight is whose is not.
+        self._weight = self._weight + self._pending
+        num_calls = self._num_spare + self._num_pending
+        self._num_weightless += num_calls == 0
+        self._num_spare = min(max(num_calls - 1, 0), num_left)
+        self._pending, self._num_pending = 0.0, 0
 
     def _go_on(self) -> None:
         """One more backward of the same forward begins, after a synchronized one."""

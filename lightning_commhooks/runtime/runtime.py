@@ -32,6 +32,7 @@ from lightning_commhooks.runtime.finite_steps import FiniteSteps
 from lightning_commhooks.runtime.forecast import Forecaster
 from lightning_commhooks.runtime.local_steps import LocalSteps
 from lightning_commhooks.runtime.micro_batches import MicroBatches
+from lightning_commhooks.runtime.passes import Passes
 from lightning_commhooks.runtime.ranks import Ranks
 from lightning_commhooks.runtime.running import RunningHook
 from lightning_commhooks.runtime.source import Source
@@ -76,7 +77,9 @@ class Runtime(RunningHook):
         # The configuration whose starts were looked at.
         self._checked: CommHook | None = None
         self.watch = Watch()
-        self.micro_batches = MicroBatches(loss_divided_by) if accumulation_of(hook) != "framework" else None
+        self.passes = Passes(self.clock)
+        is_counted = accumulation_of(hook) != "framework"
+        self.micro_batches = MicroBatches(loss_divided_by, self.passes) if is_counted else None
         self._grad_scaler = grad_scaler
         self.is_closed = False
         self._close_with_model: weakref.finalize[Any, Any] | None = None
@@ -128,7 +131,7 @@ class Runtime(RunningHook):
         self.local.models.layout = self.source.layout
         texts = self.config.check_parameters(list(self.layout.trained))
         if self.micro_batches is not None:
-            self.micro_batches.watch(model, self.layout.trained)
+            self.micro_batches.watch(self.layout.trained)
         self.source.connect(model, self)
         self.model = weakref.ref(model)
         if self._close_with_model is not None:
@@ -369,6 +372,7 @@ class Runtime(RunningHook):
         self.forecaster.close()
         texts = self.local.close()
         self.source.close()
+        self.passes.close()
         if self.micro_batches is not None:
             self.micro_batches.close()
         if self._ranks is None:

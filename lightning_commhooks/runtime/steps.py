@@ -64,6 +64,11 @@ class StepClock:
             self._static_backward = backward
         return 0 <= backward == self._static_backward
 
+    @property
+    def is_open(self) -> bool:
+        """Whether a step has begun and not ended."""
+        return self._is_open
+
     def step_of(self, index: int, is_last: bool, last_may_be_skipped: bool) -> int:
         """Number of the step that a bucket belongs to, from 0 on; called once for each bucket."""
         if self.is_first_of_static_graph:

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_commhooks.codecs.ranges import named
 from lightning_commhooks.collectives.errors import HookError
-from lightning_commhooks.interface.averages_models import averages_models
+from lightning_commhooks.interface.averages_models import averages_models, is_local
 from lightning_commhooks.interface.bucket import Bucket
 from lightning_commhooks.interface.hook import CommHook
 from lightning_commhooks.interface.layout import Layout
@@ -97,6 +97,12 @@ class DDPSource(Source):
         assert isinstance(model, DistributedDataParallel)
         function = self.trampoline(runtime, model)
         register(model, self.options.get("hook_state"), function, runtime.name, lambda: runtime.is_closed)
+        runtime.passes.watch(
+            model,
+            self.layout.trained,
+            synchronizes=lambda ddp: ddp.require_backward_grad_sync,
+            not_synchronized=lambda: self._warn_of_second(runtime),
+        )
 
     def trampoline(self, runtime: Runtime, model: DistributedDataParallel) -> Trampoline:
         """The function that DDP calls for each bucket of `model`."""
@@ -183,6 +189,19 @@ class DDPSource(Source):
                 stacklevel=2,
             )
         self._warned.add("join")
+
+    def _warn_of_second(self, runtime: Runtime) -> None:
+        # Ranks that step alone average nothing in any backward.
+        if "second" in self._warned or is_local(runtime.bound, runtime.clock.steps - 1):
+            return
+        self._warned.add("second")
+        warnings.warn(
+            "a backward has added gradients that are not averaged over ranks, which differ from now on: "
+            "DistributedDataParallel averages in one backward after its forwards, and this is one more, of the same "
+            "forward or of one before. Sum the losses and call backward once; or put all backwards but the last, with "
+            "their forwards, in no_sync()",
+            stacklevel=2,
+        )
 
     def _warn_of_unfrozen(self) -> None:
         # Once in a backward: there may be thousands of frozen parameters.

@@ -138,6 +138,12 @@ class _BoundScale(BoundAround):
         if self._accumulation == "sum":
             return divided_by
         if self._accumulation == "mean":
+            if accumulated.num_micro_batches is None:
+                raise ValueError(
+                    "accumulation='mean': several forwards of the model came before several backwards. Which belong "
+                    "together is not known, since no tensor was found in what the model returned. Let it return "
+                    "tensors, alone or in tuples, lists, dicts or dataclasses; or call backward after each forward"
+                )
             return divided_by / accumulated.num_micro_batches
         total = yield from self._total_weight(accumulated, bucket, ranks)
         num_ranks = 1 if is_local(self._inner, bucket.step) else self.group.size

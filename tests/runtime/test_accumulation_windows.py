@@ -15,7 +15,10 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_commhooks as lc
+from lightning_commhooks.collectives.counters import Counters
 from lightning_commhooks.runtime.micro_batches import MicroBatches
+from lightning_commhooks.runtime.passes import Passes
+from lightning_commhooks.runtime.steps import StepClock
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
@@ -446,11 +449,10 @@ def test_config_is_picklable_and_hashable():
 
 
 def test_weights_before_and_after_the_forward_are_of_one_micro_batch():
-    counter = MicroBatches(lambda: 1.0)
+    counter = MicroBatches(lambda: 1.0, Passes(StepClock(Counters(), lambda in_time, complete: None)))
     counter.add_weight(2)
-    counter._has_begun = True
     counter.add_weight(3)
-    counter._begin()
+    counter._begin(num_left=0)
     assert counter.of_step(0, True).weight == 5
     assert counter.of_step(0, True).num_weightless == 0
 

@@ -1,0 +1,202 @@
+"""Which forwards of a model a backward reaches."""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Set
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from lightning_commhooks.runtime.copies import NotCopied
+from lightning_commhooks.runtime.engine import call_at_end_of_backward
+from lightning_commhooks.runtime.steps import StepClock, current_backward
+
+
+class _Forward:
+    """A forward that trains: a hook of the nodes that made its outputs, and alive as long as they are."""
+
+    def __init__(self, reach: Callable[[_Forward], None], synchronizes: bool) -> None:
+        self._reach = reach
+        self.synchronizes = synchronizes
+
+    def __call__(self, gradients: object) -> None:
+        self._reach(self)
+
+
+class Passes:
+    """Follows each forward that trains to the backwards that pass through its outputs.
+
+    So all forwards may come before all backwards, one backward may be of several forwards, and several of one. Where
+    a backward passes through no output (it runs within the forward, as in Lightning's manual optimization; it
+    differentiates a gradient; the library finds no tensor in the output), it is taken for one of all forwards so far.
+
+    Args:
+        clock: of the attachment.
+
+    Attributes:
+        is_ambiguous: whether there were several backwards of several forwards in whose outputs no tensor was found, so
+            that nobody knows which belong together.
+    """
+
+    def __init__(self, clock: StepClock) -> None:
+        self._clock = clock
+        self._handles: list[RemovableHandle] = []
+        self._parameters: list[Tensor] = []
+        self._not_synchronized: Callable[[], None] | None = None
+        # Steps when the last forward that synchronizes ended: DDP averages the next backward only.
+        self._steps_of_forward = -1
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget all forwards."""
+        self._uncounted: weakref.WeakSet[_Forward] = weakref.WeakSet()
+        self._has_begun, self.is_ambiguous = False, False
+        # Forwards in whose outputs no tensor was found, since the last micro-batch, and in it.
+        self._num_opaque, self._num_merged = 0, 0
+        self._forget_backward()
+
+    def _forget_backward(self) -> None:
+        self._is_within, self._is_counted = False, False
+        self._reached: set[_Forward] = set()
+        # Whether an earlier one was averaged already, and what there was before this one, if so.
+        self._is_extra = False
+        self._before: tuple[int, list[tuple[Tensor | None, int]]] | None = None
+
+    def watch(
+        self,
+        model: nn.Module,
+        parameters: Mapping[str, Tensor],
+        synchronizes: Callable[[Any], bool],
+        not_synchronized: Callable[[], None],
+    ) -> None:
+        """Follow the forwards of this model from now on, instead of those of another.
+
+        Args:
+            model: what is called.
+            parameters: those that it trains.
+            synchronizes: whether gradients are averaged in the next backward, asked for at the end of a forward.
+            not_synchronized: called once, at the end of the first backward that adds to gradients of a forward that
+                synchronizes, and averages none, since an earlier backward has.
+        """
+        self.close()
+        self._parameters, self._not_synchronized = list(parameters.values()), not_synchronized
+
+        def before(module: object, inputs: object) -> None:
+            if torch.is_grad_enabled():
+                self._has_begun = True
+            if self._is_within and current_backward() < 0:
+                self._forget_backward()  # it broke off
+
+        def after(module: nn.Module, inputs: object, outputs: object) -> None:
+            if torch.is_grad_enabled():
+                self._follow(outputs, synchronizes(module))
+
+        self._handles = [
+            model.register_forward_pre_hook(NotCopied(torch.compiler.disable(before))),
+            model.register_forward_hook(NotCopied(torch.compiler.disable(after))),
+        ]
+
+    def close(self) -> None:
+        """Let go of the model."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles, self._parameters = [], []
+        self._not_synchronized = None
+
+    def _follow(self, outputs: object, synchronizes: bool) -> None:
+        if synchronizes:
+            self._steps_of_forward = self._clock.steps
+        if not self._has_begun:
+            return  # its backward ran within
+        forward = _Forward(self._reach, synchronizes)
+        nodes = {node for tensor in _tensors(outputs, set(), 2) for node in _nodes(tensor)}
+        for node in nodes:
+            node.register_prehook(forward)
+        if nodes:
+            self._uncounted.add(forward)
+        else:
+            self._num_opaque += 1
+
+    def _reach(self, forward: _Forward) -> None:
+        self._enter()
+        self._reached.add(forward)
+        if self._is_extra and forward.synchronizes and self._before is None:
+            self._before = self._clock.steps, self._gradients()
+
+    def _enter(self) -> None:
+        if self._is_within:
+            return
+        self._is_within = True
+        self._is_extra = (
+            self._not_synchronized is not None
+            and self._steps_of_forward != self._clock.steps
+            and not self._clock.is_open
+        )
+        call_at_end_of_backward(self._leave)
+
+    def _leave(self) -> None:
+        reached, before = self._reached, self._before
+        if self._is_counted:
+            self._uncounted -= reached or set(self._uncounted)
+        self._forget_backward()
+        report = self._not_synchronized
+        if before is None or report is None or self._clock.steps != before[0]:
+            return
+        now = self._gradients()
+        if any(was is not grad or version != old for (was, old), (grad, version) in zip(before[1], now, strict=True)):
+            self._not_synchronized = None
+            report()
+
+    def _gradients(self) -> list[tuple[Tensor | None, int]]:
+        return [(p.grad, -1 if p.grad is None else p.grad._version) for p in self._parameters]
+
+    def begin_micro_batch(self) -> int | None:
+        """For each gradient that arrives: how many forwards are left, if a micro-batch begins with it; else `None`.
+
+        It does with the first one of a backward of forwards that are in no other yet.
+        """
+        self._enter()
+        if self._is_counted:
+            return None
+        new: Set[_Forward] = self._reached & set(self._uncounted) if self._reached else set()
+        if self._reached and not new:
+            return None
+        if not self._reached and not self._has_begun:
+            self.is_ambiguous = self.is_ambiguous or self._num_merged > 1
+            return None
+        self._is_counted, self._has_begun = True, False
+        self._num_merged, self._num_opaque = (0 if new else self._num_opaque), 0
+        return max(len(self._uncounted) - max(len(new), 1), 0)
+
+
+def _tensors(value: object, seen: set[int], depth: int) -> Iterator[Tensor]:
+    """Find the tensors in what a model returned; of objects other than containers, in so many inside of each other."""
+    if isinstance(value, Tensor):
+        yield value
+        return
+    if isinstance(value, (str, bytes, type, nn.Module, ModuleType)) or id(value) in seen:
+        return
+    seen.add(id(value))
+    if isinstance(value, Mapping):
+        parts: list[object] = list(value.values())
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        parts = list(value)
+    elif dataclasses.is_dataclass(value):
+        parts = [getattr(value, field.name, None) for field in dataclasses.fields(value)]
+    else:
+        parts = list(getattr(value, "__dict__", {}).values()) if depth else []
+        depth -= 1
+    for part in parts:
+        yield from _tensors(part, seen, depth)
+
+
+def _nodes(tensor: Tensor) -> Iterator[torch.autograd.graph.Node]:
+    """The node that made a tensor, none for a leaf; and what it is a view of: changed in place it loses its own."""
+    for each in (tensor, tensor._base):
+        if each is not None and each.grad_fn is not None:
+            yield each.grad_fn
