@@ -116,6 +116,10 @@ class BoundLocalSGD(AveragesModels):
         size = 1 if self._subgroup is None else self._subgroup.size
         return size < self.group.size and self.has_started(step)
 
+    def averages_gradients(self, step: int) -> bool:
+        group = self._group_at(step)
+        return group is not None and group.size > 1
+
     def _group_at(self, step: int) -> Group | None:
         return self._subgroup if self.has_started(step) else self.group
 

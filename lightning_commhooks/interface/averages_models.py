@@ -40,6 +40,10 @@ class AveragesModels(BoundHook):
             step: number of synchronized backwards before it; one that has not begun yet is a guess.
         """
 
+    def averages_gradients(self, step: int) -> bool:
+        """Whether `reduce` averages any gradients of a step, if only over some of the ranks."""
+        return not self.is_local(step)
+
     @abstractmethod
     def after_optimizer_step(self, stepped: OptimizerStep) -> None:
         """Average models, if it is time to. Called on all ranks when an optimizer has stepped.
@@ -68,6 +72,11 @@ def averages_models(hook: BoundHook) -> TypeGuard[AveragesModels]:
 def is_local(hook: BoundHook, step: int) -> bool:
     """Whether ranks step alone: see [`AveragesModels`][]."""
     return averages_models(hook) and hook.is_local(step)
+
+
+def averages_gradients(hook: BoundHook, step: int) -> bool:
+    """Whether any gradients of a step are averaged, if only over some of the ranks."""
+    return not averages_models(hook) or hook.averages_gradients(step)
 
 
 def common_choice_of_buffers(hooks: list[BoundHook], where: str) -> bool:

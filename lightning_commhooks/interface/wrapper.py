@@ -14,7 +14,12 @@ from torch import Tensor
 from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.collectives.steps import Steps
 from lightning_commhooks.interface.accumulation import Number, scale_
-from lightning_commhooks.interface.averages_models import AveragesModels, averages_models, is_local
+from lightning_commhooks.interface.averages_models import (
+    AveragesModels,
+    averages_gradients,
+    averages_models,
+    is_local,
+)
 from lightning_commhooks.interface.bucket import Bucket
 from lightning_commhooks.interface.hook import BoundHook, CommHook
 from lightning_commhooks.interface.hook_state import load_hook, save_hook
@@ -99,6 +104,9 @@ class BoundWrapper(AveragesModels):
 
     def _part_differs(self, key: str, when: str, reader: StateReader) -> None:
         reader.differs(f"the hook {key} of {type(self).__name__} is there {when} only")
+
+    def averages_gradients(self, step: int) -> bool:
+        return any(averages_gradients(hook, step) for hook in self._at_work())
 
     def release(self) -> None:
         for hook in self._all_inner:

@@ -80,8 +80,8 @@ class Passes:
             model: what is called.
             parameters: those that it trains.
             synchronizes: whether gradients are averaged in the next backward, asked for at the end of a forward.
-            not_synchronized: called once, at the end of the first backward that adds to gradients of a forward that
-                synchronizes, and averages none, since an earlier backward has.
+            not_synchronized: called at the end of a backward that adds to gradients, of a forward that synchronizes,
+                and averages none, since an earlier backward has.
         """
         self.close()
         self._parameters, self._not_synchronized = list(parameters.values()), not_synchronized
@@ -149,7 +149,6 @@ class Passes:
             return
         now = self._gradients()
         if any(was is not grad or version != old for (was, old), (grad, version) in zip(before[1], now, strict=True)):
-            self._not_synchronized = None
             report()
 
     def _gradients(self) -> list[tuple[Tensor | None, int]]:

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_commhooks.codecs.ranges import named
 from lightning_commhooks.collectives.errors import HookError
-from lightning_commhooks.interface.averages_models import averages_models, is_local
+from lightning_commhooks.interface.averages_models import averages_gradients, averages_models
 from lightning_commhooks.interface.bucket import Bucket
 from lightning_commhooks.interface.hook import CommHook
 from lightning_commhooks.interface.layout import Layout
@@ -191,8 +191,8 @@ class DDPSource(Source):
         self._warned.add("join")
 
     def _warn_of_second(self, runtime: Runtime) -> None:
-        # Ranks that step alone average nothing in any backward.
-        if "second" in self._warned or is_local(runtime.bound, runtime.clock.steps - 1):
+        averages = averages_gradients(runtime.bound, runtime.clock.steps - 1)
+        if "second" in self._warned or not averages or self.process_group.size() == 1:
             return
         self._warned.add("second")
         warnings.warn(
