@@ -115,6 +115,7 @@ def test_mean_changes_nothing_where_the_trainer_counts_too(results, hook):
         ("fabric", "divided", 6),
         ("accelerate", "view", 6),
         ("accelerate", "own backward", 6),
+        ("accelerate", "forwards first", 6),
         ("transformers", "tokens", 6),
     ],
 )
@@ -184,6 +185,7 @@ def test_integer_warns_where_the_loss_is_divided_already(results, host):
         ("lightning", "manual, weighted", 6),
         ("fabric", "weighted", 6),
         ("accelerate", "weighted", 6),
+        ("accelerate", "forwards first, weighted", 6),
     ],
 )
 def test_weighted_is_the_mean_over_all_tokens(results, host, label, steps):

@@ -16,6 +16,7 @@ from accumulation_task import (
     NUM_BATCHES,
     RUNS,
     WINDOW,
+    WINDOWS,
     batch,
     difference,
     loss,
@@ -103,6 +104,30 @@ class OwnBackward(Run):
             super().backward(k, i, weighs, name_model)
 
 
+class ForwardsFirst(Run):
+    """All forwards of a window before all backwards, of which the last one synchronizes."""
+
+    def train(self, weighs=False):
+        rank = self.accelerator.process_index
+        (model,), (optimizer,) = self.models, self.optimizers
+        for window in WINDOWS * EPOCHS:
+            losses = []
+            with self.accelerator.no_sync(model):
+                for i in window:
+                    if weighs:
+                        losses.append(sum_over_tokens(model, rank, i, self.dtype))
+                        self.handler.add_weight(num_tokens(rank, i))
+                    else:
+                        losses.append(loss(model, batch(rank, i, self.dtype)))
+            for each in losses[:-1]:
+                self.accelerator.backward(each)
+            with self.accelerator.trigger_sync_in_backward(model):
+                self.accelerator.backward(losses[-1])
+            optimizer.step()
+            optimizer.zero_grad()
+        return self.close()
+
+
 def accelerate_refusals():
     two, plain = Run("weighted", num_models=2), Run("sum")
     calls = {
@@ -129,6 +154,8 @@ def accelerate_results():
         "own backward": OwnBackward().train(),
         "own backward, sum": OwnBackward("sum").train(),
         "weighted": Run("weighted").train(True),
+        "forwards first": ForwardsFirst().train(),
+        "forwards first, weighted": ForwardsFirst("weighted").train(True),
         "two models": Run(num_models=2).train(takes=lambda k, i: k == 0 or i % 2),
         "two models, weighted": Run("weighted", num_models=2).train(True, takes=lambda k, i: k == 0 or i % 2),
         **accelerate_refusals(),
