@@ -25,7 +25,7 @@ class MicroBatches:
     several networks those of another one may be there, to be cleared before its own turn.
 
     Args:
-        divided_by: what the loss is divided by, asked for in each synchronized backward.
+        divided_by: returns the divisor of the loss, called in each synchronized backward.
         passes: forwards and backwards of the model.
     """
 

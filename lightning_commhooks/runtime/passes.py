@@ -39,8 +39,8 @@ class Passes:
         clock: of the attachment.
 
     Attributes:
-        is_ambiguous: whether there were several backwards of several forwards in whose outputs no tensor was found, so
-            that nobody knows which belong together.
+        is_ambiguous: whether several backwards followed several forwards without a tensor in their outputs, so that
+            their micro-batches cannot be counted.
     """
 
     def __init__(self, clock: StepClock) -> None:
@@ -63,7 +63,7 @@ class Passes:
     def _forget_backward(self) -> None:
         self._is_within, self._is_counted = False, False
         self._reached: set[_Forward] = set()
-        # Whether an earlier one was averaged already, and what there was before this one, if so.
+        # Whether DDP has averaged an earlier backward already; steps and gradients before this one, if so.
         self._is_extra = False
         self._before: tuple[int, list[tuple[Tensor | None, int]]] | None = None
 
@@ -77,11 +77,11 @@ class Passes:
         """Follow the forwards of this model from now on, instead of those of another.
 
         Args:
-            model: what is called.
-            parameters: those that it trains.
+            model: the DDP model.
+            parameters: its trained parameters.
             synchronizes: whether gradients are averaged in the next backward, asked for at the end of a forward.
-            not_synchronized: called at the end of a backward that adds to gradients, of a forward that synchronizes,
-                and averages none, since an earlier backward has.
+            not_synchronized: called at the end of a backward that passes through a forward that synchronizes, adds to
+                gradients and averages none.
         """
         self.close()
         self._parameters, self._not_synchronized = list(parameters.values()), not_synchronized
@@ -174,7 +174,7 @@ class Passes:
 
 
 def _tensors(value: object, seen: set[int], depth: int) -> Iterator[Tensor]:
-    """Find the tensors in what a model returned; of objects other than containers, in so many inside of each other."""
+    """Find the tensors in the output of a model: in containers, and in attributes of objects down to a depth."""
     if isinstance(value, Tensor):
         yield value
         return
@@ -195,7 +195,7 @@ def _tensors(value: object, seen: set[int], depth: int) -> Iterator[Tensor]:
 
 
 def _nodes(tensor: Tensor) -> Iterator[torch.autograd.graph.Node]:
-    """The node that made a tensor, none for a leaf; and what it is a view of: changed in place it loses its own."""
+    """Find the nodes of a tensor and of its base: a view that is changed in place gets another node."""
     for each in (tensor, tensor._base):
         if each is not None and each.grad_fn is not None:
             yield each.grad_fn

@@ -140,9 +140,9 @@ class _BoundScale(BoundAround):
         if self._accumulation == "mean":
             if accumulated.num_micro_batches is None:
                 raise ValueError(
-                    "accumulation='mean': several forwards of the model came before several backwards. Which belong "
-                    "together is not known, since no tensor was found in what the model returned. Let it return "
-                    "tensors, alone or in tuples, lists, dicts or dataclasses; or call backward after each forward"
+                    "accumulation='mean': several forwards of the model came before several backwards, and these "
+                    "cannot be counted, since no tensor was found in the outputs of the model. Return tensors in "
+                    "tuples, lists, dicts or dataclasses; or call backward after each forward"
                 )
             return divided_by / accumulated.num_micro_batches
         total = yield from self._total_weight(accumulated, bucket, ranks)

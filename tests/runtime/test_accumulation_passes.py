@@ -1,4 +1,4 @@
-"""Which forwards belong to which backward, and what is said of a backward that averages nothing."""
+"""Forwards and backwards in any order, and the warning about a backward that averages nothing."""
 
 import contextlib
 import gc
@@ -198,7 +198,7 @@ class Opaque:
 
 
 class Returning(nn.Module):
-    """What it returns is made by a function."""
+    """A function makes its output."""
 
     def __init__(self, make):
         super().__init__()

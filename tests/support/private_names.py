@@ -22,6 +22,7 @@ GATHER = "lightning_commhooks/sources/gather.py"
 FSDP2 = "lightning_commhooks/sources/fsdp2.py"
 REPLICAS = "lightning_commhooks/sources/replicas.py"
 MICRO_BATCHES = "lightning_commhooks/runtime/micro_batches.py"
+PASSES = "lightning_commhooks/runtime/passes.py"
 
 
 @dataclass(frozen=True)
@@ -332,10 +333,11 @@ TORCH = [
     Use("._values", SPARSE, "sparse gradients fail", lambda: _sparse()._values().tolist() == [2.0]),
     Use(
         "._version",
-        (MICRO_BATCHES, f"{PACKAGE}/interface/swap.py", f"{PACKAGE}/runtime/optimizers.py"),
+        (MICRO_BATCHES, PASSES, f"{PACKAGE}/interface/swap.py", f"{PACKAGE}/runtime/optimizers.py"),
         "accumulation fails",
         _counts_changes,
     ),
+    Use("._base", (PASSES,), "every forward with a hook fails", lambda: (t := torch.ones(2)).view(2, 1)._base is t),
     Use(
         "._orig_mod",
         (f"{PACKAGE}/interface/layout.py",),
