@@ -232,6 +232,8 @@ class _TrainerEvents:
 
     def _finish(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._events().average_for_good()
+        for attachment in self._handler.attachments[-1:]:
+            attachment.note_end(as_planned=True)
         return original(*args, **kwargs)
 
 

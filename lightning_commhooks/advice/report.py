@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from lightning_commhooks.advice.candidates import DENSE, NOOP
-from lightning_commhooks.advice.ranking import MIN_GAIN
+from lightning_commhooks.advice.ranking import MIN_GAIN, is_conclusive
 
 _TITLES = {DENSE: "dense (no hook)", NOOP: "noop (sends nothing)"}
 
@@ -61,14 +61,23 @@ def _conclusions(found: dict[str, Any]) -> Iterator[str]:
     yield from (f"{row['label']}: {row['note']}" for row in found["hooks"] if row["note"])
     yield from found["notes"]
     if found["command"] == "headroom":
-        dense_ms, room = _dense_ms(found), found["headroom"]
-        yield f"Communication costs {room * dense_ms:.1f} ms of {dense_ms:.1f} ms a step: {room:.0%}."
+        dense_ms, room, (low, high) = _dense_ms(found), found["headroom"], found["headroom_interval"]
+        if not is_conclusive((low, high)):
+            yield (
+                f"Communication costs between {low * dense_ms:.1f} ms and {high * dense_ms:.1f} ms of {dense_ms:.1f} "
+                f"ms a step, {low:.0%} to {high:.0%}: too noisy a measurement for a conclusion. Repeat it on a quiet "
+                "machine, or with more --rounds."
+            )
+            return
+        costs = f"Communication costs {room * dense_ms:.1f} ms of {dense_ms:.1f} ms a step"
+        yield f"{costs}: {room:.0%} ({low:.0%} to {high:.0%})."
         yield "Do not compress." if room < MIN_GAIN else "No hook can save more; `advise` finds how much each saves."
     if verdict := found["verdict"]:
         for reason in dict.fromkeys(verdict["apart"].values()):
             labels = " and ".join(label for label, own in verdict["apart"].items() if own == reason)
             yield f"Not recommended unasked: {labels}; {reason}."
         choice = verdict["choice"]
-        yield f"\n{'Do not compress' if choice is None else f'Use {choice}'}: {verdict['reason']}."
+        against = "No conclusion" if verdict["is_noisy"] else "Do not compress"
+        yield f"\n{against if choice is None else f'Use {choice}'}: {verdict['reason']}."
         if choice is not None:
             yield f"    {verdict['line']}"

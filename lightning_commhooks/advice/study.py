@@ -15,7 +15,7 @@ from lightning_commhooks.advice.candidates import DENSE, NOOP, Candidate
 from lightning_commhooks.advice.emulated import Network
 from lightning_commhooks.advice.errors import num_averaged
 from lightning_commhooks.advice.measure import Bench, measured_network
-from lightning_commhooks.advice.ranking import MIN_GAIN, Row, decide, headroom, ranked, row_of
+from lightning_commhooks.advice.ranking import MIN_GAIN, Row, decide, headroom, headroom_interval, ranked, row_of
 from lightning_commhooks.advice.task import Task
 
 # Part of the bandwidth that networks are sold by: the rest is headers of Ethernet, IP and TCP.
@@ -52,6 +52,7 @@ def study(args: Namespace, task: Task, chosen: list[Candidate], tell: Callable[[
         "link": network and asdict(network),
         "compute_ms": row_of(NOOP, rows).step_ms,
         "headroom": headroom(rows),
+        "headroom_interval": headroom_interval(rows),
         "hooks": [{**asdict(row), "ratio": row.ratio, "averages_models": row.averages_models} for row in rows],
         "notes": list(notes(rows, network, num_averaged(world_size, task.gradient_bytes) if is_what_if else None)),
         "verdict": network and asdict(decide(rows, args.max_error)),

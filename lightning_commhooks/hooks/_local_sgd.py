@@ -7,7 +7,7 @@ import warnings
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from torch import Tensor
 
@@ -16,16 +16,26 @@ from lightning_commhooks.collectives.steps import Steps
 from lightning_commhooks.interface.averages_models import AveragesModels
 from lightning_commhooks.interface.bucket import Bucket
 from lightning_commhooks.interface.checks import check_bool, check_integer
-from lightning_commhooks.interface.hook import CommHook
+from lightning_commhooks.interface.hook import ANY_LATER_STEP, CommHook
 from lightning_commhooks.interface.models import OptimizerStep
 from lightning_commhooks.interface.python_code import code, earlier
 from lightning_commhooks.interface.start import check_start, is_fraction
 from lightning_commhooks.interface.state import StateReader
 
+# As many bytes as plain DDP, but for rounding.
+_AS_MANY = 1.005
+
 
 @dataclass(frozen=True, kw_only=True)
 class LocalSGDConfig(CommHook):
-    """Options of all of them."""
+    """Options of all of them.
+
+    Attributes:
+        together_from_start: what `start_localSGD_iter` begins where all ranks average gradients at every step; `None`:
+            nothing.
+    """
+
+    together_from_start: ClassVar[str | None] = None
 
     start_localSGD_iter: int | float = 100
     post_local_gradient_allreduce: bool = True
@@ -50,6 +60,10 @@ class LocalSGDConfig(CommHook):
     def changes_at(self) -> set[int]:
         return set() if is_fraction(self.start_localSGD_iter) else {int(self.start_localSGD_iter)}
 
+    @abstractmethod
+    def bytes_of_averages(self, num_ranks: int) -> float:
+        """Bytes that averages of models send in a step, over those of an all-reduce of the gradients."""
+
 
 class BoundLocalSGD(AveragesModels):
     """Averages gradients over all ranks first, over this rank's subgroup later; knows when an optimizer steps alone.
@@ -65,20 +79,43 @@ class BoundLocalSGD(AveragesModels):
         self.average_buffers = config.average_buffers
         # None: gradients stay as they are.
         self._subgroup = group.split(self._subgroups()) if config.post_local_gradient_allreduce else None
-        if self._subgroup is not None and 1 < self._subgroup.size == group.size and group.rank == 0:
-            alone = dataclasses.replace(config, post_local_gradient_allreduce=False, subgroup_size=None)
-            warnings.warn(
-                f"hook={config.name!r}: gradients go on being averaged over all {group.size} ranks at every step, "
-                f"because {'all are on one node' if config.subgroup_size is None else 'they are one subgroup'}. To let "
-                f"them step alone: hook={code(alone)}; or set a smaller subgroup_size",
-                stacklevel=2,
-            )
+        if self._subgroup is not None and self._subgroup.size == group.size:
+            self.from_start = config.together_from_start
+        if group.rank == 0 and (text := self._costs()) is not None:
+            warnings.warn(text, stacklevel=2)
         # Steps that each optimizer has taken since ranks step alone.
         self._num_steps = self.numbers["num_steps"] = {}
         # Number of the first backward after the start, as {"backward": number}; empty before it.
         self._start = self.numbers["start"] = {} if config.start_localSGD_iter else {"backward": 0}
         # Number of the present backward.
         self._present = -1
+
+    def _costs(self) -> str | None:
+        """Why ranks send as much as plain DDP once the hook is at work, or more, and what to write instead."""
+        config, size = self._config, self.group.size
+        if self._subgroup is None or size == 1:
+            return None
+        averages = config.bytes_of_averages(size)
+        alone = code(dataclasses.replace(config, post_local_gradient_allreduce=False, subgroup_size=None))
+        if self._subgroup.size == size:
+            more = ""
+            if config.together_from_start is not None:
+                more = f", and models besides, which sends about {1 + averages:.3g}x as many bytes as plain DDP"
+            return (
+                f"hook={config.name!r}: gradients go on being averaged over all {size} ranks at every step, because "
+                f"{'all are on one node' if config.subgroup_size is None else 'they are one subgroup'}{more}. To let "
+                f"them step alone: hook={alone}; or set a smaller subgroup_size"
+            )
+        largest = max(map(len, self._subgroups()))
+        sent = ring_share(largest, size) + averages
+        # Of nodes with several ranks what counts is what leaves them.
+        if sent <= _AS_MANY or len(self.group.nodes()) not in (1, size):
+            return None
+        return (
+            f"hook={config.name!r} sends about {sent:.3g}x as many bytes as plain DDP: gradients are averaged over "
+            f"{largest} ranks at every step, and models besides. Average models more seldom, or let each rank step "
+            f"alone: hook={alone}; or set a smaller subgroup_size"
+        )
 
     def _together(self) -> list[int]:
         """Ranks that average gradients with this one when ranks step alone."""
@@ -188,8 +225,13 @@ class BoundLocalSGD(AveragesModels):
         if not self.has_started(step):
             advice = earlier(self._config, step + 1)
             return f"hook={name!r} averages gradients over all ranks until start_localSGD_iter={start}; {advice}"
-        never = self.is_local(step + 1) and not self.group.counters.averagings
+        never = step != ANY_LATER_STEP and self.is_local(step + 1) and not self.group.counters.averagings
         return f"hook={name!r} has never averaged models, the first period of steps has not ended" if never else None
+
+
+def ring_share(size: int, num_ranks: int) -> float:
+    """Bytes of an all-reduce among `size` ranks, over those of one among all."""
+    return (1 - 1 / size) / (1 - 1 / num_ranks)
 
 
 def consecutive(num_ranks: int, size: int) -> list[list[int]]:

@@ -137,7 +137,7 @@ class _BoundChunkedTopK(ErrorFeedback):
         return {"residual": shapes[0]} if self.hook.compresses(shapes[0]) else {}
 
     def inactive_reason(self, step: int) -> str | None:
-        if any(slots for _, (slots, _) in self.plans.values()):
+        if not self.plans or any(slots for _, (slots, _) in self.plans.values()):
             return None
         which = "" if self.hook.compress_1d else "in two dimensions "
         return (

@@ -20,7 +20,7 @@ from lightning_commhooks.hooks._pace import Pace
 from lightning_commhooks.hooks._pseudo_gradient import PseudoGradient, pseudo_gradient_hook
 from lightning_commhooks.interface.bucket import Bucket
 from lightning_commhooks.interface.checks import check_bool, check_integer
-from lightning_commhooks.interface.hook import BoundHook, CommHook
+from lightning_commhooks.interface.hook import ANY_LATER_STEP, BoundHook, CommHook
 from lightning_commhooks.interface.hook_state import load_hook, save_hook
 from lightning_commhooks.interface.models import OptimizerStep
 from lightning_commhooks.interface.registry import register
@@ -90,6 +90,7 @@ class DiLoCo(LocalSGDConfig):
     """
 
     name: ClassVar[str] = "diloco"
+    together_from_start: ClassVar[str | None] = "models are averaged besides"
 
     start_localSGD_iter: int | float = 0
     period: int = 100
@@ -144,6 +145,11 @@ class DiLoCo(LocalSGDConfig):
 
     def repeats_after(self) -> int:
         return self.period
+
+    def bytes_of_averages(self, num_ranks: int) -> float:
+        sent = {"fp32": 1, "bf16": 1 / 2, "int8": 1 / 4, "int4": 1 / 7, "int2": 1 / 14, "topk": 1 / 137}
+        is_known = isinstance(self.pseudo_gradient, str)
+        return (sent[self.pseudo_gradient] if is_known else 0.0) / self.period
 
     def bind(self, group: Group) -> BoundHook:
         return _BoundDiLoCo(self, group)
@@ -304,7 +310,8 @@ class _BoundDiLoCo(BoundLocalSGD):
 
     def inactive_reason(self, step: int) -> str | None:
         averagings = self.group.counters.averagings
-        inner = self._moves.inner.inactive_reason(averagings - 1) if averagings else None
+        asked = ANY_LATER_STEP if step == ANY_LATER_STEP else averagings - 1
+        inner = self._moves.inner.inactive_reason(asked) if averagings else None
         sent = None if inner is None else f"hook={self._config.name!r} sends moves of models as they are: {inner}"
         return super().inactive_reason(step) or sent
 

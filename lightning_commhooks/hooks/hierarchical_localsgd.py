@@ -9,11 +9,14 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from lightning_commhooks.collectives.group import Group
-from lightning_commhooks.hooks._local_sgd import BoundLocalSGD, LocalSGDConfig, consecutive
+from lightning_commhooks.hooks._local_sgd import BoundLocalSGD, LocalSGDConfig, consecutive, ring_share
 from lightning_commhooks.interface.checks import check_integer
 from lightning_commhooks.interface.hook import BoundHook
 from lightning_commhooks.interface.models import OptimizerStep
 from lightning_commhooks.interface.registry import register
+
+# Enough to count averages in, where periods end together more seldom.
+_MANY_STEPS = 10_000
 
 
 @register
@@ -66,6 +69,13 @@ class HierarchicalLocalSGD(LocalSGDConfig):
 
     def repeats_after(self) -> int:
         return math.lcm(*self.period_group_size_dict)
+
+    def bytes_of_averages(self, num_ranks: int) -> float:
+        num_steps = min(self.repeats_after(), _MANY_STEPS)
+        # Of several periods that end at once the longest counts.
+        ends = [[p for p in self.period_group_size_dict if step % p == 0] for step in range(1, num_steps + 1)]
+        sizes = [self.period_group_size_dict[max(periods)] or num_ranks for periods in ends if periods]
+        return sum(ring_share(size, num_ranks) for size in sizes) / num_steps
 
     def bind(self, group: Group) -> BoundHook:
         return _BoundHierarchicalLocalSGD(self, group)

@@ -243,6 +243,8 @@ class CodecFeedback(ErrorFeedback):
 
     def inactive_reason(self, step: int) -> str | None:
         config, plans = self.hook, [plan for _, plan in self.plans.values()]
+        if not plans:
+            return None
         encoded = [slot for plan in plans if plan.num_bytes >= config.min_bytes for slot in plan.slots]
         numel = sum(slot.numel for slots, _ in self.plans.values() for slot in slots)
         share = sum(slot.numel for slot in encoded) / max(1, numel)

@@ -54,6 +54,9 @@ class PostLocalSGD(LocalSGDConfig):
     def repeats_after(self) -> int:
         return self.period
 
+    def bytes_of_averages(self, num_ranks: int) -> float:
+        return 1 / self.period
+
     def bind(self, group: Group) -> BoundHook:
         return _BoundPostLocalSGD(self, group)
 

@@ -11,6 +11,9 @@ from torch import Tensor
 from lightning_commhooks.interface.hook import BoundHook
 from lightning_commhooks.interface.models import OptimizerStep
 
+# What begins at `start_localSGD_iter`.
+ALONE = "ranks step alone"
+
 
 class AveragesModels(BoundHook):
     """A hook that lets ranks step alone, and averages their models after steps of an optimizer.
@@ -19,10 +22,12 @@ class AveragesModels(BoundHook):
         averages_models: whether it ever does; wrappers may not.
         average_buffers: whether floating-point buffers of the model are averaged with its parameters. DDP then does not
             broadcast them while ranks step alone.
+        from_start: what happens from `start_localSGD_iter` on, for forecasts; `None`: what did before, on these ranks.
     """
 
     averages_models: bool = True
     average_buffers: bool = False
+    from_start: str | None = ALONE
 
     def begin_backward(self, step: int, num_steps: Mapping[str, int]) -> None:  # optional to override
         """Note how many steps optimizers have taken when a synchronized backward begins; equal on all ranks.

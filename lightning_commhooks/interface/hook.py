@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
@@ -20,6 +21,8 @@ from lightning_commhooks.interface.state import Memory, Shapes, StateReader, Sta
 
 # A hook that compresses, or saves, no more than this part of the gradients does next to nothing.
 NEXT_TO_NOTHING = 0.03
+# The step of which `inactive_reason` is asked for what keeps a hook from its work however long the run is.
+ANY_LATER_STEP = sys.maxsize
 # Methods of hooks, by their names before.
 _RENAMED = {"drain_": "flush_", "not_begun": "inactive_reason", "owed": "residuals"}
 
@@ -187,11 +190,14 @@ class BoundHook(ABC):
 
         Shown for steps that are not compressed, and as a warning when training ends with such a step: after its first
         steps if that is foreseen, for which it is asked of the last step while `changes_at()` has no step in between,
-        or else when it has ended. A clause that names the hook, and perhaps a semicolon and advice: `"hook='powersgd'
-        compresses from start_powerSGD_iter=1000 on; let it begin earlier"`.
+        or else when it has ended. It is asked in each step, when the step's last bucket was reduced, so it may tell
+        from the buckets that there are; `None` if there are none yet, as after `load_state_dict`. A clause that names
+        the hook, and perhaps a semicolon and advice: `"hook='powersgd' compresses from start_powerSGD_iter=1000 on; let
+        it begin earlier"`.
 
         Args:
-            step: number of synchronized backwards before it.
+            step: number of synchronized backwards before it; `ANY_LATER_STEP` asks for what does not depend on the
+                length of the run.
         """
         return None
 

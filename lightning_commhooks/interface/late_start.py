@@ -11,6 +11,9 @@ from lightning_commhooks.interface.hook import CommHook
 from lightning_commhooks.interface.registry import get_hook
 from lightning_commhooks.interface.start import in_steps, is_start
 
+# The option of low-rank hooks.
+RANK = "matrix_approximation_rank"
+
 
 def late_starts(hook: CommHook) -> Iterator[tuple[CommHook, str, float]]:
     """Options as `start_powerSGD_iter` that are above 0, of a hook and of those within it: whose, name and value."""
@@ -42,6 +45,12 @@ def begun_at(hook: CommHook, step: int) -> CommHook:
     """The same hook with each start that is above 0 at `step`."""
     starts = {name: step for owner, name, _ in late_starts(hook) if owner is hook}
     return _changed(hook, starts, lambda inner: begun_at(inner, step))
+
+
+def with_rank(hook: CommHook, times: int) -> CommHook:
+    """The same hook with each rank of an approximation so many times as high."""
+    fields = _fields_of(hook)
+    return _changed(hook, {RANK: times * fields[RANK]} if RANK in fields else {}, lambda inner: with_rank(inner, times))
 
 
 def _changed(hook: CommHook, changes: dict[str, Any], change: Callable[[CommHook], CommHook]) -> CommHook:

@@ -22,6 +22,11 @@ def check_start(field: str, value: object) -> None:
         check_integer(field, value, 0)
 
 
+def text_of_steps(num: int) -> str:
+    """A number of steps, as `1 step` or `1,200 steps`."""
+    return f"{num:,} step{'' if num == 1 else 's'}"
+
+
 def is_start(field: str) -> bool:
     """Whether an option of a hook is a start, as `start_powerSGD_iter`."""
     return field.startswith("start_") and field.endswith("_iter")

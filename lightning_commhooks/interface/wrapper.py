@@ -44,7 +44,9 @@ class BoundWrapper(AveragesModels):
         super().__init__(inner[0].group)
         self._all_inner = inner
         self._parts = {str(key): (hook, bound) for (key, hook), bound in zip(hooks.items(), inner, strict=False)}
-        self.averages_models = any(averages_models(hook) for hook in inner)
+        averaging = [hook for hook in inner if averages_models(hook)]
+        self.averages_models = bool(averaging)
+        self.from_start = next((hook.from_start for hook in averaging if hook.from_start), None)
         self.mixes_averages = any(isinstance(hook, BoundWrapper) and hook.mixes_averages for hook in inner)
 
     @abstractmethod

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from lightning_commhooks.lightning.refusals import refusals_as
-from lightning_commhooks.lightning.show import show, steps_left
+from lightning_commhooks.lightning.show import is_trial, show, steps_left
 from lightning_commhooks.runtime.attachment import Attachment
 
 logger = logging.getLogger(__name__)
@@ -73,6 +73,8 @@ class AveragesModelsMixin:
     def _tell_forecast(self, attachment: Attachment) -> None:
         """Once the first steps are over, tell what the hook will do in this run."""
         trainer = self.lightning_module.trainer  # type: ignore[attr-defined]
+        if is_trial(trainer) and attachment.num_steps:
+            return  # starts are known, and there is nothing to foresee
         attachment.tell_forecast(lambda line: show(trainer, line, self._rank_zero_info), steps_left(trainer))
 
     def _is_alone(self) -> bool:
@@ -131,6 +133,8 @@ class AveragesModelsMixin:
         # StochasticWeightAveraging and its like have put there what each rank had by itself.
         if (averaging := self._averaging()) is not None:
             averaging.average_weights(everything=True)
+        if self._attachment is not None:
+            self._attachment.note_end(as_planned=not is_trial(self.lightning_module.trainer))  # type: ignore[attr-defined]
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_evaluation": ExitStack()}  # type: ignore[dict-item]  # of Strategy

@@ -168,7 +168,10 @@ class Attachment:
         return self._runtime.watch.not_compressed()
 
     def forecast(self, num_steps: int | None = None) -> Forecast | None:
-        """Forecast what training will send, by what was measured. Neither collective nor waits for a device.
+        """Forecast what training will send, by what was measured. Not collective.
+
+        For hooks with error feedback it also tells the error of one of the first compressed steps, as `sample_error`
+        estimates it; on CUDA that waits for the device.
 
         Args:
             num_steps: synchronized backwards that training has in all, from its beginning on, those before a checkpoint
@@ -185,7 +188,7 @@ class Attachment:
         return self._runtime.forecaster.make(num_steps)
 
     def tell_forecast(self, say: Callable[[str], None] | None = None, num_left: int | None = None) -> None:
-        """Say on the first rank what training will do, and warn there if next to nothing will be compressed.
+        """Say on the first rank what training will do, and warn there if that is next to nothing, or costs accuracy.
 
         Call it before each step, on all ranks: it says one line after the first steps, and one a few steps after each
         change of the hook. It warns once, and that is not repeated when training ends. The first call determines the
@@ -198,6 +201,17 @@ class Attachment:
         if not self.is_closed:
             self._runtime.expect(None if num_left is None else self._runtime.clock.steps + num_left)
             self._runtime.forecaster.tell(say, num_left)
+
+    def note_end(self, *, as_planned: bool) -> None:
+        """Say whether training has ended as planned, before `close`, which gives advice on the next run only then.
+
+        Call it where you know: for the end of a run that was stopped early by its own rule, or of one that was never
+        meant to be long. Otherwise `close` tells from the number of steps, if it knows how many were to be taken.
+
+        Args:
+            as_planned: `True`: whatever the number of steps; `False`: training broke off, or it was a trial.
+        """
+        self._runtime.ended = as_planned
 
     def compression_stats(self) -> tuple[float, int, int]:
         """`(rate, numel_before, numel_after)` since compression began, as `PowerSGDState.compression_stats`.
@@ -413,8 +427,10 @@ class Attachment:
         `HookError`, since they keep a hook for good; so it does after a failure: wrap the model again to train without.
 
         Waits for what is under way, for a second at most: a backward that broke off may wait for other ranks for ever.
-        Warns when training ended before the hook compressed anything, and when an optimizer steps on later whose state
-        differs between ranks. Closing twice does nothing. A model that goes out
-        of use closes its attachment by itself. To an FSDP model another hook may be attached then.
+        Warns when training ended before the hook compressed anything; but not when an exception has ended it, or when
+        fewer steps were taken than `num_steps` or `tell_forecast` have told: see `note_end`. After fewer than 10 steps
+        there is no advice on starts and periods. Warns, too, when an optimizer steps on later whose state differs
+        between ranks. Closing twice does nothing. A model that goes out of use closes its attachment by itself. To an
+        FSDP model another hook may be attached then.
         """
         self._runtime.close()

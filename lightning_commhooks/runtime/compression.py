@@ -22,14 +22,18 @@ class Watch:
 
     Attributes:
         sampler: estimates errors; `None`: nobody wants to know.
+        of_step: one step, the same on all ranks, and what estimates the error of it alone.
+        step: the last step in which buckets were reduced here, from 0 on; -1 before.
+        why: what kept the hook from its work in that step, as its buckets told then; `None`: nothing did.
     """
 
     def __init__(self) -> None:
         self.sampler: ErrorSampler | None = None
+        self.of_step: tuple[int, ErrorSampler] | None = None
         self._not_compressed: Counter[str] = Counter()
-        self._step = -1
+        self.step = -1
+        self.why: str | None = None
         self._sent = self._dense = 0.0
-        self._why: str | None = None
 
     def reduce(self, bound: BoundHook, bucket: Bucket, ranks: Group) -> Steps[tuple[Tensor, Tensor | None]]:
         """Reduce one bucket, and watch it.
@@ -39,8 +43,8 @@ class Watch:
         """
         flat, counters = bucket.flat, bound.group.counters
         # While ranks step alone their gradients are not meant to be the mean.
-        sampler = None if is_local(bound, bucket.step) else self.sampler
-        taken = sampler.take(flat, bucket) if sampler is not None else None
+        samplers = [] if is_local(bound, bucket.step) else self._samplers(bucket.step)
+        samples = [(sampler, taken) for sampler in samplers if (taken := sampler.take(flat, bucket)) is not None]
         dense = ranks.ring_bytes(flat._values() if flat.is_sparse else flat)
         inter_node = ranks.inter_node_share(around_ring=True)
         counters.bytes_dense += dense
@@ -53,26 +57,37 @@ class Watch:
         # Of nodes with several ranks what counts is what leaves them.
         is_between = 0 < inter_node < 1
         sent = ranks.tally.between_nodes if is_between else ranks.tally.sent
-        self._add(bound, bucket.step, sent, dense * (inter_node if is_between else 1))
-        if sampler is not None and taken is not None:
+        self._add(bound, bucket, sent, dense * (inter_node if is_between else 1))
+        for sampler, taken in samples:
             yield from sampler.compare(taken, flat, bucket, ranks)
         return flat, finite
 
-    def _add(self, bound: BoundHook, step: int, sent: float, dense: float) -> None:
-        if step != self._step:
-            self._end_step()
-            self._step, self._why = step, bound.inactive_reason(step)
+    def _samplers(self, step: int) -> list[ErrorSampler]:
+        samplers = [] if self.sampler is None else [self.sampler]
+        if (of_step := self.of_step) is not None and of_step[0] == step:
+            samplers.append(of_step[1])
+        return samplers
+
+    def _add(self, bound: BoundHook, bucket: Bucket, sent: float, dense: float) -> None:
+        is_new = bucket.step != self.step
+        if is_new:
+            self.end_step()
+            self.step = bucket.step
+        # The last bucket need not be there.
+        if is_new or bucket.is_last:
+            self.why = bound.inactive_reason(bucket.step)
         self._sent += sent
         self._dense += dense
 
-    def _end_step(self) -> None:
+    def end_step(self) -> None:
+        """Count the step that was watched last; one that is watched later is another, whatever its number is."""
         if self._dense and self._sent >= self._dense:
-            self._not_compressed[self._why.partition(";")[0] if self._why else _AS_THEY_ARE] += 1
+            self._not_compressed[self.why.partition(";")[0] if self.why else _AS_THEY_ARE] += 1
         self._sent = self._dense = 0.0
 
     def not_compressed(self) -> dict[str, int]:
         """Number of steps that sent no fewer bytes, or no fewer between nodes, than plain DDP, by reason."""
-        self._end_step()
+        self.end_step()
         return dict(self._not_compressed)
 
 

@@ -269,6 +269,11 @@ class LocalSteps:
             raise self._running.failed(bound.group, where, error) from error
 
     @property
+    def stepped_after(self) -> int:
+        """Number of backwards before the last optimizer step; -1 before."""
+        return self._last_reported
+
+    @property
     def num_optimizers(self) -> int:
         """How many are known that change the model."""
         return len(self._optimizers)

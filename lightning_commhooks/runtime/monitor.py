@@ -10,6 +10,7 @@ from typing import Literal, get_args
 from lightning_commhooks.collectives.link import Link
 from lightning_commhooks.interface.checks import check_bool, check_integer
 from lightning_commhooks.interface.error_sample import DEFAULT_NUMEL
+from lightning_commhooks.interface.start import text_of_steps
 from lightning_commhooks.runtime.attachment import Attachment
 from lightning_commhooks.runtime.copies import nothing
 
@@ -152,10 +153,10 @@ class Monitor:
         sent, dense = now["bytes_sent"] - first["bytes_sent"], now["bytes_dense"] - first["bytes_dense"]
         text = f"Communication hook {self.attachment.name!r}: "
         if math.isnan(sent):
-            return f"{text}{_steps(steps)}; what a hook function sends is not known"
+            return f"{text}{text_of_steps(steps)}; what a hook function sends is not known"
         if not dense:
-            return f"{text}nothing to send in {_steps(steps)}"
-        text += f"{_size(sent)} sent in {_steps(steps)} instead of {_size(dense)}{_times(sent, dense)}"
+            return f"{text}nothing to send in {text_of_steps(steps)}"
+        text += f"{_size(sent)} sent in {text_of_steps(steps)} instead of {_size(dense)}{_times(sent, dense)}"
         if _are_apart(now):
             sent, dense = (now[key] - first[key] for key in _BETWEEN)
             text += f", of which {_size(sent)} left the node instead of {_size(dense)}{_times(sent, dense)}"
@@ -171,9 +172,9 @@ class Monitor:
         reasons = {reason: num for reason, num in reasons.items() if num}
         if reasons:
             why = [reason if len(reasons) == 1 else f"{num:,}: {reason}" for reason, num in reasons.items()]
-            text += f"; {_steps(sum(reasons.values()))} not compressed ({'; '.join(why)})"
+            text += f"; {text_of_steps(sum(reasons.values()))} not compressed ({'; '.join(why)})"
         if nonfinite := now.get("nonfinite_steps", 0) - first.get("nonfinite_steps", 0):
-            text += f"; {_steps(int(nonfinite))} with inf or NaN"
+            text += f"; {text_of_steps(int(nonfinite))} with inf or NaN"
         return text
 
     def _sampled_step(self) -> int:
@@ -215,10 +216,6 @@ def _times(sent: float, dense: float) -> str:
     if not sent or abs(dense / sent - 1) <= 0.005:
         return ""
     return f" ({dense / sent:.3g} times fewer)" if sent < dense else f" ({sent / dense:.3g} times as many)"
-
-
-def _steps(num: int) -> str:
-    return f"{num:,} step{'' if num == 1 else 's'}"
 
 
 def _size(num_bytes: float) -> str:

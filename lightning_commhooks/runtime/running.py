@@ -12,6 +12,7 @@ from lightning_commhooks.collectives.counters import Counters
 from lightning_commhooks.collectives.errors import HookError
 from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.interface.hook import BoundHook, CommHook
+from lightning_commhooks.interface.start import text_of_steps
 from lightning_commhooks.runtime.engine import Engine
 from lightning_commhooks.runtime.source import Source
 from lightning_commhooks.runtime.steps import StepClock
@@ -85,7 +86,7 @@ class RunningHook:
         except HookError:
             raise
         except Exception as error:
-            raise self.failed(self.bound.group, f"after {self.clock.steps} steps", error) from error
+            raise self.failed(self.bound.group, f"after {text_of_steps(self.clock.steps)}", error) from error
 
     def failed(self, group: Group, where: str, error: Exception) -> HookError:
         """The error that a user sees for one of the hook."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -20,16 +21,16 @@ from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.collectives.steps import Steps
 from lightning_commhooks.interface.averages_models import averages_models
 from lightning_commhooks.interface.bucket import Bucket, Slot
-from lightning_commhooks.interface.hook import BoundHook, CommHook
+from lightning_commhooks.interface.hook import ANY_LATER_STEP, BoundHook, CommHook
 from lightning_commhooks.interface.late_start import late_starts, started
 from lightning_commhooks.interface.layout import Layout
-from lightning_commhooks.interface.start import depends_on_length, is_fraction
+from lightning_commhooks.interface.start import depends_on_length, is_fraction, text_of_steps
 from lightning_commhooks.interface.state import StateError
 from lightning_commhooks.interface.user_function import UserFunction
 from lightning_commhooks.runtime import checkpoint
 from lightning_commhooks.runtime.compression import Watch
 from lightning_commhooks.runtime.finite_steps import FiniteSteps
-from lightning_commhooks.runtime.forecast import Forecaster
+from lightning_commhooks.runtime.forecast import FEWEST_STEPS, Forecaster
 from lightning_commhooks.runtime.local_steps import LocalSteps
 from lightning_commhooks.runtime.micro_batches import MicroBatches
 from lightning_commhooks.runtime.passes import Passes
@@ -40,6 +41,8 @@ from lightning_commhooks.wrappers.scale import accumulation_of
 
 T = TypeVar("T")
 
+# A run of fewer of the planned steps than this part was broken off; loaders may have a few batches less than is told.
+_MOST = 0.9
 _UNKNOWN_OF_FUNCTIONS = (
     "bytes_sent",
     "bytes_sent_between_nodes",
@@ -82,6 +85,10 @@ class Runtime(RunningHook):
         self.micro_batches = MicroBatches(loss_divided_by, self.passes) if is_counted else None
         self._grad_scaler = grad_scaler
         self.is_closed = False
+        # Whether training ended as planned; None: nobody has said.
+        self.ended: bool | None = None
+        # Synchronized backwards from the beginning of training to its end, as was told last.
+        self._planned: int | None = None
         self._close_with_model: weakref.finalize[Any, Any] | None = None
         # Of buckets that the source has handed over, equal on all ranks.
         self._numbers = itertools.count()
@@ -99,7 +106,7 @@ class Runtime(RunningHook):
         self.local.models.average_buffers = averages_models(self.bound) and self.bound.average_buffers
         if self._ranks is not None:
             self.local.models.begin = self._ranks.beside.begin
-        self.forecaster = Forecaster(self, self.local)
+        self.forecaster = Forecaster(self, self.local, self.watch)
 
     def run_among(self, ranks: Ranks, compare: Callable[[Group], None] = lambda group: None) -> None:
         """Bind the hook to ranks, from now on, after a comparison. Collective."""
@@ -147,6 +154,9 @@ class Runtime(RunningHook):
         Args:
             num_steps: synchronized backwards from the beginning of training to its end; `None`: not known.
         """
+        self.ended = None
+        if num_steps is not None:
+            self._planned = num_steps
         if self.num_steps is not None or not any(depends_on_length(start) for *_, start in late_starts(self._given)):
             return
         self.clock.end()
@@ -197,6 +207,7 @@ class Runtime(RunningHook):
         """Go on with another runtime object, after so many steps; see `LocalSteps.begin_at`."""
         self.bound = fresh
         self.clock.steps, self._begun = steps, -1
+        self.watch.end_step()
         self.local.begin_at(steps, num_steps)
         self.forecaster.restart()
         if self.micro_batches is not None:
@@ -371,6 +382,7 @@ class Runtime(RunningHook):
         self.is_closed = True
         self.forecaster.close()
         texts = self.local.close()
+        is_broken_off = self._is_broken_off()
         self.source.close()
         self.passes.close()
         if self.micro_batches is not None:
@@ -380,20 +392,32 @@ class Runtime(RunningHook):
         self._ranks.close()
         self._steps.drop()
         # All ranks have the same to say.
-        texts = texts + self._inactive_reason() if self.bound.group.rank == 0 else []
+        texts = [] if is_broken_off or self.bound.group.rank else texts + self._closing_advice()
         self._ranks.release()
         self.bound.release()
         # Last: where warnings are errors, nothing else may be left to do.
         for text in texts:
             warnings.warn(text, stacklevel=5)
 
-    def _inactive_reason(self) -> list[str]:
-        steps = self.clock.steps
-        ran = self.counters.steps
-        reason = self.bound.inactive_reason(steps - 1) if ran and steps and not self.forecaster.has_warned else None
+    def _is_broken_off(self) -> bool:
+        """Whether an error or a signal has ended training; one that nobody has caught is known when Python exits."""
+        return self.has_failed or sys.exc_info()[0] is not None or getattr(sys, "last_type", None) is not None
+
+    def _closing_advice(self) -> list[str]:
+        """Why the last step was not compressed, if training has ended as planned."""
+        ran, steps, reason = self.counters.steps, self.watch.step + 1, self.watch.why
+        if not steps:  # buckets that nobody watches, as those of FSDP
+            steps = self.clock.steps
+            reason = self.bound.inactive_reason(steps - 1) if steps else None
+        if reason is None or not ran or self.forecaster.has_warned or self.ended is False:
+            return []
+        if self.ended is None and self._planned is not None and steps < _MOST * self._planned:
+            return []
+        if max(steps, ran) < FEWEST_STEPS:
+            reason = self.bound.inactive_reason(ANY_LATER_STEP)
         # After a state was loaded, they are counted anew.
-        here = "" if steps == ran else f" ({ran} in this process)"
-        return [f"training ended after {steps} steps{here}, and {reason}"] if reason is not None else []
+        here = "" if steps == ran else f" ({ran:,} in this process)"
+        return [] if reason is None else [f"training ended after {text_of_steps(steps)}{here}, and {reason}"]
 
 
 def _forget_infinities(flat: Tensor, bucket: Bucket) -> None:

@@ -22,7 +22,7 @@ from lightning_commhooks.interface.averages_models import averages_models
 from lightning_commhooks.interface.bucket import Bucket
 from lightning_commhooks.interface.checks import check_integer
 from lightning_commhooks.interface.error_sample import DEFAULT_NUMEL, ErrorSampler
-from lightning_commhooks.interface.hook import BoundHook, CommHook
+from lightning_commhooks.interface.hook import ANY_LATER_STEP, BoundHook, CommHook
 from lightning_commhooks.interface.hook_state import describe
 from lightning_commhooks.interface.late_start import at_once, late_starts
 from lightning_commhooks.interface.python_code import code
@@ -273,7 +273,7 @@ class _BoundAuto(BoundSwitch):
     def inactive_reason(self, step: int) -> str | None:
         if self._choice is not None:
             return self._phases[self._choice].inactive_reason(step)
-        if not self._moments:
+        if not self._moments or step == ANY_LATER_STEP:
             return None
         num = self._begins(len(self._phases)) + 1
         return f"hook='auto' has not chosen, which takes {num} steps of measuring; use fewer candidates or timed_steps"

@@ -15,7 +15,7 @@ from lightning_commhooks.advice import study
 from lightning_commhooks.advice.candidates import DEFAULT, candidate, candidates, code, parse
 from lightning_commhooks.advice.emulated import Network
 from lightning_commhooks.advice.load import imported, load_task
-from lightning_commhooks.advice.ranking import Row, amortized, decide, headroom, merged, ranked
+from lightning_commhooks.advice.ranking import Row, amortized, decide, headroom, merged, ranked, unsettled
 from lightning_commhooks.advice.report import text_of
 
 CPU = torch.device("cpu")
@@ -68,7 +68,7 @@ class TestVerdict:
             ([DENSE, row("noop", 95), row("bf16", 80, 0.01)], "sends nothing takes 5% less time .* no hook can save"),
             ([DENSE, NOOP, row("int8", 97, 0.01)], "compressing costs what sending less saves"),
             ([DENSE, NOOP, row("int8", 120, 0.01)], "compressing costs what sending less saves"),
-            ([DENSE, NOOP, row("int8", 85, 0.01, spread=30)], "saves 15.0 ms a step, but step times vary by 30.5 ms"),
+            ([DENSE, NOOP, row("int8", 85, 0.01, spread=30)], "saves 15.0 ms of 100.0 ms a step, give or take 60.0 ms"),
             ([DENSE, NOOP, row("int4", 50, 0.4)], "no hook is within the error"),
             ([DENSE, NOOP], "no hook is within the error"),
         ],
@@ -79,6 +79,38 @@ class TestVerdict:
         assert verdict.line == ""
         with pytest.raises(ValueError, match=reason):
             raise ValueError(verdict.reason)
+
+    @pytest.mark.parametrize(
+        "rows",
+        [
+            [DENSE, row("noop", 95, spread=5), row("int8", 97, 0.01)],
+            [DENSE, NOOP, row("int8", 97, 0.01, spread=10)],
+            [DENSE, NOOP, row("int8", 85, 0.01, spread=30)],
+            [row("dense", 161, spread=24), row("noop", 66, spread=40), row("int8", 140, 0.01, spread=20)],
+        ],
+    )
+    def test_no_conclusion_from_what_is_within_the_noise(self, rows):
+        verdict = decide(rows, 0.3)
+        assert verdict.choice is None
+        assert verdict.is_noisy
+        assert "with more --rounds" in verdict.reason
+        assert unsettled(rows) >= {"dense"}
+
+    def test_of_hooks_that_differ_within_the_noise_the_most_exact_one(self):
+        rows = [DENSE, NOOP, row("int4", 50, 0.08, spread=5), row("int8", 60, 0.01, spread=5), row("bf16", 80, 0.003)]
+        assert decide(rows, 0.3).choice == "int8"
+        rows = [DENSE, NOOP, row("int4", 50, 0.08), row("int8", 60, 0.01), row("bf16", 80, 0.003)]
+        assert decide(rows, 0.3).choice == "int4"
+        # But not one that need not be faster than dense averaging.
+        rows = [DENSE, NOOP, row("int4", 60, 0.08, spread=5), row("bf16", 95, 0.003, spread=30)]
+        assert decide(rows, 0.3).choice == "int4"
+
+    def test_more_rounds_of_what_is_not_conclusive(self):
+        assert unsettled([row("dense", 161, spread=24), row("noop", 66, spread=40)]) == {"dense", "noop"}
+        assert unsettled([DENSE, row("noop", 91)]) == {"dense", "noop"}
+        assert unsettled([DENSE, row("noop", 95)]) == unsettled([DENSE, NOOP]) == set()
+        assert unsettled([DENSE, NOOP, row("int4", 89.5), row("int8", 120, spread=60)]) == {"dense", "int4"}
+        assert unsettled([DENSE, NOOP, row("int4", 60), row("int8", 120, spread=60)]) == set()
 
     def test_headroom_is_never_negative(self):
         assert headroom([DENSE, row("noop", 103)]) == 0
@@ -93,6 +125,13 @@ class TestAmortized:
         found = merged([row("x", 5.0, 0.1), row("x", 9.0, 0.2), row("x", 3.0, 0.3)])
         assert (found.step_ms, found.spread_ms, found.error) == (4.0, 1.0, 0.2)
         assert merged([row("x", 5.0), row("x", 3.0)]).step_ms == 3.0
+
+    def test_more_rounds_make_less_noise(self):
+        """Of rounds that vary as much."""
+        few, many = (merged([row("x", 5.0 + i % 2) for i in range(num)]) for num in (4, 16))
+        assert few.spread_ms == 0 == many.spread_ms
+        few, many = (merged([row("x", 5.0 + i % 4) for i in range(num)]) for num in (4, 16))
+        assert many.spread_ms < 0.6 * few.spread_ms
 
     def test_every_step_alike(self):
         assert amortized([1.0, 3.0, 2.0], [5.0, 5.0, 5.0], 1) == 2
@@ -394,7 +433,23 @@ def test_advice_in_words(find):
     assert "Not recommended unasked: diloco; averaging models" in text
     assert text.endswith('instead of 100.0 ms, 45% less.\n    CompressedDDPStrategy(hook="int8")')
     assert text_of(find("advise", row("int8", 99.0))).splitlines()[-1].startswith("Do not compress: the best hook")
+    noisy = text_of(find("advise", row("int8", 85.0, spread=30.0))).splitlines()[-1]
+    assert noisy.startswith(
+        "No conclusion: the best hook, int8, saves 15.0 ms of 100.0 ms a step, give or take 60.0 ms"
+    )
 
 
 def test_headroom_in_words(find):
-    assert "Communication costs 60.0 ms of 100.0 ms a step: 60%.\nNo hook can save more" in text_of(find("headroom"))
+    text = text_of(find("headroom"))
+    assert "Communication costs 60.0 ms of 100.0 ms a step: 60% (59% to 61%).\nNo hook can save more" in text
+
+
+def test_a_noisy_headroom_in_words(find, monkeypatch):
+    rows = [row("dense", 161.0, spread=24.0), row("noop", 66.0, spread=40.0)]
+    find("headroom")  # replaces the processes
+    monkeypatch.setattr(study, "Bench", lambda *_: Namespace(rows=lambda *_: rows))
+    args = Namespace(command="headroom", rounds=3, max_error=0.3, bandwidth=None, latency=None, world_size=None)
+    found = study.study(args, Namespace(device=CPU, gradient_bytes=4_000_000), [], lambda what: None)
+    last = text_of(found).splitlines()[-1]
+    assert last.startswith("Communication costs between 1.7 ms and 161.0 ms of 161.0 ms a step, 1% to 100%: too noisy")
+    assert "59%" not in last

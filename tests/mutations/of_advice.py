@@ -48,8 +48,8 @@ MUTATIONS = [
     Mutation(
         "slowest_is_best",
         f"{ADVICE}/ranking.py",
-        "fastest = min((row.step_ms for row in eligible), default=math.nan)",
-        "fastest = max((row.step_ms for row in eligible), default=math.nan)",
+        "fastest = min(eligible, key=lambda row: row.step_ms, default=dense)",
+        "fastest = max(eligible, key=lambda row: row.step_ms, default=dense)",
         "A hook is recommended that is as slow as the slowest.",
         "tests/advice/test_advice.py -k 'fastest'",
     ),
@@ -64,10 +64,26 @@ MUTATIONS = [
     Mutation(
         "noise_is_a_gain",
         f"{ADVICE}/ranking.py",
-        "    if gain_ms <= noise:\n",
+        "    if not _is_worth_it(best, dense):\n",
         "    if False:\n",
         "A hook is recommended that saves less than step times vary.",
         "tests/advice/test_advice.py -k 'do_not_compress'",
+    ),
+    Mutation(
+        "noise_is_no_headroom",
+        f"{ADVICE}/ranking.py",
+        "        if high >= MIN_GAIN:\n",
+        "        if False:\n",
+        "A measurement that is too noisy to tell says that compressing does not pay.",
+        "tests/advice/test_advice.py -k 'within_the_noise'",
+    ),
+    Mutation(
+        "noisy_rounds_are_not_repeated",
+        f"{ADVICE}/ranking.py",
+        "again = set() if is_conclusive(headroom_interval(rows)) else {DENSE, NOOP}",
+        "again = set()",
+        "headroom concludes from what is within the noise.",
+        "tests/advice/test_advice.py -k 'more_rounds'",
     ),
     Mutation(
         "any_error_will_do",

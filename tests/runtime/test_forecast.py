@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import lightning_commhooks as lc
 from lightning_commhooks.interface.late_start import late_starts
+from lightning_commhooks.runtime.forecast import FEWEST_STEPS
 
 NUM_STEPS = 40
 FIRST_STEPS = 3
@@ -88,7 +89,7 @@ def local_steps(rank, world, hook, takes_turns, num_steps, backwards=1):
         attachment = lc.attach(ddp, hook, optimizers=optimizers)
         for step in range(num_steps):
             metrics = attachment.metrics()
-            counted.append((metrics["bytes_sent"], metrics["bytes_dense"]))
+            counted.append((metrics["bytes_sent"], metrics["bytes_dense"], metrics["averagings"]))
             gradients = full_rank_gradients(rank, step, SHAPES)
             backward(ddp, {name: gradients[name] for name in names[step % len(names)]})
             if step % backwards == backwards - 1:
@@ -117,11 +118,17 @@ def test_averages_of_models_are_measured_over_whole_periods(run, hook, start, ta
     assert after == end + 1
     for before_line in before:
         assert before_line[0] == 4
-        expected = f": as many bytes as plain DDP until step {start}; ranks step alone from step {start} of 60 on"
+        # Each of several optimizers counts its own steps.
+        at = f"{'about ' if takes_turns else ''}step {start} of 60 on"
+        expected = f": as many bytes as plain DDP until step {start}; ranks step alone from {at}"
         assert before_line[1].endswith(expected)
-    (sent, dense), (sent_before, dense_before) = counted[end], counted[begin]
+    (sent, dense, _), (sent_before, dense_before, _) = counted[end], counted[begin]
     ratio = f"{(dense - dense_before) / (sent - sent_before):.3g}x fewer bytes in steps {begin} to {end - 1}"
-    assert f": ranks step alone from step {start} of 60 on; {ratio}" in line
+    num = counted[end][2] - counted[begin][2]
+    averages = f"models are averaged every {period} steps"
+    if num > 1:
+        averages = f"models, or parts of them, are averaged {num} times in {period} steps"
+    assert line.endswith(f": {averages}; ranks step alone from step {start} of 60 on; {ratio}")
     # The same in every other period.
     for other in range(begin, 60 - period):
         assert counted[other + period][0] - counted[other][0] == pytest.approx(sent - sent_before)
@@ -214,9 +221,10 @@ GOOD = {
 def test_one_line_in_each_phase(run, label):
     arguments, expected = GOOD[label]
     (said, warned, _), others = run(told, *arguments)
-    assert dict(said) == {step: f"Forecast for communication hook {line}" for step, line in expected.items()}
+    lines = {step: line.partition("; relative error")[0] for step, line in said}
+    assert lines == {step: f"Forecast for communication hook {line}" for step, line in expected.items()}
     assert len(said) == len(expected)
-    assert warned == []
+    assert [text for text in warned if "error feedback" not in text] == []
     assert others[:2] == ([], [])
 
 
@@ -300,6 +308,59 @@ def test_a_hook_that_compresses_in_the_first_step_alone(run):
     )
 
 
+def low_rank(rank, world, hook, num_steps, steps, shapes):
+    """The line and what is warned of, by the length of the run, of gradients of rank 3."""
+    generator = torch.Generator().manual_seed(rank)
+    said = []
+    with attached(hook, shapes) as (ddp, attachment), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(steps):
+            factors = {name: [torch.randn(size, 3, generator=generator) for size in shapes[name]] for name in shapes}
+            backward(ddp, {name: left @ right.T for name, (left, right) in factors.items()})
+            attachment.tell_forecast(said.append, None if num_steps is None else num_steps - step - 1)
+        error = attachment.forecast(num_steps).relative_error
+        sent = attachment.metrics()["bytes_sent"], attachment.metrics()["collectives"]
+    return "".join(said[-1:]), [str(warning.message) for warning in caught], error, sent
+
+
+RANK_4_FIX = "PowerSGD(matrix_approximation_rank=4, start_powerSGD_iter=4)"
+SHORT = (
+    (lc.PowerSGD(start_powerSGD_iter=4), " at rank 1", f", or at a higher rank: hook={RANK_4_FIX}"),
+    (lc.Cast(lc.PowerSGD(start_powerSGD_iter=4)), " at rank 1", f", or at a higher rank: hook=Cast(hook={RANK_4_FIX})"),
+    (lc.ChunkedTopK(k=8), "", ""),
+)
+
+
+@pytest.mark.parametrize(("hook", "at_rank", "higher"), SHORT, ids=["powersgd", "cast", "chunked_topk"])
+def test_a_run_that_is_too_short_for_error_feedback(run, hook, at_rank, higher):
+    shapes = {"wide": (64, 128)}
+    mine, (_, nothing, *_) = run(low_rank, hook, 40, 9, shapes)
+    line, (text,), error, _ = mine
+    assert 0.5 < error < 1.1
+    assert line.endswith(f"; relative error of a step{at_rank}: {error:.2g}, the rest is sent later")
+    assert text.startswith(f"training ends after 40 steps, and hook={hook.name!r}{at_rank} averages gradients with a")
+    assert text.endswith(f"is too short: it learns more with hook=Int8(min_bytes=0){higher}")
+    assert nothing == []
+    for num_steps in (1000, None):
+        long_line, texts, *_ = run(low_rank, hook, num_steps, 9, shapes)[0]
+        assert texts == [], "error feedback has time"
+        assert "relative error of a step" in long_line
+
+
+def test_no_error_is_told_of_where_there_is_next_to_none(run):
+    for hook in (lc.PowerSGD(start_powerSGD_iter=4, matrix_approximation_rank=6), lc.Int8(min_bytes=0), "bf16"):
+        line, texts, error, _ = run(low_rank, hook, 40, 9, {"wide": (64, 128)})[0]
+        assert "relative error" not in line
+        assert texts == []
+        assert (error is None) is (hook == "bf16")
+
+
+def test_the_sample_is_not_counted(run):
+    """All steps send the same, but for the first ones, which a forecast samples."""
+    once, more = (run(low_rank, lc.ChunkedTopK(k=8), 40, steps, {"wide": (64, 128)})[0][-1] for steps in (4, 8))
+    assert more == tuple(2 * number for number in once)
+
+
 def reset(rank, world):
     said = []
     with attached("bf16") as (ddp, attachment):
@@ -330,14 +391,18 @@ def test_what_a_late_hook_does_is_warned_of_when_it_was_measured(run):
 @pytest.mark.parametrize(
     ("hook", "why"),
     [
-        (lc.PowerSGD(start_powerSGD_iter=10), "compresses from start_powerSGD_iter=10 on; let it begin"),
+        (lc.PowerSGD(start_powerSGD_iter=20), "compresses from start_powerSGD_iter=20 on; let it begin"),
         (lc.PostLocalSGD(period=64, **ALONE), "has never averaged models, the first period of steps has not ended"),
     ],
 )
-def test_a_run_that_is_shorter_than_told_is_warned_of_at_its_end(run, hook, why):
-    (_, warned, texts), _ = run(told, hook, 1000, WIDE)
+def test_what_never_began_is_warned_of_at_the_end_of_a_run_of_unknown_length(run, hook, why):
+    (_, warned, texts), _ = run(told, hook, None, WIDE, 0, FEWEST_STEPS)
     assert warned == []
-    assert any(text.startswith(f"training ended after 5 steps, and hook={hook.name!r} {why}") for text in texts)
+    assert any(text.startswith(f"training ended after 10 steps, and hook={hook.name!r} {why}") for text in texts)
+    (_, _, texts), _ = run(told, hook, None, WIDE, 0, FEWEST_STEPS - 1)
+    assert not any("training ended after" in text for text in texts), "a trial"
+    (_, _, texts), _ = run(told, hook, 12, WIDE, 0, FEWEST_STEPS)
+    assert not any("training ended after" in text for text in texts), "fewer steps than were told"
 
 
 def test_moves_of_models_that_are_sent_as_they_are(run):
@@ -484,7 +549,7 @@ def test_of_two_models_it_says_which(run):
 def rewound(rank, world):
     with attached(lc.PowerSGD(), WIDE) as (ddp, attachment):
         state = attachment.state_dict()
-        for step in range(2):
+        for step in range(9):
             backward(ddp, full_rank_gradients(rank, step, WIDE))
         attachment.load_state_dict(state)
         backward(ddp, full_rank_gradients(rank, 2, WIDE))
@@ -493,5 +558,82 @@ def rewound(rank, world):
 
 def test_steps_after_a_state_was_loaded_are_told_apart(run):
     ((text,), not_compressed), _ = run(rewound)
-    assert text.startswith("training ended after 1 steps (3 in this process), and hook='powersgd' compresses")
-    assert not_compressed == 3
+    assert text.startswith("training ended after 1 step (10 in this process), and hook='powersgd' compresses")
+    assert not_compressed == 10
+
+
+COMPRESSING = {
+    "int8": lc.Int8(min_bytes=0, block_size=64),
+    "chunked_topk": lc.ChunkedTopK(),
+    "powersgd": lc.PowerSGD(start_powerSGD_iter=8),
+    "cast": lc.Cast(lc.PowerSGD(start_powerSGD_iter=8), "bf16"),
+    "schedule": lc.Schedule({0: "allreduce", 8: lc.Int8(min_bytes=0, block_size=64)}),
+    "policy": lc.PerParameter({"wide": lc.Int8(min_bytes=0, block_size=64), "*": "bf16"}),
+    "post_localsgd": lc.PostLocalSGD(period=4, **ALONE),
+    "diloco": lc.DiLoCo(period=4, pseudo_gradient=lc.Int8(min_bytes=0, block_size=64), **ALONE),
+}
+
+
+def loaded_at_the_end(rank, world, hook):
+    """What is said at the end where an earlier state was loaded after training: the best model's, say."""
+    shapes = {"wide": (64, 128), "bias": (500,)}
+    with attached(hook, shapes) as (ddp, attachment):
+        optimizer = zero_lr(ddp)
+        attachment.add_optimizer(optimizer)
+        for step in range(12):
+            backward(ddp, full_rank_gradients(rank, step, shapes))
+            optimizer.step()
+            if step == 1:
+                state = attachment.state_dict()
+        attachment.load_state_dict(state)
+        texts = closing_texts(attachment)
+        return [text for text in texts if "ended while" not in text], attachment.metrics()["compression_ratio"]
+
+
+@pytest.mark.parametrize("label", COMPRESSING)
+def test_a_state_that_is_loaded_at_the_end_says_nothing_of_what_was_sent(run, label):
+    for texts, ratio in run(loaded_at_the_end, COMPRESSING[label]):
+        assert ratio > 1.2
+        assert texts == []
+
+
+def ends(rank, world, how):
+    """What is said of a late hook at the end of 12 steps that ended in one way or another."""
+    num_steps = {"as many as told": 12, "a few less": 13, "many less": 40, "stopped by a rule": 40}.get(how)
+    with attached(POWERSGD, WIDE) as (ddp, attachment):
+        if num_steps is not None:
+            attachment.tell_forecast(num_left=num_steps)
+        for step in range(12):
+            backward(ddp, full_rank_gradients(rank, step, WIDE))
+        if how == "stopped by a rule":
+            attachment.note_end(as_planned=True)
+        if how == "a trial":
+            attachment.note_end(as_planned=False)
+        try:
+            if how in ("error", "interrupt"):
+                raise ValueError if how == "error" else KeyboardInterrupt
+        except (ValueError, KeyboardInterrupt):
+            return closing_texts(attachment)
+        return closing_texts(attachment)
+
+
+@pytest.mark.parametrize("how", ["unknown", "as many as told", "a few less", "stopped by a rule"])
+def test_the_end_of_training_gives_advice(run, how):
+    (text,), others = run(ends, how)
+    assert text.startswith(
+        "training ended after 12 steps, and hook='powersgd' compresses from start_powerSGD_iter=1000"
+    )
+    assert others == []
+
+
+@pytest.mark.parametrize("how", ["many less", "a trial", "error", "interrupt"])
+def test_training_that_broke_off_gives_none(run, how):
+    assert run(ends, how) == [[], []]
+
+
+def test_a_trial_is_warned_of_what_does_not_depend_on_its_length_alone(run):
+    (_, warned, closing), _ = run(told, lc.PowerSGD(), 5, WIDE)
+    assert (warned, closing) == ([], [])
+    (_, (text,), closing), _ = run(told, "int8", 5, {"first": (100, 100)})
+    assert text.startswith("training ends after 5 steps, and hook='int8' compresses nothing, no bucket")
+    assert closing == []
