@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.collectives.steps import Steps
-from lightning_commhooks.interface.averages_models import AveragesModels
+from lightning_commhooks.interface.averages_models import ALONE, AveragesModels
 from lightning_commhooks.interface.bucket import Bucket
 from lightning_commhooks.interface.checks import check_bool, check_integer
 from lightning_commhooks.interface.hook import ANY_LATER_STEP, CommHook
@@ -79,8 +79,9 @@ class BoundLocalSGD(AveragesModels):
         self.average_buffers = config.average_buffers
         # None: gradients stay as they are.
         self._subgroup = group.split(self._subgroups()) if config.post_local_gradient_allreduce else None
-        if self._subgroup is not None and self._subgroup.size == group.size:
-            self.from_start = config.together_from_start
+        if self._subgroup is not None and self._subgroup.size > 1:
+            together = self._subgroup.size == group.size
+            self.from_start = config.together_from_start if together else f"subgroups of {self._subgroup.size} {ALONE}"
         if group.rank == 0 and (text := self._costs()) is not None:
             warnings.warn(text, stacklevel=2)
         # Steps that each optimizer has taken since ranks step alone.

@@ -146,6 +146,15 @@ class DiLoCo(LocalSGDConfig):
     def repeats_after(self) -> int:
         return self.period
 
+    def measured_from(self) -> int:
+        if not self.delay and not self.eager:
+            return 1
+        begin = {((k + 1) * self.period // self.fragments - self.delay) % self.period for k in range(self.fragments)}
+        # Not when a move has just begun to be averaged; best two steps after that.
+        quiet = [step for step in range(1, self.period + 1) if step % self.period not in begin]
+        later = [step for step in quiet if (step - 1) % self.period not in begin]
+        return next(iter(later + quiet), 1)
+
     def bytes_of_averages(self, num_ranks: int) -> float:
         sent = {"fp32": 1, "bf16": 1 / 2, "int8": 1 / 4, "int4": 1 / 7, "int2": 1 / 14, "topk": 1 / 137}
         is_known = isinstance(self.pseudo_gradient, str)

@@ -79,6 +79,13 @@ class CommHook(ABC):
         """Number of steps after which what the hook sends repeats, such as the period in which it averages models."""
         return math.lcm(*(hook.repeats_after() for hook in self.inner_hooks))
 
+    def measured_from(self) -> int:
+        """Steps after such a change from which on forecasts measure what is sent; the first step is by itself.
+
+        More than 1 for a hook that has something under way then, which may be counted before or after.
+        """
+        return max([1, *(hook.measured_from() for hook in self.inner_hooks)])
+
     @abstractmethod
     def bind(self, group: Group) -> BoundHook:
         """Make the runtime object for one model and one process group.

@@ -144,13 +144,19 @@ class Forecaster:
             self._begin = self._measured = None
             self._changes = {} if hook is None else _changes(hook, bound)
         elif self._begin is None:
-            self._begin = step, now
-            self._sample(step)
+            if step == self._phase + 1:
+                self._sample(step)
+            if step - self._phase >= self._measured_from(hook):
+                self._begin = step, now
         elif (step - self._begin[0]) % self._period(hook) == 0:
             self._measure(step, now.plus(self._begin[1], -1))
 
+    def _measured_from(self, hook: CommHook) -> int:
+        steps = hook.measured_from() if self._averages_now else 1
+        return steps if steps == 1 else steps * max(1, self._local.num_optimizers)
+
     def _changes_now(self, step: int) -> bool:
-        return step in self._changes and self._begins(step) != ALONE
+        return step in self._changes and not _is_alone(self._begins(step))
 
     def _begins(self, change: int) -> str | None:
         """What averages of models begin at a change; `None`: it is another change."""
@@ -251,7 +257,7 @@ class Forecaster:
         """Whether ranks are to step alone by now, and optimizers have not taken the steps after which they do."""
         bound = self._running.bound
         begins = [change for change, option in self._changes.items() if option == _LOCAL]
-        return bool(begins) and not self._is_alone and _from_start(bound) == ALONE and min(begins) <= self._step
+        return bool(begins) and not self._is_alone and _is_alone(_from_start(bound)) and min(begins) <= self._step
 
     def _error(self) -> float | None:
         if self._watch.of_step is None or self._watch.of_step[0] != self._phase + 1:
@@ -266,10 +272,11 @@ class Forecaster:
         of = "on" if num_steps is None else f"of {num_steps:,} on"
         if change is not None:
             return f"{_times(sent)} until step {change:,}; {self._what_comes(change)} {change:,} {of}"
-        within = f"{_times(sent)} in steps {begin:,} to {end - 1:,}"
+        steps = f"steps {begin:,} to {end - 1:,}" if end - begin > 1 else f"step {begin:,}"
+        within = f"{_times(sent)} in {steps}"
         if self._is_alone:
-            who = "subgroups of ranks step" if sent.numel_compressed + sent.numel_uncompressed else "ranks step"
-            return f"{_averages(sent, end - begin)}; {who} alone from step {self._phase:,} {of}; {within}"
+            who = _from_start(bound) or ALONE
+            return f"{_averages(sent, end - begin)}; {who} from step {self._phase:,} {of}; {within}"
         if sent.averagings and self._averages_now:
             return (
                 f"{_averages(sent, end - begin)} from step {self._phase:,} {of}, and gradients over all "
@@ -312,12 +319,17 @@ class Forecaster:
                 text += f": hook={code(begun_at(self._hook, num_steps // 10))}"
         elif reason := self._running.bound.inactive_reason(ANY_LATER_STEP if is_trial else last):
             text, saved = reason, 0.0
+        elif self._averages_now:
+            if not self._is_alone or sent.ratio > 0.995:
+                return None  # what averages besides cost was told when the hook was attached
+            text = f"hook={name!r} sends {_times(sent)}; average models more seldom"
         elif not self._now.numel_compressed:
             return None  # a hook that is not for that
         else:
+            saves = f"of the bytes that plain DDP sends it saves {saved:.1%}" if saved >= 0 else f"sends {_times(sent)}"
             text = (
-                f"hook={name!r} compresses {sent.percent_compressed:.2f}% of the gradients, and of the bytes that "
-                f"plain DDP sends it saves {saved:.1%}; use another hook, or none"
+                f"hook={name!r} compresses {sent.percent_compressed:.2f}% of the gradients, and {saves}; use another "
+                "hook, or none"
             )
             saved = saved if total is None else max(saved, 1 - 1 / total.ratio)
         if saved >= NEXT_TO_NOTHING:
@@ -359,6 +371,10 @@ def _has_phases(hook: CommHook) -> bool:
 
 def _from_start(bound: object) -> str | None:
     return bound.from_start if isinstance(bound, AveragesModels) and bound.averages_models else None
+
+
+def _is_alone(begins: str | None) -> bool:
+    return begins is not None and begins.endswith(ALONE)
 
 
 def _changes(hook: CommHook, bound: object) -> dict[int, str]:
