@@ -157,8 +157,8 @@ class DiLoCo(LocalSGDConfig):
 
     def bytes_of_averages(self, num_ranks: int) -> float:
         sent = {"fp32": 1, "bf16": 1 / 2, "int8": 1 / 4, "int4": 1 / 7, "int2": 1 / 14, "topk": 1 / 137}
-        is_known = isinstance(self.pseudo_gradient, str)
-        return (sent[self.pseudo_gradient] if is_known else 0.0) / self.period
+        known = self.pseudo_gradient if isinstance(self.pseudo_gradient, str) else ""
+        return sent.get(known, 0.0) / self.period
 
     def bind(self, group: Group) -> BoundHook:
         return _BoundDiLoCo(self, group)

@@ -22,8 +22,8 @@ class AveragesModels(BoundHook):
         averages_models: whether it ever does; wrappers may not.
         average_buffers: whether floating-point buffers of the model are averaged with its parameters. DDP then does not
             broadcast them while ranks step alone.
-        from_start: what happens from `start_localSGD_iter` on, for forecasts, which ends with `ALONE` where ranks do not
-            average gradients among all of them any more; `None`: what did before, on these ranks.
+        from_start: what happens from `start_localSGD_iter` on, for forecasts; `None`: what did before, on these ranks.
+            Ends with `ALONE` unless all ranks go on averaging gradients.
     """
 
     averages_models: bool = True

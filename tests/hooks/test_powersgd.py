@@ -202,13 +202,13 @@ def close_early(rank, world, shapes, steps, start):
 
 
 def test_warns_when_training_ends_before_compression(run):
-    (texts, stats), (other_texts, _) = run(close_early, SHAPES, 3, 3)
+    (texts, stats), (other_texts, _) = run(close_early, SHAPES, 10, 10)
     assert len(texts) == 1
-    assert "after 3 steps, and hook='powersgd' compresses from start_powerSGD_iter=3 on; " in texts[0]
-    assert texts[0].endswith("let it begin after about a tenth of training, 0: hook=PowerSGD(start_powerSGD_iter=0)")
+    assert "after 10 steps, and hook='powersgd' compresses from start_powerSGD_iter=10 on; " in texts[0]
+    assert texts[0].endswith("let it begin after about a tenth of training, 1: hook=PowerSGD(start_powerSGD_iter=1)")
     assert not other_texts
     assert stats == (0, 0, 0)
-    for texts, (rate, _, _) in run(close_early, SHAPES, 4, 3):
+    for texts, (rate, _, _) in run(close_early, SHAPES, 11, 10):
         assert not texts
         assert rate > 2
 

@@ -15,7 +15,7 @@ POWERSGD = "Forecast for communication hook PowerSGD(matrix_approximation_rank=2
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    return launch(tmp_path_factory.mktemp("forecast"), "good", "steps", "nothing", "shorter", "bar", "fabric")
+    return launch(tmp_path_factory.mktemp("forecast"), "good", "steps", "nothing", "shorter", "trials", "bar", "fabric")
 
 
 def said(results, label):
@@ -25,7 +25,8 @@ def said(results, label):
     result = results(f"{label}-said")
     (after, _), *_ = result["lines"]
     assert 3 <= after <= 4
-    return [line for _, line in result["lines"]], result["warned"]
+    lines = [line.partition("; relative error")[0] for _, line in result["lines"]]
+    return lines, [text for text in result["warned"] if "error feedback" not in text]
 
 
 @pytest.mark.parametrize(
@@ -88,8 +89,8 @@ def test_manual_optimization_is_told_without_an_end(results):
     [
         (
             "beyond",
-            "training ends after 8 steps, and hook='powersgd' compresses from start_powerSGD_iter=1000 on; let it "
-            "begin after about a tenth of training, 0: hook=PowerSGD(start_powerSGD_iter=0)",
+            "training ends after 20 steps, and hook='powersgd' compresses from start_powerSGD_iter=1000 on; let it "
+            "begin after about a tenth of training, 2: hook=PowerSGD(start_powerSGD_iter=2)",
         ),
         (
             "late",
@@ -116,8 +117,15 @@ def test_a_warning_in_time_and_not_again_at_the_end(results, label, expected):
 
 def test_shorter_than_told(results):
     (line,), (warned,) = said(results, "shorter")
-    assert line.endswith("it compresses from step 6 of 80 on")
-    assert warned.startswith("training ended after 4 steps, and hook='powersgd' compresses from start_powerSGD_iter=6")
+    assert line.endswith("it compresses from step 20 of 80 on")
+    assert warned.startswith(
+        "training ended after 12 steps, and hook='powersgd' compresses from start_powerSGD_iter=20"
+    )
+
+
+@pytest.mark.parametrize("label", ["fast-powersgd", "fast-int8", "broken"])
+def test_no_advice_where_training_was_a_trial_or_broke_off(results, label):
+    assert results(f"{label}-said")["warned"] == []
 
 
 def test_above_a_progress_bar(results):

@@ -306,8 +306,8 @@ MUTATIONS = [
     Mutation(
         "forecast_over_a_change",
         f"{PACKAGE}/runtime/forecast.py",
-        "is not self._hook or step in self._changes:",
-        "is not self._hook:",
+        "is not self._is_alone or self._changes_now(step):",
+        "is not self._is_alone:",
         "What was measured before a hook begins to compress is told of the steps after it.",
         "tests/lightning/test_forecast_lightning.py -k 'one_line'",
     ),

@@ -134,6 +134,100 @@ def test_averages_of_models_are_measured_over_whole_periods(run, hook, start, ta
         assert counted[other + period][0] - counted[other][0] == pytest.approx(sent - sent_before)
 
 
+ONE_NODE = {
+    "post_localsgd": (
+        lc.PostLocalSGD(period=4, start_localSGD_iter=6),
+        1,
+        ["gradients are averaged over all 2 ranks at every step; as many bytes as plain DDP"],
+        "",
+    ),
+    "diloco": (
+        lc.DiLoCo(period=4),
+        1,
+        [
+            "models are averaged every 4 steps from step 0 of 40 on, and gradients over all 2 ranks at every step; "
+            "{} in steps 1 to 4"
+        ],
+        "1.25x",
+    ),
+    "late diloco": (
+        lc.DiLoCo(period=4, start_localSGD_iter=6, pseudo_gradient="bf16"),
+        1,
+        [
+            "as many bytes as plain DDP until step 6; models are averaged besides from step 6 of 40 on",
+            "models are averaged every 4 steps from step 6 of 40 on, and gradients over all 2 ranks at every step; "
+            "{} in steps 7 to 10",
+        ],
+        "1.12x",
+    ),
+    "seldom": (
+        lc.DiLoCo(period=4),
+        3,
+        [
+            "models are averaged every 12 steps from step 0 of 40 on, and gradients over all 2 ranks at every step; "
+            "{} in steps 1 to 12"
+        ],
+        "1.25x",
+    ),
+}
+
+
+def attach_texts(rank, world, hook):
+    ddp = DistributedDataParallel(Params(SHAPES))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        lc.attach(ddp, hook, optimizers=[]).close()
+    return [str(warning.message) for warning in caught]
+
+
+@pytest.mark.parametrize("label", ONE_NODE)
+def test_local_sgd_on_one_node(run, label):
+    """Gradients go on being averaged over all ranks; what is told is what is sent, at every time of the run."""
+    hook, backwards, expected, costs = ONE_NODE[label]
+    lines, counted = run(local_steps, hook, False, 40, backwards)[0]
+    (sent, dense, _), (sent_before, dense_before, _) = counted[-1], counted[-13]
+    more = (sent - sent_before) / (dense - dense_before)
+    assert [line.partition(": ")[2] for _, line in lines] == [
+        text.format(f"{more:.3g}x as many bytes as plain DDP") for text in expected
+    ]
+    (text,), nothing = run(attach_texts, hook)
+    assert nothing == []
+    assert "because all are on one node" in text
+    assert "post_local_gradient_allreduce=False" in text
+    assert ("and models besides, which sends about" in text) is bool(costs)
+    assert f"{costs} as many bytes as plain DDP" in text or not costs
+
+
+@pytest.mark.parametrize(
+    "hook",
+    [
+        lc.DiLoCo(period=6, fragments=2, delay=2, **ALONE),
+        lc.DiLoCo(period=6, delay=6, **ALONE),
+        lc.DiLoCo(period=6, eager=True, **ALONE),
+        lc.DiLoCo(period=6, fragments=3, pseudo_gradient="int4", **ALONE),
+    ],
+    ids=["delay", "delay of a period", "eager", "int4"],
+)
+def test_what_is_under_way_is_counted_once(run, hook):
+    ((_, line),), counted = run(local_steps, hook, False, 40)[0]
+    (sent, dense, _), (sent_before, dense_before, _) = counted[39], counted[15]
+    assert f"; {(dense - dense_before) / (sent - sent_before):.3g}x fewer bytes in steps" in line
+
+
+def test_bytes_of_averages_beside_those_of_gradients():
+    assert lc.PostLocalSGD(period=4).bytes_of_averages(2) == 1 / 4
+    hook = lc.HierarchicalLocalSGD(period_group_size_dict={2: 2, 8: None})
+    assert hook.bytes_of_averages(4) == pytest.approx(3 / 8 * (1 / 2) / (3 / 4) + 1 / 8)
+    assert lc.DiLoCo(period=10, pseudo_gradient="int8").bytes_of_averages(8) == 1 / 40
+
+
+def test_subgroups_that_send_more_than_plain_ddp(run):
+    hook = lc.PostLocalSGD(period=1, start_localSGD_iter=0, subgroup_size=2)
+    (text,), *_ = run(attach_texts, hook, world=4)
+    assert text.startswith("hook='post_localsgd' sends about 1.67x as many bytes as plain DDP: gradients are averaged")
+    assert run(attach_texts, dataclasses.replace(hook, period=8), world=4)[0] == []
+
+
 def test_a_period_without_an_average_is_not_told_of(run):
     """An optimizer that steps after every third synchronized backward."""
     ((after, line),), counted = run(local_steps, lc.PostLocalSGD(period=4, **ALONE), False, 40, 3)[0]

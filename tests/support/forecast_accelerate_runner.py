@@ -1,5 +1,6 @@
 """Run by `test_forecast_accelerate.py` in each of two processes: what is said of a run after its first steps."""
 
+import contextlib
 import json
 import logging
 import sys
@@ -10,6 +11,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from hf_runner import close, make
+from transformers import TrainerCallback
 
 import lightning_commhooks as lc
 from accelerate_integration import CommHookKwargs, CommHookTracker
@@ -81,15 +83,42 @@ def of_trainer(name, hook, resume=None, **arguments):
     return metrics
 
 
+class After(TrainerCallback):
+    """Ends training after twelve steps: by an error, or by its own rule."""
+
+    def __init__(self, error=None):
+        self.error = error
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == 12:
+            control.should_training_stop = True
+            if self.error is not None:
+                raise self.error
+
+
+def ended(name, error=None):
+    """End a trainer's run of 80 steps after twelve."""
+    trainer, handler = make(f"{FOLDER}/{name}", lc.PowerSGD(start_powerSGD_iter=20), max_steps=80)
+    trainer.add_callback(After(error))
+    with contextlib.suppress(ArithmeticError):
+        trainer.train()
+    metrics = handler.attachments[-1].metrics()
+    # After the error was dealt with.
+    close(handler)
+    return metrics
+
+
 def main():
     torch.distributed.init_process_group("gloo")
     saving = {"save_strategy": "steps", "save_steps": 6}
     results = {
         "trainer": heard(lambda: of_trainer("whole", POWERSGD, max_steps=12, **saving)),
         "resumed": heard(lambda: of_trainer("more", POWERSGD, f"{FOLDER}/whole/checkpoint-6", max_steps=16)),
-        "beyond": heard(lambda: of_trainer("beyond", lc.PowerSGD(), max_steps=8)),
+        "beyond": heard(lambda: of_trainer("beyond", lc.PowerSGD(), max_steps=20)),
         "name": heard(lambda: of_trainer("name", "powersgd", max_steps=40)),
         "fraction": heard(lambda: of_trainer("fraction", FRACTION, max_steps=12)),
+        "stopped": heard(lambda: ended("stopped")),
+        "broken": heard(lambda: ended("broken", ArithmeticError())),
         "epochs": heard(lambda: of_trainer("epochs", POWERSGD, max_steps=-1, num_train_epochs=1)),
     }
     AcceleratorState._reset_state()
@@ -97,7 +126,7 @@ def main():
         "tracker": heard(lambda: accelerated(POWERSGD, num_steps=8)),
         "accumulated": heard(lambda: accelerated(POWERSGD, num_steps=8, batches=16, gradient_accumulation_steps=2)),
         "unknown": heard(lambda: accelerated(POWERSGD, num_steps=None)),
-        "tracker_beyond": heard(lambda: accelerated(lc.PowerSGD(), num_steps=8)),
+        "tracker_beyond": heard(lambda: accelerated(lc.PowerSGD(), num_steps=20, batches=20)),
         "told": heard(lambda: accelerated(FRACTION, num_steps=12, batches=12, told=12)),
         "int8": heard(lambda: accelerated("int8")),
         "int8_tracker": heard(lambda: accelerated("int8", num_steps=None)),

@@ -3,6 +3,7 @@
 python forecast_lightning_runner.py PACKAGE OUT SCENARIO...
 """
 
+import contextlib
 import logging
 import sys
 import warnings
@@ -74,23 +75,45 @@ def steps():
 
 
 def nothing():
-    fit("beyond", lc.PowerSGD())
+    fit("beyond", lc.PowerSGD(), max_epochs=5)
     fit("late", lc.PowerSGD(start_powerSGD_iter=99, min_compression_rate=1), max_epochs=25)
     fit("int8", "int8")
     fit("matrices", lc.PowerSGD(start_powerSGD_iter=0, matrix_approximation_rank=8))
 
 
 class Stop(pl.Callback):
-    """Training ends after four batches, whatever it was told."""
+    """Training ends after twelve batches, whatever it was told."""
 
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
-        trainer.should_stop = trainer.global_step >= 4
+        trainer.should_stop = trainer.global_step >= 12
 
 
 def shorter():
-    trainer = make_trainer("shorter", CompressedDDP(hook=lc.PowerSGD(start_powerSGD_iter=6)), max_epochs=20)
+    trainer = make_trainer("shorter", CompressedDDP(hook=lc.PowerSGD(start_powerSGD_iter=20)), max_epochs=20)
     trainer.callbacks.append(Stop())
     fit("shorter", None, trainer=trainer)
+
+
+class Broken(Classifier):
+    """Fails after twelve steps."""
+
+    def training_step(self, batch, batch_idx):
+        if self.trainer.global_step == 12:
+            raise ArithmeticError
+        return super().training_step(batch, batch_idx)
+
+
+def trials():
+    """No training that could take advice."""
+    fit("fast-powersgd", lc.PowerSGD(), fast_dev_run=True)
+    fit("fast-int8", "int8", fast_dev_run=True)
+    trainer = make_trainer("broken", CompressedDDP(hook=lc.PowerSGD(start_powerSGD_iter=20)), max_epochs=4)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with contextlib.suppress(ArithmeticError):
+            trainer.fit(Broken(), data())
+    texts = [str(warning.message) for warning in caught if "hook=" in str(warning.message)]
+    write("broken-said", trainer.global_rank, warned=texts)
 
 
 def bar():

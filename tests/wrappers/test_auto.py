@@ -208,13 +208,14 @@ def test_what_is_said_goes_to_the_log_if_there_is_one(run):
 def warned_early(rank, world):
     ddp = DistributedDataParallel(torch.nn.Linear(4, 4))
     attachment = lc.attach(ddp, "auto")
-    ddp(torch.ones(1, 4)).sum().backward()
+    for _ in range(10):
+        ddp(torch.ones(1, 4)).sum().backward()
     return closing_texts(attachment)
 
 
 def test_ending_before_the_choice_is_said(run):
     (text,), others = run(warned_early)
-    assert "ended after 1 steps, and hook='auto' has not chosen, which takes 47 steps of measuring; use" in text
+    assert "ended after 10 steps, and hook='auto' has not chosen, which takes 47 steps of measuring; use" in text
     assert others == []
 
 

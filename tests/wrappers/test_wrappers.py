@@ -94,12 +94,13 @@ def test_schedule_pays_what_the_last_hook_owes(run, world):
 
 
 def close_before_last_phase(rank, world):
-    with attached(lc.Schedule({0: "allreduce", 5: "bf16"})) as (ddp, attachment):
-        backward(ddp, full_rank_gradients(rank, 0, SHAPES))
+    with attached(lc.Schedule({0: "allreduce", 15: "bf16"})) as (ddp, attachment):
+        for step in range(10):
+            backward(ddp, full_rank_gradients(rank, step, SHAPES))
         return closing_texts(attachment)
 
 
 def test_schedule_warns_of_phases_not_reached(run):
     (text,), others = run(close_before_last_phase)
-    assert "after 1 steps, and the phases of hook=Schedule at [5] have not begun" in text
+    assert "after 10 steps, and the phases of hook=Schedule at [15] have not begun" in text
     assert not others
