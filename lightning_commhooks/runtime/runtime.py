@@ -406,8 +406,9 @@ class Runtime(RunningHook):
     def _closing_advice(self) -> list[str]:
         """Why the last step was not compressed, if training has ended as planned."""
         ran, steps, reason = self.counters.steps, self.watch.step + 1, self.watch.why
-        if not steps:  # buckets that nobody watches, as those of FSDP
-            steps = self.clock.steps
+        if not steps or averages_models(self.bound):
+            # Nobody watches the buckets of FSDP, and models are averaged after the last one.
+            steps = steps or self.clock.steps
             reason = self.bound.inactive_reason(steps - 1) if steps else None
         if reason is None or not ran or self.forecaster.has_warned or self.ended is False:
             return []

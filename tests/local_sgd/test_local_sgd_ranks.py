@@ -135,7 +135,8 @@ def end(rank, world, hook, steps, average):
 
 DIVERGED = r"ended while 2 parameters differed between ranks; call Attachment.average_weights\(\)"
 NEVER = "training ended after .* steps, and hook='.*' has never averaged models"
-LATE = lc.PostLocalSGD(period=2, start_localSGD_iter=3, post_local_gradient_allreduce=False)
+LONG = lc.PostLocalSGD(period=20, **ALONE)
+LATE = lc.PostLocalSGD(period=2, start_localSGD_iter=12, post_local_gradient_allreduce=False)
 
 
 @pytest.mark.parametrize(
@@ -143,14 +144,21 @@ LATE = lc.PostLocalSGD(period=2, start_localSGD_iter=3, post_local_gradient_allr
     [
         (POST, 0, False, []),
         (lc.DiLoCo(post_local_gradient_allreduce=False), 0, True, []),
-        (POST, 1, False, [DIVERGED, NEVER]),
-        (POST, 1, True, []),
+        (LONG, 9, False, [DIVERGED]),
+        (LONG, 10, False, [DIVERGED, NEVER]),
+        (LONG, 10, True, []),
         (POST, 2, False, []),
         (POST, 3, False, [DIVERGED]),
-        (LATE, 2, False, ["after 2 steps, and hook='post_localsgd' averages gradients .* until start_localSGD_iter=3"]),
-        (LATE, 4, False, [DIVERGED, NEVER]),
-        (LATE, 5, False, []),
-        (lc.Cast(POST), 1, False, [DIVERGED, NEVER]),
+        (LATE, 9, False, []),
+        (
+            LATE,
+            10,
+            False,
+            ["after 10 steps, and hook='post_localsgd' averages gradients .* until start_localSGD_iter=12"],
+        ),
+        (LATE, 13, False, [DIVERGED, NEVER]),
+        (LATE, 14, False, []),
+        (lc.Cast(LONG), 10, False, [DIVERGED, NEVER]),
         (lc.Schedule({0: POST, 3: "allreduce"}), 4, False, []),
     ],
     ids=lambda value: str(getattr(value, "name", value))[:12],

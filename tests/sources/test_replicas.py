@@ -1,6 +1,5 @@
 """Hooks between replicas of sharded models, on two times two ranks, against FSDP2 by itself and against DDP."""
 
-import contextlib
 import copy
 import gc
 import weakref
