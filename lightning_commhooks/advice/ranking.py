@@ -140,7 +140,7 @@ def is_conclusive(interval: tuple[float, float]) -> bool:
 
 
 def unsettled(rows: list[Row]) -> set[str]:
-    """Labels of hooks that are to be measured once more, since a conclusion depends on differences within the noise."""
+    """Labels of the hooks to measure once more, because a conclusion depends on a difference within the noise."""
     again = set() if is_conclusive(headroom_interval(rows)) else {DENSE, NOOP}
     dense, hooks = row_of(DENSE, rows), [row for row in rows if row.label not in (DENSE, NOOP)]
     if hooks:

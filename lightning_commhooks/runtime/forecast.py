@@ -195,7 +195,7 @@ class Forecaster:
         return 2 if averages_models(self._running.bound) else hook.repeats_after()
 
     def _sample(self, step: int) -> None:
-        """Have the error of this step estimated, on all ranks alike, if what is left out is sent later."""
+        """Estimate the error of this step, for hooks with memory. All ranks do, since the step is the same on them."""
         running, bound = self._running, self._running.bound
         # Replicas that join have other first steps.
         if bound.has_memory and not averages_models(bound) and not running.source.ranks_change:
@@ -337,7 +337,7 @@ class Forecaster:
         return text if num_steps is None else f"training ends after {text_of_steps(num_steps)}, and {text}"
 
     def _error_warning(self, num_steps: int, error: float) -> str | None:
-        """Text on what to use in a run that is too short for error feedback, which sends what is missing later."""
+        """Text on a better hook for a run that is too short for error feedback."""
         enough = math.ceil(_STEPS_TO_CATCH_UP * min(1.0, error) ** 2)
         if not FEWEST_STEPS <= num_steps < enough or error < _ERROR_TO_TELL or self._hook is None:
             return None
@@ -347,8 +347,8 @@ class Forecaster:
         more = f", or at a higher rank: hook={higher}" if higher != code(self._hook) else ""
         return (
             f"training ends after {text_of_steps(num_steps)}, and hook={self._running.name!r}{_at_rank(self._hook)} "
-            f"averages gradients with a relative error of {error:.2g} in a step. What is missing is sent later (error "
-            f"feedback), for which a run of less than about {enough} steps is too short: it learns more with "
+            f"averages gradients with a relative error of {error:.2g} in a step. Error feedback sends the rest "
+            f"in later steps, but a run of less than about {enough} steps is too short for that: it learns more with "
             f"hook={int8}{more}"
         )
 

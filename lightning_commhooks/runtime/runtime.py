@@ -85,7 +85,7 @@ class Runtime(RunningHook):
         self.micro_batches = MicroBatches(loss_divided_by, self.passes) if is_counted else None
         self._grad_scaler = grad_scaler
         self.is_closed = False
-        # Whether training ended as planned; None: nobody has said.
+        # Whether training ended as planned; None: unknown.
         self.ended: bool | None = None
         # Synchronized backwards from the beginning of training to its end, as was told last.
         self._planned: int | None = None
@@ -407,7 +407,7 @@ class Runtime(RunningHook):
         """Why the last step was not compressed, if training has ended as planned."""
         ran, steps, reason = self.counters.steps, self.watch.step + 1, self.watch.why
         if not steps or averages_models(self.bound):
-            # Nobody watches the buckets of FSDP, and models are averaged after the last one.
+            # The buckets of FSDP are not watched, and models are averaged after the last bucket.
             steps = steps or self.clock.steps
             reason = self.bound.inactive_reason(steps - 1) if steps else None
         if reason is None or not ran or self.forecaster.has_warned or self.ended is False:

@@ -26,7 +26,7 @@ def said(results, label):
     (after, _), *_ = result["lines"]
     assert 3 <= after <= 4
     lines = [line.partition("; relative error")[0] for _, line in result["lines"]]
-    return lines, [text for text in result["warned"] if "error feedback" not in text]
+    return lines, [text for text in result["warned"] if "Error feedback" not in text]
 
 
 @pytest.mark.parametrize(

@@ -318,7 +318,7 @@ def test_one_line_in_each_phase(run, label):
     lines = {step: line.partition("; relative error")[0] for step, line in said}
     assert lines == {step: f"Forecast for communication hook {line}" for step, line in expected.items()}
     assert len(said) == len(expected)
-    assert [text for text in warned if "error feedback" not in text] == []
+    assert [text for text in warned if "Error feedback" not in text] == []
     assert others[:2] == ([], [])
 
 
@@ -433,7 +433,7 @@ def test_a_run_that_is_too_short_for_error_feedback(run, hook, at_rank, higher):
     assert 0.5 < error < 1.1
     assert line.endswith(f"; relative error of a step{at_rank}: {error:.2g}, the rest is sent later")
     assert text.startswith(f"training ends after 40 steps, and hook={hook.name!r}{at_rank} averages gradients with a")
-    assert text.endswith(f"is too short: it learns more with hook=Int8(min_bytes=0){higher}")
+    assert text.endswith(f"is too short for that: it learns more with hook=Int8(min_bytes=0){higher}")
     assert nothing == []
     for num_steps in (1000, None):
         long_line, texts, *_ = run(low_rank, hook, num_steps, 9, shapes)[0]
