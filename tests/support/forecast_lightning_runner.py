@@ -107,7 +107,7 @@ def trials():
     """No training that could take advice."""
     fit("fast-powersgd", lc.PowerSGD(), fast_dev_run=True)
     fit("fast-int8", "int8", fast_dev_run=True)
-    trainer = make_trainer("broken", CompressedDDP(hook=lc.PowerSGD(start_powerSGD_iter=20)), max_epochs=4)
+    trainer = make_trainer("broken", CompressedDDP(hook=lc.PowerSGD(start_powerSGD_iter=20)), max_epochs=20)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         with contextlib.suppress(ArithmeticError):
