@@ -22,6 +22,7 @@ except ImportError as error:
         "lightning_commhooks.torchft needs torchft: pip install 'lightning-commhooks[torchft]'"
     ) from error
 
+from lightning_commhooks.collectives.forks import keep_in_forks
 from lightning_commhooks.collectives.process_groups import OwnGroup, group_at
 from lightning_commhooks.interface.hook import CommHook
 from lightning_commhooks.runtime.attachment import Attachment
@@ -44,6 +45,7 @@ class ProcessGroupGloo(process_group.ProcessGroupGloo):
 
     def _create_pg(self, store: Any, rank: int, world_size: int) -> dist.ProcessGroup:
         group: dist.ProcessGroup = super()._create_pg(store, rank, world_size)
+        keep_in_forks(group)
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
         own = PrefixStore("lightning_commhooks", store)
         self.members = group_at(own, (rank, world_size), device, self._timeout)

@@ -20,6 +20,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from lightning_commhooks.collectives import direct
 from lightning_commhooks.collectives.backend import Backend
 from lightning_commhooks.collectives.direct import Direct, measure_latency
+from lightning_commhooks.collectives.forks import keep_in_forks
 from lightning_commhooks.collectives.gloo_abort import Connections, GlooConnections, with_connections
 from lightning_commhooks.collectives.messages import Messages
 
@@ -48,6 +49,9 @@ class OwnGroup:
     process_group: dist.ProcessGroup
     transport: Backend | Direct
     connections: Connections = dataclasses.field(default_factory=Connections)
+
+    def __post_init__(self) -> None:
+        keep_in_forks(self.process_group)
 
 
 def backend_for(process_group: dist.ProcessGroup, device: torch.device) -> str:

@@ -6,6 +6,7 @@ which is the same on all ranks; each communicates in a channel of that number.
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from lightning_commhooks.collectives.errors import HookError, raise_if_capturing
+from lightning_commhooks.collectives.forks import is_fork_of, raise_if_fork_of
 from lightning_commhooks.collectives.gloo_abort import Connections
 from lightning_commhooks.collectives.steps import Steps
 from lightning_commhooks.collectives.timing import Timing
@@ -55,6 +57,7 @@ class Engine(ABC):
         self._timing = timing
         self._name = name
         self._closed = False
+        self._process = os.getpid()
         self._failure: BaseException | None = None
 
     @abstractmethod
@@ -101,7 +104,8 @@ class Engine(ABC):
         """Abort collectives under way, here and on peers; later work raises `HookError`."""
         if self._failure is None:
             self._failure = failure
-        self._connections.fail()
+        if not self._is_forked:
+            self._connections.fail()
 
     def _error(self) -> HookError:
         # A new exception: the stored one would collect the frames of the user's code, and keep them alive.
@@ -115,6 +119,11 @@ class Engine(ABC):
             raise self._error()
 
     @property
+    def _is_forked(self) -> bool:
+        """Whether this process is a fork of the one that has the threads and connections."""
+        return is_fork_of(self._process)
+
+    @property
     def has_failed(self) -> bool:
         """Whether there was a failure."""
         return self._failure is not None
@@ -125,7 +134,8 @@ class Engine(ABC):
         return False
 
     def raise_if_unusable(self) -> None:
-        """Raise `HookError` if earlier work failed, the engine is closed, or a CUDA graph is being captured."""
+        """Raise `HookError` if earlier work failed, the engine is closed, a fork asks, or a CUDA graph is captured."""
+        raise_if_fork_of(self._process)
         self._raise_if_failed()
         if self._closed:
             raise HookError(CLOSED)

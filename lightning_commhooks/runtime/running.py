@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
@@ -10,6 +11,7 @@ from torch import nn
 
 from lightning_commhooks.collectives.counters import Counters
 from lightning_commhooks.collectives.errors import HookError
+from lightning_commhooks.collectives.forks import is_fork_of, raise_if_fork_of
 from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.interface.hook import BoundHook, CommHook
 from lightning_commhooks.interface.start import text_of_steps
@@ -35,6 +37,7 @@ class RunningHook:
 
     def __init__(self, config: CommHook, source: Source, end_step: Callable[[bool, bool], None]) -> None:
         self.source = source
+        self._process = os.getpid()
         self.num_steps: int | None = None
         self.model: Callable[[], nn.Module | None] = lambda: None
         self.configure(config)
@@ -52,12 +55,22 @@ class RunningHook:
         """Name of the hook, or `module.function` of a user's own."""
         return self.method.name
 
+    @property
+    def is_forked(self) -> bool:
+        """Whether this process is a fork of the one that the hook was attached in."""
+        return is_fork_of(self._process)
+
+    def raise_if_forked(self) -> None:
+        """Raise a `HookError` in a fork of the process that the hook was attached in."""
+        raise_if_fork_of(self._process)
+
     @contextmanager
     def aborting(self) -> Iterator[None]:
         """For what this thread does while peers may wait for it already: whatever raises within ends all ranks.
 
         Of a user's own function nothing can be aborted: its collectives are the user's.
         """
+        self.raise_if_forked()
         if self._engine is None:
             yield
             return
@@ -71,6 +84,7 @@ class RunningHook:
         Raises:
             HookError: the function failed, or what ran before.
         """
+        self.raise_if_forked()
         if self._engine is None:
             return function()
         self._engine.raise_if_unusable()

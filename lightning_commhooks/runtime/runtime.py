@@ -214,7 +214,7 @@ class Runtime(RunningHook):
             self.micro_batches.restart()
 
     def commit(self) -> None:
-        if self._engine is not None and self._steps.has_pending:
+        if self._engine is not None and not self.is_forked and self._steps.has_pending:
             self._engine.run_inline(lambda: self._named(self._steps.commit))
 
     @property
@@ -380,6 +380,8 @@ class Runtime(RunningHook):
 
     def _close(self) -> None:
         self.is_closed = True
+        if self.is_forked:
+            return  # all that there is to release is the parent's
         self.forecaster.close()
         texts = self.local.close()
         is_broken_off = self._is_broken_off()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import functools
-import os
 import queue
 import threading
 import time
@@ -22,6 +21,7 @@ from torch.futures import Future
 
 from lightning_commhooks.codecs.ranges import named
 from lightning_commhooks.collectives.errors import HookError
+from lightning_commhooks.collectives.forks import keep_in_forks, raise_if_fork_of
 from lightning_commhooks.collectives.gloo_abort import Connections
 from lightning_commhooks.collectives.steps import Steps, Wait, waiting_threads
 from lightning_commhooks.collectives.timing import Timing
@@ -99,7 +99,6 @@ class ThreadEngine(Engine):
         super().__init__(device, connections, timing, name)
         _let_gloo_finish_at_exit()
         _close_before_threads_are_joined()
-        self._process = os.getpid()
         self._is_ordered = is_ordered
         # Buckets and calls whose results somebody may wait for.
         self._unfinished: set[_Bucket] = set()
@@ -119,8 +118,10 @@ class ThreadEngine(Engine):
         weakref.finalize(self, self._no_watch.set).atexit = False
         self._watch = _start(watch, weakref.ref(self), self._no_watch)
         _open_engines.add(self)
+        keep_in_forks(self)
 
     def submit(self, reduce: Callable[[], Steps[Tensor]], device: torch.device, is_last: bool = True) -> Future[Tensor]:
+        raise_if_fork_of(self._process)  # a thread of the parent may hold the lock
         bucket = _Bucket(reduce, device, is_last)
         with self._books:
             self.raise_if_unusable()
@@ -137,6 +138,7 @@ class ThreadEngine(Engine):
         return future
 
     def call(self, function: Callable[[], T]) -> T:
+        raise_if_fork_of(self._process)
         called: HostFuture[T] = HostFuture()
         with self._books:
             self.raise_if_unusable()
@@ -272,8 +274,8 @@ class ThreadEngine(Engine):
         if self._closed:
             return
         super().close()
-        if self._process != os.getpid():
-            return  # a forked child has not got the threads
+        if self._is_forked:
+            return
         ended = threading.Event()
         self._jobs.put(ended.set)
         if not ended.wait(GRACE_SECONDS):
@@ -301,11 +303,6 @@ class ThreadEngine(Engine):
         except BaseException as interruption:
             self._fail(HookError(f"the communication hook was interrupted by {interruption!r}"))
             raise
-
-    def _fail(self, failure: BaseException) -> None:
-        if self._process != os.getpid():
-            self._connections = Connections()  # a forked child shares the connections
-        super()._fail(failure)
 
 
 def _start(function: Callable[..., None], *args: object) -> threading.Thread:

@@ -131,6 +131,7 @@ class DDPSource(Source):
 
     def _counting(self, hook: DDPHook, runtime: Runtime) -> Trampoline:
         def trampoline(state: object, bucket: GradBucket) -> Future[Tensor]:
+            runtime.raise_if_forked()
             if runtime.is_closed:
                 raise HookError(CLOSED)
             plain = self._plain(bucket, runtime)

@@ -17,6 +17,7 @@ import torch
 from lightning_commhooks.codecs.announce import announce
 from lightning_commhooks.collectives.averaging import flat_view
 from lightning_commhooks.collectives.errors import HookError
+from lightning_commhooks.collectives.forks import keep_in_forks
 from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.hooks._local_sgd import LocalSGDConfig
 from lightning_commhooks.interface.averages_models import averages_models
@@ -82,6 +83,7 @@ class Quorum:
         if averages_models(runtime.bound) and not isinstance(runtime.method, LocalSGDConfig):
             raise ValueError(f"hook={runtime.name!r} has a hook that averages models; with manager= give that alone")
         before.append(runtime)
+        keep_in_forks(manager)
         self._manager, self._runtime, self._finish = manager, runtime, finish
         self._ranks = Members(runtime)
         # The group that the hook runs among.

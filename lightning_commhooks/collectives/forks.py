@@ -1,0 +1,47 @@
+"""Forks of a process that has a hook, such as the workers of a `DataLoader`: what they must not destroy or use.
+
+A fork has a copy of every object of its parent, but no thread other than the one that forked. The destructor of a
+process group joins its threads and shuts connections down, which are the parent's: in a fork it crashes, hangs, or ends
+the parent's training.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from typing import Any
+from weakref import WeakSet
+
+from lightning_commhooks.collectives.errors import HookError
+
+_kept: WeakSet[Any] = WeakSet()
+
+
+def keep_in_forks(thing: object) -> None:
+    """Let each fork of this process keep an object until it ends, the end of the interpreter included."""
+    _kept.add(thing)
+
+
+def _keep_all() -> None:
+    for thing in _kept:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
+
+
+def is_fork_of(process: int) -> bool:
+    """Whether this process is another one than the one of that number, so that it has been forked from it."""
+    return os.getpid() != process
+
+
+def raise_if_fork_of(process: int) -> None:
+    """Refuse to use a hook in a fork of the process that it was attached in, by a `HookError`."""
+    if is_fork_of(process):
+        raise HookError(
+            f"the communication hook was attached in process {process}, and this process, {os.getpid()}, is a fork of "
+            "it, such as a worker of a DataLoader: connections and threads of the hook are in the process that has "
+            "attached it. Train, save and average there; a process that trains by itself calls "
+            "init_process_group() and attach()"
+        )
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_keep_all)
