@@ -7,6 +7,7 @@ which is the same on all ranks; each communicates in a channel of that number.
 from __future__ import annotations
 
 import os
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -29,12 +30,30 @@ CLOSED = (
 )
 
 
-def call_at_end_of_backward(function: Callable[[], None]) -> None:
-    """Let autograd call `function` when the present backward is done; outside of one, do nothing."""
+def call_at_end_of_backward(function: Callable[[], None]) -> bool:
+    """Let autograd call `function` when the present backward is done; outside of one, do nothing, and return `False`."""
     try:
         torch.autograd.Variable._execution_engine.queue_callback(function)
     except RuntimeError:
-        return
+        return False
+    return True
+
+
+def call_if_backward_breaks_off(function: Callable[[], None]) -> bool:
+    """Call `function` when the present backward is over if it has raised; outside of one, do nothing, return `False`.
+
+    Autograd calls nothing then, but lets go of what it was given to call.
+    """
+
+    def is_done() -> None:
+        broken_off.detach()
+
+    broken_off = weakref.finalize(is_done, function)
+    broken_off.atexit = False
+    if not call_at_end_of_backward(is_done):
+        broken_off.detach()
+        return False
+    return True
 
 
 class Engine(ABC):
@@ -106,6 +125,12 @@ class Engine(ABC):
             self._failure = failure
         if not self._is_forked:
             self._connections.fail()
+
+    def break_off(self, failure: HookError) -> None:
+        """Do no further work, since a backward has raised and peers have handed over other buckets."""
+        if self._failure is None:
+            # What the source's own process group does is up to the user, who may have caught this on all ranks.
+            self._failure = failure
 
     def _error(self) -> HookError:
         # A new exception: the stored one would collect the frames of the user's code, and keep them alive.

@@ -91,23 +91,20 @@ class FiniteSteps:
         num_bad = finite.logical_not().to(torch.float32).view(1)
         return (yield from ranks.all_reduce_(num_bad)).eq(0).view(())
 
-    def end(self, in_time: bool, complete: bool) -> None:
+    def end(self, in_time: bool) -> None:
         """Let the hook take over its new memory, or make the gradients of the step NaN.
 
-        Not `in_time`, the buckets may be in use for the next step, which has begun. Not `complete`, what was sent went
-        nowhere.
+        Not `in_time`, the buckets may be in use for the next step, which has begun.
         """
-        self._running.call(lambda: self._end(in_time, complete))
+        self._running.call(lambda: self._end(in_time))
         if not in_time:
             self._running.commit()
 
-    def _end(self, in_time: bool, complete: bool) -> None:
+    def _end(self, in_time: bool) -> None:
         if not self._finite:
             return
         with self._running.bound.group.counters.timing.work():
             finite, reduced = torch.stack(self._finite).all(), self._reduced
-            if not complete:
-                finite = torch.zeros_like(finite)
             if self._is_local:
                 group = self._running.bound.group
                 finite = group.finish(self._agreed(finite, group))

@@ -92,7 +92,8 @@ class Ranks:
 
     def close(self) -> None:
         """End the engine."""
-        self.beside.drain()
+        if not self.engine.has_failed:
+            self.beside.drain()
         self.engine.close()
         self.beside.close()
 

@@ -35,14 +35,14 @@ class RunningHook:
 
     bound: BoundHook
 
-    def __init__(self, config: CommHook, source: Source, end_step: Callable[[bool, bool], None]) -> None:
+    def __init__(self, config: CommHook, source: Source, end_step: Callable[[bool], None]) -> None:
         self.source = source
         self._process = os.getpid()
         self.num_steps: int | None = None
         self.model: Callable[[], nn.Module | None] = lambda: None
         self.configure(config)
         self.counters = Counters()
-        self.clock = StepClock(self.counters, end_step)
+        self.clock = StepClock(self.counters, end_step, self._break_off)
         # None of a user's own function.
         self._engine: Engine | None = None
 
@@ -90,6 +90,17 @@ class RunningHook:
         self._engine.raise_if_unusable()
         self.commit()
         return self._engine.call(lambda: self._named(function))
+
+    def _break_off(self) -> None:
+        """End all ranks, whose collectives would not match this rank's any more, after a backward that has raised."""
+        if self._engine is None or self._engine.has_failed:
+            return
+        text = (
+            f"communication hook {self.name!r}: the backward of step {self.clock.steps - 1} broke off on rank "
+            f"{self.bound.group.global_rank} before all gradients were handed to the hook, and other ranks may have "
+            "handed over more: wrap the model again, on all ranks, and attach a hook to that"
+        )
+        self._engine.break_off(HookError(text))
 
     def commit(self) -> None:
         """Let the hook take over what its last step left, before anybody reads it: see `FiniteSteps.commit`."""

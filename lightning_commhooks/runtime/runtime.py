@@ -222,8 +222,7 @@ class Runtime(RunningHook):
         """Names of the model's parameters."""
         return self.local.models.layout
 
-    def _end_step(self, in_time: bool, complete: bool) -> None:
-        # A step that broke off ends when the next one has begun.
+    def _end_step(self, in_time: bool) -> None:
         if self.micro_batches is not None:
             self.micro_batches.end_step()
         if in_time:
@@ -231,7 +230,7 @@ class Runtime(RunningHook):
             self.counters.timing.backward_done()
         if self._engine is not None:
             with self.source.reporting():
-                self._steps.end(in_time, complete)
+                self._steps.end(in_time)
 
     def load(self, state: object, strict: bool) -> None:
         """Take over a saved state, on all ranks or none; warn of what is left out because it does not fit.

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from lightning_commhooks.collectives.counters import Counters
-from lightning_commhooks.runtime.engine import call_at_end_of_backward
+from lightning_commhooks.runtime.engine import call_at_end_of_backward, call_if_backward_breaks_off
 
 _NOT_BEGUN = -2
 
@@ -27,17 +27,19 @@ class StepClock:
 
     Args:
         counters: count the steps since `attach`.
-        end_step: called once for each step, `end_step(in_time, complete)`: whether DDP has not given the gradients to
-            the parameters yet, which it has for a step outside of a backward; and whether all buckets were handed
-            over, which they were not if the backward broke off.
+        end_step: called once for each step, `end_step(in_time)`: whether DDP has not given the gradients to the
+            parameters yet, which it has for a step outside of a backward.
+        break_off: called for a step of which not all buckets are handed over, since its backward has raised: as soon as
+            it has, in any thread, or when the step is to end. Called before `end_step`, raises nothing.
 
     Attributes:
         steps: synchronized backwards that began, since the beginning of training.
     """
 
-    def __init__(self, counters: Counters, end_step: Callable[[bool, bool], None]) -> None:
+    def __init__(self, counters: Counters, end_step: Callable[[bool], None], break_off: Callable[[], None]) -> None:
         self._counters = counters
         self._end_step = end_step
+        self._break_off = break_off
         self._previous_index: int | None = None
         self._is_open = False
         self._is_complete = False
@@ -45,6 +47,8 @@ class StepClock:
         self._static_backward: int | None = None
         # The number that autograd gave the last backward of a source that does not say where one begins.
         self._backward = -1
+        # That of the last backward in which a bucket of this step was handed over.
+        self._watched = -1
         self.steps = 0
 
     def expect_static_graph(self) -> None:
@@ -78,7 +82,8 @@ class StepClock:
         if begins:
             self._begin()
             self._is_open = True
-        self._is_complete = is_last or last_may_be_skipped
+        is_in_backward = self._watch_backward()
+        self._is_complete = is_last or (last_may_be_skipped and not is_in_backward)
         if begins if last_may_be_skipped else is_last:
             call_at_end_of_backward(lambda: self.end(in_time=True))
         self._previous_index = None if is_last else index
@@ -93,11 +98,25 @@ class StepClock:
         if backward != self._backward:
             self._backward = backward
             self._begin()
-            self._is_open = self._is_complete = ends
+            self._is_open = ends
             if ends:
+                self._is_complete = not self._watch_backward()
                 call_at_end_of_backward(lambda: self.end(in_time=True))
         self._previous_index = 0 if self._previous_index is None else self._previous_index + 1
         return self.steps - 1, self._previous_index
+
+    def _watch_backward(self) -> bool:
+        """Notice if the present backward raises before the step is complete; returns whether there is a backward."""
+        backward = current_backward()
+        if backward in (-1, self._watched):
+            return backward != -1
+
+        def break_off() -> None:
+            if self._is_open and not self._is_complete and self._watched == backward:
+                self._break_off()
+
+        self._watched = backward
+        return call_if_backward_breaks_off(break_off)
 
     def _begin(self) -> None:
         self.end()
@@ -114,4 +133,6 @@ class StepClock:
         self._previous_index = None
         if self._is_open:
             self._is_open = False
-            self._end_step(in_time, self._is_complete)
+            if not in_time and not self._is_complete:
+                self._break_off()
+            self._end_step(in_time)

@@ -30,7 +30,7 @@ from lightning_commhooks.runtime.waiters import PATIENCE_SECONDS, Waiters, watch
 
 # Buckets that are under way at once where ranks have to agree on an order.
 BUCKETS_AT_ONCE = 4
-# Work that is under way when an engine closes belongs to a backward that was broken off; usually it waits for peers.
+# Work that is under way when an engine closes usually waits for peers.
 GRACE_SECONDS = 1.0
 
 
@@ -104,6 +104,8 @@ class ThreadEngine(Engine):
         self._unfinished: set[_Bucket] = set()
         self._called: set[HostFuture[Any]] = set()
         self._books = threading.Lock()
+        # Whether the last bucket that was handed over is not the last one of its backward.
+        self._more_follow = False
         self._gave_up = False
         # Held while a bucket is computed.
         self._computing = threading.RLock()
@@ -126,6 +128,7 @@ class ThreadEngine(Engine):
         with self._books:
             self.raise_if_unusable()
             self._unfinished.add(bucket)
+            self._more_follow = not is_last
 
         def unwrap(done: Future[Tensor | None]) -> Tensor:
             reduced = done.value()
@@ -242,6 +245,9 @@ class ThreadEngine(Engine):
         except BaseException as failure:
             bucket.failure = failure
 
+    def break_off(self, failure: HookError) -> None:
+        self._fail(failure)
+
     def without_a_peer(self) -> object | None:
         """`None` unless this engine waits, and a peer is gone; then how far it is, to be compared."""
         is_waiting = self._thread.ident in waiting_threads or self._waiters.are_among(waiting_threads)
@@ -276,6 +282,11 @@ class ThreadEngine(Engine):
         super().close()
         if self._is_forked:
             return
+        with self._books:
+            breaks_off = self._more_follow and bool(self._unfinished)
+        if breaks_off:
+            # Peers have handed over other buckets: what goes on here would not match what goes on there.
+            self.break_off(HookError("the communication hook was closed in the middle of a backward"))
         ended = threading.Event()
         self._jobs.put(ended.set)
         if not ended.wait(GRACE_SECONDS):
