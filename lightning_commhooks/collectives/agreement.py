@@ -2,16 +2,145 @@
 
 from __future__ import annotations
 
+import math
+import os
 import pprint
 import re
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 
+from lightning_commhooks.codecs.announce import announce
 from lightning_commhooks.collectives.errors import HookError
 
+ATTACH = "attach()"
+# Seconds that ranks which attach a hook wait for those that do not.
+_PATIENCE = "COMMHOOKS_ATTACH_TIMEOUT_SECONDS"
+_DEFAULT_PATIENCE, _SECONDS_TO_WARN, _LONGEST_PAUSE = 30.0, 5.0, 0.05
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+# How often the ranks of a group have met.
+_meetings: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
+
+
+def store_of(process_group: dist.ProcessGroup) -> Store | None:
+    """Where the ranks of a group leave notes for each other; `None` for a backend without, and for one rank."""
+    if process_group.size() == 1:
+        return None
+    try:
+        store: Store | None = process_group.get_group_store()
+        return store if store is not None and not store.check(["lightning_commhooks"]) else None
+    except RuntimeError:
+        return None
+
+
+def meet(
+    process_group: dist.ProcessGroup,
+    what: str,
+    give_up: Callable[[list[int]], str | None] = lambda missing: None,
+) -> None:
+    """Wait until all ranks are here, before the first collective of something. Collective, by a store.
+
+    A collective would match whatever the missing ranks do: it would hang, or end their processes.
+
+    Args:
+        process_group: the ranks.
+        what: they do, for messages.
+        give_up: told which ranks of the group are missing, says what they have done instead, if they will not come.
+
+    Raises:
+        HookError: some ranks will not come, or do not attach a hook that others attach.
+    """
+    store = store_of(process_group)
+    if store is None:
+        return
+    number, rank, size = _meetings.get(process_group, 0), process_group.rank(), process_group.size()
+    keys = [f"lightning_commhooks/{number}/{one}" for one in range(size)]
+    store.set(keys[rank], what)
+    begin, pause, has_warned = time.monotonic(), 1e-3, False
+    patience = _patience() if what == ATTACH else dist.default_pg_timeout.total_seconds()
+    while not store.check(keys):
+        waited = time.monotonic() - begin
+        if waited > min(_SECONDS_TO_WARN, patience):
+            missing = [one for one, key in enumerate(keys) if not store.check([key])]
+            if missing and not has_warned:
+                names = _named(process_group, missing)
+                announce(f"rank {dist.get_rank()} waits in {what} for {names}. {_what_to_write(what)}")
+                has_warned = True
+            reason = f"not called it within {patience:g} s" if waited > patience else give_up(missing)
+            if missing and reason:
+                store.delete_key(keys[rank])
+                names = _named(process_group, missing)
+                has = "has" if len(missing) == 1 else "have"
+                raise HookError(
+                    f"{what} must be called on all ranks, and {names} {has} {reason}. {_what_to_write(what)}"
+                )
+        time.sleep(pause)
+        pause = min(2 * pause, _LONGEST_PAUSE)
+    _meetings[process_group] = number + 1
+    if number:
+        # Who is here has left the last meeting.
+        store.delete_key(f"lightning_commhooks/{number - 1}/{rank}")
+
+
+class Notes:
+    """Notes that the ranks of a group leave for each other, where one may find another's; nothing without a store.
+
+    Args:
+        process_group: the ranks.
+        prefix: of the names of these notes, equal on all ranks.
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup, prefix: str) -> None:
+        self._store, self._prefix = store_of(process_group), f"lightning_commhooks/{prefix}"
+
+    def tell(self, name: str, text: str) -> None:
+        """Leave a note."""
+        if self._store is not None:
+            with suppress(RuntimeError):  # the process that keeps the notes is gone
+                self._store.set(f"{self._prefix}/{name}", text)
+
+    def teller(self, name: str) -> Callable[[object], None]:
+        """What leaves a note of that name."""
+        return lambda text: self.tell(name, str(text))
+
+    def of(self, name: str) -> str:
+        """The note of that name; empty if there is none."""
+        key = f"{self._prefix}/{name}"
+        with suppress(RuntimeError):
+            if self._store is not None and self._store.check([key]):
+                return self._store.get(key).decode()
+        return ""
+
+
+def num_meetings(process_group: dist.ProcessGroup) -> int:
+    """How often the ranks of a group have met: equal on all of them after what they do together."""
+    return _meetings.get(process_group, 0)
+
+
+def _patience() -> float:
+    text = os.environ.get(_PATIENCE, "")
+    try:
+        seconds = float(text) if text else _DEFAULT_PATIENCE
+    except ValueError:
+        seconds = math.nan
+    if not seconds > 0:
+        raise ValueError(f"the environment variable {_PATIENCE} must be a number of seconds above 0, is {text!r}")
+    return seconds
+
+
+def _named(process_group: dist.ProcessGroup, ranks: list[int]) -> str:
+    names = ", ".join(str(dist.get_global_rank(process_group, rank)) for rank in ranks[:8])
+    return f"rank{'s' if len(ranks) > 1 else ''} {names}{' and others' if len(ranks) > 8 else ''}"
+
+
+def _what_to_write(what: str) -> str:
+    if what == ATTACH:
+        return f"Call it on every rank, not under `if rank == 0:`. If a rank has to be that late, set {_PATIENCE}"
+    return "Call it on every rank, and write files under `if rank == 0:` after that"
 
 
 @contextmanager
@@ -33,9 +162,11 @@ def raise_on_all_ranks(process_group: dist.ProcessGroup, what: str) -> Iterator[
     try:
         yield same
     except Exception as failure:
-        with suppress(RuntimeError):  # a peer has failed too
+        with suppress(RuntimeError):  # a peer has failed too, or is not here
+            meet(process_group, what)
             _gather(process_group, (f"{what} failed on rank {dist.get_rank()}: {failure!r}", {}))
         raise
+    meet(process_group, what)
     try:
         told = _gather(process_group, ("", {name: _text(value) for name, value in same.items()}))
     except RuntimeError as lost:

@@ -134,11 +134,11 @@ class Attachment:
             ValueError: a value is out of range, or not the same on all ranks; a user's own function, or FSDP.
         """
         self._known("sample_error")
+        self._runtime.begin_together("sample_error()")
         with self._runtime.source.agreeing("sample_error()") as same:
             check_integer("every", every, 0)
             check_integer("numel", 1 if numel is None else numel, 1)
             same |= {"every": every, "numel": numel}
-        self._runtime.clock.end()
         total = sum(map(math.prod, self._runtime.layout.shapes.values()))
         self._runtime.watch.sampler = ErrorSampler(every, numel, total) if every else None
 
@@ -149,7 +149,7 @@ class Attachment:
         """
         bound = self._known("measure_link")
         check_ranks(bound.group)
-        self._runtime.clock.end()
+        self._runtime.begin_together("measure_link()")
         return self._runtime.call(lambda: measure_link(bound.group, budget))
 
     def residual_norm(self) -> float:
@@ -247,7 +247,10 @@ class Attachment:
         if run.source.ranks_change:
             return checkpoint.save_alone(run, run.local.models, "joining")
         kind: PerRank = "exact" if self._exact_state else "mean"
-        run.clock.end()
+        if self.has_state:
+            run.begin_together("state_dict()")
+        else:
+            run.clock.end()
 
         def save() -> dict[str, Any]:
             run.local.count()
@@ -410,7 +413,7 @@ class Attachment:
         run = self._of_ddp("move_to")
         if self.is_closed:
             raise HookError("the communication hook was closed; keep the old DistributedDataParallel until move_to()")
-        run.clock.end()
+        run.begin_together("move_to()")
         with raise_on_all_ranks(run.bound.group.process_group, "move_to()"):
             if run.local.models.diverged:
                 raise ValueError(

@@ -31,7 +31,7 @@ CLOSED = (
 
 
 def call_at_end_of_backward(function: Callable[[], None]) -> bool:
-    """Let autograd call `function` when the present backward is done; outside of one, do nothing, and return `False`."""
+    """Let autograd call `function` when the present backward is done; outside of one, do nothing and return `False`."""
     try:
         torch.autograd.Variable._execution_engine.queue_callback(function)
     except RuntimeError:
@@ -90,8 +90,12 @@ class Engine(ABC):
         """
 
     @abstractmethod
-    def call(self, function: Callable[[], T]) -> T:
+    def call(self, function: Callable[[], T], in_step: bool = False) -> T:
         """Run `function`, which may wait for other ranks, when all buckets are done, and return its result.
+
+        Args:
+            function: what to run.
+            in_step: whether it is a part of a step, which all ranks take: see `num_turns`.
 
         Raises:
             HookError: earlier work failed; `function` did not run.
@@ -152,6 +156,11 @@ class Engine(ABC):
     def has_failed(self) -> bool:
         """Whether there was a failure."""
         return self._failure is not None
+
+    @property
+    def num_turns(self) -> int | None:
+        """How many buckets and calls of steps there were, equal on all ranks; `None` if ranks tell each other nothing."""
+        return None
 
     @property
     def is_stuck(self) -> bool:

@@ -96,7 +96,7 @@ class FiniteSteps:
 
         Not `in_time`, the buckets may be in use for the next step, which has begun.
         """
-        self._running.call(lambda: self._end(in_time))
+        self._running.call(lambda: self._end(in_time), True)
         if not in_time:
             self._running.commit()
 

@@ -217,7 +217,7 @@ class LocalSteps:
             self._refuse_while_swapped()
         with self._running.counters.timing.wait():
             counted = dataclasses.replace(stepped, num_steps=self._num_counted(stepped, verdict))
-            self._running.source.average(counted, lambda: self._running.call(lambda: self._tell(counted)))
+            self._running.source.average(counted, lambda: self._running.call(lambda: self._tell(counted), True))
 
     def _num_counted(self, stepped: OptimizerStep, verdict: Verdict) -> int:
         """Number of steps to count now, equal on all ranks: 0 as long as no decision depends on it.
@@ -234,7 +234,9 @@ class LocalSteps:
         if not self._may_differ(key):
             is_known = all(isinstance(one, bool) for one in verdicts)
             return self._count(key, verdicts) if communicates or is_known else 0
-        return self._running.call(lambda: self._count(key, verdicts, bound.group)) if communicates else 0
+        if not communicates:
+            return 0
+        return self._running.call(lambda: self._count(key, verdicts, bound.group), True)
 
     def count(self) -> None:
         """Count the steps that do not count yet, before a state is saved. Collective."""
@@ -288,17 +290,23 @@ class LocalSteps:
         if self._running.source.ranks_change and self.models.differ:
             raise ValueError(f"replicas that come and go do not average when one of them asks: {_OF_ONE_REPLICA}")
 
+    def _begin_look(self, what: str, everything: bool = False) -> None:
+        if everything or self.models.differ:
+            self._running.begin_together(what)
+        else:  # nothing is sent
+            self._running.clock.end()
+
     def average(self, everything: bool = False) -> None:
         """Average what differs between ranks, or all of the model, for good."""
         self._check_together()
-        self._running.clock.end()
+        self._begin_look("average_weights()", everything)
         self._running.call(lambda: self.models.average_diverged_(everything))
 
     def show_average(self) -> None:
         """Have the averages in place of each rank's own model until the next forward that trains."""
         if not self.models.is_swapped:
             self._check_together()
-            self._running.clock.end()
+            self._begin_look("show_average()")
             self._running.call(self.models.swap_in)
             self.models.is_shown = True
 
@@ -331,6 +339,7 @@ class LocalSteps:
         """Average the state of an optimizer, for good."""
         stepped = self.models.stepped(optimizer, -1)
         if stepped is not None and self.models.state_diverged(stepped):
+            self._running.begin_together("average_optimizer_state()")
             self._running.call(lambda: self.models.average_state_diverged_(stepped))
 
     @contextmanager
@@ -340,7 +349,7 @@ class LocalSteps:
             yield
             return
         self._check_together()
-        self._running.clock.end()
+        self._begin_look("averaged_weights()")
         self._running.call(self.models.swap_in)
         try:
             yield
@@ -351,6 +360,8 @@ class LocalSteps:
     def averaged_state(self, optimizer: Optimizer) -> Iterator[None]:
         """Have the averages in place of each rank's own state of an optimizer."""
         stepped = self.models.stepped(optimizer, -1)
+        if stepped is not None and self.models.state_diverged(stepped):
+            self._running.begin_together("averaged_optimizer_state()")
         if stepped is None or not self._running.call(lambda: self.models.swap_state_in(stepped)):
             yield
             return

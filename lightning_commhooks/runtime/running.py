@@ -78,8 +78,15 @@ class RunningHook:
         with self._engine.aborting():
             yield
 
-    def call(self, function: Callable[[], T]) -> T:
+    def begin_together(self, what: str) -> None:
+        """End the last step before what all ranks do together: see `Runtime.begin_together`."""
+
+    def call(self, function: Callable[[], T], in_step: bool = False) -> T:
         """Run a function in turn with the hook, after its last step has ended. Whatever it raises ends all ranks.
+
+        Args:
+            function: what to run.
+            in_step: whether it is a part of a step, which all ranks take.
 
         Raises:
             HookError: the function failed, or what ran before.
@@ -89,7 +96,7 @@ class RunningHook:
             return function()
         self._engine.raise_if_unusable()
         self.commit()
-        return self._engine.call(lambda: self._named(function))
+        return self._engine.call(lambda: self._named(function), in_step)
 
     def _break_off(self) -> None:
         """End all ranks, whose collectives would not match this rank's any more, after a backward that has raised."""
@@ -100,6 +107,7 @@ class RunningHook:
             f"{self.bound.group.global_rank} before all gradients were handed to the hook, and other ranks may have "
             "handed over more: wrap the model again, on all ranks, and attach a hook to that"
         )
+        self._tell_peers(text)
         self._engine.break_off(HookError(text))
 
     def commit(self) -> None:
@@ -115,4 +123,13 @@ class RunningHook:
 
     def failed(self, group: Group, where: str, error: Exception) -> HookError:
         """The error that a user sees for one of the hook."""
-        return HookError(f"communication hook {self.name!r} failed on rank {group.global_rank} {where}: {error}")
+        reason = self._peers_reason()
+        text = f"communication hook {self.name!r} failed on rank {group.global_rank} {where}: "
+        return HookError(f"{text}{reason} ({error})" if reason else f"{text}{error}")
+
+    def _tell_peers(self, reason: str) -> None:
+        """Let other ranks say why they fail, before they do."""
+
+    def _peers_reason(self) -> str:
+        """What another rank has found out about why ranks fail; empty if nothing."""
+        return ""

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.futures import Future
 
+from lightning_commhooks.collectives.agreement import Notes, meet, num_meetings
 from lightning_commhooks.collectives.backend import Backend
 from lightning_commhooks.collectives.counters import Counters
 from lightning_commhooks.collectives.errors import HookError
@@ -37,6 +38,7 @@ from lightning_commhooks.runtime.passes import Passes
 from lightning_commhooks.runtime.ranks import Ranks
 from lightning_commhooks.runtime.running import RunningHook
 from lightning_commhooks.runtime.source import Source
+from lightning_commhooks.runtime.thread_engine import ThreadEngine
 from lightning_commhooks.wrappers.scale import accumulation_of
 
 T = TypeVar("T")
@@ -102,6 +104,9 @@ class Runtime(RunningHook):
             group = ranks.group
             self._steps = FiniteSteps(self, grad_scaler)
         self._group = group
+        self._notes = Notes(source.process_group, f"hook {num_meetings(source.process_group)}")
+        if isinstance(self._engine, ThreadEngine) and not source.ranks_change and not hook.is_uneven:
+            self._engine.tell_wait = self._notes.teller(f"wait/{source.process_group.rank()}")
         self.local = LocalSteps(self, group, grad_scaler is not None and grad_scaler.is_enabled())
         self.local.models.average_buffers = averages_models(self.bound) and self.bound.average_buffers
         if self._ranks is not None:
@@ -148,6 +153,39 @@ class Runtime(RunningHook):
             for text in texts:
                 warnings.warn(text, stacklevel=3)
 
+    def begin_together(self, what: str) -> None:
+        """End the last step, and wait until all ranks have called what they do together next. Collective.
+
+        A rank that waits for this one in a backward, or in an average after an optimizer's step, will not call it.
+
+        Raises:
+            HookError: on this rank; there is such a one, which gets an error too.
+        """
+        self.clock.end()
+        if self._engine is None or self.source.ranks_change or self.is_closed:
+            return
+        with self.aborting():
+            try:
+                meet(self.source.process_group, what, self._why_not_here)
+            except HookError as failure:
+                self._tell_peers(str(failure))
+                raise
+
+    def _why_not_here(self, missing: list[int]) -> str | None:
+        assert self._engine is not None
+        turns = self._engine.num_turns
+        for rank in missing if turns is not None else ():
+            told = self._notes.of(f"wait/{rank}")
+            if told and int(told) >= turns:
+                return "gone on to a backward or an optimizer's step, waiting there for this rank"
+        return None
+
+    def _tell_peers(self, reason: str) -> None:
+        self._notes.tell("why", reason)
+
+    def _peers_reason(self) -> str:
+        return self._notes.of("why")
+
     def expect(self, num_steps: int | None) -> None:
         """Determine the starts that depend on the length of the run, once. Collective.
 
@@ -159,7 +197,7 @@ class Runtime(RunningHook):
             self._planned = num_steps
         if self.num_steps is not None or not any(depends_on_length(start) for *_, start in late_starts(self._given)):
             return
-        self.clock.end()
+        self.begin_together("tell_forecast()")
         self.num_steps = self.call(lambda: self._shortest(num_steps or 0))
         if self.num_steps:
             self.configure(started(self._given, self.num_steps))
@@ -183,7 +221,7 @@ class Runtime(RunningHook):
 
     def reset(self) -> None:
         """Let the hook begin anew, at step 0, with the same model on all ranks. Collective."""
-        self.clock.end()
+        self.begin_together("reset_state()")
         self.call(self.local.models.average_what_differs_)
         self.begin_at(self.bind_again(), 0)
         self.local.models.restore([], {})
@@ -238,7 +276,7 @@ class Runtime(RunningHook):
         Raises:
             StateError: see `checkpoint.load`. The hook is as it was before.
         """
-        self.clock.end()
+        self.begin_together("load_state_dict()")
         before = self.config
         num_steps = checkpoint.num_steps_of(state)
         if num_steps is not None:

@@ -31,7 +31,7 @@ class InlineEngine(Engine):
         # Not as a subclass does what goes on beside the backward.
         return Engine.run_inline(self, run)
 
-    def call(self, function: Callable[[], T]) -> T:
+    def call(self, function: Callable[[], T], in_step: bool = False) -> T:
         self.raise_if_unusable()
         return self.run_inline(function)
 

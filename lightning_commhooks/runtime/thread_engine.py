@@ -30,6 +30,8 @@ from lightning_commhooks.runtime.waiters import PATIENCE_SECONDS, Waiters, watch
 
 # Buckets that are under way at once where ranks have to agree on an order.
 BUCKETS_AT_ONCE = 4
+# How often a wait is seen, four times a second, before other ranks are told.
+CHECKS_TO_TELL = 4
 # Work that is under way when an engine closes usually waits for peers.
 GRACE_SECONDS = 1.0
 
@@ -104,6 +106,12 @@ class ThreadEngine(Engine):
         self._unfinished: set[_Bucket] = set()
         self._called: set[HostFuture[Any]] = set()
         self._books = threading.Lock()
+        # How many buckets and calls of steps there were, equal on all ranks; the numbers of those without a result; the
+        # first of these and how often it was seen to be; and what tells other ranks of it.
+        self._num_turns = 0
+        self._turns: dict[_Bucket | HostFuture[Any], int] = {}
+        self.tell_wait: Callable[[int], None] = lambda turn: None
+        self._waits: tuple[int, int] = -1, 0
         # Whether the last bucket that was handed over is not the last one of its backward.
         self._more_follow = False
         self._gave_up = False
@@ -129,6 +137,7 @@ class ThreadEngine(Engine):
             self.raise_if_unusable()
             self._unfinished.add(bucket)
             self._more_follow = not is_last
+            self._begin_turn(bucket)
 
         def unwrap(done: Future[Tensor | None]) -> Tensor:
             reduced = done.value()
@@ -140,12 +149,14 @@ class ThreadEngine(Engine):
         self._jobs.put(bucket)
         return future
 
-    def call(self, function: Callable[[], T]) -> T:
+    def call(self, function: Callable[[], T], in_step: bool = False) -> T:
         raise_if_fork_of(self._process)
         called: HostFuture[T] = HostFuture()
         with self._books:
             self.raise_if_unusable()
             self._called.add(called)
+            if in_step:
+                self._begin_turn(called)
         ready, done = _record(self._device), torch.cuda.Event() if self._device.type == "cuda" else None
 
         def run() -> None:
@@ -165,7 +176,9 @@ class ThreadEngine(Engine):
         try:
             self._wait_for(called)
         finally:
-            self._called.discard(called)
+            with self._books:
+                self._called.discard(called)
+                self._turns.pop(called, None)
         result = called.result()
         if done is not None:
             torch.cuda.current_stream(self._device).wait_event(done)
@@ -226,6 +239,7 @@ class ThreadEngine(Engine):
             if bucket not in self._unfinished:
                 return  # it was given up
             self._unfinished.remove(bucket)
+            self._turns.pop(bucket, None)
         with suppress(ValueError):
             self._under_way.remove(bucket)
         bucket.steps = bucket.waits = None
@@ -248,8 +262,26 @@ class ThreadEngine(Engine):
     def break_off(self, failure: HookError) -> None:
         self._fail(failure)
 
+    def _begin_turn(self, work: _Bucket | HostFuture[Any]) -> None:
+        self._turns[work] = self._num_turns
+        self._num_turns += 1
+
+    @property
+    def num_turns(self) -> int:
+        return self._num_turns
+
+    def _note_wait(self) -> None:
+        """Tell other ranks of a wait that lasts: one that waits for this one elsewhere learns that neither ends."""
+        with self._books:
+            first = min(self._turns.values(), default=-1)
+        turn, times = self._waits
+        self._waits = first, times + 1 if first == turn else 0
+        if first >= 0 and self._waits[1] == CHECKS_TO_TELL:
+            self.tell_wait(first)
+
     def without_a_peer(self) -> object | None:
         """`None` unless this engine waits, and a peer is gone; then how far it is, to be compared."""
+        self._note_wait()
         is_waiting = self._thread.ident in waiting_threads or self._waiters.are_among(waiting_threads)
         return self._connections.without_a_peer() if is_waiting else None
 

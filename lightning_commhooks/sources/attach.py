@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from lightning_commhooks.collectives.agreement import ATTACH
 from lightning_commhooks.collectives.counters import Counters
 from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.collectives.process_groups import backend_for
@@ -124,7 +125,7 @@ def attach(
     model = cast("nn.Module", unwrapped(model))
     source = source_of(model, replicate_group, manager)
     # Before anything is made that takes all ranks.
-    with source.agreeing("attach()") as same:
+    with source.agreeing(ATTACH) as same:
         source.set_options({name: value for name, value in options.items() if value is not None})
         resolved = source.resolve_hook(hook)
         config = resolved if isinstance(resolved, CommHook) else UserFunction(resolved)
@@ -139,7 +140,7 @@ def attach(
     runtime = Runtime(config, source, grad_scaler, divided_by)
     attachment = Attachment(runtime, exact_state)
     try:
-        with source.agreeing("attach()"):
+        with source.agreeing(ATTACH):
             if optimizers is not None and not callable(optimizers):
                 optimizers = list(optimizers)
                 if attachment.averages_models:

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_commhooks.collectives.agreement import raise_on_all_ranks
+from lightning_commhooks.collectives.agreement import ATTACH, raise_on_all_ranks
 from lightning_commhooks.collectives.backend import Backend
 from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.collectives.steps import Steps
@@ -44,7 +44,7 @@ class Shares(BoundHook):
         if process_group not in self._bound:
             group = self.group
             if process_group is not group.process_group:
-                with raise_on_all_ranks(process_group, "attach()") as same:
+                with raise_on_all_ranks(process_group, ATTACH) as same:
                     same["hook"] = self._hook
                 group = Group(Backend(process_group), group.counters, group.device, process_group)
             self._bound[process_group] = group, self._hook.bind(group)

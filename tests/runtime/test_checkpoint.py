@@ -463,24 +463,20 @@ def broken_off(rank, world):
     for _ in range(2):
         ddp.zero_grad()
         ddp(torch.randn(4, 24)).square().mean().backward()
-    before = attachment.state_dict()
-    hook = ddp.module[1].register_forward_hook(lambda module, inputs, output: Explodes.apply(output))
-    with pytest.raises(ArithmeticError):
+    dist.barrier()
+    ddp.module[1].register_forward_hook(lambda module, inputs, output: Explodes.apply(output))
+    # Whoever comes later may find that the other one has failed.
+    with pytest.raises((ArithmeticError, lc.HookError)):
         ddp(torch.randn(4, 24)).square().mean().backward()
-    hook.remove()
-    after = attachment.state_dict()
+    with pytest.raises(lc.HookError, match="the backward of step 2 broke off on rank"):
+        attachment.state_dict()
+    steps = attachment.shared_state_dict()["steps"]
     attachment.close()
-    return before, after
+    return steps
 
 
-def test_backward_that_breaks_off_is_a_bad_step(run):
-    before, after = run(broken_off)[0]
-    assert after["steps"] == before["steps"] + 1
-    for name, entry in before["hook"]["state"]["entries"].items():
-        now = after["hook"]["state"]["entries"][name]
-        assert torch.equal(entry["factor"], now["factor"])
-        assert entry["residual"].any()
-        assert not now["residual"].any()
+def test_after_a_backward_that_breaks_off_only_the_step_count_can_be_saved(run):
+    assert run(broken_off) == [3, 3]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)

@@ -219,20 +219,24 @@ class _Raise(torch.autograd.Function):
         raise ArithmeticError("in the user's backward")
 
 
-def break_off(rank, world, close=False):
+def break_off(rank, world, close=False, idle=False, away=1):
     """Rank 0's backward fails after its first buckets were handed over; rank 1 is away."""
     ddp = DistributedDataParallel(Params({"first": (2000,), "last": (2000,)}), bucket_cap_mb=4e-3)
     attachment = lc.attach(ddp, "allreduce")
     for step in range(3):
         if step == 2:
             say("step 2")
-            if rank == 1:
+            if rank == away:
                 sys.stdin.readline()
         first, last = ddp.module.first, ddp.module.last
         ddp({})
         try:
             ((_Raise.apply(first) if (step, rank) == (2, 0) else first).sum() + last.sum()).backward()
         except ArithmeticError:
+            if idle:
+                say("caught")
+                sys.stdin.readline()
+                return
             if not close:
                 raise
             attachment.close()
@@ -242,6 +246,14 @@ def break_off(rank, world, close=False):
 
 def break_off_and_close(rank, world):
     break_off(rank, world, close=True)
+
+
+def break_off_and_close_late(rank, world):
+    break_off(rank, world, close=True, away=0)
+
+
+def break_off_and_idle(rank, world):
+    break_off(rank, world, idle=True)
 
 
 def main(scenario, rank, world, store):
@@ -447,6 +459,28 @@ def test_close_after_a_backward_that_was_broken_off(start):
     assert "closed" in out
     ranks.go_on(1)
     ranks.end_by_hook_error(1)
+
+
+@pytest.mark.parametrize("latency", LATENCIES)
+def test_close_after_a_backward_that_was_broken_off_while_another_rank_has_handed_over_more(start, latency):
+    ranks = start(break_off_and_close_late, **latency)
+    time.sleep(0.5)  # then rank 1 has handed over all buckets, of another number and size than those of rank 0
+    ranks.go_on(0)
+    code, out, err = ranks.end(0)
+    assert code == 0, err
+    assert "closed" in out
+    assert "broke off on rank 0" in ranks.end_by_hook_error(1)
+
+
+def test_peers_fail_though_the_rank_whose_backward_broke_off_and_idles_stays(start):
+    ranks = start(break_off_and_idle)
+    ranks.until(0, "caught")
+    ranks.go_on(1)
+    ranks.end_by_hook_error(1)
+    assert ranks.processes[0].poll() is None
+    ranks.go_on(0)
+    code, _, err = ranks.end(0)
+    assert code == 0, err
 
 
 def fail(rank, world):

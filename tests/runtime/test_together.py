@@ -1,0 +1,111 @@
+"""What all ranks have to call, and only some do: an error on all of them that says which ranks are missing."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from driver import POWERSGD, SHAPES, Params, backward, full_rank_gradients
+from torch.nn.parallel import DistributedDataParallel
+
+import lightning_commhooks as lc
+from lightning_commhooks.collectives import agreement
+
+
+def error_of(call):
+    try:
+        call()
+    except (lc.HookError, ValueError) as error:
+        return type(error).__name__, str(error)
+    return None
+
+
+def attach_on_some(rank, world, hook, attaching):
+    """The others go on with something else until those have failed."""
+    os_environ = pytest.MonkeyPatch()
+    os_environ.setenv("COMMHOOKS_ATTACH_TIMEOUT_SECONDS", "0.2")
+    ddp, told = DistributedDataParallel(Params(SHAPES)), None
+    if rank in attaching:
+        told = error_of(lambda: lc.attach(ddp, hook))
+    os_environ.undo()
+    dist.barrier()
+    # Nothing is left of it that would make the next try fail.
+    lc.attach(ddp, "allreduce").close()
+    return told
+
+
+@pytest.mark.parametrize(("world", "attaching", "missing"), [(2, [0], "rank 1 has"), (4, [1, 3], "ranks 0, 2 have")])
+def test_whoever_attaches_alone_is_told_who_is_missing(run, world, attaching, missing):
+    told = run(attach_on_some, "int8", attaching, world=world)
+    for rank in attaching:
+        kind, text = told[rank]
+        assert kind == "HookError"
+        assert f"attach() must be called on all ranks, and {missing} not called it within 0.2 s" in text
+        assert "not under `if rank == 0:`" in text
+
+
+def test_whoever_attaches_alone_gets_the_own_error_first(run):
+    told = run(attach_on_some, "powersdg", [0])
+    assert told[0][0] == "ValueError"
+    assert "unknown hook 'powersdg'" in told[0][1]
+
+
+CALLS = {
+    "state_dict()": lc.Attachment.state_dict,
+    "load_state_dict()": lambda attachment: attachment.load_state_dict(attachment.shared_state_dict()),
+    "reset_state()": lc.Attachment.reset_state,
+    "measure_link()": lambda attachment: attachment.measure_link(0.1),
+    "sample_error()": lc.Attachment.sample_error,
+    "average_weights()": lc.Attachment.average_weights,
+}
+LOCAL = lc.PostLocalSGD(start_localSGD_iter=0, period=4, post_local_gradient_allreduce=False)
+
+
+def call_on_rank_0(rank, world, hook, what):
+    """Rank 0 calls in step 1 what is for all ranks; the others train on."""
+    torch.manual_seed(0)
+    model = Params(SHAPES)
+    ddp = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    attachment = lc.attach(ddp, hook, optimizers=[optimizer])
+
+    def train():
+        for step in range(8):
+            backward(ddp, full_rank_gradients(rank, step, SHAPES))
+            optimizer.step()
+            if (step, rank) == (1, 0):
+                CALLS[what](attachment)
+
+    agreement._SECONDS_TO_WARN = 0.1
+    told = error_of(train)
+    agreement._SECONDS_TO_WARN = 5.0
+    with pytest.warns() if attachment.models_differ else pytest.MonkeyPatch.context():
+        attachment.close()
+    return told
+
+
+@pytest.mark.parametrize(
+    ("hook", "what"),
+    [*((POWERSGD, what) for what in CALLS if what != "average_weights()"), (LOCAL, "average_weights()")],
+    ids=lambda value: value if isinstance(value, str) else value.name,
+)
+def test_what_rank_0_calls_alone_in_training_ends_in_an_error_on_all(run, hook, what):
+    for kind, text in run(call_on_rank_0, hook, what):
+        assert kind == "HookError"
+        assert (
+            f"{what} must be called on all ranks, and rank 1 has gone on to a backward or an optimizer's step" in text
+        )
+
+
+def call_what_sends_nothing(rank, world):
+    ddp = DistributedDataParallel(Params(SHAPES))
+    attachment = lc.attach(ddp, "bf16")
+    backward(ddp, full_rank_gradients(rank, 0, SHAPES))
+    if rank == 0:
+        attachment.state_dict()
+        attachment.average_weights()
+        attachment.residual_norm()
+    backward(ddp, full_rank_gradients(rank, 1, SHAPES))
+    attachment.close()
+
+
+def test_what_sends_nothing_can_be_called_on_one_rank(run):
+    run(call_what_sends_nothing)
