@@ -239,9 +239,10 @@ class Attachment:
     def state_dict(self) -> dict[str, Any]:
         """The hook's state as tensors and primitives, equal on all ranks, on CPU.
 
-        Collective, outside of a backward. Has the step count and what the hook remembers; of what differs between ranks
-        the mean, which continues the run as well, or with `exact_state` all of it. Of a user's own function, the step
-        count only. With a `manager` it is not collective, and residuals are zero.
+        Collective, outside of a backward, and not after one that has raised. Has the step count and what the hook
+        remembers; of what differs between ranks the mean, which continues the run as well, or with `exact_state` all of
+        it. Of a user's own function, the step count only. With a `manager` it is not collective, and residuals are
+        zero.
         """
         run = self._of_ddp("state_dict")
         if run.source.ranks_change:
@@ -429,7 +430,7 @@ class Attachment:
         A later backward is averaged by FSDP2 as without a hook. With DDP, FSDP 1 and a `manager` it raises a
         `HookError`, since they keep a hook for good; so it does after a failure: wrap the model again to train without.
 
-        Waits for what is under way, for a second at most: a backward that broke off may wait for other ranks for ever.
+        Waits for what is under way, for a second at most; not for a backward that has raised. Does nothing in a fork.
         Warns when training ended before the hook compressed anything; but not when an exception has ended it, or when
         fewer steps were taken than `num_steps` or `tell_forecast` have told: see `note_end`. After fewer than 10 steps
         there is no advice on starts and periods. Warns, too, when an optimizer steps on later whose state differs

@@ -159,7 +159,7 @@ class Engine(ABC):
 
     @property
     def num_turns(self) -> int | None:
-        """How many buckets and calls of steps there were, equal on all ranks; `None` if ranks tell each other nothing."""
+        """Number of buckets and calls of steps so far, equal on all ranks; `None` if they tell each other nothing."""
         return None
 
     @property

@@ -463,7 +463,7 @@ def broken_off(rank, world):
     for _ in range(2):
         ddp.zero_grad()
         ddp(torch.randn(4, 24)).square().mean().backward()
-    dist.barrier()
+    torch.distributed.barrier()
     ddp.module[1].register_forward_hook(lambda module, inputs, output: Explodes.apply(output))
     # Whoever comes later may find that the other one has failed.
     with pytest.raises((ArithmeticError, lc.HookError)):

@@ -1,4 +1,4 @@
-"""Forks of a rank, such as workers of a `DataLoader`: they destroy nothing of their parent's, and cannot use its hook."""
+"""Forks of a rank, such as workers of a `DataLoader`, destroy nothing of their parent's and cannot use its hook."""
 
 import gc
 import os
