@@ -6,6 +6,7 @@ import math
 import os
 import pprint
 import re
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -21,6 +22,7 @@ ATTACH = "attach()"
 # Seconds that ranks which attach a hook wait for those that do not.
 _PATIENCE = "COMMHOOKS_ATTACH_TIMEOUT_SECONDS"
 _DEFAULT_PATIENCE, _SECONDS_TO_WARN, _LONGEST_PAUSE = 30.0, 5.0, 0.05
+_SECONDS_TO_ASK = 1.0
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 # How often the ranks of a group have met.
 _meetings: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
@@ -32,9 +34,11 @@ def store_of(process_group: dist.ProcessGroup) -> Store | None:
         return None
     try:
         store: Store | None = process_group.get_group_store()
-        return store if store is not None and not store.check(["lightning_commhooks"]) else None
+        if store is not None:
+            store.check(["lightning_commhooks"])  # raises if it is a stand-in
     except RuntimeError:
         return None
+    return store
 
 
 def meet(
@@ -72,7 +76,7 @@ def meet(
                 has_warned = True
             reason = f"not called it within {patience:g} s" if waited > patience else give_up(missing)
             if missing and reason:
-                store.delete_key(keys[rank])
+                _forget(store, keys[rank])
                 names = _named(process_group, missing)
                 has = "has" if len(missing) == 1 else "have"
                 raise HookError(
@@ -83,7 +87,7 @@ def meet(
     _meetings[process_group] = number + 1
     if number:
         # Who is here has left the last meeting.
-        store.delete_key(f"lightning_commhooks/{number - 1}/{rank}")
+        _forget(store, f"lightning_commhooks/{number - 1}/{rank}")
 
 
 class Notes:
@@ -99,9 +103,7 @@ class Notes:
 
     def tell(self, name: str, text: str) -> None:
         """Leave a note."""
-        if self._store is not None:
-            with suppress(RuntimeError):  # the process that keeps the notes is gone
-                self._store.set(f"{self._prefix}/{name}", text)
+        self._ask(lambda store: store.set(f"{self._prefix}/{name}", text))
 
     def teller(self, name: str) -> Callable[[object], None]:
         """What leaves a note of that name."""
@@ -109,16 +111,34 @@ class Notes:
 
     def of(self, name: str) -> str:
         """The note of that name; empty if there is none."""
-        key = f"{self._prefix}/{name}"
-        with suppress(RuntimeError):
-            if self._store is not None and self._store.check([key]):
-                return self._store.get(key).decode()
-        return ""
+        key, found = f"{self._prefix}/{name}", [""]
+        self._ask(lambda store: found.append(store.get(key).decode()) if store.check([key]) else None)
+        return found[-1]
+
+    def _ask(self, what: Callable[[Store], object]) -> None:
+        """Use the store, without waiting long: the process that has it may be gone, or not answer."""
+        store = self._store
+        if store is None:
+            return
+
+        def ask() -> None:
+            with suppress(RuntimeError):
+                what(store)
+
+        asking = threading.Thread(target=ask, name="lightning_commhooks note", daemon=True)
+        with suppress(RuntimeError):  # the interpreter ends
+            asking.start()
+            asking.join(_SECONDS_TO_ASK)
 
 
 def num_meetings(process_group: dist.ProcessGroup) -> int:
     """How often the ranks of a group have met: equal on all of them after what they do together."""
     return _meetings.get(process_group, 0)
+
+
+def _forget(store: Store, key: str) -> None:
+    with suppress(RuntimeError, NotImplementedError):  # some stores cannot
+        store.delete_key(key)
 
 
 def _patience() -> float:

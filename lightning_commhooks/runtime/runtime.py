@@ -92,6 +92,7 @@ class Runtime(RunningHook):
         # Synchronized backwards from the beginning of training to its end, as was told last.
         self._planned: int | None = None
         self._close_with_model: weakref.finalize[Any, Any] | None = None
+        self._notes = Notes(source.process_group, f"hook {num_meetings(source.process_group)}")
         # Of buckets that the source has handed over, equal on all ranks.
         self._numbers = itertools.count()
         # Number of the last backward that has begun.
@@ -104,7 +105,6 @@ class Runtime(RunningHook):
             group = ranks.group
             self._steps = FiniteSteps(self, grad_scaler)
         self._group = group
-        self._notes = Notes(source.process_group, f"hook {num_meetings(source.process_group)}")
         if isinstance(self._engine, ThreadEngine) and not source.ranks_change and not hook.is_uneven:
             self._engine.tell_wait = self._notes.teller(f"wait/{source.process_group.rank()}")
         self.local = LocalSteps(self, group, grad_scaler is not None and grad_scaler.is_enabled())
