@@ -174,7 +174,9 @@ class Runtime(RunningHook):
     def _why_not_here(self, missing: list[int]) -> str | None:
         assert self._engine is not None
         turns = self._engine.num_turns
-        for rank in missing if turns is not None else ():
+        if turns is None:
+            return None
+        for rank in missing:
             told = self._notes.of(f"wait/{rank}")
             if told and int(told) >= turns:
                 return "gone on to a backward or an optimizer's step, waiting there for this rank"

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 import lightning_commhooks as lc
 
 SECONDS = 60
-BESIDE = lc.DiLoCo(period=4, delay=2, start_localSGD_iter=1, post_local_gradient_allreduce=True)
+BESIDE = lc.DiLoCo(period=4, delay=2, start_localSGD_iter=1, post_local_gradient_allreduce=False)
 
 
 def in_fork(act):
