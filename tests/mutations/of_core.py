@@ -326,14 +326,6 @@ MUTATIONS = [
         "tests/runtime/test_forks.py -k 'free_or_close'",
     ),
     Mutation(
-        "fork_closes_what_is_its_parents",
-        f"{PACKAGE}/runtime/runtime.py",
-        "        if self.is_forked:\n            return",
-        "        if False:\n            return",
-        "Closing a hook in a fork waits for threads that are not there.",
-        "tests/runtime/test_forks.py -k 'free_or_close'",
-    ),
-    Mutation(
         "attaches_before_all_are_there",
         f"{PACKAGE}/collectives/agreement.py",
         "    while not store.check(keys):\n",
