@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 
 from lightning_commhooks.codecs.announce import announce
 from lightning_commhooks.collectives.errors import HookError
@@ -27,12 +28,12 @@ _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _meetings: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 
 
-def store_of(process_group: dist.ProcessGroup) -> dist.Store | None:
+def store_of(process_group: dist.ProcessGroup) -> Store | None:
     """Where the ranks of a group leave notes for each other; `None` for a backend without, and for one rank."""
     if process_group.size() == 1:
         return None
     try:
-        store: dist.Store | None = process_group.get_group_store()
+        store: Store | None = process_group.get_group_store()
         if store is not None:
             store.check(["lightning_commhooks"])  # raises if it is a stand-in
     except RuntimeError:
@@ -114,7 +115,7 @@ class Notes:
         self._ask(lambda store: found.append(store.get(key).decode()) if store.check([key]) else None)
         return found[-1]
 
-    def _ask(self, what: Callable[[dist.Store], object]) -> None:
+    def _ask(self, what: Callable[[Store], object]) -> None:
         """Use the store, without waiting long: the process that has it may be gone, or not answer."""
         store = self._store
         if store is None:
@@ -135,7 +136,7 @@ def num_meetings(process_group: dist.ProcessGroup) -> int:
     return _meetings.get(process_group, 0)
 
 
-def _forget(store: dist.Store, key: str) -> None:
+def _forget(store: Store, key: str) -> None:
     with suppress(RuntimeError, NotImplementedError):  # some stores cannot
         store.delete_key(key)
 

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 PACKAGE = "lightning_commhooks"
 GROUPS = "lightning_commhooks/collectives/process_groups.py"
+AGREEMENT = f"{PACKAGE}/collectives/agreement.py"
 AVERAGING = "lightning_commhooks/collectives/averaging.py"
 TORCHFT = "lightning_commhooks/torchft.py"
 GATHER = "lightning_commhooks/sources/gather.py"
@@ -245,7 +246,7 @@ TORCH = [
     ),
     Use("torch._C._distributed_c10d.HashStore", (LAUNCH,), "`advise` fails"),
     Use("torch._C._distributed_c10d.TCPStore", (LAUNCH, TORCHFT), "`--nproc` fails"),
-    Use("torch._C._distributed_c10d.Store", (LAUNCH, GROUPS), IMPORTED),
+    Use("torch._C._distributed_c10d.Store", (LAUNCH, GROUPS, AGREEMENT), IMPORTED),
     Use("torch._C._distributed_c10d.PrefixStore", (GROUPS, TORCHFT), IMPORTED),
     Use(
         "torch._C._current_graph_task_id",
