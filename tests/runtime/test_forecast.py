@@ -114,7 +114,9 @@ def test_averages_of_models_are_measured_over_whole_periods(run, hook, start, ta
     *before, (after, line) = lines
     assert len(before) == bool(start)
     period = hook.repeats_after() * (1 + takes_turns)
-    begin, end = start + 1, start + 1 + period
+    # Each optimizer has taken so many steps by then.
+    begin = start * (1 + takes_turns) + 1
+    end = begin + period
     assert after == end + 1
     for before_line in before:
         assert before_line[0] == 4
