@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
+import itertools
 import time
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,6 +19,8 @@ from lightning_commhooks.collectives.steps import Steps
 
 # What is copied together for one collective; larger tensors go alone, without a copy.
 CHUNK_BYTES = 2**25
+# Numbers that ranks tell each other before they average.
+_NUM_TOLD = 5
 
 
 def average_(tensors: Sequence[Tensor], group: Group) -> None:
@@ -42,13 +47,112 @@ def average_(tensors: Sequence[Tensor], group: Group) -> None:
             view.copy_(own.view(view.shape))
 
 
-def check_same(what: str, group: Group, number: int = 0) -> list[int]:
+def share_(tensors: Sequence[Tensor], group: Group) -> None:
+    """Replace tensors by those of the first rank, bit for bit.
+
+    Sends them as bytes, to which the other ranks add zeros: no dtype is rounded, and each rank sends as much as in an
+    average.
+
+    Args:
+        tensors: of any dtype, alike on all ranks and in the same order.
+        group: the ranks.
+    """
+    if group.size == 1:
+        return
+    own = {id(tensor): tensor for tensor in tensors if own_part(tensor).numel()}
+    views = [flat_view(tensor) for tensor in own.values()]
+    sent = [view.contiguous().reshape(-1).view(torch.uint8) for view in views]
+    places = {id(part): view for part, view in zip(sent, views, strict=True)}
+    for parts in _chunks(sent):
+        flat = torch.cat(parts) if group.rank == 0 else parts[0].new_zeros(sum(part.numel() for part in parts))
+        first = group.finish(group.all_reduce_(flat))
+        for part, theirs in zip(parts, first.split([part.numel() for part in parts]), strict=True):
+            view = places[id(part)]
+            view.copy_(theirs.clone().view(view.dtype).view(view.shape))  # a clone is aligned
+
+
+def number_of(text: str) -> int:
+    """A number of 56 bits for a text."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
+
+
+def kind_of(name: str, tensor: Tensor) -> int:
+    """A number that tells whether ranks can average a tensor: its name, shape, dtype and order in memory."""
+    own = own_part(tensor)
+    strides = own.stride()
+    order = sorted((dim for dim, size in enumerate(own.shape) if size > 1), key=lambda dim: -strides[dim])
+    is_dense = torch.ops.aten.is_non_overlapping_and_dense(own)
+    return number_of(f"{name} {tuple(own.shape)} {own.dtype} {own.device.type} {order} {is_dense}")
+
+
+def kinds_of(named: Mapping[str, Tensor]) -> int:
+    """A number that tells whether ranks can average all of these tensors."""
+    return number_of(repr([kind_of(name, tensor) for name, tensor in named.items()]))
+
+
+@dataclass(frozen=True)
+class Alike:
+    """Which tensors ranks can average, in one order.
+
+    Attributes:
+        names: of those that all ranks have, with the same shape, dtype and order in memory.
+        differ: names of those among them whose number is not the same on all ranks.
+        left: names of this rank's tensors that are not.
+        first_left: the first rank that has such tensors; -1: none has.
+    """
+
+    names: list[str]
+    differ: list[str]
+    left: list[str]
+    first_left: int
+
+
+def alike(
+    named: Mapping[str, Tensor],
+    group: Group,
+    owner_of: Callable[[str], str] | None = None,
+    numbers: Mapping[str, int] | None = None,
+) -> Alike:
+    """Find out which tensors are alike on all ranks. Collective, for ranks that have told each other of a difference.
+
+    Args:
+        named: this rank's tensors.
+        group: the ranks.
+        owner_of: what a tensor belongs to, by its name. It is no difference if some rank has nothing of an owner.
+        numbers: one more of each tensor, to compare.
+    """
+    kinds = {name: kind_of(name, tensor) for name, tensor in named.items()}
+    rows = [(kinds[name], number_of(owner_of(name)) if owner_of else 0, (numbers or {}).get(name, 0)) for name in named]
+    lengths = [length for (length,) in group.all_gather_numbers([len(rows)])]
+    padded = [*itertools.chain(*rows), *[0] * 3 * (max(lengths) - len(rows))]
+    told = group.all_gather_numbers(padded) if padded else [[] for _ in lengths]
+    of_ranks = [
+        {theirs[3 * i]: (theirs[3 * i + 1], theirs[3 * i + 2]) for i in range(length)}
+        for theirs, length in zip(told, lengths, strict=True)
+    ]
+    common = set.intersection(*map(set, of_ranks))
+    owners = set.intersection(*({owner for owner, _ in theirs.values()} for theirs in of_ranks))
+    left = [
+        {kind for kind, (owner, _) in theirs.items() if kind not in common and (owner in owners or owner_of is None)}
+        for theirs in of_ranks
+    ]
+    names = {kind: name for name, kind in kinds.items()}
+    ordered = [kind for kind in of_ranks[0] if kind in common]
+    return Alike(
+        [names[kind] for kind in ordered],
+        [names[kind] for kind in ordered if len({theirs[kind] for theirs in of_ranks}) > 1],
+        [name for name, kind in kinds.items() if kind in left[group.rank]],
+        next((rank for rank, theirs in enumerate(left) if theirs), -1),
+    )
+
+
+def check_same(what: str, group: Group, *numbers: int) -> list[list[int]]:
     """Fail on all ranks alike when they are not about to average the same.
 
     Args:
         what: this rank is about to do.
         group: the ranks.
-        number: this rank's, to tell the others with it.
+        numbers: this rank's, to tell the others with it; as many on all of them.
 
     Returns:
         the numbers of all ranks.
@@ -57,20 +161,27 @@ def check_same(what: str, group: Group, number: int = 0) -> list[int]:
         HookError: some rank averages something else, or for another reason.
     """
     begin = time.perf_counter()
-    told = group.all_gather_quietly([zlib.crc32(what.encode()), number])
+    # As many from everybody: ranks that are about to do other things tell so, too.
+    filled = [*numbers, *[0] * (_NUM_TOLD - len(numbers))]
+    told = group.all_gather_quietly([zlib.crc32(what.encode()), *filled])
     if not group.counters.is_evaluating:
         group.counters.waited_ms += (time.perf_counter() - begin) * 1e3
-    _raise_unless_same([digest for digest, _ in told], what, group)
-    return [number for _, number in told]
+    _raise_unless_same([digest for digest, *_ in told], what, group)
+    return [theirs[: len(numbers)] for _, *theirs in told]
 
 
-def check_same_beside(what: str, group: Group) -> Steps[Callable[[], None]]:
-    """As `check_same`, in a group of `Group.beside`. On CUDA, where the host does not wait, what is returned raises."""
-    own = torch.full((1,), zlib.crc32(what.encode()), device=group.device)
+def check_same_beside(what: str, group: Group, number: int = 0) -> Steps[Callable[[], list[int]]]:
+    """As `check_same` of one number, in a group of `Group.beside`.
+
+    On CUDA, where the host does not wait, what is returned raises, and returns the numbers.
+    """
+    own = torch.cat([torch.full((1,), one, device=group.device) for one in (zlib.crc32(what.encode()), number)])
     told = yield from group.quiet().all_gather(own)
 
-    def check() -> None:
-        _raise_unless_same(told.flatten().tolist(), what, group)
+    def check() -> list[int]:
+        digests, numbers = told.t().tolist()
+        _raise_unless_same(digests, what, group)
+        return numbers  # type: ignore[no-any-return]
 
     if not told.is_cuda:
         check()

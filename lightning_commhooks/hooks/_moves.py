@@ -76,14 +76,16 @@ class Moves:
         `weigh` gives this rank's weight, 1 on average, when all ranks are there.
         """
         num = sum(len(bucket.slots) for bucket in moves)
-        what = f"take an outer step of {num} parameters of {stepped.optimizer!r}"
+        numel = sum(bucket.flat.numel() for bucket in moves)
+        what = f"take an outer step of {num} parameters with {numel} elements of {stepped.optimizer!r}"
         average = self._average_beside if self._is_beside else self._average_now
         self.under_way[stepped.optimizer, fragment] = average(what, moves, stepped, weigh), moves
 
     def _average_now(
         self, what: str, moves: list[Bucket], stepped: OptimizerStep, weigh: Callable[[], float] | None
     ) -> Callable[[], None]:
-        check_same(what, self._group)
+        told = check_same(what, self._group, stepped.models.about_buffers())
+        stepped.models.heard_of_buffers([number for number, *_ in told])
         weight = 1.0 if weigh is None else weigh()
         for bucket in moves if weight != 1 else ():
             bucket.flat.mul_(weight)
@@ -93,17 +95,18 @@ class Moves:
     def _average_beside(
         self, what: str, moves: list[Bucket], stepped: OptimizerStep, weigh: object
     ) -> Callable[[], None]:
-        check: list[Callable[[], None]] = []
+        check: list[Callable[[], list[int]]] = []
+        about_buffers = stepped.models.about_buffers()
 
         def run(ranks: Group) -> Steps[None]:
-            check.append((yield from check_same_beside(what, ranks)))
+            check.append((yield from check_same_beside(what, ranks, about_buffers)))
             yield from self._average(moves, ranks)
 
         wait = stepped.models.begin(self._group, run)
 
         def wait_and_check() -> None:
             wait()
-            check[0]()
+            stepped.models.heard_of_buffers(check[0]())
 
         return wait_and_check
 

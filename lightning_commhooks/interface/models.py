@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import warnings
+import weakref
 from collections.abc import Callable, Collection, Container, Iterable, Mapping, MutableMapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -14,15 +16,31 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_commhooks.codecs.ranges import named
-from lightning_commhooks.collectives.averaging import average_, check_same, flat_view, own_part
+from lightning_commhooks.collectives.averaging import (
+    alike,
+    average_,
+    check_same,
+    flat_view,
+    kind_of,
+    kinds_of,
+    number_of,
+    own_part,
+    share_,
+)
 from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.collectives.steps import Steps
-from lightning_commhooks.interface.layout import Layout
+from lightning_commhooks.interface.layout import Layout, is_count_of_steps, is_statistic
 from lightning_commhooks.interface.state import StateReader, StateWriter
-from lightning_commhooks.interface.swap import Swap, count_up
+from lightning_commhooks.interface.swap import Swap, count_up, version_of
 
 # Of the model itself, among the keys of optimizers.
 _MODEL = ""
+# Elements of a large buffer by which a change is noticed that autograd does not count.
+_SAMPLE = 512
+# What ranks tell each other when they look at a model.
+_IS_CURRENT, _IS_IN, _IS_SHOWN = 1, 2, 4
+# Told of buffers that are averaged whenever there are any.
+_STATISTICS = 1
 
 
 def digest_of(tensors: Iterable[Tensor]) -> int:
@@ -61,19 +79,24 @@ class OptimizerStep:
 class Models:
     """The ranks' copies of one model. Methods that average are collective and run in turn with the hook.
 
+    What a rank has done alone, as a forward, never decides whether it takes part in a collective: `swap_in` tells it to
+    the others, and all do the same then.
+
     Args:
         group: all ranks.
         optimizers: those that change the model, by the name of the first parameter of each; grows as they are seen.
-        hook: name of the hook, for the traces of profilers.
+        hook: name of the hook, for messages and the traces of profilers.
 
     Attributes:
         layout: names of the parameters.
-        average_buffers: whether buffers belong to the model that is averaged.
+        average_buffers: whether running statistics belong to the model that is averaged.
+        broadcasts_buffers: whether other buffers are to be as the first rank has them, as with DDP's option.
         diverged: names of parameters that ranks have changed alone since the last average over all ranks.
         num_steps: steps that optimizers have taken since the beginning of training, by optimizer; equal on all ranks.
+        may_differ: whether ranks have ever stepped alone; the same on all of them.
         begin: begins a computation of a group of `Group.beside` that goes on while training does, in a channel of its
             own, and returns what waits for its end.
-        is_swapped: whether the averages stand in the place of each rank's own model for a while.
+        is_swapped: whether the averages stand in the place of this rank's own model for a while.
         is_shown: whether that is until training goes on, not within a `with`.
     """
 
@@ -82,11 +105,18 @@ class Models:
         self._hook = hook
         self._optimizers = optimizers
         self.layout = Layout(nn.Module())
-        self.average_buffers = False
+        self.average_buffers = self.broadcasts_buffers = False
         self.diverged: set[str] = set()
         self.num_steps: dict[str, int] = {}
+        self.may_differ = False
         self.begin: Callable[[Group, Callable[[Group], Steps[None]]], Callable[[], None]]
+        # As far as this rank knows.
         self._buffers_diverged = False
+        # Whether ranks have to ask each other about buffers at the next average, and about others than statistics.
+        self._asks_about_buffers = self._watches_others = True
+        self._counts_of_steps: set[str] = set()
+        self._contents: dict[str, tuple[weakref.ref[Tensor], int, bytes, int]] = {}
+        self._warned: set[str] = set()
         # Names of parameters whose optimizer state differs between ranks.
         self._states_diverged: set[str] = set()
         # Averages of the model and of optimizers' state, in place or kept until training goes on.
@@ -104,6 +134,8 @@ class Models:
 
     def diverge(self, stepped: OptimizerStep) -> None:
         """Note that each rank changed its own model."""
+        self.may_differ = True
+        self.forget()
         self.buffers_diverge()
         self.diverged.update(stepped.parameters)
         self.diverge_state(stepped)
@@ -113,40 +145,69 @@ class Models:
         self._states_diverged.update(stepped.parameters)
 
     def buffers_diverge(self) -> None:
-        """Note that a forward has changed each rank's own buffers."""
-        self.forget()
+        """Note that a forward has changed this rank's own buffers."""
         self._buffers_diverged = True
 
     def regroup(self, group: Group) -> None:
         """Go on among other ranks."""
         self._group = group
+        self._asks_about_buffers = self._watches_others = True
 
     @property
     def differ(self) -> bool:
-        """Whether each rank has a model of its own in place now; the same on all ranks."""
-        return not self.is_swapped and bool(self.diverged or (self._buffers_diverged and self.average_buffers))
+        """Whether this rank has a model of its own in place now, as far as it knows without asking others."""
+        return not self.is_swapped and bool(self.diverged or (self._buffers_diverged and self._buffers()[0]))
 
     def state_diverged(self, stepped: OptimizerStep) -> bool:
         """Whether an optimizer's state differs between ranks."""
         return not self._states_diverged.isdisjoint(stepped.parameters)
 
-    def _tensors(self, names: Container[str]) -> list[Tensor]:
+    def _tensors(self, names: Container[str]) -> dict[str, Tensor]:
         # In the order of the model: that of a set differs between ranks.
-        return [p for name, p in self.layout.trained.items() if name in names] + [*self._buffers().values()]
+        return {name: p for name, p in self.layout.trained.items() if name in names} | self._buffers()[0]
 
-    def _buffers(self) -> dict[str, Tensor]:
-        return self.layout.float_buffers() if self.average_buffers else {}
+    def _buffers(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Running statistics, and other buffers that ranks compare."""
+        statistics: dict[str, Tensor] = {}
+        others: dict[str, Tensor] = {}
+        for name, buffer, owner, own in self.layout.buffers() if self.average_buffers else ():
+            is_count = is_count_of_steps(owner, buffer)
+            if is_statistic(owner, own, buffer):
+                statistics[name] = buffer
+            elif self.broadcasts_buffers or (self._watches_others and not is_count):
+                others[name] = buffer
+            self._counts_of_steps.update([name] if is_count else [])
+        return statistics, others
 
     def average_(self, names: Collection[str] = (), group: Group | None = None) -> None:
-        """Average parameters of these names, and buffers where they are to be averaged; over all ranks by default."""
+        """Average parameters of these names, and running statistics; over all ranks by default.
+
+        Over all ranks, other buffers become those of the first rank, if DDP is to broadcast buffers.
+        """
         group = group or self._group
-        if tensors := self._tensors(names):
+        is_of_all = group.size == self._group.size
+        if names or (self.average_buffers and self._asks_about_buffers):
             with self.averaging():
-                check_same(f"average {len(names)} parameters from {next(iter(sorted(names)), None)!r} on", group)
-                average_(tensors, group)
+                what = f"average {len(names)} parameters from {next(iter(sorted(names)), None)!r} on"
+                tensors, others = self._tensors(names), self._buffers()[1] if is_of_all else {}
+                told = check_same(what, group, kinds_of(tensors), self._content_of(others))
+                average_([*self._alike(tensors, group, [kinds for kinds, *_ in told]).values()], group)
+                share_(self._differing(others, [content for _, content, *_ in told]), group)
         self.averaged(names, group)
-        if group.size == self._group.size:
-            self._buffers_diverged = False
+        if is_of_all:
+            self._buffers_diverged = self._asks_about_buffers = False
+
+    def about_buffers(self) -> int:
+        """A number for the other ranks, by which all know whether to ask each other about buffers when they average.
+
+        Does not wait for a device unless autograd knows of a change.
+        """
+        statistics, others = self._buffers()
+        return _STATISTICS if statistics else self._content_of(others, samples=False)
+
+    def heard_of_buffers(self, told: Collection[int]) -> None:
+        """Take what `about_buffers` has returned on all ranks."""
+        self._asks_about_buffers |= _STATISTICS in told or len(set(told)) > 1
 
     def averaging(self) -> AbstractContextManager[object]:
         """For what averages models or states of optimizers: a range in the traces of profilers."""
@@ -158,6 +219,51 @@ class Models:
         if group is None or group.size == self._group.size:
             self.diverged.difference_update(names)
 
+    def _alike(
+        self, tensors: Mapping[str, Tensor], group: Group, told: Collection[int], owner_of: Any = None
+    ) -> Mapping[str, Tensor]:
+        """Those of the tensors that all ranks can average, in one order. Collective where ranks have told of others."""
+        if len(set(told)) == 1:
+            return tensors
+        found = alike(tensors, group, owner_of)
+        if found.first_left == group.rank:
+            self._warn_once(
+                "left",
+                f"{len(found.left)} tensors, {' '.join(found.left[0].split())!r} first, have another shape, dtype or "
+                "order in memory on some other rank, or are missing there. They are not averaged: each rank keeps its "
+                "own. Give all ranks the same model and optimizer",
+            )
+        return {name: tensors[name] for name in found.names}
+
+    def _differing(self, others: Mapping[str, Tensor], told: Collection[int]) -> list[Tensor]:
+        """Buffers that are to become those of the first rank. Collective where ranks have told of other contents."""
+        if len(set(told)) == 1:
+            return []
+        found = alike(others, self._group, numbers=_contents(others, self._contents))
+        differ = [name for name in found.differ if name not in self._counts_of_steps]
+        named = differ or (found.left if found.first_left == self._group.rank else [])
+        if named and (self._group.rank == 0 or not differ):
+            what_is_done = "each rank keeps its own, and a checkpoint has those of the rank that saves it"
+            if differ and self.broadcasts_buffers:
+                what_is_done = "all ranks take those of the first one at each average, as DDP's broadcast_buffers=True"
+            self._warn_once(
+                "buffers",
+                f"{len(named)} buffers, {named[0]!r} first, differ between ranks and are not averaged, because they "
+                f"are no running statistics of normalization layers: {what_is_done}",
+            )
+        self._watches_others = False
+        return [others[name] for name in found.differ] if self.broadcasts_buffers else []
+
+    def _warn_once(self, key: str, text: str) -> None:
+        if key not in self._warned:
+            self._warned.add(key)
+            warnings.warn(f"hook {self._hook!r}: {text}", stacklevel=2)
+
+    def _content_of(self, buffers: Mapping[str, Tensor], samples: bool = True) -> int:
+        """A number that differs where names, shapes or values of buffers do."""
+        found = _contents(buffers, self._contents, samples)
+        return number_of(repr([(kind_of(name, b), found[name]) for name, b in buffers.items()])) if buffers else 0
+
     def average_state_(self, stepped: OptimizerStep, group: Group | None = None) -> None:
         """Average the floating-point tensors in an optimizer's state, apart from its step count.
 
@@ -165,7 +271,9 @@ class Models:
         """
         group = group or self._group
         with self.averaging():
-            average_(_state_of(stepped, group), group)
+            states = _states_of(stepped.parameters, stepped.state)
+            told = check_same(f"average the state of optimizer {stepped.optimizer!r}", group, kinds_of(states))
+            average_([*self._alike(states, group, [kinds for kinds, *_ in told], _owner_of).values()], group)
         if group.size == self._group.size:
             self._states_diverged.difference_update(stepped.parameters)
 
@@ -177,36 +285,90 @@ class Models:
 
     def average_diverged_(self, everything: bool = False) -> None:
         """Average for good what differs between ranks; with `everything`, also what others than optimizers changed."""
-        if everything and self._is_any_bit_different():
+        if everything:
+            self.swap_out()
             self.keep_averages()
-            self.diverged.update(self.layout.trained)
+            if self._is_any_bit_different():
+                self.diverged.update(self.layout.trained)
         self.swap_in()
         self.averaged(set(self.diverged))
         self._buffers_diverged = False
         self.keep_averages()
 
     def _is_any_bit_different(self) -> bool:
-        own = digest_of(self._tensors(self.layout.trained))
-        return len(set(check_same("average all parameters", self._group, own))) > 1
+        own = digest_of(self._tensors(self.layout.trained).values())
+        return len({digest for digest, *_ in check_same("average all parameters", self._group, own)}) > 1
 
     def average_what_differs_(self) -> None:
         """Average weights and optimizers' state that ranks have changed alone, unless all have the same again."""
         if not (self.diverged or self._states_diverged):
             return
         stepped = [one for o in self._optimizers.values() if (one := self.stepped(o, -1)) and self.state_diverged(one)]
-        states = [tensor for one in stepped for tensor in _state_of(one, self._group)]
-        own = digest_of([*self._tensors(self.diverged), *states])
-        if len(set(check_same("begin again with the same model", self._group, own))) > 1:
+        states = [tensor for one in stepped for tensor in _states_of(one.parameters, one.state).values()]
+        own = digest_of([*self._tensors(self.diverged).values(), *states])
+        if len({digest for digest, *_ in check_same("begin again with the same model", self._group, own)}) > 1:
             self.average_diverged_()
             for one in stepped:
                 self.average_state_diverged_(one)
 
     def swap_in(self) -> None:
-        """Put the averages in the place of each rank's own model until `swap_out`."""
-        if self.differ:
-            tensors = self._tensors(self.diverged)
-            self._put_in(_MODEL, f"{len(self.diverged)} parameters", tensors, lambda: tensors)
+        """Put the averages in the place of each rank's own model until `swap_out`.
+
+        Collective once ranks have stepped alone. Averages that all ranks have kept are used again.
+        """
+        if self.may_differ or self.diverged:
+            with self._group.counters.evaluating(), self.averaging():
+                self._look()
         self.is_swapped = True
+
+    def _look(self) -> None:
+        told = self._tell_of_look()
+        if all(flags & _IS_CURRENT for flags, *_ in told):
+            if not self._swaps[_MODEL].is_in:
+                self._swaps[_MODEL].exchange()
+            self.is_shown = all(flags & _IS_SHOWN for flags, *_ in told)
+            return
+        was_shown = all(flags & _IS_SHOWN for flags, *_ in told)
+        has_swap = any(flags & (_IS_CURRENT | _IS_IN) for flags, *_ in told)
+        self.swap_out()
+        self._swaps.pop(_MODEL, None)
+        if has_swap:
+            told = self._tell_of_look()
+        _, kinds, statistics, others, *_ = zip(*told, strict=True)
+        tensors: Mapping[str, Tensor] = {}
+        if self.diverged or len(set(statistics)) > 1:
+            tensors = self._alike(self._tensors(self.diverged), self._group, kinds)
+        shared = self._differing(self._buffers()[1], others)
+        self.is_shown = was_shown and not has_swap
+        if tensors or shared:
+            self._swaps[_MODEL] = self._averages([*tensors.values()], shared)
+
+    def _tell_of_look(self) -> list[list[int]]:
+        """Tell all ranks what this one has in place, and could put there."""
+        statistics, others = self._buffers()
+        tensors, swap = self._tensors(self.diverged), self._swaps.get(_MODEL)
+        contents = self._content_of(statistics), self._content_of(others)
+        flags = _IS_SHOWN * self.is_shown
+        if swap is not None:
+            now = swap.is_current([*tensors.values(), *others.values()]), swap.contents[swap.is_in]
+            flags += _IS_IN * swap.is_in + _IS_CURRENT * (now == (True, number_of(repr(contents))))
+        what = f"average {len(self.diverged)} parameters to look at the model"
+        return check_same(what, self._group, flags, kinds_of(tensors), *contents)
+
+    def _averages(self, tensors: list[Tensor], shared: list[Tensor]) -> Swap:
+        """Averages of the first tensors, and what the first rank has of the others, in their place."""
+
+        def put() -> None:
+            average_(tensors, self._group)
+            share_(shared, self._group)
+
+        def contents() -> int:
+            return number_of(repr(tuple(map(self._content_of, self._buffers()))))
+
+        own = contents()
+        swap = Swap([*tensors, *shared], put)
+        swap.contents = own, contents()
+        return swap
 
     def swap_out(self, key: str = _MODEL) -> None:
         """Put each rank's own model or optimizer state back, but for what has changed, as by loading weights."""
@@ -231,12 +393,20 @@ class Models:
 
     def swap_state_in(self, stepped: OptimizerStep) -> bool:
         """Put the averages in the place of an optimizer's state; returns whether to `swap_out` again."""
-        swap = self._swaps.get(stepped.optimizer)
+        key = stepped.optimizer
+        swap = self._swaps.get(key)
         if not self.state_diverged(stepped) or (swap is not None and swap.is_in):
             return False
-        among = [tensor for p in stepped.parameters.values() for tensor in stepped.state.get(p, {}).values()]
-        what = f"the state of optimizer {stepped.optimizer!r}"
-        self._put_in(stepped.optimizer, what, among, lambda: _state_of(stepped, self._group))
+        with self._group.counters.evaluating(), self.averaging():
+            states = _states_of(stepped.parameters, stepped.state)
+            is_kept = swap is not None and swap.is_current(states.values())
+            told = check_same(f"average the state of optimizer {key!r}", self._group, is_kept, kinds_of(states))
+            if swap is not None and all(is_kept for is_kept, *_ in told):
+                swap.exchange()
+            else:
+                self._swaps.pop(key, None)
+                found = [*self._alike(states, self._group, [kinds for _, kinds, *_ in told], _owner_of).values()]
+                self._swaps[key] = Swap(found, lambda: average_(found, self._group))
         return True
 
     def paused(self) -> list[Callable[[], None]]:
@@ -249,39 +419,34 @@ class Models:
         for swap in self._swaps.values():
             swap.is_outdated = True
 
-    def _put_in(self, key: str, what: str, among: list[Any], tensors: Callable[[], list[Tensor]]) -> None:
-        """Put averages of `tensors` in place: those that were kept, if all of them are still `among` these."""
-        swap = self._swaps.get(key)
-        with self._group.counters.evaluating(), self.averaging():
-            is_kept = check_same(f"average {what}", self._group, swap is not None and swap.is_kept(among))
-            if swap is not None and all(is_kept):
-                swap.exchange()
-            else:
-                self._swaps.pop(key, None)
-                self._swaps[key] = Swap(tensors(), self._group)
-
     def state_dict(self, writer: StateWriter) -> dict[str, Any]:
         """Each rank's own model and state of optimizers, as far as they differ; empty unless the state is exact."""
-        if writer.kind != "exact" or not (self.diverged or self._buffers_diverged or self._states_diverged):
+        if writer.kind != "exact" or not (self.may_differ or self.diverged):
             return {}
-        # Averages may stand in its place.
-        own = {key: tensor for swap in self._swaps.values() for key, tensor in swap.own().items()}
-
-        def of_ranks(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-            parts = {name: own_part(tensor) for name, tensor in tensors.items()}
-            return {name: writer.per_rank(own.get(id(part), part.data)) for name, part in parts.items()}
-
-        states = {}
+        named = {("parameters", name): p for name, p in self.layout.trained.items() if name in self.diverged}
+        if self.average_buffers:
+            named |= {("buffers", name): buffer for name, buffer in self.layout.float_buffers().items()}
         for key, optimizer in self._optimizers.items():
             parameters = self.layout.trained_among(parameters_of(optimizer))
-            if diverged := {name: p for name, p in parameters.items() if name in self._states_diverged}:
-                common = common_states(diverged, optimizer.state, self._group)
-                states[key] = {name: of_ranks(state) for name, state in common.items()}
-        return {
-            "parameters": of_ranks({name: p for name, p in self.layout.trained.items() if name in self.diverged}),
-            "buffers": of_ranks(self._buffers()),
-            "optimizers": states,
-        }
+            diverged = {name: p for name, p in parameters.items() if name in self._states_diverged}
+            named |= {(key, name): tensor for name, tensor in _states_of(diverged, optimizer.state).items()}
+        by_name = {"\n".join(path): tensor for path, tensor in named.items()}
+        told = check_same("save the models of ranks", self._group, kinds_of(by_name), self._buffers_diverged)
+        if not (self.diverged or self._states_diverged or any(diverged for _, diverged, *_ in told)):
+            return {}
+        found = self._alike(by_name, self._group, [kinds for kinds, *_ in told], lambda name: name.rpartition("\n")[0])
+        # Averages may stand in its place.
+        own = {key: tensor for swap in self._swaps.values() for key, tensor in swap.own().items()}
+        saved: dict[str, Any] = {"parameters": {}, "buffers": {}, "optimizers": {}}
+        for path, tensor in found.items():
+            part = own_part(tensor)
+            copies = writer.per_rank(own.get(id(part), part.data))
+            section, name, *kind = path.split("\n")
+            if kind:
+                saved["optimizers"].setdefault(section, {}).setdefault(name, {})[kind[0]] = copies
+            else:
+                saved[section][name] = copies
+        return saved
 
     def stage(self, saved: Mapping[str, Any], reader: StateReader) -> list[tuple[Tensor, Tensor]]:
         """Tensors and what to copy to them to `restore` what `state_dict` returned; changes nothing yet."""
@@ -306,12 +471,8 @@ class Models:
         count_up(tensor for tensor, _ in staged)
         self.diverged = set(saved.get("parameters", {}))
         self._buffers_diverged = bool(saved.get("buffers", {}))
+        self.may_differ = bool(saved)
         self._states_diverged = {name for states in saved.get("optimizers", {}).values() for name in states}
-
-
-def _state_of(stepped: OptimizerStep, group: Group) -> list[Tensor]:
-    states = common_states(stepped.parameters, stepped.state, group)
-    return [tensor for state in states.values() for tensor in state.values()]
 
 
 def _matching(
@@ -331,14 +492,54 @@ def parameters_of(optimizer: Optimizer) -> list[Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-def common_states(
-    parameters: Mapping[str, Tensor], state: Mapping[Tensor, Any], group: Group
-) -> dict[str, dict[str, Tensor]]:
-    """Floating-point tensors of an optimizer's state by parameter and key, without what some rank has not got."""
-    own = {name: _floating_point(state.get(p, {})) for name, p in parameters.items()}
-    gathered = group.all_gather_numbers([len(tensors) for tensors in own.values()], torch.int32)
-    everywhere = [len(set(numbers)) == 1 for numbers in zip(*gathered, strict=True)]
-    return {name: tensors for (name, tensors), is_common in zip(own.items(), everywhere, strict=True) if is_common}
+def _states_of(parameters: Mapping[str, Tensor], state: Mapping[Tensor, Any]) -> dict[str, Tensor]:
+    """Floating-point tensors of an optimizer's state, by parameter and key in one text."""
+    states = ((name, _floating_point(state.get(p, {}))) for name, p in parameters.items())
+    return {f"{name}\n{key}": tensor for name, tensors in states for key, tensor in tensors.items()}
+
+
+def _owner_of(name: str) -> str:
+    """The parameter that a tensor of an optimizer's state is of."""
+    return name.partition("\n")[0]
+
+
+def _contents(
+    buffers: Mapping[str, Tensor],
+    known: dict[str, tuple[weakref.ref[Tensor], int, bytes, int]],
+    samples: bool = True,
+) -> dict[str, int]:
+    """A number for the values of each buffer.
+
+    Buffers are read again only where autograd or a sample of them tells of a change: `known` has those of before.
+    """
+    found: dict[str, int] = {}
+    for name, buffer in buffers.items():
+        before, version, _, number = known.get(name, (None, 0, b"", 0))
+        if before is not None and before() is buffer and version == version_of(buffer):
+            found[name] = number
+    read = [name for name in buffers if samples or name not in found]
+    for name, sample in zip(read, _samples([buffers[name] for name in read]), strict=True):
+        buffer = buffers[name]
+        if name not in found or known[name][2] != sample:
+            found[name] = digest_of([buffer])
+            known[name] = weakref.ref(buffer), version_of(buffer), sample, found[name]
+    return found
+
+
+def _samples(tensors: list[Tensor]) -> list[bytes]:
+    """Some elements of each tensor as bytes; read from each device at once."""
+    some = []
+    for tensor in tensors:
+        flat = flat_view(tensor).reshape(-1)
+        some.append(flat[:: max(1, flat.numel() // _SAMPLE)].contiguous().view(torch.uint8))
+    found: dict[int, bytes] = {}
+    for device in {part.device for part in some}:
+        here = {i: part for i, part in enumerate(some) if part.device == device}
+        on_host = torch.cat([*here.values()]).cpu()
+        whole = ctypes.string_at(on_host.data_ptr(), on_host.numel())
+        for i, part in here.items():
+            found[i], whole = whole[: part.numel()], whole[part.numel() :]
+    return [found[i] for i in range(len(some))]
 
 
 def _floating_point(state: Mapping[str, Any]) -> dict[str, Tensor]:

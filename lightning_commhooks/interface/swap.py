@@ -8,8 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from lightning_commhooks.collectives.averaging import average_, own_part
-from lightning_commhooks.collectives.group import Group
+from lightning_commhooks.collectives.averaging import own_part
 
 
 class Swap:
@@ -18,24 +17,27 @@ class Swap:
     Does not notice changes that autograd does not, as by `tensor.data`.
 
     Args:
-        tensors: tensors to average.
-        group: the ranks.
+        tensors: the tensors.
+        average: puts averages in their place, or what else all ranks are to see. Collective.
 
     Attributes:
         is_in: whether the averages are in place, and each rank's own in the copy; otherwise the other way round.
         is_outdated: whether tensors have changed since they were averaged.
+        contents: of the model's buffers, with each rank's own in place and with the averages: numbers that tell whether
+            they have changed.
     """
 
-    def __init__(self, tensors: Sequence[Tensor], group: Group) -> None:
+    def __init__(self, tensors: Sequence[Tensor], average: Callable[[], None]) -> None:
         self._tensors = [*map(own_part, tensors)]
         self._copies = [tensor.data.clone() for tensor in self._tensors]
-        average_(tensors, group)
+        average()
         self.is_in, self.is_outdated = True, False
+        self.contents = (0, 0)
         self._note_change()
 
     def _note_change(self) -> None:
         count_up(self._tensors)
-        self._versions = [_version(tensor) for tensor in self._tensors]
+        self._versions = [version_of(tensor) for tensor in self._tensors]
 
     def own(self) -> dict[int, Tensor]:
         """Each rank's own by the `id` of the tensor whose average is in place."""
@@ -44,7 +46,7 @@ class Swap:
     def exchange(self) -> None:
         """Exchange averages and each rank's own, but for what somebody has changed meanwhile, as by loading weights."""
         for tensor, copy, version in zip(self._tensors, self._copies, self._versions, strict=True):
-            if _version(tensor) == version:
+            if version_of(tensor) == version and tensor.shape == copy.shape:
                 before = tensor.data.clone()
                 tensor.data.copy_(copy)
                 copy.copy_(before)
@@ -55,19 +57,19 @@ class Swap:
 
     def paused(self) -> Callable[[], None]:
         """Do not take for a change what happens until the returned function is called."""
-        same = [_version(tensor) == version for tensor, version in zip(self._tensors, self._versions, strict=True)]
+        same = [version_of(tensor) == version for tensor, version in zip(self._tensors, self._versions, strict=True)]
 
         def go_on() -> None:
             noted = zip(self._tensors, self._versions, same, strict=True)
-            self._versions = [_version(tensor) if is_same else version for tensor, version, is_same in noted]
+            self._versions = [version_of(tensor) if is_same else version for tensor, version, is_same in noted]
 
         return go_on
 
-    def is_kept(self, among: Iterable[Any]) -> bool:
-        """Whether the averages are in the copy, and each rank's own unchanged and still `among` these objects."""
+    def is_current(self, among: Iterable[Any]) -> bool:
+        """Whether nothing has changed since, and the tensors are still `among` these objects."""
         missing = {id(tensor) for tensor in self._tensors}.difference(id(own_part(one)) for one in among)
-        is_same = [_version(tensor) for tensor in self._tensors] == self._versions
-        return is_same and not (self.is_in or self.is_outdated or missing)
+        is_same = [version_of(tensor) for tensor in self._tensors] == self._versions
+        return is_same and not (self.is_outdated or missing)
 
 
 def count_up(tensors: Iterable[Tensor]) -> None:
@@ -76,5 +78,6 @@ def count_up(tensors: Iterable[Tensor]) -> None:
     increment_version([own_part(tensor) for tensor in tensors if not tensor.is_inference()])
 
 
-def _version(tensor: Tensor) -> int:
+def version_of(tensor: Tensor) -> int:
+    """How often autograd knows a tensor to have changed; -1 if it does not count."""
     return -1 if tensor.is_inference() else tensor._version

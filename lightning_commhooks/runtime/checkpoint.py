@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_commhooks.interface.averages_models import averages_models
+from lightning_commhooks.interface.averages_models import averages_models, is_local
 from lightning_commhooks.interface.hook import BoundHook, CommHook
 from lightning_commhooks.interface.hook_state import load_hook, save_hook
 from lightning_commhooks.interface.layout import Layout
@@ -32,6 +32,7 @@ def save(run: RunningHook, models: Models, kind: PerRank) -> dict[str, Any]:
     """State of a hook as tensors and primitives, equal on all ranks. Collective."""
     group = run.bound.group
     with group.counters.evaluating():
+        models.may_differ |= run.clock.steps > 0 and is_local(run.bound, run.clock.steps - 1)
         writer = StateWriter(group, kind)
         hook = save_hook(run.method, run.bound, writer)
         return _complete(run, models, kind, hook, models.state_dict(writer))
@@ -49,7 +50,7 @@ def load_alone(saved: Mapping[str, Any], run: RunningHook, bound: BoundHook, mod
     Raises:
         StateError: it does not fit.
     """
-    _load(saved, run, bound, models, strict=True)
+    _load(_named_as_now(saved, models.layout), run, bound, models, strict=True)
 
 
 def save_steps(run: RunningHook, models: Models) -> dict[str, Any]:
@@ -105,7 +106,8 @@ def load(saved: Any, run: RunningHook, bound: BoundHook, models: Models, strict:
     staged: list[tuple[Tensor, Tensor]] = []
     try:
         if isinstance(saved, (list, tuple)):
-            saved = _of_this_shard(saved, run, models.layout)
+            saved = _of_this_shard([_named_as_now(one, models.layout) for one in saved], run, models.layout)
+        saved = _named_as_now(saved, models.layout)
         if problem := _problem(saved):
             if strict:
                 raise StateError(
@@ -128,6 +130,14 @@ def load(saved: Any, run: RunningHook, bound: BoundHook, models: Models, strict:
         raise StateError("ranks were given different states of the communication hook; load the same on all of them")
     models.restore(staged, saved["models"] if staged else {})
     return 0 if problem else saved["steps"], differences
+
+
+def _named_as_now(saved: Any, layout: Layout) -> Any:
+    """A state whose parameters have the names that they have in this model, without those of wrappers."""
+    names = saved.get("parameters") if isinstance(saved, Mapping) else None
+    if not isinstance(names, Mapping) or all(layout.name_now(name) == name for name in names):
+        return saved
+    return layout.with_names_of_now(saved)
 
 
 def _tell_that_it_begins_anew(saved: Mapping[str, Any], hook: CommHook, bound: BoundHook) -> None:

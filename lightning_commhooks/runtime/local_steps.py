@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_commhooks.collectives.errors import HookError
 from lightning_commhooks.collectives.group import Group
-from lightning_commhooks.interface.averages_models import averages_models
+from lightning_commhooks.interface.averages_models import averages_models, is_local
 from lightning_commhooks.interface.layout import Layout
 from lightning_commhooks.interface.models import Models, OptimizerStep, parameters_of
 from lightning_commhooks.interface.wrapper import after_optimizer_step, ends_local_steps
@@ -75,6 +75,8 @@ class LocalSteps:
         self._warned: set[str] = set()
         self._last_reported = -1
         self._checked = False
+        # How many `with` there are in which ranks look at the average.
+        self._looks = 0
 
     def add(self, optimizer: Optimizer, num_steps: int = 0) -> None:
         """Watch an optimizer, and the optimizers that it wraps. `num_steps`: steps that it has taken before."""
@@ -290,29 +292,38 @@ class LocalSteps:
         if self._running.source.ranks_change and self.models.differ:
             raise ValueError(f"replicas that come and go do not average when one of them asks: {_OF_ONE_REPLICA}")
 
+    def average(self, everything: bool = False) -> None:
+        """Average what differs between ranks, or all of the model, for good."""
+        self._begin_look("average_weights()", everything)
+        if everything or not self._running.source.ranks_change:
+            self._running.call(lambda: self.models.average_diverged_(everything))
+
+    def show_average(self) -> None:
+        """Have the averages in place of each rank's own model until the next forward that trains."""
+        if not self._looks:
+            self._look("show_average()")
+            self.models.is_shown = True
+
     def _begin_look(self, what: str, everything: bool = False) -> None:
-        if everything or self.models.differ:
+        self._check_together()
+        step, models = self._running.clock.steps - 1, self.models
+        models.may_differ |= step >= 0 and is_local(self._running.bound, step)
+        if not self._running.source.ranks_change and (everything or models.may_differ or models.diverged):
             self._running.begin_together(what)
         else:  # nothing is sent
             self._running.clock.end()
 
-    def average(self, everything: bool = False) -> None:
-        """Average what differs between ranks, or all of the model, for good."""
-        self._check_together()
-        self._begin_look("average_weights()", everything)
-        self._running.call(lambda: self.models.average_diverged_(everything))
-
-    def show_average(self) -> None:
-        """Have the averages in place of each rank's own model until the next forward that trains."""
-        if not self.models.is_swapped:
-            self._check_together()
-            self._begin_look("show_average()")
+    def _look(self, what: str) -> None:
+        """Put the averages in place, on all ranks."""
+        self._begin_look(what)
+        if self._running.source.ranks_change:
+            self.models.is_swapped = True  # nothing differs
+        else:
             self._running.call(self.models.swap_in)
-            self.models.is_shown = True
 
     def hide_average(self) -> None:
-        """Put each rank's own model back after `show_average`, as training goes on."""
-        if self.models.is_shown:
+        """Put this rank's own model back after `show_average`, as training goes on."""
+        if self.models.is_shown and not self._looks:
             self.models.swap_out()
 
     def before_forward(self, is_training: bool) -> None:
@@ -345,16 +356,15 @@ class LocalSteps:
     @contextmanager
     def averaged(self) -> Iterator[None]:
         """Have the averages in place of each rank's own model."""
-        if self.models.is_swapped:
-            yield
-            return
-        self._check_together()
-        self._begin_look("averaged_weights()")
-        self._running.call(self.models.swap_in)
+        if not self._looks:
+            self._look("averaged_weights()")
+        self._looks += 1
         try:
             yield
         finally:
-            self.models.swap_out()
+            self._looks -= 1
+            if not (self._looks or self.models.is_shown):
+                self.models.swap_out()
 
     @contextmanager
     def averaged_state(self, optimizer: Optimizer) -> Iterator[None]:

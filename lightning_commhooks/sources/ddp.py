@@ -112,6 +112,7 @@ class DDPSource(Source):
         if may_be_local:
             model.register_forward_pre_hook(NotCopied(torch.compiler.disable(self._before_forward)))
         self._ddp, self._broadcasts_buffers, self._local = weakref.ref(model), model.broadcast_buffers, runtime.local
+        runtime.local.models.broadcasts_buffers = model.broadcast_buffers and not self.ranks_change
         self._skips_last = model.skip_all_reduce_unused_params
         # In the first step of a static graph DDP gives gradients away before anything can be done at its end.
         self._late_step = -1 if model.static_graph else None

@@ -288,7 +288,7 @@ class Replicas(Source):
         devices = {group.device for group in param_groups(model)}
         (self.device,) = devices
         others = self._of_others(model)
-        self.layout = Layout(model, {name for name, p in model.named_parameters() if p in others})
+        self.layout = Layout(model, {name for name, p in nn.Module.named_parameters(model) if p in others})
 
     def connect(self, model: nn.Module, runtime: Runtime) -> None:
         if averages_models(runtime.bound) and self._of_others(model):

@@ -71,7 +71,7 @@ def ring(world, numel):
     return 2 * (world - 1) / world * 8 * numel
 
 
-# Parameters and statistics; Adam's two moments, and how many tensors it has for each parameter.
+# Parameters and statistics; Adam's two moments.
 MODEL = 6 * 4 + 4 + 2 * 4 + 4 * 3 + 3 + 2 * 4
 STATE = 2 * (MODEL - 2 * 4)
 
@@ -81,7 +81,7 @@ def of_model(world):
 
 
 def of_state(world):
-    return ring(world, STATE) + (world - 1) * 4 * 6
+    return ring(world, STATE)
 
 
 # Again ------------------------------------------------------------------------------------------------------
