@@ -33,8 +33,10 @@ class PostLocalSGD(LocalSGDConfig):
         post_local_gradient_allreduce: average gradients over the subgroup later on; if not, send none at all.
         subgroup_size: ranks in a subgroup: the first so many, the next so many; the last one is smaller if they do not
             divide evenly. `None`: the ranks of one node.
-        average_buffers: average floating-point buffers (statistics of BatchNorm) with the parameters. DDP's broadcast
-            of rank 0's buffers in each forward is off then while ranks step alone. If not, it stays as it is.
+        average_buffers: average running statistics of normalization layers with the parameters, `running_*` as of
+            BatchNorm. Other buffers become those of rank 0 when all ranks average, if DDP has `broadcast_buffers=True`;
+            otherwise each rank keeps its own. DDP's broadcast in each forward is off then while ranks step alone. If
+            not, it stays as it is.
         optimizer_state: what happens to momenta and the like when models are averaged. `"keep"`: each rank keeps its
             own. `"average"`: averaged too. `"reset"`: forgotten.
 

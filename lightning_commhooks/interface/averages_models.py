@@ -20,8 +20,8 @@ class AveragesModels(BoundHook):
 
     Attributes:
         averages_models: whether it ever does; wrappers may not.
-        average_buffers: whether floating-point buffers of the model are averaged with its parameters. DDP then does not
-            broadcast them while ranks step alone.
+        average_buffers: whether running statistics of normalization layers are averaged with the parameters. DDP then
+            does not broadcast buffers while ranks step alone.
         from_start: what happens from `start_localSGD_iter` on, for forecasts; `None`: what did before, on these ranks.
             Ends with `ALONE` unless all ranks go on averaging gradients.
     """

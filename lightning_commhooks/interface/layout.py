@@ -115,7 +115,10 @@ class Layout:
         # DDP averages the gradients of the root module's own parameters even if they are to be ignored.
         self._in_buckets = {p: name for p, name in names.items() if p not in left or "." not in name}
         self._ignored = ignored
-        self._known = {*names.values()}
+        # By what is left without `module`, which only a module can tell to be a wrapper's.
+        self._meant: dict[str, list[str]] = {}
+        for name in names.values():
+            self._meant.setdefault(_without_module(name), []).append(name)
         self._frozen = {p: name for p, name in self._names.items() if not p.requires_grad}
         # Not the module itself: it may hold the DDP wrapper, which holds this, invisibly to the garbage collector.
         self._module = weakref.ref(module)
@@ -164,10 +167,9 @@ class Layout:
 
     def name_now(self, saved: str) -> str:
         """The name that a parameter has now, by the one that a state has, perhaps of a model with wrappers."""
-        parts = [part for part in saved.split(".") if part not in _WRAPPED]
-        shorter = ".".join(part for part in parts if part != "module")
-        plain = ".".join(parts)
-        return shorter if plain not in self._known and shorter in self._known else plain
+        plain = ".".join(part for part in saved.split(".") if part not in _WRAPPED)
+        meant = self._meant.get(_without_module(plain), [])
+        return meant[0] if plain not in meant and len(meant) == 1 else plain
 
     def with_names_of_now(self, saved: Any) -> Any:
         """A saved state with the names that parameters have now, wherever it has names."""
@@ -208,6 +210,10 @@ class Layout:
         if num_packed != numel:
             raise RuntimeError(f"bucket of {numel} elements does not match its parameters {list(names)}")
         return slots
+
+
+def _without_module(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part != "module")
 
 
 def _is_plain(buffer: Tensor) -> bool:

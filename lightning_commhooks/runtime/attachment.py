@@ -319,7 +319,7 @@ class Attachment:
 
     @property
     def models_differ(self) -> bool:
-        """Whether each rank has a model of its own in place now; the same on all ranks."""
+        """Whether this rank has a model of its own in place now, as far as it knows without asking others."""
         return self._runtime.local.models.differ
 
     @property
@@ -375,8 +375,8 @@ class Attachment:
 
         For validation and checkpoints. Collective, outside of a backward. Needs memory for a copy of the model, in
         which the averages are kept until the next forward that trains or optimizer's step: looking again before, or
-        `average_weights`, sends nothing, unless the model was changed, otherwise than by `tensor.data`. No optimizer
-        may step meanwhile. A forward in eval mode outside of it warns once that it sees this rank's own model.
+        `average_weights`, sends nothing, unless the model was changed on some rank, otherwise than by `tensor.data`. No
+        optimizer may step meanwhile. A forward in eval mode outside of it warns once that it sees this rank's own model.
         """
         return self._runtime.local.averaged()
 

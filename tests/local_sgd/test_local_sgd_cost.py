@@ -154,7 +154,8 @@ def statistics_without_gradients(run):
 
 def weights_on_one_rank(run):
     if run.rank == 1:
-        run.module.load_state_dict({n: torch.ones_like(t) for n, t in run.module.state_dict().items()})
+        values = run.module.state_dict().items()
+        run.module.load_state_dict({n: torch.ones_like(t) if t.is_floating_point() else t for n, t in values})
 
 
 CHANGES = {
@@ -280,7 +281,7 @@ def test_what_a_method_has_just_averaged_is_looked_at_for_nothing(run, name):
         results = run(a_run_of, OWN[name], steps, after_a_period, world=4)
         for sent, measured, own in results:
             assert sent == (0, 0)
-            assert measured == 0
+            assert measured <= 3 * 3 * AGREEMENT, "by which ranks know that nothing differs, for each look at the model"
             assert same({n: own[n] for n in results[0][2]}, results[0][2])
 
 
@@ -317,7 +318,7 @@ def end(run):
 def test_everything_is_sent_at_the_end_only_if_it_differs(run, world):
     for (first, measured), second, weight in run(a_run_of, OWN["post"], 6, end, world=world):
         assert first == (0, 0)
-        assert measured <= (world - 1) * AGREEMENT
+        assert measured <= 3 * (world - 1) * AGREEMENT
         assert second == (0, of_model(world))
         assert torch.equal(weight, torch.full_like(weight, (world - 1) / 2))
 

@@ -144,15 +144,15 @@ MUTATIONS = [
     Mutation(
         "some_rank_has_the_average",
         f"{PACKAGE}/interface/models.py",
-        "if swap is not None and all(is_kept):",
-        "if swap is not None and any(is_kept):",
+        "if all(flags & _IS_CURRENT for flags, *_ in told):",
+        "if any(flags & _IS_CURRENT for flags, *_ in told) and self._swaps.get(_MODEL):",
         "An average that one rank has kept is looked at again, though another rank has not.",
         "tests/local_sgd/test_local_sgd_cost.py -k 'anew_on_all_ranks and one_rank'",
     ),
     Mutation(
         "old_average_looked_at",
         f"{PACKAGE}/interface/swap.py",
-        "[_version(tensor) for tensor in self._tensors] == self._versions",
+        "[version_of(tensor) for tensor in self._tensors] == self._versions",
         "True",
         "An average that was kept is looked at again, though the model has changed.",
         "tests/local_sgd/test_local_sgd_cost.py -k 'anew_on_all_ranks'",
@@ -160,7 +160,7 @@ MUTATIONS = [
     Mutation(
         "loaded_weights_overwritten",
         f"{PACKAGE}/interface/swap.py",
-        "            if _version(tensor) == version:",
+        "            if version_of(tensor) == version and tensor.shape == copy.shape:",
         "            if True:",
         "After validation, weights that were loaded meanwhile are overwritten by each rank's own.",
         "tests/local_sgd/test_local_sgd_cost.py -k 'not_overwritten'",
@@ -184,8 +184,8 @@ MUTATIONS = [
     Mutation(
         "buffers_not_averaged",
         f"{PACKAGE}/interface/models.py",
-        "if name in names] + [*self._buffers().values()]",
-        "if name in names]",
+        "if name in names} | self._buffers()[0]",
+        "if name in names}",
         "Statistics of BatchNorm are not averaged.",
         "tests/local_sgd/test_local_sgd_models.py -k 'buffers'",
     ),
