@@ -376,7 +376,8 @@ class Attachment:
         For validation and checkpoints. Collective, outside of a backward. Needs memory for a copy of the model, in
         which the averages are kept until the next forward that trains or optimizer's step: looking again before, or
         `average_weights`, sends nothing, unless the model was changed on some rank, otherwise than by `tensor.data`. No
-        optimizer may step meanwhile. A forward in eval mode outside of it warns once that it sees this rank's own model.
+        optimizer may step meanwhile. A forward in eval mode outside of it warns once that it sees this rank's own
+        model.
         """
         return self._runtime.local.averaged()
 

@@ -28,8 +28,8 @@ class PerParameter(CommHook):
 
     For example `PerParameter({"*embed*": "bf16", "*norm*": "allreduce", "*": "int8"})`. Patterns are those of the shell
     (`fnmatch`: `*`, `?`, `[...]`), upper and lower case differ, and `*` matches dots too. The first one that matches
-    counts. Names are those of `model.state_dict()`, without what DDP, `torch.compile` and other wrappers put there. Parameters
-    with the same hook are averaged together, in one pass for each bucket.
+    counts. Names are those of `model.state_dict()`, without what DDP, `torch.compile` and other wrappers put there.
+    Parameters with the same hook are averaged together, in one pass for each bucket.
 
     Args:
         hooks: for each pattern its hook, a name or a `CommHook`, in order.
