@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
+import torch.distributed.fsdp
 import torch.distributed as dist
 from packaging.version import Version
 from torch.nn.parallel import DistributedDataParallel
@@ -181,6 +182,12 @@ def _sparse():
     return torch.sparse_coo_tensor([[1]], [2.0], (3,)).coalesce()
 
 
+def _checkpoint_wrapper_has_its_module():
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    return hasattr(checkpoint_wrapper(torch.nn.Linear(1, 1)), "_checkpoint_wrapped_module")
+
+
 def _counts_changes():
     tensor = torch.ones(2)
     before = tensor._version
@@ -350,6 +357,18 @@ TORCH = [
         (f"{PACKAGE}/runtime/optimizers.py",),
         "steps that optimizers with a grad_scaler argument skip count",
         lambda: hasattr(torch.amp.GradScaler, "_found_inf_per_device"),
+    ),
+    Use(
+        "._checkpoint_wrapped_module",
+        (f"{PACKAGE}/interface/layout.py",),
+        "silent: state of models with activation checkpointing is not that of the others",
+        _checkpoint_wrapper_has_its_module,
+    ),
+    Use(
+        "._fsdp_wrapped_module",
+        (f"{PACKAGE}/interface/layout.py",),
+        "silent: old states of such models do not load",
+        lambda: isinstance(torch.distributed.fsdp.FullyShardedDataParallel.module, property),
     ),
     Use(
         "._scale", (f"{PACKAGE}/runtime/runtime.py",), "silent: memory in units of a scaled loss", _scaler_has_its_scale
