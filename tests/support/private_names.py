@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
-import torch.distributed.fsdp
 import torch.distributed as dist
+import torch.distributed.fsdp
 from packaging.version import Version
 from torch.nn.parallel import DistributedDataParallel
 
