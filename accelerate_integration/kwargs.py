@@ -7,10 +7,10 @@ import json
 import os
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from accelerate import Accelerator
@@ -22,6 +22,8 @@ from accelerate_integration.accelerator_events import AcceleratorEvents
 from accelerate_integration.replaced_methods import replace_method
 from accelerate_integration.replica import AcceleratorReplica
 from lightning_commhooks.interface.hook import CommHook
+from lightning_commhooks.interface.misplaced import given_beside, parsed, with_options, wrong_call
+from lightning_commhooks.interface.python_code import code
 from lightning_commhooks.interface.registry import get_hook
 from lightning_commhooks.runtime.attachment import Attachment
 from lightning_commhooks.runtime.attachments import attachment_of
@@ -33,6 +35,7 @@ from lightning_commhooks.wrappers import Cast
 from lightning_commhooks.wrappers.scale import Accumulation
 
 _NO = DDPCommunicationHookType.NO
+_NOR_DDP = ", and neither has DistributedDataParallelKwargs"
 _REPLACED_FIELDS = ("comm_hook", "comm_wrapper", "comm_state_option")
 # Where gradients are not averaged by a hook, whichever it is.
 AVERAGED_ELSEWHERE = {
@@ -102,6 +105,20 @@ class CommHookKwargs(DistributedDataParallelKwargs):
     )
     _replica: AcceleratorReplica | None = field(default=None, init=False, repr=False, compare=False)
 
+    if not TYPE_CHECKING:
+
+        def __new__(cls, *args: Any, **options: Any) -> CommHookKwargs:
+            if args:
+                made = _shown(args[0])
+                if options and given_beside(args[0], options).startswith("write "):
+                    made, options = with_options(args[0], options), {}
+                more = "".join(f", {name}={value!r}" for name, value in options.items())
+                raise ValueError(f"{cls.__name__} takes options by name: {cls.__name__}(hook={made}{more})")
+            text = wrong_call(cls.__name__, cls.__init__.__get__(object()), (), options, _NOR_DDP)
+            if text is not None:
+                raise ValueError(text)
+            return super().__new__(cls)
+
     def __post_init__(self) -> None:
         name = self.hook.value if isinstance(self.hook, DDPCommunicationHookType) else self.hook
         if name in (None, _NO.value):
@@ -111,11 +128,7 @@ class CommHookKwargs(DistributedDataParallelKwargs):
             self._resolve(found)
             return
         if self.comm_hook != _NO or self.comm_wrapper != _NO or self.comm_state_option:
-            raise ValueError(
-                f"CommHookKwargs does not take comm_hook={self.comm_hook}, comm_wrapper={self.comm_wrapper} or "
-                f"comm_state_option={self.comm_state_option} together with hook={self.hook!r}: set the options of the "
-                "hook, hook=PowerSGD(...), or wrap it, hook=Cast(hook, 'fp16' or 'bf16')"
-            )
+            raise ValueError(self._given_twice())
         self._resolve(name)
 
     def _resolve(self, hook: object) -> None:
@@ -127,6 +140,23 @@ class CommHookKwargs(DistributedDataParallelKwargs):
             hook = resolve_hook(hook, self.hook_state, self.accumulation)
             names = ("exact_state", "static_graph", "resync")
             check_options(hook, {name: getattr(self, name) for name in names})
+
+    def _given_twice(self) -> str:
+        """Say what to write in place of Accelerate's own fields beside `hook`."""
+        given = {name: getattr(self, name) for name in _REPLACED_FIELDS if getattr(self, name) not in (_NO, {})}
+        text = f"CommHookKwargs does not take {' and '.join(given)} together with hook={_shown(self.hook)}"
+        if "comm_hook" in given:
+            return f"{text}: leave comm_hook out, or hook"
+        options = given.get("comm_state_option", {})
+        made = _shown(self.hook)
+        if options:
+            beside = given_beside(self.hook, options)
+            if not beside.startswith("write "):
+                return f"{text}: set the options of the hook, hook=PowerSGD(...)"
+            made = with_options(self.hook, options)
+        if "comm_wrapper" in given:
+            made = f"Cast({made}, {DDPCommunicationHookType(self.comm_wrapper).value!r})"
+        return f"{text}: write hook={made}"
 
     @property
     def manager(self) -> Any:
@@ -155,8 +185,28 @@ class CommHookKwargs(DistributedDataParallelKwargs):
         if not str(caller.f_globals.get("__name__")).startswith("accelerate."):
             return type(self)
         if caller.f_code is Accelerator.__init__.__code__ and "prepare" not in vars(caller.f_locals["self"]):
+            self._check_alone(caller.f_locals["kwargs_handlers"])
             self.expect(caller.f_locals["self"])
         return DistributedDataParallelKwargs
+
+    def _check_alone(self, handlers: Sequence[object]) -> None:
+        """Refuse a second handler of DDP."""
+        others = [one for one in handlers if isinstance(one, DistributedDataParallelKwargs) and one is not self]
+        if not others:
+            return
+        # Of DDP's own fields what is not at its default.
+        fields = dataclasses.fields(DistributedDataParallelKwargs)
+        given = {
+            field.name: getattr(one, field.name)
+            for one in others
+            for field in fields
+            if field.name not in _REPLACED_FIELDS and getattr(one, field.name) != field.default
+        }
+        made = "".join(f", {name}={value!r}" for name, value in given.items())
+        raise ValueError(
+            f"kwargs_handlers has CommHookKwargs and {type(others[0]).__name__}: give one handler, which has the "
+            f"options of DistributedDataParallelKwargs too: CommHookKwargs(hook={_shown(self.hook)}{made})"
+        )
 
     def __reduce__(self) -> tuple[Callable[..., CommHookKwargs], tuple[Any, ...]]:
         live = ("attachments", "_events", "_replica")
@@ -179,7 +229,11 @@ class CommHookKwargs(DistributedDataParallelKwargs):
                 )
             if state.distributed_type == DistributedType.NO and not warned:
                 warned.append(True)
-                warnings.warn(f"CommHookKwargs(hook={name!r}) does nothing: training runs in one process", stacklevel=3)
+                warnings.warn(
+                    f"CommHookKwargs(hook={name!r}) does nothing: training runs in one process, and "
+                    "handler.attachments stays empty",
+                    stacklevel=3,
+                )
             return original(*args, **kwargs)
 
         replace_method(accelerator, "prepare", prepare)
@@ -244,6 +298,10 @@ class CommHookKwargs(DistributedDataParallelKwargs):
         self._attached(attachment, accelerator)
 
 
+def _shown(hook: object) -> str:
+    return code(hook).replace('"', "'") if isinstance(hook, CommHook) else getattr(hook, "__name__", repr(hook))
+
+
 def _restored(kind: type[CommHookKwargs], fields: dict[str, Any]) -> CommHookKwargs:
     handler = object.__new__(kind)
     handler.__dict__.update(fields, attachments=[], _events=WeakKeyDictionary(), _replica=None)
@@ -269,12 +327,25 @@ def from_environment(otherwise: str) -> CommHook:
     if not name:
         raise ValueError(f"{otherwise} or a configured hook, or the environment variable COMMHOOKS_HOOK")
     try:
-        parsed = json.loads(options)
+        given = json.loads(options)
     except json.JSONDecodeError as error:
-        raise ValueError(f"COMMHOOKS_OPTIONS={options!r} is not JSON: {error}") from error
-    if not isinstance(parsed, dict):
+        example = _as_json(f"{name} {options}") or '{"option": 1}'
+        raise ValueError(f"COMMHOOKS_OPTIONS={options!r} is not JSON, as {example}: {error}") from error
+    if not isinstance(given, dict):
         raise ValueError(f'COMMHOOKS_OPTIONS={options!r} must be a JSON object, such as {{"option": 1}}')
     try:
-        return get_hook(name, **parsed)
+        return get_hook(name, **given)
     except ValueError as error:
-        raise ValueError(f"COMMHOOKS_HOOK={name!r}, COMMHOOKS_OPTIONS={options!r}: {error}") from error
+        text = f"COMMHOOKS_HOOK={name!r}, COMMHOOKS_OPTIONS={options!r}: "
+        if example := _as_json(name):
+            raise ValueError(f"{text}options of the hook are JSON, COMMHOOKS_OPTIONS='{example}'") from error
+        raise ValueError(f"{text}{error}") from error
+
+
+def _as_json(text: str) -> str:
+    """Options that are written behind a hook's name, as JSON; empty if there are none."""
+    meant = parsed(text)
+    if meant is None or not meant[1]:
+        return ""
+    values = (f"{json.dumps(name)}: {value}" for name, value in meant[1].items())
+    return f"{{{', '.join(values)}}}"

@@ -16,6 +16,7 @@ from accelerate_integration.replaced_methods import replace_method
 from accelerate_integration.trackers import TrainerMonitor, trainer_options
 from lightning_commhooks.codecs.announce import announce
 from lightning_commhooks.interface.hook import CommHook
+from lightning_commhooks.interface.misplaced import explained
 from lightning_commhooks.wrappers.scale import Accumulation
 
 
@@ -44,6 +45,7 @@ def use_comm_hook(
 ) -> CommHookKwargs: ...
 
 
+@explained
 def use_comm_hook(
     trainer: Any,
     hook: str | CommHook | Callable[..., Any] | None = None,

@@ -10,13 +10,14 @@ import math
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor
 
 from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.collectives.steps import Steps
 from lightning_commhooks.interface.bucket import Bucket
+from lightning_commhooks.interface.options import check_options
 from lightning_commhooks.interface.state import Memory, Shapes, StateReader, StateWriter
 
 # A hook that compresses, or saves, no more than this part of the gradients does next to nothing.
@@ -42,6 +43,14 @@ class CommHook(ABC):
     name: ClassVar[str]
     aliases: ClassVar[tuple[str, ...]] = ()
     is_outermost: ClassVar[bool] = False
+
+    if not TYPE_CHECKING:
+
+        def __new__(cls, *args: Any, **options: Any) -> CommHook:
+            # Without any arguments a copy is made, which gets its fields later.
+            if args or options:
+                check_options(cls, args, options)
+            return super().__new__(cls)
 
     @property
     def inner_hooks(self) -> tuple[CommHook, ...]:

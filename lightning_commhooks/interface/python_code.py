@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lightning_commhooks.interface.hook import CommHook
-from lightning_commhooks.interface.registry import get_hook_class
+from lightning_commhooks.interface.names import get_hook_class
 from lightning_commhooks.interface.start import is_start
 
 

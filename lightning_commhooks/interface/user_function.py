@@ -15,6 +15,7 @@ from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.collectives.steps import Steps, result
 from lightning_commhooks.interface.bucket import Bucket
 from lightning_commhooks.interface.hook import BoundHook, CommHook
+from lightning_commhooks.interface.misplaced import refusal
 
 DDPHook = Callable[[object, GradBucket], torch.futures.Future[torch.Tensor]]
 
@@ -76,7 +77,9 @@ def check_user_hook(hook: object) -> None:
     """
     name = getattr(hook, "__qualname__", repr(hook))
     if not callable(hook):
-        raise ValueError(f"hook must be a name, a CommHook or a callable (state, bucket), is {hook!r}")
+        raise ValueError(
+            refusal(hook).replace("a name or a CommHook", "a name, a CommHook or a callable (state, bucket)")
+        )
     signature = inspect.signature(hook)
     if "bucket" not in signature.parameters:
         raise ValueError(
@@ -112,5 +115,5 @@ def warn_if_broken_here(hook: DDPHook, backend: str) -> None:
         if key in _REPLACED_ON_GLOO:
             what, instead = _REPLACED_ON_GLOO[key]
             warnings.warn(
-                f"PyTorch's {function.__qualname__} {what} on the gloo backend; use hook={instead!r}", stacklevel=4
+                f"PyTorch's {function.__qualname__} {what} on the gloo backend; use hook={instead!r}", stacklevel=5
             )

@@ -13,12 +13,12 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_commhooks.interface.hook import CommHook
 from lightning_commhooks.lightning.averaging import AveragesModelsMixin, handles_signal
 from lightning_commhooks.lightning.fault_tolerance import OwnSteps, replica_of
-from lightning_commhooks.lightning.refusals import REPLACED, options_of, refusals_as
+from lightning_commhooks.lightning.refusals import REPLACED, check_options, needs_hook, options_of, refusals_as
 from lightning_commhooks.runtime.attachment import Attachment
 from lightning_commhooks.sources.attach import attach
 from lightning_commhooks.sources.ddp import check_even, hook_name, resolve_hook
 from lightning_commhooks.sources.fault_tolerance import FaultTolerance
-from lightning_commhooks.sources.replica_refusals import check_options
+from lightning_commhooks.sources.replica_refusals import check_options as check_options_of_replicas
 from lightning_commhooks.wrappers.hook_name import HookName
 from lightning_commhooks.wrappers.scale import Accumulation
 
@@ -61,6 +61,7 @@ class CompressedDDPMixin(AveragesModelsMixin):
     _replaced: ClassVar[Mapping[str, str]] = REPLACED
     model: Any
 
+    @needs_hook
     def __init__(
         self,
         hook: CommHook | HookName | Callable[..., Any],
@@ -79,15 +80,13 @@ class CompressedDDPMixin(AveragesModelsMixin):
                 )
         # Lightning hands over to DDP what it does not know, and that is not before training.
         bases = type(self).__mro__[type(self).__mro__.index(CompressedDDPMixin) + 1 :]
-        if unknown := sorted(kwargs.keys() - options_of(*bases, DistributedDataParallel)):
-            raise self._misconfiguration(
-                f"{type(self).__name__} has no option {unknown[0]!r}, and neither has DistributedDataParallel"
-            )
+        known = options_of(*bases, DistributedDataParallel)
+        check_options(self, kwargs, known, hook, "DistributedDataParallel")
         with refusals_as(self._misconfiguration, self):
             self._hook = resolve_hook(hook, hook_state, accumulation)
             check_even(self._hook, "the Trainer")
             if fault_tolerance is not None:
-                check_options(self._hook, {**kwargs, "exact_state": exact_state, "resync": resync})
+                check_options_of_replicas(self._hook, {**kwargs, "exact_state": exact_state, "resync": resync})
                 # Or buckets of a replica that joins later would differ. The CLI gives the default of every option.
                 kwargs["find_unused_parameters"] = True
         self._hook_state = hook_state

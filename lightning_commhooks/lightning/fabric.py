@@ -21,7 +21,7 @@ except ImportError as error:
 
 from lightning_commhooks.interface.hook import CommHook
 from lightning_commhooks.lightning.ddp import CHECKPOINT_KEY
-from lightning_commhooks.lightning.refusals import refusals_as
+from lightning_commhooks.lightning.refusals import check_options, needs_hook, options_of, refusals_as
 from lightning_commhooks.runtime.attachment import Attachment
 from lightning_commhooks.runtime.attachments import Attachments, attachment_of
 from lightning_commhooks.sources.attach import attach
@@ -61,6 +61,9 @@ class CompressedDDPFabricStrategy(DDPStrategy):
             one rank alone; in `load`, hook state that does not fit.
     """
 
+    _misconfiguration = MisconfigurationException
+
+    @needs_hook
     def __init__(
         self,
         hook: CommHook | HookName | Callable[..., Any],
@@ -73,6 +76,8 @@ class CompressedDDPFabricStrategy(DDPStrategy):
         num_steps: int | None = None,
         **kwargs: Any,
     ) -> None:
+        known = options_of(DDPStrategy, DistributedDataParallel)
+        check_options(self, kwargs, known, hook, "DistributedDataParallel")
         with refusals_as(MisconfigurationException, self):
             self._hook = resolve_hook(hook, hook_state, accumulation)
         self._loss_divided_by = loss_divided_by

@@ -17,7 +17,7 @@ from lightning_commhooks.interface.checks import check_integer
 from lightning_commhooks.interface.hook import CommHook
 from lightning_commhooks.interface.registry import get_hook
 from lightning_commhooks.lightning.averaging import AveragesModelsMixin
-from lightning_commhooks.lightning.refusals import refusals_as
+from lightning_commhooks.lightning.refusals import check_options, needs_hook, refusals_as
 from lightning_commhooks.runtime.attachment import Attachment
 from lightning_commhooks.sources import fsdp1
 from lightning_commhooks.sources.attach import attach
@@ -31,18 +31,23 @@ ShardedHookName = Literal["allreduce", "reduce_scatter", "fp16", "bf16", "int8",
 class ShardedHookMixin(AveragesModelsMixin):
     """Attaches a communication hook when the model of a strategy is set up for training."""
 
+    # Name of a hook that works.
+    _example: ClassVar[str] = "bf16"
     # Names of options that Lightning hands over to FSDP when training begins.
     _options_of_fsdp: ClassVar[frozenset[str]] = frozenset()
     model: Any
 
     def __init__(self, hook: CommHook | str, **kwargs: Any) -> None:
         known = {*inspect.signature(super().__init__).parameters, *self._options_of_fsdp}
-        if unknown := sorted(kwargs.keys() - known):
-            raise self._misconfiguration(f"{type(self).__name__} has no option {unknown[0]!r}, and neither has FSDP")
-        with refusals_as(self._misconfiguration, self):
-            self._hook = self._resolve(hook)
+        # A name with options that it must have is another hook than that name alone.
+        check_options(self, kwargs, known, hook if kwargs.keys() <= known else self._resolved(hook), "FSDP")
+        self._hook = self._resolved(hook)
         self._looks_at_average(resync=False)
         super().__init__(**kwargs)
+
+    def _resolved(self, hook: CommHook | str) -> CommHook:
+        with refusals_as(self._misconfiguration, self):
+            return self._resolve(hook)
 
     def _resolve(self, hook: CommHook | str) -> CommHook:
         return resolve_sharded_hook(hook)
@@ -90,6 +95,7 @@ class CompressedFSDPMixin(ShardedHookMixin):
     root_device: torch.device
     sharding_strategy: ShardingStrategy
 
+    @needs_hook
     def __init__(self, hook: CommHook | ShardedHookName, **kwargs: Any) -> None:
         super().__init__(hook, **kwargs)
         self._root: FullyShardedDataParallel | None = None
@@ -202,6 +208,7 @@ class CompressedModelParallelMixin(ShardedHookMixin):
     _device_mesh: Any
     global_rank: int
 
+    @needs_hook
     def __init__(
         self,
         hook: CommHook | str,

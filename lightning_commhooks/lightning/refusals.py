@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any, TypeVar, cast
+
+from lightning_commhooks.interface.misplaced import misplaced, wrong_call
+from lightning_commhooks.interface.options import parameters_of
+
+Init = TypeVar("Init", bound=Callable[..., None])
 
 # Arguments of Lightning's strategies that are refused, and what to write in their place.
 REPLACED = {
@@ -19,6 +26,34 @@ def options_of(*classes: type) -> set[str]:
     """Names of the arguments that classes are made with; some of them pass on whatever they get."""
     parameters = (p for made in classes for p in inspect.signature(made).parameters.values())
     return {p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
+
+
+def needs_hook(init: Init) -> Init:
+    """Decorator: have a strategy's constructor say what is missing, in Lightning's own exception."""
+
+    @functools.wraps(init)
+    def made(self: Any, *args: Any, **kwargs: Any) -> None:
+        try:
+            init(self, *args, **kwargs)
+        except TypeError:
+            example = getattr(self, "_example", "powersgd")
+            text = wrong_call(type(self).__name__, init.__get__(self), args, kwargs, example=example)
+            if text is None:
+                raise  # of another function
+        else:
+            return
+        raise self._misconfiguration(text)
+
+    return cast("Init", made)
+
+
+def check_options(strategy: Any, options: Mapping[str, Any], known: Collection[str], hook: object, also: str) -> None:
+    """Refuse options that a strategy has not got and what it makes the model with has not either."""
+    unknown = {name: value for name, value in options.items() if name not in known}
+    if unknown:
+        own = parameters_of(type(strategy).__init__)
+        text = misplaced(type(strategy).__name__, unknown, {*known, *own}, hook, f", and neither has {also}")
+        raise strategy._misconfiguration(text)
 
 
 @contextmanager

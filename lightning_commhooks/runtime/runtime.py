@@ -151,7 +151,7 @@ class Runtime(RunningHook):
         self._close_with_model = weakref.finalize(model, self._close)
         if self.bound.group.rank == 0:
             for text in texts:
-                warnings.warn(text, stacklevel=3)
+                warnings.warn(text, stacklevel=4)
 
     def begin_together(self, what: str) -> None:
         """End the last step, and wait until all ranks have called what they do together next. Collective.

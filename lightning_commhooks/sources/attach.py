@@ -22,6 +22,7 @@ from lightning_commhooks.interface.accumulation import is_positive
 from lightning_commhooks.interface.checks import check_integer
 from lightning_commhooks.interface.hook import CommHook
 from lightning_commhooks.interface.layout import unwrapped
+from lightning_commhooks.interface.misplaced import explained
 from lightning_commhooks.interface.python_code import code
 from lightning_commhooks.interface.user_function import DDPHook, UserFunction, warn_if_broken_here
 from lightning_commhooks.runtime.attachment import Attachment
@@ -36,6 +37,7 @@ from lightning_commhooks.wrappers.scale import Accumulation, accumulation_of, wi
 logger = logging.getLogger(__name__)
 
 
+@explained
 def attach(
     model: nn.Module,
     hook: str | CommHook | DDPHook,
@@ -230,7 +232,7 @@ def _loss_divided_by(value: float | Callable[[], float], config: CommHook) -> Ca
         warnings.warn(
             f"loss_divided_by={value} does nothing with accumulation='framework', which leaves gradients as they are: "
             "use accumulation='mean'",
-            stacklevel=3,
+            stacklevel=4,
         )
     return lambda: value
 

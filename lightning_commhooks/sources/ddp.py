@@ -20,6 +20,7 @@ from lightning_commhooks.interface.averages_models import averages_gradients, av
 from lightning_commhooks.interface.bucket import Bucket
 from lightning_commhooks.interface.hook import CommHook
 from lightning_commhooks.interface.layout import Layout
+from lightning_commhooks.interface.misplaced import given_beside
 from lightning_commhooks.interface.python_code import code
 from lightning_commhooks.interface.registry import get_hook
 from lightning_commhooks.interface.user_function import DDPHook, UserFunction, check_user_hook
@@ -40,8 +41,8 @@ def resolve_hook(
         resolved = get_hook(hook)  # type: ignore[arg-type]  # refuses a class, naming the call to make
         if hook_state is not None and not isinstance(without_scale(resolved), UserFunction):
             raise ValueError(
-                f"hook_state={hook_state!r} belongs to a hook function (state, bucket); "
-                f"{hook!r} keeps its own state: set its options instead"
+                f"hook_state={hook_state!r} belongs to a hook function (state, bucket); {hook!r} keeps its own state: "
+                + ("set its options instead" if not isinstance(hook_state, Mapping) else given_beside(hook, hook_state))
             )
     else:
         check_user_hook(hook)

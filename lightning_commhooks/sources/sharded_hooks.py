@@ -6,6 +6,7 @@ from typing import Any
 
 from lightning_commhooks.hooks import BF16, FP8, FP16, AllReduce, Int4, Int8
 from lightning_commhooks.interface.hook import CommHook
+from lightning_commhooks.interface.misplaced import refusal
 from lightning_commhooks.interface.registry import get_hook, get_hook_class
 
 # PyTorch's FSDP has a hook of that name; here each plain hook does what the sharding strategy needs.
@@ -40,6 +41,8 @@ def resolve_sharded_hook(hook: object, remembers: bool = False) -> CommHook:
     elif isinstance(hook, CommHook) and type(hook) in _REQUIRED:
         _check_options(hook, remembers)
         return hook
+    if not isinstance(hook, (str, CommHook)):
+        raise ValueError(refusal(hook))
     raise ValueError(
         f"hook={hook.name if isinstance(hook, CommHook) else hook!r} does not work with FSDP; these do: "
         f"{', '.join(sharded_hooks())}, or one of them configured. "

@@ -1,0 +1,245 @@
+"""Options of hooks in the wrong place: which hook they belong to, and the line to write."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, ParamSpec, TypeVar
+
+from lightning_commhooks.interface.hook import CommHook
+from lightning_commhooks.interface.names import available_hooks, get_hook_class
+from lightning_commhooks.interface.options import closest, misfit, options_of, parameters_of
+from lightning_commhooks.interface.python_code import code
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+# Keys of configuration files for the name or class of an object, and for its arguments.
+_NAMES = ("class_path", "_target_", "hook", "name", "class", "type")
+_ARGUMENTS = ("init_args", "options", "kwargs", "args", "params")
+
+
+def explained(function: Callable[P, R]) -> Callable[P, R]:
+    """Decorator: raise a `ValueError` that says what to write, where a function is called with wrong arguments."""
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return function(*args, **kwargs)
+        except TypeError:
+            text = wrong_call(f"{function.__name__}()", function, args, kwargs)
+            if text is None:
+                raise  # of the function's own code
+        raise ValueError(text)
+
+    return call
+
+
+def wrong_call(
+    where: str,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    also: str = "",
+    example: str = "powersgd",
+) -> str | None:
+    """Say what is wrong with the arguments of a function that takes a hook.
+
+    Args:
+        where: what the user calls.
+        function: what is called, without the first argument of a method.
+        args: without names.
+        kwargs: with names.
+        also: what has no such option either, as `", and neither has FSDP"`.
+        example: name of a hook that works there.
+
+    Returns:
+        text, or `None` if they fit.
+    """
+    known = parameters_of(function)
+    hook = {**dict(zip(known, args, strict=False)), **kwargs}.get("hook")
+    unknown = {name: value for name, value in kwargs.items() if name not in known}
+    if unknown:
+        return misplaced(where, unknown, known, hook, also)
+    text = misfit(where, function, args, kwargs)
+    if text is None:
+        return None
+    if "hook=" in text.partition(" needs ")[2]:
+        return f"{text}, the name of a hook or a configured one, such as hook={example!r}"
+    hook_class = class_of(hook)
+    return text if hook_class is None else f"{text}. Options of the hook go into it: hook={hook_class.__name__}(...)"
+
+
+def misplaced(
+    where: str, unknown: Mapping[str, Any], known: Collection[str], hook: object = None, also: str = ""
+) -> str:
+    """Say that there are no such options, and where they belong.
+
+    Args:
+        where: what was given them.
+        unknown: the options, with their values.
+        known: options that there are.
+        hook: the hook that was given too, if any.
+        also: see `wrong_call`.
+    """
+    name, value = next(iter(unknown.items()))
+    text = f"{where} has no option {name!r}{also}"
+    for inner in _inside(hook):
+        own = {option: unknown[option] for option in unknown if option in _options(inner)}
+        if own:
+            return f"{text}: it is an option of the hook. Write {_line(hook, inner, own)}"
+    of_hooks = {option: inner for inner in reversed([*_inside(hook)]) for option in _options(inner)}
+    close = closest(name, [*known, *of_hooks])
+    if close is not None and close in known:
+        return f"{text}; did you mean {close!r}?"
+    if close is not None:
+        return f"{text}; did you mean the option {close!r} of the hook? Write " + _line(
+            hook, of_hooks[close], {close: value}
+        )
+    return text + _of_others(name, value, hook)
+
+
+def _of_others(name: str, value: object, hook: object) -> str:
+    owners = owners_of(name)
+    hook_class = class_of(hook)
+    if owners and hook is None:
+        return f": it is an option of a hook. Write hook={with_options(owners[0], {name: value})}"
+    if owners:
+        return f": it is an option of {_names(owners)}, and hook is {_shown(hook)}"
+    if hook_class is None:
+        return ""
+    own = ", ".join(_options(hook_class)) or "none"
+    return f". Options of the hook go into it, hook={hook_class.__name__}(...); it has: {own}"
+
+
+def given_beside(hook: object, options: Mapping[str, Any]) -> str:
+    """Say how to write options that were given beside a hook, perhaps as a dict."""
+    unknown = [name for name in options if name not in _options(hook)]
+    return "set its options instead" if unknown else f"write {_line(hook, hook, options)}"
+
+
+def refusal(hook: object) -> str:
+    """Text on what is no hook, with the line to write where it can be told what was meant."""
+    text = f"hook must be a name or a CommHook, is {hook!r}"
+    if isinstance(hook, type):
+        needs = issubclass(hook, CommHook) and misfit(hook.__name__, hook, (), {})
+        return f"{text}; did you mean {hook.__name__}({'...' if needs else ''})?"
+    meant = written(hook)
+    return f"{text}: write hook={meant}" if meant is not None else f"{text}; such as hook='powersgd'"
+
+
+def written(spec: object) -> str | None:
+    """Python code of what a user has written in another way, as `{"name": "powersgd", "rank": 4}`; `None`: no idea."""
+    found = parsed(spec)
+    return None if found is None else with_options(*found)
+
+
+def parsed(spec: object) -> tuple[type[CommHook], Mapping[str, Any]] | None:
+    """The hook's class and the options that a user means by what is no hook."""
+    if isinstance(spec, str):
+        name, _, rest = re.sub(r"[()\[\]{}]", " ", spec).strip().replace(":", " ", 1).partition(" ")
+        pairs = [part.partition("=") for part in re.split(r"[,;]\s*|\s+", rest.strip())]
+        hook_class = class_of(name)
+        return (
+            None if hook_class is None else (hook_class, {k.strip(): v.strip() for k, is_pair, v in pairs if is_pair})
+        )
+    if isinstance(spec, (list, tuple)) and len(spec) == 2 and isinstance(spec[1], Mapping):
+        hook_class = class_of(spec[0])
+        return None if hook_class is None else (hook_class, spec[1])
+    if not isinstance(spec, Mapping) or not spec:
+        return None
+    rest: dict[str, Any] = {str(key): value for key, value in spec.items()}
+    named = next((rest.pop(key) for key in _NAMES if isinstance(rest.get(key), str)), None)
+    if named is None and len(rest) == 1 and isinstance(next(iter(rest.values())), Mapping):
+        ((named, rest),) = rest.items()
+    arguments: Mapping[str, Any] = next((rest.pop(key) for key in _ARGUMENTS if isinstance(rest.get(key), Mapping)), {})
+    options = {**rest, **arguments}
+    if named is not None:
+        hook_class = class_of(named.rpartition(".")[2])
+    else:
+        hook_class = next(iter(owners_of(next(iter(options)))), None) if options else None
+    return None if hook_class is None else (hook_class, options)
+
+
+def class_of(hook: object) -> type[CommHook] | None:
+    """The class of a hook, of a name, or a class itself; `None` of what is none."""
+    if isinstance(hook, CommHook):
+        return type(hook)
+    if isinstance(hook, type):
+        return hook if issubclass(hook, CommHook) else None
+    try:
+        return get_hook_class(hook) if isinstance(hook, str) else None
+    except ValueError:
+        return None
+
+
+def owners_of(option: str) -> list[type[CommHook]]:
+    """Classes of the hooks that have an option; first those named by the shortest name."""
+    names = sorted(available_hooks(), key=len)
+    return [hook_class for hook_class in map(get_hook_class, names) if option in _options(hook_class)]
+
+
+def with_options(hook: object, options: Mapping[str, Any]) -> str:
+    """Python code of a hook, by name, class or configured, with these options too."""
+    hook_class = class_of(hook)
+    assert hook_class is not None
+    short = getattr(hook_class, "option_aliases", {})
+    options = {short.get(name, name): value for name, value in options.items()}
+    if isinstance(hook, CommHook):
+        try:
+            return code(dataclasses.replace(hook, **options))
+        except ValueError:
+            pass  # with values that are refused, they are shown as they are
+    missing = [
+        name for name, one in parameters_of(hook_class).items() if one.default is one.empty and name not in options
+    ]
+    given = [
+        f"{name}={value if isinstance(value, str) and _is_number(value) else repr(value)}"
+        for name, value in options.items()
+    ]
+    return f"{hook_class.__name__}({', '.join([*(f'{name}=...' for name in missing), *given])})"
+
+
+def _is_number(text: str) -> bool:
+    """Whether text of a command line stands for a number, `True`, `False` or `None`."""
+    return re.fullmatch(r"-?\d+(\.\d+)?(e-?\d+)?|True|False|None", text) is not None
+
+
+def _options(hook: object) -> list[str]:
+    hook_class = class_of(hook)
+    return [] if hook_class is None else [*options_of(hook_class), *getattr(hook_class, "option_aliases", {})]
+
+
+def _inside(hook: object) -> Iterator[object]:
+    """A hook, by name, class or configured, and those inside of it."""
+    if class_of(hook) is not None:
+        yield hook
+    if isinstance(hook, CommHook):
+        for inner in hook.inner_hooks:
+            yield from _inside(inner)
+    elif isinstance(hook, Mapping):
+        for inner in hook.values():
+            yield from _inside(inner)
+    elif isinstance(hook, (list, tuple)):
+        for inner in hook:
+            yield from _inside(inner)
+
+
+def _line(hook: object, inner: object, options: Mapping[str, Any]) -> str:
+    made = with_options(inner, options)
+    if inner is hook:
+        hook_class = class_of(hook)
+        home = "" if hook_class is None else hook_class.__module__.partition(".")[0]
+        return f"hook={made}" + (f", with `from {home} import {hook_class.__name__}`" if hook_class is not None else "")
+    return f"{made} in its place in hook={_shown(hook)}"
+
+
+def _shown(hook: object) -> str:
+    return code(hook) if isinstance(hook, CommHook) else hook.__name__ if isinstance(hook, type) else repr(hook)
+
+
+def _names(hook_classes: Sequence[type]) -> str:
+    *most, last = (hook_class.__name__ for hook_class in hook_classes)
+    return f"{', '.join(most)} and {last}" if most else last

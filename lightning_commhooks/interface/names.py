@@ -1,0 +1,80 @@
+"""Classes of hooks by their names: built in, or added by third parties through entry points."""
+
+from __future__ import annotations
+
+from importlib.metadata import EntryPoint, entry_points
+from typing import TypeVar
+
+from lightning_commhooks.interface import options
+from lightning_commhooks.interface.hook import CommHook
+from lightning_commhooks.interface.options import did_you_mean
+
+ENTRY_POINT_GROUP = "lightning_commhooks.hooks"
+
+_HookClass = TypeVar("_HookClass", bound=type[CommHook])
+_classes: dict[str, type[CommHook]] = {}
+_aliases: dict[str, str] = {}
+
+
+def register(hook_class: _HookClass) -> _HookClass:
+    """Class decorator: make a [`CommHook`][] known by its `name` and `aliases`.
+
+    Raises:
+        ValueError: another class has that name already.
+    """
+    own = (hook_class.name, *hook_class.aliases)
+    known = {_plain(name): taken for name, taken in _classes.items()}
+    known |= {_plain(alias): _classes[name] for alias, name in _aliases.items()}
+    for name in own:
+        taken = known.get(_plain(name))
+        if taken is not None and taken is not hook_class:
+            raise ValueError(
+                f"the hook name {name!r} is taken by {taken.__module__}.{taken.__qualname__}; capitals and underscores "
+                "make no other name"
+            )
+    _classes[hook_class.name] = hook_class
+    _aliases.update(dict.fromkeys(hook_class.aliases, hook_class.name))
+    options.named.update(dict.fromkeys(own, hook_class))
+    return hook_class
+
+
+def _third_party() -> dict[str, EntryPoint]:
+    return {entry.name: entry for entry in entry_points(group=ENTRY_POINT_GROUP)}
+
+
+def available_hooks() -> list[str]:
+    """Names that `get_hook`, `attach` and every adapter accept, sorted; those of entry points included."""
+    return sorted({*_classes, *_third_party()})
+
+
+def get_hook_class(name: str) -> type[CommHook]:
+    """Return the configuration class of a hook.
+
+    Args:
+        name: one of `available_hooks()` or an alias of one; capitals and underscores do not matter, so that the name of
+            the class does as well.
+
+    Raises:
+        ValueError: there is no such hook; the message has the known names and the closest one. Or the entry
+            point of that name is not a `CommHook` class.
+    """
+    if (own := _classes.get(_aliases.get(name, name))) is not None:
+        return own
+    others = _third_party()
+    if name in others:
+        loaded = others[name].load()
+        if not (isinstance(loaded, type) and issubclass(loaded, CommHook)):
+            raise ValueError(
+                f"entry point {name!r} of group {ENTRY_POINT_GROUP!r} must be a CommHook class, is {loaded!r}"
+            )
+        return loaded
+    exact = {_plain(known): known for known in (*others, *_aliases, *_classes)}
+    if _plain(name) in exact:
+        return get_hook_class(exact[_plain(name)])
+    known = sorted({*_classes, *others})
+    hint = did_you_mean(name, [*known, *_aliases])
+    raise ValueError(f"unknown hook {name!r}; {hint}available hooks: {', '.join(known)}")
+
+
+def _plain(name: str) -> str:
+    return name.replace("_", "").casefold()

@@ -1,0 +1,98 @@
+"""Arguments that a class or a function has not got: what is wrong, and what to write."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+# Classes of hooks by names and aliases, for messages.
+named: dict[str, type] = {}
+
+
+def parameters_of(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    """Parameters that may be given by name."""
+    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    parameters = inspect.signature(function).parameters.values()
+    return {p.name: p for p in parameters if p.kind in by_name and p.name != "self"}
+
+
+def closest(name: str, known: Iterable[str]) -> str | None:
+    """The closest of some names, `None` if none is close. Capitals do not matter."""
+    plain = {each.casefold(): each for each in known}
+    close = difflib.get_close_matches(name.casefold(), plain, n=1)
+    return plain[close[0]] if close else None
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Question that ends in a space, empty if no name is close."""
+    close = closest(name, known)
+    return f"did you mean {close!r}? " if close else ""
+
+
+def misfit(where: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
+    """Say that arguments without names are too many, or that required ones are missing.
+
+    Args:
+        where: what the user calls.
+        function: what is called, without the first argument of a method.
+        args: without names.
+        kwargs: with names, known or not.
+
+    Returns:
+        text, or `None` if they fit.
+    """
+    parameters = inspect.signature(function).parameters.values()
+    if any(p.kind is p.VAR_POSITIONAL for p in parameters):
+        return None
+    positional = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+    if len(args) > len(positional):
+        most = f"{', '.join(positional)}, and all others by name" if positional else "options by name only"
+        extra = args[len(positional)]
+        return f"{where} takes {most}: {extra!r} has none, write option={extra!r}"
+    given = {*positional[: len(args)], *kwargs}
+    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    missing = [p.name for p in parameters if p.default is p.empty and p.kind not in variable and p.name not in given]
+    return f"{where} needs {' and '.join(f'{name}=' for name in missing)}" if missing else None
+
+
+def options_of(hook_class: type) -> list[str]:
+    """Names of the options of a hook's class; of one without a constructor there are none."""
+    if hook_class.__init__ is object.__init__:  # type: ignore[misc]
+        return []
+    return [*parameters_of(hook_class.__init__)]  # type: ignore[misc]
+
+
+def _of_inner_hooks(name: str, given: object) -> str:
+    """Say which of the hooks that a hook is made with has an option; empty if none has."""
+    if isinstance(given, Mapping):
+        given = [*given.values()]
+    if isinstance(given, (list, tuple)):
+        return next(filter(None, (_of_inner_hooks(name, one) for one in given)), "")
+    inner = named.get(given) if isinstance(given, str) else type(given)
+    if inner is None or name not in {*options_of(inner), *getattr(inner, "option_aliases", {})}:
+        return ""
+    return f"it is an option of the hook inside, {inner.__name__}({name}=...). "
+
+
+def check_options(hook_class: type, args: tuple[Any, ...], options: Mapping[str, Any]) -> None:
+    """Refuse what a hook is made with if its class has no such options, before Python does so in few words.
+
+    Raises:
+        ValueError: names the option, all there are and the closest one.
+    """
+    name, init = hook_class.__name__, hook_class.__init__  # type: ignore[misc]
+    own, short = options_of(hook_class), dict(getattr(hook_class, "option_aliases", {}))
+    takes_any = init is not object.__init__ and any(
+        p.kind is p.VAR_KEYWORD for p in inspect.signature(init).parameters.values()
+    )
+    shown = [" or ".join([option, *(alias for alias, full in short.items() if full == option)]) for option in own]
+    known = f"ts options are: {', '.join(shown) or 'none'}"
+    unknown = next((option for option in options if option not in {*own, *short}), None)
+    if unknown is not None and not takes_any:
+        hint = did_you_mean(unknown, [*own, *short]) or _of_inner_hooks(unknown, [*args, *options.values()])
+        raise ValueError(f"{name} has no option {unknown!r}; {f'{hint}I' if hint else 'i'}{known}")
+    wrong = misfit(name, (lambda: None) if init is object.__init__ else init.__get__(object()), args, options)
+    if wrong is not None:
+        raise ValueError(f"{wrong}; i{known}")
