@@ -15,9 +15,11 @@ from accelerate.utils import gather_object, save
 from torch.optim import Optimizer
 
 from accelerate_integration.replaced_methods import replace_method
+from lightning_commhooks.codecs.announce import announce
 from lightning_commhooks.runtime.attachment import Attachment
 from lightning_commhooks.runtime.attachments import Attachments
 from lightning_commhooks.runtime.copies import NotCopied
+from lightning_commhooks.runtime.monitor import closing_line
 from lightning_commhooks.runtime.optimizers import check_optimizer
 
 FILE_NAME = "lightning_commhooks.bin"
@@ -124,7 +126,15 @@ class AcceleratorEvents:
 
     def _end_training(self, original: Callable[[], None]) -> None:
         self.average_for_good()
+        self.tell_what_was_sent()
         original()
+
+    def tell_what_was_sent(self) -> None:
+        """Show one line on all of training for each model, on the main process, unless a monitor does."""
+        accelerator = self._accelerator()
+        if accelerator is not None and accelerator.is_main_process:
+            for line in filter(None, map(closing_line, self._attachments.open())):
+                announce(line)
 
     def _save_state(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with self.averaged():

@@ -155,7 +155,7 @@ class _TrainerEvents:
         replace_method(trainer, "_load_optimizer_and_scheduler", self._load)
         replace_method(trainer, "save_model", self._save_model)
         replace_method(trainer, "_load_best_model", self._finish)
-        replace_method(trainer.callback_handler, "on_train_end", self._finish)
+        replace_method(trainer.callback_handler, "on_train_end", self._end)
         replace_method(trainer.callback_handler, "on_train_begin", self._tell_forecast)
         replace_method(trainer.callback_handler, "on_step_end", self._tell_forecast)
 
@@ -231,6 +231,13 @@ class _TrainerEvents:
         original(checkpoint)
         if checkpoint is not None:
             self._events().read(checkpoint)
+
+    def _end(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        events = self._events()
+        events.average_for_good()
+        result = original(*args, **kwargs)
+        events.tell_what_was_sent()
+        return result
 
     def _finish(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._events().average_for_good()

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import inspect
+import re
+import shutil
 import textwrap
 from typing import Any
 
 from lightning_commhooks import wrappers
 from lightning_commhooks.interface.hook import CommHook
 from lightning_commhooks.interface.registry import available_hooks, get_hook_class
+
+_ITEM = re.compile(r"\w+: |[*-] ")
+_WHOLE: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
 
 
 def listed(only: str | None = None) -> list[dict[str, Any]]:
@@ -19,7 +24,8 @@ def listed(only: str | None = None) -> list[dict[str, Any]]:
     """
     classes: list[type[CommHook]] = [getattr(wrappers, name) for name in wrappers.__all__]
     if only is None:
-        classes = [*map(get_hook_class, available_hooks()), *classes]
+        # Wrappers with a name come once, among the wrappers.
+        classes = [*(cls for cls in map(get_hook_class, available_hooks()) if cls not in classes), *classes]
     else:
         named = {name.lower(): cls for cls in classes for name in (cls.name, cls.__name__)}
         classes = [named.get(only.lower()) or get_hook_class(only)]
@@ -41,10 +47,36 @@ def _option(parameter: inspect.Parameter) -> str:
 
 
 def text_of_list(hooks: list[dict[str, Any]]) -> str:
-    """The same for people; of one hook with all of its documentation."""
+    """The same for people, as wide as the terminal; of one hook with all of its documentation."""
+    # Of what is no terminal, as a pipe, 80.
+    width = max(40, shutil.get_terminal_size().columns)
     lines = []
     for hook in hooks:
         names = ", also ".join([hook["name"], *hook["aliases"]])
         text = hook["doc"] if len(hooks) == 1 else hook["doc"].partition("\n\n")[0]
-        lines += [f"{names}: {hook['class_name']}({', '.join(hook['options'])})", textwrap.indent(text, "    ")]
+        # An option goes to the next line as a whole.
+        options = [option.replace(" ", "\0") for option in hook["options"]]
+        head = textwrap.fill(
+            f"{names}: {hook['class_name']}({', '.join(options)})", width, subsequent_indent=" " * 8, **_WHOLE
+        )
+        lines += [head.replace("\0", " "), _indented(text, width)]
     return "\n".join(lines)
+
+
+def _indented(text: str, width: int) -> str:
+    """Documentation, indented by four and filled up to `width`; each argument and item of a list begins a line."""
+    paragraphs: list[tuple[int, str]] = []
+    for line in text.splitlines():
+        indent, words = len(line) - len(line.lstrip()), line.strip()
+        before, begun = paragraphs[-1] if paragraphs else (0, "")
+        goes_on = indent == before and not _ITEM.match(words) or indent > before and _ITEM.match(begun)
+        if words and begun and goes_on:
+            paragraphs[-1] = before, f"{begun} {words}"
+        else:
+            paragraphs.append((indent, words))
+    filled = []
+    for indent, words in paragraphs:
+        hanging = " " * 4 if _ITEM.match(words) else ""
+        lines = textwrap.fill(words, width - 4 - indent, subsequent_indent=hanging, **_WHOLE)
+        filled.append(textwrap.indent(lines, " " * (4 + indent)))
+    return "\n".join(filled)

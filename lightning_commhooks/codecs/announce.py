@@ -8,6 +8,11 @@ import sys
 _logger = logging.getLogger("lightning_commhooks")
 
 
+def is_silenced() -> bool:
+    """Whether the user wants no such lines."""
+    return _logger.level > logging.INFO
+
+
 def announce(text: str) -> None:
     """Log a line at level INFO; where logging is not set up, which would swallow it, print it to stderr.
 

@@ -194,7 +194,9 @@ class Group(Communicator):
         key = codec, feedback, two_shot
         if key not in self._kernels:
             num_payloads, owners = self._num_payloads(two_shot), self.num_owners(two_shot)
-            own = compiled(codec, self.device, num_payloads, feedback, owners, self.rank == 0)
+            own: Kernels | None = Kernels(codec)
+            if self.size > 1:
+                own = compiled(codec, self.device, num_payloads, feedback, owners, self.rank == 0)
             # Sums of a compiled function may be rounded in another way.
             asked = self._everyone or self
             everywhere = all(is_compiled for (is_compiled,) in asked.all_gather_quietly([int(own is not None)]))

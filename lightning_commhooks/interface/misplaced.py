@@ -5,17 +5,20 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 from lightning_commhooks.interface.hook import CommHook
 from lightning_commhooks.interface.names import available_hooks, get_hook_class
-from lightning_commhooks.interface.options import closest, misfit, options_of, parameters_of
+from lightning_commhooks.interface.options import closest, did_you_mean, misfit, options_of, parameters_of
 from lightning_commhooks.interface.python_code import code
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
+# Wrappers, which have no names.
+_WRAPPERS = ("Cast", "PerParameter", "ScaleByGradAccumulation", "Schedule")
 # Keys of configuration files for the name or class of an object, and for its arguments.
 _NAMES = ("class_path", "_target_", "hook", "name", "class", "type")
 _ARGUMENTS = ("init_args", "options", "kwargs", "args", "params")
@@ -139,8 +142,8 @@ def written(spec: object) -> str | None:
 def parsed(spec: object) -> tuple[type[CommHook], Mapping[str, Any]] | None:
     """The hook's class and the options that a user means by what is no hook."""
     if isinstance(spec, str):
-        name, _, rest = re.sub(r"[()\[\]{}]", " ", spec).strip().replace(":", " ", 1).partition(" ")
-        pairs = [part.partition("=") for part in re.split(r"[,;]\s*|\s+", rest.strip())]
+        name, _, behind = re.sub(r"[()\[\]{}]", " ", spec).strip().replace(":", " ", 1).partition(" ")
+        pairs = [part.partition("=") for part in re.split(r"[,;]\s*|\s+", behind.strip())]
         hook_class = class_of(name)
         return (
             None if hook_class is None else (hook_class, {k.strip(): v.strip() for k, is_pair, v in pairs if is_pair})
@@ -163,16 +166,59 @@ def parsed(spec: object) -> tuple[type[CommHook], Mapping[str, Any]] | None:
     return None if hook_class is None else (hook_class, options)
 
 
+def in_yaml(value: Any) -> str:
+    """Say how a configuration file gives the hook that a user has written in another way.
+
+    Args:
+        value: what is no hook; or jsonargparse's `NestedArg`, an option of one that is given by name.
+    """
+    if isinstance(value, tuple) and hasattr(value, "key") and hasattr(value, "val"):
+        return _nested(value.key, value.val)
+    found = parsed(value)
+    if found is None:
+        return f"{value!r} is no hook; {did_you_mean(str(value), available_hooks())}".rstrip("; ")
+    hook_class, options = found
+    unknown = next((name for name in options if name not in _options(hook_class)), None)
+    if unknown is not None:
+        hint = did_you_mean(unknown, _options(hook_class))
+        return f"{hook_class.__name__} has no option {unknown!r}; {hint}".rstrip("; ")
+    return f"a hook with options is written by its class:\n{_block(hook_class, options)}"
+
+
+def _nested(name: str, value: str) -> str:
+    owners = owners_of(name)
+    if not owners:
+        close = closest(name, [option for each in available_hooks() for option in _options(each)])
+        return f"no hook has an option {name!r}" + (f"; did you mean {close!r}?" if close else "")
+    return (
+        f"{name!r} is an option of {_names(owners)}, and needs the class in place of the hook's name:\n"
+        f"{_block(owners[0], {name: value})}\n"
+        f"or, on the command line, hook={owners[0].__name__} before hook.{name}={value}"
+    )
+
+
+def _block(hook_class: type[CommHook], options: Mapping[str, Any]) -> str:
+    package = hook_class.__module__.partition(".")[0]
+    home = package if package == __name__.partition(".")[0] else hook_class.__module__
+    short = getattr(hook_class, "option_aliases", {})
+    lines = [f"    {short.get(name, name)}: {value}" for name, value in options.items()]
+    return "\n".join(
+        ["hook:", f"  class_path: {home}.{hook_class.__name__}", *(["  init_args:"] if lines else []), *lines]
+    )
+
+
 def class_of(hook: object) -> type[CommHook] | None:
     """The class of a hook, of a name, or a class itself; `None` of what is none."""
     if isinstance(hook, CommHook):
         return type(hook)
     if isinstance(hook, type):
         return hook if issubclass(hook, CommHook) else None
-    try:
-        return get_hook_class(hook) if isinstance(hook, str) else None
-    except ValueError:
+    if not isinstance(hook, str):
         return None
+    try:
+        return get_hook_class(hook)
+    except ValueError:
+        return getattr(sys.modules[__name__.partition(".")[0]], hook, None) if hook in _WRAPPERS else None
 
 
 def owners_of(option: str) -> list[type[CommHook]]:
@@ -189,7 +235,7 @@ def with_options(hook: object, options: Mapping[str, Any]) -> str:
     options = {short.get(name, name): value for name, value in options.items()}
     if isinstance(hook, CommHook):
         try:
-            return code(dataclasses.replace(hook, **options))
+            return code(dataclasses.replace(hook, **options))  # type: ignore[type-var]
         except ValueError:
             pass  # with values that are refused, they are shown as they are
     missing = [

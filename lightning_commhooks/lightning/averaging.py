@@ -15,6 +15,7 @@ from torch import Tensor
 from lightning_commhooks.lightning.refusals import refusals_as
 from lightning_commhooks.lightning.show import is_trial, show, steps_left
 from lightning_commhooks.runtime.attachment import Attachment
+from lightning_commhooks.runtime.monitor import closing_line
 
 logger = logging.getLogger(__name__)
 
@@ -135,6 +136,15 @@ class AveragesModelsMixin:
             averaging.average_weights(everything=True)
         if self._attachment is not None:
             self._attachment.note_end(as_planned=not is_trial(self.lightning_module.trainer))  # type: ignore[attr-defined]
+        self._tell_what_was_sent()
+
+    def _tell_what_was_sent(self) -> None:
+        """Show one line on all of training, unless a `CommHookMonitor` does."""
+        attachment = self._attachment
+        if attachment is None or attachment.is_closed or self.global_rank != 0 or is_tuning():  # type: ignore[attr-defined]
+            return
+        if (line := closing_line(attachment)) is not None:
+            show(self.lightning_module.trainer, line, self._rank_zero_info)  # type: ignore[attr-defined]
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_evaluation": ExitStack()}  # type: ignore[dict-item]  # of Strategy
@@ -168,5 +178,14 @@ def _cloned(state: Any) -> Any:
 
 def handles_signal() -> bool:
     """Whether Lightning's handler of SLURM's signal runs, which saves a checkpoint wherever the signal comes."""
+    return _runs_in("_slurm_sigusr_handler_fn")
+
+
+def is_tuning() -> bool:
+    """Whether Lightning looks for a learning rate or a batch size, in steps that are taken back."""
+    return _runs_in("_try_loop_run")
+
+
+def _runs_in(function: str) -> bool:
     # Nothing else tells that it runs.
-    return any(frame.f_code.co_name == "_slurm_sigusr_handler_fn" for frame, _ in traceback.walk_stack(sys._getframe()))
+    return any(frame.f_code.co_name == function for frame, _ in traceback.walk_stack(sys._getframe()))

@@ -24,6 +24,7 @@ from lightning_commhooks.sources.attach import attach
 from lightning_commhooks.sources.ddp import check_even
 from lightning_commhooks.sources.shard_files import load_shard, save_shard, shard_file
 from lightning_commhooks.sources.sharded_hooks import resolve_sharded_hook
+from lightning_commhooks.wrappers.hook_name import NoHook
 
 ShardedHookName = Literal["allreduce", "reduce_scatter", "fp16", "bf16", "int8", "int4", "fp8"]
 
@@ -96,7 +97,7 @@ class CompressedFSDPMixin(ShardedHookMixin):
     sharding_strategy: ShardingStrategy
 
     @needs_hook
-    def __init__(self, hook: CommHook | ShardedHookName, **kwargs: Any) -> None:
+    def __init__(self, hook: CommHook | ShardedHookName | NoHook, **kwargs: Any) -> None:
         super().__init__(hook, **kwargs)
         self._root: FullyShardedDataParallel | None = None
         self._is_hybrid = self.sharding_strategy in fsdp1.HYBRID
@@ -211,7 +212,7 @@ class CompressedModelParallelMixin(ShardedHookMixin):
     @needs_hook
     def __init__(
         self,
-        hook: CommHook | str,
+        hook: CommHook | NoHook | str,
         replicas: int = 1,
         shard_hook: CommHook | ShardedHookName | None = None,
         exact_state: bool = False,

@@ -6,9 +6,13 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+from lightning_commhooks.codecs.announce import is_silenced
+
 
 def show(trainer: Any, line: str, rank_zero_info: Callable[..., None]) -> None:
     """Show a line above the progress bar, or in Lightning's log if there is none."""
+    if is_silenced():
+        return
     bar = trainer.progress_bar_callback
     # Progress bars of users' own need not have `is_enabled`.
     if getattr(bar, "is_enabled", False):

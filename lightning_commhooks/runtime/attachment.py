@@ -35,11 +35,15 @@ class Attachment:
     With FSDP a hook reduces gradients and keeps no memory: what asks for state, whole gradients or models of ranks says
     so in a `ValueError`, does nothing, or returns what there is, zero or `None`. Not copied: in a copy of what holds it
     there is `None`, since the hook stays with the model that it was attached to.
+
+    Attributes:
+        is_monitored: whether a [`Monitor`][] was made of it.
     """
 
     def __init__(self, runtime: Runtime, exact_state: bool) -> None:
         self._runtime = runtime
         self._exact_state = exact_state
+        self.is_monitored = False
 
     def __repr__(self) -> str:
         hook = self.hook if isinstance(self.hook, CommHook) else self.name
@@ -68,6 +72,11 @@ class Attachment:
     def name(self) -> str:
         """Name of the hook, or `module.function` of a user's own."""
         return self._runtime.name
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether training runs in one process, where a hook that averages gradients leaves them as they are."""
+        return self._runtime.is_alone
 
     @property
     def num_steps(self) -> int:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections import Counter
 from collections.abc import Generator
 
 from torch import Tensor
 
 from lightning_commhooks.collectives.group import Group
-from lightning_commhooks.collectives.steps import Steps, T
-from lightning_commhooks.interface.averages_models import is_local
+from lightning_commhooks.collectives.steps import Steps, T, result
+from lightning_commhooks.interface.accumulation import scale_
+from lightning_commhooks.interface.averages_models import averages_models, is_local
 from lightning_commhooks.interface.bucket import Bucket
 from lightning_commhooks.interface.error_sample import ErrorSampler
 from lightning_commhooks.interface.hook import BoundHook
+from lightning_commhooks.interface.wrapper import BoundAround
 
 _AS_THEY_ARE = "gradients are sent as they are"
 
@@ -89,6 +93,25 @@ class Watch:
         """Number of steps that sent no fewer bytes, or no fewer between nodes, than plain DDP, by reason."""
         self.end_step()
         return dict(self._not_compressed)
+
+
+def pass_on(bound: BoundHook) -> BoundHook:
+    """Let a hook that averages gradients leave them as they are, where no other rank gets them; it keeps its state."""
+    if averages_models(bound):
+        return bound
+    # What scales gradients is no compression.
+    inner = bound._inner if isinstance(bound, BoundAround) and not bound.scales_gradients else bound
+
+    def reduce(bucket: Bucket, ranks: Group) -> Steps[None]:
+        scale_(bucket.flat, bucket.scale)
+        # Parts of gradients that were not sent to other ranks, while there were some.
+        used = tuple(slot for slot in bucket.slots if slot.name not in (bucket.unused or ()))
+        inner.flush_(dataclasses.replace(bucket, slots=used))
+        return result(None)
+
+    inner.reduce = reduce  # type: ignore[method-assign]
+    inner.reduce_sparse = functools.partial(BoundHook.reduce_sparse, inner)  # type: ignore[method-assign]
+    return bound
 
 
 def started(steps: Steps[T], bound: BoundHook, method: str) -> Steps[T]:

@@ -99,6 +99,7 @@ class Monitor:
         measure_link: bool = True,
     ) -> None:
         self.attachment = attachment
+        attachment.is_monitored = True
         self._link: Link | None = None
         if attachment.bound is not None:
             if error_every_n_steps:
@@ -193,6 +194,23 @@ class Monitor:
         wire_ms = 1e3 * num * self._link.seconds(sent / num) if num else 0.0
         # Some of the waiting was for slower ranks, for which plain DDP would have waited too.
         return steps * (max(0.0, dense_ms - overlap) - min(exposed, codec + wire_ms)) / 1e3
+
+
+def closing_line(attachment: Attachment) -> str | None:
+    """One line on all of a training that has ended, for a framework whose user has no [`Monitor`][]; not collective.
+
+    Returns:
+        see `Monitor.summary`; `None` where nobody needs it: there is a monitor, it was said before, no step was made,
+        training runs in one process, or what was sent is not known, of a user's own function.
+    """
+    if attachment.is_monitored or attachment.is_alone or not attachment.num_steps:
+        return None
+    monitor = Monitor(attachment, error_every_n_steps=0, measure_link=False)
+    if math.isnan(monitor._first["bytes_sent"]):
+        return None
+    # Since the hook was attached.
+    monitor._first, monitor._first_reasons = dict.fromkeys(monitor._first, 0.0), {}
+    return monitor.summary()
 
 
 def _are_apart(now: Mapping[str, float]) -> bool:

@@ -48,7 +48,7 @@ class Ranks:
         self.group, self._connections, self._owned = group, connections, owned
         self._others_follow = running.source.ranks_change
         of_engine = group.device, connections, running.counters.timing, running.name
-        if running.source.is_awaited:
+        if running.source.is_awaited or running.is_alone:
             self.engine = InlineEngine(*of_engine)
         else:
             self.engine = StreamEngine(*of_engine) if is_nccl else ThreadEngine(*of_engine, group.is_ordered)
@@ -66,7 +66,7 @@ class Ranks:
         if is_awaited or device.type == "cuda":
             counters.timing = DeviceTiming(device) if is_nccl and not is_awaited else NoTiming()
         owned = None
-        if is_awaited or is_nccl:
+        if is_awaited or is_nccl or running.is_alone:
             group = Group(Backend(process_group), counters, device, process_group, connections)
         else:
             own = own_group(process_group, device)

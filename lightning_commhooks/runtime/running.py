@@ -30,10 +30,12 @@ class RunningHook:
         method: the configuration that users and checkpoints know, without the division of accumulated gradients.
         source: where its buckets come from.
         model: it, if it is there.
+        is_alone: whether there are no other ranks to train with, and there will be none.
         num_steps: of the run, by which starts were determined that depend on it: `None` before, 0 if it is not known.
     """
 
     bound: BoundHook
+    is_alone: bool = False
 
     def __init__(self, config: CommHook, source: Source, end_step: Callable[[bool], None]) -> None:
         self.source = source

@@ -29,7 +29,7 @@ from lightning_commhooks.interface.start import depends_on_length, is_fraction, 
 from lightning_commhooks.interface.state import StateError
 from lightning_commhooks.interface.user_function import UserFunction
 from lightning_commhooks.runtime import checkpoint
-from lightning_commhooks.runtime.compression import Watch
+from lightning_commhooks.runtime.compression import Watch, pass_on
 from lightning_commhooks.runtime.finite_steps import FiniteSteps
 from lightning_commhooks.runtime.forecast import FEWEST_STEPS, Forecaster
 from lightning_commhooks.runtime.local_steps import LocalSteps
@@ -78,6 +78,7 @@ class Runtime(RunningHook):
         make_group: Callable[[Counters], Group] | None = None,
     ) -> None:
         super().__init__(hook, source, self._end_step)
+        self.is_alone = make_group is None and source.is_alone
         self._given = hook
         # The configuration whose starts were looked at.
         self._checked: CommHook | None = None
@@ -149,7 +150,7 @@ class Runtime(RunningHook):
         if self._close_with_model is not None:
             self._close_with_model.detach()
         self._close_with_model = weakref.finalize(model, self._close)
-        if self.bound.group.rank == 0:
+        if self.bound.group.rank == 0 and not self.is_alone:
             for text in texts:
                 warnings.warn(text, stacklevel=4)
 
@@ -237,7 +238,8 @@ class Runtime(RunningHook):
     def _bind(self, group: Group) -> BoundHook:
         with self.aborting():
             try:
-                return self.source.bind(self.config, group)
+                bound = self.source.bind(self.config, group)
+                return pass_on(bound) if self.is_alone and not self.source.is_awaited else bound
             except ValueError:
                 raise  # options do not fit these ranks
             except Exception as error:
@@ -451,7 +453,8 @@ class Runtime(RunningHook):
             # The buckets of FSDP are not watched, and models are averaged after the last bucket.
             steps = steps or self.clock.steps
             reason = self.bound.inactive_reason(steps - 1) if steps else None
-        if reason is None or not ran or self.forecaster.has_warned or self.ended is False:
+        has_told = self.is_alone or self.forecaster.has_warned
+        if reason is None or not ran or has_told or self.ended is False:
             return []
         if self.ended is None and self._planned is not None and steps < _MOST * self._planned:
             return []

@@ -51,6 +51,11 @@ class Source(ABC):
         self.layout = Layout(nn.Module())
         self.options: Mapping[str, Any] = {}
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether no other rank trains the model, now or later."""
+        return self.process_group.size() == 1 and not self.ranks_change and all(size == 1 for _, size in self.shard)
+
     def set_options(self, given: Mapping[str, Any]) -> None:
         """Take options of `attach`, or raise a `ValueError` for one that does not fit."""
         for name in given:

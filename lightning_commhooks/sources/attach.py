@@ -102,7 +102,8 @@ def attach(
             calls both. Who joins gets from others what the hook remembers alike on all; its residual is zero.
 
     Returns:
-        a handle to metrics, state and the end of the hook.
+        a handle to metrics, state and the end of the hook. In one process the hook leaves gradients as they are, with a
+        warning; what it remembers is still saved and loaded.
 
     Raises:
         HookError: one of these, or whatever else, on another rank.
@@ -156,6 +157,10 @@ def attach(
     except BaseException:
         runtime.close()
         raise
+    if source.is_alone and not isinstance(config, UserFunction):
+        # An outer optimizer, as of DiLoCo, works in one process too.
+        what = "averages" if attachment.averages_models else "does"
+        warnings.warn(f"hook={runtime.name!r} {what} nothing: training runs in one process", stacklevel=3)
     name = runtime.name if isinstance(config, UserFunction) else code(config)
     logger.info("attached the communication hook %s to %s on %s", name, type(model).__name__, source.device)
     return attachment

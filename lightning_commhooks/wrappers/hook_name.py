@@ -1,14 +1,38 @@
 """The names of hooks as a type, for annotations that Lightning CLI reads."""
 
-from typing import TYPE_CHECKING, Literal
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Literal
+
+import wrapt
 
 import lightning_commhooks.hooks
 import lightning_commhooks.wrappers.auto  # noqa: F401  # registers it
+from lightning_commhooks.interface.misplaced import in_yaml
 from lightning_commhooks.interface.registry import available_hooks
 
 if TYPE_CHECKING:
     HookName = str
+    NoHook = str
 else:
+
+    class NoHook:
+        """Type of nothing, which Lightning CLI tries after the others and whose refusal says what to write."""
+
     # A Literal of the names known now: Lightning CLI then refuses typos and lists the choices in its help. Annotate
     # with it in other modules only: jsonargparse would follow the TYPE_CHECKING branch of the same module.
-    HookName = Literal[tuple(available_hooks())]
+    HookName = Literal[tuple(available_hooks())] | NoHook
+
+
+def _refuse(value: Any) -> None:
+    raise ValueError(in_yaml(value))
+
+
+def _is_none(value: object, kind: type) -> bool:
+    return False
+
+
+def _register(typing: ModuleType) -> None:
+    typing.register_type(NoHook, _refuse, _refuse, type_check=_is_none)
+
+
+wrapt.register_post_import_hook(_register, "jsonargparse.typing")
