@@ -22,7 +22,7 @@ from lightning_commhooks.sources.replicas import replicas_of
 from lightning_commhooks.sources.shard_files import load_shard, save_shard, shard_file
 from lightning_commhooks.sources.sharded_hooks import resolve_sharded_hook
 
-_INSTEAD = {"NO": "training runs in one process, and there is nothing to reduce", **AVERAGED_ELSEWHERE}
+_NEEDED = "use_comm_hook(accelerator, hook) needs a hook, a name such as 'bf16'"
 _IN_DDP = (
     "models are in DistributedDataParallel, for which there is Accelerator(kwargs_handlers=[CommHookKwargs("
     "hook={hook!r})])"
@@ -52,13 +52,21 @@ def attach_to_prepared(
 ) -> FSDPCommHook:
     """Attach a hook to all models of an accelerator. Collective."""
     kind = accelerator.distributed_type
+    if kind == DistributedType.NO:
+        given = from_environment(_NEEDED) if hook is None else hook
+        resolved = get_hook(given.value if isinstance(given, DDPCommunicationHookType) else given)  # type: ignore[arg-type]
+        warnings.warn(
+            f"use_comm_hook(accelerator, hook={resolved.name!r}) does nothing: training runs in one process, and "
+            "attachments stays empty",
+            stacklevel=4,
+        )
+        return FSDPCommHook(resolved)
     if kind != DistributedType.FSDP:
-        reason = _INSTEAD.get(kind.value, _IN_DDP.format(hook=hook))
+        reason = AVERAGED_ELSEWHERE.get(kind.value, _IN_DDP.format(hook=hook))
         note = "; on CPU, Accelerate does so whatever FSDP plugin it is given" if kind.value == "MULTI_CPU" else ""
         raise ValueError(f"use_comm_hook(accelerator, {hook!r}) is for FSDP; here {reason}{note}")
     name = hook.value if isinstance(hook, DDPCommunicationHookType) else hook
-    needed = "use_comm_hook(accelerator, hook) needs a hook, a name such as 'bf16'"
-    given = from_environment(needed) if name is None else name
+    given = from_environment(_NEEDED) if name is None else name
     has_replicas = any(map(replicas_of, accelerator._models))
     of_replicas = {"exact_state": exact_state, "resync": resync}
     options = [*options, *(name for name, value in of_replicas.items() if value and not has_replicas)]

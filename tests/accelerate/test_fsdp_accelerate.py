@@ -60,7 +60,6 @@ def test_between_replicas_of_a_parallelism_config(tmp_path):
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        ("NO", "is for FSDP; here training runs in one process"),
         ("DEEPSPEED", "DeepSpeed averages gradients itself"),
         ("MULTI_GPU", r"kwargs_handlers=\[CommHookKwargs\(hook='bf16'\)\]"),
     ],
@@ -70,6 +69,12 @@ def test_refuses_what_is_not_fsdp(monkeypatch, kind, message):
     monkeypatch.setattr(accelerator.state, "distributed_type", DistributedType[kind])
     with pytest.raises(ValueError, match=message):
         use_comm_hook(accelerator, "bf16")
+
+
+def test_one_process_says_that_it_does_nothing():
+    with pytest.warns(UserWarning, match=r"hook='bf16'\) does nothing: training runs in one process"):
+        handle = use_comm_hook(Accelerator(cpu=True), "bf16")
+    assert handle.attachments == []
 
 
 @pytest.mark.parametrize(

@@ -189,10 +189,13 @@ class TestCandidates:
             ("bf17", "--hooks bf17: unknown hook 'bf17'; did you mean 'bf16'"),
             ("rank=4", "'rank=4' is an option of no hook; write hook:rank=4"),
             ("auto", "auto uses several hooks in one run; compare those"),
-            ("powersgd:ranks=4", "PowerSGD: unknown option 'ranks'; its options are: matrix_approximation_rank"),
+            (
+                "powersgd:ranks=4",
+                "PowerSGD has no option 'ranks'; did you mean 'rank'? Its options are: matrix",
+            ),
             (
                 "powersgd:matrix_approximation_rnk=4",
-                "PowerSGD: unknown option 'matrix_approximation_rnk'; did you mean 'matrix_approximation_rank'",
+                "PowerSGD has no option 'matrix_approximation_rnk'; did you mean 'matrix_approximation_rank'",
             ),
             ("powersgd:warm_start", "options are powersgd:name=value"),
             ("powersgd:matrix_approximation_rank=0", "matrix_approximation_rank .* at least 1, is 0"),

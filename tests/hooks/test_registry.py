@@ -122,7 +122,7 @@ def test_short_names_of_options(kind):
     assert "start_powerSGD_iter=10" in repr(kind(start=10))
     with pytest.raises(ValueError, match="rank and matrix_approximation_rank are two names of one option"):
         kind(rank=4, matrix_approximation_rank=4)
-    with pytest.raises(ValueError, match="unknown option 'ranks'"):
+    with pytest.raises(ValueError, match="has no option 'ranks'; did you mean 'rank'"):
         lc.get_hook(kind.name, ranks=4)
 
 

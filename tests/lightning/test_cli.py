@@ -186,6 +186,27 @@ def test_mistakes_fail_while_parsing(config, capsys, text, message):
     assert re.search(message, capsys.readouterr().err)
 
 
+BLOCK = r"hook:\n\s+class_path: lightning_commhooks.PowerSGD\n\s+init_args:\n\s+matrix_approximation_rank: 4"
+
+
+@pytest.mark.parametrize(
+    ("text", "option"),
+    [
+        ("hook: powersgd", "--trainer.strategy.hook.matrix_approximation_rank=4"),
+        ("hook: powersgd", "--trainer.strategy.hook.init_args.matrix_approximation_rank=4"),
+        ("hook: {name: powersgd, matrix_approximation_rank: 4}", "--trainer.devices=2"),
+        ("hook: PowerSGD(matrix_approximation_rank=4)", "--trainer.devices=2"),
+        (POWERSGD_4.replace("lightning_commhooks.PowerSGD", "powersgd"), "--trainer.devices=2"),
+        (CAST.replace("lightning_commhooks.PowerSGD", "powersgd"), "--trainer.devices=2"),
+    ],
+)
+def test_options_of_a_name_fail_with_the_block_to_write(config, capsys, text, option):
+    with pytest.raises(SystemExit) as stopped:
+        cli(config(text), option)
+    assert stopped.value.code == 2
+    assert re.search(BLOCK, capsys.readouterr().err)
+
+
 @pytest.mark.parametrize("text", [POWERSGD_4, CAST, SCHEDULE])
 def test_an_unknown_option_is_the_first_thing_that_is_wrong_with_the_hook(config, capsys, text):
     """Not behind all names that it is not either."""

@@ -1,0 +1,195 @@
+"""Options of hooks in the wrong place: every way in says which line to write."""
+
+import copy
+import dataclasses
+import inspect
+import pickle
+import re
+
+import pytest
+
+import lightning_commhooks as lc
+from lightning_commhooks.interface.misplaced import explained, in_yaml
+
+RANK_4 = "hook=PowerSGD(matrix_approximation_rank=4)"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Theirs(lc.CommHook):
+    name = "theirs"
+    level: int = 1
+
+    def bind(self, group):
+        raise NotImplementedError
+
+
+class Plain(lc.CommHook):
+    """Not a dataclass, and without options."""
+
+    name = "plain"
+
+    def bind(self, group):
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: lc.PowerSGD(block_size=64), "PowerSGD has no option 'block_size'; its options are: matrix_approx"),
+        (lambda: lc.PowerSGD(4), "PowerSGD takes options by name only: 4 has none, write option=4; its options are: m"),
+        (lambda: lc.PowerSGD(start_powersgd_itr=4), "did you mean 'start_powerSGD_iter'? Its options are: "),
+        (lambda: lc.PowerSGD(ranks=4), "did you mean 'rank'?"),
+        (lambda: dataclasses.replace(lc.Int8(), rank=4), "Int8 has no option 'rank'"),
+        (lambda: lc.AllReduce(3), "its options are: none"),
+        (lambda: lc.Cast(dtype="bf16"), "Cast needs hook=; its options are: hook, dtype"),
+        (lambda: lc.Cast("int8", "bf16", 3), "Cast takes hook, dtype, and all others by name: 3 has none"),
+        (lambda: lc.Cast("powersgd", rank=4), "it is an option of the hook inside, PowerSGD(rank=...)"),
+        (lambda: lc.Schedule({0: lc.Int8()}, block_size=8), "an option of the hook inside, Int8(block_size=...)"),
+        (lambda: lc.Auto(candidates=["int8"], block_size=8), "an option of the hook inside, Int8(block_size=...)"),
+        (lambda: Theirs(levl=2), "Theirs has no option 'levl'; did you mean 'level'? Its options are: level"),
+        (lambda: Plain(2), "Plain takes options by name only: 2 has none"),
+        (lambda: lc.get_hook({"name": "powersgd", "rank": 4}), f"write {RANK_4}"),
+        (lambda: lc.get_hook(("powersgd", {"rank": 4})), f"write {RANK_4}"),
+        (lambda: lc.get_hook("powersgd(rank=4)"), f"options are no part of a name: write {RANK_4}"),
+        (lambda: lc.get_hook(lc.PowerSGD(), rank=4), f"write {RANK_4}"),
+        (lambda: lc.get_hook(lc.Cast), "did you mean Cast(...)?"),
+        (lambda: lc.attach(None, "powersgd", rank=4), "attach() has no option 'rank': it is an option of the hook. W"),
+        (lambda: lc.attach(None, "powersgd", rank=4), f"Write {RANK_4}, with `from lightning_commhooks import PowerSG"),
+        (lambda: lc.attach(None, "powersgd", matrix_aproximation_rank=4), "'matrix_approximation_rank' of the hook? W"),
+        (
+            lambda: lc.attach(None, "int8", rank=4),
+            "an option of PowerSGD and BatchedPowerSGD, and hook is 'int8'",
+        ),
+        (lambda: lc.attach(None, lc.Cast("powersgd"), rank=4), "Write PowerSGD(matrix_approximation_rank=4) in its pl"),
+        (lambda: lc.attach(None, "int8", acumulation="mean"), "did you mean 'accumulation'?"),
+        (lambda: lc.attach(None, "int8", 4), "attach() takes model, hook, and all others by name: 4 has none"),
+        (
+            lambda: lc.attach(None),
+            "attach() needs hook=, the name of a hook or a configured one, such as hook='power",
+        ),
+    ],
+)
+def test_says_what_to_write(make, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        make()
+
+
+@pytest.mark.parametrize("hook", [lc.PowerSGD(rank=3), lc.Cast("powersgd"), lc.Schedule({0: "bf16"}), Theirs(level=2)])
+def test_hooks_are_still_copied_and_looked_at(hook):
+    assert pickle.loads(pickle.dumps(hook)) == copy.deepcopy(hook) == copy.copy(hook) == hook
+    assert list(inspect.signature(type(hook)).parameters) == [field.name for field in dataclasses.fields(hook)]
+
+
+def test_other_type_errors_are_not_hidden():
+    @explained
+    def fails(hook):
+        raise TypeError("of its own code")
+
+    with pytest.raises(TypeError, match="of its own code"):
+        fails("int8")
+
+
+STRATEGIES = [
+    "CompressedDDPStrategy",
+    "CompressedDDPStrategyPL",
+    "CompressedDDPFabricStrategy",
+    "CompressedRayDDPStrategy",
+]
+SHARDED = ["CompressedFSDPStrategy", "CompressedModelParallelStrategy"]
+
+
+def refusal(name, *args, **options):
+    """What a strategy says; its exception is Lightning's own."""
+    pytest.importorskip("pytorch_lightning" if name.endswith("PL") else "lightning")
+    if "Ray" in name:
+        pytest.importorskip("ray.train.lightning")
+    with pytest.raises(Exception, match=f"^{name}") as caught:
+        getattr(lc, name)(*args, **options)
+    assert type(caught.value).__name__ == "MisconfigurationException"
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_strategies(name):
+    assert f"Write {RANK_4}" in refusal(name, hook="powersgd", rank=4)
+    assert f"Write {RANK_4}" in refusal(name, rank=4)
+    assert RANK_4 in refusal(name, "powersgd", {"rank": 4}), "positionally, as the state of a function"
+    assert "did you mean 'find_unused_parameters'?" in refusal(name, "int8", find_unused_parameter=True)
+    assert "did you mean 'resync'?" in refusal(name, "int8", resinc=True)
+    assert refusal(name).startswith(f"{name} needs hook=, the name of a hook or a configured one, such as hook='powers")
+
+
+@pytest.mark.parametrize("name", SHARDED)
+def test_sharded_strategies(name):
+    assert "Write hook=Int8(" in refusal(name, hook="int8", block_size=128)
+    assert "such as hook='bf16'" in refusal(name)
+    assert "write hook=Int8()" in refusal(name, hook={"name": "int8"})
+
+
+def test_handler_of_accelerate():
+    pytest.importorskip("accelerate")
+    from accelerate import Accelerator
+    from accelerate.utils import DistributedDataParallelKwargs
+
+    from accelerate_integration import CommHookKwargs, use_comm_hook
+
+    theirs = DistributedDataParallelKwargs(find_unused_parameters=True)
+    one = "give one handler, which has the options of DistributedDataParallelKwargs too: CommHookKwargs(hook='int8'"
+    for make, message in [
+        (lambda: CommHookKwargs(hook="powersgd", rank=4), f"Write {RANK_4}"),
+        (lambda: CommHookKwargs("powersgd"), "CommHookKwargs takes options by name: CommHookKwargs(hook='powersgd')"),
+        (lambda: CommHookKwargs("powersgd", rank=4), f"CommHookKwargs({RANK_4})"),
+        (lambda: CommHookKwargs(hook="int8", comm_state_option={"block_size": 128}), "write hook=Int8(block_size=128)"),
+        (lambda: CommHookKwargs(hook="int8", comm_wrapper="bf16"), "write hook=Cast('int8', 'bf16')"),
+        (lambda: CommHookKwargs(hook="int8", find_unused_params=True), "did you mean 'find_unused_parameters'?"),
+        (lambda: use_comm_hook(None, "powersgd", rank=4), f"Write {RANK_4}"),
+        (
+            lambda: Accelerator(cpu=True, kwargs_handlers=[CommHookKwargs(hook="int8"), CommHookKwargs(hook="int8")]),
+            one,
+        ),
+        (
+            lambda: Accelerator(cpu=True, kwargs_handlers=[theirs, CommHookKwargs(hook="int8")]),
+            f"{one}, find_unused_parameters=True)",
+        ),
+    ]:
+        with pytest.raises(ValueError, match=re.escape(message)):
+            make()
+
+
+@pytest.mark.parametrize(
+    ("hook", "options", "message"),
+    [
+        ("powersgd", "rank=4", 'is not JSON, as {"rank": 4}'),
+        ("powersgd:rank=4", "", "COMMHOOKS_OPTIONS='{\"rank\": 4}'"),
+    ],
+)
+def test_environment(monkeypatch, hook, options, message):
+    pytest.importorskip("accelerate")
+    from accelerate_integration import CommHookKwargs
+
+    monkeypatch.setenv("COMMHOOKS_HOOK", hook)
+    monkeypatch.setenv("COMMHOOKS_OPTIONS", options)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        CommHookKwargs()
+
+
+BLOCK = "hook:\n  class_path: lightning_commhooks.PowerSGD\n  init_args:\n    matrix_approximation_rank: 4"
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"name": "powersgd", "rank": 4},
+        {"powersgd": {"rank": 4}},
+        {"class_path": "powersgd", "init_args": {"matrix_approximation_rank": 4}},
+        {"matrix_approximation_rank": 4},
+        "PowerSGD(rank=4)",
+    ],
+)
+def test_block_of_a_configuration_file(value):
+    assert in_yaml(value) == f"a hook with options is written by its class:\n{BLOCK}"
+
+
+def test_wrong_options_in_a_configuration_file():
+    assert in_yaml("powersdg") == "'powersdg' is no hook; did you mean 'powersgd'?"
+    assert in_yaml({"name": "powersgd", "ranks": 4}) == "PowerSGD has no option 'ranks'; did you mean 'rank'?"
