@@ -44,7 +44,7 @@ def printed(command: str, name: str, text: str) -> str:
             check=True,
         )
     # A line may stand behind a progress bar.
-    lines = re.sub(r"\r|(?=Forecast for|\{'train_runtime')", "\n", done.stdout).splitlines()
+    lines = re.sub(r"\r|(?=Forecast for|Communication hook '|\{'train_runtime')", "\n", done.stdout).splitlines()
     return "".join(f"{line.rstrip()}\n" for line in lines if not _LEFT_OUT.search(line))
 
 

@@ -415,7 +415,7 @@ MUTATIONS = [
     ),
     Mutation(
         "core_imports_a_framework",
-        f"{PACKAGE}/interface/registry.py",
+        f"{PACKAGE}/interface/options.py",
         "import difflib\n",
         "import difflib\nimport lightning.fabric\n",
         "Importing the library imports Lightning.",

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_commhooks as lc
-from lightning_commhooks.interface import registry
+from lightning_commhooks.interface import names
 
 
 class Failing(lc.CommHook):
@@ -262,7 +262,7 @@ def fail_somewhere(rank, world, place):
     if attachment is not None:
         with ignoring("hook='.*' (ended while|never averaged)"):
             attachment.close()
-    registry._classes.pop(Failing.name)
+    names._classes.pop(Failing.name)
     dist.barrier()
     dist.destroy_process_group(group)
     return outcome

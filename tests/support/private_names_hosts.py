@@ -1,5 +1,6 @@
 """The private and undocumented names of Lightning, Accelerate, transformers and torchft that we use."""
 
+import importlib
 import inspect
 import sys
 
@@ -78,6 +79,15 @@ LIGHTNING = [
         (AVERAGING,),
         "silent: SLURM's signal hangs the job, as its handler averages what differs",
         _handles_slurm,
+    ),
+    Use(
+        "._try_loop_run",
+        (AVERAGING,),
+        "a closing line after each search for a learning rate or a batch size",
+        lambda package: all(
+            hasattr(importlib.import_module(f"{package}.tuner.{module}"), "_try_loop_run")
+            for module in ("lr_finder", "batch_size_scaling")
+        ),
     ),
     Use("interrupted", (AVERAGING,), "saving fails", _was_interrupted),
     Use(
