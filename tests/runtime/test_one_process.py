@@ -3,7 +3,6 @@
 import threading
 import warnings
 
-import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
@@ -112,23 +111,3 @@ def test_closing_line_comes_once_where_there_are_steps(run):
     for before, line, again in run(monitored):
         assert before is again is None
         assert line == "Communication hook 'bf16': 263 kB sent in 1 step instead of 525 kB (2 times fewer)"
-
-
-@pytest.mark.parametrize("name", ["CompressedDDPStrategy", "CompressedDDPStrategyPL"])
-def test_trainer_of_one_process(run_code, name):
-    package = "pytorch_lightning" if name.endswith("PL") else "lightning.pytorch"
-    pytest.importorskip(package.partition(".")[0])
-    stdout = run_code(
-        f"""
-import warnings
-from {package} import Trainer
-from {package}.demos.boring_classes import BoringModel
-import lightning_commhooks as lc
-with warnings.catch_warnings(record=True) as caught:
-    warnings.simplefilter("always")
-    Trainer(accelerator="cpu", devices=1, max_steps=3, logger=False, enable_checkpointing=False, num_nodes=1,
-            enable_progress_bar=False, enable_model_summary=False, strategy=lc.{name}(hook="int8")).fit(BoringModel())
-print([str(one.message) for one in caught if "hook" in str(one.message)])
-"""
-    )
-    assert stdout.splitlines()[-1] == "[\"hook='int8' does nothing: training runs in one process\"]"
