@@ -51,11 +51,11 @@ def wrong_call(
     """Say what is wrong with the arguments of a function that takes a hook.
 
     Args:
-        where: what the user calls.
-        function: what is called, without the first argument of a method.
+        where: name of the function for the user.
+        function: it, without the first argument of a method.
         args: without names.
         kwargs: with names.
-        also: what has no such option either, as `", and neither has FSDP"`.
+        also: others without such an option, as `", and neither has FSDP"`.
         example: name of a hook that works there.
 
     Returns:
@@ -81,7 +81,7 @@ def misplaced(
     """Say that there are no such options, and where they belong.
 
     Args:
-        where: what was given them.
+        where: name of the function for the user.
         unknown: the options, with their values.
         known: options that there are.
         hook: the hook that was given too, if any.
@@ -134,13 +134,13 @@ def refusal(hook: object) -> str:
 
 
 def written(spec: object) -> str | None:
-    """Python code of what a user has written in another way, as `{"name": "powersgd", "rank": 4}`; `None`: no idea."""
+    """Python code for a hook that was written otherwise, as `{"name": "powersgd", "rank": 4}`; `None`: unknown."""
     found = parsed(spec)
     return None if found is None else with_options(*found)
 
 
 def parsed(spec: object) -> tuple[type[CommHook], Mapping[str, Any]] | None:
-    """The hook's class and the options that a user means by what is no hook."""
+    """The class and the options that a value stands for, though it is no hook; `None`: unknown."""
     if isinstance(spec, str):
         name, _, behind = re.sub(r"[()\[\]{}]", " ", spec).strip().replace(":", " ", 1).partition(" ")
         pairs = [part.partition("=") for part in re.split(r"[,;]\s*|\s+", behind.strip())]
@@ -170,7 +170,7 @@ def in_yaml(value: Any) -> str:
     """Say how a configuration file gives the hook that a user has written in another way.
 
     Args:
-        value: what is no hook; or jsonargparse's `NestedArg`, an option of one that is given by name.
+        value: any value but a hook; or jsonargparse's `NestedArg`, an option of a hook that was given by name.
     """
     if isinstance(value, tuple) and hasattr(value, "key") and hasattr(value, "val"):
         return _nested(value.key, value.val)
@@ -191,7 +191,7 @@ def _nested(name: str, value: str) -> str:
         close = closest(name, [option for each in available_hooks() for option in _options(each)])
         return f"no hook has an option {name!r}" + (f"; did you mean {close!r}?" if close else "")
     return (
-        f"{name!r} is an option of {_names(owners)}, and needs the class in place of the hook's name:\n"
+        f"{name!r} is an option of {_names(owners)}, so the hook is given by its class, not its name:\n"
         f"{_block(owners[0], {name: value})}\n"
         f"or, on the command line, hook={owners[0].__name__} before hook.{name}={value}"
     )
@@ -208,7 +208,7 @@ def _block(hook_class: type[CommHook], options: Mapping[str, Any]) -> str:
 
 
 def class_of(hook: object) -> type[CommHook] | None:
-    """The class of a hook, of a name, or a class itself; `None` of what is none."""
+    """The class of a hook, of a name, or a class itself; `None` for other values."""
     if isinstance(hook, CommHook):
         return type(hook)
     if isinstance(hook, type):

@@ -1,4 +1,4 @@
-"""Arguments that a class or a function has not got: what is wrong, and what to write."""
+"""Messages on arguments that a class or a function does not have."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def misfit(where: str, function: Callable[..., Any], args: tuple[Any, ...], kwar
     """Say that arguments without names are too many, or that required ones are missing.
 
     Args:
-        where: what the user calls.
-        function: what is called, without the first argument of a method.
+        where: name of the function for the user.
+        function: it, without the first argument of a method.
         args: without names.
         kwargs: with names, known or not.
 
@@ -77,7 +77,7 @@ def _of_inner_hooks(name: str, given: object) -> str:
 
 
 def check_options(hook_class: type, args: tuple[Any, ...], options: Mapping[str, Any]) -> None:
-    """Refuse what a hook is made with if its class has no such options, before Python does so in few words.
+    """Refuse arguments that a hook's class does not have.
 
     Raises:
         ValueError: names the option, all there are and the closest one.

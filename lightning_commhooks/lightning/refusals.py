@@ -29,7 +29,7 @@ def options_of(*classes: type) -> set[str]:
 
 
 def needs_hook(init: Init) -> Init:
-    """Decorator: have a strategy's constructor say what is missing, in Lightning's own exception."""
+    """Decorator: raise wrong arguments of a strategy's constructor as Lightning's own exception, with advice."""
 
     @functools.wraps(init)
     def made(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -48,7 +48,7 @@ def needs_hook(init: Init) -> Init:
 
 
 def check_options(strategy: Any, options: Mapping[str, Any], known: Collection[str], hook: object, also: str) -> None:
-    """Refuse options that a strategy has not got and what it makes the model with has not either."""
+    """Refuse options that neither a strategy nor its wrapper of models has."""
     unknown = {name: value for name, value in options.items() if name not in known}
     if unknown:
         own = parameters_of(type(strategy).__init__)
