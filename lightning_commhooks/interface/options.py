@@ -88,11 +88,11 @@ def check_options(hook_class: type, args: tuple[Any, ...], options: Mapping[str,
         p.kind is p.VAR_KEYWORD for p in inspect.signature(init).parameters.values()
     )
     shown = [" or ".join([option, *(alias for alias, full in short.items() if full == option)]) for option in own]
-    known = f"ts options are: {', '.join(shown) or 'none'}"
+    known = f"its options are: {', '.join(shown) or 'none'}"
     unknown = next((option for option in options if option not in {*own, *short}), None)
     if unknown is not None and not takes_any:
         hint = did_you_mean(unknown, [*own, *short]) or _of_inner_hooks(unknown, [*args, *options.values()])
-        raise ValueError(f"{name} has no option {unknown!r}; {f'{hint}I' if hint else 'i'}{known}")
+        raise ValueError(f"{name} has no option {unknown!r}; {hint}{known}")
     wrong = misfit(name, (lambda: None) if init is object.__init__ else init.__get__(object()), args, options)
     if wrong is not None:
-        raise ValueError(f"{wrong}; i{known}")
+        raise ValueError(f"{wrong}; {known}")

@@ -37,7 +37,7 @@ class Plain(lc.CommHook):
     [
         (lambda: lc.PowerSGD(block_size=64), "PowerSGD has no option 'block_size'; its options are: matrix_approx"),
         (lambda: lc.PowerSGD(4), "PowerSGD takes options by name only: 4 has none, write option=4; its options are: m"),
-        (lambda: lc.PowerSGD(start_powersgd_itr=4), "did you mean 'start_powerSGD_iter'? Its options are: "),
+        (lambda: lc.PowerSGD(start_powersgd_itr=4), "did you mean 'start_powerSGD_iter'? its options are: "),
         (lambda: lc.PowerSGD(ranks=4), "did you mean 'rank'?"),
         (lambda: dataclasses.replace(lc.Int8(), rank=4), "Int8 has no option 'rank'"),
         (lambda: lc.AllReduce(3), "its options are: none"),
@@ -46,7 +46,7 @@ class Plain(lc.CommHook):
         (lambda: lc.Cast("powersgd", rank=4), "it is an option of the hook inside, PowerSGD(rank=...)"),
         (lambda: lc.Schedule({0: lc.Int8()}, block_size=8), "an option of the hook inside, Int8(block_size=...)"),
         (lambda: lc.Auto(candidates=["int8"], block_size=8), "an option of the hook inside, Int8(block_size=...)"),
-        (lambda: Theirs(levl=2), "Theirs has no option 'levl'; did you mean 'level'? Its options are: level"),
+        (lambda: Theirs(levl=2), "Theirs has no option 'levl'; did you mean 'level'? its options are: level"),
         (lambda: Plain(2), "Plain takes options by name only: 2 has none"),
         (lambda: lc.get_hook({"name": "powersgd", "rank": 4}), f"write {RANK_4}"),
         (lambda: lc.get_hook(("powersgd", {"rank": 4})), f"write {RANK_4}"),
