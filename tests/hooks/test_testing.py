@@ -39,15 +39,10 @@ def test_inf_in_what_is_not_sent_is_seen_on_all_ranks(run):
     check_rule(BY_NAME["bad_steps_leave_nothing_behind"], run, Case(broken_hooks.First()), 2)
 
 
-def outputs_alone(rank, world):
-    with pytest.warns(UserWarning, match="does nothing: training runs in one process"):
-        return outputs(rank, world, broken_hooks.Whole(), full_rank_gradients, 1)
-
-
 def test_what_is_owed_may_be_the_mean(run):
     for rule in ("other_numbers_of_ranks_keep_residuals", "all_dtypes"):
         check_rule(BY_NAME[rule], run, Case(broken_hooks.Whole()), 2)
-    ((means, _, _),) = run(outputs_alone, world=1)
+    ((means, _, _),) = run(outputs, broken_hooks.Whole(), full_rank_gradients, 1, world=1)
     assert same(means[0], full_rank_gradients(0, 0, SHAPES))
 
 

@@ -176,13 +176,8 @@ def test_seconds_saved_depend_on_the_link(run):
         assert re.search(r"about [\d.]+ s lost against plain DDP", fast)
 
 
-def asked_alone(rank, world):
-    with pytest.warns(UserWarning, match="does nothing: training runs in one process"):
-        return asked_after(rank, world, "bf16", [2])
-
-
 def test_nothing_to_send_alone(run):
-    (result,) = run(asked_alone, world=1)
+    (result,) = run(asked_after, "bf16", [2], world=1)
     (values, *_), line = result[0][0], result[1]
     assert values["comm/bytes_sent"] == 0
     assert "comm/compression_ratio" not in values
