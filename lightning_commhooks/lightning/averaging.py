@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from lightning_commhooks.lightning.refusals import refusals_as
-from lightning_commhooks.lightning.show import is_trial, show, steps_left
+from lightning_commhooks.lightning.show import show, steps_left
 from lightning_commhooks.runtime.attachment import Attachment
 from lightning_commhooks.runtime.monitor import closing_line
 
@@ -135,7 +135,8 @@ class AveragesModelsMixin:
         if (averaging := self._averaging()) is not None:
             averaging.average_weights(everything=True)
         if self._attachment is not None:
-            self._attachment.note_end(as_planned=not is_trial(self.lightning_module.trainer))  # type: ignore[attr-defined]
+            is_trial = self.lightning_module.trainer.fast_dev_run or is_tuning()  # type: ignore[attr-defined]
+            self._attachment.note_end(as_planned=not is_trial)
         self._tell_what_was_sent()
 
     def _tell_what_was_sent(self) -> None:

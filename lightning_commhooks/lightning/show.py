@@ -22,20 +22,11 @@ def show(trainer: Any, line: str, rank_zero_info: Callable[..., None]) -> None:
         rank_zero_info(line)
 
 
-def is_trial(trainer: Any) -> bool:
-    """Whether training was never meant to be long: `fast_dev_run`, or the search of a learning rate."""
-    return bool(trainer.fast_dev_run) or _looks_for_learning_rate(trainer)
-
-
-def _looks_for_learning_rate(trainer: Any) -> bool:
-    return any(type(callback).__name__ == "_LRCallback" for callback in trainer.callbacks)
-
-
 def steps_left(trainer: Any) -> int | None:
     """Number of optimizer steps to come; `None` if nobody knows, as in manual optimization."""
     if not trainer.lightning_module.automatic_optimization:
         return None
-    if _looks_for_learning_rate(trainer):
-        return None
+    if any(type(callback).__name__ == "_LRCallback" for callback in trainer.callbacks):
+        return None  # Lightning looks for a learning rate
     end = trainer.estimated_stepping_batches
     return int(end) - trainer.global_step if trainer.global_step <= end < math.inf else None
