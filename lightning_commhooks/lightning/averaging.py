@@ -135,8 +135,7 @@ class AveragesModelsMixin:
         if (averaging := self._averaging()) is not None:
             averaging.average_weights(everything=True)
         if self._attachment is not None:
-            is_trial = self.lightning_module.trainer.fast_dev_run or is_tuning()  # type: ignore[attr-defined]
-            self._attachment.note_end(as_planned=not is_trial)
+            self._attachment.note_end(as_planned=not is_trial(self.lightning_module.trainer))  # type: ignore[attr-defined]
         self._tell_what_was_sent()
 
     def _tell_what_was_sent(self) -> None:
@@ -180,6 +179,11 @@ def _cloned(state: Any) -> Any:
 def handles_signal() -> bool:
     """Whether Lightning's handler of SLURM's signal runs, which saves a checkpoint wherever the signal comes."""
     return _runs_in("_slurm_sigusr_handler_fn")
+
+
+def is_trial(trainer: Any) -> bool:
+    """Whether training was never meant to be long."""
+    return bool(trainer.fast_dev_run) or is_tuning()
 
 
 def is_tuning() -> bool:
