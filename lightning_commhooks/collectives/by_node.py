@@ -36,7 +36,9 @@ class ByNode:
 
     def channel(self, number: int, ranks: Group) -> ByNode:
         """The same nodes for the bucket that `ranks` are for."""
-        return ByNode(self.within.on(ranks), self.across.on(ranks))
+        # Numbers are counted where they are given to the nodes, not once more for each share of them.
+        shares = ranks.not_gradients()
+        return ByNode(self.within.on(shares), self.across.on(shares))
 
     def among(self, ranks: Sequence[int], part: int) -> None:
         """Return `None`: nodes are not divided."""
@@ -88,7 +90,8 @@ def nodes_as_ranks(everyone: Group) -> Group:
     group = Group(ByNode(within, across), everyone.counters, everyone.device)
     group.global_rank, group._codec, group._everyone = everyone.global_rank, everyone._codec, everyone
     group._are_alike = everyone._are_alike
-    # The groups within and across nodes count.
+    group._nodes = [[node] for node in range(group.size)]
+    # The groups within and across nodes count bytes.
     group._is_quiet = True
     return group
 

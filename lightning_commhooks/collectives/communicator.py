@@ -8,10 +8,10 @@ the payload.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypeVar
 
 import torch
@@ -46,11 +46,21 @@ class Transport(Protocol):
 
 @dataclass
 class Tally:
-    """Count for one bucket so far: payload bytes sent, those of them that left the node, and rounds of messages."""
+    """Count for one bucket so far.
+
+    Attributes:
+        sent: payload bytes.
+        between_nodes: those of them that left the node.
+        rounds: rounds of messages.
+        numbers: how many numbers this rank gave to collectives, by dtype.
+        numbers_between_nodes: those given to collectives that leave the node.
+    """
 
     sent: float = 0.0
     between_nodes: float = 0.0
     rounds: int = 0
+    numbers: Counter[torch.dtype] = field(default_factory=Counter)
+    numbers_between_nodes: Counter[torch.dtype] = field(default_factory=Counter)
 
 
 class Communicator:
@@ -89,6 +99,8 @@ class Communicator:
         self.global_rank: int = dist.get_rank() if transport is not None and dist.is_initialized() else self.rank
         self.tally = Tally()
         self._is_quiet = False
+        # Whether the numbers given to collectives are those of gradients, in whatever form.
+        self._sends_gradients = True
         # Whether other subgroups, if this is one, have as many ranks, and so wait as often.
         self._is_uniform = True
 
@@ -150,7 +162,7 @@ class Communicator:
         if transport is None or self.size == 1 or not tensor.numel():
             return result(tensor)
         rounds = transport.num_rounds(tensor.nbytes)
-        return self._counted("all_reduce", self.ring_bytes(tensor), rounds, transport.sum_(tensor))
+        return self._counted("all_reduce", tensor, self.ring_bytes(tensor), rounds, transport.sum_(tensor))
 
     def all_reduce_mean_(self, tensor: Tensor, scale: float | Tensor = 1.0) -> Steps[Tensor]:
         """Replace a contiguous floating-point `tensor` by `scale` times its mean.
@@ -204,7 +216,7 @@ class Communicator:
         if transport is None or self.size == 1:
             return result(tensor.view(1, -1).clone())
         steps = transport.gather(tensor.contiguous(), expected)
-        return self._counted("all_gather", (self.size - 1) * tensor.nbytes, self._rounds_to_all(), steps)
+        return self._counted("all_gather", tensor, (self.size - 1) * tensor.nbytes, self._rounds_to_all(), steps)
 
     def expect_all_gather(self, like: Tensor) -> object:
         """Announce an `all_gather` of tensors like this one, long before there is this rank's, to save a question."""
@@ -222,7 +234,7 @@ class Communicator:
         if transport is None or self.size == 1:
             return result(chunks)
         num_bytes = (self.size - 1) / self.size * chunks.nbytes
-        return self._counted("all_to_all", num_bytes, 1, transport.exchange(chunks))
+        return self._counted("all_to_all", chunks, num_bytes, 1, transport.exchange(chunks))
 
     def reduce_scatter(self, chunks: Tensor, in_float32: bool = False) -> Steps[Tensor]:
         """Sum over ranks of this rank's row of `chunks`, shape `(w, n)`; a new tensor of shape `(n,)`.
@@ -236,7 +248,7 @@ class Communicator:
             return (yield from self.all_to_all(chunks)).sum(dim=0, dtype=dtype)
         num_bytes = (self.size - 1) / self.size * chunks.nbytes
         steps = transport.sum_share(chunks)
-        return (yield from self._counted("reduce_scatter", num_bytes, self.size - 1, steps))
+        return (yield from self._counted("reduce_scatter", chunks, num_bytes, self.size - 1, steps))
 
     def all_reduce_sparse_mean(self, grad: Tensor) -> Steps[Tensor]:
         """Mean over ranks of a sparse COO tensor: an all-gather of padded indices and values.
@@ -262,14 +274,23 @@ class Communicator:
             check_invariants=False,  # said explicitly, or PyTorch warns that it does not check
         ).coalesce()
 
+    def _note(self, kind: Kind, given: Tensor) -> None:
+        if self._sends_gradients:
+            self.tally.numbers[given.dtype] += given.numel()
+            if self.inter_node_share(kind):
+                self.tally.numbers_between_nodes[given.dtype] += given.numel()
+
     def _rounds_to_all(self) -> int:
         return self.size - 1 if self.is_ordered else 1
 
-    def _counted(self, kind: Kind, num_bytes: float, num_rounds: int, steps: Steps[Tensor]) -> Steps[Tensor]:
-        """Count the bytes when a collective begins, and its rounds of messages when it has ended.
+    def _counted(
+        self, kind: Kind, given: Tensor, num_bytes: float, num_rounds: int, steps: Steps[Tensor]
+    ) -> Steps[Tensor]:
+        """Count the bytes and numbers when a collective begins, and its rounds of messages when it has ended.
 
         Of collectives that are under way at once for one bucket, rounds are counted once.
         """
+        self._note(kind, given)
         if not self._is_quiet:
             between_nodes = num_bytes * self.inter_node_share(kind)
             if self.counters.count(num_bytes, between_nodes):

@@ -31,8 +31,11 @@ class Counters:
         collectives: number of collectives issued to train.
         rounds: rounds of messages between ranks that were waited for one after another, each for at least the latency
             of the link; those of collectives that were under way at once for one bucket are counted once.
-        numel_compressed: gradient elements that were sent in a compressed form.
-        numel_uncompressed: gradient elements that a hook sent as they were.
+        numel_compressed: gradient elements that were sent in another form or not at all: all others of the buckets of
+            which anything was sent.
+        numel_uncompressed: gradient elements that were sent as they are: of each bucket, as many as collectives were
+            given numbers of the dtype of the gradients, or floating-point numbers of as many bytes or more, at most as
+            many as the bucket has. Of nodes with several ranks, numbers that leave the node, if anything does.
         numel_overflowed: gradient elements of this rank that are finite, but not in the 16 bit they were sent in.
         nonfinite_steps: steps that were made NaN on all ranks, because a gradient was inf or NaN on some rank: with a
             hook that has memory, and of ranks that step alone under a scaler.

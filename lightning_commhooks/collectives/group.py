@@ -83,14 +83,25 @@ class Group(Communicator):
         own = copy.copy(self)
         own._is_channel, own._number, own.tally = ranks._is_channel, ranks._number, ranks.tally
         own._is_quiet = self._is_quiet or ranks._is_quiet
+        own._sends_gradients = self._sends_gradients and ranks._sends_gradients
         if self._transport is not None:
             own._transport = self._transport.channel(ranks._number, ranks)
         return own
 
     def quiet(self) -> Group:
         """The same ranks; what they send is not counted."""
-        own = copy.copy(self)
+        own = self.not_gradients()
         own._is_quiet = True
+        return own
+
+    def not_gradients(self) -> Group:
+        """The same ranks, for numbers that are no gradients, such as weights, or factors of gradients.
+
+        Their bytes are counted, but they do not count as gradient elements that were sent as they are, whatever their
+        dtype: see `Counters.numel_uncompressed`.
+        """
+        own = copy.copy(self)
+        own._sends_gradients = False
         return own
 
     def all_gather_quietly(self, numbers: list[int]) -> list[list[int]]:
@@ -276,13 +287,16 @@ class Group(Communicator):
             factors: floating-point tensors whose errors the algorithm makes up for, as error feedback does. Those that
                 do not fill a block are not encoded.
         """
+        factors_too = self.not_gradients()
+        for tensor in exact if self.size > 1 else ():
+            self._note("all_reduce", tensor)
         if self._codec is None or self.size == 1:
-            yield from self.all_reduce_coalesced_([*exact, *factors])
+            yield from factors_too.all_reduce_coalesced_([*exact, *factors])
             return
         kernels = self.kernels(self._codec, feedback=False, two_shot=True)
         large = [factor for factor in factors if kernels.fills_block(factor)]
         small = [factor for factor in factors if not kernels.fills_block(factor)]
-        sums = begun(self.all_reduce_coalesced_([*exact, *small]))
+        sums = begun(factors_too.all_reduce_coalesced_([*exact, *small]))
         yield from self.average_tensors_encoded_(large, kernels)
         for factor in large:
             factor.mul_(self.size)

@@ -164,14 +164,12 @@ class BoundLocalSGD(AveragesModels):
     def reduce(self, bucket: Bucket, ranks: Group) -> Steps[None]:
         group = self._group_at(bucket.step)
         if group is not None:
-            self.group.counters.numel_uncompressed += bucket.flat.numel()
             yield from group.on(ranks).all_reduce_mean_(bucket.flat)
 
     def reduce_sparse(self, grad: Tensor, bucket: Bucket, ranks: Group) -> Steps[Tensor]:
         group = self._group_at(bucket.step)
         if group is None:
             return grad.coalesce()
-        self.group.counters.numel_uncompressed += grad._values().numel()
         return (yield from group.on(ranks).all_reduce_sparse_mean(grad))
 
     def after_optimizer_step(self, stepped: OptimizerStep) -> None:

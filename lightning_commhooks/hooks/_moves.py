@@ -11,6 +11,7 @@ from lightning_commhooks.collectives.averaging import check_same, check_same_bes
 from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.collectives.steps import Steps
 from lightning_commhooks.interface.bucket import Bucket, Slot
+from lightning_commhooks.interface.counted import counted
 from lightning_commhooks.interface.hook import CommHook
 from lightning_commhooks.interface.layout import memory_shape
 from lightning_commhooks.interface.models import OptimizerStep
@@ -112,7 +113,7 @@ class Moves:
 
     def _average(self, moves: list[Bucket], ranks: Group) -> Steps[None]:
         for bucket in moves:
-            yield from self.inner.reduce(bucket, ranks)
+            yield from counted(self.inner.reduce(bucket, ranks), bucket.flat, ranks)
             # With inf or NaN in it the model is lost as well.
             self.inner.end_step(torch.tensor(True))
 

@@ -33,18 +33,16 @@ def reduce_scatter(
         dtype: of the numbers that are sent; `None`: that of the gradients.
         in_float32: whether 16-bit numbers are summed in float32. If not, it is up to the backend.
     """
-    flat, counters, factor = bucket.flat, ranks.counters, bucket.scale / ranks.size
+    flat, factor = bucket.flat, bucket.scale / ranks.size
     before = predivide_factor(ranks.size)
     if ranks.size == 1 or dtype in (None, flat.dtype):
-        counters.numel_uncompressed += flat.numel()
         # With a factor of 1, FSDP has divided by itself what needs it.
         before = 1 if factor == 1 else before
         sent = flat if before == 1 else flat.div_(before)
     else:
-        counters.numel_compressed += flat.numel()
         sent = torch.empty_like(flat, dtype=dtype)
         torch.div(flat, before, out=sent)
-        counters.numel_overflowed += num_overflowed(flat, sent)
+        ranks.counters.numel_overflowed += num_overflowed(flat, sent)
     total = yield from ranks.reduce_scatter(sent.view(ranks.size, -1), in_float32)
     if out.element_size() < total.element_size():
         out.copy_(total.mul_(factor * before))

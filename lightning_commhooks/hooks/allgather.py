@@ -34,7 +34,6 @@ class AllGather(CommHook):
 class _BoundAllGather(BoundHook):
     def reduce(self, bucket: Bucket, ranks: Group) -> Steps[None]:
         flat = bucket.flat
-        self.group.counters.numel_uncompressed += flat.numel()
         gathered = yield from ranks.all_gather(flat)
         accumulator = torch.promote_types(flat.dtype, torch.float32) if flat.is_floating_point() else flat.dtype
         flat.copy_(gathered.mean(dim=0, dtype=accumulator))

@@ -35,7 +35,6 @@ class _BoundAllReduce(BoundHook):
     scales_gradients = True
 
     def reduce(self, bucket: Bucket, ranks: Group) -> Steps[None]:
-        self.group.counters.numel_uncompressed += bucket.flat.numel()
         yield from ranks.all_reduce_mean_(bucket.flat, bucket.scale)
 
     def reduce_scatter(self, bucket: Bucket, out: Tensor, ranks: Group) -> Steps[None]:

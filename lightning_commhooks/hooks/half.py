@@ -93,10 +93,8 @@ class _BoundHalf(BoundHook):
     def reduce(self, bucket: Bucket, ranks: Group) -> Steps[None]:
         flat = bucket.flat
         if not flat.is_floating_point():
-            self.group.counters.numel_uncompressed += flat.numel()
             yield from ranks.all_reduce_mean_(flat, bucket.scale)
             return
-        self.group.counters.numel_compressed += flat.numel()
         half = torch.empty_like(flat, dtype=self._dtype)
         torch.div(flat, self.group.size / bucket.scale, out=half)
         self.group.counters.numel_overflowed += num_overflowed(flat, half)

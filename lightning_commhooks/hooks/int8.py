@@ -220,7 +220,6 @@ class CodecFeedback(ErrorFeedback):
         flat = bucket.flat
         if ranks.size == 1 or not self._kernels.fills_block(out) or flat.nbytes < self.hook.min_bytes:
             return reduce_scatter(bucket, out, ranks)
-        self.group.counters.numel_compressed += flat.numel()
         seed = self._seed(bucket, bucket.slots[0].name)
         return reduce_scatter_encoded(bucket, out, ranks, self._kernels, seed, residual)
 

@@ -100,10 +100,8 @@ class _BoundQuantize(BoundHook):
     def reduce(self, bucket: Bucket, ranks: Group) -> Steps[None]:
         flat = bucket.flat
         if not flat.is_floating_point() or not flat.numel():
-            self.group.counters.numel_uncompressed += flat.numel()
             yield from ranks.all_reduce_mean_(flat)
             return
-        self.group.counters.numel_compressed += flat.numel()
         places = self._places_of(flat.numel())
         dtype = work_dtype(flat.dtype)
         parts = [Chunk(place.gather(flat, dtype), None, seed=0) for place in places]

@@ -147,16 +147,13 @@ class ErrorFeedback(BoundHook):
         if slots is None:
             yield from self._average_as_it_is(bucket, ranks)
             return None
-        numel = sum(slot.numel for slot in slots)
-        self.group.counters.numel_compressed += numel
-        self.group.counters.numel_uncompressed += flat.numel() - numel
         residual = self._residual(bucket, slots) if slots and self.has_residuals else None
         if bucket.unused is None or residual is None:
             return (yield from self.average_(residual, bucket, ranks))
         # DDP throws away what a hook returns for a parameter that no rank uses: its residual stays as it is.
         before = {slot: slot.view(residual).clone() for slot in slots if slot.name in bucket.unused}
         used = bucket.used(slots, residual)
-        counting = begun(ranks.all_reduce_(used))
+        counting = begun(ranks.not_gradients().all_reduce_(used))
         finite = yield from self.average_(residual, bucket, ranks)
         yield from counting
         for slot, is_used in zip(slots, used > 0, strict=True):
@@ -184,10 +181,9 @@ class ErrorFeedback(BoundHook):
         scale_(flat, bucket.scale)
         slots = [slot for slot in bucket.slots if "residual" in self.memory.get(slot.name, {})]
         if slots and bucket.unused is not None:
-            used = (yield from ranks.all_reduce_(bucket.used(slots, flat))).tolist()
+            used = (yield from ranks.not_gradients().all_reduce_(bucket.used(slots, flat))).tolist()
             slots = [slot for slot, is_used in zip(slots, used, strict=True) if is_used]
         self._flush_(slots, bucket)
-        self.group.counters.numel_uncompressed += flat.numel()
         yield from ranks.all_reduce_mean_(flat)
 
     def flush_(self, bucket: Bucket) -> None:

@@ -76,7 +76,7 @@ class _NodeFirst(BoundAround):
     def reduce(self, bucket: Bucket, ranks: Group) -> Steps[Tensor | None]:
         within, unused = ranks.split(self.group.nodes()), bucket.unused
         if unused is not None:
-            used = (yield from within.all_reduce_(bucket.used(bucket.slots, bucket.flat))).tolist()
+            used = (yield from within.not_gradients().all_reduce_(bucket.used(bucket.slots, bucket.flat))).tolist()
             unused = frozenset(slot.name for slot, num in zip(bucket.slots, used, strict=True) if not num)
         yield from within.all_reduce_mean_(bucket.flat, bucket.scale)
         averaged = dataclasses.replace(bucket, scale=1.0, unused=unused)

@@ -187,7 +187,6 @@ class BoundHook(ABC):
         Returns:
             the averaged sparse gradient, coalesced.
         """
-        self.group.counters.numel_uncompressed += grad._values().numel()
         return (yield from ranks.all_reduce_sparse_mean(grad))
 
     def flush_(self, bucket: Bucket) -> None:  # noqa: B027  # optional to override

@@ -14,6 +14,7 @@ from lightning_commhooks.collectives.steps import Steps, T, result
 from lightning_commhooks.interface.accumulation import scale_
 from lightning_commhooks.interface.averages_models import averages_models, is_local
 from lightning_commhooks.interface.bucket import Bucket
+from lightning_commhooks.interface.counted import counted
 from lightning_commhooks.interface.error_sample import ErrorSampler
 from lightning_commhooks.interface.hook import BoundHook
 from lightning_commhooks.interface.wrapper import BoundAround
@@ -49,15 +50,18 @@ class Watch:
         # While ranks step alone their gradients are not meant to be the mean.
         samplers = [] if is_local(bound, bucket.step) else self._samplers(bucket.step)
         samples = [(sampler, taken) for sampler in samplers if (taken := sampler.take(flat, bucket)) is not None]
-        dense = ranks.ring_bytes(flat._values() if flat.is_sparse else flat)
+        flat = flat.coalesce() if flat.is_sparse else flat
+        numbers = flat._values() if flat.is_sparse else flat
+        dense = ranks.ring_bytes(numbers)
         inter_node = ranks.inter_node_share(around_ring=True)
         counters.bytes_dense += dense
         counters.bytes_dense_between_nodes += dense * inter_node
         finite = None
         if flat.is_sparse:
-            flat = yield from started(bound.reduce_sparse(flat, bucket, ranks), bound, "reduce_sparse")
+            steps = started(bound.reduce_sparse(flat, bucket, ranks), bound, "reduce_sparse")
+            flat = yield from counted(steps, numbers, ranks)
         else:
-            finite = yield from started(bound.reduce(bucket, ranks), bound, "reduce")
+            finite = yield from counted(started(bound.reduce(bucket, ranks), bound, "reduce"), numbers, ranks)
         # Of nodes with several ranks what counts is what leaves them.
         is_between = 0 < inter_node < 1
         sent = ranks.tally.between_nodes if is_between else ranks.tally.sent

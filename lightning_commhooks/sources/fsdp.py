@@ -15,6 +15,7 @@ from lightning_commhooks.collectives.steps import Steps
 from lightning_commhooks.hooks._shares import EncodedResidual
 from lightning_commhooks.hooks.int8 import CodecConfig
 from lightning_commhooks.interface.bucket import Bucket, Slot
+from lightning_commhooks.interface.counted import counted
 from lightning_commhooks.interface.hook import BoundHook, CommHook
 from lightning_commhooks.runtime.runtime import Runtime
 from lightning_commhooks.runtime.source import Source
@@ -131,9 +132,10 @@ def reduce(
         dense = (ranks.size - 1) / ranks.size * flat.numel() * max(4, flat.element_size())
         ranks.counters.bytes_dense += 2 * dense if out is None else dense
         if out is not None:
-            yield from hook.reduce_scatter(bucket, out, ranks, **({} if residual is None else {"residual": residual}))
+            remembered = {} if residual is None else {"residual": residual}
+            yield from counted(hook.reduce_scatter(bucket, out, ranks, **remembered), flat, ranks)
         elif ranks.size > 1:
-            yield from hook.reduce(bucket, ranks)
+            yield from counted(hook.reduce(bucket, ranks), flat, ranks)
         return flat
 
     runtime.run(bucket, group, reduced)

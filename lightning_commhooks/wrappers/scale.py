@@ -169,7 +169,7 @@ class _BoundScale(BoundAround):
         total[0] += accumulated.weight
         total[1] += accumulated.num_weightless
         if not is_local(self._inner, bucket.step):
-            yield from ranks.all_reduce_(total)
+            yield from ranks.not_gradients().all_reduce_(total)
         if accumulated.num_weightless or (total.is_cpu and total[1] > 0):
             count = accumulated.num_weightless or f"on another rank {total[1]:g}"
             raise ValueError(
