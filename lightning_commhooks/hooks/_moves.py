@@ -11,10 +11,10 @@ from lightning_commhooks.collectives.averaging import check_same, check_same_bes
 from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.collectives.steps import Steps
 from lightning_commhooks.interface.bucket import Bucket, Slot
-from lightning_commhooks.interface.counted import counted
 from lightning_commhooks.interface.hook import CommHook
 from lightning_commhooks.interface.layout import memory_shape
 from lightning_commhooks.interface.models import OptimizerStep
+from lightning_commhooks.interface.reducing import counted
 
 
 def at_least_float32(parameter: Tensor) -> Tensor:

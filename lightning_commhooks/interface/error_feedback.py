@@ -14,6 +14,7 @@ from lightning_commhooks.interface.accumulation import is_one, scale_
 from lightning_commhooks.interface.bucket import Bucket, Slot
 from lightning_commhooks.interface.hook import BoundHook
 from lightning_commhooks.interface.precision import add_unscaled_, all_finite, spoil_unless_, to_gradient, work_dtype
+from lightning_commhooks.interface.reducing import started
 from lightning_commhooks.interface.state import Shapes, StateReader
 
 
@@ -86,7 +87,13 @@ class ErrorFeedback(BoundHook):
             residual = torch.zeros_like(flat, dtype=work_dtype(flat.dtype))
         add_unscaled_(residual, flat, bucket.divisor)
         spoil_unless_(all_finite(residual), [residual])
-        mean, sent = yield from self.average(residual, bucket, ranks)
+        averaged = yield from started(self.average(residual, bucket, ranks), self, "average")
+        if not isinstance(averaged, tuple) or len(averaged) != 2:
+            raise TypeError(
+                f"{type(self).__name__}.average returned {type(averaged).__name__}: end with `return mean, sent`, the "
+                "approximation, and what of `residual` this rank has sent"
+            )
+        mean, sent = averaged
         rounded = to_gradient(mean if is_one(bucket.loss_scale) else mean * bucket.loss_scale, flat.dtype)
         flat.copy_(rounded)
         left = mean - rounded.to(residual.dtype) / bucket.loss_scale if flat.dtype != residual.dtype else None

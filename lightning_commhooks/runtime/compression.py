@@ -5,18 +5,17 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections import Counter
-from collections.abc import Generator
 
 from torch import Tensor
 
 from lightning_commhooks.collectives.group import Group
-from lightning_commhooks.collectives.steps import Steps, T, result
+from lightning_commhooks.collectives.steps import Steps, result
 from lightning_commhooks.interface.accumulation import scale_
 from lightning_commhooks.interface.averages_models import averages_models, is_local
 from lightning_commhooks.interface.bucket import Bucket
-from lightning_commhooks.interface.counted import counted
 from lightning_commhooks.interface.error_sample import ErrorSampler
 from lightning_commhooks.interface.hook import BoundHook
+from lightning_commhooks.interface.reducing import counted, started
 from lightning_commhooks.interface.wrapper import BoundAround
 
 _AS_THEY_ARE = "gradients are sent as they are"
@@ -116,18 +115,3 @@ def pass_on(bound: BoundHook) -> BoundHook:
     inner.reduce = reduce  # type: ignore[method-assign]
     inner.reduce_sparse = functools.partial(BoundHook.reduce_sparse, inner)  # type: ignore[method-assign]
     return bound
-
-
-def started(steps: Steps[T], bound: BoundHook, method: str) -> Steps[T]:
-    """Return what a hook's method has returned.
-
-    Raises:
-        TypeError: that is no generator, so nothing would wait for its collectives.
-    """
-    if not isinstance(steps, Generator):
-        raise TypeError(
-            f"{type(bound).__name__}.{method} is no generator, it returned {type(steps).__name__}: begin each "
-            "collective by `yield from`, as in `yield from ranks.all_reduce_mean_(bucket.flat)`; if there is none, end "
-            "with `return` and a `yield` after it"
-        )
-    return steps

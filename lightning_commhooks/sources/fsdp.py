@@ -15,8 +15,8 @@ from lightning_commhooks.collectives.steps import Steps
 from lightning_commhooks.hooks._shares import EncodedResidual
 from lightning_commhooks.hooks.int8 import CodecConfig
 from lightning_commhooks.interface.bucket import Bucket, Slot
-from lightning_commhooks.interface.counted import counted
 from lightning_commhooks.interface.hook import BoundHook, CommHook
+from lightning_commhooks.interface.reducing import counted
 from lightning_commhooks.runtime.runtime import Runtime
 from lightning_commhooks.runtime.source import Source
 from lightning_commhooks.sources.sharded_hooks import resolve_sharded_hook

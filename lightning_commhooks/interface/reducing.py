@@ -1,12 +1,44 @@
-"""Which gradient elements a hook sends as they are: known from what it gives to collectives, not from the hook."""
+"""Around a hook's methods: whether they are generators, and which gradient elements are sent as they are."""
 
 from __future__ import annotations
+
+from collections.abc import Generator
 
 import torch
 from torch import Tensor
 
 from lightning_commhooks.collectives.group import Group
-from lightning_commhooks.collectives.steps import Steps, T
+from lightning_commhooks.collectives.steps import Steps, T, Wait
+
+_AS_IN = "as in `yield from ranks.all_reduce_mean_(bucket.flat)`"
+
+
+def started(steps: Steps[T], hook: object, method: str) -> Steps[T]:
+    """Return what a hook's method returns.
+
+    Raises:
+        TypeError: that is no generator, so nothing would wait for its collectives; or it yields something else.
+    """
+    name = f"{type(hook).__name__}.{method}"
+    if not isinstance(steps, Generator):
+        raise TypeError(
+            f"{name} is no generator, it returned {type(steps).__name__}: begin each collective by `yield from`, "
+            f"{_AS_IN}; if there is none, end with `return` and a `yield` after it"
+        )
+    failure: Exception | None = None
+    while True:
+        try:
+            waits = next(steps) if failure is None else steps.throw(failure)
+        except StopIteration as done:
+            return done.value  # type: ignore[no-any-return]
+        finally:
+            failure = None  # it would keep the frames that it has collected
+        if not isinstance(waits, Wait):
+            raise TypeError(f"{name} yields {type(waits).__name__}: write `yield from`, not `yield`, {_AS_IN}")
+        try:
+            yield waits
+        except Exception as reason:
+            failure = reason
 
 
 def counted(steps: Steps[T], gradients: Tensor, ranks: Group) -> Steps[T]:
