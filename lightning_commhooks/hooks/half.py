@@ -89,12 +89,14 @@ class _BoundHalf(BoundHook):
         super().__init__(group)
         self._dtype = dtype
         self._in_float32 = in_float32
+        self._shrinks = False
 
     def reduce(self, bucket: Bucket, ranks: Group) -> Steps[None]:
         flat = bucket.flat
         if not flat.is_floating_point():
             yield from ranks.all_reduce_mean_(flat, bucket.scale)
             return
+        self._shrinks |= flat.element_size() > self._dtype.itemsize
         half = torch.empty_like(flat, dtype=self._dtype)
         torch.div(flat, self.group.size / bucket.scale, out=half)
         self.group.counters.numel_overflowed += num_overflowed(flat, half)
@@ -104,3 +106,9 @@ class _BoundHalf(BoundHook):
     def reduce_scatter(self, bucket: Bucket, out: Tensor, ranks: Group) -> Steps[None]:
         """Write this rank's share of the average to `out`: see `_shares.reduce_scatter`."""
         return reduce_scatter(bucket, out, ranks, self._dtype, self._in_float32)
+
+    def inactive_reason(self, step: int) -> str | None:
+        if self._shrinks or not step:
+            return None
+        name = FP16.name if self._dtype == FP16.dtype else BF16.name
+        return f"hook={name!r} compresses nothing, gradients are in 16 bit already; use hook='int8'"

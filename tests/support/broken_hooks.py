@@ -183,7 +183,6 @@ class Sum(lc.CommHook):
 
 class _BoundSum(lc.BoundHook):
     def reduce(self, bucket, ranks):
-        self.group.counters.numel_uncompressed += bucket.flat.numel()
         yield from ranks.all_reduce_(bucket.flat)
 
 
