@@ -89,14 +89,15 @@ class _BoundHalf(BoundHook):
         super().__init__(group)
         self._dtype = dtype
         self._in_float32 = in_float32
-        self._shrinks = False
+        # Whether gradients were larger than what is sent of them.
+        self._shrank: set[bool] = set()
 
     def reduce(self, bucket: Bucket, ranks: Group) -> Steps[None]:
         flat = bucket.flat
         if not flat.is_floating_point():
             yield from ranks.all_reduce_mean_(flat, bucket.scale)
             return
-        self._shrinks |= flat.element_size() > self._dtype.itemsize
+        self._shrank.add(flat.element_size() > self._dtype.itemsize)
         half = torch.empty_like(flat, dtype=self._dtype)
         torch.div(flat, self.group.size / bucket.scale, out=half)
         self.group.counters.numel_overflowed += num_overflowed(flat, half)
@@ -108,7 +109,7 @@ class _BoundHalf(BoundHook):
         return reduce_scatter(bucket, out, ranks, self._dtype, self._in_float32)
 
     def inactive_reason(self, step: int) -> str | None:
-        if self._shrinks or not step:
+        if self._shrank != {False}:
             return None
         name = FP16.name if self._dtype == FP16.dtype else BF16.name
         return f"hook={name!r} compresses nothing, gradients are in 16 bit already; use hook='int8'"

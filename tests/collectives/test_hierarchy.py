@@ -18,6 +18,7 @@ from lightning_commhooks.collectives import group as group_module
 from lightning_commhooks.collectives.in_memory import groups_in_memory, run_together
 from lightning_commhooks.interface.bucket import Bucket, Slot
 from lightning_commhooks.interface.hierarchy import Hierarchy, bind_by_node
+from lightning_commhooks.interface.reducing import counted
 from lightning_commhooks.testing.check import RULES, check_rule
 
 LABELS = ["int8", "int4", "fp16", "bf16", "powersgd", "batched_powersgd"]
@@ -103,6 +104,27 @@ def in_memory(nodes, hook, gradients, dtype=torch.float32, scale_of=lambda rank:
         patch.setattr(group_module, "compiled", lambda codec, *_: Kernels(codec))
         groups = groups_in_memory(sum(map(len, nodes)))
         return run_together([functools.partial(on_rank, group) for group in groups]), bound[1]
+
+
+@pytest.mark.parametrize(
+    ("hook", "as_they_are"),
+    [(HOOKS["int8"], 7), (HOOKS["bf16"], 0), (HOOKS["powersgd"], 7), (lc.AllReduce(), 967), (lc.PostLocalSGD(), 967)],
+    ids=lambda value: getattr(value, "name", None),
+)
+def test_numbers_that_leave_a_node_are_those_that_were_sent_as_they_are(hook, as_they_are):
+    """Each rank of a node sends a share of them. Within nodes gradients are sent as they are, always."""
+    slots = (Slot("weight", (24, 40), 0), Slot("bias", (7,), 960))
+
+    def on_rank(group):
+        group._nodes = [[0, 1], [2, 3]]
+        bucket = Bucket(torch.ones(967), 0, True, 0, slots)
+        yield from counted(hook.bind(group).reduce(bucket, group), bucket.flat, group)
+        return group.counters.numel_compressed, group.counters.numel_uncompressed
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(group_module, "compiled", lambda codec, *_: Kernels(codec))
+        found = run_together([functools.partial(on_rank, group) for group in groups_in_memory(4)])
+    assert found == [(967 - as_they_are, as_they_are)] * 4
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from driver import distance, full_rank_gradients, mean_gradients, norm, outputs
+from driver import attached, backward, distance, full_rank_gradients, mean_gradients, norm, outputs
 
 import lightning_commhooks as lc
 
@@ -56,3 +56,17 @@ def test_sums_in_float32_round_less(run, hook_class, unit):
 def test_accumulate_dtype_is_validated(hook_class, value):
     with pytest.raises(ValueError, match="accumulate_dtype must be None or 'float32', is"):
         hook_class(accumulate_dtype=value)
+
+
+def _closing_text(rank, world, hook, dtype):
+    with attached(hook, SHAPES, dtype) as (ddp, attachment):
+        backward(ddp, full_rank_gradients(rank, 0, SHAPES, dtype))
+        return attachment.bound.inactive_reason(1)
+
+
+@pytest.mark.parametrize("label", ["fp16", "bf16"])
+def test_gradients_that_are_in_16_bit_already_are_the_reason(run, label):
+    for dtype in (torch.float16, torch.bfloat16):
+        text = f"hook='{label}' compresses nothing, gradients are in 16 bit already; use hook='int8'"
+        assert run(_closing_text, lc.get_hook(label), dtype) == [text] * 2
+    assert run(_closing_text, lc.get_hook(label), torch.float32) == [None] * 2

@@ -227,12 +227,10 @@ def _process_group_takes_backends():
 
 IMPORTED = "import of the package fails"
 SPARSE = (
-    f"{PACKAGE}/interface/hook.py",
     MICRO_BATCHES,
     f"{PACKAGE}/runtime/compression.py",
     f"{PACKAGE}/runtime/runtime.py",
     f"{PACKAGE}/sources/ddp.py",
-    "lightning_commhooks/hooks/_local_sgd.py",
     "lightning_commhooks/wrappers/auto.py",
     "lightning_commhooks/wrappers/cast.py",
     "lightning_commhooks/wrappers/scale.py",

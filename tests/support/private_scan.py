@@ -31,6 +31,7 @@ OURS = {
     "_wire",
     "_are_alike",
     "_is_quiet",
+    "_sends_gradients",
     "_is_uniform",
     "_everyone",
     "_is_channel",
