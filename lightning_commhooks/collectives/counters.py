@@ -31,11 +31,11 @@ class Counters:
         collectives: number of collectives issued to train.
         rounds: rounds of messages between ranks that were waited for one after another, each for at least the latency
             of the link; those of collectives that were under way at once for one bucket are counted once.
-        numel_compressed: gradient elements that were sent in another form or not at all: all others of the buckets of
-            which anything was sent.
-        numel_uncompressed: gradient elements that were sent as they are: of each bucket, as many as collectives were
-            given numbers of the dtype of the gradients, or floating-point numbers of as many bytes or more, at most as
-            many as the bucket has. Of nodes with several ranks, numbers that leave the node, if anything does.
+        numel_compressed: gradient elements that were sent in another form or not at all: the remaining elements of
+            buckets of which anything was sent.
+        numel_uncompressed: gradient elements that were sent as they are: for each bucket the count of numbers that this
+            rank gave to collectives in the gradients' dtype, or as floating-point numbers of at least as many bytes, up
+            to the size of the bucket. With several ranks on a node, of numbers that leave the node, if any do.
         numel_overflowed: gradient elements of this rank that are finite, but not in the 16 bit they were sent in.
         nonfinite_steps: steps that were made NaN on all ranks, because a gradient was inf or NaN on some rank: with a
             hook that has memory, and of ranks that step alone under a scaler.

@@ -45,9 +45,9 @@ def counted(steps: Steps[T], gradients: Tensor, ranks: Group) -> Steps[T]:
     """Let a hook reduce gradients, and count how it sent their elements: see `Counters.numel_uncompressed`.
 
     Args:
-        steps: what the hook's method has returned.
+        steps: the generator of the hook's method.
         gradients: of one bucket, flat, or the values of a sparse one.
-        ranks: the collectives that the hook was given.
+        ranks: the collectives given to the hook.
     """
     tally, dtype, numel = ranks.tally, gradients.dtype, gradients.numel()
     sent, between = tally.sent, tally.between_nodes

@@ -102,10 +102,10 @@ class Attachment:
             ranks, all of it; nodes are told as for `subgroup_size=None` of local SGD), `collectives`, `rounds` (of
             messages that were waited for one after another, for a bucket at a time; of NCCL's collectives those of a
             ring), `numel_uncompressed` (gradient elements that were sent as they are, with all of their bytes),
-            `numel_compressed` (all others of buckets of which anything was sent), `numel_overflowed` (gradient elements
-            of this rank that are finite, but not in the float16 they were sent in), `nonfinite_steps` (steps that a
-            hook with memory disregarded, because a gradient was inf or NaN on some rank, or that ranks taking steps
-            alone skip together), `averagings` (of the model, or a part of it).
+            `numel_compressed` (the remaining elements of buckets of which anything was sent), `numel_overflowed`
+            (gradient elements of this rank that are finite, but not in the float16 they were sent in),
+            `nonfinite_steps` (steps that a hook with memory disregarded, because a gradient was inf or NaN on some
+            rank, or that ranks taking steps alone skip together), `averagings` (of the model, or a part of it).
 
             Milliseconds, summed over the `timed_steps` (all steps; on NCCL one in ten): `exposed_ms` (time that the
             training thread, or on NCCL its stream, had nothing to do but wait for the hook), `comm_ms` (time within

@@ -130,9 +130,8 @@ def ranks_agree_on_the_mean(run: Run, case: Case, world: int) -> None:
     alone = run(_first_step_alone, case.hook, world=world)[0]
     demand(
         alone is None,
-        f"ranks step alone in step {alone}, and what is checked is the average of gradients in the first {_MOST_STEPS} "
-        f"steps: give the hook options by which ranks step alone from step {_MOST_STEPS} on or later, as "
-        "start_localSGD_iter of local SGD",
+        f"ranks step alone in step {alone}, and the rules are about averages of gradients in the first {_MOST_STEPS} "
+        "steps: set an option by which ranks step alone later, as start_localSGD_iter of local SGD",
     )
     means, *_ = run(outputs, case.hook, _equal_gradients, 1, world=world)[0]
     scale = _scale(means[0], _equal_gradients(0, 0, SHAPES))
@@ -318,8 +317,7 @@ def loss_scale_makes_no_difference(run: Run, case: Case, world: int) -> None:
             "Memory is kept in units of the loss: divide gradients by bucket.loss_scale on the way in, multiply on the "
             "way out"
             if has_memory
-            else "Gradients twice as large have to give results twice as large; if what is sent is rounded, state a "
-            "larger rounding="
+            else "Results have to be proportional to gradients; if the hook rounds numbers, state a larger rounding="
         )
         for step, (a, b) in enumerate(zip(plain, scaled, strict=True)):
             if _SCALES[step] >= 2**16 and not math.isfinite(norm(b)):

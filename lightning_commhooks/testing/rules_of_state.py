@@ -133,8 +133,7 @@ def _through_a_file(state: Any) -> Any:
 
 _STEPS, _STOP = 8, 3
 _OTHER_BUCKETS = (
-    ". If a result depends on where buckets begin and end, as that of a scale for a whole bucket, state "
-    "depends_on_buckets=True"
+    ". If results depend on the limits of buckets, as with one scale for a whole bucket, state depends_on_buckets=True"
 )
 
 

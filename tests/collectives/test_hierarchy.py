@@ -118,7 +118,8 @@ def test_numbers_that_leave_a_node_are_those_that_were_sent_as_they_are(hook, as
     def on_rank(group):
         group._nodes = [[0, 1], [2, 3]]
         bucket = Bucket(torch.ones(967), 0, True, 0, slots)
-        yield from counted(hook.bind(group).reduce(bucket, group), bucket.flat, group)
+        bound, ranks = hook.bind(group), group.channel(1)
+        yield from counted(bound.reduce(bucket, ranks), bucket.flat, ranks)
         return group.counters.numel_compressed, group.counters.numel_uncompressed
 
     with pytest.MonkeyPatch.context() as patch:
