@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import sys
 from abc import ABC, abstractmethod
@@ -28,6 +29,16 @@ ANY_LATER_STEP = sys.maxsize
 _RENAMED = {"drain_": "flush_", "not_begun": "inactive_reason", "owed": "residuals"}
 
 
+class _Signature:
+    """The signature of a hook's constructor, for tools that would show the one of `CommHook.__new__`."""
+
+    def __get__(self, hook: object, cls: type) -> inspect.Signature | None:
+        if cls.__init__ is object.__init__:  # type: ignore[misc]
+            return None
+        signature = inspect.signature(cls.__init__)  # type: ignore[misc]
+        return signature.replace(parameters=[*signature.parameters.values()][1:], return_annotation=signature.empty)
+
+
 class CommHook(ABC):
     """Configuration of a communication method: a frozen dataclass, validated when it is made.
 
@@ -45,6 +56,7 @@ class CommHook(ABC):
     is_outermost: ClassVar[bool] = False
 
     if not TYPE_CHECKING:
+        __signature__ = _Signature()
 
         def __new__(cls, *args: Any, **options: Any) -> CommHook:
             # Without any arguments a copy is made, which gets its fields later.

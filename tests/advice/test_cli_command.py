@@ -143,7 +143,7 @@ def test_list_has_every_hook_and_wrapper(in_process):
 def test_list_one(in_process):
     code, output, _ = in_process("list", "power_sgd")
     assert code == 0
-    assert output.startswith("powersgd, also power_sgd: PowerSGD(matrix_approximation_rank: int = 1, ")
+    assert output.startswith("powersgd, also power_sgd: PowerSGD(matrix_approximation_rank: int = 1,")
     assert re.search(r"^ +start_powerSGD_iter: \w", output, re.MULTILINE)
     assert "int8" not in output
     assert "hooks: Mapping" in in_process("list", "Schedule")[1]
