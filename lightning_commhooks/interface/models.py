@@ -322,10 +322,10 @@ class Models:
         self.is_swapped = True
 
     def _look(self) -> None:
-        told = self._tell_of_look()
-        if all(flags & _IS_CURRENT for flags, *_ in told):
-            if not self._swaps[_MODEL].is_in:
-                self._swaps[_MODEL].exchange()
+        told, swap = self._tell_of_look(), self._swaps.get(_MODEL)
+        if swap is not None and all(flags & _IS_CURRENT for flags, *_ in told):
+            if not swap.is_in:
+                swap.exchange()
             self.is_shown = all(flags & _IS_SHOWN for flags, *_ in told)
             return
         was_shown = all(flags & _IS_SHOWN for flags, *_ in told)
