@@ -233,10 +233,8 @@ class _TrainerEvents:
             self._events().read(checkpoint)
 
     def _end(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        events = self._events()
-        events.average_for_good()
-        result = original(*args, **kwargs)
-        events.tell_what_was_sent()
+        result = self._finish(original, *args, **kwargs)
+        self._events().tell_what_was_sent()
         return result
 
     def _finish(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

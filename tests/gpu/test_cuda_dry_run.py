@@ -110,6 +110,7 @@ ALLOWED = [
     Allowed("runtime/on_host.py", "wait", ("",), "was the step before finite? There is the next forward to do"),
     Allowed("runtime/micro_batches.py", "_nonzero", STEPS, "gradients are there after a step: were they set to zero?"),
     Allowed("interface/error_sample.py", "last_finite", ("metrics", *STEPS[:1]), "metrics() or, once, `Auto` wants it"),
+    Allowed("interface/models.py", "digest_of", STATE, "ranks begin again: do they have the same model?"),
     Allowed("interface/state.py", "per_rank", STATE, "a state is on the CPU"),
     Allowed("interface/state.py", "shared", STATE, "a state is on the CPU"),
     Allowed("wrappers/_turns.py", "_used_ones", STEPS[:1], "the first step of a phase: who is to be handed over"),
