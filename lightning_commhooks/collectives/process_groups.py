@@ -31,6 +31,10 @@ logger = logging.getLogger(__name__)
 _COLLECTIVES_AT_ONCE = 3
 # The network interfaces that gloo uses, separated by commas; one that is named twice gets two connections.
 _INTERFACES = "GLOO_SOCKET_IFNAME"
+# What backends call themselves. `nccl` makes "nccl2" from PyTorch 2.15 on, and before with TORCH_DIST_USE_NCCL2=1;
+# `nccl-legacy` makes "nccl". The collectives of "fake" do nothing.
+_NCCL = ("nccl", "nccl2", "nccl-lazy")
+_ENQUEUED = (*_NCCL, "fake")
 
 
 @dataclass(frozen=True)
@@ -55,7 +59,47 @@ class OwnGroup:
 
 
 def backend_for(process_group: dist.ProcessGroup, device: torch.device) -> str:
-    """Name of the backend that serves tensors on `device`: groups may have one for each device type."""
+    """What the backend that serves tensors on `device` calls itself, whatever name the group was made with.
+
+    Groups may have a backend for each device type. A group in Python, or one that has no backend for this device, is
+    known by the name it was made with.
+    """
+    try:
+        return str(_backend_of(process_group, device).name())
+    except RuntimeError:
+        return _configured(process_group, device)
+
+
+def is_enqueued_on_stream(process_group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether the collectives of a group are enqueued on the current stream, as NCCL's are; the host does not wait.
+
+    Args:
+        process_group: the ranks.
+        device: of the tensors. On the CPU there are no streams.
+
+    Raises:
+        ValueError: nobody knows this of the backend that serves this device.
+    """
+    if device.type == "cpu":
+        return False
+    name = backend_for(process_group, device)
+    if name not in (*_ENQUEUED, dist.Backend.GLOO):
+        made_with = _configured(process_group, device)
+        alias = "" if name == made_with else f", which calls itself {name!r}"
+        raise ValueError(
+            f"the backend of the process group for {device.type} is {made_with!r}{alias}: hooks do not know whether "
+            "its collectives are enqueued on a CUDA stream; use 'nccl' (also 'nccl2', 'nccl-lazy', 'nccl-legacy'), "
+            "as in init_process_group('cpu:gloo,cuda:nccl'), or 'gloo'"
+        )
+    return name in _ENQUEUED
+
+
+def _backend_of(process_group: dist.ProcessGroup, device: torch.device) -> Any:
+    backend = process_group._get_backend(device)
+    return getattr(backend, "wrapped_pg", backend)  # with TORCH_DISTRIBUTED_DEBUG=DETAIL
+
+
+def _configured(process_group: dist.ProcessGroup, device: torch.device) -> str:
     configured = dist.get_backend_config(process_group)
     return dist.BackendConfig(dist.Backend(configured)).get_device_backend_map().get(device.type, configured)
 
@@ -100,8 +144,7 @@ def group_at(store: Store, place: tuple[int, int], device: torch.device, timeout
 
 
 def _messages(own: dist.ProcessGroup, device: torch.device) -> Messages:
-    backend = own._get_backend(device)
-    return Messages(getattr(backend, "wrapped_pg", backend))  # with TORCH_DISTRIBUTED_DEBUG=DETAIL
+    return Messages(_backend_of(own, device))
 
 
 def _interfaces() -> list[str]:
@@ -109,7 +152,7 @@ def _interfaces() -> list[str]:
 
 
 def _timeout_of(process_group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
-    return getattr(getattr(process_group._get_backend(device), "options", None), "_timeout", None)
+    return getattr(getattr(_backend_of(process_group, device), "options", None), "_timeout", None)
 
 
 def _new_name(process_group: dist.ProcessGroup) -> str:
@@ -123,7 +166,7 @@ def _new_name(process_group: dist.ProcessGroup) -> str:
 def _new_group(process_group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
     own: dist.ProcessGroup = dist.new_group(
         ranks=dist.get_process_group_ranks(process_group),
-        backend=backend_for(process_group, device),
+        backend=_configured(process_group, device),
         timeout=_timeout_of(process_group, device),
         use_local_synchronization=process_group.size() < dist.get_world_size(),
         group_desc="lightning_commhooks",
@@ -164,13 +207,22 @@ def _gloo_group(
     return own
 
 
-def _nccl_group(name: str, rank: int, size: int, device: torch.device, timeout: timedelta) -> dist.ProcessGroup:
-    store = _store(name)
-    options: Any = dist.ProcessGroupNCCL.Options()
+def _nccl_group(
+    parent: dist.ProcessGroup, store: Store, ranks: Sequence[int], device: torch.device, timeout: timedelta
+) -> dist.ProcessGroup:
+    """A group of some ranks of a group of NCCL, by the same engine. Collective among these.
+
+    `new_group` needs every process of the world, or names a group by how many others a rank knows of. Splitting the
+    communicator needs one that has begun to communicate.
+    """
+    backend = _backend_of(parent, device)
+    options = type(backend.options)()
     options._timeout = timeout
-    own = dist.ProcessGroup(store, rank, size)
+    place = ranks.index(parent.rank()), len(ranks)
+    own = dist.ProcessGroup(store, *place)
+    own.bound_device_id = parent.bound_device_id  # without, NCCL's engine of PyTorch 2.15 does not connect
     own._set_default_backend(dist.ProcessGroup.BackendType.NCCL)
-    own._register_backend(device, dist.ProcessGroup.BackendType.NCCL, dist.ProcessGroupNCCL(store, rank, size, options))
+    own._register_backend(device, dist.ProcessGroup.BackendType.NCCL, type(backend)(store, *place, options))
     return own
 
 
@@ -226,20 +278,24 @@ def own_subgroup(
     """
     rank = process_group.rank()
     timeout = _timeout_of(process_group, device) or dist.default_pg_timeout
-    if process_group._get_backend(device).name() == dist.Backend.GLOO:
-        index, ranks = next((i, ranks) for i, ranks in enumerate(subgroups) if rank in ranks)
+    backend = backend_for(process_group, device)
+    index, ranks = next((i, ranks) for i, ranks in enumerate(subgroups) if rank in ranks)
+    if backend == dist.Backend.GLOO:
         store = PrefixStore(f"{name}/{index}", process_group.get_group_store())
         own, connections = _connected_gloo_group(store, (ranks.index(rank), len(ranks)), device, timeout)
         return OwnGroup(own, Backend(own), connections)
-    world = dist.get_process_group_ranks(process_group)
-    is_part = len(world) < dist.get_world_size()
-    if is_part and process_group._get_backend(device).name() == dist.Backend.NCCL:
-        # `new_group` needs every process of the world, or names a group by how many others a rank knows of.
-        index, ranks = next((i, ranks) for i, ranks in enumerate(subgroups) if rank in ranks)
-        own = _nccl_group(f"{name}/{index}", ranks.index(rank), len(ranks), device, timeout)
+    if backend in _NCCL:
+        own = _nccl_group(process_group, _store(f"{name}/{index}"), ranks, device, timeout)
     else:
+        world = dist.get_process_group_ranks(process_group)
+        is_part = len(world) < dist.get_world_size()
         groups = [
-            dist.new_group([world[i] for i in ranks], timeout=timeout, use_local_synchronization=is_part)
+            dist.new_group(
+                [world[i] for i in ranks],
+                backend=_configured(process_group, device),
+                timeout=timeout,
+                use_local_synchronization=is_part,
+            )
             for ranks in subgroups
             if not is_part or rank in ranks
         ]
@@ -252,5 +308,5 @@ def destroy(process_groups: Iterable[dist.ProcessGroup | None]) -> None:
     for own in process_groups:
         if own is not None and dist.is_initialized() and own in dist.distributed_c10d._world.pg_map:
             dist.destroy_process_group(own)
-        elif own is not None and own.name() == dist.Backend.NCCL:
+        elif own is not None and own.name() == dist.Backend.NCCL:  # the type of any group of `_nccl_group`
             own.shutdown()

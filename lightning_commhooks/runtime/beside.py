@@ -44,11 +44,11 @@ class Beside:
     Args:
         running: the hook that they belong to.
         connections: those of its engine. A failure here ends the hook on all ranks, as one of the hook ends these.
-        is_nccl: whether they are NCCL's, so that work is enqueued on a stream.
+        is_enqueued: whether their collectives are enqueued on a stream, as NCCL's are.
     """
 
-    def __init__(self, running: RunningHook, connections: AllConnections, is_nccl: bool) -> None:
-        self._running, self._connections, self._is_nccl = running, connections, is_nccl
+    def __init__(self, running: RunningHook, connections: AllConnections, is_enqueued: bool) -> None:
+        self._running, self._connections, self._is_enqueued = running, connections, is_enqueued
         self._engine: Engine | None = None
         # Of computations, equal on all ranks.
         self._numbers = itertools.count()
@@ -92,7 +92,7 @@ class Beside:
 
     def _make_engine(self, group: Group) -> Engine:
         of_engine = group.device, _OfMainEngine(self._connections), NoTiming(), self._running.name
-        return StreamEngine(*of_engine) if self._is_nccl else ThreadEngine(*of_engine, group.is_ordered)
+        return StreamEngine(*of_engine) if self._is_enqueued else ThreadEngine(*of_engine, group.is_ordered)
 
     def drain(self) -> None:
         """Give peers the time to end what is under way here too, before the hook's connections are closed."""

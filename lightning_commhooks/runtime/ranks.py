@@ -10,7 +10,13 @@ from lightning_commhooks.collectives.backend import Backend
 from lightning_commhooks.collectives.counters import Counters
 from lightning_commhooks.collectives.gloo_abort import AllConnections
 from lightning_commhooks.collectives.group import Group
-from lightning_commhooks.collectives.process_groups import OwnGroup, backend_for, connections_of, destroy, own_group
+from lightning_commhooks.collectives.process_groups import (
+    OwnGroup,
+    connections_of,
+    destroy,
+    is_enqueued_on_stream,
+    own_group,
+)
 from lightning_commhooks.collectives.timing import DeviceTiming, NoTiming
 from lightning_commhooks.runtime.beside import Beside
 from lightning_commhooks.runtime.engine import Engine
@@ -26,7 +32,7 @@ class Ranks:
         running: the hook.
         group: the ranks.
         connections: theirs.
-        is_nccl: whether they are NCCL's.
+        is_enqueued: whether their collectives are enqueued on a stream, as NCCL's are.
         owned: the process group that was made for them, if one was.
 
     Attributes:
@@ -42,7 +48,7 @@ class Ranks:
         running: RunningHook,
         group: Group,
         connections: AllConnections,
-        is_nccl: bool,
+        is_enqueued: bool,
         owned: dist.ProcessGroup | None,
     ) -> None:
         self.group, self._connections, self._owned = group, connections, owned
@@ -51,8 +57,8 @@ class Ranks:
         if running.source.is_awaited or running.is_alone:
             self.engine = InlineEngine(*of_engine)
         else:
-            self.engine = StreamEngine(*of_engine) if is_nccl else ThreadEngine(*of_engine, group.is_ordered)
-        self.beside = Beside(running, connections, is_nccl)
+            self.engine = StreamEngine(*of_engine) if is_enqueued else ThreadEngine(*of_engine, group.is_ordered)
+        self.beside = Beside(running, connections, is_enqueued)
 
     @classmethod
     def of_source(cls, running: RunningHook, make_group: Callable[[Counters], Group] | None) -> Ranks:
@@ -62,16 +68,16 @@ class Ranks:
         if running.source.ranks_change:
             counters.timing = NoTiming() if device.type == "cuda" else counters.timing
             return cls(running, Group(None, counters, device), connections, False, None)
-        is_nccl = device.type == "cuda" and backend_for(process_group, device) == dist.Backend.NCCL
+        is_enqueued = is_enqueued_on_stream(process_group, device)
         if is_awaited or device.type == "cuda":
-            counters.timing = DeviceTiming(device) if is_nccl and not is_awaited else NoTiming()
+            counters.timing = DeviceTiming(device) if is_enqueued and not is_awaited else NoTiming()
         owned = None
-        if is_awaited or is_nccl or running.is_alone:
+        if is_awaited or is_enqueued or running.is_alone:
             group = Group(Backend(process_group), counters, device, process_group, connections)
         else:
             own = own_group(process_group, device)
             owned, group = own.process_group, Group.of(own, counters, device, connections)
-        return cls(running, make_group(counters) if make_group else group, connections, is_nccl, owned)
+        return cls(running, make_group(counters) if make_group else group, connections, is_enqueued, owned)
 
     @classmethod
     def of_members(cls, running: RunningHook, own: OwnGroup) -> Ranks:

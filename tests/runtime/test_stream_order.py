@@ -19,7 +19,7 @@ from lightning_commhooks.collectives import group, process_groups
 from lightning_commhooks.collectives import steps as steps_module
 from lightning_commhooks.collectives.gloo_abort import Connections
 from lightning_commhooks.collectives.timing import HostTiming
-from lightning_commhooks.runtime import on_host, ranks, stream_engine
+from lightning_commhooks.runtime import on_host, stream_engine
 
 HOOKS = {
     "allreduce": lc.AllReduce(),
@@ -44,7 +44,6 @@ def device(monkeypatch):
         edges = GradientEdges()
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
         monkeypatch.setattr(group, "compiled", lambda hook_codec, *_: Kernels(hook_codec))
-        monkeypatch.setattr(ranks, "backend_for", lambda *_: dist.Backend.NCCL)
         monkeypatch.setattr(torch.autograd.graph, "get_gradient_edge", edges)
         quiet = ignoring("hook=", "training ended after", "Accessing the data pointer of FakeTensor")
         try:
@@ -177,6 +176,21 @@ def test_capturing(device, monkeypatch):
             steps(order, training, [2])
         with pytest.raises(lc.HookError, match="CUDA graph is being captured"):
             training.attachment.state_dict()
+
+
+@pytest.mark.parametrize("name", ["nccl2", "nccl-lazy"])
+def test_every_engine_of_nccl_has_the_side_stream(device, monkeypatch, name):
+    with device() as order:
+        monkeypatch.setattr(process_groups, "backend_for", lambda *_: name)
+        training = Training(HOOKS["int8"], PLAIN, order.edges)
+        assert type(training.runtime._engine) is stream_engine.StreamEngine
+
+
+def test_a_backend_that_is_not_known_is_refused(device, monkeypatch):
+    with device() as order:
+        monkeypatch.setattr(process_groups, "backend_for", lambda *_: "ucc")
+        with pytest.raises(ValueError, match=r"for cuda is 'fake', which calls itself 'ucc'.*use 'nccl'.*or 'gloo'"):
+            Training(HOOKS["int8"], PLAIN, order.edges)
 
 
 def test_side_stream_comes_first(device):
