@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from torch.distributed.tensor import DTensor
 
 from lightning_commhooks.hooks._shares import EncodedResidual
@@ -120,6 +120,35 @@ def _groups_of(modules: Iterable[FSDPModule]) -> list[Any]:
     return [group for group in groups if group is not None]
 
 
+def refuse_other_communication(model: nn.Module, *, reduces: bool, gathers: bool) -> None:
+    """Refuse what a hook would replace without a word, or cannot follow; raises a `ValueError`.
+
+    Args:
+        model: has units.
+        reduces: whether the hook takes the place of the reduce-scatter.
+        gathers: whether it takes the place of the all-gather.
+    """
+    for unit in units(model):
+        # From PyTorch 2.15 on. Gradients are reduced after the backward then, when the step of a hook is over.
+        if getattr(unit._get_fsdp_state()._state_ctx, "manual_backward_finalization", False):
+            raise ValueError(
+                "set_manual_backward_finalization(True) reduces gradients outside of a backward, in which hooks know "
+                "no step: call set_manual_backward_finalization(False)"
+            )
+    for group in param_groups(model):
+        reduce_scatter, all_gather = group._reduce_scatter_comm, group._all_gather_comm
+        for what, one, ours in (
+            ("reduce-scatter", reduce_scatter if reduces else None, (DefaultReduceScatter, _ReduceScatter)),
+            ("all-gather", all_gather if gathers else None, (DefaultAllGather, Gather)),
+        ):
+            if one is not None and not isinstance(one, ours):
+                raise ValueError(
+                    f"the FSDP2 model has a {what} of its own, {type(one).__name__}, which the hook would replace: "
+                    f"leave out the hook, or set_symm_mem_for_comm, set_allocate_memory_from_process_group_for_comm "
+                    f"or set_custom_{what.replace('-', '_')}, whichever set it"
+                )
+
+
 class FSDP2(ShardedSource):
     """All units of a model to which `fully_shard` was applied."""
 
@@ -157,6 +186,7 @@ class FSDP2(ShardedSource):
             same["gather_hook"] = self._gather_hook
 
     def check(self, model: nn.Module) -> None:
+        refuse_other_communication(model, reduces=True, gathers=self._gather_hook is not None)
         for unit in units(model):
             previous = _runtimes.get(unit)
             if previous is not None and not previous.is_closed:

@@ -29,7 +29,7 @@ from lightning_commhooks.runtime.copies import NotCopied
 from lightning_commhooks.runtime.runtime import Runtime
 from lightning_commhooks.runtime.source import Source
 from lightning_commhooks.sources.finished import Finished
-from lightning_commhooks.sources.fsdp2 import FSDP2, param_groups, units
+from lightning_commhooks.sources.fsdp2 import FSDP2, param_groups, refuse_other_communication, units
 from lightning_commhooks.sources.gather import Gather, resolve_gather_hook
 from lightning_commhooks.sources.sharded_hooks import resolve_sharded_hook
 from lightning_commhooks.wrappers.scale import accumulation_of, without_scale
@@ -282,6 +282,7 @@ class Replicas(Source):
         return resolved
 
     def check(self, model: nn.Module) -> None:
+        refuse_other_communication(model, reduces=self._shard_hook is not None, gathers=self._gather_hook is not None)
         for group in filter(self._has_replicas, param_groups(model)):
             if isinstance(getattr(group.mesh_info, "replicate_process_group", None), _HookedGroup):
                 raise ValueError("the sharded model has a communication hook between its replicas already; close it")

@@ -25,6 +25,7 @@ from fsdp_driver import (
 from pool import compiling, ignoring
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 
 import lightning_commhooks as lc
 from lightning_commhooks.codecs import FP8Codec, Int4Codec, Int8Codec
@@ -32,7 +33,7 @@ from lightning_commhooks.collectives.backend import Backend
 from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.hooks import _shares
 from lightning_commhooks.interface.bucket import Bucket
-from lightning_commhooks.sources.fsdp2 import _ReduceScatter
+from lightning_commhooks.sources.fsdp2 import _ReduceScatter, units
 from lightning_commhooks.sources.gather import resolve_gather_hook
 
 _measured = {}
@@ -149,9 +150,9 @@ def policies(rank, world):
 
 def test_options_of_fsdp2(run, world):
     for found in run(policies, world=world):
-        for label, units in found.items():
+        for label, distance in found.items():
             # Gradients that FSDP2 casts are divided and summed in 16 bit before they are cast back.
-            assert 0.2 < units <= (3 if " of " in label else 1.01), label
+            assert 0.2 < distance <= (3 if " of " in label else 1.01), label
 
 
 def accumulated(rank, world):
@@ -165,6 +166,48 @@ def accumulated(rank, world):
 
 def test_accumulation(run):
     assert run(accumulated) == [({6 * 1.5}, 2)] * 2
+
+
+def with_communication_of_its_own(rank, world):
+    """What is said where a hook would replace what the user has set, and how far gradients are off where it works."""
+    told, found = [], {}
+
+    def refused(model, **options):
+        with pytest.raises(ValueError, match="set_") as error:
+            lc.attach(model, "bf16", **options)
+        told.append(str(error.value))
+
+    with leaving_no_groups():
+        model = shard2("full")
+        for unit in units(model):
+            unit.set_allocate_memory_from_process_group_for_comm(True)
+        refused(model)
+        for unit in units(model):
+            unit.set_custom_reduce_scatter(DefaultReduceScatter())
+        refused(model, gather_hook="int8")
+        lc.attach(model, "bf16").close()  # of the all-gather this hook knows nothing
+        model = shard2("full")
+        model._get_fsdp_state()._state_ctx.manual_backward_finalization = True  # as PyTorch 2.15 does
+        refused(model)
+        for when in ("before", "after"):
+            model = shard2("full")
+            if when == "after":
+                lc.attach(model, "bf16")
+            for name, value in (("max_input_buffers", 2), ("group", True)):
+                prefix = "set_separate_reduce_scatter_" if name == "group" else "set_reduce_scatter_"
+                getattr(model, prefix + name, lambda value: None)(value)  # from PyTorch 2.13 on
+            if when == "before":
+                lc.attach(model, "bf16")
+            found[when] = errors(reduced(model, rank), world)[0] / UNITS["bf16"]
+    return told, found
+
+
+def test_other_communication_is_refused_by_name_or_works(run):
+    for told, found in run(with_communication_of_its_own):
+        assert "reduce-scatter of its own, ProcessGroupAllocReduceScatter" in told[0]
+        assert "all-gather of its own, ProcessGroupAllocAllGather" in told[1]
+        assert "call set_manual_backward_finalization(False)" in told[2]
+        assert all(0 < units_off <= 1.01 for units_off in found.values())
 
 
 def unsharded(rank, world):

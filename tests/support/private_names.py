@@ -389,7 +389,13 @@ TORCH = [
     *(
         Use(name, places, "hooks between replicas are refused or fail", _fsdp2_has(name.lstrip(".")))
         for places, names in {
-            (FSDP2,): ("._get_fsdp_state", "._fsdp_param_group"),
+            (FSDP2,): (
+                "._get_fsdp_state",
+                "._fsdp_param_group",
+                "._reduce_scatter_comm",
+                "._all_gather_comm",
+                "._state_ctx",
+            ),
             (REPLICAS,): ("mesh_info", "post_forward_mesh_info", "post_backward", "sharded_size"),
             (REPLICAS, FSDP2): ("fsdp_params", "sharded_param", "padded_sharded_param_size"),
         }.items()
