@@ -65,12 +65,12 @@ def check_hook(
             have, as it does if results depend on that mean alone: PowerSGD's do, those of top-k and quantization not.
         num_ranks: numbers of ranks to check.
         seconds: that a collective may take before the ranks count as out of step.
-        device: `"cpu"` or `"cuda"`. With `"gloo"` there may be more ranks than GPUs.
+        device: `"cpu"` or `"cuda"`. There may be more ranks than GPUs.
         backend: of the process groups: `"gloo"`, or `"nccl"` on CUDA.
 
     Raises:
         BrokenRule: says what is broken.
-        ValueError: there is no hook of that name, no such device, or too few for that backend.
+        ValueError: there is no hook of that name, or no such device or backend.
     """
     case = Case(
         get_hook(hook), 1.0 if error is None else error, rounding, bytes_sent, depends_on_buckets, goes_on_from_mean

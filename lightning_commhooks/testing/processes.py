@@ -24,6 +24,57 @@ from lightning_commhooks.testing.model import use_device
 _ENVIRONMENT = {"TORCH_COMPILE_DISABLE": "1", "TORCH_CPP_LOG_LEVEL": "ERROR", "OMP_NUM_THREADS": "1"}
 
 _SECONDS_TO_START = 120.0
+# For the other ranks to say what they think of the failure of one.
+_SECONDS_AFTER_FAILURE = 10.0
+# The first version of NCCL in which ranks may share a GPU.
+_SHARES_GPUS = (2, 30)
+
+
+def variables_for_shared_gpus(rank: int, num_ranks: int, num_gpus: int, nccl: tuple[int, ...]) -> dict[str, str]:
+    """Environment variables with which ranks of this machine share its GPUs over NCCL.
+
+    Before version 2.30 NCCL refuses a GPU that it finds twice on one host. Each rank has a host of its own then, by
+    name, and sends over sockets. Results are right; times mean nothing, since processes take turns on a GPU.
+
+    Args:
+        rank: the rank.
+        num_ranks: number of ranks.
+        num_gpus: number of GPUs.
+        nccl: version of NCCL.
+
+    Returns:
+        variables by name; none where each rank has a GPU of its own.
+    """
+    if num_ranks <= num_gpus:
+        return {}
+    # What needs hardware of its own is left out: several GPUs, or network cards.
+    common = {"NCCL_NVLS_ENABLE": "0", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
+    if nccl[:2] >= _SHARES_GPUS:
+        return {**common, "NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_MAX_CTAS": "2", "NCCL_NET_GDR_LEVEL": "LOC"}
+    return {**common, "NCCL_HOSTID": f"rank-{rank}"}
+
+
+def take_gpu(rank: int, num_ranks: int) -> torch.device:
+    """Make one of the GPUs the device of this process, and let NCCL share it if there are more ranks than GPUs.
+
+    Call it before the process group is made: NCCL reads its variables once. Those that are set stay as they are.
+
+    Args:
+        rank: this rank, among those of this machine.
+        num_ranks: number of ranks of this machine.
+
+    Returns:
+        the device.
+    """
+    num_gpus = torch.cuda.device_count()
+    if dist.is_nccl_available():
+        for name, value in variables_for_shared_gpus(rank, num_ranks, num_gpus, torch.cuda.nccl.version()).items():
+            os.environ.setdefault(name, value)
+    device = torch.device("cuda", rank % num_gpus)
+    torch.cuda.set_device(device)
+    # Else a device mesh takes the device with the number LOCAL_RANK, which may not exist.
+    torch.cuda.init()
+    return device
 
 
 @contextmanager
@@ -45,19 +96,18 @@ class Processes:
         size: number of processes.
         seconds: that a collective, and twice of which a call, may take.
         device: `"cpu"` or `"cuda"`, where `Params` models are. Ranks take turns among the GPUs.
-        backend: of the process groups, `"gloo"` or `"nccl"`.
+        backend: of the process groups, `"gloo"`, `"nccl"` or another name of NCCL's that PyTorch knows.
 
     Raises:
-        ValueError: there is no such device here, or too few for that backend.
+        ValueError: there is no such device or backend here.
     """
 
     def __init__(self, size: int, seconds: float, device: str = "cpu", backend: str = "gloo") -> None:
         if device not in ("cpu", "cuda") or (device == "cuda" and not torch.cuda.is_available()):
             raise ValueError(f"device={device!r}: there is none; use 'cpu', or 'cuda' where PyTorch finds a GPU")
-        if backend not in ("gloo", "nccl") or (backend == "nccl" and device != "cuda"):
+        is_known = backend == "gloo" or (backend.startswith("nccl") and backend in dist.Backend.backend_list)
+        if not is_known or (backend != "gloo" and device != "cuda"):
             raise ValueError(f"backend={backend!r}: use 'gloo', or 'nccl' with device='cuda'")
-        if backend == "nccl" and size > torch.cuda.device_count():
-            raise ValueError(f"backend='nccl' has a GPU for each rank: {size} ranks, {torch.cuda.device_count()} GPUs")
         self._place = device, backend
         self._size = size
         self._seconds = seconds
@@ -69,9 +119,9 @@ class Processes:
         # Not forked: a process that has trained has threads.
         context = get_context("spawn")
         with _environment(_ENVIRONMENT):
-            for _ in range(self._size):
+            for rank in range(self._size):
                 ours, theirs = context.Pipe()
-                args = (theirs, self._store.port, self._seconds, *self._place)
+                args = (theirs, self._store.port, self._seconds, *self._place, rank, self._size)
                 process = context.Process(target=_work, args=args, daemon=True)
                 process.start()
                 theirs.close()
@@ -111,7 +161,8 @@ class Processes:
         pipes = [pipe for _, pipe in self._ranks[:world]]
         for rank, pipe in enumerate(pipes):
             pipe.send_bytes(pickle.dumps((prefix, rank, world, function, args)))
-        deadline = time.monotonic() + 2 * self._seconds
+        start = time.monotonic()
+        deadline = start + 2 * self._seconds
         replies: dict[int, tuple[bool, Any]] = {}
         while len(replies) < world:
             waiting = [pipe for rank, pipe in enumerate(pipes) if rank not in replies]
@@ -124,8 +175,11 @@ class Processes:
                         replies[rank] = pickle.loads(pipe.recv_bytes())
                     except EOFError:
                         replies[rank] = False, "the process died"
+                    if not replies[rank][0]:
+                        deadline = min(deadline, time.monotonic() + _SECONDS_AFTER_FAILURE)
+        took = time.monotonic() - start
         failed = [f"rank {rank}: {text}" for rank, (is_fine, text) in sorted(replies.items()) if not is_fine]
-        failed += [f"rank {rank}: no end after {2 * self._seconds:g} s" for rank in range(world) if rank not in replies]
+        failed += [f"rank {rank}: no end after {took:.0f} s" for rank in range(world) if rank not in replies]
         if failed:
             raise RuntimeError("\n".join(failed))
         return [replies[rank][1] for rank in range(world)]
@@ -137,9 +191,15 @@ def _store(port: int, is_master: bool) -> Any:
     )
 
 
-def _work(pipe: connection.Connection, port: int, seconds: float, device: str, backend: str) -> None:
+def _work(
+    pipe: connection.Connection, port: int, seconds: float, device: str, backend: str, number: int, size: int
+) -> None:
     """A rank: make calls until the other end closes."""
     torch.set_num_threads(1)
+    if device == "cuda":
+        # PyTorch 2.15's engine for NCCL takes its device from this.
+        os.environ.setdefault("LOCAL_RANK", str(number))
+        use_device(take_gpu(number, size))
     store = _store(port, is_master=False)
     pipe.send_bytes(b"")
     while True:
@@ -151,18 +211,20 @@ def _work(pipe: connection.Connection, port: int, seconds: float, device: str, b
             prefix, rank, world, function, args = pickle.loads(message)
             own = dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]  # documented
             timeout = timedelta(seconds=seconds)
-            if device == "cuda":
-                torch.cuda.set_device(rank % torch.cuda.device_count())
-                use_device(torch.device("cuda", torch.cuda.current_device()))
             dist.init_process_group(backend, store=own, rank=rank, world_size=world, timeout=timeout)
             torch.manual_seed(0)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 reply = True, function(rank, world, *args)
-            dist.barrier()
-            dist.destroy_process_group()
+            if dist.is_initialized():
+                dist.barrier(device_ids=None if backend == "gloo" else [torch.cuda.current_device()])
+                dist.destroy_process_group()
         except BaseException as error:
             reply = False, "".join(traceback.format_exception(error))
+            if backend != "gloo":
+                # A device that has failed stays so, and NCCL might wait for ranks that wait for this one.
+                pipe.send_bytes(pickle.dumps(reply))
+                os._exit(1)
             if dist.is_initialized():
                 dist.destroy_process_group()
         pipe.send_bytes(pickle.dumps(reply))

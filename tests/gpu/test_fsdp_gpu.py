@@ -1,21 +1,17 @@
-"""FSDP hooks on two CUDA devices with NCCL, where there are two."""
+"""FSDP hooks on two ranks of NCCL, which may share a CUDA device."""
 
 import json
 
 import pytest
-import torch
 from fsdp_driver import HOOKS, UNITS, WAYS1, WAYS2
-from torchrun import run_twice
+from gpu_steps import NCCL, launch_well, needs_one
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices: NCCL has one for each rank"),
-]
+pytestmark = [pytest.mark.gpu, needs_one]
 
 
-@pytest.fixture(scope="module")
-def results():
-    return json.loads(run_twice("fsdp_gpu_runner.py").splitlines()[-1])
+@pytest.fixture(scope="module", params=NCCL)
+def results(request):
+    return json.loads(launch_well("fsdp_gpu_runner.py", request.param)[0].splitlines()[-1])
 
 
 @pytest.mark.parametrize("way", [*WAYS1, *WAYS2])

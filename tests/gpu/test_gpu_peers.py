@@ -1,4 +1,4 @@
-"""On two CUDA devices with NCCL, where there are two: hooks against plain DDP and PyTorch's own, overlap, waiting."""
+"""On two ranks of NCCL, which may share a CUDA device: hooks against plain DDP and PyTorch's own, overlap, waiting."""
 
 import sys
 import warnings
@@ -19,17 +19,18 @@ from driver import (
     low_rank_gradients,
     mean_gradients,
 )
-from gpu_steps import STEPS, WARM_UP, Ranks, needs_two, step_without_waiting
+from gpu_steps import NCCL, STEPS, WARM_UP, Ranks, needs_one, step_without_waiting
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook, quantization_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_commhooks as lc
+from lightning_commhooks.testing.model import model_device
 from lightning_commhooks.testing.rules import largest_norm
 
 # For what profiles mean.
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
-pytestmark = [pytest.mark.gpu, needs_two]
+pytestmark = [pytest.mark.gpu, needs_one]
 NUM_STEPS = 4
 
 
@@ -50,9 +51,9 @@ PEERS = {
 }
 
 
-@pytest.fixture(scope="module")
-def ranks():
-    ranks = Ranks("nccl")
+@pytest.fixture(scope="module", params=NCCL)
+def ranks(request):
+    ranks = Ranks(request.param)
     yield ranks
     ranks.close()
 
@@ -107,8 +108,8 @@ def profiled(rank, world, hook):
     from cuda_trace import beside, device_work
     from torch.profiler import ProfilerActivity, profile
 
-    model = make(hook, 2048, 8, torch.device("cuda", rank))
-    data = torch.randn(2048, 2048, device="cuda")
+    model = make(hook, 1024, 8, model_device())
+    data = torch.randn(2048, 1024, device="cuda")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for _ in range(6):

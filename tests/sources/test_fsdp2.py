@@ -35,6 +35,7 @@ from lightning_commhooks.hooks import _shares
 from lightning_commhooks.interface.bucket import Bucket
 from lightning_commhooks.sources.fsdp2 import _ReduceScatter, units
 from lightning_commhooks.sources.gather import resolve_gather_hook
+from lightning_commhooks.testing.model import model_device
 
 _measured = {}
 LABELS = ["none", "allreduce", "bf16", "fp16", "bf16+float32", "fp16+float32"]
@@ -423,11 +424,12 @@ GATHERS = {
 
 def gathering(rank, world):
     """Of each hook: how far gathered weights are from exact ones, by the largest; whether ranks have the same."""
-    found = {}
+    found, device = {}, model_device()
+    ones = {name: torch.ones(shape, device=device) for name, shape in NAMES.items()}
     for label, (hook, _, _) in GATHERS.items():
-        model, seen = shard2("full"), {}
+        model, seen = shard2("full", device.type), {}
         torch.manual_seed(0)
-        exact = {name: torch.randn(shape) for name, shape in NAMES.items()}
+        exact = {name: torch.randn(shape).to(device) for name, shape in NAMES.items()}
         with torch.no_grad():
             for name, p in model.named_parameters():
                 shares = exact[name].chunk(world)  # by rows; the last ranks may have fewer
@@ -443,7 +445,7 @@ def gathering(rank, world):
             lambda block, args, out, look=look: out.register_hook(lambda grad: look(block, args, "first")) and None
         )
         attachment = lc.attach(model, "allreduce", gather_hook=hook)
-        model({name: torch.ones(shape) for name, shape in NAMES.items()}).backward()
+        model(ones).backward()
         error = max(
             (weights[0] - exact[name]).abs().max().item() / exact[name].abs().max().item()
             for name, weights in seen.items()
@@ -454,13 +456,13 @@ def gathering(rank, world):
         found[label] = error, same, digest, masters, attachment.metrics()
         attachment.close()
         seen.clear()
-        model({name: torch.ones(shape) for name, shape in NAMES.items()}).backward()
+        model(ones).backward()
         found[label] += (all(torch.equal(weights[0], exact[name]) for name, weights in seen.items()),)
     return found
 
 
-def test_parameters_are_gathered_in_low_precision(run, world):
-    ranks = run(gathering, world=world, timeout=120)
+def check_gathered(ranks):
+    """What `gathering` found on all ranks."""
     for label, (_, bound, ratio) in GATHERS.items():
         for error, same, digest, masters, metrics, exact_after in (found[label] for found in ranks):
             assert bound / 16 < error <= bound, label
@@ -470,6 +472,10 @@ def test_parameters_are_gathered_in_low_precision(run, world):
             assert digest == ranks[0][label][2], "on all ranks"
             assert metrics["gather_compression_ratio"] == pytest.approx(ratio, rel=0.1), label
             assert metrics["compression_ratio"] == 1
+
+
+def test_parameters_are_gathered_in_low_precision(run, world):
+    check_gathered(run(gathering, world=world, timeout=120))
 
 
 @pytest.mark.parametrize(

@@ -1,18 +1,23 @@
-"""Run by `test_fsdp_gpu.py` in each of two processes, with a CUDA device each; rank 0 prints a line of JSON."""
+"""Run by `test_fsdp_gpu.py` in each of two processes; rank 0 prints a line of JSON.
+
+    python fsdp_gpu_runner.py BACKEND
+"""
 
 import json
+import os
+import sys
 
-import torch
 import torch.distributed as dist
 from fsdp_driver import WAYS1, WAYS2, errors, measured, reduced, shard1
 from torch.distributed.algorithms._comm_hooks import default_hooks
 
+from lightning_commhooks.testing.processes import take_gpu
+
 
 def main():
-    dist.init_process_group("nccl")
-    rank = dist.get_rank()
-    torch.cuda.set_device(rank)
-    world = dist.get_world_size()
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    device = take_gpu(rank, world)
+    dist.init_process_group(sys.argv[1])
     found = {}
     for name in ("fp16", "bf16"):
         model = shard1("FULL_SHARD", "cuda")
@@ -23,6 +28,9 @@ def main():
     found.update({" ".join(key): value for key, value in results.items()})
     if rank == 0:
         print(json.dumps(found), flush=True)
+    if dist.is_initialized():
+        dist.barrier(device_ids=[device.index])
+        dist.destroy_process_group()
 
 
 main()
