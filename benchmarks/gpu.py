@@ -1,7 +1,11 @@
 """All tests and benchmarks that need a GPU, in at most ten minutes, and one page about them for a bug report.
 
+`--only quality` trains a language model with each of some hooks instead, which is not part of the rest.
+
     make gpu
     python benchmarks/gpu.py --output gpu.txt
+    python benchmarks/gpu.py --only tests --minutes 4
+    python benchmarks/gpu.py --only quality --minutes 5
 
 The page goes to standard output and to `--output`; all that tests and benchmarks print, to a file beside it that ends
 in `.log`. Exit codes: 0, all passed; 1, something failed or took too long; 3, this machine has no NVIDIA GPU; 4, it has
@@ -60,7 +64,7 @@ def main() -> None:
     parser.add_argument("--check", action="store_true", help="only look for a GPU; exit code 3 if there is none")
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results" / "gpu.txt", help="the page")
     parser.add_argument("--minutes", type=float, default=9.5, help="that all may take")
-    parser.add_argument("--only", choices=("tests", "benchmarks"), help="one of both")
+    parser.add_argument("--only", choices=("tests", "benchmarks", "quality"), help="one part")
     args = parser.parse_args()
     if not devices():
         print("No NVIDIA GPU on this machine: nvidia-smi lists none, and there is no /dev/nvidia0. Nothing was done.")
@@ -75,20 +79,24 @@ def main() -> None:
 
 
 def run(args: argparse.Namespace, found: dict[str, Any]) -> int:
-    """Run tests, then benchmarks, which are alone then; write the page. The exit code."""
+    """Run tests, then benchmarks, which are alone then, or the quality of hooks; write the page. The exit code."""
     # Here: what is above needs no other file.
     from gpu_page import page
-    from gpu_parts import benchmarks, run_alone, run_together, tests
+    from gpu_parts import benchmarks, quality, run_alone, run_together, tests
 
     begin = time.monotonic()
     args.output.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder, args.output.with_suffix(".log").open("w") as log:
         ran, measured = [], []
-        if args.only != "benchmarks":
+        if args.only in (None, "tests"):
             seconds = 60 * args.minutes * (0.55 if args.only is None else 1.0)
             print("Tests, some minutes", file=sys.stderr, flush=True)
             ran = run_together(tests(os.cpu_count() or 1), seconds, folder, log)
-        if args.only != "tests":
+        if args.only == "quality":
+            print("Quality, some minutes", file=sys.stderr, flush=True)
+            # It ends by itself, a while before it is ended.
+            measured = run_alone(quality(0.85 * args.minutes), 60 * args.minutes, folder, log)
+        if args.only in (None, "benchmarks"):
             rest = 60 * args.minutes - (time.monotonic() - begin)
             print("Benchmarks, some minutes", file=sys.stderr, flush=True)
             measured = run_alone(benchmarks(), rest, folder, log)

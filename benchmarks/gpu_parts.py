@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import subprocess
@@ -14,6 +15,9 @@ from typing import IO
 ROOT = Path(__file__).resolve().parent.parent
 # Where tests say how they ended: see tests/support/outcomes.py.
 OUTCOMES = "COMMHOOKS_TESTS_OUTCOMES"
+# After what moment they skip tests, and which part of their time that leaves for the last ones that have begun.
+LAST_BEGIN = "COMMHOOKS_TESTS_LAST_BEGIN"
+_FOR_THE_LAST = 0.2
 
 
 @dataclass
@@ -49,8 +53,8 @@ class Part:
         """What to type, from the repository's root."""
         return " ".join(["python", *self.arguments])
 
-    def start(self, folder: str, number: int) -> None:
-        """Begin; its files go to a folder, by a number."""
+    def start(self, folder: str, number: int, last_begin: float = math.inf) -> None:
+        """Begin; its files go to a folder, by a number. Tests do not begin after a time of `time.time`."""
         self._files = tuple(Path(folder) / f"{number}.{ending}" for ending in ("out", "err"))
         self.outcomes = Path(folder) / f"{number}.jsonl"
         environment = {
@@ -62,6 +66,7 @@ class Part:
             # Others' plugins, whose warnings would be errors.
             "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
             OUTCOMES: str(self.outcomes),
+            LAST_BEGIN: str(last_begin),
         }
         with self._files[0].open("wb") as out, self._files[1].open("wb") as err:
             # A session of its own: what takes too long is ended with all that it started.
@@ -103,9 +108,13 @@ def tests(num_cores: int) -> list[Part]:
     pytest = ["-m", "pytest", "-p", "pytest_timeout", "-p", "outcomes", "-W", "default", "-q", "-m", "gpu"]
     files = [["tests/gpu/test_gpu.py", "tests/gpu/test_gpu_steps.py"]]
     files.append(["tests/gpu/test_fsdp_gpu.py", "tests/gpu/test_gpu_peers.py"])
-    # Of two ranks each, beside the two processes above.
-    num = max(1, min(4, num_cores // 3 - 1))
-    files += [["tests/gpu/test_gpu_contract.py", f"--part={i}/{num}"] for i in range(num)]
+    files.append(["tests/gpu/test_gpu_failures.py", "tests/gpu/test_gpu_frameworks.py"])
+    files.append(["tests/gpu/test_gpu_training.py"])
+    # Of two ranks each, beside the processes above. Over NCCL processes that share a GPU wait for each other's turns:
+    # more at once do not take less time.
+    contract, num = "tests/gpu/test_gpu_contract.py", max(1, min(3, num_cores // 4 - 1))
+    files.append([contract, "-k", "nccl"])
+    files += [[contract, "-k", "gloo", f"--part={i}/{num}"] for i in range(num)]
     return [Part([*pytest, *some]) for some in files]
 
 
@@ -119,12 +128,18 @@ def benchmarks() -> list[Part]:
     ]
 
 
+def quality(minutes: float) -> list[Part]:
+    """What hooks do to the loss of a language model, for so many minutes."""
+    return [Part(["benchmarks/gpu_quality.py", "--device", "cuda", "--minutes", f"{minutes:g}"])]
+
+
 def run_together(parts: list[Part], seconds: float, folder: str, log: IO[str]) -> list[Part]:
-    """Run parts side by side; returns them."""
+    """Run parts side by side; returns them. Before the time is over, tests are skipped."""
     deadline = time.monotonic() + seconds
+    last_begin = time.time() + (1 - _FOR_THE_LAST) * seconds
     try:
         for number, part in enumerate(parts):
-            part.start(folder, number)
+            part.start(folder, number, last_begin)
         for part in parts:
             part.finish(deadline, log)
     finally:
