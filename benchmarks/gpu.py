@@ -95,7 +95,8 @@ def run(args: argparse.Namespace, found: dict[str, Any]) -> int:
         if args.only == "quality":
             print("Quality, some minutes", file=sys.stderr, flush=True)
             # It ends by itself, a while before it is ended.
-            measured = run_alone(quality(0.85 * args.minutes), 60 * args.minutes, folder, log)
+            table = args.output.resolve().with_name(f"{args.output.stem}_quality.txt")
+            measured = run_alone(quality(0.85 * args.minutes, table), 60 * args.minutes, folder, log)
         if args.only in (None, "benchmarks"):
             rest = 60 * args.minutes - (time.monotonic() - begin)
             print("Benchmarks, some minutes", file=sys.stderr, flush=True)

@@ -128,9 +128,10 @@ def benchmarks() -> list[Part]:
     ]
 
 
-def quality(minutes: float) -> list[Part]:
-    """What hooks do to the loss of a language model, for so many minutes."""
-    return [Part(["benchmarks/gpu_quality.py", "--device", "cuda", "--minutes", f"{minutes:g}"])]
+def quality(minutes: float, output: Path) -> list[Part]:
+    """What hooks do to the loss of a language model, for so many minutes; the table and more go to files."""
+    options = ["--device", "cuda", "--minutes", f"{minutes:g}", "--output", str(output)]
+    return [Part(["benchmarks/gpu_quality.py", *options])]
 
 
 def run_together(parts: list[Part], seconds: float, folder: str, log: IO[str]) -> list[Part]:

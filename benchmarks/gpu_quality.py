@@ -50,8 +50,8 @@ MOVES = {"compress_1d": True, "min_bytes": 0, "use_error_feedback": True}
 HOOKS: dict[str, lc.CommHook] = {
     "dense": lc.AllReduce(),
     "bf16": lc.BF16(),
-    "int8": lc.Int8(),
-    "int4": lc.Int4(),
+    "int8": lc.Int8(min_bytes=0),
+    "int4": lc.Int4(min_bytes=0),
     "powersgd-4": lc.PowerSGD(matrix_approximation_rank=4, start_powerSGD_iter=0),
     "powersgd-16": lc.PowerSGD(matrix_approximation_rank=16, start_powerSGD_iter=0),
     "chunked top-k": lc.ChunkedTopK(),
@@ -73,7 +73,7 @@ class Size:
 
 
 LARGE = Size(width=1024, num_layers=4, num_heads=16, length=512, batch=8, text_bytes=2**26)
-SMALL = Size(width=64, num_layers=2, num_heads=4, length=64, batch=4, text_bytes=2**20)
+SMALL = Size(width=32, num_layers=1, num_heads=2, length=32, batch=2, text_bytes=2**19)
 
 
 class Text:
@@ -94,7 +94,8 @@ class Text:
             num_bytes += len(content)
             if num_bytes > size.text_bytes:
                 break
-        self.training, self.validation = (torch.frombuffer(bytearray(b"".join(part)), dtype=torch.uint8) for part in parts)
+        both = [torch.frombuffer(bytearray(b"".join(part)), dtype=torch.uint8) for part in parts]
+        self.training, self.validation = both
 
     def batch(self, step: int, rank: int) -> Tensor:
         """Shape `(batch, length + 1)`, always the same one for a step and rank; step -1 is for validation."""

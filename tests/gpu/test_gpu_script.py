@@ -46,7 +46,7 @@ def run(*command, **environment):
 
 
 @pytest.mark.usefixtures("without_gpu")
-@pytest.mark.parametrize("options", [[], ["--check"]])
+@pytest.mark.parametrize("options", [[], ["--check"], ["--only", "tests", "--minutes", "4"], ["--only", "quality"]])
 def test_without_a_gpu_it_says_so_in_one_line(options):
     # Without installed packages: nothing is there yet.
     code, output, errors = run(sys.executable, "-S", SCRIPT, *options)
@@ -133,6 +133,60 @@ def test_page(tmp_path, monkeypatch, capsys):
     assert re.search(r"\n\(took too long: ended after \d+ s\)\n", page)
     log = output.with_suffix(".log").read_text()
     assert log.count("\n(took too long, ") == 1
+
+
+def test_only_quality_runs_that_alone(tmp_path, monkeypatch):
+    import gpu
+    import gpu_parts
+
+    monkeypatch.setattr(gpu_parts, "ROOT", tmp_path)
+    monkeypatch.setattr(gpu_parts, "tests", None)
+    monkeypatch.setattr(gpu_parts, "benchmarks", None)
+    (tmp_path / "benchmarks").mkdir()
+    (tmp_path / "benchmarks" / "gpu_quality.py").write_text("import sys; print('$', *sys.argv[1:])")
+    output = tmp_path / "results" / "gpu.txt"
+    assert gpu.run(argparse.Namespace(output=output, minutes=2, only="quality"), FACTS) == 0
+    assert f"$ --device cuda --minutes 1.7 --output {tmp_path}/results/gpu_quality.txt\n" in output.read_text()
+
+
+def test_tests_that_would_begin_too_late_are_skipped(tmp_path):
+    import gpu_parts
+
+    (tmp_path / "test_some.py").write_text("def test_good(): pass")
+    options = ["-q", "-p", "outcomes", "-c", os.devnull, f"--rootdir={tmp_path}", str(tmp_path / "test_some.py")]
+    environment = {
+        "PYTHONPATH": str(ROOT / "tests" / "support"),
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+        gpu_parts.OUTCOMES: str(tmp_path / "outcomes"),
+    }
+    code, output, _ = run(sys.executable, "-m", "pytest", *options, **environment, **{gpu_parts.LAST_BEGIN: "1.0"})
+    assert code == 0, output
+    assert json.loads((tmp_path / "outcomes").read_text()) == ["test_some.py::test_good", "skipped", "no time left"]
+
+
+def test_quality_at_a_small_size(tmp_path):
+    """All methods train on CPU, for a period of DiLoCo, and none costs the loss much but for what is sent seldom."""
+    table = tmp_path / "quality.txt"
+    code, _, errors = run(
+        sys.executable,
+        SCRIPT.parent / "gpu_quality.py",
+        "--small",
+        "--steps",
+        16,
+        "--output",
+        table,
+        OMP_NUM_THREADS="1",
+    )
+    assert code == 0, errors
+    rows = {row["name"]: row for row in json.loads(table.with_suffix(".json").read_text())}
+    assert len(rows) == 9
+    for name, row in rows.items():
+        assert row["steps"] == [0, 16], name
+        assert row["losses"][1] < row["losses"][0], name
+        assert 0 < row["bytes"][1] <= rows["dense"]["bytes"][1], name
+    assert abs(rows["int8"]["losses"][1] - rows["dense"]["losses"][1]) < 0.02
+    assert rows["diloco/16, int2"]["bytes"][1] < rows["diloco/16, int4"]["bytes"][1]
+    assert len(table.read_text().splitlines()) == 3 + 1 + len(rows)
 
 
 def test_facts_of_this_machine():

@@ -1,6 +1,8 @@
 """The testing kit: each thing that can be wrong breaks the rule that is about it."""
 
+import os
 import re
+import time
 
 import broken_hooks
 import pytest
@@ -8,8 +10,9 @@ import torch
 from driver import SHAPES, full_rank_gradients, outputs, same
 
 from lightning_commhooks.testing import BrokenRule, check, check_hook
+from lightning_commhooks.testing import processes as processes_module
 from lightning_commhooks.testing.check import RULES, check_rule, title
-from lightning_commhooks.testing.processes import Processes
+from lightning_commhooks.testing.processes import Processes, take_gpu, variables_for_shared_gpus
 from lightning_commhooks.testing.rules import Case
 
 BY_NAME = {rule.__name__: rule for rule in RULES}
@@ -95,3 +98,48 @@ def _divide(rank, world):
 def test_devices_that_are_not_there(place, text):
     with pytest.raises(ValueError, match=text):
         check_hook("allreduce", num_ranks=(2,), **place)
+
+
+def test_variables_of_ranks_that_share_a_gpu(monkeypatch):
+    monkeypatch.delenv("NCCL_HOSTID", raising=False)
+    assert variables_for_shared_gpus(1, 2, 2, (2, 28, 9)) == {}
+    before, after = (variables_for_shared_gpus(1, 2, 1, version) for version in ((2, 28, 9), (2, 30, 1)))
+    assert before["NCCL_HOSTID"] != variables_for_shared_gpus(0, 2, 1, (2, 28, 9))["NCCL_HOSTID"]
+    assert before["NCCL_SOCKET_IFNAME"] == "lo"
+    assert "NCCL_MULTI_RANK_GPU_ENABLE" not in before
+    assert "NCCL_HOSTID" not in after
+    assert after["NCCL_MULTI_RANK_GPU_ENABLE"] == "1"
+    assert after["NCCL_MAX_CTAS"] == "2"
+    assert variables_for_shared_gpus(1, 2, 1, (3, 0)).keys() == after.keys()
+
+
+@pytest.mark.parametrize(("num_ranks", "is_shared"), [(2, False), (4, True)])
+def test_take_gpu(monkeypatch, num_ranks, is_shared):
+    """Of two devices, rank 3 takes the second one; variables that are set stay as they are."""
+    chosen = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    for name in ("NCCL_HOSTID", "NCCL_NVLS_ENABLE", "NCCL_IB_DISABLE"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth7")
+    assert take_gpu(3, num_ranks) == torch.device("cuda", 1)
+    assert chosen == [torch.device("cuda", 1)]
+    assert os.environ.get("NCCL_HOSTID") == ("rank-3" if is_shared else None)
+    assert os.environ["NCCL_SOCKET_IFNAME"] == "eth7"
+
+
+def test_the_others_are_not_waited_for_long_after_a_failure(monkeypatch):
+    monkeypatch.setattr(processes_module, "_SECONDS_AFTER_FAILURE", 0.5)
+    with (
+        Processes(2, 100) as processes,
+        pytest.raises(RuntimeError, match=r"(?s)rank 1: .*ZeroDivisionError.*rank 0: no end after \d+ s"),
+    ):
+        processes(_divide_or_sleep, world=2)
+
+
+def _divide_or_sleep(rank, world):
+    return time.sleep(300) if rank == 0 else 1 / (1 - rank)

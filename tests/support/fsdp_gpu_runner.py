@@ -1,6 +1,6 @@
 """Run by `test_fsdp_gpu.py` in each of two processes; rank 0 prints a line of JSON.
 
-    python fsdp_gpu_runner.py BACKEND
+python fsdp_gpu_runner.py BACKEND
 """
 
 import json
