@@ -17,7 +17,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import lightning_commhooks as lc
 from lightning_commhooks.codecs.codec import Kernels
 from lightning_commhooks.collectives import group
-from lightning_commhooks.runtime import ranks
 
 LOCAL = {"start_localSGD_iter": 2, "post_local_gradient_allreduce": False}
 
@@ -129,8 +128,6 @@ def found(monkeypatch):
         edges = GradientEdges()
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=way.world)
         monkeypatch.setattr(group, "compiled", lambda hook_codec, *_: Kernels(hook_codec))
-        # Of the fake process group, which is to be NCCL here.
-        monkeypatch.setattr(ranks, "backend_for", lambda *_: dist.Backend.NCCL)
         monkeypatch.setattr(torch.autograd.graph, "get_gradient_edge", edges)
         try:
             with dry_run(monkeypatch) as waits, ignoring(*SAID):
