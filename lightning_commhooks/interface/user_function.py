@@ -110,7 +110,7 @@ def warn_if_broken_here(hook: DDPHook, backend: str) -> None:
     if backend != dist.Backend.GLOO:
         return
     wrapped = [cell.cell_contents for cell in getattr(hook, "__closure__", None) or ()]
-    works = () if torch.__version__ < (2, 15) else ("quantization_pertensor_hook", "quantization_perchannel_hook")
+    works = () if torch.__version__ < "2.15" else ("quantization_pertensor_hook", "quantization_perchannel_hook")
     for function in filter(inspect.isfunction, (hook, *wrapped)):
         key = f"{function.__module__}.{function.__qualname__}"
         if key in _REPLACED_ON_GLOO and function.__qualname__ not in works:
