@@ -110,7 +110,7 @@ def tests(num_cores: int) -> list[Part]:
     files.append(["tests/gpu/test_fsdp_gpu.py", "tests/gpu/test_gpu_peers.py"])
     files.append(["tests/gpu/test_gpu_failures.py", "tests/gpu/test_gpu_frameworks.py"])
     files.append(["tests/gpu/test_gpu_training.py"])
-    # Of two ranks each, beside the processes above. Over NCCL processes that share a GPU wait for each other's turns:
+    # Two ranks each, at the same time as the processes above. Over NCCL processes that share a GPU wait for each other's turns:
     # more at once do not take less time.
     contract, num = "tests/gpu/test_gpu_contract.py", max(1, min(3, num_cores // 4 - 1))
     files.append([contract, "-k", "nccl"])
@@ -129,7 +129,7 @@ def benchmarks() -> list[Part]:
 
 
 def quality(minutes: float, output: Path) -> list[Part]:
-    """What hooks do to the loss of a language model, for so many minutes; the table and more go to files."""
+    """Training of a language model with each of some hooks, which takes a number of minutes; results go to files."""
     options = ["--device", "cuda", "--minutes", f"{minutes:g}", "--output", str(output)]
     return [Part(["benchmarks/gpu_quality.py", *options])]
 

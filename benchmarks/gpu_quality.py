@@ -1,15 +1,15 @@
-"""What hooks do to the loss of a language model that is no toy: 8 ranks in one process, on one GPU.
+"""Loss of a language model of useful size with each of some hooks: 8 ranks in one process, on one GPU.
 
 A GPT of 50 M parameters learns the Python sources of the packages that are installed here, byte by byte. Each rank has
-batches of its own, and hooks exchange what they send in memory, for real, but for the time it would take. All methods
+batches of its own, and hooks exchange messages in memory; only the time of a network is missing. All methods
 have the same data, first weights, optimizer and number of steps, and take their steps by turns until the time is over.
 DiLoCo is algorithm 1 of its paper, with ranks that step alone, and sends its moves by a hook.
 
     python benchmarks/gpu_quality.py --device cuda --minutes 4
     python benchmarks/gpu_quality.py --small --steps 48
 
-`MB` is what a rank sends in a step. `as good` is how much it has sent until its loss is for the first time as low as
-that of dense gradients at half of the run. Beside `--output` there are all losses in JSON and, with matplotlib, a plot.
+`MB` is the number of megabytes that a rank sends in a step, `as good` the number that it has sent when its loss first
+reaches the loss of dense gradients at half of the run. Beside `--output` there are all losses in JSON and, with matplotlib, a plot.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ HOOKS: dict[str, lc.CommHook] = {
 
 @dataclass(frozen=True)
 class Size:
-    """Of the model and its batches."""
+    """Sizes of the model and its batches."""
 
     width: int
     num_layers: int
@@ -151,7 +151,7 @@ class Averaging:
 
     @property
     def bytes_sent(self) -> float:
-        """What the first rank has sent."""
+        """Bytes that the first rank has sent."""
         return self._groups[0].counters.bytes_sent
 
     def __call__(self, tensors: list[dict[str, Tensor]]) -> dict[str, Tensor]:
@@ -253,7 +253,7 @@ class Run:
                     p.copy_(before[name])
 
     def look(self, step: int, batches: list[Tensor]) -> None:
-        """Measure the loss after so many steps."""
+        """Measure the loss after a step."""
         with torch.no_grad():
             loss = sum(loss_of(self.models[0], batch).item() for batch in batches) / len(batches)
         self.steps.append(step)
@@ -354,10 +354,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--minutes", type=float, default=4.0, help="that all may take, about")
-    parser.add_argument("--steps", type=int, help="a number of steps, and not what there is time for")
+    parser.add_argument("--steps", type=int, help="number of steps; by default as many as there is time for")
     parser.add_argument("--small", action="store_true", help="a small model and little text")
     parser.add_argument("--lr", type=float, default=1e-3, help="largest learning rate")
-    parser.add_argument("--output", type=Path, help="a file for the table; others beside it have other endings")
+    parser.add_argument("--output", type=Path, help="a file for the table; losses and plot go to the same name with other endings")
     args = parser.parse_args()
     if args.device == "cuda" and not torch.cuda.is_available():
         sys.exit("--device cuda: PyTorch finds no GPU here; leave it out, and use --small")

@@ -24,7 +24,7 @@ from lightning_commhooks.testing.model import use_device
 _ENVIRONMENT = {"TORCH_COMPILE_DISABLE": "1", "TORCH_CPP_LOG_LEVEL": "ERROR", "OMP_NUM_THREADS": "1"}
 
 _SECONDS_TO_START = 120.0
-# For the other ranks to say what they think of the failure of one.
+# Time in which the other ranks report their errors after one has failed.
 _SECONDS_AFTER_FAILURE = 10.0
 # The first version of NCCL in which ranks may share a GPU.
 _SHARES_GPUS = (2, 30)

@@ -1,4 +1,4 @@
-"""What tests on CUDA devices share: ranks that begin anew after a failure, and steps that may not wait."""
+"""What tests on CUDA devices share: ranks that are started again after a failure, and steps that may not wait."""
 
 import contextlib
 import os
@@ -62,7 +62,7 @@ class Ended:
     """How a rank of `launch` ended.
 
     Attributes:
-        code: its exit code, negative for a signal; `None` if it was ended because it took too long.
+        code: its exit code, negative for a signal; `None` if it took too long and was killed.
         output: what it printed on standard output.
         errors: the same on standard error.
         at: when it ended, by `time.monotonic`.
@@ -134,7 +134,7 @@ def _kill(process):
 
 
 def launch_well(script, *arguments, **options):
-    """What each rank of `launch` printed on standard output; all of them have to end well."""
+    """Standard output of each rank of `launch`; all of them have to end well."""
     ranks = launch(script, *arguments, **options)
     codes = [rank.code for rank in ranks]
     texts = "\n".join(f"rank {number}: {rank.errors[-3000:]}" for number, rank in enumerate(ranks))
