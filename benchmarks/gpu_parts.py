@@ -110,8 +110,8 @@ def tests(num_cores: int) -> list[Part]:
     files.append(["tests/gpu/test_fsdp_gpu.py", "tests/gpu/test_gpu_peers.py"])
     files.append(["tests/gpu/test_gpu_failures.py", "tests/gpu/test_gpu_frameworks.py"])
     files.append(["tests/gpu/test_gpu_training.py"])
-    # Two ranks each, at the same time as the processes above. Over NCCL processes that share a GPU wait for each other's turns:
-    # more at once do not take less time.
+    # Two ranks each, at the same time as the processes above. Over NCCL processes take turns on a GPU: more at once do
+    # not take less time.
     contract, num = "tests/gpu/test_gpu_contract.py", max(1, min(3, num_cores // 4 - 1))
     files.append([contract, "-k", "nccl"])
     files += [[contract, "-k", "gloo", f"--part={i}/{num}"] for i in range(num)]

@@ -9,7 +9,8 @@ DiLoCo is algorithm 1 of its paper, with ranks that step alone, and sends its mo
     python benchmarks/gpu_quality.py --small --steps 48
 
 `MB` is the number of megabytes that a rank sends in a step, `as good` the number that it has sent when its loss first
-reaches the loss of dense gradients at half of the run. Beside `--output` there are all losses in JSON and, with matplotlib, a plot.
+reaches the loss of dense gradients at half of the run. With `--output` all losses are written as JSON too, and drawn
+where matplotlib is installed.
 """
 
 from __future__ import annotations
@@ -357,7 +358,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, help="number of steps; by default as many as there is time for")
     parser.add_argument("--small", action="store_true", help="a small model and little text")
     parser.add_argument("--lr", type=float, default=1e-3, help="largest learning rate")
-    parser.add_argument("--output", type=Path, help="a file for the table; losses and plot go to the same name with other endings")
+    parser.add_argument(
+        "--output", type=Path, help="a file for the table; losses and plot go to the same name with other endings"
+    )
     args = parser.parse_args()
     if args.device == "cuda" and not torch.cuda.is_available():
         sys.exit("--device cuda: PyTorch finds no GPU here; leave it out, and use --small")
