@@ -299,7 +299,7 @@ TORCH = [
         ("accelerate_integration/kwargs.py", f"{PACKAGE}/lightning/averaging.py", f"{PACKAGE}/runtime/optimizers.py"),
         "as documented",
     ),
-    Use("os._exit", (LAUNCH,), "as documented"),
+    Use("os._exit", (LAUNCH, f"{PACKAGE}/testing/processes.py"), "as documented"),
     Use("._comm_hooks", (f"{PACKAGE}/sources/ddp_model.py",), "a second hook is not refused", _tells_its_hook),
     Use(
         "._get_ddp_logging_data",
