@@ -21,7 +21,8 @@ from lightning_commhooks.collectives.errors import HookError
 ATTACH = "attach()"
 # Seconds that ranks which attach a hook wait for those that do not.
 _PATIENCE = "COMMHOOKS_ATTACH_TIMEOUT_SECONDS"
-_DEFAULT_PATIENCE, _SECONDS_TO_WARN, _LONGEST_PAUSE = 30.0, 5.0, 0.05
+_DEFAULT_PATIENCE, _SECONDS_TO_WARN = 30.0, 5.0
+_LONGEST_PAUSE, _LONGEST_PAUSE_LATER = 0.05, 1.0
 _SECONDS_TO_ASK = 1.0
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 # How often the ranks of a group have met.
@@ -45,6 +46,7 @@ def meet(
     process_group: dist.ProcessGroup,
     what: str,
     give_up: Callable[[list[int]], str | None] = lambda missing: None,
+    timeout: float = math.inf,
 ) -> None:
     """Wait until all ranks are here, before the first collective of something. Collective, by a store.
 
@@ -54,6 +56,7 @@ def meet(
         process_group: the ranks.
         what: they do, for messages.
         give_up: told which ranks of the group are missing, says what they have done instead, if they will not come.
+        timeout: seconds to wait for them, other than in `attach()`.
 
     Raises:
         HookError: some ranks will not come, or do not attach a hook that others attach.
@@ -64,12 +67,12 @@ def meet(
     number, rank, size = _meetings.get(process_group, 0), process_group.rank(), process_group.size()
     keys = [f"lightning_commhooks/{number}/{one}" for one in range(size)]
     store.set(keys[rank], what)
-    begin, pause, has_warned = time.monotonic(), 1e-3, False
-    patience = _patience() if what == ATTACH else dist.default_pg_timeout.total_seconds()
+    begin, pause, has_warned, missing = time.monotonic(), 1e-3, False, list(range(size))
+    patience = _patience() if what == ATTACH else timeout
     while not store.check(keys):
         waited = time.monotonic() - begin
         if waited > min(_SECONDS_TO_WARN, patience):
-            missing = [one for one, key in enumerate(keys) if not store.check([key])]
+            missing = [one for one in missing if not store.check([keys[one]])]
             if missing and not has_warned:
                 names = _named(process_group, missing)
                 announce(f"rank {dist.get_rank()} waits in {what} for {names}. {_what_to_write(what)}")
@@ -83,7 +86,8 @@ def meet(
                     f"{what} must be called on all ranks, and {names} {has} {reason}. {_what_to_write(what)}"
                 )
         time.sleep(pause)
-        pause = min(2 * pause, _LONGEST_PAUSE)
+        # Hundreds of ranks may ask one store.
+        pause = min(2 * pause, _LONGEST_PAUSE_LATER if has_warned else _LONGEST_PAUSE)
     _meetings[process_group] = number + 1
     if number:
         # Who is here has left the last meeting.

@@ -109,7 +109,7 @@ def own_group(process_group: dist.ProcessGroup, device: torch.device) -> OwnGrou
     if backend_for(process_group, device) != dist.Backend.GLOO:
         own = _new_group(process_group, device)
         return OwnGroup(own, Backend(own), connections_of(own))
-    timeout = _timeout_of(process_group, device) or dist.default_pg_timeout
+    timeout = timeout_of(process_group, device)
     place = process_group.rank(), process_group.size()
     return group_at(_store(_new_name(process_group)), place, device, timeout)
 
@@ -151,8 +151,11 @@ def _interfaces() -> list[str]:
     return os.environ.get(_INTERFACES, "").split(",")
 
 
-def _timeout_of(process_group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
-    return getattr(getattr(_backend_of(process_group, device), "options", None), "_timeout", None)
+def timeout_of(process_group: dist.ProcessGroup, device: torch.device) -> timedelta:
+    """How long collectives of a group wait for its ranks."""
+    options = getattr(_backend_of(process_group, device), "options", None)
+    timeout: timedelta = getattr(options, "_timeout", None) or dist.default_pg_timeout
+    return timeout
 
 
 def _new_name(process_group: dist.ProcessGroup) -> str:
@@ -167,7 +170,7 @@ def _new_group(process_group: dist.ProcessGroup, device: torch.device) -> dist.P
     own: dist.ProcessGroup = dist.new_group(
         ranks=dist.get_process_group_ranks(process_group),
         backend=_configured(process_group, device),
-        timeout=_timeout_of(process_group, device),
+        timeout=timeout_of(process_group, device),
         use_local_synchronization=process_group.size() < dist.get_world_size(),
         group_desc="lightning_commhooks",
     )
@@ -277,7 +280,7 @@ def own_subgroup(
         device: of the tensors.
     """
     rank = process_group.rank()
-    timeout = _timeout_of(process_group, device) or dist.default_pg_timeout
+    timeout = timeout_of(process_group, device)
     backend = backend_for(process_group, device)
     index, ranks = next((i, ranks) for i, ranks in enumerate(subgroups) if rank in ranks)
     if backend == dist.Backend.GLOO:

@@ -139,11 +139,11 @@ class BoundLocalSGD(AveragesModels):
     def _starts_after(self, num_steps: Mapping[str, int]) -> bool:
         """Whether each optimizer has taken `start_localSGD_iter` steps.
 
-        An optimizer without a step is left out once another one has taken twice as many.
+        An optimizer without a step is left out once another one has taken twice as many, and one that has stepped less
+        often, or is not used any more, once another one has taken ten times as many.
         """
-        start = self._config.start_localSGD_iter
-        stepped = [num for num in num_steps.values() if num or max(num_steps.values()) < 2 * start]
-        return min(stepped) >= start
+        start, most = self._config.start_localSGD_iter, max(num_steps.values())
+        return all(num >= start or most >= (10 if num else 2) * start for num in num_steps.values())
 
     def has_started(self, step: int) -> bool:
         """Whether a backward comes after `start_localSGD_iter` steps of the optimizers; a guess for a later one."""
@@ -187,8 +187,9 @@ class BoundLocalSGD(AveragesModels):
             return False
         if self.has_started(stepped.step):
             return self._averages_after(self._steps_with(stepped), stepped)
-        before = stepped.models.num_steps
-        return self._starts_after({**before, stepped.optimizer: before.get(stepped.optimizer, 0) + stepped.num_steps})
+        models = stepped.models
+        most = {key: num + models.num_undecided.get(key, 0) for key, num in models.num_steps.items()}
+        return self._starts_after({**most, stepped.optimizer: most.get(stepped.optimizer, stepped.num_steps)})
 
     def _steps_with(self, stepped: OptimizerStep) -> int:
         return self._num_steps.get(stepped.optimizer, 0) + stepped.num_steps

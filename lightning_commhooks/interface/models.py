@@ -93,6 +93,7 @@ class Models:
         broadcasts_buffers: whether other buffers are to be as the first rank has them, as with DDP's option.
         diverged: names of parameters that ranks have changed alone since the last average over all ranks.
         num_steps: steps that optimizers have taken since the beginning of training, by optimizer; equal on all ranks.
+        num_undecided: later steps of which it is not known yet whether they changed anything; equal on all ranks.
         may_differ: whether ranks have ever stepped alone; the same on all of them.
         begin: begins a computation of a group of `Group.beside` that goes on while training does, in a channel of its
             own, and returns what waits for its end.
@@ -108,6 +109,7 @@ class Models:
         self.average_buffers = self.broadcasts_buffers = False
         self.diverged: set[str] = set()
         self.num_steps: dict[str, int] = {}
+        self.num_undecided: dict[str, int] = {}
         self.may_differ = False
         self.begin: Callable[[Group, Callable[[Group], Steps[None]]], Callable[[], None]]
         # As far as this rank knows.
@@ -192,7 +194,9 @@ class Models:
                 tensors, others = self._tensors(names), self._buffers()[1] if is_of_all else {}
                 told = check_same(what, group, kinds_of(tensors), self._content_of(others))
                 average_([*self._alike(tensors, group, [kinds for kinds, *_ in told]).values()], group)
-                share_(self._differing(others, [content for _, content, *_ in told]), group)
+                shared = self._differing(others, [content for _, content, *_ in told])
+                share_(shared, group)
+                count_up(shared)
         self.averaged(names, group)
         if is_of_all:
             self._buffers_diverged = self._asks_about_buffers = False
@@ -303,7 +307,9 @@ class Models:
         """Average weights and optimizers' state that ranks have changed alone, unless all have the same again."""
         if not (self.diverged or self._states_diverged):
             return
-        stepped = [one for o in self._optimizers.values() if (one := self.stepped(o, -1)) and self.state_diverged(one)]
+        stepped = [
+            one for o in [*self._optimizers.values()] if (one := self.stepped(o, -1)) and self.state_diverged(one)
+        ]
         states = [tensor for one in stepped for tensor in _states_of(one.parameters, one.state).values()]
         own = digest_of([*self._tensors(self.diverged).values(), *states])
         if len({digest for digest, *_ in check_same("begin again with the same model", self._group, own)}) > 1:

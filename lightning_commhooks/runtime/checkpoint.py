@@ -90,13 +90,16 @@ def _of_this_shard(states: Sequence[Any], run: RunningHook, layout: Layout) -> d
     return {**states[0], **own, "lost": lost}
 
 
-def load(saved: Any, run: RunningHook, bound: BoundHook, models: Models, strict: bool) -> tuple[int, list[str]]:
+def load(
+    saved: Any, run: RunningHook, bound: BoundHook, models: Models, strict: bool
+) -> tuple[int, dict[str, int] | None, list[str]]:
     """Let a new runtime object of a hook take over what [`save`][] returned. Collective, on the engine.
 
     A sequence has the states of all shards of a sharded model, of another number of them perhaps.
 
     Returns:
-        the step count, 0 of what is no state, and what was left out because it does not fit; nothing when `strict`.
+        the step count, 0 of what is no state; steps by optimizer, `None` of version 0.1; and what was left out because
+        it does not fit, nothing when `strict`.
 
     Raises:
         StateError: on all ranks, if on one of them the state does not fit, or ranks have different states.
@@ -129,7 +132,7 @@ def load(saved: Any, run: RunningHook, bound: BoundHook, models: Models, strict:
     if len(set(digests)) > 1:
         raise StateError("ranks were given different states of the communication hook; load the same on all of them")
     models.restore(staged, saved["models"] if staged else {})
-    return 0 if problem else saved["steps"], differences
+    return (0, None, differences) if problem else (saved["steps"], _optimizer_steps_of(saved), differences)
 
 
 def _named_as_now(saved: Any, layout: Layout) -> Any:
@@ -189,11 +192,12 @@ def num_steps_of(saved: Any) -> int | None:
     return found if type(found) is int and found >= 0 else None
 
 
-def optimizer_steps_of(saved: Any) -> dict[str, int] | None:
+def _optimizer_steps_of(saved: Mapping[str, Any]) -> dict[str, int] | None:
     """Steps by optimizer; `None` of a state of version 0.1, which has none."""
-    saved = saved[0] if isinstance(saved, (list, tuple)) and saved else saved
-    found = saved.get("optimizer_steps") if isinstance(saved, Mapping) else None
-    return dict(found) if isinstance(found, Mapping) else None
+    found = saved.get("optimizer_steps")
+    if not isinstance(found, Mapping) or any(type(num) is not int or num < 0 for num in found.values()):
+        return None
+    return dict(found)
 
 
 def _problem(saved: Any) -> str:

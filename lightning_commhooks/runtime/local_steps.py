@@ -95,8 +95,10 @@ class LocalSteps:
     def begin_at(self, steps: int, num_steps: dict[str, int] | None) -> None:
         """Set the number of synchronized backwards, and of steps by optimizer; `None`: one step for each backward."""
         self._verdicts.clear()
+        self.models.num_undecided.clear()
         known = dict.fromkeys(self._optimizers, steps) if num_steps is None else num_steps
-        self.models.num_steps = {**dict.fromkeys(self._optimizers, 0), **known}
+        # Not those of optimizers that are not there any more: nobody waits for their steps.
+        self.models.num_steps = {key: known.get(key, 0) for key in self._optimizers}
         bound = self._running.bound
         if steps and averages_models(bound):
             before = {key: max(0, num - 1) for key, num in self.models.num_steps.items()}
@@ -218,7 +220,8 @@ class LocalSteps:
         with self._running.aborting():
             self._refuse_while_swapped()
         with self._running.counters.timing.wait():
-            counted = dataclasses.replace(stepped, num_steps=self._num_counted(stepped, verdict))
+            with self._running.aborting():
+                counted = dataclasses.replace(stepped, num_steps=self._num_counted(stepped, verdict))
             self._running.source.average(counted, lambda: self._running.call(lambda: self._tell(counted), True))
 
     def _num_counted(self, stepped: OptimizerStep, verdict: Verdict) -> int:
@@ -229,23 +232,27 @@ class LocalSteps:
         key, bound = stepped.optimizer, self._running.bound
         verdicts = self._verdicts.setdefault(key, [])
         verdicts.append(verdict)
+        self.models.num_undecided[key] = len(verdicts)
         if not averages_models(bound):
-            return self._count(key, verdicts)
+            verdicts.clear()
+            return 0
         most = dataclasses.replace(stepped, num_steps=len(verdicts))
         communicates = bound.communicates_after(most) or ends_local_steps(bound, most)
+        if communicates and not is_local(bound, stepped.step):
+            # Ranks may be about to step alone, for which the steps of all optimizers count.
+            self._running.call(lambda: self.count(but=key), True)
         if not self._may_differ(key):
             is_known = all(isinstance(one, bool) for one in verdicts)
-            return self._count(key, verdicts) if communicates or is_known else 0
+            return self._count(key) if communicates or is_known else 0
         if not communicates:
             return 0
-        return self._running.call(lambda: self._count(key, verdicts, bound.group), True)
+        return self._running.call(lambda: self._count(key), True)
 
-    def count(self) -> None:
-        """Count the steps that do not count yet, before a state is saved. Collective."""
-        bound = self._running.bound
-        for key in sorted(key for key, verdicts in self._verdicts.items() if verdicts):
+    def count(self, but: str = "") -> None:
+        """Count the steps that do not count yet, as before a state is saved. Collective."""
+        for key in sorted(key for key, verdicts in self._verdicts.items() if verdicts and key != but):
             stepped = self.models.stepped(self._optimizers[key], self._running.clock.steps - 1)
-            num = self._count(key, self._verdicts[key], bound.group if self._may_differ(key) else None)
+            num = self._count(key)
             if stepped is not None:
                 self._tell(dataclasses.replace(stepped, num_steps=num))
 
@@ -254,12 +261,13 @@ class LocalSteps:
         are_even = not (self._running.method.is_uneven or self._running.source.ranks_change)
         return are_even and self._skipped.differ(self._optimizers[key])
 
-    def _count(self, key: str, verdicts: list[Verdict], group: Group | None = None) -> int:
-        """Count the steps that changed something; in a group, the largest count of a rank."""
+    def _count(self, key: str) -> int:
+        """Count the steps that changed something; where ranks may differ, the largest count of a rank."""
+        verdicts, self._verdicts[key] = self._verdicts[key], []
+        self.models.num_undecided[key] = 0
         num = sum(one if isinstance(one, bool) else bool(one.wait()) for one in verdicts)
-        verdicts.clear()
-        if group is not None:
-            num = max(own for (own,) in group.all_gather_quietly([num]))
+        if self._may_differ(key):
+            num = max(own for (own,) in self._running.bound.group.all_gather_quietly([num]))
         self.models.num_steps[key] = self.models.num_steps.get(key, 0) + num
         return num
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import sys
+import traceback
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -82,17 +83,20 @@ class StepsUnderWay:
     """Nested steps: an optimizer may wrap other optimizers, or call the step of its base class."""
 
     def __init__(self) -> None:
-        self._under_way: list[tuple[Optimizer, FrameType]] = []
+        # With the frame of the step, by its `id` and code: the frame itself would keep the model alive.
+        self._under_way: list[tuple[Optimizer, tuple[int, CodeType]]] = []
         self._ended: dict[Optimizer, Verdict] = {}
 
     def begin(self, optimizer: Optimizer, frame: FrameType) -> None:
         """A step begins, in that frame of Python."""
-        # What raised an exception has no end.
-        while self._under_way and not _is_running(self._under_way[-1][1]):
-            self._under_way.pop()
+        if self._under_way:
+            # A step that raised an exception has no end.
+            running = {(id(one), one.f_code) for one, _ in traceback.walk_stack(frame.f_back)}
+            while self._under_way and self._under_way[-1][1] not in running:
+                self._under_way.pop()
         if not self._under_way:
             self._ended = {}
-        self._under_way.append((optimizer, frame))
+        self._under_way.append((optimizer, (id(frame), frame.f_code)))
 
     def end(self, optimizer: Optimizer, verdict: Verdict) -> list[tuple[Optimizer, Verdict]]:
         """A step ends; if it is the outermost, return the optimizers that have stepped, each once.
@@ -112,13 +116,6 @@ class StepsUnderWay:
                 innermost.append((one, own))
             stepped |= ids
         return innermost
-
-
-def _is_running(frame: FrameType) -> bool:
-    present: FrameType | None = sys._getframe()
-    while present is not None and present is not frame:
-        present = present.f_back
-    return present is not None
 
 
 class SkippedSteps:

@@ -19,6 +19,7 @@ from lightning_commhooks.collectives.backend import Backend
 from lightning_commhooks.collectives.counters import Counters
 from lightning_commhooks.collectives.errors import HookError
 from lightning_commhooks.collectives.group import Group
+from lightning_commhooks.collectives.process_groups import timeout_of
 from lightning_commhooks.collectives.steps import Steps
 from lightning_commhooks.interface.averages_models import averages_models
 from lightning_commhooks.interface.bucket import Bucket, Slot
@@ -167,7 +168,8 @@ class Runtime(RunningHook):
             return
         with self.aborting():
             try:
-                meet(self.source.process_group, what, self._why_not_here)
+                timeout = timeout_of(self.source.process_group, self.source.device).total_seconds()
+                meet(self.source.process_group, what, self._why_not_here, timeout)
             except HookError as failure:
                 self._tell_peers(str(failure))
                 raise
@@ -291,8 +293,8 @@ class Runtime(RunningHook):
             self.configure(before)
             raise loaded
         self.num_steps = num_steps if num_steps is not None else self.num_steps
-        steps, differences = loaded
-        self.begin_at(fresh, steps, checkpoint.optimizer_steps_of(state))
+        steps, num_steps_by_optimizer, differences = loaded
+        self.begin_at(fresh, steps, num_steps_by_optimizer)
         if differences and fresh.group.rank == 0:
             more = f" and {len(differences) - 5} more" if len(differences) > 5 else ""
             warnings.warn(
@@ -301,7 +303,9 @@ class Runtime(RunningHook):
                 stacklevel=3,
             )
 
-    def _load(self, state: object, fresh: BoundHook, strict: bool) -> tuple[int, list[str]] | StateError:
+    def _load(
+        self, state: object, fresh: BoundHook, strict: bool
+    ) -> tuple[int, dict[str, int] | None, list[str]] | StateError:
         try:
             return checkpoint.load(state, self, fresh, self.local.models, strict)
         except StateError as refusal:

@@ -107,7 +107,7 @@ def test_a_real_group_calls_itself_gloo(level):
         group = dist.group.WORLD
         assert hasattr(group._get_backend(CUDA), "wrapped_pg") == (level == dist.DebugLevel.DETAIL)
         assert not process_groups.is_enqueued_on_stream(group, CUDA)
-        assert process_groups._timeout_of(group, CUDA) == timedelta(seconds=9)
+        assert process_groups.timeout_of(group, CUDA) == timedelta(seconds=9)
     finally:
         dist.destroy_process_group()
         dist.set_debug_level(before)

@@ -495,8 +495,10 @@ def fail(rank, world):
 
 
 def test_failure_names_hook_step_and_bucket(run):
-    (message, cause, later), *_ = run(fail, world=1)
-    for part in ("'broken'", "rank 0", "step 2", "bucket", "second", "out of numbers"):
+    results = run(fail)
+    # The other rank may have lost its connection first.
+    message, cause, later = next(one for one in results if "out of numbers" in one[0])
+    for part in ("'broken'", "on rank ", "step 2", "bucket"):
         assert part in message
     assert "ArithmeticError('out of numbers')" in cause
     assert "step 2" in later
