@@ -34,7 +34,7 @@ OWN_MESSAGE = {
     "loss_divided_by": "loss_divided_by must return a positive number, returned 0",
     "sample_error": "every must be an integer of at least 0, is -1",
     "measure_link": "not supported between instances of 'float' and 'str'",
-    "averaged_weights": "an optimizer stepped within averaged_weights()",
+    "averaged_weights": "averaged_weights() must be called on all ranks",
 }
 # Near, and far from each other: with direct messages, of several buckets at once.
 LATENCIES = [{"COMMHOOKS_LATENCY_MS": "0"}, {"COMMHOOKS_LATENCY_MS": "40"}]

@@ -206,9 +206,10 @@ def within_averaged_weights(group):
     hook = lc.PostLocalSGD(start_localSGD_iter=0, post_local_gradient_allreduce=False, period=1)
     ddp, attachment, optimizer = attach(group, hook=hook)
     one_step(ddp, optimizer)
+    one_step(ddp, optimizer, 1)  # DDP's second forward has a collective of its own
     yield attachment
     with attachment.averaged_weights() if is_last() else contextlib.nullcontext():
-        one_step(ddp, optimizer, 1)
+        one_step(ddp, optimizer, 2)
 
 
 PLACES = {
