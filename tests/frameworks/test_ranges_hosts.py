@@ -28,7 +28,7 @@ def test_lightning_profiler_has_reductions_with_what_is_in_them(lightning):
     assert len(found) >= 2
     for ranges in found:
         reductions, encoded = named(ranges, "int8", "reduce"), named(ranges, "int8", "encode")
-        assert len(reductions) % ACTIVE == 0
+        assert len(reductions) >= ACTIVE
         assert len(encoded) >= ACTIVE
         for kind in ("encode", "decode"):
             assert all(any(each.within(outer) for outer in reductions) for each in named(ranges, "int8", kind))
