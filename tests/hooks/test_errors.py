@@ -18,7 +18,7 @@ from lightning_commhooks.sources.ddp import resolve_hook
         (lambda: lc.get_hook("zzz"), "unknown hook 'zzz'; available hooks"),
         (
             lambda: lc.get_hook("powersgd", ranks=2),
-            "PowerSGD has no option 'ranks'.*; its options are: matrix_approximation_rank",
+            "no option 'ranks'.*its options are: matrix_approximation_rank",
         ),
         (lambda: lc.get_hook("noop", rank=2), "its options are: none"),
         (lambda: lc.get_hook(lc.BF16(), accumulate_dtype="float32"), r"write hook=BF16\(accumulate_dtype=.float32.\)"),
