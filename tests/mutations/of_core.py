@@ -16,8 +16,8 @@ MUTATIONS = [
     Mutation(
         "ranks_count_for_themselves",
         f"{PACKAGE}/runtime/local_steps.py",
-        "num = max(own for (own,) in group.all_gather_quietly([num]))",
-        "group.all_gather_quietly([num])",
+        "num = max(own for (own,) in self._running.bound.group.all_gather_quietly([num]))",
+        "self._running.bound.group.all_gather_quietly([num])",
         "A rank whose optimizer skips a step by itself averages later than its peers.",
         "tests/local_sgd/test_local_sgd_counts.py -k 'skip_by_themselves'",
     ),
@@ -400,8 +400,8 @@ MUTATIONS = [
     Mutation(
         "steps_not_restored",
         f"{PACKAGE}/runtime/checkpoint.py",
-        'return 0 if problem else saved["steps"], differences',
-        "return 0, differences",
+        'else (saved["steps"], _optimizer_steps_of(saved), differences)',
+        "else (0, None, differences)",
         "A resumed run begins at step 0.",
         "tests/hooks/test_contract.py -k 'resumed_run and schedule'",
     ),

@@ -144,8 +144,8 @@ MUTATIONS = [
     Mutation(
         "some_rank_has_the_average",
         f"{PACKAGE}/interface/models.py",
-        "if all(flags & _IS_CURRENT for flags, *_ in told):",
-        "if any(flags & _IS_CURRENT for flags, *_ in told) and self._swaps.get(_MODEL):",
+        "if swap is not None and all(flags & _IS_CURRENT for flags, *_ in told):",
+        "if swap is not None and any(flags & _IS_CURRENT for flags, *_ in told):",
         "An average that one rank has kept is looked at again, though another rank has not.",
         "tests/local_sgd/test_local_sgd_cost.py -k 'anew_on_all_ranks and one_rank'",
     ),

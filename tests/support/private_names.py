@@ -373,7 +373,7 @@ TORCH = [
     ),
     Use("__getstate__", (f"{PACKAGE}/sources/fsdp2.py",), "FSDP2 with an even divisor fails", _premultiplies),
     Use("torch._foreach_copy_", (REPLICAS,), "hooks between replicas fail where shares are filled up"),
-    Use("torch.distributed.fsdp._fully_shard._fsdp_collectives.DefaultAllGather", (GATHER,), IMPORTED),
+    Use("torch.distributed.fsdp._fully_shard._fsdp_collectives.DefaultAllGather", (GATHER, FSDP2), IMPORTED),
     Use("torch.distributed.fsdp._fully_shard._fsdp_collectives.DefaultReduceScatter", (FSDP2,), IMPORTED),
     Use("torch.distributed.fsdp._fully_shard._fsdp_common.DDPMeshInfo", (REPLICAS,), IMPORTED),
     Use("torch.distributed.fsdp._fully_shard._fsdp_common.HSDPMeshInfo", (REPLICAS,), IMPORTED),
