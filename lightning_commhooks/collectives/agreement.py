@@ -104,14 +104,21 @@ class Notes:
 
     def __init__(self, process_group: dist.ProcessGroup, prefix: str) -> None:
         self._store, self._prefix = store_of(process_group), f"lightning_commhooks/{prefix}"
+        self._told: set[str] = set()
 
     def tell(self, name: str, text: str) -> None:
         """Leave a note."""
+        self._told.add(name)
         self._ask(lambda store: store.set(f"{self._prefix}/{name}", text))
 
     def teller(self, name: str) -> Callable[[object], None]:
         """What leaves a note of that name."""
         return lambda text: self.tell(name, str(text))
+
+    def forget(self, name: str) -> None:
+        """Remove a note of this rank's: the store may outlive the process group."""
+        if name in self._told:
+            self._ask(lambda store: _forget(store, f"{self._prefix}/{name}"))
 
     def of(self, name: str) -> str:
         """The note of that name; empty if there is none."""

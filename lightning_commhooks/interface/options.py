@@ -20,7 +20,9 @@ def parameters_of(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
 
 def closest(name: str, known: Iterable[str]) -> str | None:
     """The closest of some names, `None` if none is close. Capitals do not matter."""
-    plain = {each.casefold(): each for each in known}
+    plain: dict[str, str] = {}
+    for each in known:
+        plain.setdefault(each.casefold(), each)
     close = difflib.get_close_matches(name.casefold(), plain, n=1)
     return plain[close[0]] if close else None
 

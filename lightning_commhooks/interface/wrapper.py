@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import types
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -123,6 +123,10 @@ class BoundAround(BoundWrapper):
         self.average_buffers = averages_models(inner) and inner.average_buffers
         self.scales_gradients = inner.scales_gradients
         self._inner = inner
+
+    def wrap_inner(self, wrap: Callable[[BoundHook], BoundHook]) -> None:
+        """Let another hook stand around the one inside, which keeps its state."""
+        self._inner = wrap(self._inner)
 
     def _at_work(self) -> Sequence[BoundHook]:
         return self._all_inner

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections import Counter
 
 from torch import Tensor
@@ -98,20 +97,26 @@ class Watch:
         return dict(self._not_compressed)
 
 
-def pass_on(bound: BoundHook) -> BoundHook:
-    """Let a hook that averages gradients leave them as they are, where no other rank gets them; it keeps its state."""
-    if averages_models(bound):
-        return bound
-    # What scales gradients is no compression.
-    inner = bound._inner if isinstance(bound, BoundAround) and not bound.scales_gradients else bound
+class _Alone(BoundAround):
+    """Leaves gradients as they are, since no other rank gets them. The hook inside keeps its state."""
 
-    def reduce(bucket: Bucket, ranks: Group) -> Steps[None]:
+    def reduce(self, bucket: Bucket, ranks: Group) -> Steps[None]:
         scale_(bucket.flat, bucket.scale)
         # Parts of gradients that were not sent to other ranks, while there were some.
         used = tuple(slot for slot in bucket.slots if slot.name not in (bucket.unused or ()))
-        inner.flush_(dataclasses.replace(bucket, slots=used))
+        self.flush_(dataclasses.replace(bucket, slots=used))
         return result(None)
 
-    inner.reduce = reduce  # type: ignore[method-assign]
-    inner.reduce_sparse = functools.partial(BoundHook.reduce_sparse, inner)  # type: ignore[method-assign]
-    return bound
+    def reduce_sparse(self, grad: Tensor, bucket: Bucket, ranks: Group) -> Steps[Tensor]:
+        return BoundHook.reduce_sparse(self, grad, bucket, ranks)
+
+
+def pass_on(bound: BoundHook) -> BoundHook:
+    """Let a hook that averages gradients leave them as they are; what averages models is right with one rank."""
+    if averages_models(bound):
+        return bound
+    if isinstance(bound, BoundAround) and not bound.scales_gradients:
+        # What scales gradients is no compression.
+        bound.wrap_inner(_Alone)
+        return bound
+    return _Alone(bound)

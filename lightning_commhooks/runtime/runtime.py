@@ -93,8 +93,11 @@ class Runtime(RunningHook):
         self.ended: bool | None = None
         # Synchronized backwards from the beginning of training to its end, as was told last.
         self._planned: int | None = None
+        # Warnings of the hook when it was bound last.
+        self._of_binding: list[warnings.WarningMessage] = []
         self._close_with_model: weakref.finalize[Any, Any] | None = None
         self._notes = Notes(source.process_group, f"hook {num_meetings(source.process_group)}")
+        self._of_waits = f"wait/{source.process_group.rank()}"
         # Of buckets that the source has handed over, equal on all ranks.
         self._numbers = itertools.count()
         # Number of the last backward that has begun.
@@ -108,7 +111,7 @@ class Runtime(RunningHook):
             self._steps = FiniteSteps(self, grad_scaler)
         self._group = group
         if isinstance(self._engine, ThreadEngine) and not source.ranks_change and not hook.is_uneven:
-            self._engine.tell_wait = self._notes.teller(f"wait/{source.process_group.rank()}")
+            self._engine.tell_wait = self._notes.teller(self._of_waits)
         self.local = LocalSteps(self, group, grad_scaler is not None and grad_scaler.is_enabled())
         self.local.models.average_buffers = averages_models(self.bound) and self.bound.average_buffers
         if self._ranks is not None:
@@ -151,6 +154,9 @@ class Runtime(RunningHook):
         if self._close_with_model is not None:
             self._close_with_model.detach()
         self._close_with_model = weakref.finalize(model, self._close)
+        # When all ranks are through: a warning may be an error.
+        for warning in self._of_binding:
+            warnings.warn(warning.message, stacklevel=4)
         if self.bound.group.rank == 0 and not self.is_alone:
             for text in texts:
                 warnings.warn(text, stacklevel=4)
@@ -164,7 +170,8 @@ class Runtime(RunningHook):
             HookError: on this rank; there is such a one, which gets an error too.
         """
         self.clock.end()
-        if self._engine is None or self.source.ranks_change or self.is_closed:
+        # With different numbers of steps, a rank cannot tell who will not come: each average compares what ranks do.
+        if self._engine is None or self.source.ranks_change or self.method.is_uneven or self.is_closed:
             return
         with self.aborting():
             try:
@@ -232,13 +239,12 @@ class Runtime(RunningHook):
         self.local.models.restore([], {})
 
     def bind_again(self) -> BoundHook:
-        """A new runtime object of the hook, among the same ranks. Collective."""
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the user got them when the hook was attached
-            return self._bind(self._group)
+        """A new runtime object of the hook, among the same ranks, without its warnings. Collective."""
+        return self._bind(self._group)
 
     def _bind(self, group: Group) -> BoundHook:
-        with self.aborting():
+        with self.aborting(), warnings.catch_warnings(record=True) as self._of_binding:
+            warnings.simplefilter("always")
             try:
                 bound = self.source.bind(self.config, group)
                 return pass_on(bound) if self.is_alone and not self.source.is_awaited else bound
@@ -437,6 +443,7 @@ class Runtime(RunningHook):
         if self._ranks is None:
             return
         self._ranks.close()
+        self._notes.forget(self._of_waits)
         self._steps.drop()
         # All ranks have the same to say.
         texts = [] if is_broken_off or self.bound.group.rank else texts + self._closing_advice()

@@ -449,7 +449,7 @@ def test_config_is_picklable_and_hashable():
 
 
 def test_weights_before_and_after_the_forward_are_of_one_micro_batch():
-    counter = MicroBatches(lambda: 1.0, Passes(StepClock(Counters(), lambda in_time, complete: None)))
+    counter = MicroBatches(lambda: 1.0, Passes(StepClock(Counters(), lambda in_time, complete: None, lambda: None)))
     counter.add_weight(2)
     counter.add_weight(3)
     counter._begin(num_left=0)

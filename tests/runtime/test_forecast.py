@@ -130,7 +130,7 @@ def test_averages_of_models_are_measured_over_whole_periods(run, hook, start, ta
     averages = f"models are averaged every {period} steps"
     if num > 1:
         averages = f"models, or parts of them, are averaged {num} times in {period} steps"
-    assert line.endswith(f": {averages}; ranks step alone from step {start} of 60 on; {ratio}")
+    assert line.endswith(f": {averages}; ranks step alone from step {begin - 1} of 60 on; {ratio}")
     # The same in every other period.
     for other in range(begin, 60 - period):
         assert counted[other + period][0] - counted[other][0] == pytest.approx(sent - sent_before)

@@ -156,4 +156,4 @@ def fail_late(rank, world):
 def test_failure_names_the_hook_and_ends_it(run):
     for rank, texts in enumerate(run(fail_late)):
         for text in texts:
-            assert f"'int8' failed on rank {rank} after 1 steps: out of numbers" in text
+            assert f"'int8' failed on rank {rank} after 1 step: out of numbers" in text

@@ -16,6 +16,8 @@ import lightning_commhooks as lc
 ALONE = {"start_localSGD_iter": 0, "post_local_gradient_allreduce": False}
 ENDED = "hook='.*' ended while"
 TOO_EARLY = "training ended after"
+IN_ONE_PROCESS = "hook=.* nothing: training runs in one process"
+SENDS_MORE = "hook=.* sends about .* as many bytes"
 OUTER = {"lr": 0.7, "momentum": 0.9, "nesterov": True}
 # Methods by a short name: the class, options, and those of the simulation of 4 ranks.
 METHODS = {
@@ -29,7 +31,7 @@ METHODS = {
 def local(model, hook, optimizers=None, grad_scaler=None, exact_state=False, **ddp_options):
     """`(ddp, attachment)`, closed at the end, however far training came."""
     ddp = DistributedDataParallel(model, **{"bucket_cap_mb": 0.0005, **ddp_options})
-    with ignoring("hook=.* nothing: training runs in one process", "hook=.* sends about .* as many bytes"):
+    with ignoring(IN_ONE_PROCESS, SENDS_MORE):
         attachment = lc.attach(ddp, hook, optimizers=optimizers, grad_scaler=grad_scaler, exact_state=exact_state)
     with ignoring(ENDED, TOO_EARLY):
         yield ddp, attachment
