@@ -4,14 +4,12 @@ import argparse
 import sys
 import time
 
-import of_advice
 import of_core
-import of_frameworks
 import of_hooks
 import of_wrappers
 from runner import BrokenEntryError, copied_checkout, mutated, run, run_tests, selections
 
-PARTS = (of_core, of_hooks, of_wrappers, of_advice, of_frameworks)
+PARTS = (of_core, of_hooks, of_wrappers)
 MUTATIONS = {mutation.name: mutation for part in PARTS for mutation in part.MUTATIONS}
 
 
