@@ -21,7 +21,7 @@ from lightning_commhooks.collectives.errors import HookError
 ATTACH = "attach()"
 # Seconds that ranks which attach a hook wait for those that do not.
 _PATIENCE = "COMMHOOKS_ATTACH_TIMEOUT_SECONDS"
-_DEFAULT_PATIENCE, _SECONDS_TO_WARN = 30.0, 5.0
+_DEFAULT_PATIENCE, _SECONDS_TO_WARN = 120.0, 5.0
 _LONGEST_PAUSE, _LONGEST_PAUSE_LATER = 0.05, 1.0
 _SECONDS_TO_ASK = 1.0
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
