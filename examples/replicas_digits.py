@@ -4,7 +4,7 @@
     python examples/replicas_digits.py
 
 Starts all processes on this machine, with a lighthouse. Each replica is a Trainer, as it would be on a machine of its
-own with the same command: docs/elastic.md.
+own with the same command: docs/replicas.md.
 """
 
 from __future__ import annotations
