@@ -59,7 +59,7 @@ def _contents(app: Sphinx, docname: str, source: list[str]) -> None:
     source[0] = re.sub(r"\]\(((?:\.\./)+[\w/]+\.md)(?:#[\w-]+)?\)", as_download, source[0])
     if docname != "index":
         return
-    # By its headings. GitHub, which shows these pages too, knows no `toctree`.
+    # Derived from headings, because GitHub also shows these pages and has no `toctree`.
     for section in source[0].split("\n## ")[1:]:
         caption, _, text = section.partition("\n")
         pages = re.findall(r"\]\(([a-z]\w*(?:/\w+)*)\.md\)", text)
@@ -67,9 +67,9 @@ def _contents(app: Sphinx, docname: str, source: list[str]) -> None:
 
 
 def _reference(app: Sphinx, docname: str, source: list[str]) -> None:
-    """Put what docstrings say in place of the names that a page of the reference lists.
+    """Replace the names on a reference page by their docstrings.
 
-    Of a class, the methods and properties that are named after it; if none are, those that it documents itself.
+    A class shows the methods and properties listed after its name, or its own documentation of them if none is listed.
     """
     if docname.startswith("reference/"):
         source[0] = re.sub(r"^- `([\w.]+)\.(\w+)`(?:: (.+))?$", _directive, source[0], flags=re.MULTILINE)
@@ -90,7 +90,7 @@ def _directive(match: re.Match[str]) -> str:
 def _signature(
     app: Sphinx, what: str, name: str, found: object, options: object, signature: str | None, returns: str | None
 ) -> tuple[str | None, str | None] | None:
-    """Show what the defaults of a dataclass are. Leave out how a class is made that users get, but do not make."""
+    """Show the defaults of a dataclass. Omit the constructor of classes that users get but do not make."""
     if what != "class" or signature is None:
         return None
     if "\nArgs:\n" not in inspect.getdoc(found):
@@ -106,7 +106,7 @@ def _before_napoleon(app: Sphinx, what: str, name: str, found: object, options: 
     """Make links of `[`name`][]` in docstrings."""
     lines[:] = [re.sub(r"\[`(\w+)`\]\[\]", _link, line) for line in lines]
     if what == "property":
-        # Napoleon takes what is before a colon in the first line for the type. A backslash ending a line is nothing.
+        # Napoleon takes text before a colon in the first line for the type. A final backslash prints nothing.
         lines.insert(0, "\\")
 
 

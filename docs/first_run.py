@@ -1,6 +1,6 @@
-"""Write what a first run of each framework prints, real output, to first_run.md: `python docs/first_run.py`.
+"""Write the real output of a first run of each framework to first_run.md: `python docs/first_run.py`.
 
-Starts the scripts of README.md and use.md in two processes each, as their first lines say.
+Runs the commands in the first lines of the scripts of README.md and use.md, in two processes each.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ DOCS = Path(__file__).parent
 PAGE = DOCS / "first_run.md"
 _SCRIPT = re.compile(r"```python\n# ((?:python|torchrun) [^\n]*?(\w+\.py))\n(.*?)```", re.DOTALL)
 _BLOCK = re.compile(r"(<!-- (\w+\.py) -->\n```text\n).*?(```\n)", re.DOTALL)
-# Paths of this machine, hints of others, and progress bars.
+# Paths of this machine, hints of other libraries, and progress bars.
 _LEFT_OUT = re.compile(r"site-packages|💡|%\||it/s|^\[rank|OMP_NUM_THREADS|^[│┃┏┡└]|params|^Modules|FLOPs|^[-* ]*$")
 _PROGRAMS = {"python": [sys.executable], "torchrun": [sys.executable, "-m", "torch.distributed.run"]}
 
 
 def scripts() -> dict[str, tuple[str, str]]:
-    """How each script is started, and its text, by its name."""
+    """The command and the text of each script, by its name."""
     pages = ((DOCS.parent / "README.md").read_text(), (DOCS / "use.md").read_text())
     return {name: (command, text) for page in pages for command, name, text in _SCRIPT.findall(page)}
 
 
 def printed(command: str, name: str, text: str) -> str:
-    """What a script prints on a terminal, without what differs from machine to machine."""
+    """The output of a script on a terminal, without lines that differ between machines."""
     program, *arguments = shlex.split(command)
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, name).write_text(text)
@@ -43,13 +43,13 @@ def printed(command: str, name: str, text: str) -> str:
             text=True,
             check=True,
         )
-    # A line may stand behind a progress bar.
+    # A line may follow a progress bar.
     lines = re.sub(r"\r|(?=Forecast for|Communication hook '|\{'train_runtime')", "\n", done.stdout).splitlines()
     return "".join(f"{line.rstrip()}\n" for line in lines if not _LEFT_OUT.search(line))
 
 
 def main() -> None:
-    """Write the page anew."""
+    """Update the page."""
     found = scripts()
 
     def anew(match: re.Match[str]) -> str:

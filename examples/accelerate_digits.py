@@ -23,19 +23,19 @@ from lightning_commhooks import PostLocalSGD, PowerSGD, available_hooks
 
 
 def main() -> None:
-    """Train, test, and print what was sent."""
+    """Train, test, and print the bytes sent."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hook", choices=available_hooks())
     parser.add_argument("--epochs", type=int, default=20)
     parser.add_argument("--cpu", action="store_true")
     args = parser.parse_args()
 
-    # Begin early in this short run; a name is enough otherwise.
+    # Start early in this short run; otherwise a name is enough.
     configured = {
         "powersgd": PowerSGD(matrix_approximation_rank=2, start_powerSGD_iter=10),
         "post_localsgd": PostLocalSGD(start_localSGD_iter=50, post_local_gradient_allreduce=False),
     }
-    # These two lines are all that is new.
+    # Only these two lines are new.
     handler = CommHookKwargs(hook=configured.get(args.hook, args.hook))
     accelerator = Accelerator(cpu=args.cpu, kwargs_handlers=[handler])
 

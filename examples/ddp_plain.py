@@ -34,13 +34,13 @@ def load_data() -> tuple[Tensor, Tensor]:
 
 
 def main() -> None:
-    """Train, test, and print what was sent."""
+    """Train, test, and print the bytes sent."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hook", default="powersgd", choices=available_hooks())
     parser.add_argument("--steps", type=int, default=300)
     args = parser.parse_args()
 
-    # Begin early in this short run. Local SGD averages gradients among the GPUs of a node; here each rank is alone.
+    # Start early in this short run. Each rank takes local steps; by default, the GPUs of a node average gradients.
     alone = {"start_localSGD_iter": 50, "post_local_gradient_allreduce": False}
     configured = {
         "powersgd": PowerSGD(matrix_approximation_rank=2, start_powerSGD_iter=10),
@@ -63,8 +63,8 @@ def main() -> None:
     x_test, y_test, x, y = x[:360], y[:360], x[360 + rank :: world_size], y[360 + rank :: world_size]
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
 
-    # This line is all that is new. Any name will do: attach(model, "bf16"). Local SGD, which averages models after
-    # optimizer steps, needs the optimizers.
+    # Only this line is new. Any name works: attach(model, "bf16"). Local SGD averages models after optimizer steps, so
+    # it needs the optimizers.
     hook = configured.get(args.hook, args.hook)
     attachment = attach(model, hook, optimizers=[optimizer])
 

@@ -19,7 +19,7 @@ import warnings
 from typing import Any
 
 EPOCHS = 20
-# What to run, and as what it sends gradients. The hooks themselves: see `train`.
+# The methods and their encodings of gradients. `train` makes the hooks.
 METHODS = {
     "dense": "float32",
     "bf16": "bfloat16",
@@ -91,7 +91,7 @@ def train(epochs: int) -> None:
 
 
 def run(epochs: int, progress: Any) -> dict[str, dict[str, float]]:
-    """Train in new processes, moving a progress bar for each method; return what they reported at the end."""
+    """Train in new processes with a progress bar for each method; return their final reports."""
     tasks = {method: progress.add_task(f"{method:9}", total=1.0, start=False) for method in METHODS}
     results: dict[str, dict[str, float]] = {method: {} for method in METHODS}
     command = [sys.executable, __file__, "--train", "--epochs", str(epochs)]
@@ -151,9 +151,9 @@ def compare(epochs: int) -> None:
         )
     console.print(table)
     console.print(
-        "accuracy: on 360 images kept out of training. kB per step: what each process sends. ratio: how many times "
-        "less than dense. seconds: of training; both processes run on this machine, where sending is all but free, "
-        "so they show what compression costs to compute, not what it saves on a network.\n\n"
+        "accuracy: on 360 images kept out of training. kB per step: sent by each process. ratio: how many times "
+        "less than dense. seconds: of training; both processes run on this machine, where sending is almost free, "
+        "so they show the computing cost of compression, not the savings on a network.\n\n"
         "In your own Lightning script: Trainer(strategy=CompressedDDPStrategy(hook='powersgd'))",
         highlight=False,
     )

@@ -18,14 +18,14 @@ from lightning_commhooks import CompressedDDPFabricStrategy, PostLocalSGD, Power
 
 
 def main() -> None:
-    """Train, test, and print what was sent."""
+    """Train, test, and print the bytes sent."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hook", default="powersgd", choices=available_hooks())
     parser.add_argument("--devices", type=int, default=2)
     parser.add_argument("--epochs", type=int, default=20)
     args = parser.parse_args()
 
-    # Begin early in this short run; a name is enough otherwise.
+    # Start early in this short run; otherwise a name is enough.
     configured = {
         "powersgd": PowerSGD(matrix_approximation_rank=2, start_powerSGD_iter=10),
         "post_localsgd": PostLocalSGD(start_localSGD_iter=50, post_local_gradient_allreduce=False),

@@ -36,7 +36,7 @@ class Text(Dataset):
 
 
 def main() -> None:
-    """Train, evaluate, and print what was sent."""
+    """Train, evaluate, and print the bytes sent."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hook", default="powersgd", choices=available_hooks())
     parser.add_argument("--steps", type=int, default=100)
@@ -65,12 +65,12 @@ def main() -> None:
             train_dataset=Text(0, 4000),
             eval_dataset=Text(4000, 4200),
         )
-        # Begin early in this short run; a name is enough otherwise.
+        # Start early in this short run; otherwise a name is enough.
         configured = {
             "powersgd": PowerSGD(matrix_approximation_rank=2, start_powerSGD_iter=10),
             "post_localsgd": PostLocalSGD(start_localSGD_iter=20, post_local_gradient_allreduce=False),
         }
-        # This line is all that is new.
+        # Only this line is new.
         handler = use_comm_hook(trainer, configured.get(args.hook, args.hook))
         trainer.train()
         loss = trainer.evaluate()["eval_loss"]

@@ -71,7 +71,7 @@ class DigitsData(L.LightningDataModule):
 
 
 def main() -> None:
-    """Train, test, and print what was sent."""
+    """Train, test, and print the bytes sent."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hook", default="powersgd", choices=available_hooks())
     parser.add_argument("--devices", type=int, default=2)
@@ -79,10 +79,10 @@ def main() -> None:
     args = parser.parse_args()
 
     L.seed_everything(0)
-    # A name is enough, `hook=args.hook`. PowerSGD begins after 1000 steps by default, too late for this short run.
+    # A name is enough, `hook=args.hook`. PowerSGD starts after 1000 steps by default, too late for this short run.
     configured = {
         "powersgd": PowerSGD(matrix_approximation_rank=2, start_powerSGD_iter=10),
-        # Averages gradients among the GPUs of a node; here each process is to be alone.
+        # Each process takes local steps; by default, the GPUs of a node average gradients.
         "post_localsgd": PostLocalSGD(start_localSGD_iter=50, post_local_gradient_allreduce=False),
     }
     hook = configured.get(args.hook, args.hook)

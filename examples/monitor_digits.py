@@ -1,4 +1,4 @@
-"""Watch a communication hook while it trains: values in TensorBoard and the progress bar, and a closing line.
+"""Monitor a communication hook during training: values in TensorBoard and the progress bar, and a closing line.
 
 In two processes:
 
@@ -32,11 +32,11 @@ class LoggingDigits(Digits):
 
 def main() -> None:
     """Train."""
-    # Begin early in this short run; a name is enough otherwise.
+    # Start early in this short run; otherwise a name is enough.
     hooks = {
         "powersgd": PowerSGD(matrix_approximation_rank=2, start_powerSGD_iter=40),
         "int8": Int8(),
-        # Averages gradients among the GPUs of a node; here each process is to be alone.
+        # Each process takes local steps; by default, the GPUs of a node average gradients.
         "post_localsgd": PostLocalSGD(start_localSGD_iter=40, post_local_gradient_allreduce=False),
     }
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -50,7 +50,7 @@ def main() -> None:
     L.seed_everything(0)
     trainer = L.Trainer(
         strategy=CompressedDDPStrategy(hook=hooks[args.hook]),
-        # More often than by default, since there are 22 steps in an epoch.
+        # More often than by default, because an epoch has 22 steps.
         callbacks=[CommHookMonitor(every_n_steps=10, error_every_n_steps=10), BARS[args.bar]()],
         logger=TensorBoardLogger(args.logs, name=args.hook),
         accelerator="gpu" if torch.cuda.device_count() >= args.devices else "cpu",

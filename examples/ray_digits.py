@@ -44,7 +44,7 @@ class Digits(L.LightningModule):
         self.log("accuracy", accuracy, sync_dist=True, batch_size=len(labels))
 
     def on_validation_epoch_end(self) -> None:
-        # What is logged is in Ray's results, epoch by epoch.
+        # Ray's results have the logged values of each epoch.
         metrics = self.trainer.strategy.attachment.metrics()
         self.log("bytes_per_step", metrics["bytes_sent"] / max(metrics["steps"], 1))
         self.log("compression_ratio", metrics["compression_ratio"])
@@ -63,15 +63,15 @@ def loaders() -> tuple[DataLoader, DataLoader]:
 
 
 def train_worker(config: dict[str, Any]) -> None:
-    """What each worker runs, and runs again when one has failed."""
+    """Train in each worker; Ray calls it again after a failure."""
     L.seed_everything(0)
-    # A name is enough. PowerSGD begins after 1000 steps by default, too late for this short run.
+    # A name is enough. PowerSGD starts after 1000 steps by default, too late for this short run.
     configured = {
         "powersgd": PowerSGD(matrix_approximation_rank=2, start_powerSGD_iter=10),
-        # Averages gradients among the workers of a node; here each worker is to be alone.
+        # Each worker takes local steps; by default, the workers of a node average gradients.
         "post_localsgd": PostLocalSGD(start_localSGD_iter=50, post_local_gradient_allreduce=False),
     }
-    # In place of RayDDPStrategy(): this line is all that is new.
+    # Only this line is new: it replaces RayDDPStrategy().
     strategy = CompressedRayDDPStrategy(hook=configured.get(config["hook"], config["hook"]))
     trainer = L.Trainer(
         strategy=strategy,
@@ -85,7 +85,7 @@ def train_worker(config: dict[str, Any]) -> None:
         enable_progress_bar=False,
     )
     trainer = prepare_trainer(trainer)
-    # After a failure: the last epoch's, with the hook's state in it.
+    # After a failure: the checkpoint of the last epoch, with the hook's state.
     checkpoint = ray.train.get_checkpoint()
     if checkpoint is None:
         trainer.fit(Digits(), *loaders())
@@ -95,7 +95,7 @@ def train_worker(config: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    """Train, and print what was sent."""
+    """Train, and print the bytes sent."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hook", default="powersgd", choices=available_hooks())
     parser.add_argument("--workers", type=int, default=2)

@@ -1,10 +1,10 @@
-"""Three replicas train on digits with torchft. One is killed, the others go on, and it comes back.
+"""Three replicas train on digits with torchft. One is killed and rejoins, and the other two keep training.
 
     pip install 'lightning-commhooks[lightning,torchft]' scikit-learn
     python examples/replicas_digits.py
 
-Starts all processes on this machine, with a lighthouse. Each replica is a Trainer, as it would be on a machine of its
-own with the same command: docs/elastic.md.
+Starts all processes on this machine, with a lighthouse. Each replica is a Trainer, with the same command as on a
+separate machine: docs/replicas.md.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Digits(LightningModule):
 
 
 class Dies(Callback):
-    """Kills this process after some steps if it is told to."""
+    """Kills this process after some steps if the environment has `DIES`."""
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
         time.sleep(0.03)  # a step of a larger model; a process that is started again takes seconds
@@ -59,7 +59,7 @@ class Dies(Callback):
 
 
 def replica(folder: str) -> None:
-    """Train, and say with which weights that ended."""
+    """Train, and print a hash of the final weights."""
     for name in ("lightning.pytorch", "lightning.fabric", "torchft.manager"):
         logging.getLogger(name).setLevel(logging.ERROR)
     torch.manual_seed(0)
@@ -86,14 +86,14 @@ def replica(folder: str) -> None:
 
 
 def free_port() -> int:
-    """A port that nobody listens on."""
+    """A free port."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 def main() -> None:
-    """Start all, and the replica that dies once more."""
+    """Start all replicas, and restart the killed one."""
     address = f"127.0.0.1:{free_port()}"
     lighthouse = shutil.which("torchft_lighthouse", path=f"{sysconfig.get_path('scripts')}:{os.environ['PATH']}")
     assert lighthouse is not None, "torchft is not installed: pip install 'lightning-commhooks[torchft]'"

@@ -3,7 +3,8 @@
     torchrun --nproc_per_node=4 examples/sharded_digits.py
     torchrun --nproc_per_node=4 examples/sharded_digits.py int8 bf16
 
-Arguments are the hook between replicas and that of the reduce-scatter within one. On GPUs, take NCCL and `"cuda"`.
+The arguments are the hook between replicas and the hook of the reduce-scatter within a replica. On GPUs, use NCCL and
+`"cuda"`.
 """
 
 import sys
@@ -21,7 +22,7 @@ from lightning_commhooks import PowerSGD, attach
 
 
 def main() -> None:
-    """Train, and say what was sent between replicas."""
+    """Train, and print the bytes sent between replicas."""
     dist.init_process_group("gloo")
     torch.manual_seed(0)  # equal weights on all ranks
     mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicas", "shards"))

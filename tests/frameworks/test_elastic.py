@@ -1,4 +1,4 @@
-"""The scripts and commands of docs/elastic.md: under torchrun, with workers and nodes that are killed."""
+"""The scripts and commands of docs/restarts.md: under torchrun, with workers and nodes that are killed."""
 
 import functools
 import json
@@ -17,7 +17,7 @@ pytest.importorskip("markdown_it")
 from docs_pages import DOCS, blocks
 from forks import FORKS, PATIENCE, alone, free_port
 
-PAGE = [block for block in blocks(DOCS / "elastic.md") if block.language in ("python", "bash")]
+PAGE = [block for block in blocks(DOCS / "restarts.md") if block.language in ("python", "bash")]
 ATTACHMENT = {"train.py": "trainer.strategy.attachment", "train_accelerate.py": "handler.attachments[0]"}
 SCRIPTS = {name: block.text for block in PAGE for name in ATTACHMENT if block.text.startswith(f"# {name}\n")}
 BEFORE = "import elastic_worker\n\nelastic_worker.disturb()\n"

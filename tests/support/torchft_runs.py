@@ -388,7 +388,7 @@ register_optimizer_step_post_hook(after_step)
 
 
 def run_docs(script, commands, dies, tmp_path):
-    """Run a script of docs/elastic.md on several replicas, of which one dies, with the lighthouse of that page.
+    """Run a script of docs/replicas.md on several replicas, of which one dies, with the lighthouse of that page.
 
     Where the page has torchrun, it starts that one again.
 
@@ -401,7 +401,7 @@ def run_docs(script, commands, dies, tmp_path):
     Returns:
         what the others printed, by name.
     """
-    page = blocks(DOCS / "elastic.md")
+    page = blocks(DOCS / "replicas.md")
     (text,) = (block.text for block in page if block.text.startswith(f"# {script}\n"))
     path = tmp_path / script
     path.write_text(DIES + text)
