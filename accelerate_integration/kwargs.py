@@ -29,8 +29,7 @@ from lightning_commhooks.runtime.attachment import Attachment
 from lightning_commhooks.runtime.attachments import attachment_of
 from lightning_commhooks.sources.attach import attach
 from lightning_commhooks.sources.ddp import check_even, hook_name, resolve_hook
-from lightning_commhooks.sources.fault_tolerance import FaultTolerance
-from lightning_commhooks.sources.replica_refusals import check_options
+from lightning_commhooks.torchft.fault_tolerance import FaultTolerance
 from lightning_commhooks.wrappers import Cast
 from lightning_commhooks.wrappers.scale import Accumulation
 
@@ -137,6 +136,8 @@ class CommHookKwargs(DistributedDataParallelKwargs):
         self.hook = resolve_hook(hook, self.hook_state)
         check_even(self.hook, "Accelerate")
         if self.fault_tolerance is not None:
+            from lightning_commhooks.torchft.manager import check_options
+
             hook = resolve_hook(hook, self.hook_state, self.accumulation)
             names = ("exact_state", "static_graph", "resync")
             check_options(hook, {name: getattr(self, name) for name in names})

@@ -18,7 +18,7 @@ from accelerate_integration.replaced_methods import replace_method
 from lightning_commhooks.collectives.errors import HookError
 from lightning_commhooks.runtime.attachment import Attachment
 from lightning_commhooks.runtime.copies import NotCopied
-from lightning_commhooks.sources.fault_tolerance import FaultTolerance
+from lightning_commhooks.torchft.fault_tolerance import FaultTolerance
 
 
 class AcceleratorReplica:
@@ -90,7 +90,7 @@ class AcceleratorReplica:
             raise ValueError("fault_tolerance= does not work with dispatch_batches=True: each replica reads for itself")
 
     def _start(self) -> None:
-        from lightning_commhooks.torchft import start_replica
+        from lightning_commhooks.torchft.manager import start_replica
 
         self.manager = start_replica(self._options, self._state, self._load)
         # Checkpoints have how many steps there were.

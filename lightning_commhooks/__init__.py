@@ -38,7 +38,7 @@ from lightning_commhooks.runtime.attachment import Attachment
 from lightning_commhooks.runtime.forecast import Forecast
 from lightning_commhooks.runtime.monitor import Monitor
 from lightning_commhooks.sources.attach import attach
-from lightning_commhooks.sources.fault_tolerance import FaultTolerance
+from lightning_commhooks.torchft.fault_tolerance import FaultTolerance
 from lightning_commhooks.wrappers import Auto, Cast, PerParameter, ScaleByGradAccumulation, Schedule
 
 if TYPE_CHECKING:

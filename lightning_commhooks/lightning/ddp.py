@@ -5,22 +5,23 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_commhooks.interface.hook import CommHook
 from lightning_commhooks.lightning.averaging import AveragesModelsMixin, handles_signal
-from lightning_commhooks.lightning.fault_tolerance import OwnSteps, replica_of
 from lightning_commhooks.lightning.refusals import REPLACED, check_options, needs_hook, options_of, refusals_as
 from lightning_commhooks.runtime.attachment import Attachment
 from lightning_commhooks.sources.attach import attach
 from lightning_commhooks.sources.ddp import check_even, hook_name, resolve_hook
-from lightning_commhooks.sources.fault_tolerance import FaultTolerance
-from lightning_commhooks.sources.replica_refusals import check_options as check_options_of_replicas
+from lightning_commhooks.torchft.fault_tolerance import FaultTolerance
 from lightning_commhooks.wrappers.hook_name import HookName
 from lightning_commhooks.wrappers.scale import Accumulation
+
+if TYPE_CHECKING:
+    from lightning_commhooks.torchft.trainer import OwnSteps
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +87,9 @@ class CompressedDDPMixin(AveragesModelsMixin):
             self._hook = resolve_hook(hook, hook_state, accumulation)
             check_even(self._hook, "the Trainer")
             if fault_tolerance is not None:
-                check_options_of_replicas(self._hook, {**kwargs, "exact_state": exact_state, "resync": resync})
+                from lightning_commhooks.torchft.manager import check_options as check_replica
+
+                check_replica(self._hook, {**kwargs, "exact_state": exact_state, "resync": resync})
                 # Or buckets of a replica that joins later would differ. The CLI gives the default of every option.
                 kwargs["find_unused_parameters"] = True
         self._hook_state = hook_state
@@ -151,6 +154,8 @@ class CompressedDDPMixin(AveragesModelsMixin):
                     "with fault_tolerance= a Trainer is one process, and the other replicas are other Trainers: set "
                     "devices=1 and num_nodes=1"
                 )
+            from lightning_commhooks.torchft.trainer import replica_of
+
             with refusals_as(self._misconfiguration, self):
                 self._replica = replica_of(self._fault_tolerance, self)
         assert isinstance(model, DistributedDataParallel)

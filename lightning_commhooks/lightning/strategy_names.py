@@ -41,4 +41,4 @@ def _register(strategies: ModuleType) -> None:
 
 
 def _make(class_name: str, **init_params: Any) -> Any:
-    return getattr(importlib.import_module("lightning_commhooks"), class_name)(**init_params)
+    return getattr(importlib.import_module("lightning_commhooks.lightning.classes"), class_name)(**init_params)

@@ -222,7 +222,11 @@ class LocalSteps:
         with self._running.counters.timing.wait():
             with self._running.aborting():
                 counted = dataclasses.replace(stepped, num_steps=self._num_counted(stepped, verdict))
-            self._running.source.average(counted, lambda: self._running.call(lambda: self._tell(counted), True))
+            quorum = self._running.source.quorum
+            if quorum is None:
+                self._running.call(lambda: self._tell(counted), True)
+            else:
+                quorum.average(counted, lambda: self._running.call(lambda: self._tell(counted), True))
 
     def _num_counted(self, stepped: OptimizerStep, verdict: Verdict) -> int:
         """Number of steps to count now, equal on all ranks: 0 as long as no decision depends on it.

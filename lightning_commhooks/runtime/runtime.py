@@ -8,6 +8,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -279,7 +280,8 @@ class Runtime(RunningHook):
             self.source.end_step()
             self.counters.timing.backward_done()
         if self._engine is not None:
-            with self.source.reporting():
+            quorum = self.source.quorum
+            with nullcontext() if quorum is None else quorum.reporting():
                 self._steps.end(in_time)
 
     def load(self, state: object, strict: bool) -> None:
@@ -392,6 +394,8 @@ class Runtime(RunningHook):
         """See `Attachment.metrics`."""
         self.commit()
         metrics = {**self.counters.as_dict(), **self.counters.timing.totals(), **self.source.metrics()}
+        if self.source.quorum is not None:
+            metrics.update(self.source.quorum.metrics())
         if self.watch.sampler is not None:
             metrics["relative_error"] = self.watch.sampler.relative_error
         if isinstance(self.method, UserFunction):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, ClassVar
+from contextlib import AbstractContextManager
+from typing import Any, ClassVar, Protocol
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,19 @@ from lightning_commhooks.interface.models import OptimizerStep
 from lightning_commhooks.interface.user_function import DDPHook
 
 
+class ChangingRanks(Protocol):
+    """Ranks that come and go: there are none at first. They commit each step, or average of models, or drop it."""
+
+    def reporting(self) -> AbstractContextManager[None]:
+        """For what fails at the end of a step when ranks have gone: it raises nothing."""
+
+    def average(self, stepped: OptimizerStep, average: Callable[[], None]) -> None:
+        """Average models after an optimizer's step, if the hook averages them then."""
+
+    def metrics(self) -> dict[str, float]:
+        """Counts of the ranks."""
+
+
 class Source(ABC):
     """Averages the gradients of a model, and lets a hook do so. Does not keep the model alive.
 
@@ -31,8 +44,8 @@ class Source(ABC):
         kept: those that the source itself needs.
         limits: why a hook does nothing here but reduce gradients, and what to use; empty if it does more.
         not_counted: how names of metrics end that there are none of.
-        ranks_change: whether there are none at first, and others later, which commit a step or not when it is over.
         is_awaited: whether buckets are reduced where they are handed over, in process groups of the source's own.
+        quorum: the ranks that train the model, if they come and go.
         device: of the gradients.
         layout: names of the parameters.
         options: what was given of those that are kept.
@@ -42,14 +55,19 @@ class Source(ABC):
     kept: ClassVar[tuple[str, ...]] = ()
     limits: ClassVar[str] = ""
     not_counted: ClassVar[tuple[str, ...]] = ()
-    ranks_change: ClassVar[bool] = False
     is_awaited: ClassVar[bool] = False
+    quorum: ChangingRanks | None = None
 
     def __init__(self, process_group: dist.ProcessGroup) -> None:
         self.process_group = process_group
         self.device = torch.device("cpu")
         self.layout = Layout(nn.Module())
         self.options: Mapping[str, Any] = {}
+
+    @property
+    def ranks_change(self) -> bool:
+        """Whether ranks come and go."""
+        return self.quorum is not None
 
     @property
     def is_alone(self) -> bool:
@@ -104,14 +122,6 @@ class Source(ABC):
     def metrics(self) -> dict[str, float]:
         """Counts of the source itself."""
         return {}
-
-    def reporting(self) -> AbstractContextManager[None]:
-        """For what fails when ranks are gone, at the end of a step: whether it raises is up to the source."""
-        return nullcontext()
-
-    def average(self, stepped: OptimizerStep, average: Callable[[], None]) -> None:
-        """Let a hook average models, if it is time to after an optimizer's step."""
-        average()
 
     def end_step(self) -> None:  # noqa: B027  # optional to override
         """Called at the end of each synchronized backward."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import sys
 import warnings
@@ -31,7 +32,6 @@ from lightning_commhooks.runtime.runtime import Runtime
 from lightning_commhooks.runtime.source import Source
 from lightning_commhooks.sources.ddp import DDPSource
 from lightning_commhooks.sources.ddp_model import checked_model, is_composable
-from lightning_commhooks.sources.managed import ManagedDDP
 from lightning_commhooks.wrappers.scale import Accumulation, accumulation_of, without_scale
 
 logger = logging.getLogger(__name__)
@@ -126,7 +126,7 @@ def attach(
         "gather_hook": gather_hook,
     }
     model = cast("nn.Module", unwrapped(model))
-    source = source_of(model, replicate_group, manager)
+    source = source_of(model, replicate_group) if manager is None else source_of_manager(manager, model)
     # Before anything is made that takes all ranks.
     with source.agreeing(ATTACH) as same:
         source.set_options({name: value for name, value in options.items() if value is not None})
@@ -196,9 +196,15 @@ def _broadcasts_buffers(model: nn.Module, config: CommHook) -> bool:
     return is_on and next(model.buffers(), None) is not None
 
 
-def source_of(
-    model: nn.Module, replicate_group: dist.ProcessGroup | None = None, manager: object | None = None
-) -> Source:
+@functools.singledispatch
+def source_of_manager(manager: object, model: nn.Module) -> Source:
+    """The source of a model among the ranks of a manager; `lightning_commhooks.torchft` registers its own."""
+    raise ValueError(
+        f"manager={manager!r} has no group of lightning_commhooks.torchft.ProcessGroupGloo, in which hooks communicate"
+    )
+
+
+def source_of(model: nn.Module, replicate_group: dist.ProcessGroup | None = None) -> Source:
     """Where the buckets of a model come from; raises a `ValueError` if it is neither in DDP nor sharded."""
     # Importing FSDP takes half a second, and whoever has such a model has done so.
     has_fsdp = "torch.distributed.fsdp" in sys.modules and isinstance(model, nn.Module)
@@ -210,21 +216,10 @@ def source_of(
             raise ValueError(
                 "the model has FullyShardedDataParallel and fully_shard modules; shard it with one of them"
             )
-        if version1 and manager is not None:
-            raise ValueError(
-                "manager= is for DistributedDataParallel and fully_shard; of FullyShardedDataParallel no replicas can "
-                "come and go: apply fully_shard instead"
-            )
+        if version2 and (replicate_group is not None or replicas.replicas_of(model)):
+            return replicas.Replicas(model, replicate_group)
         if version1 or version2:
-            if manager is not None:
-                from lightning_commhooks.sources.managed_replicas import ManagedReplicas
-
-                return ManagedReplicas(model, manager)
-            if version2 and (replicate_group is not None or replicas.replicas_of(model)):
-                return replicas.Replicas(model, replicate_group)
             return fsdp1.FSDP1(model) if version1 else fsdp2.FSDP2(model)
-    if manager is not None:
-        return ManagedDDP(checked_model(model).process_group, manager)
     return DDPSource((model if isinstance(model, DistributedDataParallel) else checked_model(model)).process_group)
 
 

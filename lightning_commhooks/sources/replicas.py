@@ -211,8 +211,6 @@ class Replicas(Source):
         "loss_divided_by": _FACTOR,
     }
     kept = ("replicate_group", "shard_hook", "gather_hook")
-    # Whether the hook within a replica may have error feedback.
-    shard_hook_remembers: ClassVar[bool] = True
 
     def __init__(self, model: nn.Module, replicate_group: dist.ProcessGroup | None = None) -> None:
         groups = replicas_of(model)
@@ -276,7 +274,8 @@ class Replicas(Source):
             if name in self.options and not self._shards:
                 raise ValueError(f"{name} is for models that are sharded within a replica: leave it out here")
         if "shard_hook" in self.options:
-            self._shard_hook = resolve_sharded_hook(self.options["shard_hook"], remembers=self.shard_hook_remembers)
+            # The hook within a replica does not hear of votes, and would remember gradients of a step that was lost.
+            self._shard_hook = resolve_sharded_hook(self.options["shard_hook"], remembers=not self.ranks_change)
         if "gather_hook" in self.options:
             self._gather_hook = resolve_gather_hook(self.options["gather_hook"])
         return resolved
@@ -326,7 +325,8 @@ class Replicas(Source):
 
     @property
     def other_connections(self) -> Sequence[Any]:
-        return [connections_of(group) for group in self._shards.values()]
+        # A replica that is left when another dies keeps the connections between its processes.
+        return [] if self.ranks_change else [connections_of(group) for group in self._shards.values()]
 
     def smallest(self, value: Tensor) -> Tensor:
         # Ranks of a replica have other gradients, and one verdict on them; and one length of the run.

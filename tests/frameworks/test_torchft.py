@@ -11,6 +11,7 @@ import pytest
 pytest.importorskip("torchft")
 
 import torch
+import torchft
 from forks import PATIENCE
 from fsdp_driver import leaving_no_groups
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
@@ -32,8 +33,8 @@ from torchft_runs import (
 
 import lightning_commhooks as lc
 from lightning_commhooks.collectives.errors import HookError
-from lightning_commhooks.sources.quorum import Quorum
 from lightning_commhooks.torchft import DistributedDataParallel
+from lightning_commhooks.torchft.quorum import Quorum
 
 
 @pytest.fixture
@@ -145,7 +146,7 @@ def test_an_average_that_fails_again_and_again_ends_the_replica(monkeypatch):
     lost = types.SimpleNamespace(original_exception=ArithmeticError("out of numbers"))
     quorum._manager = types.SimpleNamespace(errored=lambda: None if len(tried) == 3 else lost)
     quorum._has_averaged = lambda average: tried.append(average)
-    monkeypatch.setattr("lightning_commhooks.sources.quorum.time.sleep", lambda seconds: None)
+    monkeypatch.setattr("lightning_commhooks.torchft.quorum.time.sleep", lambda seconds: None)
     with pytest.raises(HookError, match="failed 10 times in a row: out of numbers"):
         quorum.average(None, print)
     assert tried == [print] * 13, "it was not lost each time, but waited for others"
@@ -228,7 +229,7 @@ def test_script_and_commands_of_the_docs_for_replicas_of_several_processes(tmp_p
 # In this process ---------------------------------------------------------------------------------------------------
 
 
-class Manager:
+class Manager(torchft.Manager):
     """What `attach` looks at in a manager."""
 
     _use_async_quorum = False

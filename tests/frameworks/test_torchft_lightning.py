@@ -33,8 +33,8 @@ from torchft_runs import (
 import lightning_commhooks as lc
 from lightning_commhooks import FaultTolerance
 from lightning_commhooks.collectives.errors import HookError
-from lightning_commhooks.lightning.fault_tolerance import OwnSteps, _once
 from lightning_commhooks.torchft import start_manager
+from lightning_commhooks.torchft.trainer import OwnSteps, _once
 
 LOCAL = lc.DiLoCo(period=4, post_local_gradient_allreduce=False)
 SCALED = [MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))]

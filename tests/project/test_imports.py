@@ -3,10 +3,13 @@
 Orders of import are in test_lightning.py.
 """
 
+import ast
 import importlib.util
 import subprocess
 import sys
+from graphlib import CycleError, TopologicalSorter
 
+import private_scan
 import pytest
 
 FRAMEWORKS = ("lightning", "pytorch_lightning", "lightning_fabric", "accelerate", "transformers", "ray")
@@ -100,3 +103,46 @@ def test_unknown_attribute():
 
     with pytest.raises(AttributeError, match="has no attribute 'Nothing'"):
         _ = lightning_commhooks.Nothing
+
+
+def modules_of(tree, known):
+    """The modules among `known` that a file imports: also in functions and by name, but not for type checkers alone."""
+    conditions = (node for node in ast.walk(tree) if isinstance(node, ast.If))
+    for_checkers = [part for node in conditions if "TYPE_CHECKING" in ast.unparse(node.test) for part in node.body]
+    left_out = {id(node) for part in for_checkers for node in ast.walk(part)}
+    for node in (node for node in ast.walk(tree) if id(node) not in left_out):
+        if isinstance(node, ast.ImportFrom):
+            parts = (f"{node.module}.{alias.name}" for alias in node.names)
+            yield from known & {part if part in known else node.module for part in parts}
+        elif isinstance(node, ast.Import):
+            yield from known & {alias.name for alias in node.names}
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+            yield from known & {getattr(argument, "value", None) for argument in node.args}
+
+
+def circle(trees):
+    """Modules that import each other, by their syntax trees; `None` where there are none."""
+    graph = {name: {*modules_of(tree, trees.keys())} - {name} for name, tree in trees.items()}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return error.args[1]
+    return None
+
+
+def test_no_circle_of_imports_with_those_in_functions():
+    paths = private_scan.sources().items()
+    assert not circle({path[:-3].replace("/", ".").removesuffix(".__init__"): tree for path, tree in paths})
+
+
+@pytest.mark.parametrize(
+    ("code", "is_circle"),
+    [
+        ("def f():\n    from b import name", True),
+        ("def f():\n    import b", True),
+        ("def f():\n    importlib.import_module('b')", True),
+        ("if TYPE_CHECKING:\n    from b import Name", False),
+    ],
+)
+def test_a_circle_of_imports_is_found(code, is_circle):
+    assert bool(circle({"a": ast.parse(code), "b": ast.parse("import a")})) is is_circle

@@ -19,7 +19,7 @@ PACKAGE = "lightning_commhooks"
 GROUPS = "lightning_commhooks/collectives/process_groups.py"
 AGREEMENT = f"{PACKAGE}/collectives/agreement.py"
 AVERAGING = "lightning_commhooks/collectives/averaging.py"
-TORCHFT = "lightning_commhooks/torchft.py"
+TORCHFT = "lightning_commhooks/torchft/manager.py"
 GATHER = "lightning_commhooks/sources/gather.py"
 FSDP2 = "lightning_commhooks/sources/fsdp2.py"
 REPLICAS = "lightning_commhooks/sources/replicas.py"
@@ -244,7 +244,7 @@ TORCH = [
         (
             f"{PACKAGE}/sources/ddp.py",
             f"{PACKAGE}/sources/ddp_model.py",
-            f"{PACKAGE}/sources/managed.py",
+            f"{PACKAGE}/torchft/ddp.py",
             f"{PACKAGE}/interface/user_function.py",
         ),
         IMPORTED,

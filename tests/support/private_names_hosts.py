@@ -64,7 +64,7 @@ LIGHTNING = [
     ),
     Use(
         "._batches_that_stepped",
-        (MONITOR, "lightning_commhooks/lightning/fault_tolerance.py"),
+        (MONITOR, "lightning_commhooks/torchft/trainer.py"),
         "CommHookMonitor fails in manual optimization; a replica that joins logs at other steps",
         _counts_batches,
     ),
@@ -265,8 +265,8 @@ def _torchft_group_has(name):
     return check
 
 
-MANAGED, OURS = "lightning_commhooks/sources/quorum.py", "lightning_commhooks/torchft.py"
-CHECKED = "lightning_commhooks/sources/replica_refusals.py"
+MANAGED, OURS = "lightning_commhooks/torchft/quorum.py", "lightning_commhooks/torchft/manager.py"
+CHECKED = "lightning_commhooks/torchft/refusals.py"
 
 OF_TORCHFT = [
     Use("._pg", (MANAGED, CHECKED), "`manager=` is refused", _manager_has("_pg")),

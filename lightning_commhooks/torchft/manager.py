@@ -1,18 +1,16 @@
-"""For training with torchft, where replicas come and go: hooks among those that are there. See [`attach`][]."""
+"""The manager of a replica, which is `torchft.Manager`, with a group for hooks."""
 
 from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch._C._distributed_c10d import PrefixStore, TCPStore
-from torch.nn import parallel
 
 try:
     from torchft import Manager, process_group
@@ -24,10 +22,17 @@ except ImportError as error:
 
 from lightning_commhooks.collectives.forks import keep_in_forks
 from lightning_commhooks.collectives.process_groups import OwnGroup, group_at
+from lightning_commhooks.hooks._local_sgd import LocalSGDConfig
 from lightning_commhooks.interface.hook import CommHook
-from lightning_commhooks.runtime.attachment import Attachment
-from lightning_commhooks.sources.attach import attach
-from lightning_commhooks.sources.fault_tolerance import FaultTolerance
+from lightning_commhooks.interface.user_function import DDPHook
+from lightning_commhooks.sources.attach import source_of_manager
+from lightning_commhooks.torchft.ddp import DistributedDataParallel as DistributedDataParallel
+from lightning_commhooks.torchft.ddp import managed_source
+from lightning_commhooks.torchft.fault_tolerance import FaultTolerance
+from lightning_commhooks.torchft.refusals import check_hook
+from lightning_commhooks.wrappers.scale import accumulation_of, without_scale
+
+source_of_manager.register(Manager, managed_source)
 
 
 class ProcessGroupGloo(process_group.ProcessGroupGloo):
@@ -55,35 +60,6 @@ class ProcessGroupGloo(process_group.ProcessGroupGloo):
     def replica_name(self) -> str:
         """The name that the manager was given, without what tells one start from another."""
         return (self._replica_id or "").partition(":")[0]
-
-
-class DistributedDataParallel(parallel.DistributedDataParallel):
-    """`torchft.DistributedDataParallel`, with a communication hook: averages gradients among the replicas there are.
-
-    Args:
-        manager: see [`attach`][].
-        module: the model of one replica, which is one process.
-        hook: see [`attach`][].
-        grad_scaler: see [`attach`][].
-        num_steps: see [`attach`][].
-        **kwargs: of `torch.nn.parallel.DistributedDataParallel`, but for `process_group` and `find_unused_parameters`.
-
-    Attributes:
-        attachment: the hook at work, for `metrics()`.
-    """
-
-    def __init__(
-        self,
-        manager: Any,
-        module: nn.Module,
-        hook: str | CommHook = "allreduce",
-        grad_scaler: torch.amp.GradScaler | None = None,
-        num_steps: int | None = None,
-        **kwargs: Any,
-    ) -> None:
-        alone = process_group.ProcessGroupDummy(0, 1)
-        super().__init__(module, process_group=alone, find_unused_parameters=True, **kwargs)
-        self.attachment: Attachment = attach(self, hook, grad_scaler=grad_scaler, num_steps=num_steps, manager=manager)
 
 
 class _Transport(HTTPTransport[Any]):
@@ -166,6 +142,26 @@ def start_manager(
     # It is a client of the store, which ends with its object.
     manager.store_of_replica = store
     return manager
+
+
+def check_options(hook: CommHook | DDPHook, options: Mapping[str, Any]) -> None:
+    """Refuse hooks, and options of a framework's adapter, that need ranks that stay.
+
+    Raises:
+        ValueError: says what to set instead.
+    """
+    check_hook(hook)
+    assert isinstance(hook, CommHook)
+    if accumulation_of(hook) != "framework":
+        raise ValueError("fault_tolerance= needs accumulation='framework': a step that is repeated has one micro-batch")
+    if options.get("resync") and isinstance(without_scale(hook), LocalSGDConfig):
+        raise ValueError("resync=True is for averages that ranks make to look at, and replicas make none; leave it out")
+    if options.get("exact_state"):
+        raise ValueError("exact_state=True keeps what differs between ranks, which replicas do not ask each other for")
+    if options.get("static_graph"):
+        raise ValueError(
+            "fault_tolerance= does not work with static_graph=True: the buckets of a replica that joins later differ"
+        )
 
 
 def start_replica(

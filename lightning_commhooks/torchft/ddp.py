@@ -1,4 +1,4 @@
-"""Buckets of `DistributedDataParallel` among replicas that come and go."""
+"""`DistributedDataParallel` among replicas that come and go."""
 
 # No `from __future__ import annotations`: DDP compares the annotations of the hooks that are made here.
 
@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
-from torch.nn.parallel import DistributedDataParallel
+from torch.nn import parallel
+from torchft.process_group import ProcessGroupDummy
 
 from lightning_commhooks.collectives.averaging import flat_view
 from lightning_commhooks.collectives.group import Group
@@ -19,14 +20,17 @@ from lightning_commhooks.interface.averages_models import averages_models
 from lightning_commhooks.interface.bucket import Bucket
 from lightning_commhooks.interface.hook import CommHook
 from lightning_commhooks.interface.user_function import DDPHook
+from lightning_commhooks.runtime.attachment import Attachment
 from lightning_commhooks.runtime.runtime import Runtime
+from lightning_commhooks.runtime.source import Source
+from lightning_commhooks.sources.attach import attach, source_of
 from lightning_commhooks.sources.ddp import DDPSource
 from lightning_commhooks.sources.ddp_model import Trampoline
-from lightning_commhooks.sources.quorum import Managed, Quorum
-from lightning_commhooks.sources.replica_refusals import EXACT_STATE, check_hook, check_manager
+from lightning_commhooks.torchft.quorum import Quorum
+from lightning_commhooks.torchft.refusals import EXACT_STATE, check_hook, check_manager
 
 
-class ManagedDDP(Managed, DDPSource):
+class ManagedDDP(DDPSource):
     """The reducer of a DDP model that is alone in its process group; its gradients are averaged among replicas.
 
     Args:
@@ -35,10 +39,11 @@ class ManagedDDP(Managed, DDPSource):
     """
 
     refused: ClassVar[Mapping[str, str]] = {**DDPSource.refused, "exact_state": EXACT_STATE}
+    quorum: Quorum
 
     def __init__(self, process_group: dist.ProcessGroup, manager: Any) -> None:
         super().__init__(process_group)
-        self._manager = manager
+        self._manager, self.quorum = manager, Quorum(manager)
         # Parameters without gradients here in this step, and the means of their gradients.
         self._unused: dict[str, Tensor] = {}
 
@@ -54,7 +59,7 @@ class ManagedDDP(Managed, DDPSource):
 
     def check(self, model: nn.Module) -> None:
         super().check(model)
-        assert isinstance(model, DistributedDataParallel)
+        assert isinstance(model, parallel.DistributedDataParallel)
         if (size := self.process_group.size()) != 1:
             raise ValueError(
                 f"with manager= a DistributedDataParallel is of one process, and the process group of this one has "
@@ -70,10 +75,10 @@ class ManagedDDP(Managed, DDPSource):
         check_manager(self._manager, 1, 0)
 
     def connect(self, model: nn.Module, runtime: Runtime) -> None:
-        self.quorum = Quorum(self._manager, runtime, self._give_unused)
+        self.quorum.connect(runtime, self._give_unused)
         super().connect(model, runtime)
 
-    def trampoline(self, runtime: Runtime, model: DistributedDataParallel) -> Trampoline:
+    def trampoline(self, runtime: Runtime, model: parallel.DistributedDataParallel) -> Trampoline:
         plainly, quorum = super().trampoline(runtime, model), self.quorum
         if averages_models(runtime.bound):
             return plainly
@@ -97,7 +102,7 @@ class ManagedDDP(Managed, DDPSource):
         """The gradients, also where that failed: DDP ends the process otherwise."""
 
         def value(done: Future[Tensor]) -> Tensor:
-            with self.reporting():
+            with self.quorum.reporting():
                 return done.value()
             return flat
 
@@ -119,3 +124,49 @@ class ManagedDDP(Managed, DDPSource):
                 parameter.grad = torch.empty_like(parameter)
                 own = flat_view(parameter.grad)
                 own.copy_(self._unused[name].reshape(own.shape))
+
+
+def managed_source(manager: Any, model: nn.Module) -> Source:
+    """The source of a model among the replicas of a manager."""
+    source = source_of(model)
+    if isinstance(source, DDPSource):
+        return ManagedDDP(source.process_group, manager)
+    # Importing FSDP takes half a second.
+    from lightning_commhooks.sources.fsdp1 import FSDP1
+    from lightning_commhooks.torchft.sharded import ManagedReplicas
+
+    if isinstance(source, FSDP1):
+        raise ValueError(
+            "manager= is for DistributedDataParallel and fully_shard; of FullyShardedDataParallel no replicas can "
+            "come and go: apply fully_shard instead"
+        )
+    return ManagedReplicas(model, manager)
+
+
+class DistributedDataParallel(parallel.DistributedDataParallel):
+    """`torchft.DistributedDataParallel`, with a communication hook: averages gradients among the replicas there are.
+
+    Args:
+        manager: see [`attach`][].
+        module: the model of one replica, which is one process.
+        hook: see [`attach`][].
+        grad_scaler: see [`attach`][].
+        num_steps: see [`attach`][].
+        **kwargs: of `torch.nn.parallel.DistributedDataParallel`, but for `process_group` and `find_unused_parameters`.
+
+    Attributes:
+        attachment: the hook at work, for `metrics()`.
+    """
+
+    def __init__(
+        self,
+        manager: Any,
+        module: nn.Module,
+        hook: str | CommHook = "allreduce",
+        grad_scaler: torch.amp.GradScaler | None = None,
+        num_steps: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        alone = ProcessGroupDummy(0, 1)
+        super().__init__(module, process_group=alone, find_unused_parameters=True, **kwargs)
+        self.attachment: Attachment = attach(self, hook, grad_scaler=grad_scaler, num_steps=num_steps, manager=manager)

@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import torch.distributed as dist
 from torch import nn
 
 from lightning_commhooks.collectives.errors import HookError
-from lightning_commhooks.collectives.gloo_abort import Connections
 from lightning_commhooks.interface.averages_models import averages_models
 from lightning_commhooks.interface.hook import CommHook
 from lightning_commhooks.runtime.engine import CLOSED
 from lightning_commhooks.runtime.runtime import Runtime
 from lightning_commhooks.runtime.steps import current_backward
-from lightning_commhooks.sources.quorum import Managed, Quorum, meet
-from lightning_commhooks.sources.replica_refusals import EXACT_STATE, check_hook, check_manager
 from lightning_commhooks.sources.replicas import Replicas, replicas_of
+from lightning_commhooks.torchft.quorum import Quorum, meet
+from lightning_commhooks.torchft.refusals import EXACT_STATE, check_hook, check_manager
 
 
-class ManagedReplicas(Managed, Replicas):
+class ManagedReplicas(Replicas):
     """The units of a model that is sharded over the processes of one replica.
 
     A process that dies ends its replica, whose other processes fail in FSDP2's own collectives. In the other replicas
@@ -37,8 +36,7 @@ class ManagedReplicas(Managed, Replicas):
         "replicate_group": "is for replicas that stay; those that come and go are the manager's: leave it out",
     }
 
-    # It would not hear of the vote, and remember gradients of a step that was lost.
-    shard_hook_remembers: ClassVar[bool] = False
+    quorum: Quorum
 
     def __init__(self, model: nn.Module, manager: Any) -> None:
         if replicas_of(model):
@@ -48,7 +46,7 @@ class ManagedReplicas(Managed, Replicas):
             )
         # Of this process alone, as long as there are no others.
         super().__init__(model, dist.ProcessGroup(0, 1))  # type: ignore[call-arg]  # there is such a one
-        self._manager = manager
+        self._manager, self.quorum = manager, Quorum(manager)
         # The number that autograd gave the last backward.
         self._backward = -1
 
@@ -63,7 +61,7 @@ class ManagedReplicas(Managed, Replicas):
 
     def connect(self, model: nn.Module, runtime: Runtime) -> None:
         # Or some might commit a step that others have lost.
-        self.quorum = Quorum(self._manager, runtime, lambda group: meet(group, self.device))
+        self.quorum.connect(runtime, lambda group: meet(group, self.device))
         super().connect(model, runtime)
 
     def average_unit(self, runtime: Runtime, average: Callable[[], None]) -> None:
@@ -83,8 +81,3 @@ class ManagedReplicas(Managed, Replicas):
         # The units keep it: without, replicas would go on apart from each other.
         self._units.clear()
         super().close()
-
-    @property
-    def other_connections(self) -> Sequence[Connections]:
-        # Who lives on in a replica goes on with its other processes.
-        return []

@@ -1,16 +1,17 @@
-"""Replicas that come and go: those of the quorums of a torchft manager, which vote on each step."""
+"""The replicas in the quorums of a torchft manager: they come and go, and vote on each step."""
 
 from __future__ import annotations
 
 import logging
 import os
 import time
+import warnings
 import weakref
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import Any, Literal
 
 import torch
 
@@ -21,11 +22,13 @@ from lightning_commhooks.collectives.forks import keep_in_forks
 from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.hooks._local_sgd import LocalSGDConfig
 from lightning_commhooks.interface.averages_models import averages_models
+from lightning_commhooks.interface.hook import BoundHook
 from lightning_commhooks.interface.hook_state import describe
 from lightning_commhooks.interface.models import OptimizerStep, digest_of
-from lightning_commhooks.runtime.members import Members
+from lightning_commhooks.runtime import checkpoint
+from lightning_commhooks.runtime.ranks import Ranks
 from lightning_commhooks.runtime.runtime import Runtime
-from lightning_commhooks.runtime.source import Source
+from lightning_commhooks.runtime.source import ChangingRanks
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +63,7 @@ class Reporting:
         return True
 
 
-class Quorum:
+class Quorum(ChangingRanks):
     """Replicas of a model whose gradients, or models, a hook averages among those that are there.
 
     A failure is reported to the manager and raises nothing: the step is not committed, and what the hook remembers is
@@ -68,24 +71,13 @@ class Quorum:
 
     Args:
         manager: a `torchft.Manager`, with a process group of `lightning_commhooks.torchft`.
-        runtime: of the hook.
-        finish: called before a vote, when all gradients are there. Collective; whoever could not take part in a step
-            fails here.
 
     Attributes:
         names: of the replicas that are there.
     """
 
-    def __init__(self, manager: Any, runtime: Runtime, finish: Callable[[Group], None]) -> None:
-        before = _attached.setdefault(manager, [])
-        if any(not other.is_closed for other in before):
-            raise ValueError("this manager has a model with a hook, and one is all it takes: put both in one module")
-        if averages_models(runtime.bound) and not isinstance(runtime.method, LocalSGDConfig):
-            raise ValueError(f"hook={runtime.name!r} has a hook that averages models; with manager= give that alone")
-        before.append(runtime)
-        keep_in_forks(manager)
-        self._manager, self._runtime, self._finish = manager, runtime, finish
-        self._ranks = Members(runtime)
+    def __init__(self, manager: Any) -> None:
+        self._manager = manager
         # The group that the hook runs among.
         self._members: object | None = None
         self.names: list[str] = []
@@ -98,11 +90,33 @@ class Quorum:
         self._awaits_vote = False
         self._quorums, self._not_committed, self._lost_seconds = 0, 0, 0.0
         self._last_commit, self._is_losing = time.perf_counter(), False
+
+    def connect(self, runtime: Runtime, finish: Callable[[Group], None]) -> None:
+        """Connect the hook whose steps the replicas vote on.
+
+        Args:
+            runtime: of the hook.
+            finish: called before a vote, when all gradients are there. Collective; it fails on a replica that could
+                not take part in the step.
+
+        Raises:
+            ValueError: the manager has a hook already, or a wrapper is around a hook that averages models.
+        """
+        manager, averages = self._manager, averages_models(runtime.bound)
+        before = _attached.setdefault(manager, [])
+        if any(not other.is_closed for other in before):
+            raise ValueError("this manager has a model with a hook, and one is all it takes: put both in one module")
+        if averages and not isinstance(runtime.method, LocalSGDConfig):
+            raise ValueError(f"hook={runtime.name!r} has a hook that averages models; with manager= give that alone")
+        before.append(runtime)
+        keep_in_forks(manager)
+        self._runtime, self._finish = runtime, finish
         self._vote: Callable[..., bool] = manager.should_commit
-        if not averages_models(runtime.bound):
+        if not averages:
+            # The training script and `torchft.Optimizer` call this manager, and would not call a wrapper of it.
             manager.should_commit = self._should_commit
         key = f"lightning_commhooks {len(before)}"
-        manager.register_state_dict_fn(key, self._take, self._ranks.state_for_others)
+        manager.register_state_dict_fn(key, self._take, lambda: self._own_state("joining"))
 
     def reporting(self) -> Reporting:
         """For what fails when replicas are gone."""
@@ -139,11 +153,12 @@ class Quorum:
             ) from None
         if manager.errored() is None and manager._pg.members is not self._members:
             with self.reporting():
-                self._ranks.go_on_among(manager._pg.members, self._compare)
+                members = Ranks.of_members(runtime, manager._pg.members)
+                self._go_on_among(members, self._own_state("own"), self._compare)
                 self._members = manager._pg.members
                 self._quorums += 1
         if manager.errored() is None and self._given is not None:
-            self._ranks.take_state(self._given)
+            self._load(self._given, runtime.bind_again())
             self._given = None
             self._begin_at_common_model()
         if self._is_losing:
@@ -153,6 +168,25 @@ class Quorum:
         if not averages_models(runtime.bound):
             # Attempts that were not committed do not count, nor where a replica began.
             runtime.clock.steps = manager.current_step()
+
+    def _go_on_among(
+        self, ranks: Ranks, state: Mapping[str, Any], compare: Callable[[Group], None] = lambda group: None
+    ) -> None:
+        """Go on among other ranks with a state of the hook, if `compare` raises nothing. Collective."""
+        runtime = self._runtime
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the user got them when the hook was attached
+            runtime.run_among(ranks, compare)
+        runtime.local.models.regroup(ranks.group)
+        self._load(state, runtime.bound)
+
+    def _load(self, state: Mapping[str, Any], fresh: BoundHook) -> None:
+        checkpoint.load_alone(state, self._runtime, fresh, self._runtime.local.models)
+        self._runtime.begin_at(fresh, state["steps"], state["optimizer_steps"])
+
+    def _own_state(self, kind: Literal["own", "joining"]) -> dict[str, Any]:
+        """The hook's state on this replica, or the part of it for a joining replica. Not collective."""
+        return checkpoint.save_alone(self._runtime, self._runtime.local.models, kind)
 
     def _begin_at_common_model(self) -> None:
         """Go on as if this replica, which joins, had not moved since the others' last average."""
@@ -281,7 +315,7 @@ class Quorum:
         manager.start_quorum()
         self._begin()
         tensors = [*runtime.layout.trained.values(), *runtime.layout.float_buffers().values()]
-        own, state = [tensor.detach().clone() for tensor in tensors], self._ranks.own_state()
+        own, state = [tensor.detach().clone() for tensor in tensors], self._own_state("own")
         num_averaged = runtime.counters.averagings
         if manager.errored() is None:
             with self.reporting():
@@ -294,7 +328,7 @@ class Quorum:
             for tensor, before in zip(tensors, own, strict=True):
                 tensor.copy_(before)
         runtime.counters.averagings = num_averaged
-        self._ranks.go_on_alone(state)
+        self._go_on_among(Ranks.of_source(runtime, None), state)
         self._members = None
         return False
 
@@ -309,23 +343,3 @@ class Quorum:
             "steps_not_committed": self._not_committed,
             "lost_ms": 1e3 * self._lost_seconds,
         }
-
-
-class Managed(Source):
-    """A source whose ranks are the replicas of a torchft manager.
-
-    Attributes:
-        quorum: the replicas; there is none before the model is connected.
-    """
-
-    ranks_change: ClassVar[bool] = True
-    quorum: Quorum
-
-    def reporting(self) -> Reporting:
-        return self.quorum.reporting()
-
-    def average(self, stepped: OptimizerStep, average: Callable[[], None]) -> None:
-        self.quorum.average(stepped, average)
-
-    def metrics(self) -> dict[str, float]:
-        return {**super().metrics(), **self.quorum.metrics()}

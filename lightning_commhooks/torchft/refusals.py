@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from importlib import import_module
 from typing import Any
 
 from lightning_commhooks.hooks import DiLoCo, PostLocalSGD
@@ -11,7 +9,7 @@ from lightning_commhooks.hooks._local_sgd import LocalSGDConfig
 from lightning_commhooks.interface.hook import CommHook
 from lightning_commhooks.interface.user_function import DDPHook, UserFunction
 from lightning_commhooks.wrappers.auto import Auto
-from lightning_commhooks.wrappers.scale import accumulation_of, without_scale
+from lightning_commhooks.wrappers.scale import without_scale
 
 # An option of `attach` that is refused, and why.
 EXACT_STATE = "keeps what differs between ranks, of which replicas ask no others; leave it out with manager="
@@ -70,26 +68,4 @@ def check_manager(manager: Any, num_processes: int, rank: int) -> None:
         raise ValueError(
             f"the manager has pg={type(manager._pg).__name__}: hooks communicate in groups of "
             "lightning_commhooks.torchft.ProcessGroupGloo"
-        )
-
-
-def check_options(hook: CommHook | DDPHook, options: Mapping[str, Any]) -> None:
-    """Refuse hooks, and options of a framework's adapter, that need ranks that stay.
-
-    Raises:
-        ImportError: torchft is not installed.
-        ValueError: says what to set instead.
-    """
-    import_module("lightning_commhooks.torchft")  # says what to install
-    check_hook(hook)
-    assert isinstance(hook, CommHook)
-    if accumulation_of(hook) != "framework":
-        raise ValueError("fault_tolerance= needs accumulation='framework': a step that is repeated has one micro-batch")
-    if options.get("resync") and isinstance(without_scale(hook), LocalSGDConfig):
-        raise ValueError("resync=True is for averages that ranks make to look at, and replicas make none; leave it out")
-    if options.get("exact_state"):
-        raise ValueError("exact_state=True keeps what differs between ranks, which replicas do not ask each other for")
-    if options.get("static_graph"):
-        raise ValueError(
-            "fault_tolerance= does not work with static_graph=True: the buckets of a replica that joins later differ"
         )

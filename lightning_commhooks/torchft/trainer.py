@@ -12,7 +12,8 @@ from torch.optim import LBFGS, Optimizer
 
 from lightning_commhooks.collectives.errors import HookError
 from lightning_commhooks.hooks._local_sgd import LocalSGDConfig
-from lightning_commhooks.sources.fault_tolerance import FaultTolerance
+from lightning_commhooks.torchft.fault_tolerance import FaultTolerance
+from lightning_commhooks.torchft.manager import start_replica
 from lightning_commhooks.wrappers.scale import without_scale
 
 
@@ -37,8 +38,6 @@ class OwnSteps:
     """
 
     def __init__(self, options: FaultTolerance, strategy: Any, period: int = 1) -> None:
-        from lightning_commhooks.torchft import start_replica
-
         self._strategy, self._period, self._has_begun = strategy, period, False
         self.manager = start_replica(options, self._state, self._load)
 
