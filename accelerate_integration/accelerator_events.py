@@ -54,7 +54,7 @@ class _Replaced(NotCopied):
 class AcceleratorEvents:
     """The object that replaces methods of one `Accelerator`, for averaged models, hook state and the closing line.
 
-    A method with a name in `replaced` runs in place of the accelerator's method, which is its first argument.
+    Each method that `replaced` names is called instead of the accelerator's own method, which is its first argument.
 
     Args:
         accelerator: its constructor may still run.
@@ -63,9 +63,9 @@ class AcceleratorEvents:
         strict_state: whether hook state that does not fit is an error.
 
     Attributes:
-        divided_before: what a trainer divides the loss by before it calls `backward`.
-        tells_forecast: whether to warn after the first steps if next to nothing will be compressed; if not, another
-            object does, which knows how many steps there will be.
+        divided_before: the divisor of the loss in a trainer, which divides before it calls `backward`.
+        tells_forecast: whether to warn after the first steps if next to nothing will be compressed. False where a
+            tracker or a trainer, which knows the number of steps, does this.
         at_end: contexts to enter before `end_training`, and to leave after it.
     """
 
@@ -118,11 +118,11 @@ class AcceleratorEvents:
         return [] if accelerator is None else [wrapped.optimizer for wrapped in accelerator._optimizers]
 
     def averaged(self) -> AbstractContextManager[None]:
-        """Have averages in the place of models and of optimizers' state. Collective."""
+        """Swap models and the state of optimizers for their averages. Collective."""
         return self._attachments.averaged(self._optimizers())
 
     def averaged_models(self) -> AbstractContextManager[None]:
-        """Have averages in the place of models, for evaluation. Collective."""
+        """Swap models for their averages, for evaluation. Collective."""
         return self._attachments.averaged([])
 
     def warn_if_models_differ(self, fix: str) -> None:
@@ -230,7 +230,7 @@ def _load_everywhere(path: Path) -> list[dict[str, Any]] | None:
     """States in a file, `None` if no rank finds it.
 
     Raises:
-        ValueError: some rank does not find it, though others do, or cannot read it. On all ranks.
+        ValueError: the file is missing on some ranks only, or a rank cannot read it. On all ranks.
     """
     states, problem = None, ""
     try:

@@ -111,7 +111,7 @@ class CommHookKwargs(DistributedDataParallelKwargs):
         name = self.hook.value if isinstance(self.hook, DDPCommunicationHookType) else self.hook
         if name in (None, _NO.value):
             found = self._translated() or from_environment("CommHookKwargs needs hook=..., a name such as 'powersgd'")
-            # Which is what they were translated to.
+            # The hook replaces these fields.
             self.__dict__.update(comm_hook=_NO, comm_wrapper=_NO, comm_state_option={})
             self._resolve(found)
             return
@@ -134,7 +134,7 @@ class CommHookKwargs(DistributedDataParallelKwargs):
         return cast("CommHook | Callable[..., Any]", self.hook)  # since `_resolve`
 
     def _given_twice(self) -> str:
-        """Say what to write in place of Accelerate's own fields beside `hook`."""
+        """Name the call that replaces Accelerate's own fields."""
         given = {name: getattr(self, name) for name in _REPLACED_FIELDS if getattr(self, name) not in (_NO, {})}
         text = f"CommHookKwargs does not take {' and '.join(given)} together with hook={_shown(self.hook)}"
         if "comm_hook" in given:
@@ -186,7 +186,7 @@ class CommHookKwargs(DistributedDataParallelKwargs):
         others = [one for one in handlers if isinstance(one, DistributedDataParallelKwargs) and one is not self]
         if not others:
             return
-        # Of DDP's own fields what is not at its default.
+        # DDP's own fields that differ from their defaults.
         fields = dataclasses.fields(DistributedDataParallelKwargs)
         given = {
             field.name: getattr(one, field.name)

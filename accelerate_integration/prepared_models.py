@@ -94,7 +94,7 @@ def attach_to_prepared(
 
 
 class _EventsOfShards(AcceleratorEvents):
-    """Has each shard of the models' state in a file of its own."""
+    """Saves the state of each shard in a file of its own."""
 
     def check(self) -> None:
         """A model that is prepared later needs a `use_comm_hook` of its own."""

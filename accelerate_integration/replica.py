@@ -21,7 +21,7 @@ from lightning_commhooks.sources.fault_tolerance import FaultTolerance
 
 
 class AcceleratorReplica(AcceleratorEvents):
-    """Has the methods of one `Accelerator` meet the other replicas before each step, and vote with them after it.
+    """The object that replaces methods of one `Accelerator`: replicas meet before each step, and vote on it afterwards.
 
     A step that they do not commit is skipped, as one with an overflow in float16: `optimizer_step_was_skipped`, and
     schedulers stand still. The next batch is the next try. With a hook that averages models each replica steps for
@@ -63,12 +63,12 @@ class AcceleratorReplica(AcceleratorEvents):
         self._options, self._wrap = options, wrap
         self._attachment: Attachment | None = None
         self.manager: Any = None
-        # Of the replicas on the present step; there is none yet while it is under way.
+        # The vote of the replicas on the present step; `None` until they have voted.
         self._verdict: bool | None = True
         # Whether a backward has averaged gradients since; and optimizers, by `id`, that have stepped by the verdict.
         self._awaits_vote = False
         self._stepped: set[int] = set()
-        # What who joins is given.
+        # Objects whose state a joining replica receives.
         self._parts: list[Any] = []
 
     def check(self) -> None:
@@ -193,7 +193,7 @@ class AcceleratorReplica(AcceleratorEvents):
             rng_types=[],
             dispatch_batches=False,
             even_batches=accelerator.even_batches,
-            # All replicas shuffle alike, each by itself.
+            # Each replica shuffles for itself, in the same order as the other replicas.
             use_seedable_sampler=True,
             data_seed=0 if seed is None else seed,
             non_blocking=accelerator.non_blocking,

@@ -184,6 +184,6 @@ def open_attachments(handler: CommHookKwargs | FSDPCommHook) -> list[Attachment]
 
 
 def _print(accelerator: Accelerator, lines: Sequence[str]) -> None:
-    # Neither Accelerate nor transformers show what is logged at the level of information.
+    # Neither Accelerate nor transformers show records of the level INFO.
     if accelerator.is_main_process:
         print(*lines, sep="\n", end="\n" if lines else "")

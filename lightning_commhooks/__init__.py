@@ -143,18 +143,13 @@ if find_spec("pytorch_lightning") is not None:
 if (_found("lightning") or _found("pytorch_lightning")) and _found("ray", "fsspec", "pandas", "pyarrow", "requests"):
     __all__ += ["CompressedRayDDPStrategy"]
 
-# Imported when they are first asked for, since they need a framework. The module of each, in `lightning_commhooks`.
+# Imported when they are first asked for, since they need a framework.
+_TWICE = ("CommHookMonitor", "CompressedDDPStrategy", "CompressedFSDPStrategy", "CompressedModelParallelStrategy")
 _LAZY = {
-    "CommHookMonitor": "lightning.classes",
-    "CommHookMonitorPL": "lightning.classes_pl",
-    "CompressedDDPFabricStrategy": "lightning.fabric",
-    "CompressedDDPStrategy": "lightning.classes",
-    "CompressedDDPStrategyPL": "lightning.classes_pl",
-    "CompressedFSDPStrategy": "lightning.classes",
-    "CompressedFSDPStrategyPL": "lightning.classes_pl",
-    "CompressedModelParallelStrategy": "lightning.classes",
-    "CompressedModelParallelStrategyPL": "lightning.classes_pl",
-    "CompressedRayDDPStrategy": "lightning.ray",
+    **dict.fromkeys(_TWICE, "lightning_commhooks.lightning.classes"),
+    **{f"{name}PL": "lightning_commhooks.lightning.classes_pl" for name in _TWICE},
+    "CompressedDDPFabricStrategy": "lightning_commhooks.lightning.fabric",
+    "CompressedRayDDPStrategy": "lightning_commhooks.lightning.ray",
 }
 _REMOVED = {
     "attach_fsdp": "attach(model, hook), which takes sharded models too",
@@ -167,7 +162,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"lightning_commhooks.{name} is gone: use {_REMOVED[name]}")
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_LAZY[name]}"), name)
+    return getattr(import_module(_LAZY[name]), name)
 
 
 register_strategy_names()

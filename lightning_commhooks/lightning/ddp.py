@@ -59,7 +59,6 @@ class CompressedDDPMixin(AveragesModelsMixin):
     """
 
     _replaced: ClassVar[Mapping[str, str]] = REPLACED
-    model: Any
 
     @needs_hook
     def __init__(

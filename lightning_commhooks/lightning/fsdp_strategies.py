@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
 
 from lightning_commhooks.hooks import BF16, FP16, AllReduce
 from lightning_commhooks.interface.checks import check_integer
@@ -36,7 +36,6 @@ class ShardedHookMixin(AveragesModelsMixin):
     _example: ClassVar[str] = "bf16"
     # Names of options that Lightning hands over to FSDP when training begins.
     _options_of_fsdp: ClassVar[frozenset[str]] = frozenset()
-    model: Any
 
     def __init__(self, hook: CommHook | str, **kwargs: Any) -> None:
         known = {*inspect.signature(super().__init__).parameters, *self._options_of_fsdp}
@@ -92,9 +91,6 @@ class CompressedFSDPMixin(ShardedHookMixin):
 
     _options_of_fsdp = frozenset(inspect.signature(FullyShardedDataParallel).parameters)
     kwargs: dict[str, Any]
-    mixed_precision: MixedPrecision | None
-    root_device: torch.device
-    sharding_strategy: ShardingStrategy
 
     @needs_hook
     def __init__(self, hook: CommHook | ShardedHookName | NoHook, **kwargs: Any) -> None:
@@ -207,7 +203,6 @@ class CompressedModelParallelMixin(ShardedHookMixin):
     """
 
     _device_mesh: Any
-    global_rank: int
 
     @needs_hook
     def __init__(

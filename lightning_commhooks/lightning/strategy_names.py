@@ -12,7 +12,7 @@ import wrapt
 from lightning_commhooks.interface.registry import available_hooks
 from lightning_commhooks.sources.sharded_hooks import sharded_hooks
 
-# By the module that has the registry: the file of the classes, and their names.
+# For the module that has the registry: the file of the classes, and their names.
 _CLASSES = {
     "lightning.pytorch.strategies": ("classes", {"ddp": "CompressedDDPStrategy", "fsdp": "CompressedFSDPStrategy"}),
     "pytorch_lightning.strategies": (
