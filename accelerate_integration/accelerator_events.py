@@ -2,70 +2,127 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import gather_object, save
+from accelerate.utils import DistributedType, gather_object, save
 from torch.optim import Optimizer
 
-from accelerate_integration.replaced_methods import replace_method
 from lightning_commhooks.codecs.announce import announce
 from lightning_commhooks.runtime.attachment import Attachment
 from lightning_commhooks.runtime.attachments import Attachments
-from lightning_commhooks.runtime.copies import NotCopied
+from lightning_commhooks.runtime.copies import NotCopied, nothing
 from lightning_commhooks.runtime.monitor import closing_line
 from lightning_commhooks.runtime.optimizers import check_optimizer
 
 FILE_NAME = "lightning_commhooks.bin"
+# Where gradients are not averaged by a hook, whichever it is.
+AVERAGED_ELSEWHERE = {
+    "DEEPSPEED": "DeepSpeed averages gradients itself",
+    "MEGATRON_LM": "Megatron-LM averages gradients itself",
+    "XLA": "XLA averages gradients itself",
+}
+_REFUSED = {
+    "FSDP": "FSDP shards the model, so call use_comm_hook(accelerator, hook) after prepare() instead",
+    **AVERAGED_ELSEWHERE,
+}
+
+
+def replace_method(target: object, name: str, replacement: Callable[..., Any]) -> None:
+    """Replace a method of one object by `replacement(original, *args, **kwargs)`.
+
+    For the events that Accelerate and transformers have no callback for. The class stays as it is.
+    """
+    original = getattr(target, name)
+    replaced = functools.update_wrapper(functools.partial(replacement, original), original)
+    # A copy of the object, as a pickled one, has the method of its class.
+    setattr(target, name, _Replaced(replaced, in_copies=original))
+
+
+class _Replaced(NotCopied):
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._function(*args, **kwargs)
 
 
 class AcceleratorEvents:
-    """Has the methods of one `Accelerator` take averaged models and hook state into account from now on.
+    """The object that replaces methods of one `Accelerator`, for averaged models, hook state and the closing line.
+
+    Each method that `replaced` names is called instead of the accelerator's own method, which is its first argument.
+
+    Args:
+        accelerator: its constructor may still run.
+        hook: the name of the hook, for messages.
+        resync: whether models are averaged for good when they are looked at.
+        strict_state: whether hook state that does not fit is an error.
 
     Attributes:
-        divided_before: what a trainer divides the loss by before it calls `backward`.
-        tells_forecast: whether to warn after the first steps if next to nothing will be compressed; if not, somebody
-            else does who knows how many steps there will be.
+        divided_before: the divisor of the loss in a trainer, which divides before it calls `backward`.
+        tells_forecast: whether to warn after the first steps if next to nothing will be compressed. False where a
+            tracker or a trainer, which knows the number of steps, does this.
+        at_end: contexts to enter before `end_training`, and to leave after it.
     """
 
-    def __init__(self, accelerator: Accelerator, *, resync: bool, strict_state: bool) -> None:
+    # Accelerate has events for the beginning of saving and loading only.
+    replaced: ClassVar[tuple[str, ...]] = (
+        "prepare",
+        "prepare_optimizer",
+        "backward",
+        "wait_for_everyone",
+        "get_state_dict",
+        "save_state",
+        "load_state",
+        "end_training",
+    )
+
+    def __init__(self, accelerator: Accelerator, hook: str, *, resync: bool, strict_state: bool) -> None:
         self._accelerator = weakref.ref(accelerator)
+        self._hook = hook
         self._attachments = Attachments(resync=resync, strict_state=strict_state)
+        self._is_saved = self._has_warned = False
         self._folder = ""
         self._divides_by = 1.0
         self.divided_before = 1.0
         self.tells_forecast = True
-        # Accelerate has events for the beginning of saving and loading only.
-        replace_method(accelerator, "backward", self._backward)
-        replace_method(accelerator, "prepare_optimizer", self._prepare_optimizer)
-        replace_method(accelerator, "wait_for_everyone", self._wait_for_everyone)
-        replace_method(accelerator, "get_state_dict", self._get_state_dict)
-        replace_method(accelerator, "save_state", self._save_state)
-        replace_method(accelerator, "load_state", self._load_state)
-        replace_method(accelerator, "end_training", self._end_training)
-        accelerator.register_save_state_pre_hook(NotCopied(lambda models, weights, folder: self.write(folder)))
-        accelerator.register_load_state_pre_hook(NotCopied(self._remember_folder))
+        self.at_end: list[Callable[[], AbstractContextManager[None]]] = []
+        for name in self.replaced:
+            replace_method(accelerator, name, getattr(self, name))
+
+    def __reduce__(self) -> tuple[Callable[..., None], tuple[()]]:
+        return nothing, ()  # as of the attachments
+
+    @property
+    def accelerator(self) -> Accelerator:
+        """The `Accelerator`, one of whose methods is running."""
+        accelerator = self._accelerator()
+        assert accelerator is not None
+        return accelerator
 
     def add(self, attachment: Attachment) -> None:
         """Look after one more model."""
         self._attachments.add(attachment, self._optimizers())
+        if not self._is_saved and (accelerator := self._accelerator()) is not None:
+            # Not in `__init__`: the constructor of the accelerator makes the lists of these functions at its end.
+            accelerator.register_save_state_pre_hook(NotCopied(lambda models, weights, folder: self.write(folder)))
+            accelerator.register_load_state_pre_hook(NotCopied(self._remember_folder))
+            self._is_saved = True
 
     def _optimizers(self) -> list[Optimizer]:
         accelerator = self._accelerator()
         return [] if accelerator is None else [wrapped.optimizer for wrapped in accelerator._optimizers]
 
     def averaged(self) -> AbstractContextManager[None]:
-        """Have averages in the place of models and of optimizers' state. Collective."""
+        """Swap models and the state of optimizers for their averages. Collective."""
         return self._attachments.averaged(self._optimizers())
 
     def averaged_models(self) -> AbstractContextManager[None]:
-        """Have averages in the place of models, for evaluation. Collective."""
+        """Swap models for their averages, for evaluation. Collective."""
         return self._attachments.averaged([])
 
     def warn_if_models_differ(self, fix: str) -> None:
@@ -82,10 +139,8 @@ class AcceleratorEvents:
 
     def write(self, folder: str) -> None:
         """Write the hooks' state to a checkpoint's folder. Collective."""
-        accelerator = self._accelerator()
-        assert accelerator is not None
         states = self._attachments.state_dict()
-        everywhere = accelerator.project_configuration.save_on_each_node
+        everywhere = self.accelerator.project_configuration.save_on_each_node
         save({"attachments": states}, Path(folder, FILE_NAME), save_on_each_node=everywhere)
 
     def read(self, folder: str) -> None:
@@ -96,38 +151,59 @@ class AcceleratorEvents:
         """Divisor of the loss in the present backward; Accelerate divides in `accelerator.backward` only."""
         return self.divided_before * self._divides_by
 
-    def _backward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        accelerator = self._accelerator()
-        assert accelerator is not None
+    def check(self) -> None:
+        """Refuse an accelerator that cannot use the hook, and warn if it has no use for it."""
+        kind = self.accelerator.state.distributed_type
+        if (reason := _REFUSED.get(kind.value)) is not None:
+            raise ValueError(
+                f"CommHookKwargs(hook={self._hook!r}) works with DistributedDataParallel only: {reason}. Leave the "
+                "handler out"
+            )
+        if kind == DistributedType.NO and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"CommHookKwargs(hook={self._hook!r}) does nothing: training runs in one process, and "
+                "handler.attachments stays empty",
+                stacklevel=4,
+            )
+
+    def prepare(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self.check()
+        return original(*args, **kwargs)
+
+    def backward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         for attachment in self._attachments.open() if self.tells_forecast else ():
             attachment.tell_forecast()
-        self._divides_by = float(accelerator.gradient_accumulation_steps)
+        self._divides_by = float(self.accelerator.gradient_accumulation_steps)
         try:
             return original(*args, **kwargs)
         finally:
             self._divides_by = 1.0
 
-    def _prepare_optimizer(self, original: Callable[..., Any], optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+    def prepare_optimizer(self, original: Callable[..., Any], optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         if any(attachment.averages_models for attachment in self._attachments.open()):
             check_optimizer(optimizer)
         prepared = original(optimizer, *args, **kwargs)
         self._attachments.add_optimizer(prepared.optimizer)
         return prepared
 
-    def _wait_for_everyone(self, original: Callable[[], None]) -> None:
+    def wait_for_everyone(self, original: Callable[[], None]) -> None:
         # Afterwards models are looked at: saved, by the main process alone, or evaluated.
         original()
         self._attachments.show_average()
 
-    def _get_state_dict(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def get_state_dict(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         # Not averaged here: perhaps only some ranks come by.
         self.warn_if_models_differ("call accelerator.wait_for_everyone() on all ranks before")
         return original(*args, **kwargs)
 
-    def _end_training(self, original: Callable[[], None]) -> None:
-        self.average_for_good()
-        self.tell_what_was_sent()
-        original()
+    def end_training(self, original: Callable[[], None]) -> None:
+        with ExitStack() as stack:
+            for context in self.at_end:
+                stack.enter_context(context())
+            self.average_for_good()
+            self.tell_what_was_sent()
+            original()
 
     def tell_what_was_sent(self) -> None:
         """Show one line on all of training for each model, on the main process, unless a monitor does."""
@@ -136,13 +212,14 @@ class AcceleratorEvents:
             for line in filter(None, map(closing_line, self._attachments.open())):
                 announce(line)
 
-    def _save_state(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def save_state(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with self.averaged():
             return original(*args, **kwargs)
 
-    def _load_state(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def load_state(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
-        self.read(self._folder)
+        if self._is_saved:
+            self.read(self._folder)
         return result
 
     def _remember_folder(self, models: Sequence[torch.nn.Module], folder: str) -> None:
@@ -153,7 +230,7 @@ def _load_everywhere(path: Path) -> list[dict[str, Any]] | None:
     """States in a file, `None` if no rank finds it.
 
     Raises:
-        ValueError: some rank does not find it, though others do, or cannot read it. On all ranks.
+        ValueError: the file is missing on some ranks only, or a rank cannot read it. On all ranks.
     """
     states, problem = None, ""
     try:

@@ -6,20 +6,18 @@ import dataclasses
 import json
 import os
 import sys
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 from weakref import WeakKeyDictionary
 
 from accelerate import Accelerator
-from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs, DistributedType
+from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from accelerate_integration.accelerator_events import AcceleratorEvents
-from accelerate_integration.replaced_methods import replace_method
 from accelerate_integration.replica import AcceleratorReplica
 from lightning_commhooks.interface.hook import CommHook
 from lightning_commhooks.interface.misplaced import given_beside, parsed, with_options, wrong_call
@@ -36,16 +34,6 @@ from lightning_commhooks.wrappers.scale import Accumulation
 _NO = DDPCommunicationHookType.NO
 _NOR_DDP = ", and neither has DistributedDataParallelKwargs"
 _REPLACED_FIELDS = ("comm_hook", "comm_wrapper", "comm_state_option")
-# Where gradients are not averaged by a hook, whichever it is.
-AVERAGED_ELSEWHERE = {
-    "DEEPSPEED": "DeepSpeed averages gradients itself",
-    "MEGATRON_LM": "Megatron-LM averages gradients itself",
-    "XLA": "XLA averages gradients itself",
-}
-_REFUSED = {
-    "FSDP": "FSDP shards the model, so call use_comm_hook(accelerator, hook) after prepare() instead",
-    **AVERAGED_ELSEWHERE,
-}
 
 
 @dataclass(kw_only=True)
@@ -122,7 +110,7 @@ class CommHookKwargs(DistributedDataParallelKwargs):
         name = self.hook.value if isinstance(self.hook, DDPCommunicationHookType) else self.hook
         if name in (None, _NO.value):
             found = self._translated() or from_environment("CommHookKwargs needs hook=..., a name such as 'powersgd'")
-            # Which is what they were translated to.
+            # The hook replaces these fields.
             self.__dict__.update(comm_hook=_NO, comm_wrapper=_NO, comm_state_option={})
             self._resolve(found)
             return
@@ -142,8 +130,12 @@ class CommHookKwargs(DistributedDataParallelKwargs):
             names = ("exact_state", "static_graph", "resync")
             check_options(hook, {name: getattr(self, name) for name in names})
 
+    @property
+    def _config(self) -> CommHook | Callable[..., Any]:
+        return cast("CommHook | Callable[..., Any]", self.hook)  # since `_resolve`
+
     def _given_twice(self) -> str:
-        """Say what to write in place of Accelerate's own fields beside `hook`."""
+        """Name the call that replaces Accelerate's own fields."""
         given = {name: getattr(self, name) for name in _REPLACED_FIELDS if getattr(self, name) not in (_NO, {})}
         text = f"CommHookKwargs does not take {' and '.join(given)} together with hook={_shown(self.hook)}"
         if "comm_hook" in given:
@@ -185,9 +177,9 @@ class CommHookKwargs(DistributedDataParallelKwargs):
         caller = sys._getframe(1)
         if not str(caller.f_globals.get("__name__")).startswith("accelerate."):
             return type(self)
-        if caller.f_code is Accelerator.__init__.__code__ and "prepare" not in vars(caller.f_locals["self"]):
+        if caller.f_code is Accelerator.__init__.__code__ and caller.f_locals["self"] not in self._events:
             self._check_alone(caller.f_locals["kwargs_handlers"])
-            self.expect(caller.f_locals["self"])
+            self.events(caller.f_locals["self"])
         return DistributedDataParallelKwargs
 
     def _check_alone(self, handlers: Sequence[object]) -> None:
@@ -195,7 +187,7 @@ class CommHookKwargs(DistributedDataParallelKwargs):
         others = [one for one in handlers if isinstance(one, DistributedDataParallelKwargs) and one is not self]
         if not others:
             return
-        # Of DDP's own fields what is not at its default.
+        # DDP's own fields that differ from their defaults.
         fields = dataclasses.fields(DistributedDataParallelKwargs)
         given = {
             field.name: getattr(one, field.name)
@@ -214,41 +206,20 @@ class CommHookKwargs(DistributedDataParallelKwargs):
         # Not by `copyreg.__newobj__`, which asks for `__class__`.
         return _restored, (type(self), {key: value for key, value in vars(self).items() if key not in live})
 
-    def expect(self, accelerator: Accelerator) -> None:
-        """Have an accelerator, whose setup is not finished yet, say that it cannot use the hook."""
-        if self.fault_tolerance is not None:
-            self._replica = AcceleratorReplica(accelerator, self.fault_tolerance, self._wrapped)
-            return
-        name, warned = hook_name(self.hook), []  # type: ignore[arg-type, var-annotated]  # resolved
-
-        def prepare(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            state = accelerator.state
-            if (reason := _REFUSED.get(state.distributed_type.value)) is not None:
-                raise ValueError(
-                    f"CommHookKwargs(hook={name!r}) works with DistributedDataParallel only: {reason}. Leave the "
-                    "handler out"
-                )
-            if state.distributed_type == DistributedType.NO and not warned:
-                warned.append(True)
-                warnings.warn(
-                    f"CommHookKwargs(hook={name!r}) does nothing: training runs in one process, and "
-                    "handler.attachments stays empty",
-                    stacklevel=3,
-                )
-            return original(*args, **kwargs)
-
-        replace_method(accelerator, "prepare", prepare)
-
     def to_dict(self, ignore_keys: tuple[str, ...] = _REPLACED_FIELDS) -> dict[str, Any]:
         """The fields that go to `DistributedDataParallel`."""
         names = [field.name for field in dataclasses.fields(DistributedDataParallelKwargs)]
         return {name: getattr(self, name) for name in names if name not in ignore_keys}
 
     def events(self, accelerator: Accelerator) -> AcceleratorEvents:
-        """The `AcceleratorEvents` of an accelerator; one for each."""
+        """The object that replaces methods of an accelerator, whose constructor may still run; one for each."""
         if accelerator not in self._events:
-            made = AcceleratorEvents(accelerator, resync=self.resync, strict_state=self.strict_state)
-            self._events[accelerator] = made
+            hook, options = hook_name(self._config), {"resync": self.resync, "strict_state": self.strict_state}
+            if self.fault_tolerance is None:
+                self._events[accelerator] = AcceleratorEvents(accelerator, hook, **options)
+            else:
+                self._replica = AcceleratorReplica(accelerator, hook, self.fault_tolerance, self._wrapped, **options)
+                self._events[accelerator] = self._replica
         return self._events[accelerator]
 
     def add_weight(self, weight: float | Tensor, model: DistributedDataParallel | None = None) -> None:
@@ -273,8 +244,9 @@ class CommHookKwargs(DistributedDataParallelKwargs):
         """A model among replicas."""
         from lightning_commhooks.torchft import DistributedDataParallel as Managed
 
-        options = {name: value for name, value in self.to_kwargs().items() if name != "find_unused_parameters"}
-        model = Managed(manager, module, hook=self.hook, num_steps=self.num_steps, **options)  # type: ignore[arg-type]
+        options = {**self.to_kwargs(), "hook": self.hook, "num_steps": self.num_steps}
+        options.pop("find_unused_parameters", None)
+        model = Managed(manager, module, **options)
         self._attached(model.attachment, accelerator)
         return model, model.attachment
 
@@ -288,7 +260,7 @@ class CommHookKwargs(DistributedDataParallelKwargs):
         accelerator = _accelerator_of(sys._getframe(1))
         attachment = attach(
             model,
-            self.hook,  # type: ignore[arg-type]  # resolved
+            self._config,
             hook_state=self.hook_state,
             grad_scaler=None if accelerator is None else accelerator.scaler,
             exact_state=self.exact_state,

@@ -11,8 +11,8 @@ from typing import Any
 from accelerate import Accelerator, PartialState
 from accelerate.utils import DDPCommunicationHookType, DistributedType
 
-from accelerate_integration.accelerator_events import AcceleratorEvents
-from accelerate_integration.kwargs import AVERAGED_ELSEWHERE, from_environment
+from accelerate_integration.accelerator_events import AVERAGED_ELSEWHERE, AcceleratorEvents
+from accelerate_integration.kwargs import from_environment
 from lightning_commhooks.interface.hook import CommHook
 from lightning_commhooks.interface.registry import get_hook
 from lightning_commhooks.runtime.attachment import Attachment
@@ -40,6 +40,12 @@ class FSDPCommHook:
 
     hook: CommHook
     attachments: list[Attachment] = field(default_factory=list)
+    _events: AcceleratorEvents | None = field(default=None, repr=False, compare=False)
+
+    def events(self, accelerator: Accelerator) -> AcceleratorEvents:
+        """The object that replaces methods of the accelerator."""
+        assert self._events is not None, "there is no attachment"
+        return self._events
 
 
 def attach_to_prepared(
@@ -52,9 +58,9 @@ def attach_to_prepared(
 ) -> FSDPCommHook:
     """Attach a hook to all models of an accelerator. Collective."""
     kind = accelerator.distributed_type
+    given: Any = hook.value if isinstance(hook, DDPCommunicationHookType) else hook
     if kind == DistributedType.NO:
-        given = from_environment(_NEEDED) if hook is None else hook
-        resolved = get_hook(given.value if isinstance(given, DDPCommunicationHookType) else given)  # type: ignore[arg-type]
+        resolved = get_hook(from_environment(_NEEDED) if given is None else given)
         warnings.warn(
             f"use_comm_hook(accelerator, hook={resolved.name!r}) does nothing: training runs in one process, and "
             "attachments stays empty",
@@ -65,8 +71,7 @@ def attach_to_prepared(
         reason = AVERAGED_ELSEWHERE.get(kind.value, _IN_DDP.format(hook=hook))
         note = "; on CPU, Accelerate does so whatever FSDP plugin it is given" if kind.value == "MULTI_CPU" else ""
         raise ValueError(f"use_comm_hook(accelerator, {hook!r}) is for FSDP; here {reason}{note}")
-    name = hook.value if isinstance(hook, DDPCommunicationHookType) else hook
-    given = from_environment(_NEEDED) if name is None else name
+    given = from_environment(_NEEDED) if given is None else given
     has_replicas = any(map(replicas_of, accelerator._models))
     of_replicas = {"exact_state": exact_state, "resync": resync}
     options = [*options, *(name for name, value in of_replicas.items() if value and not has_replicas)]
@@ -77,20 +82,22 @@ def attach_to_prepared(
         )
     if not accelerator._models:
         raise ValueError("the accelerator has no model yet: call use_comm_hook(accelerator, ...) after prepare()")
-    resolved = get_hook(given) if has_replicas else resolve_sharded_hook(given, remembers=True)  # type: ignore[arg-type]
+    resolved = get_hook(given) if has_replicas else resolve_sharded_hook(given, remembers=True)
     check_even(resolved, "Accelerate")
     attachments = [
         attach(model, resolved, exact_state=exact_state, shard_hook=shard_hook) for model in accelerator._models
     ]
-    if has_replicas:
-        events = _EventsOfShards(accelerator, resync=resync, strict_state=True)
-        for attachment in attachments:
-            events.add(attachment)
-    return FSDPCommHook(resolved, attachments)
+    events = _EventsOfShards(accelerator, resolved.name, resync=resync, strict_state=True)
+    for attachment in attachments if has_replicas else ():
+        events.add(attachment)
+    return FSDPCommHook(resolved, attachments, events)
 
 
 class _EventsOfShards(AcceleratorEvents):
-    """Has each shard of the models' state in a file of its own."""
+    """Saves the state of each shard in a file of its own."""
+
+    def check(self) -> None:
+        """A model that is prepared later needs a `use_comm_hook` of its own."""
 
     def _files(self, folder: str) -> list[tuple[Attachment, Path]]:
         attachments = enumerate(self._attachments.open())

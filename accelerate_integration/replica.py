@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -14,15 +13,15 @@ from accelerate.utils import DistributedType
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from accelerate_integration.replaced_methods import replace_method
+from accelerate_integration.accelerator_events import AcceleratorEvents, replace_method
 from lightning_commhooks.collectives.errors import HookError
 from lightning_commhooks.runtime.attachment import Attachment
 from lightning_commhooks.runtime.copies import NotCopied
 from lightning_commhooks.torchft.fault_tolerance import FaultTolerance
 
 
-class AcceleratorReplica:
-    """Has the methods of one `Accelerator` meet the other replicas before each step, and vote with them after it.
+class AcceleratorReplica(AcceleratorEvents):
+    """The object that replaces methods of one `Accelerator`: replicas meet before each step, and vote on it afterwards.
 
     A step that they do not commit is skipped, as one with an overflow in float16: `optimizer_step_was_skipped`, and
     schedulers stand still. The next batch is the next try. With a hook that averages models each replica steps for
@@ -30,51 +29,50 @@ class AcceleratorReplica:
 
     Args:
         accelerator: of this process alone.
+        hook: see [`AcceleratorEvents`][].
         options: which replica it is.
         wrap: makes a model of a manager and a module, with a hook.
+        resync: see there.
+        strict_state: see there.
 
     Attributes:
         manager: the `torchft.Manager`; `None` before a model is prepared.
     """
 
+    replaced = (
+        *AcceleratorEvents.replaced,
+        "prepare_model",
+        "prepare_scheduler",
+        "prepare_data_loader",
+        "register_for_checkpointing",
+        "gather_for_metrics",
+        "no_sync",
+    )
+
     def __init__(
         self,
         accelerator: Accelerator,
+        hook: str,
         options: FaultTolerance,
         wrap: Callable[[Any, nn.Module, Accelerator], tuple[DistributedDataParallel, Attachment]],
+        *,
+        resync: bool,
+        strict_state: bool,
     ) -> None:
-        self._accelerator, self._options, self._wrap = weakref.ref(accelerator), options, wrap
+        super().__init__(accelerator, hook, resync=resync, strict_state=strict_state)
+        self._options, self._wrap = options, wrap
         self._attachment: Attachment | None = None
         self.manager: Any = None
-        # Of the replicas on the present step; there is none yet while it is under way.
+        # The vote of the replicas on the present step; `None` until they have voted.
         self._verdict: bool | None = True
         # Whether a backward has averaged gradients since; and optimizers, by `id`, that have stepped by the verdict.
         self._awaits_vote = False
         self._stepped: set[int] = set()
-        # What who joins is given.
+        # Objects whose state a joining replica receives.
         self._parts: list[Any] = []
-        replace_method(accelerator, "prepare", self._prepare)
-        replace_method(accelerator, "prepare_model", self._prepare_model)
-        replace_method(accelerator, "prepare_optimizer", self._prepare_optimizer)
-        replace_method(accelerator, "prepare_scheduler", self._prepare_scheduler)
-        replace_method(accelerator, "prepare_data_loader", self._prepare_data_loader)
-        replace_method(accelerator, "register_for_checkpointing", self._register_for_checkpointing)
-        replace_method(accelerator, "backward", self._backward)
-        replace_method(accelerator, "gather_for_metrics", self._gather_for_metrics)
-        replace_method(accelerator, "no_sync", self._no_sync)
-        replace_method(accelerator, "end_training", self._end_training)
 
-    def _of(self) -> Accelerator:
-        accelerator = self._accelerator()
-        assert accelerator is not None
-        return accelerator
-
-    def _prepare(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self._check()
-        return original(*args, **kwargs)
-
-    def _check(self) -> None:
-        accelerator = self._of()
+    def check(self) -> None:
+        accelerator = self.accelerator
         if accelerator.distributed_type != DistributedType.NO:
             raise ValueError(
                 "with fault_tolerance= an Accelerator is one process without FSDP and the like, and this one is "
@@ -94,10 +92,10 @@ class AcceleratorReplica:
 
         self.manager = start_replica(self._options, self._state, self._load)
         # Checkpoints have how many steps there were.
-        self._of().register_for_checkpointing(self.manager)
+        self.accelerator.register_for_checkpointing(self.manager)
 
-    def _prepare_model(self, original: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        self._check()
+    def prepare_model(self, original: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        self.check()
         if isinstance(model, DistributedDataParallel):
             return model
         prepared = original(model, *args, **kwargs)
@@ -107,7 +105,7 @@ class AcceleratorReplica:
             return prepared
         if self.manager is None:
             self._start()
-        ddp, self._attachment = self._wrap(self.manager, prepared, self._of())
+        ddp, self._attachment = self._wrap(self.manager, prepared, self.accelerator)
         self._parts.append(prepared)
         if not self._attachment.averages_models:
             ddp.register_forward_pre_hook(NotCopied(torch.compiler.disable(self._before_forward)))
@@ -125,9 +123,9 @@ class AcceleratorReplica:
             self._verdict = None
             self._stepped.clear()
 
-    def _backward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        result = original(*args, **kwargs)
-        self._awaits_vote = self._verdict is None and self._of().sync_gradients
+    def backward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        result = super().backward(original, *args, **kwargs)
+        self._awaits_vote = self._verdict is None and self.accelerator.sync_gradients
         return result
 
     def _vote(self) -> bool:
@@ -138,13 +136,13 @@ class AcceleratorReplica:
     def _steps_alone(self) -> bool:
         return self._attachment is not None and self._attachment.averages_models
 
-    def _prepare_optimizer(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        optimizer = original(*args, **kwargs)
+    def prepare_optimizer(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        optimizer = super().prepare_optimizer(original, *args, **kwargs)
 
         def step(original: Callable[..., Any], closure: Callable[[], Any] | None = None) -> Any:
             if closure is not None:
                 raise ValueError("fault_tolerance= votes on a backward before the optimizer's step, which has one here")
-            if self.manager is not None and self._of().sync_gradients and not self._steps_alone():
+            if self.manager is not None and self.accelerator.sync_gradients and not self._steps_alone():
                 committed = self._vote() if self._verdict is None else self._verdict
                 if id(optimizer) in self._stepped:
                     raise HookError(
@@ -161,20 +159,20 @@ class AcceleratorReplica:
         self._parts.append(optimizer)
         return optimizer
 
-    def _prepare_scheduler(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def prepare_scheduler(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._parts.append(scheduler := original(*args, **kwargs))
         return scheduler
 
-    def _register_for_checkpointing(self, original: Callable[..., None], *objects: Any) -> None:
+    def register_for_checkpointing(self, original: Callable[..., None], *objects: Any) -> None:
         original(*objects)
         self._parts += [one for one in objects if one is not self.manager]
 
-    def _no_sync(
+    def no_sync(
         self, original: Callable[[nn.Module], AbstractContextManager[None]], model: nn.Module
     ) -> AbstractContextManager[None]:
         return model.no_sync() if isinstance(model, DistributedDataParallel) else original(model)
 
-    def _prepare_data_loader(
+    def prepare_data_loader(
         self,
         original: Callable[..., Any],
         data_loader: Any,
@@ -183,7 +181,7 @@ class AcceleratorReplica:
     ) -> Any:
         if isinstance(data_loader, DataLoaderShard):
             return data_loader
-        accelerator, options = self._of(), self._options
+        accelerator, options = self.accelerator, self._options
         seed = accelerator.dataloader_config.data_seed
         prepared = prepare_data_loader(
             data_loader,
@@ -195,7 +193,7 @@ class AcceleratorReplica:
             rng_types=[],
             dispatch_batches=False,
             even_batches=accelerator.even_batches,
-            # All replicas shuffle alike, each by itself.
+            # Each replica shuffles for itself, in the same order as the other replicas.
             use_seedable_sampler=True,
             data_seed=0 if seed is None else seed,
             non_blocking=accelerator.non_blocking,
@@ -204,16 +202,16 @@ class AcceleratorReplica:
         accelerator._dataloaders.append(prepared)
         return prepared
 
-    def _gather_for_metrics(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self._of().gradient_state.active_dataloader is not None:
+    def gather_for_metrics(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self.accelerator.gradient_state.active_dataloader is not None:
             raise ValueError(
                 "gather_for_metrics() with fault_tolerance=: a loader that is prepared gives this replica's share, and "
                 "there is nobody to gather the others' from. Do not prepare the loader of an evaluation"
             )
         return original(*args, **kwargs)
 
-    def _end_training(self, original: Callable[[], None]) -> None:
-        original()
+    def end_training(self, original: Callable[[], None]) -> None:
+        super().end_training(original)
         if self._attachment is not None:
             self._attachment.close()
             self.manager.shutdown()

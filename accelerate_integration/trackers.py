@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 
+from accelerate_integration.accelerator_events import replace_method
 from accelerate_integration.kwargs import CommHookKwargs
 from accelerate_integration.prepared_models import FSDPCommHook
-from accelerate_integration.replaced_methods import replace_method
 from lightning_commhooks.codecs.announce import announce
 from lightning_commhooks.interface.checks import check_integer
 from lightning_commhooks.interface.error_sample import DEFAULT_NUMEL
@@ -90,9 +91,10 @@ class CommHookTracker:
         self._step: int | None = None
         # Synchronized backwards of each model at the end of training.
         self._ends = [num_steps and attachment.num_steps + num_steps for attachment in attachments]
-        if attachments and isinstance(handler, CommHookKwargs):
-            handler.events(accelerator).tells_forecast = False
-        replace_method(accelerator, "end_training", self._end_training)
+        if attachments:
+            events = handler.events(accelerator)
+            events.tells_forecast = False
+            events.at_end.append(self._end)
 
     def log(self, step: int | None = None) -> None:
         """Log, if it is time to; call it on all ranks, after each step.
@@ -125,9 +127,10 @@ class CommHookTracker:
             for name, value in monitor.values().items()
         }
 
-    def _end_training(self, original: Callable[[], None]) -> None:
+    @contextmanager
+    def _end(self) -> Iterator[None]:
         self._log_after(1)
-        original()
+        yield
         if self._options.closing_line:
             _print(self._accelerator, self.summary())
 
@@ -181,6 +184,6 @@ def open_attachments(handler: CommHookKwargs | FSDPCommHook) -> list[Attachment]
 
 
 def _print(accelerator: Accelerator, lines: Sequence[str]) -> None:
-    # Neither Accelerate nor transformers show what is logged at the level of information.
+    # Neither Accelerate nor transformers show records of the level INFO.
     if accelerator.is_main_process:
         print(*lines, sep="\n", end="\n" if lines else "")

@@ -9,10 +9,9 @@ from typing import Any, overload
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs, DistributedType
 
-from accelerate_integration.accelerator_events import AcceleratorEvents
+from accelerate_integration.accelerator_events import AcceleratorEvents, replace_method
 from accelerate_integration.kwargs import CommHookKwargs
 from accelerate_integration.prepared_models import FSDPCommHook, attach_to_prepared
-from accelerate_integration.replaced_methods import replace_method
 from accelerate_integration.trackers import TrainerMonitor, trainer_options
 from lightning_commhooks.codecs.announce import announce
 from lightning_commhooks.interface.hook import CommHook
@@ -168,8 +167,7 @@ class _TrainerEvents:
             for field in dataclasses.fields(DistributedDataParallelKwargs):
                 setattr(handler, field.name, getattr(theirs, field.name))
         accelerator.ddp_handler = handler
-        if "prepare" not in vars(accelerator):
-            handler.expect(accelerator)
+        handler.events(accelerator)
 
     def _events(self) -> AcceleratorEvents:
         events = self._handler.events(self._trainer.accelerator)

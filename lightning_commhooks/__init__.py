@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -42,18 +43,32 @@ from lightning_commhooks.torchft.fault_tolerance import FaultTolerance
 from lightning_commhooks.wrappers import Auto, Cast, PerParameter, ScaleByGradAccumulation, Schedule
 
 if TYPE_CHECKING:
-    from lightning_commhooks.lightning.classes import CommHookMonitor as CommHookMonitor
-    from lightning_commhooks.lightning.classes import CommHookMonitorPL as CommHookMonitorPL
-    from lightning_commhooks.lightning.classes import CompressedDDPStrategy as CompressedDDPStrategy
-    from lightning_commhooks.lightning.classes import CompressedDDPStrategyPL as CompressedDDPStrategyPL
-    from lightning_commhooks.lightning.classes import CompressedFSDPStrategy as CompressedFSDPStrategy
-    from lightning_commhooks.lightning.classes import CompressedFSDPStrategyPL as CompressedFSDPStrategyPL
-    from lightning_commhooks.lightning.classes import CompressedModelParallelStrategy as CompressedModelParallelStrategy
     from lightning_commhooks.lightning.classes import (
+        CommHookMonitor as CommHookMonitor,
+    )
+    from lightning_commhooks.lightning.classes import (
+        CompressedDDPStrategy as CompressedDDPStrategy,
+    )
+    from lightning_commhooks.lightning.classes import (
+        CompressedFSDPStrategy as CompressedFSDPStrategy,
+    )
+    from lightning_commhooks.lightning.classes import (
+        CompressedModelParallelStrategy as CompressedModelParallelStrategy,
+    )
+    from lightning_commhooks.lightning.classes_pl import (
+        CommHookMonitorPL as CommHookMonitorPL,
+    )
+    from lightning_commhooks.lightning.classes_pl import (
+        CompressedDDPStrategyPL as CompressedDDPStrategyPL,
+    )
+    from lightning_commhooks.lightning.classes_pl import (
+        CompressedFSDPStrategyPL as CompressedFSDPStrategyPL,
+    )
+    from lightning_commhooks.lightning.classes_pl import (
         CompressedModelParallelStrategyPL as CompressedModelParallelStrategyPL,
     )
-    from lightning_commhooks.lightning.classes import CompressedRayDDPStrategy as CompressedRayDDPStrategy
     from lightning_commhooks.lightning.fabric import CompressedDDPFabricStrategy as CompressedDDPFabricStrategy
+    from lightning_commhooks.lightning.ray import CompressedRayDDPStrategy as CompressedRayDDPStrategy
 
 __version__ = "0.1.0"
 
@@ -128,11 +143,13 @@ if find_spec("pytorch_lightning") is not None:
 if (_found("lightning") or _found("pytorch_lightning")) and _found("ray", "fsspec", "pandas", "pyarrow", "requests"):
     __all__ += ["CompressedRayDDPStrategy"]
 
+# Imported when they are first asked for, since they need a framework.
 _TWICE = ("CommHookMonitor", "CompressedDDPStrategy", "CompressedFSDPStrategy", "CompressedModelParallelStrategy")
 _LAZY = {
-    **{name + end: "lightning_commhooks.lightning.classes" for name in _TWICE for end in ("", "PL")},
+    **dict.fromkeys(_TWICE, "lightning_commhooks.lightning.classes"),
+    **{f"{name}PL": "lightning_commhooks.lightning.classes_pl" for name in _TWICE},
     "CompressedDDPFabricStrategy": "lightning_commhooks.lightning.fabric",
-    "CompressedRayDDPStrategy": "lightning_commhooks.lightning.classes",
+    "CompressedRayDDPStrategy": "lightning_commhooks.lightning.ray",
 }
 _REMOVED = {
     "attach_fsdp": "attach(model, hook), which takes sharded models too",
@@ -145,9 +162,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"lightning_commhooks.{name} is gone: use {_REMOVED[name]}")
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    import importlib
-
-    return getattr(importlib.import_module(_LAZY[name]), name)
+    return getattr(import_module(_LAZY[name]), name)
 
 
 register_strategy_names()

@@ -10,7 +10,7 @@ import sys
 import warnings
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 
@@ -59,10 +59,10 @@ def parser() -> ArgumentParser:
     """The options of all commands."""
     whole = _Parser(prog="lightning-commhooks", description=__doc__)
     commands = whole.add_subparsers(dest="command", required=True)
-    as_json = {"action": "store_true", "help": "print JSON, and nothing else, on standard output"}
+    as_json: dict[str, Any] = {"action": "store_true", "help": "print JSON, and nothing else, on standard output"}
     listing = commands.add_parser("list", help="hooks and wrappers, and their options")
     listing.add_argument("hook", nargs="?", help="one hook, with its options explained")
-    listing.add_argument("--json", **as_json)  # type: ignore[arg-type]
+    listing.add_argument("--json", **as_json)
     for name, text in _COMMANDS.items():
         command = commands.add_parser(name, help=text, description=text)
         command.set_defaults(hooks=None, bandwidth=None, latency=None, world_size=None, max_error=0.3)
@@ -76,7 +76,7 @@ def parser() -> ArgumentParser:
         )
         command.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
         command.add_argument("--rounds", type=_count, default=3, help="rounds in which hooks take turns; default: 3")
-        command.add_argument("--json", **as_json)  # type: ignore[arg-type]
+        command.add_argument("--json", **as_json)
     return whole
 
 

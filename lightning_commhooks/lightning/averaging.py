@@ -1,23 +1,30 @@
-"""What the strategies have for hooks that let ranks step alone: evaluation, checkpoints and the end see averages."""
+"""The part that all strategies share: averages of models, and the lines that a Trainer shows."""
 
 from __future__ import annotations
 
 import copy
 import logging
+import math
 import sys
 import traceback
-from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 
+from lightning_commhooks.codecs.announce import is_silenced
 from lightning_commhooks.lightning.refusals import refusals_as
-from lightning_commhooks.lightning.show import show, steps_left
 from lightning_commhooks.runtime.attachment import Attachment
 from lightning_commhooks.runtime.monitor import closing_line
 
 logger = logging.getLogger(__name__)
+
+if TYPE_CHECKING:
+    # The classes add a strategy of `lightning` or of `pytorch_lightning`, which has the methods that the parts call.
+    from typing import Any as Strategy
+else:
+    Strategy = object
 
 
 class AverageFirst:
@@ -32,13 +39,12 @@ class AverageFirst:
         trainer.strategy.average_for_good()
 
 
-class AveragesModelsMixin:
+class AveragesModelsMixin(Strategy):
     """A strategy that has an attachment."""
 
     _misconfiguration: ClassVar[type[Exception]]
     # An `AverageFirst`.
     _callback_class: ClassVar[type[Any]]
-    _rank_zero_info: ClassVar[Callable[..., None]]
 
     def _looks_at_average(self, resync: bool) -> None:
         """Begin without an attachment. `resync`: whether ranks go on from the average after they saw it."""
@@ -56,7 +62,7 @@ class AveragesModelsMixin:
 
     def setup_optimizers(self, trainer: Any) -> None:
         """Make the optimizers; let a hook that averages models know of them."""
-        super().setup_optimizers(trainer)  # type: ignore[misc]
+        super().setup_optimizers(trainer)
         self._watch_optimizers(trainer)
 
     def _watch_optimizers(self, trainer: Any) -> None:
@@ -64,7 +70,7 @@ class AveragesModelsMixin:
         if attachment is None or attachment.is_closed or not attachment.averages_models:
             return
         with refusals_as(self._misconfiguration, self):
-            for optimizer in self.optimizers:  # type: ignore[attr-defined]
+            for optimizer in self.optimizers:
                 attachment.add_optimizer(optimizer)
         if not attachment.averages_when_asked:
             return
@@ -73,35 +79,35 @@ class AveragesModelsMixin:
 
     def _tell_forecast(self, attachment: Attachment) -> None:
         """Once the first steps are over, tell what the hook will do in this run."""
-        trainer = self.lightning_module.trainer  # type: ignore[attr-defined]
+        trainer = self.lightning_module.trainer
         if is_trial(trainer) and attachment.num_steps:
             return  # starts are known, and there is nothing to foresee
-        attachment.tell_forecast(lambda line: show(trainer, line, self._rank_zero_info), steps_left(trainer))
+        attachment.tell_forecast(lambda line: show(trainer, line), steps_left(trainer))
 
     def _is_alone(self) -> bool:
         """Whether ranks may be at different places of the program, where they cannot average what differs."""
-        return handles_signal() or bool(self.lightning_module.trainer.interrupted)  # type: ignore[attr-defined]
+        return handles_signal() or bool(self.lightning_module.trainer.interrupted)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """State of the module for a checkpoint, averaged over ranks where it differs."""
         attachment = self._averaging()
         if attachment is None:
-            return super().lightning_module_state_dict()  # type: ignore[misc, no-any-return]
+            return super().lightning_module_state_dict()
         if self._is_alone():
-            logger.warning("the checkpoint has the model of rank %d, which was not averaged", self.global_rank)  # type: ignore[attr-defined]
-            return super().lightning_module_state_dict()  # type: ignore[misc, no-any-return]
+            logger.warning("the checkpoint has the model of rank %d, which was not averaged", self.global_rank)
+            return super().lightning_module_state_dict()
         with self._averaged(attachment):
-            return _cloned(super().lightning_module_state_dict())  # type: ignore[misc, no-any-return]
+            return _cloned(super().lightning_module_state_dict())
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """State of an optimizer for a checkpoint, averaged over ranks where it differs."""
         attachment = self._averaging()
         if attachment is None or self._is_alone():
-            return super().optimizer_state(optimizer)  # type: ignore[misc, no-any-return]
+            return super().optimizer_state(optimizer)
         if self._resync:
             attachment.average_optimizer_state(optimizer)
         with attachment.averaged_optimizer_state(optimizer):
-            return _cloned(super().optimizer_state(optimizer))  # type: ignore[misc, no-any-return]
+            return _cloned(super().optimizer_state(optimizer))
 
     def _averaged(self, attachment: Attachment) -> AbstractContextManager[None]:
         if not self._resync:
@@ -117,7 +123,7 @@ class AveragesModelsMixin:
 
     def on_validation_end(self) -> None:
         """Go on from each rank's own model. Checkpoints that callbacks write after validation are done by now."""
-        super().on_validation_end()  # type: ignore[misc]
+        super().on_validation_end()
         self._evaluation.close()
 
     def average_for_good(self) -> None:
@@ -125,29 +131,29 @@ class AveragesModelsMixin:
         attachment = self._averaging()
         if attachment is not None:
             attachment.average_weights()
-            for optimizer in self.optimizers:  # type: ignore[attr-defined]
+            for optimizer in self.optimizers:
                 attachment.average_optimizer_state(optimizer)
 
     def on_train_end(self) -> None:
         """End with the average also of what other callbacks have put there."""
-        super().on_train_end()  # type: ignore[misc]
+        super().on_train_end()
         # StochasticWeightAveraging and its like have put there what each rank had by itself.
         if (averaging := self._averaging()) is not None:
             averaging.average_weights(everything=True)
         if self._attachment is not None:
-            self._attachment.note_end(as_planned=not is_trial(self.lightning_module.trainer))  # type: ignore[attr-defined]
+            self._attachment.note_end(as_planned=not is_trial(self.lightning_module.trainer))
         self._tell_what_was_sent()
 
     def _tell_what_was_sent(self) -> None:
         """Show one line on all of training, unless a `CommHookMonitor` does."""
         attachment = self._attachment
-        if attachment is None or attachment.is_closed or self.global_rank != 0 or is_tuning():  # type: ignore[attr-defined]
+        if attachment is None or attachment.is_closed or self.global_rank != 0 or is_tuning():
             return
         if (line := closing_line(attachment)) is not None:
-            show(self.lightning_module.trainer, line, self._rank_zero_info)  # type: ignore[attr-defined]
+            show(self.lightning_module.trainer, line)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_evaluation": ExitStack()}  # type: ignore[dict-item]  # of Strategy
+        return {**super().__getstate__(), "_evaluation": ExitStack()}
 
     def teardown(self) -> None:
         """Close the hook, then tear the strategy down."""
@@ -156,12 +162,12 @@ class AveragesModelsMixin:
                 self._attachment.close()
         finally:
             self._evaluation.close()
-            callbacks = [] if self._callback is None else self.lightning_module.trainer.callbacks  # type: ignore[attr-defined]
+            callbacks = [] if self._callback is None else self.lightning_module.trainer.callbacks
             # Lightning's tuner puts others there, which stay when it fails.
             if self._callback in callbacks:
                 callbacks.remove(self._callback)
             self._callback = None
-            super().teardown()  # type: ignore[misc]
+            super().teardown()
 
 
 def _cloned(state: Any) -> Any:
@@ -174,6 +180,29 @@ def _cloned(state: Any) -> Any:
         new.update((key, _cloned(value)) for key, value in state.items())
         return new
     return [_cloned(value) for value in state] if isinstance(state, list) else state
+
+
+def show(trainer: Any, line: str) -> None:
+    """Show a line above the progress bar, or in Lightning's log if there is none."""
+    if is_silenced():
+        return
+    bar = trainer.progress_bar_callback
+    # Progress bars of users' own need not have `is_enabled`.
+    if getattr(bar, "is_enabled", False):
+        # The bar of rich is drawn over what others write to the terminal.
+        bar.print(line)
+    else:
+        rank_zero_info(line)
+
+
+def steps_left(trainer: Any) -> int | None:
+    """Number of optimizer steps to come; `None` if nobody knows, as in manual optimization."""
+    if not trainer.lightning_module.automatic_optimization:
+        return None
+    if any(type(callback).__name__ == "_LRCallback" for callback in trainer.callbacks):
+        return None  # Lightning looks for a learning rate
+    end = trainer.estimated_stepping_batches
+    return int(end) - trainer.global_step if trainer.global_step <= end < math.inf else None
 
 
 def handles_signal() -> bool:

@@ -60,7 +60,6 @@ class CompressedDDPMixin(AveragesModelsMixin):
     """
 
     _replaced: ClassVar[Mapping[str, str]] = REPLACED
-    model: Any
 
     @needs_hook
     def __init__(
@@ -139,7 +138,7 @@ class CompressedDDPMixin(AveragesModelsMixin):
             self._attachment.add_weight(weight)
 
     def _loss_divided_by(self) -> float:
-        module = self.lightning_module  # type: ignore[attr-defined]
+        module = self.lightning_module
         return float(module.trainer.accumulate_grad_batches) if module.automatic_optimization else 1.0
 
     def _register_ddp_hooks(self) -> None:
@@ -149,7 +148,7 @@ class CompressedDDPMixin(AveragesModelsMixin):
         self._last_state, self._saved_at, self._last_is_whole = None, -1, True
         model = self.model
         if self._fault_tolerance is not None:
-            if self.world_size > 1:  # type: ignore[attr-defined]
+            if self.world_size > 1:
                 raise self._misconfiguration(
                     "with fault_tolerance= a Trainer is one process, and the other replicas are other Trainers: set "
                     "devices=1 and num_nodes=1"
@@ -164,9 +163,9 @@ class CompressedDDPMixin(AveragesModelsMixin):
                 model,
                 self._hook,
                 hook_state=self._hook_state,
-                grad_scaler=getattr(self.precision_plugin, "scaler", None),  # type: ignore[attr-defined]
+                grad_scaler=getattr(self.precision_plugin, "scaler", None),
                 exact_state=self._exact_state,
-                optimizers=lambda: self.optimizers,  # type: ignore[attr-defined]
+                optimizers=lambda: self.optimizers,
                 loss_divided_by=self._loss_divided_by,
                 **({} if self._replica is None else self._replica.of_attach),
             )
@@ -176,7 +175,7 @@ class CompressedDDPMixin(AveragesModelsMixin):
         """The share of the data that this rank trains on."""
         options = self._fault_tolerance
         if options is None or self._replica is None:
-            return super().distributed_sampler_kwargs  # type: ignore[misc, no-any-return]
+            return super().distributed_sampler_kwargs
         return {"num_replicas": options.num_replica_groups, "rank": options.replica_rank}
 
     def setup_optimizers(self, trainer: Any) -> None:
@@ -188,7 +187,7 @@ class CompressedDDPMixin(AveragesModelsMixin):
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """With `fault_tolerance`, meet the other replicas before a step, if the hook averages gradients."""
-        super().on_train_batch_start(batch, batch_idx)  # type: ignore[misc]
+        super().on_train_batch_start(batch, batch_idx)
         if self._replica is not None:
             with refusals_as(self._misconfiguration, self):
                 self._replica.begin()
@@ -197,7 +196,7 @@ class CompressedDDPMixin(AveragesModelsMixin):
         """The optimizer's step; with `fault_tolerance`, if the hook averages gradients, when replicas voted for it."""
         if self._replica is not None:
             closure = self._replica.committed(optimizer, closure)
-        return super().optimizer_step(optimizer, closure, *args, **kwargs)  # type: ignore[misc]
+        return super().optimizer_step(optimizer, closure, *args, **kwargs)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Wrap the model again if parameters were unfrozen, which DDP would not average; then the step itself.
@@ -208,7 +207,7 @@ class CompressedDDPMixin(AveragesModelsMixin):
             if self._attachment.unfrozen():
                 self._wrap_again()
             self._tell_forecast(self._attachment)
-        return super().training_step(*args, **kwargs)  # type: ignore[misc]
+        return super().training_step(*args, **kwargs)
 
     def _wrap_again(self) -> None:
         assert self._attachment is not None
@@ -221,7 +220,7 @@ class CompressedDDPMixin(AveragesModelsMixin):
         # DDP gives all ranks the model of rank 0.
         self._attachment.average_weights()
         self._pl_static_graph_delay_done = False
-        model = self._setup_model(self.lightning_module)  # type: ignore[attr-defined]
+        model = self._setup_model(self.lightning_module)
         self._attachment.move_to(model)
         self.model = model
         logger.info("wrapped the model again: %d parameters were unfrozen, %r first", len(unfrozen), unfrozen[0])
@@ -230,7 +229,7 @@ class CompressedDDPMixin(AveragesModelsMixin):
         """Add the hook's state to a checkpoint that training can resume from, and write it."""
         if "optimizer_states" in checkpoint and (state := self._state(str(filepath))) is not None:
             checkpoint[CHECKPOINT_KEY] = state
-        super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)  # type: ignore[misc]
+        super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
 
     def _state(self, filepath: str) -> dict[str, Any] | None:
         if self._attachment is None and getattr(self, "_start_method", None) != "popen":
@@ -257,7 +256,7 @@ class CompressedDDPMixin(AveragesModelsMixin):
         state = self._attachment.state_dict()
         # Also for another checkpoint, or one after training, if no step comes before.
         self._saved_at, self._last_is_whole = self._attachment.num_steps, True
-        self._last_state = state if self.is_global_zero else None  # type: ignore[attr-defined]
+        self._last_state = state if self.is_global_zero else None
         return state
 
     def _tell_that_it_begins_anew(self, filepath: str, fix: str = "") -> None:
@@ -272,11 +271,11 @@ class CompressedDDPMixin(AveragesModelsMixin):
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         """Wait for all ranks; but in Lightning's handler of SLURM's signal, where others may wait elsewhere."""
         if not handles_signal():
-            super().barrier(*args, **kwargs)  # type: ignore[misc]
+            super().barrier(*args, **kwargs)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load the state of optimizers and of the hook, when a fit resumes or Lightning's tuner goes back."""
-        super().load_optimizer_state_dict(checkpoint)  # type: ignore[misc]
+        super().load_optimizer_state_dict(checkpoint)
         self._load(checkpoint.get(CHECKPOINT_KEY, {}))
 
     def _load(self, state: Mapping[str, Any]) -> None:
@@ -291,7 +290,7 @@ class CompressedDDPMixin(AveragesModelsMixin):
                 attachment.load_state_dict(state, strict_state=self._strict_state)
             return
         attachment.reset_state()
-        if attachment.has_state and self.is_global_zero:  # type: ignore[attr-defined]
+        if attachment.has_state and self.is_global_zero:
             warnings.warn(
                 f"the checkpoint has no state of hook {attachment.name!r}: it was saved with another strategy, or with "
                 "save_weights_only=True. The hook begins anew, at step 0",
@@ -303,9 +302,9 @@ class CompressedDDPMixin(AveragesModelsMixin):
         super().on_train_end()
         if self._attachment is not None and not self._attachment.is_closed and not self._has_saved_this_step():
             # What differs between ranks takes as long to average as a step without a hook.
-            saves = self.lightning_module.trainer.checkpoint_callbacks  # type: ignore[attr-defined]
+            saves = self.lightning_module.trainer.checkpoint_callbacks
             state = self._attachment.state_dict() if saves else self._attachment.shared_state_dict()
-            self._last_state = state if self.is_global_zero else None  # type: ignore[attr-defined]
+            self._last_state = state if self.is_global_zero else None
             self._last_is_whole = bool(saves)
 
     def teardown(self) -> None:

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
 
 from lightning_commhooks.hooks import BF16, FP16, AllReduce
 from lightning_commhooks.interface.checks import check_integer
@@ -36,7 +36,6 @@ class ShardedHookMixin(AveragesModelsMixin):
     _example: ClassVar[str] = "bf16"
     # Names of options that Lightning hands over to FSDP when training begins.
     _options_of_fsdp: ClassVar[frozenset[str]] = frozenset()
-    model: Any
 
     def __init__(self, hook: CommHook | str, **kwargs: Any) -> None:
         known = {*inspect.signature(super().__init__).parameters, *self._options_of_fsdp}
@@ -65,7 +64,7 @@ class ShardedHookMixin(AveragesModelsMixin):
 
     def setup(self, trainer: Any) -> None:
         """Set the model up; attach the hook if it is to be trained."""
-        super().setup(trainer)  # type: ignore[misc]
+        super().setup(trainer)
         if trainer.state.fn == "fit":
             with refusals_as(self._misconfiguration, self):
                 self._attach()
@@ -92,9 +91,6 @@ class CompressedFSDPMixin(ShardedHookMixin):
 
     _options_of_fsdp = frozenset(inspect.signature(FullyShardedDataParallel).parameters)
     kwargs: dict[str, Any]
-    mixed_precision: MixedPrecision | None
-    root_device: torch.device
-    sharding_strategy: ShardingStrategy
 
     @needs_hook
     def __init__(self, hook: CommHook | ShardedHookName | NoHook, **kwargs: Any) -> None:
@@ -124,7 +120,7 @@ class CompressedFSDPMixin(ShardedHookMixin):
     @property
     def mixed_precision_config(self) -> MixedPrecision | None:
         """The `mixed_precision` of FSDP; with hybrid strategies it has the dtype of the hook."""
-        config: MixedPrecision | None = super().mixed_precision_config  # type: ignore[misc]
+        config: MixedPrecision | None = super().mixed_precision_config
         if self._reduce_dtype is None:
             return config
         return dataclasses.replace(config or MixedPrecision(), reduce_dtype=self._reduce_dtype)
@@ -139,16 +135,16 @@ class CompressedFSDPMixin(ShardedHookMixin):
         """Start communication; on CPU, make the device mesh there."""
         mesh = self.kwargs.get("device_mesh")
         if self.root_device.type != "cpu" or not isinstance(mesh, tuple):
-            super().setup_environment()  # type: ignore[misc]
+            super().setup_environment()
             return
         del self.kwargs["device_mesh"]
-        super().setup_environment()  # type: ignore[misc]
+        super().setup_environment()
         self.kwargs["device_mesh"] = init_device_mesh("cpu", mesh)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The weights, as `state_dict_type` says."""
         is_sharded = any(unit.sharding_strategy.name != "NO_SHARD" for unit in fsdp1.units(self.model))
-        if self.root_device.type == "cpu" and self._state_dict_type == "full" and is_sharded:  # type: ignore[attr-defined]
+        if self.root_device.type == "cpu" and self._state_dict_type == "full" and is_sharded:
             raise self._misconfiguration(
                 f"{type(self).__name__}: on CPU, PyTorch's FSDP crashes when it gathers a full state dict (it "
                 "frees gathered weights, not copies); set state_dict_type='sharded', or enable_checkpointing=False"
@@ -165,11 +161,11 @@ class CompressedFSDPMixin(ShardedHookMixin):
 
     def _wrap(self, model: torch.nn.Module) -> torch.nn.Module:
         if self.root_device.type != "cpu" or fsdp1.units(model):
-            return super()._setup_model(model)  # type: ignore[misc, no-any-return]
+            return super()._setup_model(model)
         # Lightning does not say on which device, and FSDP looks for another one than the CPU.
         model = FullyShardedDataParallel(
             model,
-            cpu_offload=self.cpu_offload,  # type: ignore[attr-defined]
+            cpu_offload=self.cpu_offload,
             mixed_precision=self.mixed_precision_config,
             sharding_strategy=self.sharding_strategy,
             device_id=self.root_device,
@@ -177,7 +173,7 @@ class CompressedFSDPMixin(ShardedHookMixin):
         )
         kwargs, self.kwargs = self.kwargs, {}  # or Lightning would warn that the policy in it is not used
         try:
-            return super()._setup_model(model)  # type: ignore[misc, no-any-return]
+            return super()._setup_model(model)
         finally:
             self.kwargs = kwargs
 
@@ -207,7 +203,6 @@ class CompressedModelParallelMixin(ShardedHookMixin):
     """
 
     _device_mesh: Any
-    global_rank: int
 
     @needs_hook
     def __init__(
@@ -241,18 +236,18 @@ class CompressedModelParallelMixin(ShardedHookMixin):
 
     def _attach(self) -> None:
         # Only what is for replicas averages models.
-        optimizers = (lambda: self.optimizers) if self._replicas > 1 else None  # type: ignore[attr-defined]
+        optimizers = (lambda: self.optimizers) if self._replicas > 1 else None
         self._attachment = attach(self.model, self._hook, optimizers=optimizers, **self._of_attach)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Make a step. Before, once the first steps are over, tell what the hook will do in this run."""
         if self._replicas > 1 and self._attachment is not None and not self._attachment.is_closed:
             self._tell_forecast(self._attachment)
-        return super().training_step(*args, **kwargs)  # type: ignore[misc]
+        return super().training_step(*args, **kwargs)
 
     def setup_environment(self) -> None:
         """Start communication, and make the device mesh; with replicas one of three dimensions."""
-        super().setup_environment()  # type: ignore[misc]
+        super().setup_environment()
         if self._replicas > 1:
             num_ranks, num_parts = (self._device_mesh[name].size() for name in ("data_parallel", "tensor_parallel"))
             if num_ranks % self._replicas:
@@ -261,13 +256,13 @@ class CompressedModelParallelMixin(ShardedHookMixin):
                 )
             sizes = {"replicas": self._replicas, "data_parallel": num_ranks // self._replicas}
             names = {**sizes, "tensor_parallel": num_parts}
-            mesh = init_device_mesh(self.root_device.type, tuple(names.values()), mesh_dim_names=tuple(names))  # type: ignore[attr-defined]
-            self._device_mesh = self.lightning_module._device_mesh = mesh  # type: ignore[attr-defined]
+            mesh = init_device_mesh(self.root_device.type, tuple(names.values()), mesh_dim_names=tuple(names))
+            self._device_mesh = self.lightning_module._device_mesh = mesh
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """The ranks that have different batches."""
-        kwargs: dict[str, Any] = super().distributed_sampler_kwargs  # type: ignore[misc]
+        kwargs: dict[str, Any] = super().distributed_sampler_kwargs
         if self._replicas > 1:
             kwargs["rank"] += self._device_mesh.get_local_rank("replicas") * kwargs["num_replicas"]
             kwargs["num_replicas"] *= self._replicas
@@ -281,8 +276,8 @@ class CompressedModelParallelMixin(ShardedHookMixin):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Save the checkpoint, and if it is a sharded one this rank's share of the hook's state."""
-        super().save_checkpoint(checkpoint, filepath, storage_options)  # type: ignore[misc]
-        path = Path(self.broadcast(filepath))  # type: ignore[attr-defined]
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+        path = Path(self.broadcast(filepath))
         file = self._state_of_hook(path)
         if file is None or self._attachment is None:
             return
@@ -297,8 +292,8 @@ class CompressedModelParallelMixin(ShardedHookMixin):
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Load the checkpoint, and the hook's state if there is one of this share."""
-        checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **kwargs)  # type: ignore[misc]
-        file = self._state_of_hook(Path(self.broadcast(checkpoint_path)))  # type: ignore[attr-defined]
+        checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **kwargs)
+        file = self._state_of_hook(Path(self.broadcast(checkpoint_path)))
         if file is not None and self._attachment is not None:
             text = load_shard(self._attachment, file)
             if text is not None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from lightning_commhooks.interface.error_sample import DEFAULT_NUMEL
+from lightning_commhooks.lightning.averaging import show
 from lightning_commhooks.lightning.refusals import refusals_as
-from lightning_commhooks.lightning.show import show
 from lightning_commhooks.runtime.monitor import NAMES, PREFIX, MetricName, Monitor, MonitorOptions
 
 
@@ -43,7 +43,6 @@ class CommHookMonitorMixin:
     """
 
     _misconfiguration: ClassVar[type[Exception]]
-    _rank_zero_info: ClassVar[Callable[..., None]]
     _strategy: ClassVar[str]
 
     def __init__(
@@ -124,7 +123,7 @@ class CommHookMonitorMixin:
         monitor, self._monitor = self._monitor, None
         if monitor is None or not self._options.closing_line or not trainer.is_global_zero:
             return
-        show(trainer, monitor.summary(), self._rank_zero_info)
+        show(trainer, monitor.summary())
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Let go of the hook."""

@@ -12,9 +12,13 @@ import wrapt
 from lightning_commhooks.interface.registry import available_hooks
 from lightning_commhooks.sources.sharded_hooks import sharded_hooks
 
+# For the module that has the registry: the file of the classes, and their names.
 _CLASSES = {
-    "lightning.pytorch.strategies": {"ddp": "CompressedDDPStrategy", "fsdp": "CompressedFSDPStrategy"},
-    "pytorch_lightning.strategies": {"ddp": "CompressedDDPStrategyPL", "fsdp": "CompressedFSDPStrategyPL"},
+    "lightning.pytorch.strategies": ("classes", {"ddp": "CompressedDDPStrategy", "fsdp": "CompressedFSDPStrategy"}),
+    "pytorch_lightning.strategies": (
+        "classes_pl",
+        {"ddp": "CompressedDDPStrategyPL", "fsdp": "CompressedFSDPStrategyPL"},
+    ),
 }
 
 
@@ -30,8 +34,9 @@ def register_strategy_names() -> None:
 
 def _register(strategies: ModuleType) -> None:
     hooks = {"ddp": available_hooks(), "fsdp": sharded_hooks()}
-    for kind, class_name in _CLASSES[strategies.__name__].items():
-        make = functools.partial(_make, class_name)
+    file, class_names = _CLASSES[strategies.__name__]
+    for kind, class_name in class_names.items():
+        make = functools.partial(_make, f"lightning_commhooks.lightning.{file}", class_name)
         for hook in hooks[kind]:
             name = f"{kind}_{hook}"
             if name not in strategies.StrategyRegistry:
@@ -40,5 +45,5 @@ def _register(strategies: ModuleType) -> None:
                 )
 
 
-def _make(class_name: str, **init_params: Any) -> Any:
-    return getattr(importlib.import_module("lightning_commhooks.lightning.classes"), class_name)(**init_params)
+def _make(module: str, class_name: str, **init_params: Any) -> Any:
+    return getattr(importlib.import_module(module), class_name)(**init_params)

@@ -38,7 +38,7 @@ def resolve_hook(
     """Check what a user passed as `hook=`, `hook_state=` and `accumulation=` of `attach`, without a DDP model."""
     resolved: Any = hook
     if isinstance(hook, (str, CommHook)) or (isinstance(hook, type) and issubclass(hook, CommHook)):
-        resolved = get_hook(hook)  # type: ignore[arg-type]  # refuses a class, naming the call to make
+        resolved = get_hook(resolved)  # refuses a class, naming the call to make
         if hook_state is not None and not isinstance(without_scale(resolved), UserFunction):
             raise ValueError(
                 f"hook_state={hook_state!r} belongs to a hook function (state, bucket); {hook!r} keeps its own state: "

@@ -70,7 +70,7 @@ LIGHTNING = [
     ),
     Use(
         "._LRCallback",
-        ("lightning_commhooks/lightning/show.py",),
+        (AVERAGING,),
         "what Lightning's search for a learning rate sends is told as if it were a training",
         lambda package: hasattr(__import__(f"{package}.tuner.lr_finder", fromlist=["_LRCallback"]), "_LRCallback"),
     ),
