@@ -15,7 +15,7 @@ from accelerate.utils import gather_object, save
 from torch.optim import Optimizer
 
 from accelerate_integration.replaced_methods import replace_method
-from lightning_commhooks.codecs.announce import announce
+from lightning_commhooks.basics.announce import announce
 from lightning_commhooks.runtime.attachment import Attachment
 from lightning_commhooks.runtime.attachments import Attachments
 from lightning_commhooks.runtime.copies import NotCopied

@@ -59,22 +59,8 @@ class PowerSGD(LowRankConfig):
             gradients matter most; or a fraction of the run, as 0.1. Given by its name, the hook begins after a tenth of
             the run if that is sooner. Lightning and `transformers.Trainer` know how long a run is; elsewhere say
             `attach(num_steps=)`.
-        num_iters_per_step: 2 makes a whole power iteration in each step, as PyTorch does: P, then Q. 1 makes half of
-            one, in turn P with the Q of the step before, and Q with the P of the step before: half the bytes, one
-            all-reduce in place of two, and one product less.
         min_compression_rate: a matrix of n rows and m columns is compressed when
             `(n + m) * rank * min_compression_rate < n * m`.
-        use_error_feedback: add what compression left out to the next step's gradient. Needs memory of
-            the size of the gradients, at least float32.
-        warm_start: begin each step's power iteration where the last one ended. `num_iters_per_step=1`
-            needs it.
-        orthogonalization_epsilon: a row of Q (or P) whose norm is at most this fraction of the longest is drawn
-            anew. Relative, unlike PyTorch's; 0 renews rows that are exactly zero, which is enough.
-        random_seed: of the random start. The global random state is not touched.
-        compression_stats_logging_frequency: log the compression rate every so many steps once compression
-            has begun.
-        hierarchy: `"node"`: average gradients in full within each node and compress between nodes, so that a node sends
-            what one rank would. Each node needs the same number of ranks. `None`: among all ranks.
         batch_tensors_with_same_shape: multiply matrices of equal shape in one batched product. The result is the same
             up to rounding. On GPUs always done; on CPU faster for many small layers, slower for large ones.
 

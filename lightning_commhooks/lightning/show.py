@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from lightning_commhooks.codecs.announce import is_silenced
+from lightning_commhooks.basics.announce import is_silenced
 
 
 def show(trainer: Any, line: str, rank_zero_info: Callable[..., None]) -> None:

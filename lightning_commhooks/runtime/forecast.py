@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 from weakref import WeakSet
 
-from lightning_commhooks.hooks.int8 import Int8
+from lightning_commhooks.hooks.quantized import Int8
 from lightning_commhooks.interface.averages_models import ALONE, AveragesModels, averages_models, is_local
 from lightning_commhooks.interface.error_sample import DEFAULT_NUMEL, ErrorSampler
 from lightning_commhooks.interface.hook import ANY_LATER_STEP, NEXT_TO_NOTHING, CommHook

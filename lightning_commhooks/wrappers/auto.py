@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from lightning_commhooks.codecs.announce import announce
+from lightning_commhooks.basics.announce import announce
 from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.collectives.steps import Steps
 from lightning_commhooks.hooks.allreduce import AllReduce
