@@ -8,7 +8,7 @@ import zlib
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from lightning_commhooks.interface.bucket import Slot
 from lightning_commhooks.interface.checks import check_bool, check_integer
 from lightning_commhooks.interface.hierarchy import Hierarchy, check_hierarchy
 from lightning_commhooks.interface.hook import CommHook
-from lightning_commhooks.interface.start import check_start, is_fraction
+from lightning_commhooks.interface.start import check_start, start_of
 
 Config = TypeVar("Config", bound="type[LowRankConfig]")
 
@@ -66,7 +66,7 @@ class LowRankConfig(CommHook):
     option_aliases: ClassVar[Mapping[str, str]] = {"rank": "matrix_approximation_rank", "start": "start_powerSGD_iter"}
 
     matrix_approximation_rank: int = 1
-    start_powerSGD_iter: int | float = 1_000
+    start_powerSGD_iter: int | float | Literal["auto"] = 1_000
     num_iters_per_step: int = 2
     use_error_feedback: bool = True
     warm_start: bool = True
@@ -97,7 +97,8 @@ class LowRankConfig(CommHook):
             raise ValueError(f"orthogonalization_epsilon must be in [0, 1), is {self.orthogonalization_epsilon!r}")
 
     def changes_at(self) -> set[int]:
-        return set() if is_fraction(self.start_powerSGD_iter) else {int(self.start_powerSGD_iter)}
+        start = start_of(self, "start_powerSGD_iter")
+        return set() if isinstance(start, float) else {start}
 
     def repeats_after(self) -> int:
         return 3 - self.num_iters_per_step

@@ -186,7 +186,7 @@ def _checked(hook: CommHook, error_feedback: bool) -> CommHook:
         raise ValueError(f"pseudo_gradient={name}(...) does not average gradients in each step; take another hook")
     for owner, field, start in late_starts(hook):
         raise ValueError(
-            f"pseudo_gradient={type(owner).__name__}({field}={start}) would begin after so many outer steps: set "
+            f"pseudo_gradient={type(owner).__name__}({field}={start!r}) would begin after so many outer steps: set "
             f"{field}=0"
         )
     return hook

@@ -31,8 +31,8 @@ class BatchedPowerSGD(LowRankConfig):
 
     Args:
         matrix_approximation_rank: rank of the approximation, `rank` for short. More than 1 rarely helps here.
-        start_powerSGD_iter: number of first steps averaged without compression, or a fraction of the run: see
-            [`PowerSGD`][].
+        start_powerSGD_iter: number of first steps averaged without compression, or a fraction of the run, or
+            `"auto"`: see [`PowerSGD`][].
 
     Raises:
         ValueError: a value is out of range.

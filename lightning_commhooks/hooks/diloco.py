@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -88,7 +88,7 @@ class DiLoCo(LocalSGDConfig):
     name: ClassVar[str] = "diloco"
     together_from_start: ClassVar[str | None] = "models are averaged besides"
 
-    start_localSGD_iter: int | float = 0
+    start_localSGD_iter: int | float | Literal["auto"] = 0
     period: int = 100
     outer_lr: float = 0.7
     outer_momentum: float = 0.9

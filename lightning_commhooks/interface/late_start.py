@@ -9,16 +9,16 @@ from typing import Any
 
 from lightning_commhooks.interface.hook import CommHook
 from lightning_commhooks.interface.registry import get_hook
-from lightning_commhooks.interface.start import in_steps, is_start
+from lightning_commhooks.interface.start import is_start, start_of
 
 # The option of low-rank hooks.
 RANK = "matrix_approximation_rank"
 
 
-def late_starts(hook: CommHook) -> Iterator[tuple[CommHook, str, float]]:
+def late_starts(hook: CommHook) -> Iterator[tuple[CommHook, str, float | str]]:
     """Options as `start_powerSGD_iter` that are above 0, of a hook and of those within it: whose, name and value."""
     for name, value in _fields_of(hook).items():
-        if is_start(name) and value:
+        if is_start(name) and start_of(hook, name):
             yield hook, name, value
     for inner in hook.inner_hooks:
         yield from late_starts(inner)
@@ -37,7 +37,7 @@ def at_once(hook: CommHook) -> CommHook:
 
 def started(hook: CommHook, num_steps: int) -> CommHook:
     """The same hook in a run of `num_steps` synchronized backwards: each start is a step."""
-    starts = {name: in_steps(start, num_steps) for owner, name, start in late_starts(hook) if owner is hook}
+    starts = {name: start_of(hook, name, num_steps) for owner, name, _ in late_starts(hook) if owner is hook}
     return _changed(hook, starts, lambda inner: started(inner, num_steps))
 
 

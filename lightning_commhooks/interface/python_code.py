@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning_commhooks.interface.hook import CommHook
 from lightning_commhooks.interface.names import get_hook_class
-from lightning_commhooks.interface.start import is_start
+from lightning_commhooks.interface.start import auto_starts, is_start
 
 
 def code(hook: CommHook) -> str:
@@ -17,7 +17,7 @@ def code(hook: CommHook) -> str:
     if not has_fields:
         return repr(hook)
     options = _options(hook)
-    if not options and _is_registered(hook):
+    if options == auto_starts(type(hook)) and _is_registered(hook):
         return f'"{hook.name}"'
     return f"{type(hook).__name__}({', '.join(f'{key}={_code(value)}' for key, value in options.items())})"
 

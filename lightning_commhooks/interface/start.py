@@ -1,24 +1,20 @@
-"""Steps from which on hooks do something, as a number or a fraction of the run."""
+"""Steps from which on hooks do something: a number, a fraction of the run, or `"auto"`."""
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any
 
 from lightning_commhooks.interface.checks import check_integer
 
-
-class DefaultStart(int):
-    """The start of a hook that was given by its name: this step, or a tenth of the run where that is known and less."""
-
-    fraction: ClassVar[float] = 0.1
+# The part of the run after which "auto" begins, where that is known and sooner than the default of the class.
+_PART = 0.1
 
 
 def check_start(field: str, value: object) -> None:
-    """Refuse what is neither a step nor a fraction of the run; raises a `ValueError`."""
-    if isinstance(value, float):
-        if not 0 < value < 1:
-            raise ValueError(f"{field} must be a step, an integer, or a fraction of the run, as 0.1; is {value!r}")
-    else:
+    """Refuse what is neither a step nor a fraction of the run nor `"auto"`; raises a `ValueError`."""
+    if (isinstance(value, float) and not 0 < value < 1) or (isinstance(value, str) and value != "auto"):
+        raise ValueError(f"{field} must be a step, an integer, a fraction of the run, as 0.1, or 'auto'; is {value!r}")
+    if not isinstance(value, (float, str)):
         check_integer(field, value, 0)
 
 
@@ -32,18 +28,28 @@ def is_start(field: str) -> bool:
     return field.startswith("start_") and field.endswith("_iter")
 
 
-def is_fraction(start: float) -> bool:
-    """Whether a start needs the length of the run."""
-    return isinstance(start, float)
-
-
-def depends_on_length(start: float) -> bool:
+def depends_on_length(start: object) -> bool:
     """Whether a start is another one where the length of the run is known."""
-    return isinstance(start, (float, DefaultStart))
+    return isinstance(start, (float, str))
 
 
-def in_steps(start: float, num_steps: int) -> int:
-    """The step that a start means in a run of `num_steps` synchronized backwards."""
-    if isinstance(start, DefaultStart):
-        return min(int(start), int(num_steps * start.fraction))
-    return int(num_steps * start) if isinstance(start, float) else start
+def start_of(hook: Any, field: str, num_steps: int = 0) -> float:
+    """The step that a start of a hook means.
+
+    Args:
+        hook: its configuration.
+        field: name of the option.
+        num_steps: length of the run, in synchronized backwards; 0: not known. A fraction stays one then.
+    """
+    start = getattr(hook, field)
+    if start == "auto":
+        default: int = type(hook).__dataclass_fields__[field].default
+        return min(default, int(num_steps * _PART)) if num_steps else default
+    return int(num_steps * start) if isinstance(start, float) and num_steps else start
+
+
+def auto_starts(hook_class: type) -> dict[str, str]:
+    """Options that the name of a hook stands for: `"auto"` for each start above 0 whose type allows it."""
+    fields: dict[str, Any] = getattr(hook_class, "__dataclass_fields__", {})
+    starts = {name: field for name, field in fields.items() if is_start(name) and "auto" in str(field.type)}
+    return {name: "auto" for name, field in starts.items() if isinstance(field.default, int) and field.default > 0}

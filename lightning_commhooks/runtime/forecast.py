@@ -15,7 +15,7 @@ from lightning_commhooks.interface.error_sample import DEFAULT_NUMEL, ErrorSampl
 from lightning_commhooks.interface.hook import ANY_LATER_STEP, NEXT_TO_NOTHING, CommHook
 from lightning_commhooks.interface.late_start import RANK, begun_at, late_starts, with_rank
 from lightning_commhooks.interface.python_code import code
-from lightning_commhooks.interface.start import text_of_steps
+from lightning_commhooks.interface.start import start_of, text_of_steps
 from lightning_commhooks.interface.user_function import UserFunction
 from lightning_commhooks.runtime.compression import Watch
 from lightning_commhooks.runtime.local_steps import LocalSteps
@@ -379,7 +379,7 @@ def _is_alone(begins: str | None) -> bool:
 
 def _changes(hook: CommHook, bound: object) -> dict[int, str]:
     """Steps at which a hook changes, and the options by which it does; phases of a schedule begin by none."""
-    options = {int(value): option for _, option, value in late_starts(hook)}
+    options = {start_of(owner, option): option for owner, option, _ in late_starts(hook)}
     phases = {step for each in _all(hook) if isinstance(each, Schedule) for step in each.hooks}
     changes = {change: options.get(change, "") for change in hook.changes_at()}
     if phases:

@@ -26,7 +26,7 @@ from lightning_commhooks.interface.bucket import Bucket, Slot
 from lightning_commhooks.interface.hook import ANY_LATER_STEP, BoundHook, CommHook
 from lightning_commhooks.interface.late_start import late_starts, started
 from lightning_commhooks.interface.layout import Layout
-from lightning_commhooks.interface.start import depends_on_length, is_fraction, text_of_steps
+from lightning_commhooks.interface.start import depends_on_length, text_of_steps
 from lightning_commhooks.interface.state import StateError
 from lightning_commhooks.interface.user_function import UserFunction
 from lightning_commhooks.runtime import checkpoint
@@ -224,7 +224,7 @@ class Runtime(RunningHook):
         if self.num_steps is None and any(depends_on_length(start) for *_, start in starts):
             self.num_steps = 0
         for owner, name, start in starts:
-            if is_fraction(start):
+            if isinstance(start, float):
                 raise HookError(
                     f"{type(owner).__name__}({name}={start}) is a fraction of the run, and how long that is nobody has "
                     f"said: give attach(..., num_steps=), the number of synchronized backwards, or {name}= a step"

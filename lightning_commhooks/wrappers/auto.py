@@ -101,8 +101,8 @@ def _candidate(hook: str | CommHook) -> CommHook:
     hook = get_inner_hook(hook)
     for inner, field, steps in late_starts(hook):
         raise ValueError(
-            f"candidates: {inner.name!r} compresses from {field}={steps} on only, so it cannot be measured before; set "
-            f"{field}=0"
+            f"candidates: {inner.name!r} compresses from {field}={steps!r} on only, so it cannot be measured before; "
+            f"set {field}=0"
         )
     return hook
 
