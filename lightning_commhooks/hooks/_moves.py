@@ -19,10 +19,10 @@ from lightning_commhooks.hooks.half import BF16
 from lightning_commhooks.hooks.quantized import Int2, Int4, Int8
 from lightning_commhooks.interface.bucket import Bucket, Slot
 from lightning_commhooks.interface.hook import CommHook
-from lightning_commhooks.interface.late_start import late_starts
 from lightning_commhooks.interface.layout import memory_shape
 from lightning_commhooks.interface.models import OptimizerStep
 from lightning_commhooks.interface.reducing import counted
+from lightning_commhooks.interface.start import late_starts
 
 
 def at_least_float32(parameter: Tensor) -> Tensor:

@@ -321,7 +321,7 @@ class _Plan:
 def places_of(slots: Sequence[Slot], block_size: int | None, num_owners: int) -> list[Place]:
     """Cut gradients into the places of chunks.
 
-    Each gradient begins a block, so that what a block has does not depend on the bucket.
+    Each gradient begins a block, so that the content of a block does not depend on the bucket.
 
     Args:
         slots: the gradients.

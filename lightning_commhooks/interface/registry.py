@@ -16,7 +16,7 @@ from lightning_commhooks.interface.start import auto_starts
 def get_hook(hook: str | CommHook, **options: Any) -> CommHook:
     """Return the hook of that name.
 
-    A name begins with `start_powerSGD_iter="auto"` and the like, unless they are given.
+    A name means `start_powerSGD_iter="auto"`, or the same of another start, unless that option is given.
 
     Args:
         hook: one of `available_hooks()`, an alias, or a `CommHook`, which is returned as it is.

@@ -24,9 +24,9 @@ from lightning_commhooks.interface.checks import check_integer
 from lightning_commhooks.interface.error_sample import DEFAULT_NUMEL, ErrorSampler
 from lightning_commhooks.interface.hook import ANY_LATER_STEP, BoundHook, CommHook
 from lightning_commhooks.interface.hook_state import describe
-from lightning_commhooks.interface.late_start import at_once, late_starts
 from lightning_commhooks.interface.python_code import code
 from lightning_commhooks.interface.registry import get_hook, get_inner_hook, register
+from lightning_commhooks.interface.start import at_once, late_starts
 from lightning_commhooks.interface.state import StateReader, StateWriter
 from lightning_commhooks.wrappers._turns import BoundSwitch
 

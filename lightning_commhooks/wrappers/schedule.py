@@ -9,8 +9,8 @@ from typing import ClassVar
 from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.interface.averages_models import common_choice_of_buffers
 from lightning_commhooks.interface.hook import BoundHook, CommHook
-from lightning_commhooks.interface.late_start import at_once, late_starts
 from lightning_commhooks.interface.registry import get_hook, get_inner_hook
+from lightning_commhooks.interface.start import at_once, late_starts
 from lightning_commhooks.interface.state import StateReader
 from lightning_commhooks.wrappers._turns import BoundSwitch
 from lightning_commhooks.wrappers.hook_name import HookName

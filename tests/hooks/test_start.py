@@ -6,9 +6,8 @@ from typing import Literal
 import pytest
 
 import lightning_commhooks as lc
-from lightning_commhooks.interface.late_start import late_starts, started
 from lightning_commhooks.interface.python_code import code
-from lightning_commhooks.interface.start import auto_starts
+from lightning_commhooks.interface.start import auto_starts, late_starts, started
 
 BY_CLASS = {
     "powersgd": (lc.PowerSGD, "start_powerSGD_iter", 1000),

@@ -152,8 +152,8 @@ MUTATIONS = [
     Mutation(
         "powersgd_begins_late",
         f"{HOOKS}/powersgd.py",
-        "if bucket.step < self.hook.start_powerSGD_iter:",
-        "if bucket.step <= self.hook.start_powerSGD_iter:",
+        "if bucket.step < self._start:",
+        "if bucket.step <= self._start:",
         "Compression begins a step late.",
         "tests/runtime/test_metrics.py -k 'not_compressed'",
     ),

@@ -15,7 +15,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_commhooks as lc
-from lightning_commhooks.interface.late_start import late_starts
+from lightning_commhooks.interface.start import late_starts
 from lightning_commhooks.runtime.forecast import FEWEST_STEPS
 
 NUM_STEPS = 40
