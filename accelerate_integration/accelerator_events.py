@@ -15,7 +15,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType, gather_object, save
 from torch.optim import Optimizer
 
-from lightning_commhooks.codecs.announce import announce
+from lightning_commhooks.basics.announce import announce
 from lightning_commhooks.runtime.attachment import Attachment
 from lightning_commhooks.runtime.attachments import Attachments
 from lightning_commhooks.runtime.copies import NotCopied, nothing

@@ -13,7 +13,7 @@ from accelerate.utils import DistributedType
 from accelerate_integration.accelerator_events import replace_method
 from accelerate_integration.kwargs import CommHookKwargs
 from accelerate_integration.prepared_models import FSDPCommHook
-from lightning_commhooks.codecs.announce import announce
+from lightning_commhooks.basics.announce import announce
 from lightning_commhooks.interface.checks import check_integer
 from lightning_commhooks.interface.error_sample import DEFAULT_NUMEL
 from lightning_commhooks.runtime.attachment import Attachment

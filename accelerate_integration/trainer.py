@@ -13,7 +13,7 @@ from accelerate_integration.accelerator_events import AcceleratorEvents, replace
 from accelerate_integration.kwargs import CommHookKwargs
 from accelerate_integration.prepared_models import FSDPCommHook, attach_to_prepared
 from accelerate_integration.trackers import TrainerMonitor, trainer_options
-from lightning_commhooks.codecs.announce import announce
+from lightning_commhooks.basics.announce import announce
 from lightning_commhooks.interface.hook import CommHook
 from lightning_commhooks.interface.misplaced import explained
 from lightning_commhooks.wrappers.scale import Accumulation

@@ -29,7 +29,8 @@ import torch.multiprocessing as mp
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_commhooks as lc
-from lightning_commhooks.codecs import codec, ranges
+from lightning_commhooks.basics import ranges
+from lightning_commhooks.codecs import codec
 from lightning_commhooks.collectives import communicator
 from lightning_commhooks.interface import models
 from lightning_commhooks.runtime import runtime

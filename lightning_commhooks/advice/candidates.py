@@ -11,9 +11,9 @@ from typing import Any
 from lightning_commhooks.advice.load import imported
 from lightning_commhooks.hooks import DiLoCo, Noop, PostLocalSGD
 from lightning_commhooks.interface.hook import CommHook
-from lightning_commhooks.interface.late_start import at_once
 from lightning_commhooks.interface.python_code import code
 from lightning_commhooks.interface.registry import get_hook
+from lightning_commhooks.interface.start import at_once
 
 DENSE = "dense"
 NOOP = "noop"

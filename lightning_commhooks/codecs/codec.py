@@ -17,8 +17,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from lightning_commhooks.basics.ranges import named
 from lightning_commhooks.codecs.compiling import said
-from lightning_commhooks.codecs.ranges import named
 
 # Smaller ones are not worth the call of a compiled function.
 _FEW_ELEMENTS = 2**12

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from lightning_commhooks.codecs.announce import announce
+from lightning_commhooks.basics.announce import announce
 
 _logger = logging.getLogger("lightning_commhooks")
 

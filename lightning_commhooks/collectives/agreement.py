@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from lightning_commhooks.codecs.announce import announce
+from lightning_commhooks.basics.announce import announce
 from lightning_commhooks.collectives.errors import HookError
 
 ATTACH = "attach()"

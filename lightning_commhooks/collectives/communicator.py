@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_commhooks.codecs.ranges import named
+from lightning_commhooks.basics.ranges import named
 from lightning_commhooks.collectives.backend import Backend
 from lightning_commhooks.collectives.counters import Counters
 from lightning_commhooks.collectives.steps import Steps, Wait, begun, finish, result

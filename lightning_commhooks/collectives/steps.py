@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
-from lightning_commhooks.codecs.ranges import named
+from lightning_commhooks.basics.ranges import named
 
 T = TypeVar("T")
 

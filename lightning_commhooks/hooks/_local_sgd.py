@@ -19,7 +19,7 @@ from lightning_commhooks.interface.checks import check_bool, check_integer
 from lightning_commhooks.interface.hook import ANY_LATER_STEP, CommHook
 from lightning_commhooks.interface.models import OptimizerStep
 from lightning_commhooks.interface.python_code import code, earlier
-from lightning_commhooks.interface.start import check_start, is_fraction
+from lightning_commhooks.interface.start import check_start, start_of
 from lightning_commhooks.interface.state import StateReader
 
 # As many bytes as plain DDP, but for rounding.
@@ -30,6 +30,20 @@ _AS_MANY = 1.005
 class LocalSGDConfig(CommHook):
     """Options of all of them.
 
+    Args:
+        start_localSGD_iter: number of first steps of each optimizer in which gradients are averaged over all ranks, or
+            a fraction of the run, as 0.1, where its length is known; or `"auto"`: see [`PowerSGD`][]. PyTorch counts
+            backwards.
+        post_local_gradient_allreduce: average gradients over the subgroup later on; if not, send none at all.
+        subgroup_size: ranks in a subgroup: the first so many, the next so many; the last one is smaller if they do not
+            divide evenly. `None`: the ranks of one node.
+        average_buffers: average running statistics of normalization layers with the parameters, `running_*` as of
+            BatchNorm. Other buffers become those of rank 0 when all ranks average, if DDP has `broadcast_buffers=True`;
+            otherwise each rank keeps its own. DDP's broadcast in each forward is off then while ranks step alone. If
+            not, it stays as it is.
+        optimizer_state: what happens to momenta and the like when models are averaged. `"keep"`: each rank keeps its
+            own. `"average"`: averaged too. `"reset"`: forgotten.
+
     Attributes:
         together_from_start: what `start_localSGD_iter` begins where all ranks average gradients at every step; `None`:
             nothing.
@@ -37,7 +51,7 @@ class LocalSGDConfig(CommHook):
 
     together_from_start: ClassVar[str | None] = None
 
-    start_localSGD_iter: int | float = 100
+    start_localSGD_iter: int | float | Literal["auto"] = 100
     post_local_gradient_allreduce: bool = True
     subgroup_size: int | None = None
     average_buffers: bool = True
@@ -58,7 +72,8 @@ class LocalSGDConfig(CommHook):
             raise ValueError(f"optimizer_state must be 'keep', 'average' or 'reset', is {self.optimizer_state!r}")
 
     def changes_at(self) -> set[int]:
-        return set() if is_fraction(self.start_localSGD_iter) else {int(self.start_localSGD_iter)}
+        start = start_of(self, "start_localSGD_iter")
+        return set() if isinstance(start, float) else {start}
 
     @abstractmethod
     def bytes_of_averages(self, num_ranks: int) -> float:
@@ -76,6 +91,7 @@ class BoundLocalSGD(AveragesModels):
     def __init__(self, config: LocalSGDConfig, group: Group) -> None:
         super().__init__(group)
         self._config = config
+        self._first_step = start_of(config, "start_localSGD_iter")
         self.average_buffers = config.average_buffers
         # None: gradients stay as they are.
         self._subgroup = group.split(self._subgroups()) if config.post_local_gradient_allreduce else None
@@ -87,7 +103,7 @@ class BoundLocalSGD(AveragesModels):
         # Steps that each optimizer has taken since ranks step alone.
         self._num_steps = self.numbers["num_steps"] = {}
         # Number of the first backward after the start, as {"backward": number}; empty before it.
-        self._start = self.numbers["start"] = {} if config.start_localSGD_iter else {"backward": 0}
+        self._start = self.numbers["start"] = {} if self._first_step else {"backward": 0}
         # Number of the present backward.
         self._present = -1
 
@@ -142,12 +158,12 @@ class BoundLocalSGD(AveragesModels):
         An optimizer without a step is left out once another one has taken twice as many, and one that has stepped less
         often, or is not used any more, once another one has taken ten times as many.
         """
-        start, most = self._config.start_localSGD_iter, max(num_steps.values())
+        start, most = self._first_step, max(num_steps.values())
         return all(num >= start or most >= (10 if num else 2) * start for num in num_steps.values())
 
     def has_started(self, step: int) -> bool:
         """Whether a backward comes after `start_localSGD_iter` steps of the optimizers; a guess for a later one."""
-        guess = max(self._config.start_localSGD_iter, self._present + 1)
+        guess = max(self._first_step, self._present + 1)
         return step >= self._start.get("backward", guess)
 
     def is_local(self, step: int) -> bool:
@@ -209,8 +225,8 @@ class BoundLocalSGD(AveragesModels):
 
     def load_state_dict(self, state: dict[str, Any], reader: StateReader) -> None:
         # Versions before 0.2 counted backwards, and saved no start.
-        begun = reader.steps >= self._config.start_localSGD_iter
-        before = {"backward": int(self._config.start_localSGD_iter)} if begun else {}
+        begun = reader.steps >= self._first_step
+        before = {"backward": int(self._first_step)} if begun else {}
         super().load_state_dict({"start": before, **state}, reader)
 
     def _follow_up_optimizer(self, stepped: OptimizerStep, group: Group) -> None:
@@ -221,7 +237,7 @@ class BoundLocalSGD(AveragesModels):
             stepped.models.reset_state_(stepped)
 
     def inactive_reason(self, step: int) -> str | None:
-        start, name = self._config.start_localSGD_iter, self._config.name
+        start, name = self._first_step, self._config.name
         if not self.has_started(step):
             advice = earlier(self._config, step + 1)
             return f"hook={name!r} averages gradients over all ranks until start_localSGD_iter={start}; {advice}"

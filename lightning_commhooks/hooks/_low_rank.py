@@ -8,7 +8,7 @@ import zlib
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from lightning_commhooks.interface.bucket import Slot
 from lightning_commhooks.interface.checks import check_bool, check_integer
 from lightning_commhooks.interface.hierarchy import Hierarchy, check_hierarchy
 from lightning_commhooks.interface.hook import CommHook
-from lightning_commhooks.interface.start import check_start, is_fraction
+from lightning_commhooks.interface.start import check_start, start_of
 
 Config = TypeVar("Config", bound="type[LowRankConfig]")
 
@@ -45,12 +45,28 @@ class LowRankConfig(CommHook):
 
     `num_iters_per_step=1` is that of the authors' package, https://github.com/epfml/powersgd, beginning with P; 2 is
     what PyTorch's hook does, where theirs would send the sum of two approximations.
+
+    Args:
+        num_iters_per_step: 2 makes a whole power iteration in each step, as PyTorch does: P, then Q. 1 makes half of
+            one, in turn P with the Q of the step before, and Q with the P of the step before: half the bytes, one
+            all-reduce in place of two, and one product less.
+        use_error_feedback: add what compression left out to the next step's gradient. Needs memory of
+            the size of the gradients, at least float32.
+        warm_start: begin each step's power iteration where the last one ended. `num_iters_per_step=1`
+            needs it.
+        orthogonalization_epsilon: a row of Q (or P) whose norm is at most this fraction of the longest is drawn
+            anew. Relative, unlike PyTorch's; 0 renews rows that are exactly zero, which is enough.
+        random_seed: of the random start. The global random state is not touched.
+        compression_stats_logging_frequency: log the compression rate every so many steps once compression
+            has begun.
+        hierarchy: `"node"`: average gradients in full within each node and compress between nodes, so that a node sends
+            what one rank would. Each node needs the same number of ranks. `None`: among all ranks.
     """
 
     option_aliases: ClassVar[Mapping[str, str]] = {"rank": "matrix_approximation_rank", "start": "start_powerSGD_iter"}
 
     matrix_approximation_rank: int = 1
-    start_powerSGD_iter: int | float = 1_000
+    start_powerSGD_iter: int | float | Literal["auto"] = 1_000
     num_iters_per_step: int = 2
     use_error_feedback: bool = True
     warm_start: bool = True
@@ -81,7 +97,8 @@ class LowRankConfig(CommHook):
             raise ValueError(f"orthogonalization_epsilon must be in [0, 1), is {self.orthogonalization_epsilon!r}")
 
     def changes_at(self) -> set[int]:
-        return set() if is_fraction(self.start_powerSGD_iter) else {int(self.start_powerSGD_iter)}
+        start = start_of(self, "start_powerSGD_iter")
+        return set() if isinstance(start, float) else {start}
 
     def repeats_after(self) -> int:
         return 3 - self.num_iters_per_step

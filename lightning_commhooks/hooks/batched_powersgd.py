@@ -31,22 +31,8 @@ class BatchedPowerSGD(LowRankConfig):
 
     Args:
         matrix_approximation_rank: rank of the approximation, `rank` for short. More than 1 rarely helps here.
-        start_powerSGD_iter: number of first steps averaged without compression, or a fraction of the run: see
-            [`PowerSGD`][].
-        num_iters_per_step: 2 makes a whole power iteration in each step, as PyTorch does: P, then Q. 1 makes half of
-            one, in turn P with the Q of the step before, and Q with the P of the step before: half the bytes, one
-            all-reduce in place of two, and one product less.
-        use_error_feedback: add what compression left out to the next step's gradient. Needs memory of
-            the size of the gradients, at least float32.
-        warm_start: begin each step's power iteration where the last one ended. `num_iters_per_step=1`
-            needs it.
-        orthogonalization_epsilon: a row of Q (or P) whose norm is at most this fraction of the longest is drawn
-            anew. Relative, unlike PyTorch's; 0 renews rows that are exactly zero, which is enough.
-        random_seed: of the random start. The global random state is not touched.
-        compression_stats_logging_frequency: log the compression rate every so many steps once compression
-            has begun.
-        hierarchy: `"node"`: average gradients in full within each node and compress between nodes, so that a node sends
-            what one rank would. Each node needs the same number of ranks. `None`: among all ranks.
+        start_powerSGD_iter: number of first steps averaged without compression, or a fraction of the run, or
+            `"auto"`: see [`PowerSGD`][].
 
     Raises:
         ValueError: a value is out of range.

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_commhooks.codecs.codec import pack, unpack
-from lightning_commhooks.codecs.int2 import Int2Codec
+from lightning_commhooks.codecs.formats import Int2Codec
 from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.collectives.steps import Steps, begun
 from lightning_commhooks.interface.bucket import Bucket, Slot

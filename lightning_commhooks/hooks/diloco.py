@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -15,9 +15,8 @@ from lightning_commhooks.collectives.averaging import average_, flat_view
 from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.collectives.steps import Steps
 from lightning_commhooks.hooks._local_sgd import BoundLocalSGD, LocalSGDConfig
-from lightning_commhooks.hooks._moves import Moves, at_least_float32, moves_of
+from lightning_commhooks.hooks._moves import Moves, PseudoGradient, at_least_float32, moves_of, pseudo_gradient_hook
 from lightning_commhooks.hooks._pace import Pace
-from lightning_commhooks.hooks._pseudo_gradient import PseudoGradient, pseudo_gradient_hook
 from lightning_commhooks.interface.bucket import Bucket
 from lightning_commhooks.interface.checks import check_bool, check_integer
 from lightning_commhooks.interface.hook import ANY_LATER_STEP, BoundHook, CommHook
@@ -77,13 +76,10 @@ class DiLoCo(LocalSGDConfig):
             long they take. Then all ranks evaluate, save and end after the same outer step, not after the same step:
             `metrics()["averagings"]` counts them. Not with `fragments`, `delay` and `eager`, in the Trainer and
             Accelerate, with a `GradScaler` or several optimizers. `None`: `period` steps on all ranks.
-        start_localSGD_iter: number of first steps of each optimizer in which gradients are averaged over all ranks, or
-            a fraction of the run, as 0.1, where its length is known: see [`PowerSGD`][]. PyTorch counts backwards.
         post_local_gradient_allreduce: average gradients over the subgroup at every step, so that a node is what the
             paper calls a worker; if not, each rank is one.
         subgroup_size: ranks in a subgroup that averages gradients; `None`: the ranks of one node.
         average_buffers: see `PostLocalSGD`. Buffers are averaged at the end of a period, whatever `fragments` is.
-        optimizer_state: see `PostLocalSGD`.
 
     Raises:
         ValueError: a value is out of range.
@@ -92,7 +88,7 @@ class DiLoCo(LocalSGDConfig):
     name: ClassVar[str] = "diloco"
     together_from_start: ClassVar[str | None] = "models are averaged besides"
 
-    start_localSGD_iter: int | float = 0
+    start_localSGD_iter: int | float | Literal["auto"] = 0
     period: int = 100
     outer_lr: float = 0.7
     outer_momentum: float = 0.9

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.collectives.steps import Steps
-from lightning_commhooks.hooks._shares import reduce_scatter
+from lightning_commhooks.hooks.allreduce import reduce_scatter
 from lightning_commhooks.interface.bucket import Bucket
 from lightning_commhooks.interface.hierarchy import Hierarchy, bind_by_node, check_hierarchy
 from lightning_commhooks.interface.hook import BoundHook, CommHook
@@ -20,6 +20,16 @@ from lightning_commhooks.interface.registry import register
 
 @dataclass(frozen=True, kw_only=True)
 class _Half(CommHook):
+    """Options of both.
+
+    Args:
+        accumulate_dtype: `None`: one all-reduce in 16 bit. `"float32"`: each rank receives its share of the
+            16-bit gradients, sums it in float32 and sends the mean in 16 bit; the same bytes, and one
+            rounding of the sum instead of w-1.
+        hierarchy: `"node"`: average gradients in full within each node and compress between nodes, so that a node sends
+            what one rank would. Each node needs the same number of ranks. `None`: among all ranks.
+    """
+
     dtype: ClassVar[torch.dtype]
     accumulate_dtype: Literal["float32"] | None = None
     hierarchy: Hierarchy = None
@@ -43,13 +53,6 @@ class FP16(_Half):
     number of ranks while it is cast, not after, so that a value up to w times 65504 does not overflow and
     neither does the sum.
 
-    Args:
-        accumulate_dtype: `None`: one all-reduce in 16 bit. `"float32"`: each rank receives its share of the
-            16-bit gradients, sums it in float32 and sends the mean in 16 bit; the same bytes, and one
-            rounding of the sum instead of w-1.
-        hierarchy: `"node"`: average gradients in full within each node and compress between nodes, so that a node sends
-            what one rank would. Each node needs the same number of ranks. `None`: among all ranks.
-
     Raises:
         ValueError: `accumulate_dtype` or `hierarchy` is something else; when attached, nodes have different numbers of
             ranks.
@@ -65,13 +68,6 @@ class BF16(_Half):
     """Average gradients in bfloat16: 8 significant bits, the range of float32.
 
     As PyTorch's `default_hooks.bf16_compress_hook`, also on CPU, where DDP refuses that one.
-
-    Args:
-        accumulate_dtype: `None`: one all-reduce in 16 bit. `"float32"`: each rank receives its share of the
-            16-bit gradients, sums it in float32 and sends the mean in 16 bit; the same bytes, and one
-            rounding of the sum instead of w-1.
-        hierarchy: `"node"`: average gradients in full within each node and compress between nodes, so that a node sends
-            what one rank would. Each node needs the same number of ranks. `None`: among all ranks.
 
     Raises:
         ValueError: `accumulate_dtype` or `hierarchy` is something else; when attached, nodes have different numbers of
@@ -105,7 +101,7 @@ class _BoundHalf(BoundHook):
         flat.copy_((yield from sum_(half)))
 
     def reduce_scatter(self, bucket: Bucket, out: Tensor, ranks: Group) -> Steps[None]:
-        """Write this rank's share of the average to `out`: see `_shares.reduce_scatter`."""
+        """Write this rank's share of the average to `out`: see `allreduce.reduce_scatter`."""
         return reduce_scatter(bucket, out, ranks, self._dtype, self._in_float32)
 
     def inactive_reason(self, step: int) -> str | None:

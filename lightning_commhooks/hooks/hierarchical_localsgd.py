@@ -33,12 +33,8 @@ class HierarchicalLocalSGD(LocalSGDConfig):
         period_group_size_dict: for each period, in steps of an optimizer, the number of ranks that average then:
             `{4: 8, 16: 64}` averages 8 neighbours every 4 steps and all 64 every 16. Sizes grow with periods. The
             largest must be the number of ranks, or `None`, which stands for it. By default all ranks, every 8 steps.
-        start_localSGD_iter: number of first steps of each optimizer in which gradients are averaged over all ranks, or
-            a fraction of the run, as 0.1, where its length is known: see [`PowerSGD`][]. PyTorch counts backwards.
-        post_local_gradient_allreduce: average gradients over the subgroup later on; if not, send none at all.
         subgroup_size: ranks in a subgroup that averages gradients; `None`: the ranks of one node.
         average_buffers: see `PostLocalSGD`. In smaller groups than all ranks buffers are averaged as well.
-        optimizer_state: see `PostLocalSGD`.
 
     Raises:
         ValueError: a value is out of range; sizes that do not grow with periods; or, when attached, the largest size is

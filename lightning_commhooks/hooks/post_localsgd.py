@@ -28,17 +28,6 @@ class PostLocalSGD(LocalSGDConfig):
 
     Args:
         period: number of steps of an optimizer between averagings.
-        start_localSGD_iter: number of first steps of each optimizer in which gradients are averaged over all ranks, or
-            a fraction of the run, as 0.1, where its length is known: see [`PowerSGD`][]. PyTorch counts backwards.
-        post_local_gradient_allreduce: average gradients over the subgroup later on; if not, send none at all.
-        subgroup_size: ranks in a subgroup: the first so many, the next so many; the last one is smaller if they do not
-            divide evenly. `None`: the ranks of one node.
-        average_buffers: average running statistics of normalization layers with the parameters, `running_*` as of
-            BatchNorm. Other buffers become those of rank 0 when all ranks average, if DDP has `broadcast_buffers=True`;
-            otherwise each rank keeps its own. DDP's broadcast in each forward is off then while ranks step alone. If
-            not, it stays as it is.
-        optimizer_state: what happens to momenta and the like when models are averaged. `"keep"`: each rank keeps its
-            own. `"average"`: averaged too. `"reset"`: forgotten.
 
     Raises:
         ValueError: a value is out of range, or `subgroup_size` is given though no subgroup averages gradients.

@@ -29,6 +29,7 @@ from lightning_commhooks.interface.hook import NEXT_TO_NOTHING, BoundHook
 from lightning_commhooks.interface.precision import add_unscaled_, all_finite, to_gradient, work_dtype
 from lightning_commhooks.interface.python_code import earlier
 from lightning_commhooks.interface.registry import register
+from lightning_commhooks.interface.start import start_of
 from lightning_commhooks.interface.state import Shapes
 
 logger = logging.getLogger(__name__)
@@ -56,25 +57,11 @@ class PowerSGD(LowRankConfig):
         matrix_approximation_rank: rank of the approximation, `rank` for short. 1 to 4 is usual, up to 32 for
             language models.
         start_powerSGD_iter: number of first steps averaged without compression, `start` for short, because early
-            gradients matter most; or a fraction of the run, as 0.1. Given by its name, the hook begins after a tenth of
-            the run if that is sooner. Lightning and `transformers.Trainer` know how long a run is; elsewhere say
-            `attach(num_steps=)`.
-        num_iters_per_step: 2 makes a whole power iteration in each step, as PyTorch does: P, then Q. 1 makes half of
-            one, in turn P with the Q of the step before, and Q with the P of the step before: half the bytes, one
-            all-reduce in place of two, and one product less.
+            gradients matter most; or a fraction of the run, as 0.1; or `"auto"`, which the name `"powersgd"` means:
+            1,000 steps, or a tenth of the run if that is sooner. Lightning and `transformers.Trainer` know how long a
+            run is; elsewhere say `attach(num_steps=)`.
         min_compression_rate: a matrix of n rows and m columns is compressed when
             `(n + m) * rank * min_compression_rate < n * m`.
-        use_error_feedback: add what compression left out to the next step's gradient. Needs memory of
-            the size of the gradients, at least float32.
-        warm_start: begin each step's power iteration where the last one ended. `num_iters_per_step=1`
-            needs it.
-        orthogonalization_epsilon: a row of Q (or P) whose norm is at most this fraction of the longest is drawn
-            anew. Relative, unlike PyTorch's; 0 renews rows that are exactly zero, which is enough.
-        random_seed: of the random start. The global random state is not touched.
-        compression_stats_logging_frequency: log the compression rate every so many steps once compression
-            has begun.
-        hierarchy: `"node"`: average gradients in full within each node and compress between nodes, so that a node sends
-            what one rank would. Each node needs the same number of ranks. `None`: among all ranks.
         batch_tensors_with_same_shape: multiply matrices of equal shape in one batched product. The result is the same
             up to rounding. On GPUs always done; on CPU faster for many small layers, slower for large ones.
 
@@ -117,6 +104,7 @@ class BoundPowerSGD(ErrorFeedback):
 
     def __init__(self, group: Group, hook: LowRankConfig) -> None:
         super().__init__(group, hook)
+        self._start = start_of(hook, "start_powerSGD_iter")
         # Elements of gradients, and numbers sent, since compression began; the step of the next message about them.
         self._numel_before = self._numel_after = self._next_report = 0
 
@@ -145,7 +133,7 @@ class BoundPowerSGD(ErrorFeedback):
         # P is remembered from the half that made it until the one that makes Q of it.
         makes_q = any("factor_p" in self.memory.get(key, {}) for batch in batches for key in batch.keys)
         last, new = ("factor_p", "factor") if makes_q else ("factor", "factor_p")
-        starts = [self._start(batch, last, bucket.step) for batch in batches]
+        starts = [self._first_factors(batch, last, bucket.step) for batch in batches]
         products = [
             batch.add_and_multiply_(residual, bucket, start, makes_q)
             for batch, start in zip(batches, starts, strict=True)
@@ -160,7 +148,7 @@ class BoundPowerSGD(ErrorFeedback):
         self._remember(batches, qs, "factor")
         return ps, qs
 
-    def _start(self, batch: _Matrices, kind: str, step: int) -> Tensor:
+    def _first_factors(self, batch: _Matrices, kind: str, step: int) -> Tensor:
         """Orthonormal factors to begin with: of an earlier step, or random."""
         fresh = batch.fresh[kind]
         if not self.hook.warm_start:
@@ -187,7 +175,7 @@ class BoundPowerSGD(ErrorFeedback):
         return [total.to(factor.dtype) for total, factor in zip(sent, factors, strict=True)]
 
     def compressed(self, bucket: Bucket) -> Sequence[Slot] | None:
-        if bucket.step < self.hook.start_powerSGD_iter:
+        if bucket.step < self._start:
             return None
         slots: list[Slot] = self.plan(bucket)[0]
         return slots
@@ -231,7 +219,7 @@ class BoundPowerSGD(ErrorFeedback):
         return rate, self._numel_before, self._numel_after
 
     def inactive_reason(self, step: int) -> str | None:
-        hook, start, rank = self.hook, self.hook.start_powerSGD_iter, self.hook.matrix_approximation_rank
+        hook, start, rank = self.hook, self._start, self.hook.matrix_approximation_rank
         if step < start:
             return f"hook={hook.name!r} compresses from start_powerSGD_iter={start} on; {earlier(hook, step + 1)}"
         share = self._share(rank)

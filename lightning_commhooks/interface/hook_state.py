@@ -21,9 +21,7 @@ def _primitive(value: object) -> Any:
         return describe(value)
     if isinstance(value, Mapping):
         return {str(key): _primitive(part) for key, part in value.items()}
-    # Not a class of ours, which `torch.load(weights_only=True)` refuses: the start of a hook by name.
-    plain = (type(None), str, int, float, bool)
-    return value if type(value) in plain else int(value) if isinstance(value, int) else repr(value)
+    return value if type(value) in (type(None), str, int, float, bool) else repr(value)
 
 
 def save_hook(hook: CommHook, bound: BoundHook, writer: StateWriter) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_commhooks.codecs.ranges import named
+from lightning_commhooks.basics.ranges import named
 from lightning_commhooks.collectives.averaging import (
     alike,
     average_,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 from importlib.metadata import EntryPoint, entry_points
 from typing import TypeVar
 
@@ -12,6 +14,9 @@ from lightning_commhooks.interface.options import did_you_mean
 ENTRY_POINT_GROUP = "lightning_commhooks.hooks"
 
 _HookClass = TypeVar("_HookClass", bound=type[CommHook])
+# The arguments in a docstring, and one of them.
+_ARGUMENTS = re.compile(r"^Args:\n((?: {4}.*\n?)+)", re.MULTILINE)
+_ARGUMENT = re.compile(r"^ {4}(\w+): .*\n(?: {5}.*\n)*", re.MULTILINE)
 _classes: dict[str, type[CommHook]] = {}
 _aliases: dict[str, str] = {}
 
@@ -35,7 +40,22 @@ def register(hook_class: _HookClass) -> _HookClass:
     _classes[hook_class.name] = hook_class
     _aliases.update(dict.fromkeys(hook_class.aliases, hook_class.name))
     options.named.update(dict.fromkeys(own, hook_class))
+    _describe_inherited_options(hook_class)
     return hook_class
+
+
+def _describe_inherited_options(hook_class: type) -> None:
+    """Add the options that only base classes describe to a docstring, which `help()`, the CLI and the site show."""
+    texts = [inspect.cleandoc(vars(cls).get("__doc__") or "") + "\n" for cls in hook_class.__mro__]
+    sections = [_ARGUMENTS.search(text) for text in texts]
+    described: dict[str, str] = {}
+    for section in filter(None, sections):
+        for argument in _ARGUMENT.finditer(section[1]):
+            described.setdefault(argument[1], argument[0])
+    own = sections[0][1] if sections[0] else ""
+    if any(text not in own for text in described.values()):
+        before, raises, after = _ARGUMENTS.sub("", texts[0]).partition("Raises:\n")
+        hook_class.__doc__ = f"{before.rstrip()}\n\nArgs:\n{''.join(described.values())}\n{raises}{after}"
 
 
 def _third_party() -> dict[str, EntryPoint]:

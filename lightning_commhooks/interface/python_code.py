@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning_commhooks.interface.hook import CommHook
 from lightning_commhooks.interface.names import get_hook_class
-from lightning_commhooks.interface.start import is_start
+from lightning_commhooks.interface.start import auto_starts, begun_at
 
 
 def code(hook: CommHook) -> str:
@@ -17,16 +17,15 @@ def code(hook: CommHook) -> str:
     if not has_fields:
         return repr(hook)
     options = _options(hook)
-    if not options and _is_registered(hook):
+    if options == auto_starts(type(hook)) and _is_registered(hook):
         return f'"{hook.name}"'
     return f"{type(hook).__name__}({', '.join(f'{key}={_code(value)}' for key, value in options.items())})"
 
 
 def earlier(hook: CommHook, num_steps: int) -> str:
-    """Advice on a hook that does nothing in a run of so many steps, since it starts too late."""
-    names = [field.name for field in dataclasses.fields(hook) if is_start(field.name)]  # type: ignore[arg-type]
-    better = dataclasses.replace(hook, **dict.fromkeys(names, num_steps // 10))  # type: ignore[type-var]
-    return f"let it begin after about a tenth of training, {num_steps // 10}: hook={code(better)}"
+    """Advice on a hook that does next to nothing in a run of so many steps, since it starts too late."""
+    tenth = num_steps // 10
+    return f"let it begin after about a tenth of training, {tenth:,}: hook={code(begun_at(hook, tenth))}"
 
 
 def _options(hook: CommHook) -> dict[str, Any]:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
-from collections.abc import Sequence
 from typing import Any
 
 from lightning_commhooks.interface.hook import CommHook
@@ -12,12 +10,13 @@ from lightning_commhooks.interface.misplaced import refusal, with_options, writt
 from lightning_commhooks.interface.names import available_hooks as available_hooks
 from lightning_commhooks.interface.names import get_hook_class as get_hook_class
 from lightning_commhooks.interface.names import register as register
-from lightning_commhooks.interface.options import options_of
-from lightning_commhooks.interface.start import DefaultStart, is_start
+from lightning_commhooks.interface.start import auto_starts
 
 
 def get_hook(hook: str | CommHook, **options: Any) -> CommHook:
     """Return the hook of that name.
+
+    A name means `start_powerSGD_iter="auto"`, or the same of another start, unless that option is given.
 
     Args:
         hook: one of `available_hooks()`, an alias, or a `CommHook`, which is returned as it is.
@@ -40,18 +39,11 @@ def get_hook(hook: str | CommHook, **options: Any) -> CommHook:
     hook_class = get_hook_class(hook)
     short = getattr(hook_class, "option_aliases", {})
     given = {short.get(name, name) for name in options}
+    named = {name: start for name, start in auto_starts(hook_class).items() if name not in given}
     try:
-        made = hook_class(**options)
+        return hook_class(**named, **options)
     except TypeError as error:
         raise ValueError(f"{hook_class.__name__}: {error}") from error
-    return _by_name(made, [name for name in options_of(hook_class) if name not in given])
-
-
-def _by_name(hook: CommHook, at_default: Sequence[str]) -> CommHook:
-    """The hook with starts that follow the length of the run where that is known."""
-    starts = {name: getattr(hook, name) for name in at_default if is_start(name)}
-    late = {name: DefaultStart(start) for name, start in starts.items() if type(start) is int and start > 0}
-    return dataclasses.replace(hook, **late) if late else hook  # type: ignore[type-var]
 
 
 def get_inner_hook(hook: str | CommHook) -> CommHook:

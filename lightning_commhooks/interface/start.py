@@ -1,24 +1,26 @@
-"""Steps from which on hooks do something, as a number or a fraction of the run."""
+"""When hooks begin with what they do: at a step, after a fraction of the run, or `"auto"`; and how they are then."""
 
 from __future__ import annotations
 
-from typing import ClassVar
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 from lightning_commhooks.interface.checks import check_integer
+from lightning_commhooks.interface.hook import CommHook
 
-
-class DefaultStart(int):
-    """The start of a hook that was given by its name: this step, or a tenth of the run where that is known and less."""
-
-    fraction: ClassVar[float] = 0.1
+# The part of the run after which "auto" begins, where that is known and sooner than the default of the class.
+_PART = 0.1
+# The option of low-rank hooks.
+RANK = "matrix_approximation_rank"
 
 
 def check_start(field: str, value: object) -> None:
-    """Refuse what is neither a step nor a fraction of the run; raises a `ValueError`."""
-    if isinstance(value, float):
-        if not 0 < value < 1:
-            raise ValueError(f"{field} must be a step, an integer, or a fraction of the run, as 0.1; is {value!r}")
-    else:
+    """Refuse anything but a step, a fraction of the run or `"auto"`; raises a `ValueError`."""
+    if (isinstance(value, float) and not 0 < value < 1) or (isinstance(value, str) and value != "auto"):
+        raise ValueError(f"{field} must be a step, an integer, a fraction of the run, as 0.1, or 'auto'; is {value!r}")
+    if not isinstance(value, (float, str)):
         check_integer(field, value, 0)
 
 
@@ -32,18 +34,82 @@ def is_start(field: str) -> bool:
     return field.startswith("start_") and field.endswith("_iter")
 
 
-def is_fraction(start: float) -> bool:
-    """Whether a start needs the length of the run."""
-    return isinstance(start, float)
-
-
-def depends_on_length(start: float) -> bool:
+def depends_on_length(start: object) -> bool:
     """Whether a start is another one where the length of the run is known."""
-    return isinstance(start, (float, DefaultStart))
+    return isinstance(start, (float, str))
 
 
-def in_steps(start: float, num_steps: int) -> int:
-    """The step that a start means in a run of `num_steps` synchronized backwards."""
-    if isinstance(start, DefaultStart):
-        return min(int(start), int(num_steps * start.fraction))
-    return int(num_steps * start) if isinstance(start, float) else start
+def start_of(hook: Any, field: str, num_steps: int = 0) -> float:
+    """The step that a start of a hook means.
+
+    Args:
+        hook: its configuration.
+        field: name of the option.
+        num_steps: length of the run, in synchronized backwards; 0: not known. A fraction stays one then.
+    """
+    start = getattr(hook, field)
+    if start == "auto":
+        default: int = type(hook).__dataclass_fields__[field].default
+        return min(default, int(num_steps * _PART)) if num_steps else default
+    return int(num_steps * start) if isinstance(start, float) and num_steps else start
+
+
+def auto_starts(hook_class: type) -> dict[str, str]:
+    """Options that the name of a hook stands for: `"auto"` for each start above 0 whose type allows it."""
+    fields: dict[str, Any] = getattr(hook_class, "__dataclass_fields__", {})
+    starts = {name: field for name, field in fields.items() if is_start(name) and "auto" in str(field.type)}
+    return {name: "auto" for name, field in starts.items() if isinstance(field.default, int) and field.default > 0}
+
+
+def late_starts(hook: CommHook) -> Iterator[tuple[CommHook, str, float | str]]:
+    """Options as `start_powerSGD_iter` that are above 0, of a hook and of those within it: whose, name and value."""
+    for each in hooks_in(hook):
+        for name, value in _fields_of(each).items():
+            if is_start(name) and start_of(each, name):
+                yield each, name, value
+
+
+def hooks_in(hook: CommHook) -> Iterator[CommHook]:
+    """A hook and those within it."""
+    yield hook
+    for inner in hook.inner_hooks:
+        yield from hooks_in(inner)
+
+
+def _fields_of(hook: CommHook) -> dict[str, Any]:
+    names: list[str] = [field.name for field in dataclasses.fields(hook)] if dataclasses.is_dataclass(hook) else []
+    return {name: getattr(hook, name) for name in names}
+
+
+@functools.singledispatch
+def at_once(hook: CommHook) -> CommHook:
+    """The same hook beginning with what it does in the long run, and the last phase of a schedule."""
+    return _changed(hook, {name: 0 for owner, name, _ in late_starts(hook) if owner is hook}, at_once)
+
+
+def started(hook: CommHook, num_steps: int) -> CommHook:
+    """The same hook in a run of `num_steps` synchronized backwards: each start is a step."""
+    starts = {name: start_of(hook, name, num_steps) for owner, name, _ in late_starts(hook) if owner is hook}
+    return _changed(hook, starts, lambda inner: started(inner, num_steps))
+
+
+def begun_at(hook: CommHook, step: int) -> CommHook:
+    """The same hook with each start that is above 0 at `step`."""
+    starts = {name: step for owner, name, _ in late_starts(hook) if owner is hook}
+    return _changed(hook, starts, lambda inner: begun_at(inner, step))
+
+
+def with_rank(hook: CommHook, times: int) -> CommHook:
+    """The same hook with each rank of an approximation so many times as high."""
+    fields = _fields_of(hook)
+    return _changed(hook, {RANK: times * fields[RANK]} if RANK in fields else {}, lambda inner: with_rank(inner, times))
+
+
+def _changed(hook: CommHook, changes: dict[str, Any], change: Callable[[CommHook], CommHook]) -> CommHook:
+    """A hook with other options, and with the hooks within it changed too."""
+    for name, value in _fields_of(hook).items():
+        if isinstance(value, CommHook):
+            changes[name] = change(value)
+        elif isinstance(value, Mapping) and hook.inner_hooks:
+            changes[name] = {k: change(v) if isinstance(v, CommHook) else v for k, v in value.items()}
+    return dataclasses.replace(hook, **changes) if changes else hook  # type: ignore[type-var]

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 from weakref import WeakSet
 
-from lightning_commhooks.hooks.int8 import Int8
+from lightning_commhooks.hooks.quantized import Int8
 from lightning_commhooks.interface.averages_models import ALONE, AveragesModels, averages_models, is_local
 from lightning_commhooks.interface.error_sample import DEFAULT_NUMEL, ErrorSampler
 from lightning_commhooks.interface.hook import ANY_LATER_STEP, NEXT_TO_NOTHING, CommHook
-from lightning_commhooks.interface.late_start import RANK, begun_at, late_starts, with_rank
-from lightning_commhooks.interface.python_code import code
-from lightning_commhooks.interface.start import text_of_steps
+from lightning_commhooks.interface.python_code import code, earlier
+from lightning_commhooks.interface.start import RANK, hooks_in, late_starts, start_of, text_of_steps, with_rank
 from lightning_commhooks.interface.user_function import UserFunction
 from lightning_commhooks.runtime.compression import Watch
 from lightning_commhooks.runtime.local_steps import LocalSteps
@@ -125,9 +124,7 @@ class Forecaster:
         self._watch.of_step = None
 
     def begin_step(self, step: int) -> None:
-        """Note what was sent before a step, by optimizers' steps too. Called for each bucket of the step."""
-        if step == self._step:
-            return
+        """Note what was sent before a step, by optimizers' steps too."""
         now = _Sent(*(getattr(self._running.counters, name) for name in _Sent._fields))
         if self._first < 0:
             self._first, self._before = step, now
@@ -311,12 +308,12 @@ class Forecaster:
             if num_steps is None or is_trial:
                 return None
             saved = (max(0.0, saved) * change + num_steps - change) / num_steps
+            assert self._hook is not None
+            advice = earlier(self._hook, num_steps)
             text = (
                 f"hook={name!r} saves at most {saved:.1%} of the bytes that plain DDP sends, because it begins to at "
-                f"step {change:,} only; let it begin after about a tenth of training, {num_steps // 10:,}"
+                f"step {change:,} only; {advice if self._changes[change] else advice.partition(':')[0]}"
             )
-            if self._changes[change] and self._hook is not None:
-                text += f": hook={code(begun_at(self._hook, num_steps // 10))}"
         elif reason := self._running.bound.inactive_reason(ANY_LATER_STEP if is_trial else last):
             text, saved = reason, 0.0
         elif self._averages_now:
@@ -354,19 +351,12 @@ class Forecaster:
 
 
 def _at_rank(hook: CommHook) -> str:
-    ranks = sorted({getattr(each, RANK) for each in _all(hook) if hasattr(each, RANK)})
+    ranks = sorted({getattr(each, RANK) for each in hooks_in(hook) if hasattr(each, RANK)})
     return f" at rank {' and '.join(map(str, ranks))}" if ranks else ""
 
 
-def _all(hook: CommHook) -> Iterator[CommHook]:
-    """A hook and those within it."""
-    yield hook
-    for inner in hook.inner_hooks:
-        yield from _all(inner)
-
-
 def _has_phases(hook: CommHook) -> bool:
-    return any(isinstance(each, Schedule) for each in _all(hook))
+    return any(isinstance(each, Schedule) for each in hooks_in(hook))
 
 
 def _from_start(bound: object) -> str | None:
@@ -379,8 +369,8 @@ def _is_alone(begins: str | None) -> bool:
 
 def _changes(hook: CommHook, bound: object) -> dict[int, str]:
     """Steps at which a hook changes, and the options by which it does; phases of a schedule begin by none."""
-    options = {int(value): option for _, option, value in late_starts(hook)}
-    phases = {step for each in _all(hook) if isinstance(each, Schedule) for step in each.hooks}
+    options = {start_of(owner, option): option for owner, option, _ in late_starts(hook)}
+    phases = {step for each in hooks_in(hook) if isinstance(each, Schedule) for step in each.hooks}
     changes = {change: options.get(change, "") for change in hook.changes_at()}
     if phases:
         changes = {step: "" if step in phases or option == _LOCAL else option for step, option in changes.items()}

@@ -25,9 +25,8 @@ from lightning_commhooks.collectives.steps import Steps
 from lightning_commhooks.interface.averages_models import averages_models
 from lightning_commhooks.interface.bucket import Bucket, Slot
 from lightning_commhooks.interface.hook import ANY_LATER_STEP, BoundHook, CommHook
-from lightning_commhooks.interface.late_start import late_starts, started
 from lightning_commhooks.interface.layout import Layout
-from lightning_commhooks.interface.start import depends_on_length, is_fraction, text_of_steps
+from lightning_commhooks.interface.start import depends_on_length, late_starts, started, text_of_steps
 from lightning_commhooks.interface.state import StateError
 from lightning_commhooks.interface.user_function import UserFunction
 from lightning_commhooks.runtime import checkpoint
@@ -82,8 +81,6 @@ class Runtime(RunningHook):
         super().__init__(hook, source, self._end_step)
         self.is_alone = make_group is None and source.is_alone
         self._given = hook
-        # The configuration whose starts were looked at.
-        self._checked: CommHook | None = None
         self.watch = Watch()
         self.passes = Passes(self.clock)
         is_counted = accumulation_of(hook) != "framework"
@@ -225,12 +222,11 @@ class Runtime(RunningHook):
         if self.num_steps is None and any(depends_on_length(start) for *_, start in starts):
             self.num_steps = 0
         for owner, name, start in starts:
-            if is_fraction(start):
+            if isinstance(start, float):
                 raise HookError(
                     f"{type(owner).__name__}({name}={start}) is a fraction of the run, and how long that is nobody has "
                     f"said: give attach(..., num_steps=), the number of synchronized backwards, or {name}= a step"
                 )
-        self._checked = self.config
 
     def reset(self) -> None:
         """Let the hook begin anew, at step 0, with the same model on all ranks. Collective."""
@@ -327,12 +323,12 @@ class Runtime(RunningHook):
         if self.micro_batches is not None:
             accumulated = self.micro_batches.of_step(step, is_last)
         scale = _current_scale(self._grad_scaler)
-        if self.config is not self._checked:
-            self._check_starts()
         if step != self._begun:
+            if self._begun < 0:
+                self._check_starts()
             self._begun = step
             self.local.begin_backward(step)
-        self.forecaster.begin_step(step)
+            self.forecaster.begin_step(step)
         return Bucket(flat, index, is_last, step, slots, unused, scale, accumulated=accumulated)
 
     def submit(self, bucket: Bucket, is_late: bool) -> Future[Tensor]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
-from lightning_commhooks.codecs.ranges import named
+from lightning_commhooks.basics.ranges import named
 from lightning_commhooks.collectives.gloo_abort import Connections
 from lightning_commhooks.collectives.steps import Steps, finish
 from lightning_commhooks.collectives.timing import Timing

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
-from lightning_commhooks.codecs.ranges import named
+from lightning_commhooks.basics.ranges import named
 from lightning_commhooks.collectives.errors import HookError
 from lightning_commhooks.collectives.forks import keep_in_forks, raise_if_fork_of
 from lightning_commhooks.collectives.gloo_abort import Connections

@@ -90,10 +90,10 @@ def attach(
         gather_hook: for `fully_shard`, what parameters are sent as when they are gathered: `"int8"`, `"int4"`, `"fp8"`,
             `"bf16"`, `"fp16"`, or one of them configured without error feedback. All ranks compute with what was sent;
             each rank's share stays exact. `None`: as FSDP2 sends them.
-        num_steps: synchronized backwards that training has in all, from its beginning on. Of it starts that are
-            fractions are a part, as `start_powerSGD_iter=0.1`; and hooks that are given by name begin after a tenth of
-            it, if that is sooner than their default. Checkpoints have it, and a run that goes on from one goes by that.
-            `None`: not known, or told before the first backward by `Attachment.tell_forecast`.
+        num_steps: synchronized backwards that training has in all, from its beginning on. Starts that are fractions,
+            as `start_powerSGD_iter=0.1`, are a part of it; `"auto"`, the start of a hook given by its name, is a tenth
+            of it, if that is sooner than the default. Checkpoints have it, and a run that goes on from one goes by
+            that. `None`: not known, or told before the first backward by `Attachment.tell_forecast`.
         manager: for DDP over a group of this process alone, or `fully_shard` over all processes of a replica, a
             `torchft.Manager` with a `lightning_commhooks.torchft.ProcessGroupGloo` and `use_async_quorum=False`. The
             hook averages over the replicas of its present quorum, each process its share of the gradients, and those

@@ -14,7 +14,7 @@ from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_commhooks.codecs.ranges import named
+from lightning_commhooks.basics.ranges import named
 from lightning_commhooks.collectives.errors import HookError
 from lightning_commhooks.interface.averages_models import averages_gradients, averages_models
 from lightning_commhooks.interface.bucket import Bucket

@@ -12,8 +12,7 @@ from lightning_commhooks.collectives.agreement import ATTACH, raise_on_all_ranks
 from lightning_commhooks.collectives.backend import Backend
 from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.collectives.steps import Steps
-from lightning_commhooks.hooks._shares import EncodedResidual
-from lightning_commhooks.hooks.int8 import CodecConfig
+from lightning_commhooks.hooks.quantized import CodecConfig, EncodedResidual
 from lightning_commhooks.interface.bucket import Bucket, Slot
 from lightning_commhooks.interface.hook import BoundHook, CommHook
 from lightning_commhooks.interface.reducing import counted

@@ -16,8 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from torch.distributed.tensor import DTensor
 
-from lightning_commhooks.hooks._shares import EncodedResidual
-from lightning_commhooks.hooks.int8 import CodecConfig
+from lightning_commhooks.hooks.quantized import CodecConfig, EncodedResidual
 from lightning_commhooks.interface.hook import CommHook
 from lightning_commhooks.runtime.runtime import Runtime
 from lightning_commhooks.sources.finished import Finished

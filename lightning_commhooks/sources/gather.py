@@ -17,7 +17,7 @@ from lightning_commhooks.collectives.counters import Counters
 from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.collectives.timing import NoTiming
 from lightning_commhooks.hooks import BF16, FP16
-from lightning_commhooks.hooks.int8 import CodecConfig
+from lightning_commhooks.hooks.quantized import CodecConfig
 from lightning_commhooks.interface.hook import CommHook
 from lightning_commhooks.sources.finished import Finished
 from lightning_commhooks.sources.sharded_hooks import resolve_sharded_hook

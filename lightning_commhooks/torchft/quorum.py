@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import torch
 
-from lightning_commhooks.codecs.announce import announce
+from lightning_commhooks.basics.announce import announce
 from lightning_commhooks.collectives.averaging import flat_view
 from lightning_commhooks.collectives.errors import HookError
 from lightning_commhooks.collectives.forks import keep_in_forks

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from lightning_commhooks.codecs.announce import announce
+from lightning_commhooks.basics.announce import announce
 from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.collectives.steps import Steps
 from lightning_commhooks.hooks.allreduce import AllReduce
@@ -24,9 +24,9 @@ from lightning_commhooks.interface.checks import check_integer
 from lightning_commhooks.interface.error_sample import DEFAULT_NUMEL, ErrorSampler
 from lightning_commhooks.interface.hook import ANY_LATER_STEP, BoundHook, CommHook
 from lightning_commhooks.interface.hook_state import describe
-from lightning_commhooks.interface.late_start import at_once, late_starts
 from lightning_commhooks.interface.python_code import code
 from lightning_commhooks.interface.registry import get_hook, get_inner_hook, register
+from lightning_commhooks.interface.start import at_once, late_starts
 from lightning_commhooks.interface.state import StateReader, StateWriter
 from lightning_commhooks.wrappers._turns import BoundSwitch
 
@@ -101,8 +101,8 @@ def _candidate(hook: str | CommHook) -> CommHook:
     hook = get_inner_hook(hook)
     for inner, field, steps in late_starts(hook):
         raise ValueError(
-            f"candidates: {inner.name!r} compresses from {field}={steps} on only, so it cannot be measured before; set "
-            f"{field}=0"
+            f"candidates: {inner.name!r} compresses from {field}={steps!r} on only, so it cannot be measured before; "
+            f"set {field}=0"
         )
     return hook
 

@@ -9,9 +9,8 @@ from typing import ClassVar
 from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.interface.averages_models import common_choice_of_buffers
 from lightning_commhooks.interface.hook import BoundHook, CommHook
-from lightning_commhooks.interface.late_start import at_once, late_starts
 from lightning_commhooks.interface.registry import get_hook, get_inner_hook
-from lightning_commhooks.interface.start import depends_on_length
+from lightning_commhooks.interface.start import at_once, late_starts
 from lightning_commhooks.interface.state import StateReader
 from lightning_commhooks.wrappers._turns import BoundSwitch
 from lightning_commhooks.wrappers.hook_name import HookName
@@ -63,7 +62,7 @@ class Schedule(CommHook):
             f"compress. Lower {name}, or let the phase last longer"
             for hook, begin, end in zip(phases, self.hooks, list(self.hooks)[1:], strict=False)
             for _, name, value in late_starts(hook)
-            if not depends_on_length(value) and value >= end
+            if isinstance(value, int) and value >= end
         ]
         return super().check_parameters(names) + texts
 

@@ -164,8 +164,8 @@ class TestCandidates:
                     lc.FP16(),
                 ],
             ),
-            ("power_sgd:warm_start=false", [lc.PowerSGD(warm_start=False)]),
-            ("post_localsgd:subgroup_size=none", [lc.PostLocalSGD()]),
+            ("power_sgd:warm_start=false", [lc.PowerSGD(warm_start=False, start="auto")]),
+            ("post_localsgd:subgroup_size=none", [lc.PostLocalSGD(start_localSGD_iter="auto")]),
         ],
     )
     def test_parse(self, text, hooks):
@@ -211,7 +211,8 @@ class TestCandidates:
         [
             (lc.BF16(), '"bf16"'),
             (lc.PowerSGD(matrix_approximation_rank=4), "PowerSGD(matrix_approximation_rank=4)"),
-            (lc.Cast(lc.PowerSGD(), "fp16"), 'Cast(hook="powersgd", dtype="fp16")'),
+            (lc.Cast(lc.PowerSGD(), "fp16"), 'Cast(hook=PowerSGD(), dtype="fp16")'),
+            (lc.Cast("powersgd", "fp16"), 'Cast(hook="powersgd", dtype="fp16")'),
             (
                 lc.Schedule({0: "bf16", 9: lc.Int8(block_size=64)}),
                 'Schedule(hooks={0: "bf16", 9: Int8(block_size=64)})',

@@ -12,7 +12,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import quantization_hooks as st
 
 from lightning_commhooks.codecs import AffineCodec, FP8Codec, Int2Codec, Int4Codec, Int8Codec
 from lightning_commhooks.codecs.codec import Kernels, unpack
-from lightning_commhooks.codecs.int4 import hadamard
+from lightning_commhooks.codecs.formats import hadamard
 
 STOCHASTIC = {
     "int8+stochastic": Int8Codec(block_size=64, rounding="stochastic"),

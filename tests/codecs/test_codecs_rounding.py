@@ -9,9 +9,8 @@ from codec_reference import encode, error_bound, there_and_back
 from test_codecs import CODECS, STOCHASTIC
 
 from lightning_commhooks.codecs import FP8Codec, Int4Codec
-from lightning_commhooks.codecs._rounding import uniform
 from lightning_commhooks.codecs.codec import Kernels
-from lightning_commhooks.codecs.int4 import hadamard
+from lightning_commhooks.codecs.formats import hadamard, uniform
 
 
 def test_random_rounding_uses_no_global_state():

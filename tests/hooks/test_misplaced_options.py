@@ -60,7 +60,10 @@ class Plain(lc.CommHook):
             lambda: lc.attach(None, "int8", rank=4),
             "an option of PowerSGD and BatchedPowerSGD, and hook is 'int8'",
         ),
-        (lambda: lc.attach(None, lc.Cast("powersgd"), rank=4), "Write PowerSGD(matrix_approximation_rank=4) in its pl"),
+        (
+            lambda: lc.attach(None, lc.Cast("powersgd"), rank=4),
+            'Write PowerSGD(matrix_approximation_rank=4, start_powerSGD_iter="auto") in its pl',
+        ),
         (lambda: lc.attach(None, "int8", acumulation="mean"), "did you mean 'accumulation'?"),
         (lambda: lc.attach(None, "int8", 4), "attach() takes model, hook, and all others by name: 4 has none"),
         (

@@ -6,7 +6,7 @@ from codec_reference import block_bytes
 from driver import attached, backward
 
 import lightning_commhooks as lc
-from lightning_commhooks.hooks.int8 import CHUNK_NUMEL, chunks
+from lightning_commhooks.hooks.quantized import CHUNK_NUMEL, places_of
 from lightning_commhooks.interface.bucket import Slot
 
 STEPS = 3
@@ -47,7 +47,7 @@ def owners(names, world, block_size):
     """The rank that sends the mean of each element of encoded gradients, for a bucket."""
     slots = [slot for slot in slots_of({name: SHAPES[name] for name in names}) if is_encoded(slot.name)]
     flat = torch.full((sum(torch.Size(SHAPES[name]).numel() for name in names),), -1)
-    for place in chunks(slots, block_size, world):
+    for place in places_of(slots, block_size, world):
         ranks = torch.arange(world).repeat_interleave(place.shape[0] // world)
         place.scatter(ranks.view(-1, 1).expand(place.shape).contiguous(), flat)
     return {slot.name: slot.view(flat).view(-1) for slot in slots}
@@ -129,7 +129,7 @@ def slots_of(shapes):
 def test_chunks_cover_each_gradient_once(block_size, num_owners):
     slots = slots_of(SHAPES)
     flat = torch.arange(1, 1 + sum(slot.numel for slot in slots), dtype=torch.float32)
-    places = chunks(slots, block_size, num_owners)
+    places = places_of(slots, block_size, num_owners)
     numbers = [place.gather(flat, torch.float32) for place in places]
     everything = torch.cat([own.reshape(-1) for own in numbers])
     assert torch.equal(everything[everything > 0].sort().values, flat)

@@ -68,8 +68,8 @@ def test_names():
 
 
 def test_aliases():
-    assert lc.get_hook("power_sgd", matrix_approximation_rank=3) == lc.PowerSGD(matrix_approximation_rank=3)
-    assert lc.get_hook("batched_power_sgd") == lc.BatchedPowerSGD()
+    assert lc.get_hook("power_sgd", rank=3) == lc.PowerSGD(rank=3, start="auto")
+    assert lc.get_hook("batched_power_sgd") == lc.BatchedPowerSGD(start="auto")
     assert "power_sgd" not in lc.available_hooks()
 
 

@@ -100,16 +100,17 @@ SCALED = """
 """
 FUNCTION = "hook: torch.distributed.algorithms.ddp_comm_hooks.default_hooks.fp16_compress_hook"
 GOOD = {
-    "name": ("hook: powersgd", lc.PowerSGD()),
+    "name": ("hook: powersgd", lc.PowerSGD(start_powerSGD_iter="auto")),
     "options": (POWERSGD_4, lc.PowerSGD(matrix_approximation_rank=4)),
     "class": ("hook: PowerSGD", lc.PowerSGD()),
+    "auto": (POWERSGD_4.replace("4", "4, start_powerSGD_iter: auto"), lc.PowerSGD(rank=4, start="auto")),
     "cast": (CAST, lc.Cast(lc.PowerSGD(matrix_approximation_rank=4), "fp16")),
     "schedule": (SCHEDULE, lc.Schedule({0: lc.BF16(), 3: lc.PowerSGD(matrix_approximation_rank=4)})),
     "per_parameter": (PER_PARAMETER, lc.PerParameter({"*norm*": "allreduce", "*": lc.Int8(block_size=256)})),
     "function": (FUNCTION, default_hooks.fp16_compress_hook),
     "accumulation": ("hook: powersgd\naccumulation: weighted", lc.ScaleByGradAccumulation("powersgd", "weighted")),
     "integer": ("hook: powersgd\naccumulation: 4", lc.ScaleByGradAccumulation("powersgd", 4)),
-    "framework": ("hook: powersgd\naccumulation: framework", lc.PowerSGD()),
+    "framework": ("hook: powersgd\naccumulation: framework", lc.PowerSGD(start_powerSGD_iter="auto")),
     "scaled": (SCALED, lc.ScaleByGradAccumulation("bf16", "weighted")),
 }
 

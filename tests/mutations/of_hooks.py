@@ -152,8 +152,8 @@ MUTATIONS = [
     Mutation(
         "powersgd_begins_late",
         f"{HOOKS}/powersgd.py",
-        "if bucket.step < self.hook.start_powerSGD_iter:",
-        "if bucket.step <= self.hook.start_powerSGD_iter:",
+        "if bucket.step < self._start:",
+        "if bucket.step <= self._start:",
         "Compression begins a step late.",
         "tests/runtime/test_metrics.py -k 'not_compressed'",
     ),
@@ -167,7 +167,7 @@ MUTATIONS = [
     ),
     Mutation(
         "coarse_int8",
-        f"{CODECS}/int8.py",
+        f"{CODECS}/formats.py",
         "scale_of(largest(blocks), 127)",
         "scale_of(largest(blocks), 63)",
         "int8 uses half of its levels.",
@@ -175,7 +175,7 @@ MUTATIONS = [
     ),
     Mutation(
         "nibbles_swapped",
-        f"{CODECS}/int4.py",
+        f"{CODECS}/formats.py",
         "(low + 16 * high)",
         "(high + 16 * low)",
         "Two numbers of a byte change places.",
@@ -183,7 +183,7 @@ MUTATIONS = [
     ),
     Mutation(
         "rotated_twice",
-        f"{CODECS}/int4.py",
+        f"{CODECS}/formats.py",
         "levels @ hadamard(self.block_size, levels).t()",
         "levels @ hadamard(self.block_size, levels)",
         "A block is turned on instead of back.",
@@ -191,7 +191,7 @@ MUTATIONS = [
     ),
     Mutation(
         "zero_point_forgotten",
-        f"{CODECS}/affine.py",
+        f"{CODECS}/formats.py",
         "return scale * (codes.to(scales.dtype) - zero_point)",
         "return scale * codes.to(scales.dtype)",
         "Affine codes are decoded without their zero point.",
@@ -199,7 +199,7 @@ MUTATIONS = [
     ),
     Mutation(
         "fp8_rounds_to_nearest",
-        f"{CODECS}/fp8.py",
+        f"{CODECS}/formats.py",
         'round_(scaled / distance, "stochastic", seed) * distance',
         "scaled",
         "Stochastic rounding of fp8 has a bias.",
@@ -207,7 +207,7 @@ MUTATIONS = [
     ),
     Mutation(
         "rounding_seed_constant",
-        f"{CODECS}/_rounding.py",
+        f"{CODECS}/formats.py",
         "bits = _mixed(_mixed(position) ^ seed)",
         "bits = _mixed(_mixed(position))",
         "Random rounding is the same in each step.",
@@ -215,7 +215,7 @@ MUTATIONS = [
     ),
     Mutation(
         "rounding_seed_of_all_ranks",
-        f"{HOOKS}/int8.py",
+        f"{HOOKS}/quantized.py",
         ":{bucket.step}:{self.group.rank}:",
         ":{bucket.step}:",
         "Random rounding is the same on all ranks, so that errors add up.",
@@ -223,7 +223,7 @@ MUTATIONS = [
     ),
     Mutation(
         "infinity_clamped",
-        f"{CODECS}/_rounding.py",
+        f"{CODECS}/formats.py",
         "torch.where(amax <= LARGEST, amax, torch.nan)",
         "amax.nan_to_num(0.0).clamp_max(LARGEST)",
         "Blocks with inf or NaN look finite.",

@@ -15,7 +15,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_commhooks as lc
-from lightning_commhooks.interface.late_start import late_starts
+from lightning_commhooks.interface.start import late_starts
 from lightning_commhooks.runtime.forecast import FEWEST_STEPS
 
 NUM_STEPS = 40
@@ -560,6 +560,7 @@ def starts(rank, world):
     for label, hook, num_steps in (
         ("name", "powersgd", 40),
         ("long", "powersgd", 40_000),
+        ("auto", lc.PowerSGD(start_powerSGD_iter="auto"), 40),
         ("class", lc.PowerSGD(), 40),
         ("local", "post_localsgd", 40 + 20 * rank),
         ("fraction", lc.Cast(lc.PowerSGD(start_powerSGD_iter=0.25), "bf16"), 12),
@@ -598,7 +599,7 @@ def saved_by_name(rank, world):
 
 
 def test_the_state_of_a_hook_by_name_is_of_primitives(run):
-    assert run(saved_by_name) == [1000, 1000]
+    assert run(saved_by_name) == ["auto", "auto"]
 
 
 def test_start_by_the_length_of_the_run(run):
@@ -606,11 +607,12 @@ def test_start_by_the_length_of_the_run(run):
         assert found == {
             "name": [4],
             "long": [1000],
+            "auto": [4],
             "class": [1000],
             "local": [4],
             "fraction": [3],
             "schedule": [3],
-            "unknown": [1000],
+            "unknown": ["auto"],
             "goes on": ([3], [False, True, True]),
             "by name": ([1], [True, True, True]),
         }

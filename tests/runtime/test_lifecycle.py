@@ -154,6 +154,7 @@ def attach_what_may_differ(rank, world, kind):
     hook = {
         "names": ["bf16", "fp16"][rank],
         "options": lc.PowerSGD(matrix_approximation_rank=1 + rank),
+        "starts": ["powersgd", lc.PowerSGD()][rank],
         "inside": lc.PerParameter({"*.bias": "allreduce", "*": ["int8", "int4"][rank]}),
         "exact_state": "powersgd",
         "scaler": "powersgd",
@@ -180,6 +181,7 @@ def attach_what_may_differ(rank, world, kind):
     [
         ("names", r"BF16\(.*\)", r"FP16\(.*\)"),
         ("options", r"PowerSGD\(matrix_approximation_rank=1, .*\)", r"PowerSGD\(matrix_approximation_rank=2, .*\)"),
+        ("starts", r"PowerSGD\(.*start_powerSGD_iter='auto', .*\)", r"PowerSGD\(.*start_powerSGD_iter=1000, .*\)"),
         ("inside", r".*Int8\(.*", r".*Int4\(.*"),
         ("exact_state", "False", "True"),
         ("scaler", "False", "True"),

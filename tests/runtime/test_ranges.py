@@ -14,7 +14,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from traces import named, only_cpu, waits, written
 
 import lightning_commhooks as lc
-from lightning_commhooks.codecs import ranges as ours
+from lightning_commhooks.basics import ranges as ours
 
 INT8 = lc.Int8(min_bytes=0, block_size=16)
 STEPS = 3

@@ -33,7 +33,7 @@ from torch.distributed.algorithms._comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_commhooks as lc
-from lightning_commhooks.hooks._shares import predivide_factor
+from lightning_commhooks.hooks.allreduce import predivide_factor
 from lightning_commhooks.sources.sharded_hooks import resolve_sharded_hook, sharded_hooks
 
 _measured = {}
@@ -47,7 +47,7 @@ def results(run, world):
 
 
 def bound(label, way, world):
-    """Of the error of an element, in units of the mean magnitude over ranks; see `_shares.reduce_scatter`."""
+    """Of the error of an element, in units of the mean magnitude over ranks; see `allreduce.reduce_scatter`."""
     name = label.split("+")[0]
     if name not in UNITS:
         return 1e-6

@@ -31,7 +31,7 @@ import lightning_commhooks as lc
 from lightning_commhooks.codecs import FP8Codec, Int4Codec, Int8Codec
 from lightning_commhooks.collectives.backend import Backend
 from lightning_commhooks.collectives.group import Group
-from lightning_commhooks.hooks import _shares
+from lightning_commhooks.hooks import quantized
 from lightning_commhooks.interface.bucket import Bucket
 from lightning_commhooks.sources.fsdp2 import _ReduceScatter, units
 from lightning_commhooks.sources.gather import resolve_gather_hook
@@ -253,7 +253,7 @@ def shares(group, chunks, kernels, seed):
     """This rank's share of the sum over ranks of `chunks`, shape `(w, n)`."""
     out = torch.empty(chunks.shape[1])
     bucket = Bucket(chunks.reshape(-1), 0, False, 0, (), scale=float(group.size))
-    group.finish(_shares.reduce_scatter_encoded(bucket, out, group, kernels, seed))
+    group.finish(quantized.reduce_scatter_encoded(bucket, out, group, kernels, seed))
     return out
 
 
@@ -263,7 +263,7 @@ CODECS = [Int8Codec(block_size=16), Int8Codec(block_size=16, rounding="stochasti
 def encoded(rank, world, numel, part_numel):
     """Whether each element of a share is within the codec's bound, how close the worst is, and bytes."""
     found = []
-    before, _shares.CHUNK_NUMEL = _shares.CHUNK_NUMEL, part_numel
+    before, quantized.CHUNK_NUMEL = quantized.CHUNK_NUMEL, part_numel
     try:
         for codec in CODECS:
             group = all_ranks()
@@ -278,7 +278,7 @@ def encoded(rank, world, numel, part_numel):
             worst = ((result - sum(own)).abs() / (bounds + 1e-5)).max().item()
             found.append((worst, group.counters.bytes_sent, (world - 1) * encoded_bytes(codec, numel)))
     finally:
-        _shares.CHUNK_NUMEL = before
+        quantized.CHUNK_NUMEL = before
     return found
 
 

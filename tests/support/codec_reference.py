@@ -4,7 +4,7 @@ import torch
 
 from lightning_commhooks.codecs import AffineCodec, FP8Codec, Int2Codec, Int4Codec, Int8Codec
 from lightning_commhooks.codecs.codec import pack, seed_tensor, unpack
-from lightning_commhooks.codecs.int4 import hadamard
+from lightning_commhooks.codecs.formats import hadamard
 
 # Below 2^-100 a scale is 0, and the block becomes zeros. The rounding of float32 comes on top of each bound.
 SMALLEST_SCALE, FLOAT32 = 2.0**-100, 1 + 1e-4

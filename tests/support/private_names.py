@@ -235,7 +235,7 @@ SPARSE = (
     "lightning_commhooks/wrappers/cast.py",
     "lightning_commhooks/wrappers/scale.py",
 )
-RANGES = "lightning_commhooks/codecs/ranges.py"
+RANGES = "lightning_commhooks/basics/ranges.py"
 LAUNCH = "lightning_commhooks/advice/launch.py"
 
 TORCH = [

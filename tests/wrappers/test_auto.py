@@ -242,7 +242,7 @@ def test_candidates_that_average_models_are_refused(run):
         ({"candidates": [lc.PerParameter({"*": lc.Cast("powersgd", "bf16")})]}, "compresses from start_powerSGD_iter"),
         ({"candidates": ["auto"]}, "Auto goes around all other hooks"),
         ({"candidates": [lc.PowerSGD()]}, "'powersgd' compresses from start_powerSGD_iter=1000 on only.* set start_"),
-        ({"candidates": [lc.Cast("powersgd", "bf16")]}, "compresses from start_powerSGD_iter=1000 on only"),
+        ({"candidates": [lc.Cast("powersgd", "bf16")]}, "compresses from start_powerSGD_iter='auto' on only"),
         ({"max_error": 0}, "max_error must be above 0, is 0"),
         ({"min_gain": 1.0}, r"min_gain must be in \[0, 1\), is 1.0"),
         ({"warmup_steps": -1}, "warmup_steps must be an integer of at least 0, is -1"),

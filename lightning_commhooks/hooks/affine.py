@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from lightning_commhooks.codecs import AffineCodec
-from lightning_commhooks.codecs._rounding import check_block_size
+from lightning_commhooks.codecs.formats import check_block_size
 from lightning_commhooks.collectives.chunk import Chunk
 from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.collectives.steps import Steps
-from lightning_commhooks.hooks.int8 import Place, chunks
+from lightning_commhooks.hooks.quantized import Place, places_of
 from lightning_commhooks.interface.bucket import Bucket, Slot
 from lightning_commhooks.interface.hook import BoundHook, CommHook
 from lightning_commhooks.interface.precision import to_gradient, work_dtype
@@ -114,5 +114,5 @@ class _BoundQuantize(BoundHook):
             # PyTorch's hooks take no notice of parameters.
             whole = [Slot("", (numel,), 0)]
             num_owners = self.group.num_owners(self._two_shot)
-            self._places[numel] = chunks(whole, self._kernels.codec.block_size, num_owners)
+            self._places[numel] = places_of(whole, self._kernels.codec.block_size, num_owners)
         return self._places[numel]

@@ -1,4 +1,4 @@
-"""Gradients in 8 or 4 bits: `int8`, `int4` and `fp8`, with error feedback."""
+"""Gradients in 8, 4 or 2 bits: `int8`, `fp8`, `int4` and `int2`, with error feedback."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from lightning_commhooks.codecs import FP8Codec, Int4Codec, Int8Codec
-from lightning_commhooks.codecs._rounding import Rounding
-from lightning_commhooks.codecs.codec import Codec
+from lightning_commhooks.codecs import FP8Codec, Int2Codec, Int4Codec, Int8Codec
+from lightning_commhooks.codecs.codec import Codec, Kernels, compiled
+from lightning_commhooks.codecs.formats import Rounding
 from lightning_commhooks.collectives.chunk import CHUNK_NUMEL, Chunk
 from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.collectives.steps import Steps, begun
-from lightning_commhooks.hooks._shares import EncodedResidual, reduce_scatter, reduce_scatter_encoded
+from lightning_commhooks.hooks.allreduce import reduce_scatter
 from lightning_commhooks.interface.bucket import Bucket, Slot
 from lightning_commhooks.interface.checks import check_bool, check_integer
 from lightning_commhooks.interface.error_feedback import ErrorFeedback
@@ -35,7 +35,18 @@ _ALONE_NUMEL = 2**17
 
 @dataclass(frozen=True, kw_only=True)
 class CodecConfig(CommHook):
-    """Options of hooks that encode gradients and have error feedback."""
+    """Options of hooks that encode gradients and have error feedback.
+
+    Args:
+        use_error_feedback: add what encoding left out to the next step's gradient, and mean. Needs memory of the size
+            of the gradients, at least float32.
+        compress_1d: also encode biases and the like. They are few, and what norms have in them is sensitive. Gradients
+            of fewer elements than a block are never encoded.
+        min_bytes: buckets with fewer bytes of gradients to encode are averaged in full, which is faster.
+        random_seed: of stochastic rounding. The global random state is not touched.
+        hierarchy: `"node"`: average gradients in full within each node and compress between nodes, so that a node sends
+            what one rank would. Each node needs the same number of ranks. `None`: among all ranks.
+    """
 
     use_error_feedback: bool = True
     compress_1d: bool = False
@@ -78,14 +89,6 @@ class Int8(CodecConfig):
     Args:
         block_size: elements with a common scale, a multiple of 8. Sends `1 + 4 / block_size` bytes for a number.
         rounding: `"nearest"`, or `"stochastic"`, whose error is 0 on average; of use without error feedback.
-        use_error_feedback: add what encoding left out to the next step's gradient, and mean. Needs memory of the size
-            of the gradients, at least float32.
-        compress_1d: also encode biases and the like. They are few, and what norms have in them is sensitive. Gradients
-            of fewer elements than a block are never encoded.
-        min_bytes: buckets with fewer bytes of gradients to encode are averaged in full, which is faster.
-        random_seed: of stochastic rounding. The global random state is not touched.
-        hierarchy: `"node"`: average gradients in full within each node and compress between nodes, so that a node sends
-            what one rank would. Each node needs the same number of ranks. `None`: among all ranks.
 
     Raises:
         ValueError: a value is out of range.
@@ -114,14 +117,6 @@ class Int4(CodecConfig):
         block_size: elements with a common scale, a multiple of 8. Sends `1/2 + 4 / block_size` bytes for a number.
         rounding: `"nearest"`, or `"stochastic"`, whose error is 0 on average; of use without error feedback.
         rotation: `"hadamard"`: rotate blocks first, which spreads outliers; then `block_size` is a power of 2.
-        use_error_feedback: add what encoding left out to the next step's gradient, and mean. Needs memory of the size
-            of the gradients, at least float32.
-        compress_1d: also encode biases and the like. They are few, and what norms have in them is sensitive. Gradients
-            of fewer elements than a block are never encoded.
-        min_bytes: buckets with fewer bytes of gradients to encode are averaged in full, which is faster.
-        random_seed: of stochastic rounding. The global random state is not touched.
-        hierarchy: `"node"`: average gradients in full within each node and compress between nodes, so that a node sends
-            what one rank would. Each node needs the same number of ranks. `None`: among all ranks.
 
     Raises:
         ValueError: a value is out of range.
@@ -149,14 +144,6 @@ class FP8(CodecConfig):
         format: `"e4m3"`, 4 significant bits, or `"e5m2"`, 3 of them and a wider range.
         block_size: elements with a common scale, a multiple of 8. Sends `1 + 4 / block_size` bytes for a number.
         rounding: `"nearest"`, or `"stochastic"`, whose error is 0 on average; of use without error feedback.
-        use_error_feedback: add what encoding left out to the next step's gradient, and mean. Needs memory of the size
-            of the gradients, at least float32.
-        compress_1d: also encode biases and the like. They are few, and what norms have in them is sensitive. Gradients
-            of fewer elements than a block are never encoded.
-        min_bytes: buckets with fewer bytes of gradients to encode are averaged in full, which is faster.
-        random_seed: of stochastic rounding. The global random state is not touched.
-        hierarchy: `"node"`: average gradients in full within each node and compress between nodes, so that a node sends
-            what one rank would. Each node needs the same number of ranks. `None`: among all ranks.
 
     Raises:
         ValueError: a value is out of range.
@@ -171,6 +158,32 @@ class FP8(CodecConfig):
     @property
     def codec(self) -> FP8Codec:
         return FP8Codec(format=self.format, block_size=self.block_size, rounding=self.rounding)
+
+
+@register
+@dataclass(frozen=True, kw_only=True)
+class Int2(CodecConfig):
+    """Average gradients as signs and one of two magnitudes, with error feedback.
+
+    A two-shot all-reduce (`Group.average_encoded_`): sends a fourteenth of what float32 does, at every number of ranks.
+    Gradients are encoded once and their mean once more, unless there are two ranks. Levels and errors: see
+    `Int2Codec`. Meant for the moves of models in [`DiLoCo`][], which are sent seldom.
+
+    Args:
+        block_size: elements with common magnitudes, a multiple of 8. Sends `1/4 + 8 / block_size` bytes for a number.
+        random_seed: has no effect, nothing is random.
+
+    Raises:
+        ValueError: a value is out of range.
+    """
+
+    name: ClassVar[str] = "int2"
+
+    block_size: int = 256
+
+    @property
+    def codec(self) -> Int2Codec:
+        return Int2Codec(block_size=self.block_size)
 
 
 class CodecFeedback(ErrorFeedback):
@@ -216,7 +229,7 @@ class CodecFeedback(ErrorFeedback):
     def reduce_scatter(
         self, bucket: Bucket, out: Tensor, ranks: Group, residual: EncodedResidual | None = None
     ) -> Steps[None]:
-        """Write this rank's share of the average to `out`: see `_shares.reduce_scatter`."""
+        """Write this rank's share of the average to `out`: see `allreduce.reduce_scatter`."""
         flat = bucket.flat
         if ranks.size == 1 or not self._kernels.fills_block(out) or flat.nbytes < self.hook.min_bytes:
             return reduce_scatter(bucket, out, ranks)
@@ -234,7 +247,7 @@ class CodecFeedback(ErrorFeedback):
     def lay_out(self, bucket: Bucket) -> _Plan:
         slots = [slot for slot in bucket.slots if self.hook.compresses(slot.shape)]
         rest = [slot for slot in bucket.slots if not self.hook.compresses(slot.shape)]
-        places = chunks(slots, self.hook.codec.block_size, self.group.num_owners())
+        places = places_of(slots, self.hook.codec.block_size, self.group.num_owners())
         return _Plan(slots, rest, places, sum(slot.numel for slot in slots) * bucket.flat.element_size())
 
     def kept(self, shapes: list[tuple[int, ...]]) -> Shapes:
@@ -305,8 +318,10 @@ class _Plan:
     num_bytes: int
 
 
-def chunks(slots: Sequence[Slot], block_size: int | None, num_owners: int) -> list[Place]:
-    """Cut gradients into chunks. Each begins a block, so that what a block has does not depend on the bucket.
+def places_of(slots: Sequence[Slot], block_size: int | None, num_owners: int) -> list[Place]:
+    """Cut gradients into the places of chunks.
+
+    Each gradient begins a block, so that the content of a block does not depend on the bucket.
 
     Args:
         slots: the gradients.
@@ -342,3 +357,86 @@ def chunks(slots: Sequence[Slot], block_size: int | None, num_owners: int) -> li
     if together:
         add(*together)
     return places
+
+
+class EncodedResidual:
+    """What a rank has not sent yet of gradients that are reduced together, in 8 bits: LoCo, error feedback for shards.
+
+    Xie et al. 2024, https://arxiv.org/abs/2407.04480, section 3. The residual is of the whole gradient, before it is
+    sharded, and float32 would take what sharding saves. Differs from LoCo in that all of the residual is added to the
+    next gradient, not a moving average of it; that it has a scale for each block; and that it is not reset now and
+    then: a block with inf or NaN begins anew. What rounding the residual leaves out, at most its block's largest
+    magnitude over 254, is lost.
+
+    Args:
+        block_size: elements with a common scale.
+        device: of the gradients.
+    """
+
+    def __init__(self, block_size: int, device: torch.device) -> None:
+        codec = Int8Codec(block_size=block_size)
+        self._kernels = compiled(codec, device, {1}, feedback=False, says=False) or Kernels(codec)
+        self._one = torch.ones((), device=device)
+        # By the first block.
+        self._payloads: dict[int, Tensor] = {}
+
+    def at(self, start: int, blocks: Tensor) -> Tensor:
+        """The residual of some blocks, shape and dtype of `blocks`."""
+        own = torch.zeros_like(blocks)
+        if start in self._payloads:
+            self._kernels.decode_mean(self._payloads[start].unsqueeze(0), self._one, own)
+        return own
+
+    def keep(self, start: int, own: Tensor) -> None:
+        """Remember what these blocks have left out."""
+        own.nan_to_num_(0.0, 0.0, 0.0)
+        self._payloads[start] = self._kernels.encode(own, None, self._one, self._kernels.seed(0, own.device))
+
+
+def reduce_scatter_encoded(
+    bucket: Bucket, out: Tensor, ranks: Group, kernels: Kernels, seed: int, residual: EncodedResidual | None = None
+) -> Steps[None]:
+    """Send blocks that a codec has encoded, decode them and sum in float32.
+
+    The first of the two shots of `Group.average_encoded_`, as ZeRO++ does it (Wang et al. 2023,
+    https://arxiv.org/abs/2306.10209, section 3.3). Each rank's share begins a block and is filled up with zeros.
+    Encoding and decoding of some blocks go on while others are under way. Error of one element: the mean over ranks of
+    the codec's largest error in its block; with int8, of the largest magnitude of the block over 254.
+
+    Args:
+        bucket: see `allreduce.reduce_scatter`.
+        out: see there.
+        ranks: see there.
+        kernels: of the same ranks, of a codec with a block size.
+        seed: for random rounding, of this rank and bucket alone. Below 2^30.
+        residual: of these gradients, for error feedback.
+    """
+    size = kernels.codec.block_size
+    assert size is not None
+    blocks = _in_blocks(bucket.flat.view(ranks.size, -1), size)
+    total, one = torch.empty_like(blocks[0]), blocks.new_ones(())
+    at_once = max(1, CHUNK_NUMEL // (ranks.size * size))
+    starts = range(0, total.shape[0], at_once)
+    sent = []
+    for start in starts:
+        some = blocks[:, start : start + at_once].reshape(-1, size)
+        own = None if residual is None else residual.at(start, some)
+        payload = kernels.encode(some, own, one, kernels.seed(seed + start, ranks.device))
+        if residual is not None and own is not None:
+            residual.keep(start, own)
+        sent.append(begun(ranks.all_to_all(payload.view(ranks.size, -1))))
+    for start, steps in zip(starts, sent, strict=True):
+        place = total[start : start + at_once]
+        kernels.decode_mean((yield from steps).view(ranks.size, place.shape[0], -1), one, place)
+    out.copy_(total.view(-1)[: out.numel()].mul_(bucket.scale))
+
+
+def _in_blocks(chunks: Tensor, size: int) -> Tensor:
+    """Shape `(w, b, size)`, at least float32: a view where rows are whole blocks, or else a copy."""
+    w, n = chunks.shape
+    dtype = torch.promote_types(chunks.dtype, torch.float32)
+    if n % size == 0 and dtype == chunks.dtype:
+        return chunks.view(w, -1, size)
+    blocks = chunks.new_zeros((w, -(-n // size) * size), dtype=dtype)
+    blocks[:, :n] = chunks
+    return blocks.view(w, -1, size)
