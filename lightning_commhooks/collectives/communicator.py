@@ -9,8 +9,8 @@ the payload.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypeVar
 
@@ -299,14 +299,41 @@ class Communicator:
             else:
                 num_rounds = 0
         last_round = self.tally.rounds + num_rounds
-        with named(kind, "begin"):
-            steps = begun(steps)
+        begin = named(kind, "begin")
         while True:
             try:
-                waits = next(steps)
+                with begin:
+                    waits = next(steps)
             except StopIteration as done:
                 if not self._is_quiet:
                     self.counters.rounds += max(0, last_round - self.tally.rounds)
                     self.tally.rounds = max(last_round, self.tally.rounds)
                 return done.value  # type: ignore[no-any-return]
+            begin = nullcontext()
             yield Wait(waits.works, kind, self._is_uniform)
+
+
+@contextmanager
+def counted(gradients: Tensor, ranks: Communicator) -> Iterator[None]:
+    """Count how a hook sends gradients that it reduces meanwhile: see `Counters.numel_uncompressed`.
+
+    Args:
+        gradients: of one bucket, flat, or the values of a sparse one.
+        ranks: the collectives given to the hook.
+    """
+    tally, dtype, numel = ranks.tally, gradients.dtype, gradients.numel()
+    sent, between = tally.sent, tally.between_nodes
+    numbers, numbers_between = tally.numbers.copy(), tally.numbers_between_nodes.copy()
+    yield
+    if tally.sent > sent:
+        given = tally.numbers - numbers
+        if 0 < ranks.inter_node_share(around_ring=True) < 1 and tally.between_nodes > between:
+            given = tally.numbers_between_nodes - numbers_between
+        as_they_are = sum(num for form, num in given.items() if _is_as_precise(form, dtype))
+        ranks.counters.numel_uncompressed += min(numel, as_they_are)
+        ranks.counters.numel_compressed += max(0, numel - as_they_are)
+
+
+def _is_as_precise(form: torch.dtype, dtype: torch.dtype) -> bool:
+    are_floating_point = form.is_floating_point and dtype.is_floating_point
+    return form == dtype or (are_floating_point and form.itemsize >= dtype.itemsize)

@@ -27,14 +27,9 @@ def _keep_all() -> None:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
 
 
-def is_fork_of(process: int) -> bool:
-    """Whether this process is another one than the one of that number, so that it has been forked from it."""
-    return os.getpid() != process
-
-
 def raise_if_fork_of(process: int) -> None:
     """Refuse to use a hook in a fork of the process that it was attached in, by a `HookError`."""
-    if is_fork_of(process):
+    if os.getpid() != process:
         raise HookError(
             f"the communication hook was attached in process {process}, and this process, {os.getpid()}, is a fork of "
             "it, such as a worker of a DataLoader: connections and threads of the hook are in the process that has "

@@ -18,7 +18,7 @@ from lightning_commhooks.collectives.counters import Counters
 from lightning_commhooks.collectives.direct import Direct
 from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.collectives.messages import Messages
-from lightning_commhooks.collectives.steps import Steps, Wait
+from lightning_commhooks.collectives.steps import Steps, Wait, advance
 
 T = TypeVar("T")
 # From a rank to another one, under a number.
@@ -124,7 +124,7 @@ def run_together(ranks: Sequence[Callable[[], Steps[T]]], seed: int = 0) -> list
             rank = chance.choice(free)
             steps, _ = running[rank]
             try:
-                running[rank] = steps, next(steps)
+                running[rank] = steps, advance(steps)
             except StopIteration as done:
                 results[rank] = done.value
                 del running[rank]

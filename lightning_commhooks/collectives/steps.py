@@ -11,12 +11,14 @@ import threading
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from types import GeneratorType
+from typing import Any, Protocol, TypeVar
 
 from lightning_commhooks.basics.ranges import named
 
 T = TypeVar("T")
 
+_AS_IN = "as in `yield from ranks.all_reduce_mean_(bucket.flat)`"
 
 # Threads that wait for other ranks at present.
 waiting_threads: set[int] = set()
@@ -59,6 +61,48 @@ class Wait:
 Steps = Generator[Wait, None, T]
 
 
+def checked(steps: Steps[T], hook: object, method: str) -> Steps[T]:
+    """Return what a hook's method has returned.
+
+    Raises:
+        TypeError: that is no generator, so nothing would wait for its collectives.
+    """
+    if not isinstance(steps, Generator):
+        raise TypeError(
+            f"{type(hook).__name__}.{method} is no generator, it returned {type(steps).__name__}: begin each "
+            f"collective by `yield from`, {_AS_IN}; if there is none, end with `return` and a `yield` after it"
+        )
+    return steps
+
+
+def advance(steps: Generator[Any, None, T], failure: BaseException | None = None) -> Wait:
+    """Run a computation until it waits; at its end there is a `StopIteration` with the result.
+
+    Args:
+        steps: the computation.
+        failure: of its last wait. It is raised in the computation, which tells what it was about.
+
+    Raises:
+        TypeError: raised in the computation if it yields something else.
+    """
+    try:
+        waits = next(steps) if failure is None else steps.throw(failure)
+    finally:
+        failure = None  # it would keep the frames that it has collected
+    if isinstance(waits, Wait):
+        return waits
+    error = f"{_innermost(steps)} yields {type(waits).__name__}: write `yield from`, not `yield`, {_AS_IN}"
+    return advance(steps, TypeError(error))
+
+
+def _innermost(steps: Any) -> str:
+    """The name of the function that has yielded, such as `MyHook.reduce`."""
+    while isinstance(inner := steps.gi_yieldfrom, GeneratorType):
+        steps = inner
+    name: str = steps.__qualname__
+    return name.rpartition("<locals>.")[2]
+
+
 def finish(steps: Steps[T], waiting: Callable[[], AbstractContextManager[object]] = nullcontext) -> T:
     """Run a computation to its end, waiting in this thread.
 
@@ -69,11 +113,11 @@ def finish(steps: Steps[T], waiting: Callable[[], AbstractContextManager[object]
     failure: Exception | None = None
     while True:
         try:
-            waits = next(steps) if failure is None else steps.throw(failure)
+            waits = advance(steps, failure)
         except StopIteration as done:
             return done.value  # type: ignore[no-any-return]
         finally:
-            failure = None  # it would keep the frames that it has collected
+            failure = None  # as in `advance`
         try:
             with waiting():
                 waits.wait()

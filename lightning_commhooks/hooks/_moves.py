@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_commhooks.collectives.averaging import check_same, check_same_beside, flat_view
+from lightning_commhooks.collectives.communicator import counted
 from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.collectives.steps import Steps
 from lightning_commhooks.hooks._local_sgd import LocalSGDConfig
@@ -21,7 +22,6 @@ from lightning_commhooks.interface.bucket import Bucket, Slot
 from lightning_commhooks.interface.hook import CommHook
 from lightning_commhooks.interface.layout import memory_shape
 from lightning_commhooks.interface.models import OptimizerStep
-from lightning_commhooks.interface.reducing import counted
 from lightning_commhooks.interface.start import late_starts
 
 
@@ -121,7 +121,8 @@ class Moves:
 
     def _average(self, moves: list[Bucket], ranks: Group) -> Steps[None]:
         for bucket in moves:
-            yield from counted(self.inner.reduce(bucket, ranks), bucket.flat, ranks)
+            with counted(bucket.flat, ranks):
+                yield from self.inner.reduce(bucket, ranks)
             # With inf or NaN in it the model is lost as well.
             self.inner.end_step(torch.tensor(True))
 

@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 
 from lightning_commhooks.collectives.group import Group
-from lightning_commhooks.collectives.steps import Steps, begun
+from lightning_commhooks.collectives.steps import Steps, begun, checked
 from lightning_commhooks.interface.accumulation import is_one, scale_
 from lightning_commhooks.interface.bucket import Bucket, Slot
 from lightning_commhooks.interface.hook import BoundHook
 from lightning_commhooks.interface.precision import add_unscaled_, all_finite, spoil_unless_, to_gradient, work_dtype
-from lightning_commhooks.interface.reducing import started
 from lightning_commhooks.interface.state import Shapes, StateReader
 
 
@@ -87,7 +86,7 @@ class ErrorFeedback(BoundHook):
             residual = torch.zeros_like(flat, dtype=work_dtype(flat.dtype))
         add_unscaled_(residual, flat, bucket.divisor)
         spoil_unless_(all_finite(residual), [residual])
-        averaged = yield from started(self.average(residual, bucket, ranks), self, "average")
+        averaged = yield from checked(self.average(residual, bucket, ranks), self, "average")
         if not isinstance(averaged, tuple) or len(averaged) != 2:
             raise TypeError(
                 f"{type(self).__name__}.average returned {type(averaged).__name__}: end with `return mean, sent`, the "

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 
-from lightning_commhooks.codecs.announce import is_silenced
+from lightning_commhooks.basics.announce import is_silenced
 from lightning_commhooks.lightning.refusals import refusals_as
 from lightning_commhooks.runtime.attachment import Attachment
 from lightning_commhooks.runtime.monitor import closing_line

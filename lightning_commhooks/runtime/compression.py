@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 from torch import Tensor
 
+from lightning_commhooks.collectives.communicator import counted
 from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.collectives.steps import Steps, result
 from lightning_commhooks.interface.accumulation import scale_
-from lightning_commhooks.interface.averages_models import averages_models, is_local
+from lightning_commhooks.interface.averages_models import averages_models
 from lightning_commhooks.interface.bucket import Bucket
 from lightning_commhooks.interface.error_sample import ErrorSampler
 from lightning_commhooks.interface.hook import BoundHook
-from lightning_commhooks.interface.reducing import counted, started
 from lightning_commhooks.interface.wrapper import BoundAround
 
 _AS_THEY_ARE = "gradients are sent as they are"
@@ -38,41 +41,26 @@ class Watch:
         self.why: str | None = None
         self._sent = self._dense = 0.0
 
-    def reduce(self, bound: BoundHook, bucket: Bucket, ranks: Group) -> Steps[tuple[Tensor, Tensor | None]]:
-        """Reduce one bucket, and watch it.
+    def take(self, bucket: Bucket) -> list[tuple[ErrorSampler, Any]]:
+        """Take elements of gradients before they are reduced, for each sampler that wants any of this step."""
+        samplers = [] if self.sampler is None else [self.sampler]
+        if (of_step := self.of_step) is not None and of_step[0] == bucket.step:
+            samplers.append(of_step[1])
+        return [(sampler, taken) for sampler in samplers if (taken := sampler.take(bucket.flat, bucket)) is not None]
 
-        Returns:
-            the averaged gradients, and what `BoundHook.reduce` says of whether they are finite.
-        """
-        flat, counters = bucket.flat, bound.group.counters
-        # While ranks step alone their gradients are not meant to be the mean.
-        samplers = [] if is_local(bound, bucket.step) else self._samplers(bucket.step)
-        samples = [(sampler, taken) for sampler in samplers if (taken := sampler.take(flat, bucket)) is not None]
-        flat = flat.coalesce() if flat.is_sparse else flat
-        numbers = flat._values() if flat.is_sparse else flat
-        dense = ranks.ring_bytes(numbers)
+    @contextmanager
+    def watching(self, bound: BoundHook, bucket: Bucket, numbers: Tensor, ranks: Group) -> Iterator[None]:
+        """Count what plain DDP would send of gradients, and what the hook sends that reduces them meanwhile."""
+        counters, dense = ranks.counters, ranks.ring_bytes(numbers)
         inter_node = ranks.inter_node_share(around_ring=True)
         counters.bytes_dense += dense
         counters.bytes_dense_between_nodes += dense * inter_node
-        finite = None
-        if flat.is_sparse:
-            steps = started(bound.reduce_sparse(flat, bucket, ranks), bound, "reduce_sparse")
-            flat = yield from counted(steps, numbers, ranks)
-        else:
-            finite = yield from counted(started(bound.reduce(bucket, ranks), bound, "reduce"), numbers, ranks)
+        with counted(numbers, ranks):
+            yield
         # Of nodes with several ranks what counts is what leaves them.
         is_between = 0 < inter_node < 1
         sent = ranks.tally.between_nodes if is_between else ranks.tally.sent
         self._add(bound, bucket, sent, dense * (inter_node if is_between else 1))
-        for sampler, taken in samples:
-            yield from sampler.compare(taken, flat, bucket, ranks)
-        return flat, finite
-
-    def _samplers(self, step: int) -> list[ErrorSampler]:
-        samplers = [] if self.sampler is None else [self.sampler]
-        if (of_step := self.of_step) is not None and of_step[0] == step:
-            samplers.append(of_step[1])
-        return samplers
 
     def _add(self, bound: BoundHook, bucket: Bucket, sent: float, dense: float) -> None:
         is_new = bucket.step != self.step

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from lightning_commhooks.collectives.errors import HookError, raise_if_capturing
-from lightning_commhooks.collectives.forks import is_fork_of, raise_if_fork_of
+from lightning_commhooks.collectives.forks import raise_if_fork_of
 from lightning_commhooks.collectives.gloo_abort import Connections
 from lightning_commhooks.collectives.steps import Steps
 from lightning_commhooks.collectives.timing import Timing
@@ -117,11 +117,15 @@ class Engine(ABC):
         try:
             yield
         except BaseException as failure:
-            # A new exception: this one collects the frames of the user's code, and would keep them alive.
-            later = HookError(str(failure) or repr(failure))
-            later.__cause__ = failure.__cause__
-            self._fail(later)
+            self.fail(failure)
             raise
+
+    def fail(self, failure: BaseException) -> None:
+        """End the work of all ranks."""
+        # A new exception: this one collects the frames of the user's code, and would keep them alive.
+        later = HookError(str(failure) or repr(failure))
+        later.__cause__ = failure.__cause__
+        self._fail(later)
 
     def _fail(self, failure: BaseException) -> None:
         """Abort collectives under way, here and on peers; later work raises `HookError`."""
@@ -150,7 +154,7 @@ class Engine(ABC):
     @property
     def _is_forked(self) -> bool:
         """Whether this process is a fork of the one that has the threads and connections."""
-        return is_fork_of(self._process)
+        return os.getpid() != self._process
 
     @property
     def has_failed(self) -> bool:
@@ -169,11 +173,13 @@ class Engine(ABC):
 
     def raise_if_unusable(self) -> None:
         """Raise `HookError` if earlier work failed, the engine is closed, a fork asks, or a CUDA graph is captured."""
-        raise_if_fork_of(self._process)
+        if self._is_forked:
+            raise_if_fork_of(self._process)
         self._raise_if_failed()
         if self._closed:
             raise HookError(CLOSED)
-        raise_if_capturing(self._device)
+        if self._device.type == "cuda":
+            raise_if_capturing(self._device)
 
     def close(self) -> None:
         """Wait for submitted work, or abort it if it does not end soon, and release threads."""

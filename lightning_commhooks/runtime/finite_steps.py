@@ -9,7 +9,6 @@ from torch import Tensor
 
 from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.collectives.steps import Steps
-from lightning_commhooks.interface.averages_models import is_local
 from lightning_commhooks.interface.bucket import Bucket
 from lightning_commhooks.interface.precision import all_finite, spoil_unless_
 from lightning_commhooks.runtime.on_host import OnHost
@@ -26,6 +25,9 @@ class FiniteSteps:
     On CUDA nobody waits at the end of a step to know whether it was finite: the hook is told when the next step begins
     (`commit`). By then the device has usually been done with it for long, and if it has not, it has at least the
     forward of the next step to do while the host waits. So a hook's memory takes no pass over it to go back.
+
+    Attributes:
+        pending: whether a step was finite that has ended, but for the hook; `None`: there is no such step.
     """
 
     def __init__(self, running: RunningHook, grad_scaler: torch.amp.GradScaler | None) -> None:
@@ -34,8 +36,7 @@ class FiniteSteps:
         self._is_local = False
         self._finite: list[Tensor] = []
         self._reduced: list[tuple[Tensor, Bucket]] = []
-        # Of a step that has ended, but for the hook.
-        self._pending: OnHost | None = None
+        self.pending: OnHost | None = None
         # Of a step that replicas have not voted on yet, on this rank alone: where its step has failed, it does not meet
         # those that have other shards.
         self._undecided: Tensor | None = None
@@ -49,7 +50,7 @@ class FiniteSteps:
     def drop(self) -> None:
         """Let go of all, for good."""
         self.forget()
-        self._pending = None
+        self.pending = None
 
     def decide(self, committed: bool) -> None:
         """Let the hook take over the step that ranks have voted on, or let go of it."""
@@ -62,20 +63,17 @@ class FiniteSteps:
             spoil_unless_(finite, self._running.source.gradients([]))
             self._take_over(finite.cpu())
 
-    @property
-    def has_pending(self) -> bool:
-        """Whether a step has ended, but for the hook."""
-        return self._pending is not None
-
-    def add(self, reduced: Tensor, finite: Tensor | None, bucket: Bucket, is_late: bool, ranks: Group) -> Steps[None]:
+    def add(
+        self, reduced: Tensor, finite: Tensor | None, bucket: Bucket, is_alone: bool, is_late: bool, ranks: Group
+    ) -> Steps[None]:
         """Note the averaged gradients of a bucket, and whether they are finite if that is known.
 
-        DDP has not given them to the parameters yet. With `is_late` it will have when the step ends.
+        DDP has not given them to the parameters yet. With `is_late` it will have when the step ends. With `is_alone`
+        ranks step alone.
         """
-        self._is_local = is_local(self._running.bound, bucket.step) and (
-            self._running.bound.has_memory or self._may_skip()
-        )
-        if self._running.bound.has_memory or self._is_local:
+        has_memory = self._running.bound.has_memory
+        self._is_local = is_alone and (has_memory or self._may_skip())
+        if has_memory or self._is_local:
             finite = all_finite(reduced) if finite is None else finite
             if self._is_local and is_late:
                 finite = yield from self._agreed(finite, ranks)
@@ -117,20 +115,20 @@ class FiniteSteps:
             if self._running.source.ranks_change:
                 self._undecided = finite
                 return
-            self._pending = _on_its_way(finite)
-            if self._pending is None:
+            self.pending = _on_its_way(finite)
+            if self.pending is None:
                 self._take_over(finite)
 
     def commit(self) -> None:
         """Let the hook take over what the last step left, if it has not yet. Waits for that step, not for peers."""
         with self._settling:
-            pending = self._pending
+            pending = self.pending
             if pending is None:
                 return
             finite = pending.wait()
             # A signal handler may have been here meanwhile.
-            if self._pending is pending:
-                self._pending = None
+            if self.pending is pending:
+                self.pending = None
                 self._take_over(finite)
 
     def _take_over(self, finite: Tensor) -> None:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import TypeVar
 
 from torch import nn
 
 from lightning_commhooks.collectives.counters import Counters
 from lightning_commhooks.collectives.errors import HookError
-from lightning_commhooks.collectives.forks import is_fork_of, raise_if_fork_of
+from lightning_commhooks.collectives.forks import raise_if_fork_of
 from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.interface.hook import BoundHook, CommHook
 from lightning_commhooks.interface.start import text_of_steps
@@ -60,25 +60,22 @@ class RunningHook:
     @property
     def is_forked(self) -> bool:
         """Whether this process is a fork of the one that the hook was attached in."""
-        return is_fork_of(self._process)
+        return os.getpid() != self._process
 
     def raise_if_forked(self) -> None:
         """Raise a `HookError` in a fork of the process that the hook was attached in."""
         raise_if_fork_of(self._process)
 
-    @contextmanager
-    def aborting(self) -> Iterator[None]:
+    def aborting(self) -> AbstractContextManager[None]:
         """For what this thread does while peers may wait for it already: whatever raises within ends all ranks.
 
         Of a user's own function nothing can be aborted: its collectives are the user's.
         """
-        self.raise_if_forked()
         if self._engine is None:
-            yield
-            return
+            self.raise_if_forked()
+            return nullcontext()
         self._engine.raise_if_unusable()
-        with self._engine.aborting():
-            yield
+        return self._engine.aborting()
 
     def begin_together(self, what: str) -> None:
         """End the last step before what all ranks do together: see `Runtime.begin_together`."""
@@ -93,8 +90,8 @@ class RunningHook:
         Raises:
             HookError: the function failed, or what ran before.
         """
-        self.raise_if_forked()
         if self._engine is None:
+            self.raise_if_forked()
             return function()
         self._engine.raise_if_unusable()
         self.commit()

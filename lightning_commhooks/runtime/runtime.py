@@ -21,8 +21,8 @@ from lightning_commhooks.collectives.counters import Counters
 from lightning_commhooks.collectives.errors import HookError
 from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.collectives.process_groups import timeout_of
-from lightning_commhooks.collectives.steps import Steps
-from lightning_commhooks.interface.averages_models import averages_models
+from lightning_commhooks.collectives.steps import Steps, checked
+from lightning_commhooks.interface.averages_models import averages_models, is_local
 from lightning_commhooks.interface.bucket import Bucket, Slot
 from lightning_commhooks.interface.hook import ANY_LATER_STEP, BoundHook, CommHook
 from lightning_commhooks.interface.layout import Layout
@@ -261,7 +261,7 @@ class Runtime(RunningHook):
             self.micro_batches.restart()
 
     def commit(self) -> None:
-        if self._engine is not None and not self.is_forked and self._steps.has_pending:
+        if self._engine is not None and self._steps.pending is not None and not self.is_forked:
             self._engine.run_inline(lambda: self._named(self._steps.commit))
 
     @property
@@ -377,13 +377,25 @@ class Runtime(RunningHook):
         return self._engine.submit(explained, bucket.flat.device, is_last)
 
     def _reduce(self, bucket: Bucket, is_late: bool, ranks: Group) -> Steps[Tensor]:
-        if not bucket.flat.is_sparse:
-            _forget_infinities(bucket.flat, bucket)
-        flat, finite = bucket.flat, None
+        bound, flat, finite = self.bound, bucket.flat, None
+        is_alone = is_local(bound, bucket.step)
+        if flat.is_sparse:
+            flat = flat.coalesce()
+        else:
+            _forget_infinities(flat, bucket)
+        numbers = flat._values() if flat.is_sparse else flat
         if bucket.slots:  # a rank may have no share of any of these gradients
-            flat, finite = yield from self.watch.reduce(self.bound, bucket, ranks)
-        reduced = flat._values() if flat.is_sparse else flat
-        yield from self._steps.add(reduced, finite, bucket, is_late, ranks)
+            # While ranks step alone their gradients are not meant to be the mean.
+            samples = [] if is_alone else self.watch.take(bucket)
+            with self.watch.watching(bound, bucket, numbers, ranks):
+                if flat.is_sparse:
+                    flat = yield from checked(bound.reduce_sparse(flat, bucket, ranks), bound, "reduce_sparse")
+                    numbers = flat._values()
+                else:
+                    finite = yield from checked(bound.reduce(bucket, ranks), bound, "reduce")
+            for sampler, taken in samples:
+                yield from sampler.compare(taken, flat, bucket, ranks)
+        yield from self._steps.add(numbers, finite, bucket, is_alone, is_late, ranks)
         return flat
 
     def metrics(self) -> dict[str, float]:

@@ -21,9 +21,9 @@ from torch.futures import Future
 
 from lightning_commhooks.basics.ranges import named
 from lightning_commhooks.collectives.errors import HookError
-from lightning_commhooks.collectives.forks import keep_in_forks, raise_if_fork_of
+from lightning_commhooks.collectives.forks import keep_in_forks
 from lightning_commhooks.collectives.gloo_abort import Connections
-from lightning_commhooks.collectives.steps import Steps, Wait, waiting_threads
+from lightning_commhooks.collectives.steps import Steps, Wait, advance, waiting_threads
 from lightning_commhooks.collectives.timing import Timing
 from lightning_commhooks.runtime.engine import Engine, T
 from lightning_commhooks.runtime.waiters import PATIENCE_SECONDS, Waiters, watch
@@ -64,8 +64,7 @@ class _Bucket:
         assert self.steps is not None
         failure, self.failure, self.waits = self.failure, None, None
         try:
-            # The computation tells what it was about.
-            self.waits = next(self.steps) if failure is None else self.steps.throw(failure)
+            self.waits = advance(self.steps, failure)
         except StopIteration as done:
             reduced: Tensor = done.value
             return reduced
@@ -131,7 +130,6 @@ class ThreadEngine(Engine):
         keep_in_forks(self)
 
     def submit(self, reduce: Callable[[], Steps[Tensor]], device: torch.device, is_last: bool = True) -> Future[Tensor]:
-        raise_if_fork_of(self._process)  # a thread of the parent may hold the lock
         bucket = _Bucket(reduce, device, is_last)
         with self._books:
             self.raise_if_unusable()
@@ -150,7 +148,6 @@ class ThreadEngine(Engine):
         return future
 
     def call(self, function: Callable[[], T], in_step: bool = False) -> T:
-        raise_if_fork_of(self._process)
         called: HostFuture[T] = HostFuture()
         with self._books:
             self.raise_if_unusable()
@@ -164,9 +161,9 @@ class ThreadEngine(Engine):
                 self._raise_if_failed()
                 if ready is not None:
                     torch.cuda.current_stream(self._device).wait_event(ready)
-                with self.aborting():
-                    called.set_result(function())
+                called.set_result(function())
             except BaseException as failure:
+                self.fail(failure)
                 called.set_exception(failure)
             finally:
                 if done is not None:
@@ -361,8 +358,10 @@ def _run(engine: weakref.ref[ThreadEngine], jobs: queue.SimpleQueue[_Bucket | Ca
         while (job := jobs.get()) is not None:
             own = engine()
             if own is not None:
-                with suppress(BaseException), own.aborting():  # or whoever waits for this thread would wait for ever
+                try:
                     own.handle(job)
+                except BaseException as failure:  # or whoever waits for this thread would wait for ever
+                    own.fail(failure)
             del own, job  # they hold results
 
 

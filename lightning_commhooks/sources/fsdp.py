@@ -10,12 +10,12 @@ from torch import Tensor
 
 from lightning_commhooks.collectives.agreement import ATTACH, raise_on_all_ranks
 from lightning_commhooks.collectives.backend import Backend
+from lightning_commhooks.collectives.communicator import counted
 from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.collectives.steps import Steps
 from lightning_commhooks.hooks.quantized import CodecConfig, EncodedResidual
 from lightning_commhooks.interface.bucket import Bucket, Slot
 from lightning_commhooks.interface.hook import BoundHook, CommHook
-from lightning_commhooks.interface.reducing import counted
 from lightning_commhooks.runtime.runtime import Runtime
 from lightning_commhooks.runtime.source import Source
 from lightning_commhooks.sources.sharded_hooks import resolve_sharded_hook
@@ -130,11 +130,12 @@ def reduce(
         # Gradients may come in 16 bit already; without mixed precision they would be sent in float32.
         dense = (ranks.size - 1) / ranks.size * flat.numel() * max(4, flat.element_size())
         ranks.counters.bytes_dense += 2 * dense if out is None else dense
-        if out is not None:
-            remembered = {} if residual is None else {"residual": residual}
-            yield from counted(hook.reduce_scatter(bucket, out, ranks, **remembered), flat, ranks)
-        elif ranks.size > 1:
-            yield from counted(hook.reduce(bucket, ranks), flat, ranks)
+        with counted(flat, ranks):
+            if out is not None:
+                remembered = {} if residual is None else {"residual": residual}
+                yield from hook.reduce_scatter(bucket, out, ranks, **remembered)
+            elif ranks.size > 1:
+                yield from hook.reduce(bucket, ranks)
         return flat
 
     runtime.run(bucket, group, reduced)

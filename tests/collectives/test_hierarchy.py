@@ -15,10 +15,10 @@ from torch.nn.parallel import DistributedDataParallel
 import lightning_commhooks as lc
 from lightning_commhooks.codecs.codec import Kernels
 from lightning_commhooks.collectives import group as group_module
+from lightning_commhooks.collectives.communicator import counted
 from lightning_commhooks.collectives.in_memory import groups_in_memory, run_together
 from lightning_commhooks.interface.bucket import Bucket, Slot
 from lightning_commhooks.interface.hierarchy import Hierarchy, bind_by_node
-from lightning_commhooks.interface.reducing import counted
 from lightning_commhooks.testing.check import RULES, check_rule
 
 LABELS = ["int8", "int4", "fp16", "bf16", "powersgd", "batched_powersgd"]
@@ -119,7 +119,8 @@ def test_numbers_that_leave_a_node_are_those_that_were_sent_as_they_are(hook, as
         group._nodes = [[0, 1], [2, 3]]
         bucket = Bucket(torch.ones(967), 0, True, 0, slots)
         bound, ranks = hook.bind(group), group.channel(1)
-        yield from counted(bound.reduce(bucket, ranks), bucket.flat, ranks)
+        with counted(bucket.flat, ranks):
+            yield from bound.reduce(bucket, ranks)
         return group.counters.numel_compressed, group.counters.numel_uncompressed
 
     with pytest.MonkeyPatch.context() as patch:

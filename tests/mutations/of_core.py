@@ -63,7 +63,7 @@ MUTATIONS = [
     ),
     Mutation(
         "all_float_numbers_are_gradients_as_they_are",
-        f"{PACKAGE}/interface/reducing.py",
+        f"{PACKAGE}/collectives/communicator.py",
         "form == dtype or (are_floating_point and form.itemsize >= dtype.itemsize)",
         "form == dtype or are_floating_point",
         "A cast to 16 bit counts as no compression.",
@@ -71,7 +71,7 @@ MUTATIONS = [
     ),
     Mutation(
         "within_nodes_counts",
-        f"{PACKAGE}/interface/reducing.py",
+        f"{PACKAGE}/collectives/communicator.py",
         "            given = tally.numbers_between_nodes - numbers_between\n",
         "            pass\n",
         "What compresses between nodes counts as no compression, because gradients are averaged within them.",
