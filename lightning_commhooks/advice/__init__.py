@@ -1,1 +1,1 @@
-"""Would a hook make this training faster? Measured and predicted on the user's own model; see `cli.py`."""
+"""Measures or predicts whether a hook makes the training of the user's model faster; see `cli.py`."""

@@ -1,4 +1,4 @@
-"""The hooks to compare: from the command line, as they are measured, and as the user writes them."""
+"""The hooks to compare: parsed from the command line, prepared for measuring, and printed as code."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lightning_commhooks.interface.start import at_once
 
 DENSE = "dense"
 NOOP = "noop"
-# What is compared unless the user chooses, by labels.
+# Hooks that are compared by default, by label.
 DEFAULT = {
     "allreduce": "allreduce",
     "bf16": "bf16",
@@ -28,7 +28,7 @@ DEFAULT = {
     "diloco": "diloco:post_local_gradient_allreduce=False",
 }
 
-# A period of local steps is measured at no more steps than this.
+# A longer period of local steps is measured with about `_SHORT_PERIOD` steps instead.
 _LONGEST_PERIOD = 8
 _SHORT_PERIOD = 4
 
@@ -39,9 +39,9 @@ class Candidate:
 
     Attributes:
         label: name of the hook, as the user gave it.
-        hook: the configuration; `None` for DDP without any hook.
-        measured: what is measured in its place: without warm-up, and with a shorter period.
-        period_factor: how many times shorter its period is.
+        hook: the configuration; `None` for DDP without a hook.
+        measured: the configuration that is measured instead: without warm-up, and with a shorter period.
+        period_factor: how many times shorter the measured period is.
     """
 
     label: str
@@ -51,17 +51,17 @@ class Candidate:
 
     @property
     def period(self) -> int:
-        """Steps after which `measured` has averaged all that it averages, and sent each of what it sends in turn."""
+        """Steps after which `measured` has averaged and sent everything at least once."""
         return self.measured.repeats_after() if self.measured is not None else 1
 
     @property
     def code(self) -> str:
-        """The hook as the user writes it: `"bf16"`, or `PowerSGD(matrix_approximation_rank=4)`."""
+        """The hook as Python code: `"bf16"`, or `PowerSGD(matrix_approximation_rank=4)`."""
         return "None" if self.hook is None else code(self.hook)
 
     @property
     def note(self) -> str:
-        """How what was measured differs from what the user gave."""
+        """How the measured hook differs from the user's; empty if they are the same."""
         if self.measured is None or self.hook == self.measured:
             return ""
         longer = f", calculated for a period {self.period_factor} times as long" if self.period_factor > 1 else ""
@@ -69,7 +69,7 @@ class Candidate:
 
 
 def candidates(specs: Iterable[str] | None) -> list[Candidate]:
-    """Dense, noop and the hooks of some command-line options, each once; `None`: the usual ones.
+    """Return dense, noop and the hooks of these command-line options, each once; `None`: the default hooks.
 
     Raises:
         ValueError: see [`parse`][].
@@ -81,7 +81,7 @@ def candidates(specs: Iterable[str] | None) -> list[Candidate]:
 
 
 def candidate(label: str, hook: CommHook) -> Candidate:
-    """A hook that is measured from its first compressed step on, and if it is ours, with a period of few steps."""
+    """Return a candidate without warm-up steps; PostLocalSGD and DiLoCo also get a shorter period."""
     measured, factor = at_once(hook), 1
     if isinstance(measured, (PostLocalSGD, DiLoCo)) and measured.repeats_after() > _LONGEST_PERIOD:
         factor = max(1, measured.period // max(_SHORT_PERIOD, getattr(measured, "fragments", 1)))
@@ -90,13 +90,13 @@ def candidate(label: str, hook: CommHook) -> Candidate:
 
 
 def parse(spec: str) -> list[tuple[str, CommHook]]:
-    """Hooks of a command-line option.
+    """Parse the hooks of one command-line option.
 
-    Each is a name, `bf16`; a name with options, `powersgd:matrix_approximation_rank=4,start_powerSGD_iter=0`; or an
-    object in a module, `my_module:MY_HOOK`, for hooks with wrappers. `dense` and `noop` are measured anyway.
+    Each hook is a name, `bf16`; a name with options, `powersgd:matrix_approximation_rank=4,start_powerSGD_iter=0`; or
+    an object in a module, `my_module:MY_HOOK`, for hooks with wrappers. `dense` and `noop` are always measured.
 
     Raises:
-        ValueError: an unknown hook or option, or a value that does not fit.
+        ValueError: a hook, an option or its value is invalid.
     """
     texts: list[str] = []
     for token in filter(None, (token.strip() for token in spec.split(","))):

@@ -1,4 +1,4 @@
-"""The command line: which hooks there are, and whether one would make a training of yours faster."""
+"""List the hooks, or find out whether one of them makes the training of your model faster."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ from lightning_commhooks.advice.report import text_of
 from lightning_commhooks.advice.study import has_network, study
 
 _COMMANDS = {
-    "headroom": "measure how much communication costs at most: dense averaging against a hook that sends nothing",
-    "bench": "measure hooks on your model: step time, what of it is waiting, bytes sent, error of the gradient",
-    "advise": "measure hooks and say which to use, or none; with --bandwidth, --latency or --world-size, steps are "
-    "predicted over that network and not measured over this one, in one process unless --nproc or torchrun says "
-    "otherwise; several processes measure what is not given",
+    "headroom": "measure how much a hook can save at most: dense averaging against a hook that sends nothing",
+    "bench": "measure hooks on your model: step time, time spent waiting, bytes sent, error of the gradient",
+    "advise": "measure hooks and recommend one, or none. With --bandwidth, --latency or --world-size, step times are "
+    "predicted for that network instead of measured on this one. A prediction runs in one process unless --nproc or "
+    "torchrun sets another number; with several, the properties of the network that are not given are measured",
 }
 _FACTORY = (
     "a function without arguments that makes the model, as my_module:make or train.py:make. It returns (model, batch) "
-    "if the model's output is the loss or has it as .loss; (model, (inputs, target), loss_fn); or a dict with model, "
-    "batch and, if need be, loss_fn, optimizer and ddp (arguments of DistributedDataParallel). A LightningModule is "
-    "asked for training_step(batch, 0) and configure_optimizers()"
+    "if the model's output is the loss or has a .loss; (model, (inputs, target), loss_fn); or a dict with model, "
+    "batch and optionally loss_fn, optimizer and ddp (arguments of DistributedDataParallel). A LightningModule "
+    "supplies training_step(batch, 0) and configure_optimizers()"
 )
 _HOOKS = (
-    "hooks to compare, with commas between them: names, names with options as "
-    "powersgd:matrix_approximation_rank=2,warm_start=false, or configured hooks as my_module:MY_HOOK; "
+    "hooks to compare, separated by commas: names, names with options such as "
+    "powersgd:matrix_approximation_rank=2,warm_start=false, or configured hooks such as my_module:MY_HOOK; "
     f"default: {', '.join(DEFAULT.values())}"
 )
-# Only the case of the b tells bits from bytes; in capitals throughout it does not.
+# Only the case of the b distinguishes bits from bytes; "MBPS" may mean either.
 _BANDWIDTH = re.compile(
     r"(?P<number>\d*\.?\d+(?:[eE]\d+)?)\s*(?P<prefix>[kmgtKMGT]?)"
     r"(?:(?i:bit(?:/s)?)|bps|b/s|(?P<bytes>Bps|B/s)|(?P<unclear>(?i:b(?:ps|/s)?)))"
@@ -47,7 +47,7 @@ _BANDWIDTH = re.compile(
 
 
 class _Parser(ArgumentParser):
-    """Says on rank 0 what is wrong, where a launcher has started several."""
+    """Prints errors on rank 0 only, if a launcher has started several processes."""
 
     def error(self, message: str) -> NoReturn:
         if os.environ.get("RANK", "0") != "0":
@@ -56,12 +56,12 @@ class _Parser(ArgumentParser):
 
 
 def parser() -> ArgumentParser:
-    """The options of all commands."""
+    """Return the parser of all commands."""
     whole = _Parser(prog="lightning-commhooks", description=__doc__)
     commands = whole.add_subparsers(dest="command", required=True)
-    as_json: dict[str, Any] = {"action": "store_true", "help": "print JSON, and nothing else, on standard output"}
-    listing = commands.add_parser("list", help="hooks and wrappers, and their options")
-    listing.add_argument("hook", nargs="?", help="one hook, with its options explained")
+    as_json: dict[str, Any] = {"action": "store_true", "help": "print only JSON on standard output"}
+    listing = commands.add_parser("list", help="list hooks, wrappers and their options")
+    listing.add_argument("hook", nargs="?", help="name of one hook, to explain its options")
     listing.add_argument("--json", **as_json)
     for name, text in _COMMANDS.items():
         command = commands.add_parser(name, help=text, description=text)
@@ -72,22 +72,24 @@ def parser() -> ArgumentParser:
         if name == "advise":
             _add_network(command)
         command.add_argument(
-            "--nproc", type=_count, help="processes to start, unless torchrun has; default: 2, predicting 1"
+            "--nproc", type=_count, help="number of processes to start; default: 2, or 1 for predictions"
         )
         command.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
-        command.add_argument("--rounds", type=_count, default=3, help="rounds in which hooks take turns; default: 3")
+        command.add_argument(
+            "--rounds", type=_count, default=3, help="rounds, in each of which all hooks are timed; default: 3"
+        )
         command.add_argument("--json", **as_json)
     return whole
 
 
 def _add_network(command: ArgumentParser) -> None:
-    error = "error of one step's gradient, relative to its norm, to accept; default: 0.3"
+    error = "largest error of one step's gradient to accept, relative to its norm; default: 0.3"
     command.add_argument("--max-error", type=_magnitude, help=error)
-    bandwidth = "what if each rank could send so much: 1gbit, 100mbit, 1.2GB/s"
+    bandwidth = "predict for this bandwidth of each rank: 1gbit, 100mbit, 1.2GB/s"
     command.add_argument("--bandwidth", type=parse_bandwidth, help=bandwidth)
-    latency = "what if a message took so long to the next rank: 0.1ms, 50us"
+    latency = "predict for this latency of a message between two ranks: 0.1ms, 50us"
     command.add_argument("--latency", type=parse_latency, help=latency)
-    ranks = "what if there were so many ranks, each on its own host"
+    ranks = "predict for this number of ranks, each on its own host"
     command.add_argument("--world-size", type=functools.partial(_count, least=2), help=ranks)
 
 
@@ -104,7 +106,7 @@ def _magnitude(text: str) -> float:
 
 
 def parse_bandwidth(text: str) -> float:
-    """Bytes per second of `1gbit`, `100 Mbit/s`, `10Gbps` or `1.2GB/s`; refused if bits may be meant or bytes."""
+    """Return the bytes per second of `1gbit`, `100 Mbit/s`, `10Gbps` or `1.2GB/s`; reject ambiguous units."""
     found = _BANDWIDTH.fullmatch(text.strip())
     if found is None or float(found["number"]) <= 0:
         raise ArgumentTypeError(f"must be like 1gbit, 100mbit or 1.2GB/s, is {text!r}")
@@ -116,7 +118,7 @@ def parse_bandwidth(text: str) -> float:
 
 
 def parse_latency(text: str) -> float:
-    """Seconds of `0.1ms`, `50us` or `1s`."""
+    """Return the seconds of `0.1ms`, `50us` or `1s`."""
     found = re.fullmatch(r"\s*(\d*\.?\d+)\s*(us|ms|s)\s*", text, re.IGNORECASE)
     if found is None:
         raise ArgumentTypeError(f"must be like 0.1ms or 50us, is {text!r}")
@@ -133,7 +135,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             print(json.dumps(hooks, indent=2) if args.json else text_of_list(hooks))
             return
         num_processes = _num_processes(args)
-        with launch.nothing_on_stdout():  # as modules with hooks print
+        with launch.nothing_on_stdout():  # imported modules may print
             chosen = candidates([] if args.command == "headroom" else args.hooks)
         if num_processes > 1:
             sys.exit(launch.spawn(num_processes, sys.argv[1:] if arguments is None else arguments))
@@ -144,13 +146,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _num_processes(args: Namespace) -> int:
-    """Number of processes to start; 1: this one does the work."""
+    """Return the number of processes to start; 1: run in this process."""
     launched, is_what_if = int(os.environ.get("WORLD_SIZE", 0)), has_network(args)
     if launched and args.nproc not in (None, launched):
-        raise ValueError(f"--nproc {args.nproc}: a launcher has started {launched} processes already; leave it out")
+        raise ValueError(f"--nproc {args.nproc}: a launcher has started {launched} processes already; omit --nproc")
     num = launched or args.nproc or (1 if is_what_if else 2)
     if num == 1 and not is_what_if:
-        raise ValueError("one process sends nothing: use --nproc, torchrun, or `advise --bandwidth`, which predicts")
+        raise ValueError("one process sends nothing: use --nproc or torchrun, or predict with `advise --bandwidth`")
     if num == 1 and args.bandwidth is None:
         raise ValueError("one process has no network to measure: give --bandwidth")
     return 1 if launched else num
@@ -163,7 +165,7 @@ def _run(args: Namespace, chosen: list[Candidate], device: torch.device) -> None
         if is_first and sys.stderr.isatty():
             print(f"{what} ...", file=sys.stderr)
 
-    # What a factory prints does not belong in the output.
+    # The factory may print; only the result belongs on standard output.
     with launch.nothing_on_stdout(), launch.joined(device), warnings.catch_warnings():
         if not is_first:
             warnings.simplefilter("ignore")

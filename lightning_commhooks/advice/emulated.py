@@ -1,4 +1,4 @@
-"""Collectives without a network that take as long as it would: how long does this hook take over that network?"""
+"""Collectives without a network that take as long as they would over it, to predict the step times of hooks."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from lightning_commhooks.collectives.direct import FAR, takes_one_round
 from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.collectives.steps import Steps, Wait
 
-# Latencies that a round of messages takes in gloo's own collectives, by measuring: the sender may have to ask first.
+# Latencies that a round of messages takes in gloo's own collectives, as measured: the sender may have to ask first.
 RING_LATENCIES = 2.5
-# Buckets that plain DDP has under way at once: PyTorch gives a gloo group as many threads.
+# Buckets that plain DDP has in flight at once: a gloo group has this number of threads.
 _BUCKETS_OF_DDP = 2
 
 
 @dataclass(frozen=True)
 class Network:
-    """A network between ranks that are each on a host of their own.
+    """A network between ranks, each on its own host.
 
     Attributes:
-        bandwidth: bytes per second that a rank can send, while it receives as many.
-        latency: seconds that a message takes to another rank.
+        bandwidth: bytes per second that a rank can send while it receives at the same rate.
+        latency: seconds that a message between two ranks takes.
         world_size: number of ranks.
     """
 
@@ -43,12 +43,12 @@ class Network:
 
     @property
     def is_far(self) -> bool:
-        """Whether messages take so long that hooks on CPU send them directly, and not around a ring."""
+        """Whether the latency is so high that hooks on CPU send messages directly instead of around a ring."""
         return self.latency > FAR
 
 
 class _UnderWay(NamedTuple):
-    """A collective that goes on by itself."""
+    """A collective in flight."""
 
     wait: Callable[[], Tensor]
 
@@ -58,17 +58,17 @@ class _Wire:
 
     def __init__(self, clock: Any, num_at_once: int) -> None:
         self.clock = clock
-        # When the last ones ended: no other one begins before the first of them has, if that is limited.
+        # End times of the last `num_at_once` collectives: the next one begins after the earliest of them.
         self._ends = deque([-math.inf] * num_at_once, maxlen=num_at_once)
         self._free = -math.inf
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="lightning_commhooks_wire")
-        # Its thread ends when nobody has the wire any more, not a moment later.
+        # Ends the thread as soon as the wire is garbage-collected.
         weakref.finalize(self, self._executor.shutdown).atexit = False
 
     def begin(self, delay: float, busy: float, work: Callable[[], Tensor], early: float = 0.0) -> Future[Tensor]:
-        """Begin a collective whose messages are under way for `delay` seconds and whose bytes take `busy` ones.
+        """Begin a collective whose messages travel for `delay` seconds and whose bytes take `busy` seconds.
 
-        Bytes of others wait meanwhile. It began `early` seconds ago; `work` makes its result.
+        The bytes of other collectives wait meanwhile. It began `early` seconds ago; `work` makes its result.
         """
         started = self.clock.perf_counter() - early
 
@@ -83,14 +83,14 @@ class _Wire:
         self._ends.append(end)
         result = work()
         self.clock.sleep(max(0.0, end - self.clock.perf_counter()))
-        # Later, if processors were busy with something else.
+        # Later than `end` if the processors were busy.
         self._free = max(end, self.clock.perf_counter())
         return result
 
 
 @functools.cache
 def _cycles_per_second(device: torch.device) -> float:
-    """Cycles that `torch.cuda._sleep` waits for in a second."""
+    """Measure how many cycles of `torch.cuda._sleep` make a second."""
     cycles = 20_000_000
     stream = torch.cuda.current_stream(device)
     torch.cuda._sleep(1000)
@@ -103,22 +103,22 @@ def _cycles_per_second(device: torch.device) -> float:
 
 
 class Emulated:
-    """Ranks that are not there, as a transport: every rank is like this one, and collectives take their time.
+    """A transport to emulated ranks: all ranks equal this one, and collectives take as long as over a network.
 
-    Results have the right shapes, and sums are those of equal ranks. `advice.errors` tells how good a hook is.
+    Results have the right shapes, and sums assume equal ranks. `advice.errors` measures how exact a hook is.
 
     Args:
-        network: between the ranks.
-        rank: which of them this one is.
-        has_hook: whether a hook sends; DDP's own all-reduces are different.
-        on_stream: whether collectives are queued on the present CUDA stream, as with NCCL.
-        clock: passes the time on the host.
+        network: the network between the ranks.
+        rank: this rank.
+        has_hook: whether a hook sends the gradients; DDP's own all-reduces differ.
+        on_stream: whether collectives are queued on the current CUDA stream, as with NCCL.
+        clock: a replacement for the module `time`.
 
     Attributes:
-        is_ordered: see `Direct`, as the others.
-        latency: see there.
+        is_ordered: see `Direct`.
+        latency: see `Direct`.
         size: number of ranks.
-        rank: see above.
+        rank: this rank.
     """
 
     def __init__(
@@ -136,14 +136,14 @@ class Emulated:
         return self
 
     def among(self, ranks: Sequence[int], part: int) -> Emulated:
-        """Some of the ranks, over the same wire."""
+        """Return a transport to some of the ranks, over the same wire."""
         network = Network(self._network.bandwidth, self._network.latency, len(ranks))
         some = Emulated(network, list(ranks).index(self.rank), on_stream=self._on_stream)
         some._wire = self._wire
         return some
 
     def num_rounds(self, num_bytes: int) -> int:
-        """Rounds of messages in which a tensor is summed."""
+        """Return the number of rounds of messages in which a tensor is summed."""
         if self.is_ordered:
             return 2 * (self.size - 1)
         return 1 if takes_one_round(num_bytes, self.size, self.latency) else 2
@@ -154,17 +154,17 @@ class Emulated:
         return self._take("all_reduce", num_bytes, tensor, lambda: tensor.mul_(self.size))
 
     def expect(self, like: Tensor) -> float:
-        """The present moment, for `gather`."""
+        """Return the current time, for `gather`."""
         return float(self._wire.clock.perf_counter())
 
     def gather(self, tensor: Tensor, expected: object = None) -> Steps[Tensor]:
-        """The tensor, as often as there are ranks."""
+        """Return one copy of the tensor for each rank."""
         num_bytes = (self.size - 1) * tensor.nbytes
         announced = expected if isinstance(expected, float) else math.inf
         return self._take("all_gather", num_bytes, tensor, lambda: tensor.repeat(self.size, 1), announced)
 
     def exchange(self, chunks: Tensor) -> Steps[Tensor]:
-        """This rank's own chunk, as often as there are ranks."""
+        """Return one copy of this rank's own chunk for each rank."""
         num_bytes = (self.size - 1) / self.size * chunks.nbytes
         own = chunks[self.rank : self.rank + 1]
         return self._take("all_to_all", num_bytes, chunks, lambda: own.repeat(self.size, 1))
@@ -176,21 +176,21 @@ class Emulated:
         if self._on_stream:
             torch.cuda._sleep(int((delay + busy) * _cycles_per_second(tensor.device)))
             return work()
-        # The message by which each rank says that it waits is there already, or under way.
+        # Receives were posted by `expect`: the messages that announce them have arrived or are in flight.
         early = min(max(0.0, self._wire.clock.perf_counter() - announced), self.latency)
         future = self._wire.begin(delay, busy, work, early)
         yield Wait([_UnderWay(future.result)])
         return future.result()
 
     def _num_messages(self, kind: Kind) -> int:
-        """Number of messages of a collective that wait for each other."""
+        """Return the number of consecutive messages in a collective."""
         if self.latency:
             return 3 if kind == "all_reduce" and self.size > 2 else 2
         return {"all_reduce": 2 * (self.size - 1), "all_gather": self.size - 1}.get(kind, 1)
 
 
 def emulated_group(transport: Emulated, counters: Counters, device: torch.device) -> Group:
-    """The group of ranks that are not there, each on a node of its own."""
+    """Return the group of emulated ranks, each on its own node."""
     group = Group(transport, counters, device)
     group._nodes, group._are_alike = [[rank] for rank in range(transport.size)], True
     return group

@@ -1,4 +1,4 @@
-"""Errors of hooks among ranks that are not there: gradients of several batches are averaged for real, in memory."""
+"""Errors of hooks among simulated ranks: the gradients of several batches are averaged in memory."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from lightning_commhooks.interface.hook import CommHook
 from lightning_commhooks.interface.precision import all_finite
 from lightning_commhooks.wrappers.scale import accumulation_of
 
-# Ranks whose gradients are averaged, at most; at least, where there are as many; in between, what they may weigh.
+# Bounds on the number of simulated ranks, and the size of all their gradients, which decides between the bounds.
 _MAX_RANKS = 16
 _MIN_RANKS = 4
 _MAX_BYTES = 2**31
@@ -35,25 +35,25 @@ _STEPS = 8
 _SAMPLED_STEPS = 2
 _SAMPLED_NUMEL = 2**18
 
-# Bytes after which a bucket is full, as of DDP.
+# DDP's default bucket size.
 _BUCKET_BYTES = 25 * 2**20
 
 
 def num_averaged(world_size: int, gradient_bytes: int) -> int:
-    """Among how many of `world_size` ranks errors are measured."""
+    """Return the number of ranks, out of `world_size`, among which errors are measured."""
     return min(world_size, max(_MIN_RANKS, min(_MAX_RANKS, _MAX_BYTES // max(1, gradient_bytes))))
 
 
 def errors_among(
     world_size: int, task: Task, chosen: Sequence[Candidate], tell: Callable[[str], None] = lambda label: None
 ) -> dict[str, list[float]]:
-    """Relative errors of the averaged gradient in some steps, by label; none of hooks with which ranks step alone.
+    """Return relative errors of the averaged gradient in some steps, by label; none for hooks that average models.
 
-    Some of the ranks have the gradients of a batch of their own each, the same in all steps, and stand for the others.
-    All processes call this, and the first one gets the result.
+    A sample of the ranks represents all of them: each has the gradients of its own batch, the same in all steps. All
+    processes call this function, and rank 0 gets the result.
 
     Raises:
-        ValueError: a hook does not fit, or there are no batches for other ranks.
+        ValueError: a hook does not support the model or the number of ranks, or the factory gave too few batches.
     """
     num_ranks = num_averaged(world_size, task.gradient_bytes)
     buckets = _buckets(task, [task.batch, *itertools.islice(task.further, num_ranks - 1)])
@@ -72,7 +72,7 @@ def errors_among(
 
 
 def _buckets(task: Task, batches: list[Any]) -> list[list[Bucket]]:
-    """Gradients of each rank, in the same buckets on all of them, about as DDP makes them."""
+    """Return the gradients of each rank, in buckets similar to DDP's and equal on all ranks."""
     own, ranks = task.batch, []
     parameters = {name: p for name, p in reversed(list(task.module.named_parameters())) if p.requires_grad}
     groups: list[tuple[Slot, ...]] = []
@@ -86,7 +86,7 @@ def _buckets(task: Task, batches: list[Any]) -> list[list[Bucket]]:
     for batch in batches:
         task.batch = batch
         task.gradients(task.module)
-        if dist.get_rank() > 0:  # which takes part for a model with collectives of its own
+        if dist.get_rank() > 0:  # has taken part in case the model has its own collectives
             continue
         found = {name: torch.zeros_like(p) if p.grad is None else p.grad.to_dense() for name, p in parameters.items()}
         flats = (torch.cat([found[slot.name].reshape(-1) for slot in slots]).cpu() for slots in groups)
@@ -97,7 +97,7 @@ def _buckets(task: Task, batches: list[Any]) -> list[list[Bucket]]:
 
 
 def _errors(hook: CommHook, buckets: list[list[Bucket]], device: torch.device, world_size: int) -> list[float]:
-    """Among ranks with buckets of their own; of a hook that fits all ranks only, among all."""
+    """Measure among the sampled ranks or, if the hook rejects that number, among all ranks with repeated buckets."""
     for size in (len(buckets), world_size):
         lives = zip(itertools.cycle(buckets), groups_in_memory(size, device), strict=False)
         try:
@@ -109,7 +109,7 @@ def _errors(hook: CommHook, buckets: list[list[Bucket]], device: torch.device, w
 
 
 def _live(hook: CommHook, own: list[Bucket], group: Group) -> Steps[list[float]]:
-    """One rank: bucket by bucket, so that there is the memory of one bucket only."""
+    """Run one rank, bucket by bucket, so that only one bucket's state is in memory."""
     numel = sum(bucket.flat.numel() for bucket in own)
     samplers = {step: ErrorSampler(1, _SAMPLED_NUMEL, numel) for step in range(_STEPS - _SAMPLED_STEPS, _STEPS)}
     for recorded in own:

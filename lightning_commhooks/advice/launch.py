@@ -1,4 +1,4 @@
-"""Processes of the command line: started here or by torchrun, and ended together when one fails."""
+"""Processes of the command line, started here or by torchrun; if one fails, all end."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, Store, TCPStore
 
-# A rank that has not answered for so long never will. The first one takes errors while others wait.
+# Other ranks wait while rank 0 measures errors.
 _TIMEOUT = timedelta(minutes=30)
-# What ranks that only notice another one's failure are waited for.
+# Time for the remaining ranks to notice a failure and end.
 _GRACE_SECONDS = 3.0
 _FAILED = "lightning_commhooks/failed"
 _LOST_CONNECTION = re.compile(r"Connection (reset|closed)|Broken pipe|Connection was likely closed")
@@ -28,7 +28,7 @@ FAILURE, USAGE_ERROR = 1, 2
 
 @contextlib.contextmanager
 def nothing_on_stdout() -> Iterator[None]:
-    """Have what others print meanwhile on standard error, libraries in C++ too: some versions of gloo do."""
+    """Redirect standard output to standard error, also for C++ libraries: some versions of gloo print."""
     sys.stdout.flush()
     with contextlib.redirect_stdout(sys.stderr):
         saved = os.dup(1)
@@ -41,14 +41,14 @@ def nothing_on_stdout() -> Iterator[None]:
 
 
 def spawn(num_processes: int, arguments: Sequence[str]) -> int:
-    """Run the command with these arguments in several processes of this machine; the first one prints.
+    """Run the command with these arguments in several processes on this machine; rank 0 prints.
 
     Returns:
-        the exit code, 0 if none of them failed.
+        the exit code, 0 if no process failed.
     """
     num, threads = str(num_processes), str(max(1, (os.cpu_count() or 1) // num_processes))
     shared = {"OMP_NUM_THREADS": threads, **os.environ, "WORLD_SIZE": num, "LOCAL_WORLD_SIZE": num}
-    # As torchrun's, the store is this process's: a free port that a rank is told may be taken before it listens.
+    # This process hosts the store, as in torchrun: a free port could be taken before rank 0 listens on it.
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     shared |= {"MASTER_ADDR": store.host, "MASTER_PORT": str(store.port)}
     shared |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
@@ -79,10 +79,10 @@ def _wait(processes: list[subprocess.Popen[bytes]]) -> int:
 
 
 def choose_device(choice: str) -> torch.device:
-    """The device of this process.
+    """Return the device of this process.
 
     Raises:
-        ValueError: there is no such device for each process of this node.
+        ValueError: `choice` is `"cuda"`, and there are fewer devices than processes on this node.
     """
     local_rank, num_local = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     available = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -97,13 +97,13 @@ def choose_device(choice: str) -> torch.device:
 
 @contextlib.contextmanager
 def joined(device: torch.device) -> Iterator[None]:
-    """Have a process group within a `with`. When a rank fails there, it says why, and all of them end."""
+    """Create a process group for a `with` block. If a rank fails in it, it prints the reason, and all ranks end."""
     rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     backend = "nccl" if device.type == "cuda" else "gloo"
-    alone = HashStore() if size == 1 else None  # several meet as the environment says
+    alone = HashStore() if size == 1 else None  # several ranks use the store of the environment
     try:
         dist.init_process_group(backend, timeout=_TIMEOUT, world_size=size, rank=rank, store=alone)
-        dist.barrier()  # or one that fails at once would be gone before others have connected to it
+        dist.barrier()  # a rank that fails at once could end before its peers have connected to it
     except (RuntimeError, ValueError) as failure:
         if os.environ.get("COMMHOOKS_TRACEBACK"):
             traceback.print_exception(failure)
@@ -116,18 +116,18 @@ def joined(device: torch.device) -> Iterator[None]:
     except BaseException as failure:
         _report(failure, store)
         sys.stderr.flush()
-        # Not through the interpreter's end: threads may wait for ranks that are gone. Others notice that it ended.
+        # Without the interpreter's shutdown, in which threads may wait for lost ranks. The peers notice the exit.
         os._exit(USAGE_ERROR if isinstance(failure, ValueError) else FAILURE)
     dist.destroy_process_group()
 
 
 def _report(failure: BaseException, store: Store) -> None:
-    """Say what went wrong, unless another rank has failed before: this one only lost its connection then."""
+    """Print the reason, unless another rank failed first: then this rank has only lost its connection."""
     rank = dist.get_rank()
     try:
         is_first_to_fail = store.add(_FAILED, 1) == 1
     except Exception:
-        is_first_to_fail = rank == 0  # the store was on rank 0, which has ended
+        is_first_to_fail = rank == 0  # rank 0 hosted the store and has ended
     if not is_first_to_fail:
         return
     if os.environ.get("COMMHOOKS_TRACEBACK"):

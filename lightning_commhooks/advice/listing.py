@@ -1,4 +1,4 @@
-"""All hooks and wrappers, and their options."""
+"""A list of all hooks and wrappers with their options."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _WHOLE: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
 
 
 def listed(only: str | None = None) -> list[dict[str, Any]]:
-    """All hooks, then wrappers; or the one of a name. As `--json` has it.
+    """Describe all hooks, then all wrappers, or the one named `only`, as `--json` prints them.
 
     Raises:
-        ValueError: there is none of that name.
+        ValueError: no hook or wrapper has that name.
     """
     classes: list[type[CommHook]] = [getattr(wrappers, name) for name in wrappers.__all__]
     if only is None:
-        # Wrappers with a name come once, among the wrappers.
+        # Registered wrappers are listed once, among the wrappers.
         classes = [*(cls for cls in map(get_hook_class, available_hooks()) if cls not in classes), *classes]
     else:
         named = {name.lower(): cls for cls in classes for name in (cls.name, cls.__name__)}
@@ -47,14 +47,13 @@ def _option(parameter: inspect.Parameter) -> str:
 
 
 def text_of_list(hooks: list[dict[str, Any]]) -> str:
-    """The same for people, as wide as the terminal; of one hook with all of its documentation."""
-    # Of what is no terminal, as a pipe, 80.
+    """Format the list for the terminal's width (80 columns in a pipe); one hook alone gets its full documentation."""
     width = max(40, shutil.get_terminal_size().columns)
     lines = []
     for hook in hooks:
         names = ", also ".join([hook["name"], *hook["aliases"]])
         text = hook["doc"] if len(hooks) == 1 else hook["doc"].partition("\n\n")[0]
-        # An option goes to the next line as a whole.
+        # Keep each option on one line.
         options = [option.replace(" ", "\0") for option in hook["options"]]
         head = textwrap.fill(
             f"{names}: {hook['class_name']}({', '.join(options)})", width, subsequent_indent=" " * 8, **_WHOLE
@@ -64,7 +63,7 @@ def text_of_list(hooks: list[dict[str, Any]]) -> str:
 
 
 def _indented(text: str, width: int) -> str:
-    """Documentation, indented by four and filled up to `width`; each argument and item of a list begins a line."""
+    """Indent documentation by four and wrap it at `width`; each argument and list item begins a line."""
     paragraphs: list[tuple[int, str]] = []
     for line in text.splitlines():
         indent, words = len(line) - len(line.lstrip()), line.strip()

@@ -1,4 +1,4 @@
-"""`module:factory` of the command line: a model and a batch."""
+"""The model and batch that `module:factory` on the command line makes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lightning_commhooks.advice.task import Task, is_lightning
 
 T = TypeVar("T")
 _EXPECTED = (
-    "it must return (model, batch), (model, batch, loss_fn), or a dict with 'model' and 'batch' and, if need be, "
+    "it must return (model, batch), (model, batch, loss_fn), or a dict with 'model' and 'batch' and optionally "
     "'loss_fn', 'optimizer' and 'ddp'"
 )
 _FIELDS = {"model", "batch", "loss_fn", "optimizer", "ddp"}
@@ -26,15 +26,15 @@ _LEARNING_RATE = 1e-4
 
 
 def load_task(spec: str, device: torch.device, seed: int) -> Task:
-    """Call `module:factory`, which is looked for in the current folder first.
+    """Call `module:factory`; modules in the current folder take precedence.
 
     Args:
-        spec: name of a module, or path of a `.py` file, and of a function without arguments in it.
-        device: where model and batch are moved to.
-        seed: of the global random numbers, before the call.
+        spec: name of a module or path of a `.py` file, and name of a function without arguments.
+        device: device that model and batch are moved to.
+        seed: seed of the global random number generator for the call.
 
     Raises:
-        ValueError: there is no such function, it failed, or what it returned is no model and batch.
+        ValueError: the function does not exist, failed, or did not return a model and a batch.
     """
     module_name, _, attribute = spec.rpartition(":")
     if not module_name or not attribute:
@@ -54,7 +54,7 @@ def load_task(spec: str, device: torch.device, seed: int) -> Task:
     if loss_fn is not None and not is_lightning(module) and isinstance(batch, (tuple, list)) and len(batch) < 2:
         raise ValueError(
             f"{spec}() returned a loss function and a batch of {len(batch)}, in a {type(batch).__name__}: with "
-            "loss_fn(output, target) the batch is (inputs, target); with loss_fn(output) it is the inputs alone"
+            "loss_fn(output, target) the batch is (inputs, target); with loss_fn(output) it is only the inputs"
         )
     module.to(device).train()
     further = (_moved(other, device) for other in _further(spec, factory, seed, parts["batch"]))
@@ -63,7 +63,7 @@ def load_task(spec: str, device: torch.device, seed: int) -> Task:
 
 
 def imported(module: str, attribute: str) -> Any:
-    """An attribute of a module, whose name or `.py` file is looked for in the current folder first."""
+    """Import an attribute of a module, given by name or `.py` file; the current folder takes precedence."""
     folder, file = os.path.split(os.path.abspath(module)) if module.endswith(".py") else (os.getcwd(), module)
     if sys.path[:1] != [folder]:
         sys.path.insert(0, folder)
@@ -96,7 +96,7 @@ def _first(batch: object) -> object:
 
 
 def _further(spec: str, factory: Callable[[], object], seed: int, batch: object) -> Iterator[object]:
-    """Batches of the ranks behind this one: the loader's next ones, or what the factory makes with their seeds."""
+    """Yield batches of the ranks after this one: the loader's next batches, then the factory's with their seeds."""
     if isinstance(batch, torch.utils.data.DataLoader):
         yield from itertools.islice(batch, 1, None)
     for other in itertools.count(seed + 1):
@@ -114,7 +114,7 @@ def _optimizers(spec: str, given: Any, module: Any) -> list[Optimizer]:
 
 
 def _optimizers_in(given: object) -> Iterator[Optimizer]:
-    """Of all that Lightning knows, where they lie among schedulers."""
+    """Yield the optimizers in any return value of `configure_optimizers` that Lightning accepts."""
     if isinstance(given, Optimizer):
         yield given
     elif isinstance(given, (Mapping, tuple, list)):

@@ -1,4 +1,4 @@
-"""Step times of hooks that take turns, over the real network or an emulated one. Collective throughout."""
+"""Step times of hooks, measured in turns over the real network or an emulated one. All functions are collective."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ from lightning_commhooks.hooks import AllReduce
 from lightning_commhooks.runtime.attachment import Attachment
 from lightning_commhooks.sources.attach import attach, attach_emulated
 
-# DDP makes its final buckets after the first backward, and hooks their memory in the first step with those. Of steps
-# that take long, one must do.
+# DDP makes its final buckets after the first backward, and hooks allocate their state in the step after it. Long steps
+# get a single warm-up step.
 _WARM_UP_STEPS = 2
 _LONG_MS = 700
-# Seconds of one hook's turn, and the most steps in it.
+# Duration of one hook's turn, and the largest number of steps in it.
 _TURN_SECONDS = 0.4
 _MAX_STEPS = 12
 _BURN_IN_MS = 1000.0
-# While differences are within the noise: how many times as many rounds there may be as were asked for, and seconds.
+# Limits on the extra rounds while differences are within the noise: a multiple of `--rounds`, and a duration.
 _MOST_ROUNDS = 6
 _MOST_SECONDS = 90.0
 
 
 def measured_network(task: Task) -> Network:
-    """The network between the ranks, of which there are several."""
-    model = task.wrap()  # which the attachment does not keep
+    """Measure the network between two or more ranks."""
+    model = task.wrap()  # kept here: the attachment does not hold a reference
     attachment = attach(model, "allreduce")
     link = attachment.measure_link()
     attachment.close()
@@ -53,12 +53,12 @@ def measured_network(task: Task) -> Network:
 
 
 class Bench:
-    """Runs the steps of one task, the same on all ranks, with one hook after another.
+    """Runs the steps of one task with one hook after another, in the same order on all ranks.
 
     Args:
         task: the model.
-        network: to be emulated; `None`: the real one is used.
-        tell: called before each part of the work, with its name.
+        network: the network to emulate; `None`: use the real one.
+        tell: called with the name of each part of the work before it begins.
     """
 
     def __init__(self, task: Task, network: Network | None, tell: Callable[[str], None]) -> None:
@@ -70,10 +70,10 @@ class Bench:
         self._burn_in()
 
     def rows(self, chosen: list[Candidate], rounds: int) -> list[Row]:
-        """Time steps, hook by hook in each of some rounds, and see how exact gradients are.
+        """Time the steps of each hook in each round, and measure the errors of the gradients.
 
-        Of hooks whose differences are within the noise there are more rounds, for a while. Over an emulated network
-        only the first rank knows how exact; see `errors_among`.
+        Hooks whose differences are within the noise get more rounds, within limits. Over an emulated network only
+        rank 0 gets the errors; see `errors_among`.
         """
         rounds_of: dict[str, list[Row]] = defaultdict(list)
         expected_ms: dict[str, float] = {}
@@ -85,7 +85,7 @@ class Bench:
                 rounds_of[label].append(self._turn(candidate, expected_ms.get(label)))
                 expected_ms[label] = self._slowest(rounds_of[label][-1].step_ms)
             rows = {label: self._agreed(merged(rounds)) for label, rounds in rounds_of.items()}
-            # With one round nothing is known of the noise.
+            # One round gives no estimate of the noise.
             is_last = len(rounds_of[NOOP]) < 2 or self._slowest(time.perf_counter() - begin) > _MOST_SECONDS
             again = set() if is_last else unsettled([*rows.values()])
             turns = [one for one in chosen if one.label in again and len(rounds_of[one.label]) < _MOST_ROUNDS * rounds]
@@ -103,7 +103,7 @@ class Bench:
         return list(rows.values())
 
     def _agreed(self, own: Row) -> Row:
-        """The row of the slowest rank: all wait for it, or would if they were trained together, with noop as well."""
+        """Return the row of the slowest rank, which all ranks wait for in training."""
         every: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(every, own)
         slowest: Row = max(every, key=lambda row: row.step_ms)
@@ -115,16 +115,16 @@ class Bench:
         return own.item()
 
     def _burn_in(self) -> None:
-        """Step for a while. Before, times say little: memory is new, and processors may have been asleep."""
+        """Run untimed steps first: fresh memory and sleeping processors distort the first times."""
         left_ms, steps = _BURN_IN_MS, 1
-        while left_ms > 0:  # on all ranks alike: a model may have collectives of its own
+        while left_ms > 0:  # equally often on all ranks: the model may have its own collectives
             step_ms = self._warm_up(self._task.module, steps)
             left_ms -= step_ms * steps
             steps = max(1, round(left_ms / step_ms))
         self._task.restore()
 
     def _warm_up(self, model: nn.Module, steps: int) -> float:
-        """Milliseconds of one of so many steps, on the slowest rank."""
+        """Run some steps and return the milliseconds of one, on the slowest rank."""
         begin = time.perf_counter()
         for _ in range(steps):
             self._task.step(model)
@@ -137,7 +137,7 @@ class Bench:
         gc.collect()
         dist.barrier()
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that noop does not train, and the like
+            warnings.simplefilter("ignore")  # such as noop's, that it does not train
             model, attachment = self._attached(candidate)
             with contextlib.closing(attachment) if attachment is not None else contextlib.nullcontext():
                 if expected_ms is None:
@@ -171,7 +171,7 @@ class Bench:
         gained = {key: value - before[key] for key, value in attachment.metrics().items()}
         row.bytes_sent, row.bytes_dense = amortized(sent, sent, factor), gained["bytes_dense"] / steps
         if (timed := gained["timed_steps"]) and candidate.hook is not None:
-            # Else it is that of steps that average models, more of which there are than in a long period.
+            # With a shortened period, steps that average models are too frequent for a mean.
             row.exposed_ms = gained["exposed_ms"] / timed if factor == 1 else math.nan
             row.codec_ms = gained["codec_ms"] / timed / factor
         return row
@@ -199,7 +199,7 @@ class Bench:
         make_group = functools.partial(emulated_group, transport, device=device)
         attachment = attach_emulated(model, candidate.measured or AllReduce(), make_group, self._task.optimizers)
         buffers = sum(buffer.nbytes for buffer in self._task.module.buffers())
-        # A broadcast takes as long as gathering parts of the same size.
+        # A broadcast takes as long as an all-gather of equal parts.
         part = torch.empty(-(-buffers // max(1, network.world_size - 1)), dtype=torch.uint8, device=device)
 
         def broadcast_buffers(model: DistributedDataParallel, inputs: object) -> None:

@@ -1,4 +1,4 @@
-"""Which hook, or none: decided from numbers, without measuring anything."""
+"""The recommendation of a hook, or none, from measured numbers."""
 
 from __future__ import annotations
 
@@ -9,32 +9,32 @@ from dataclasses import dataclass
 
 from lightning_commhooks.advice.candidates import DENSE, NOOP
 
-# A step that takes less than this part of dense's time less is not worth another method.
+# A hook has to shorten a dense step by at least this fraction.
 MIN_GAIN = 0.10
-# Of hooks that are as fast as the fastest within this, or within the noise, the most exact one is recommended.
+# The most exact of the hooks within this factor of the fastest, or within the noise, is recommended.
 AS_FAST = 1.05
-# Standard errors within which a mean is, but for one time in twenty.
+# Half-width of a 95% confidence interval, in standard errors.
 _ERRORS = 2.0
-# Width of the interval of the part of a step that communication costs, which is narrow enough.
+# Largest conclusive width of the interval of communication's share of a step.
 _PRECISE = 0.25
 _QUIETER = "measure on a quiet machine, or with more --rounds"
 
 
 @dataclass
 class Row:
-    """What is known about one hook.
+    """The measurements of one hook.
 
     Attributes:
         label: name of the hook, as the user gave it.
-        code: the hook as the user writes it.
+        code: the hook as Python code.
         step_ms: milliseconds of a step, on the slowest rank.
-        bytes_sent: per step and rank.
-        bytes_dense: per step and rank, with dense averaging.
-        spread_ms: standard error of `step_ms`, from the rounds that count: see [`merged`][].
-        exposed_ms: of a step, in which training waits for communication; NaN: unknown.
-        codec_ms: of a step, in which the hook works itself; NaN: unknown.
-        error: of one step's averaged gradient, relative to its norm; NaN: there is none.
-        note: how what was measured differs from what was asked for.
+        bytes_sent: bytes per step and rank.
+        bytes_dense: bytes per step and rank with dense averaging.
+        spread_ms: standard error of `step_ms` over the rounds that [`merged`][] keeps.
+        exposed_ms: milliseconds of a step in which training waits for communication; NaN: unknown.
+        codec_ms: milliseconds of a step in which the hook computes; NaN: unknown.
+        error: error of one step's averaged gradient, relative to its norm; NaN: the hook averages models.
+        note: how the measured hook differs from the user's.
     """
 
     label: str
@@ -50,25 +50,25 @@ class Row:
 
     @property
     def ratio(self) -> float:
-        """Bytes of dense averaging over bytes sent."""
+        """Bytes of dense averaging divided by bytes sent."""
         return self.bytes_dense / self.bytes_sent if self.bytes_sent else math.inf
 
     @property
     def averages_models(self) -> bool:
-        """Whether ranks step alone: then there is no error."""
+        """Whether the hook averages models instead of gradients, which have no error then."""
         return math.isnan(self.error) and self.label not in (DENSE, NOOP)
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Advice.
+    """The recommendation.
 
     Attributes:
         choice: label of the recommended hook; `None`: do not compress.
-        reason: in a sentence.
-        line: to paste; empty without a choice.
-        apart: hooks that are not recommended however fast they are, by label, and why.
-        is_noisy: whether nothing is recommended because the difference is within the noise.
+        reason: the reason in one sentence.
+        line: code to paste; empty without a choice.
+        apart: reasons against the hooks that are never recommended, by label.
+        is_noisy: whether no hook is recommended because the difference is within the noise.
     """
 
     choice: str | None
@@ -79,7 +79,7 @@ class Verdict:
 
 
 def merged(rounds: list[Row]) -> Row:
-    """One row of those of several rounds: the faster half, for what else happens on a machine only ever adds time."""
+    """Merge the rows of several rounds into one; step times come from the faster half, since disturbances add time."""
     steps = sorted(row.step_ms for row in rounds)[: -(-len(rounds) // 2)]
     return dataclasses.replace(
         rounds[0],
@@ -92,18 +92,18 @@ def merged(rounds: list[Row]) -> Row:
 
 
 def median(values: list[float]) -> float:
-    """That of the numbers that are known."""
+    """Return the median of the values that are not NaN."""
     known = [value for value in values if not math.isnan(value)]
     return statistics.median(known) if known else math.nan
 
 
 def amortized(values: list[float], sent: list[float], period_factor: int) -> float:
-    """What a step costs on average: the usual one, and in a longer period what is more in some of them.
+    """Return the average cost of a step in a period that is `period_factor` times as long as the measured one.
 
     Args:
-        values: of each step, over whole periods.
-        sent: bytes in each step; those that send the least are the usual ones.
-        period_factor: how many times longer the period is.
+        values: cost of each step, over whole measured periods.
+        sent: bytes sent in each step; the steps that send the least recur in the longer period.
+        period_factor: how many times longer the real period is.
     """
     usual = [value for value, num_bytes in zip(values, sent, strict=True) if num_bytes <= min(sent)]
     common = statistics.median(usual)
@@ -112,35 +112,35 @@ def amortized(values: list[float], sent: list[float], period_factor: int) -> flo
 
 
 def row_of(label: str, rows: list[Row]) -> Row:
-    """The row of one hook."""
+    """Return the row of one hook."""
     return next(row for row in rows if row.label == label)
 
 
 def headroom(rows: list[Row]) -> float:
-    """The part of dense's step that goes away when nothing is sent, at least 0."""
+    """Return the fraction of a dense step that is saved if nothing is sent, at least 0."""
     return max(0.0, 1 - row_of(NOOP, rows).step_ms / row_of(DENSE, rows).step_ms)
 
 
 def noise_ms(one: Row, other: Row) -> float:
-    """Milliseconds by which the difference between two hooks' steps may be wrong."""
+    """Return the uncertainty of the difference between two step times."""
     return _ERRORS * math.hypot(one.spread_ms, other.spread_ms)
 
 
 def headroom_interval(rows: list[Row]) -> tuple[float, float]:
-    """What `headroom` is, at least and at most."""
+    """Return the bounds of `headroom`."""
     dense, noop = row_of(DENSE, rows), row_of(NOOP, rows)
     room, noise = 1 - noop.step_ms / dense.step_ms, noise_ms(dense, noop) / dense.step_ms
     return max(0.0, room - noise), min(1.0, max(0.0, room + noise))
 
 
 def is_conclusive(interval: tuple[float, float]) -> bool:
-    """Whether an interval of parts of dense's step tells if a hook is worth it, and about how much it can save."""
+    """Return whether an interval of `headroom` shows if a hook is worth it and roughly how much it can save."""
     low, high = interval
     return high < MIN_GAIN or (low >= MIN_GAIN and high - low <= _PRECISE)
 
 
 def unsettled(rows: list[Row]) -> set[str]:
-    """Labels of the hooks to measure once more, because a conclusion depends on a difference within the noise."""
+    """Return the labels of the hooks to measure again because a conclusion depends on a difference within the noise."""
     again = set() if is_conclusive(headroom_interval(rows)) else {DENSE, NOOP}
     dense, hooks = row_of(DENSE, rows), [row for row in rows if row.label not in (DENSE, NOOP)]
     if hooks:
@@ -151,19 +151,19 @@ def unsettled(rows: list[Row]) -> set[str]:
 
 
 def ranked(rows: list[Row]) -> list[Row]:
-    """The fastest first; what sends nothing at all, and so trains nothing, before all."""
+    """Sort rows: noop first, which does not train, then the fastest hooks first."""
     return sorted(rows, key=lambda row: (row.label != NOOP, row.step_ms))
 
 
 def decide(rows: list[Row], max_error: float) -> Verdict:
-    """Recommend one of the hooks, dense and noop among them, or none, with an error of a step up to `max_error`."""
+    """Recommend one of the hooks with an error of at most `max_error`, or none; `rows` include dense and noop."""
     dense = row_of(DENSE, rows)
     hooks = [row for row in rows if row.label not in (DENSE, NOOP)]
     apart = {row.label: why for row in hooks if (why := _why_apart(row, max_error))}
     eligible = [row for row in hooks if row.label not in apart]
     fastest = min(eligible, key=lambda row: row.step_ms, default=dense)
     as_fast = [row for row in eligible if row.step_ms <= fastest.step_ms * AS_FAST + noise_ms(row, fastest)]
-    # Within the noise, but not at the cost of the gain over dense averaging.
+    # A more exact hook must not cost the gain over dense averaging.
     as_fast = [row for row in as_fast if row is fastest or _is_worth_it(row, dense)]
     best = min(as_fast, key=lambda row: (row.error, row.step_ms), default=None)
     reason, is_noisy = _reason_against(best, dense, rows)
@@ -176,12 +176,12 @@ def decide(rows: list[Row], max_error: float) -> Verdict:
 
 def _why_apart(row: Row, max_error: float) -> str:
     if row.averages_models:
-        return "averaging models instead of gradients is another algorithm: compare what it reaches"
+        return "averaging models instead of gradients is a different algorithm: compare the final loss"
     if row.error <= max_error:
         return ""
     return (
-        f"an error of {row.error:.2f} in one step is above --max-error {max_error:g}, though with error feedback what "
-        "is missing is sent later: compare what it reaches"
+        f"an error of {row.error:.2f} in one step is above --max-error {max_error:g}; if the hook has error feedback, "
+        "it sends the residual later: compare the final loss"
     )
 
 
@@ -190,7 +190,7 @@ def _is_worth_it(row: Row, dense: Row) -> bool:
 
 
 def _reason_against(best: Row | None, dense: Row, rows: list[Row]) -> tuple[str, bool]:
-    """Why not to compress, empty if there is no reason; and whether that is noise."""
+    """Return the reason not to compress, empty if there is none, and whether that reason is noise."""
     room, (low, high) = headroom(rows), headroom_interval(rows)
     if room < MIN_GAIN:
         text = f"a step that sends nothing takes {room:.0%} less time than dense averaging"
@@ -198,7 +198,7 @@ def _reason_against(best: Row | None, dense: Row, rows: list[Row]) -> tuple[str,
             return f"{text}, but {low:.0%} to {high:.0%} is within the noise; {_QUIETER}", True
         return f"{text}, so no hook can save more; less than {MIN_GAIN:.0%} is not worth it", False
     if best is None:
-        return "no hook is within the error that is allowed", False
+        return "no hook is within the error that --max-error allows", False
     gain_ms, noise = dense.step_ms - best.step_ms, noise_ms(dense, best)
     if gain_ms + noise < MIN_GAIN * dense.step_ms:
         return (

@@ -1,4 +1,4 @@
-"""Text for people."""
+"""The findings of a study as text."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _TITLES = {DENSE: "dense (no hook)", NOOP: "noop (sends nothing)"}
 
 
 def text_of(found: dict[str, Any]) -> str:
-    """Return what a study found as text: a table, and what follows."""
+    """Return the findings of a study as text: a table and its conclusions."""
     return "\n".join([*_heading(found), "", *_table(found), "", *_conclusions(found)])
 
 
@@ -65,8 +65,8 @@ def _conclusions(found: dict[str, Any]) -> Iterator[str]:
         if not is_conclusive((low, high)):
             yield (
                 f"Communication costs between {low * dense_ms:.1f} ms and {high * dense_ms:.1f} ms of {dense_ms:.1f} "
-                f"ms a step, {low:.0%} to {high:.0%}: too noisy a measurement for a conclusion. Repeat it on a quiet "
-                "machine, or with more --rounds."
+                f"ms a step, {low:.0%} to {high:.0%}: the measurement is too noisy for a conclusion. Repeat it on a "
+                "quiet machine, or with more --rounds."
             )
             return
         costs = f"Communication costs {room * dense_ms:.1f} ms of {dense_ms:.1f} ms a step"

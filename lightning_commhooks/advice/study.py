@@ -1,4 +1,4 @@
-"""The studies of the command line: what is measured or predicted in each, and what follows."""
+"""The studies of the command line, with their measurements or predictions and conclusions."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from lightning_commhooks.advice.measure import Bench, measured_network
 from lightning_commhooks.advice.ranking import MIN_GAIN, Row, decide, headroom, headroom_interval, ranked, row_of
 from lightning_commhooks.advice.task import Task
 
-# Part of the bandwidth that networks are sold by: the rest is headers of Ethernet, IP and TCP.
+# Payload's share of the nominal bandwidth; the rest is Ethernet, IP and TCP headers.
 _PAYLOAD = 0.94
 
 
 def study(args: Namespace, task: Task, chosen: list[Candidate], tell: Callable[[str], None]) -> dict[str, Any]:
-    """Time hooks over the real network, or the one of the options; to advise, recommend one. Collective.
+    """Time hooks over the real network or the one of the options; for `advise`, recommend one. Collective.
 
     Args:
         args: the command line.
         task: the model.
-        chosen: hooks.
-        tell: called before each part of the work, with its name.
+        chosen: the hooks.
+        tell: called with the name of each part of the work before it begins.
 
     Returns:
-        findings, as JSON has them: unknown numbers are `None`.
+        the findings, ready for JSON: unknown numbers are `None`.
     """
     is_what_if, world_size, network = has_network(args), dist.get_world_size(), None
     if args.command == "advise" and world_size > 1:
@@ -62,12 +62,12 @@ def study(args: Namespace, task: Task, chosen: list[Candidate], tell: Callable[[
 
 
 def has_network(args: Namespace) -> bool:
-    """Whether options tell of another network than the one at hand."""
+    """Return whether the options describe a network to predict for."""
     return any(value is not None for value in (args.bandwidth, args.latency, args.world_size))
 
 
 def network_of(args: Namespace, real: Network | None) -> Network:
-    """The network of the options; what they leave out is that of the real one, or no latency and two ranks."""
+    """Return the network of the options, completed from `real` or, without it, with no latency and two ranks."""
     bandwidth, latency = args.bandwidth and _PAYLOAD * args.bandwidth, args.latency
     if real is not None:
         bandwidth = real.bandwidth if bandwidth is None else bandwidth
@@ -76,19 +76,19 @@ def network_of(args: Namespace, real: Network | None) -> Network:
 
 
 def notes(rows: list[Row], network: Network | None, num_ranks: int | None) -> Iterator[str]:
-    """Sentences on a network; and on predictions, with errors among `num_ranks`."""
+    """Yield remarks on the network and, for a prediction, whose errors are among `num_ranks`, on its limits."""
     if network is None:
         return
     if num_ranks is not None:
-        yield "Processor time that sending takes is left out: on CPU, predictions above 1 Gbit/s are optimistic."
+        yield "Predictions exclude the processor time of sending: on CPU, they are optimistic above 1 Gbit/s."
         if num_ranks < network.world_size:
-            yield f"Errors are those of an average over {num_ranks} of the {network.world_size} ranks."
+            yield f"Errors are measured with an average over {num_ranks} of the {network.world_size} ranks."
     dense = row_of(DENSE, rows)
     exposed_ms = dense.step_ms - row_of(NOOP, rows).step_ms
     sending_ms = 1e3 * dense.bytes_sent / network.bandwidth
     if network.is_far and headroom(rows) >= MIN_GAIN and sending_ms <= exposed_ms / 2:
         yield (
-            f"Delay, not bandwidth, is what costs: of the {exposed_ms:.1f} ms that communication adds to a dense step, "
-            f"sending takes {sending_ms:.1f} ms, waiting for messages to arrive the rest. Hooks with few rounds of "
-            "messages, and larger buckets (bucket_cap_mb), save more than fewer bytes do."
+            f"Delay, not bandwidth, is the bottleneck: communication adds {exposed_ms:.1f} ms to a dense step, of "
+            f"which sending takes {sending_ms:.1f} ms and waiting for messages the rest. Hooks with few rounds of "
+            "messages and larger buckets (bucket_cap_mb) save more than fewer bytes do."
         )

@@ -16,15 +16,15 @@ from torch.optim import Optimizer
 
 @dataclass
 class Task:
-    """A model, a batch and what to do with them in one step of training.
+    """A model, a batch and the objects that a training step needs.
 
     Attributes:
         module: the model, not wrapped.
-        batch: what each step is computed on.
-        loss_fn: `loss_fn(model(inputs), target)`; `None`: the model's output is the loss, or has it as `.loss`.
-        optimizers: which step after each backward.
+        batch: the input of every step.
+        loss_fn: `loss_fn(model(inputs), target)`; `None`: the model's output is the loss, or has a `.loss`.
+        optimizers: optimizers, which step after each backward.
         ddp_options: further arguments of `DistributedDataParallel`.
-        device: of the model.
+        device: device of the model.
         further: batches of further ranks.
     """
 
@@ -44,20 +44,20 @@ class Task:
         return sum(p.numel() * p.element_size() for p in self.module.parameters() if p.requires_grad)
 
     def wrap(self, process_group: dist.ProcessGroup | None = None, init_sync: bool = False) -> DistributedDataParallel:
-        """Wrap the model anew, for some ranks or all; `init_sync` gives them the model of the first one."""
+        """Wrap the model in a new DDP, for some ranks or all; `init_sync` broadcasts the first rank's model."""
         options = {"process_group": process_group, "init_sync": init_sync, **self.ddp_options}
         if self.device.type == "cuda":
             options["device_ids"] = [self.device]
         return DistributedDataParallel(self.module, **options)
 
     def step(self, model: nn.Module) -> None:
-        """Forward, backward and the optimizers' steps."""
+        """Run forward, backward and the optimizers' steps."""
         self.gradients(model)
         for optimizer in self.optimizers:
             optimizer.step()
 
     def gradients(self, model: nn.Module) -> None:
-        """Forward and backward."""
+        """Run forward and backward."""
         for parameter in self.module.parameters():
             parameter.grad = None
         self._loss(model).backward()
@@ -78,7 +78,7 @@ class Task:
         return _scalar(output)
 
     def _training_step(self, model: nn.Module) -> object:
-        """Call it through DDP, which calls `forward`: in the same way as Lightning's own strategies."""
+        """Call it through DDP, which calls `forward`, as Lightning's own strategies do."""
         module: Any = self.module
         original = module.forward
 
@@ -93,13 +93,13 @@ class Task:
             module.forward = original
 
     def save(self) -> None:
-        """Remember parameters, buffers and the state of optimizers."""
+        """Save the parameters, the buffers and the state of the optimizers."""
         self._saved = {name: tensor.detach().clone() for name, tensor in self._tensors()}
         self._saved_optimizers = [copy.deepcopy(optimizer.state_dict()) for optimizer in self.optimizers]
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Put back what was remembered."""
+        """Restore the saved parameters, buffers and optimizers."""
         for name, tensor in self._tensors():
             tensor.copy_(self._saved[name])
         for optimizer, state in zip(self.optimizers, self._saved_optimizers, strict=True):
@@ -117,10 +117,10 @@ def _scalar(output: object) -> Tensor:
         output = output.loss
     if not isinstance(output, Tensor) or output.numel() != 1:
         what = f"a tensor of shape {tuple(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
-        raise ValueError(f"no loss came out, but {what}; return (model, batch, loss_fn), or a model that gives a loss")
+        raise ValueError(f"the model returned {what}, not a loss; return (model, batch, loss_fn), or a loss")
     return output
 
 
 def is_lightning(module: nn.Module) -> bool:
-    """Whether the model says itself what a step is."""
+    """Return whether the model defines its own `training_step`."""
     return callable(getattr(module, "training_step", None))

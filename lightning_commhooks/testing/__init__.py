@@ -1,4 +1,4 @@
-"""For authors of hooks: the contract as a check."""
+"""A check of the contract, for authors of hooks."""
 
 from lightning_commhooks.testing.check import check_hook
 from lightning_commhooks.testing.rules import BrokenRule

@@ -1,4 +1,4 @@
-"""`check_hook(hook)`: does a hook do what every hook has to do?"""
+"""`check_hook(hook)` checks the contract that every hook has to follow."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ RULES: tuple[Callable[[Run, Case, int], None], ...] = (
 
 
 def title(rule: Callable[..., Any]) -> str:
-    """A rule in words."""
+    """Return a rule in words."""
     return (rule.__doc__ or "").splitlines()[0].rstrip(".")
 
 
@@ -45,32 +45,33 @@ def check_hook(
     device: str = "cpu",
     backend: str = "gloo",
 ) -> None:
-    """Check a hook against what every hook has to do, on processes of its own, like scikit-learn's `check_estimator`.
+    """Check the rules that every hook has to follow, in new processes, like scikit-learn's `check_estimator`.
 
-    Trains models whose gradients are known, for a few steps each, and prints what was checked. Starts processes by
-    "spawn": in a script, call it under `if __name__ == "__main__":`.
+    Trains models with known gradients for a few steps each and prints each rule that the hook follows. Starts processes
+    with "spawn": in a script, call it under `if __name__ == "__main__":`.
 
     Args:
-        hook: a name, or a configured hook; with options that let it show what it does within a few steps of small
-            gradients, such as `start_powerSGD_iter=0` and `min_bytes=0`.
-        error: largest error of one step, as a fraction of the gradients' norm, for matrices of rank 2. `None`: how far
-            a result is from the mean is not checked, only that it is not the sum over ranks.
-        rounding: what may be lost in spite of error feedback, as a fraction of the gradients' norm: the precision of
-            what is sent without it. Of hooks without memory only under a changing loss scale.
-        bytes_sent: bytes that a rank sends in the third step, by the number of ranks, for one bucket in float32 of
-            `lightning_commhooks.testing.model.SHAPES`; by default, what is counted has to be what is given to
-            `torch.distributed`, and no more.
-        depends_on_buckets: whether the result depends on where DDP's buckets begin and end.
-        goes_on_from_mean: whether a run that resumes from the mean of the ranks' memories has to go on as it would
-            have, as it does if results depend on that mean alone: PowerSGD's do, those of top-k and quantization not.
+        hook: a name or a configured hook, with options that make it compress small gradients within a few steps, such
+            as `start_powerSGD_iter=0` and `min_bytes=0`.
+        error: largest error of one step for matrices of rank 2, as a fraction of the gradients' norm. `None`: do not
+            check the distance of the result from the mean, only that the result is not the sum over ranks.
+        rounding: largest loss in spite of error feedback, as a fraction of the gradients' norm: the precision of data
+            that is sent without error feedback. For hooks without memory, it only applies to a changing loss scale.
+        bytes_sent: function from the number of ranks to the bytes that a rank sends in the third step, for one float32
+            bucket of `lightning_commhooks.testing.model.SHAPES`. By default, only check that the bytes counted equal
+            the bytes passed to `torch.distributed`.
+        depends_on_buckets: whether the result depends on the boundaries of DDP's buckets.
+        goes_on_from_mean: whether a run that resumes from the mean of the ranks' memories has to give the same results
+            as an uninterrupted one. It does if the results depend on that mean only, as for PowerSGD, unlike top-k and
+            quantization.
         num_ranks: numbers of ranks to check.
-        seconds: that a collective may take before the ranks count as out of step.
+        seconds: time limit of a collective; ranks that exceed it are out of step.
         device: `"cpu"` or `"cuda"`. There may be more ranks than GPUs.
-        backend: of the process groups: `"gloo"`, or `"nccl"` on CUDA.
+        backend: backend of the process groups: `"gloo"`, or `"nccl"` on CUDA.
 
     Raises:
-        BrokenRule: says what is broken.
-        ValueError: there is no hook of that name, or no such device or backend.
+        BrokenRule: the hook breaks a rule; the message says how.
+        ValueError: the hook, the device or the backend does not exist.
     """
     case = Case(
         get_hook(hook), 1.0 if error is None else error, rounding, bytes_sent, depends_on_buckets, goes_on_from_mean
@@ -88,10 +89,10 @@ def check_hook(
 
 
 def check_rule(rule: Callable[[Run, Case, int], None], run: Run, case: Case, world: int) -> None:
-    """Check one rule on so many ranks.
+    """Check one rule on `world` ranks.
 
     Raises:
-        BrokenRule: with the rule in words, hook and number of ranks.
+        BrokenRule: the hook breaks the rule; the message has the rule, the hook and the number of ranks.
     """
     try:
         rule(run, case, world)
@@ -99,6 +100,6 @@ def check_rule(rule: Callable[[Run, Case, int], None], run: Run, case: Case, wor
         raise BrokenRule(f"{case.hook!r} on {world} ranks: {broken}") from None
     except Exception as error:
         raise BrokenRule(
-            f"{case.hook!r} on {world} ranks failed. To be shown was: {title(rule)}. All ranks have to issue the same "
+            f"{case.hook!r} on {world} ranks failed while checking: {title(rule)}. All ranks have to issue the same "
             f"collectives in the same order, and finish\n{error}"
         ) from error

@@ -1,4 +1,4 @@
-"""Ranks that are processes: each call is made on a new process group."""
+"""Ranks as processes, each call with a new process group."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ import torch.distributed as dist
 
 from lightning_commhooks.testing.model import use_device
 
-# Of the ranks: compiling takes seconds, and what is compiled is not for gradients as small as these; and DDP warns, to
-# stderr, of parameters that may be unused and are not.
+# Compiling takes seconds and does not pay for gradients as small as these. DDP's warnings on stderr that no parameter
+# is unused are hidden.
 _ENVIRONMENT = {"TORCH_COMPILE_DISABLE": "1", "TORCH_CPP_LOG_LEVEL": "ERROR", "OMP_NUM_THREADS": "1"}
 
 _SECONDS_TO_START = 120.0
-# Time in which the other ranks report their errors after one has failed.
+# Time for the remaining ranks to report their errors after one has failed.
 _SECONDS_AFTER_FAILURE = 10.0
 # The first version of NCCL in which ranks may share a GPU.
 _SHARES_GPUS = (2, 30)
 
 
 def variables_for_shared_gpus(rank: int, num_ranks: int, num_gpus: int, nccl: tuple[int, ...]) -> dict[str, str]:
-    """Environment variables with which ranks of this machine share its GPUs over NCCL.
+    """Return the environment variables with which ranks on one machine share its GPUs over NCCL.
 
-    Before version 2.30 NCCL refuses a GPU that it finds twice on one host. Each rank has a host of its own then, by
-    name, and sends over sockets. Results are right; times mean nothing, since processes take turns on a GPU.
+    Before version 2.30, NCCL rejects a GPU that it finds twice on one host. Each rank then gets its own host name and
+    sends over sockets. Results are correct; times are meaningless, since processes take turns on a GPU.
 
     Args:
         rank: the rank.
@@ -43,11 +43,11 @@ def variables_for_shared_gpus(rank: int, num_ranks: int, num_gpus: int, nccl: tu
         nccl: version of NCCL.
 
     Returns:
-        variables by name; none where each rank has a GPU of its own.
+        variables by name; none if each rank has its own GPU.
     """
     if num_ranks <= num_gpus:
         return {}
-    # What needs hardware of its own is left out: several GPUs, or network cards.
+    # Disable the transports that need several GPUs or network cards.
     common = {"NCCL_NVLS_ENABLE": "0", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
     if nccl[:2] >= _SHARES_GPUS:
         return {**common, "NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_MAX_CTAS": "2", "NCCL_NET_GDR_LEVEL": "LOC"}
@@ -55,13 +55,13 @@ def variables_for_shared_gpus(rank: int, num_ranks: int, num_gpus: int, nccl: tu
 
 
 def take_gpu(rank: int, num_ranks: int) -> torch.device:
-    """Make one of the GPUs the device of this process, and let NCCL share it if there are more ranks than GPUs.
+    """Make one of the GPUs the device of this process, shared over NCCL if there are more ranks than GPUs.
 
-    Call it before the process group is made: NCCL reads its variables once. Those that are set stay as they are.
+    Call it before the process group is created: NCCL reads its variables once. Existing variables are kept.
 
     Args:
-        rank: this rank, among those of this machine.
-        num_ranks: number of ranks of this machine.
+        rank: this process's rank on this machine.
+        num_ranks: number of ranks on this machine.
 
     Returns:
         the device.
@@ -72,14 +72,14 @@ def take_gpu(rank: int, num_ranks: int) -> torch.device:
             os.environ.setdefault(name, value)
     device = torch.device("cuda", rank % num_gpus)
     torch.cuda.set_device(device)
-    # Else a device mesh takes the device with the number LOCAL_RANK, which may not exist.
+    # A device mesh would otherwise choose device number LOCAL_RANK, which may not exist.
     torch.cuda.init()
     return device
 
 
 @contextmanager
 def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Environment variables of processes that are started meanwhile; those that are set stay as they are."""
+    """Set environment variables for the processes that are started meanwhile; existing variables are kept."""
     ours = {key: value for key, value in variables.items() if key not in os.environ}
     os.environ.update(ours)
     try:
@@ -90,21 +90,21 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 class Processes:
-    """Calls functions on up to `size` ranks, each a process of its own; a context manager.
+    """A context manager that calls functions on up to `size` ranks, each in its own process.
 
     Args:
         size: number of processes.
-        seconds: that a collective, and twice of which a call, may take.
-        device: `"cpu"` or `"cuda"`, where `Params` models are. Ranks take turns among the GPUs.
-        backend: of the process groups, `"gloo"`, `"nccl"` or another name of NCCL's that PyTorch knows.
+        seconds: time limit of a collective; a call may take twice as long.
+        device: `"cpu"` or `"cuda"`, the device of `Params` models. Ranks are distributed over the GPUs.
+        backend: backend of the process groups: `"gloo"`, `"nccl"` or another registered name of NCCL's.
 
     Raises:
-        ValueError: there is no such device or backend here.
+        ValueError: the device or backend is not available.
     """
 
     def __init__(self, size: int, seconds: float, device: str = "cpu", backend: str = "gloo") -> None:
         if device not in ("cpu", "cuda") or (device == "cuda" and not torch.cuda.is_available()):
-            raise ValueError(f"device={device!r}: there is none; use 'cpu', or 'cuda' where PyTorch finds a GPU")
+            raise ValueError(f"device={device!r} is not available; use 'cpu', or 'cuda' where PyTorch finds a GPU")
         is_known = backend == "gloo" or (backend.startswith("nccl") and backend in dist.Backend.backend_list)
         if not is_known or (backend != "gloo" and device != "cuda"):
             raise ValueError(f"backend={backend!r}: use 'gloo', or 'nccl' with device='cuda'")
@@ -116,7 +116,7 @@ class Processes:
 
     def __enter__(self) -> Processes:
         self._store = _store(0, is_master=True)
-        # Not forked: a process that has trained has threads.
+        # Forking is unsafe here: a process that has trained has threads.
         context = get_context("spawn")
         with _environment(_ENVIRONMENT):
             for rank in range(self._size):
@@ -130,7 +130,7 @@ class Processes:
         return self
 
     def _wait_until_started(self) -> None:
-        # On a busy machine this may take longer than a call.
+        # On a busy machine, starting may take longer than a call.
         deadline = time.monotonic() + max(_SECONDS_TO_START, self._seconds)
         try:
             for _, pipe in self._ranks:
@@ -140,8 +140,7 @@ class Processes:
         except EOFError:
             self.__exit__()
             raise RuntimeError(
-                "a process ended before it had started, or took too long. In a script, call check_hook under "
-                '`if __name__ == "__main__":`'
+                'a process failed to start in time. In a script, call check_hook under `if __name__ == "__main__":`'
             ) from None
 
     def __exit__(self, *error: object) -> None:
@@ -152,10 +151,10 @@ class Processes:
         self._ranks = []
 
     def __call__(self, function: Callable[..., Any], *args: Any, world: int) -> list[Any]:
-        """Call `function(rank, world, *args)` on `world` ranks; the results by rank.
+        """Call `function(rank, world, *args)` on `world` ranks and return the results by rank.
 
         Raises:
-            RuntimeError: it failed on some ranks, or not all of them came to an end.
+            RuntimeError: the function failed on some ranks, or did not end in time on all of them.
         """
         prefix = f"call{next(self._numbers)}"
         pipes = [pipe for _, pipe in self._ranks[:world]]
@@ -179,7 +178,7 @@ class Processes:
                         deadline = min(deadline, time.monotonic() + _SECONDS_AFTER_FAILURE)
         took = time.monotonic() - start
         failed = [f"rank {rank}: {text}" for rank, (is_fine, text) in sorted(replies.items()) if not is_fine]
-        failed += [f"rank {rank}: no end after {took:.0f} s" for rank in range(world) if rank not in replies]
+        failed += [f"rank {rank}: no reply after {took:.0f} s" for rank in range(world) if rank not in replies]
         if failed:
             raise RuntimeError("\n".join(failed))
         return [replies[rank][1] for rank in range(world)]
@@ -194,10 +193,10 @@ def _store(port: int, is_master: bool) -> Any:
 def _work(
     pipe: connection.Connection, port: int, seconds: float, device: str, backend: str, number: int, size: int
 ) -> None:
-    """A rank: make calls until the other end closes."""
+    """Run one rank: answer calls until the pipe is closed."""
     torch.set_num_threads(1)
     if device == "cuda":
-        # PyTorch 2.15's engine for NCCL takes its device from this.
+        # PyTorch 2.15's backend for NCCL chooses its device by this variable.
         os.environ.setdefault("LOCAL_RANK", str(number))
         use_device(take_gpu(number, size))
     store = _store(port, is_master=False)
@@ -222,7 +221,7 @@ def _work(
         except BaseException as error:
             reply = False, "".join(traceback.format_exception(error))
             if backend != "gloo":
-                # A device that has failed stays so, and NCCL might wait for ranks that wait for this one.
+                # A failed device cannot be used again, and NCCL could wait for ranks that wait for this one.
                 pipe.send_bytes(pickle.dumps(reply))
                 os._exit(1)
             if dist.is_initialized():

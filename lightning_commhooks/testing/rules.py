@@ -1,7 +1,7 @@
-"""Rules for every hook, in each step: one rule per function.
+"""Rules for every hook in single steps, one rule per function.
 
-A rule gets `run`, which calls a function on so many ranks, and a [`Case`][], and raises [`BrokenRule`][] with the rule
-in words. Whatever runs on a rank is a function of a module, so that it can be sent there.
+A rule gets `run`, which calls a function on a number of ranks, and a [`Case`][], and raises [`BrokenRule`][] with an
+explanation. Functions that run on ranks are at module level, so that they can be pickled.
 """
 
 from __future__ import annotations
@@ -35,32 +35,33 @@ from lightning_commhooks.testing.model import (
     zero_gradients,
 )
 
-# Half a unit in the last place of what a 16-bit number has at most.
+# Bound on the relative rounding error of a 16-bit number.
 ROUNDING_OF_16_BIT = 2**-7
 
 
 class BrokenRule(AssertionError):
-    """A hook does not do what every hook has to do."""
+    """A hook breaks a rule that every hook has to follow."""
 
 
 class Run(Protocol):
-    """Calls `function(rank, world, *args)` on each of `world` ranks; returns the results by rank."""
+    """Calls `function(rank, world, *args)` on each of `world` ranks and returns the results by rank."""
 
     def __call__(self, function: Callable[..., Any], *args: Any, world: int) -> list[Any]: ...
 
 
 @dataclass(frozen=True)
 class Case:
-    """A hook, and what is expected of it.
+    """A hook and its expected properties.
 
     Attributes:
-        hook: with options that show what it does within a few steps.
-        error: largest error of one step, as a fraction of the gradients' norm, for matrices of rank 2.
-        rounding: what may be lost in a step though there is error feedback, as a fraction of the gradients' norm.
-        bytes_sent: bytes that a rank sends in the third step, by the number of ranks, for one bucket of `SHAPES` in
-            float32; `None`: whatever is measured.
-        depends_on_buckets: whether the result depends on where DDP's buckets begin and end.
-        goes_on_from_mean: whether a run resumed from the mean of the ranks' memory has to go on as it would have.
+        hook: the hook, with options that make it compress within a few steps.
+        error: largest error of one step for matrices of rank 2, as a fraction of the gradients' norm.
+        rounding: largest loss in a step in spite of error feedback, as a fraction of the gradients' norm.
+        bytes_sent: function from the number of ranks to the bytes that a rank sends in the third step, for one float32
+            bucket of `SHAPES`; `None`: any number.
+        depends_on_buckets: whether the result depends on the boundaries of DDP's buckets.
+        goes_on_from_mean: whether a run resumed from the mean of the ranks' memories has to give the same results as
+            an uninterrupted one.
     """
 
     hook: CommHook
@@ -72,34 +73,34 @@ class Case:
 
 
 def demand(condition: object, broken: str) -> None:
-    """Raise [`BrokenRule`][], which says what is broken, unless a condition holds."""
+    """Raise [`BrokenRule`][] with the message `broken` unless a condition holds."""
     if not condition:
         raise BrokenRule(broken)
 
 
 def largest_norm(world: int, step: int, dtype: torch.dtype = torch.float32) -> float:
-    """Norm of the largest rank's gradients."""
+    """Return the largest norm of a rank's gradients."""
     return max(norm(low_rank_gradients(rank, step, SHAPES, dtype)) for rank in range(world))
 
 
 def largest_norm_of(make: Callable[..., Gradients], world: int, step: int) -> float:
-    """The same of other gradients."""
+    """Return the largest norm of a rank's gradients that `make` gives."""
     return max(norm(make(rank, step, SHAPES)) for rank in range(world))
 
 
 def check_result(means: list[Gradients], world: int, step: int, bound: float, dtype: torch.dtype) -> None:
-    """All ranks have the same, and it is the mean of `low_rank_gradients`."""
+    """Require the same result on all ranks, and that it is the mean of `low_rank_gradients`."""
     demand(
         all(same(means[0], other) for other in means[1:]),
-        f"ranks got different results in step {step}: write the same numbers to bucket.flat on all ranks, made of what "
-        "collectives return",
+        f"ranks got different results in step {step}: write the same numbers to bucket.flat on all ranks, computed "
+        "from the results of collectives only",
     )
     error = distance(means[0], mean_gradients(low_rank_gradients, world, step, dtype=dtype))
     error /= largest_norm(world, step, dtype)
     demand(
         error <= bound,
-        f"in step {step} the result is off the mean over ranks by {error:.3g} of the gradients' norm, and error= is "
-        f"{bound:.3g}",
+        f"in step {step} the result differs from the mean over ranks by {error:.3g} of the gradients' norm, more than "
+        f"error={bound:.3g}",
     )
 
 
@@ -108,14 +109,14 @@ def _equal_gradients(rank: int, step: int, shapes: Any, dtype: torch.dtype = tor
 
 
 def _scale(result: Gradients, mean: Gradients) -> float:
-    """How large what is in a result is there, compared with what it is in the mean: 1 for each part that was sent."""
+    """Return the factor between a result and the mean, over the parts that the hook has sent."""
     squares, products = (
         sum(float((result[name].double() * other[name].double()).sum()) for name in result) for other in (result, mean)
     )
     return squares / products if products else 0.0
 
 
-# No rule has a hook make more steps.
+# No rule runs more steps than this.
 _MOST_STEPS = 20
 
 
@@ -126,12 +127,12 @@ def _first_step_alone(rank: int, world: int, hook: CommHook) -> int | None:
 
 
 def ranks_agree_on_the_mean(run: Run, case: Case, world: int) -> None:
-    """All ranks get the same, and it is the mean over ranks up to the stated error."""
+    """All ranks get the same result, the mean over ranks up to the stated error."""
     alone = run(_first_step_alone, case.hook, world=world)[0]
     demand(
         alone is None,
-        f"ranks step alone in step {alone}, and the rules are about averages of gradients in the first {_MOST_STEPS} "
-        "steps: set an option by which ranks step alone later, as start_localSGD_iter of local SGD",
+        f"step {alone} is local, and the rules check averages of gradients in the first {_MOST_STEPS} steps: set an "
+        "option that delays local steps, such as start_localSGD_iter of local SGD",
     )
     means, *_ = run(outputs, case.hook, _equal_gradients, 1, world=world)[0]
     scale = _scale(means[0], _equal_gradients(0, 0, SHAPES))
@@ -149,13 +150,13 @@ def ranks_agree_on_the_mean(run: Run, case: Case, world: int) -> None:
 
 
 def all_dtypes(run: Run, case: Case, world: int) -> None:
-    """Gradients of 64, 32 and 16 bit come back in their own dtype."""
+    """Gradients in 64, 32 and 16 bits are returned in their own dtype."""
     for dtype in (torch.float64, torch.float16, torch.bfloat16):
         results = run(outputs, case.hook, low_rank_gradients, 2, SHAPES, dtype, world=world)
         for means, _, _ in results:
             demand(
                 all(mean.dtype == dtype for mean in means[1].values()),
-                f"gradients of {dtype} came back in another dtype",
+                f"gradients of {dtype} were returned in another dtype",
             )
         rounding = 1e-9 if dtype == torch.float64 else 8 * ROUNDING_OF_16_BIT
         check_result([means[1] for means, _, _ in results], world, 1, case.error + rounding, dtype)
@@ -179,14 +180,14 @@ def _with_rng(rank: int, world: int, hook: CommHook) -> tuple[list[list[Gradient
 
 
 def deterministic(run: Run, case: Case, world: int) -> None:
-    """The same gradients give the same results, bit by bit, and the global random state is left alone."""
+    """The same gradients give the same results, bit by bit, and the global random state is not changed."""
     for (once, again), is_untouched in run(_with_rng, case.hook, world=world):
         demand(
             all(same(a, b) for a, b in zip(once, again, strict=True)),
-            "a second run with the same gradients has other bits, usually because the hook draws from the global "
-            "random generator: let it have one of its own",
+            "a second run with the same gradients gives different bits, usually because the hook draws from the global "
+            "random generator: give the hook its own generator",
         )
-        demand(is_untouched, "the hook changes the global random state: draw from a generator of its own")
+        demand(is_untouched, "the hook changes the global random state: give the hook its own generator")
 
 
 _STEPS = 5
@@ -194,14 +195,14 @@ _STEPS = 5
 
 @dataclass(frozen=True)
 class _WithBadStep:
-    """The view that a rank has of some steps and a bad one between them, or none.
+    """One rank's results of some steps with a bad step between them, or without one.
 
     Attributes:
         means: outputs of the good steps.
-        bad: what the bad step gave.
-        residuals: norms of what was not sent, before the bad step and after it.
-        num_bad: bad steps that were counted.
-        has_memory: whether the hook has.
+        bad: output of the bad step.
+        residuals: norms of the residuals before and after the bad step.
+        num_bad: number of bad steps that were counted.
+        has_memory: whether the hook has memory.
     """
 
     means: list[Gradients]
@@ -234,7 +235,8 @@ def _with_bad_steps(rank: int, world: int, hook: CommHook, bad_steps: list[tuple
     return [_with_bad_step(rank, world, hook, *arguments) for arguments in bad_steps]
 
 
-# The step before which it comes, the parameter, its value, and how large all other gradients are; first none.
+# For each bad step: the step that follows, the parameter, its value, and a factor of the remaining gradients. The first
+# entry has no bad step.
 _BAD_STEPS = [
     (None, "first", 0.0, 1.0),
     (3, "first", float("inf"), 1e20),
@@ -245,45 +247,45 @@ _BAD_STEPS = [
 
 
 def bad_steps_leave_nothing_behind(run: Run, case: Case, world: int) -> None:
-    """A step with inf or NaN on one rank is NaN on all, and nothing of it comes back with later steps."""
-    # What is particular about the others does not depend on the number of ranks.
+    """A step with inf or NaN on one rank is NaN on all ranks, and leaves no trace in later steps."""
+    # The remaining cases do not depend on the number of ranks.
     tried = _BAD_STEPS if world == 2 else _BAD_STEPS[:2]
     results = run(_with_bad_steps, case.hook, tried, world=world)
     for i, (step, at, value, size) in enumerate(tried[1:], start=1):
-        where = f"; step {step} had {value} in {at!r} of the last rank, and gradients of {size:.0e} times the size"
+        where = f"; before step {step}, {at!r} had {value} on the last rank, and all gradients were scaled by {size:g}"
         for good, one, first in ((ranks[0], ranks[i], results[0][i]) for ranks in results):
             finite = [bool(mean.isfinite().all()) for mean in one.bad.values() if mean.numel()]
             demand(
                 not all(finite),
-                "some rank sees only finite gradients in a step that is bad on one: what is sent has to tell, as a "
-                f"scale or norm of all gradients does{where}",
+                "some rank gets only finite gradients in a step that is bad on one rank: send data that turns NaN on "
+                f"all ranks, such as a scale or norm of all gradients{where}",
             )
             if not one.has_memory:
                 same_steps = all(same(a, b) for a, b in zip(good.means, one.means, strict=True))
-                demand(same_steps, f"a bad step changes later ones, though the hook has no memory{where}")
+                demand(same_steps, f"a bad step changes later steps, though the hook has no memory{where}")
                 continue
             demand(not any(finite), f"some gradients of a bad step are finite, though the hook has a memory{where}")
             before, after = one.residuals
             demand(
                 after <= (1 + ROUNDING_OF_16_BIT) * before,
-                f"what is remembered is larger after a bad step, or not finite after it: it was {before:.3g} and is "
+                f"the residual is larger after a bad step, or not finite after it: its norm was {before:.3g} and is "
                 f"{after:.3g}{where}",
             )
             demand(
                 (good.num_bad, one.num_bad) == (0, 1),
-                f"a bad step was counted {one.num_bad:.0f} times, and {good.num_bad:.0f} without one{where}",
+                f"one bad step was counted as {one.num_bad:.0f}, and no bad step as {good.num_bad:.0f}{where}",
             )
             largest = sum(largest_norm_of(full_rank_gradients, world, t) for t in range(_STEPS))
             for mean, other in zip(one.means, first.means, strict=True):
                 demand(same(mean, other), f"ranks get different results after a bad step{where}")
-                demand(norm(mean) <= 2 * largest, f"a part of a bad step comes back with a later one{where}")
+                demand(norm(mean) <= 2 * largest, f"a part of a bad step returns in a later step{where}")
 
 
 _SCALES = [2.0**16, 2.0**17, 2.0**17, 2.0**5, 1.0, 3.0, 2.0**10, 2.0**9]
 
 
 def _scaled_and_not(rank: int, world: int, hook: CommHook) -> list[tuple[list[Gradients], bool]]:
-    """Outputs without a scaler, and with one whose scale changes, divided by the scale; whether the hook has memory."""
+    """Return outputs without a scaler, and with a changing scale and divided by it; and whether there is memory."""
     results = []
     device = model_device()
     for scaler in (None, torch.amp.GradScaler(device.type)):
@@ -295,7 +297,7 @@ def _scaled_and_not(rank: int, world: int, hook: CommHook) -> list[tuple[list[Gr
                     means.append(backward(ddp, gradients))
                     continue
                 ddp.zero_grad()
-                scaler.scale(torch.ones((), device=device))  # makes the scale; the loss is of float64 here
+                scaler.scale(torch.ones((), device=device))  # initializes the scale; the loss is in float64 here
                 scaler.update(scale)
                 (ddp(gradients) * scale).backward()
                 means.append({name: _gradient(p).cpu() / scale for name, p in ddp.module.named_parameters()})
@@ -310,30 +312,30 @@ def _gradient(parameter: Tensor) -> Tensor:
 
 
 def loss_scale_makes_no_difference(run: Run, case: Case, world: int) -> None:
-    """Under a `GradScaler` whose scale changes, results are those without, times the scale."""
+    """Under a `GradScaler` whose scale changes, results are multiplied by the scale and otherwise the same."""
     bound = max(2 * case.rounding, 1e-5)
     for (plain, _), (scaled, has_memory) in run(_scaled_and_not, case.hook, world=world):
         advice = (
-            "Memory is kept in units of the loss: divide gradients by bucket.loss_scale on the way in, multiply on the "
-            "way out"
+            "Memory must not depend on the scale: divide gradients by bucket.loss_scale when they enter the memory, "
+            "and multiply them when they leave it"
             if has_memory
-            else "Results have to be proportional to gradients; if the hook rounds numbers, state a larger rounding="
+            else "Results must be proportional to the gradients; if the hook rounds numbers, state a larger rounding="
         )
         for step, (a, b) in enumerate(zip(plain, scaled, strict=True)):
             if _SCALES[step] >= 2**16 and not math.isfinite(norm(b)):
-                continue  # float16 does not hold them, and the scaler would leave out the step
+                continue  # they overflow float16, and the scaler would skip the step
             demand(
                 distance(a, b) <= bound * norm(a),
-                f"the scale of a GradScaler makes a difference of {distance(a, b) / norm(a):.3g} in step {step}, after "
-                f"scales {_SCALES[: step + 1]}; rounding={case.rounding:.3g} is stated. {advice}",
+                f"the scale of a GradScaler changes the result by {distance(a, b) / norm(a):.3g} in step {step}, after "
+                f"scales {_SCALES[: step + 1]}, more than rounding={case.rounding:.3g}. {advice}",
             )
 
 
 def config_is_frozen_and_pickles(run: Run, case: Case, world: int) -> None:
-    """A configuration cannot be changed, and pickles."""
+    """The configuration is immutable and can be pickled."""
     demand(
         pickle.loads(pickle.dumps(case.hook)) == case.hook,
-        "the configuration does not come back from a pickle as it was",
+        "the configuration changes when it is pickled: use fields that can be pickled and compared",
     )
     try:
         case.hook.anything = 1  # type: ignore[attr-defined]
@@ -342,7 +344,7 @@ def config_is_frozen_and_pickles(run: Run, case: Case, world: int) -> None:
     raise BrokenRule("the configuration can be changed: make it a frozen dataclass")
 
 
-# What a rank sends for a call, by the function: all tensors of it, times this.
+# For each collective: the position of the tensor argument, and the bytes that a rank sends as a multiple of its size.
 _SENDERS: dict[str, tuple[int, Callable[[int], float]]] = {
     "all_reduce": (0, lambda w: 2 * (w - 1) / w),
     "all_gather": (1, lambda w: w - 1),
@@ -357,7 +359,7 @@ _SENDERS: dict[str, tuple[int, Callable[[int], float]]] = {
 
 @contextmanager
 def _measuring() -> Iterator[list[float]]:
-    """Bytes that are given to PyTorch's collectives, and in messages to gloo, meanwhile, as a list of numbers."""
+    """Record the bytes of each collective of PyTorch's and each message of gloo's in a list."""
     sent: list[float] = []
     originals = {name: getattr(dist, name) for name in _SENDERS if hasattr(dist, name)}
     gloo: Any = dist.ProcessGroupGloo
@@ -389,7 +391,7 @@ def _measuring() -> Iterator[list[float]]:
 
 
 def _measured(rank: int, world: int, hook: CommHook) -> tuple[dict[str, float], float]:
-    """Bytes counted in a step, and bytes sent; not in the first two, after which DDP builds its buckets anew."""
+    """Return the bytes counted and the bytes sent in the third step, in which DDP's buckets are final."""
     with attached(hook, bucket_cap_mb=25) as (ddp, attachment):
         for step in range(2):
             backward(ddp, full_rank_gradients(rank, step, SHAPES))
@@ -404,10 +406,10 @@ _COUNTED = ("bytes_sent", "bytes_dense", "steps", "collectives")
 
 
 def bytes_are_counted(run: Run, case: Case, world: int) -> None:
-    """`bytes_sent` is what ranks give to PyTorch's collectives, and what the hook is stated to send."""
+    """`bytes_sent` equals the bytes passed to PyTorch's collectives, and the stated bytes."""
     numel = sum(torch.Size(shape).numel() for shape in SHAPES.values())
     found = run(_measured, case.hook, world=world)
-    # Shares of a sum differ by an element.
+    # The ranks' shares of a sum may differ by an element.
     counted, sent = sum(metrics["bytes_sent"] for metrics, _ in found), sum(sent for _, sent in found)
     demand(
         _close(counted, sent),
@@ -420,13 +422,13 @@ def bytes_are_counted(run: Run, case: Case, world: int) -> None:
             demand(_close(counted, stated), f"a step sends {counted:.0f} bytes, and bytes_sent says {stated:.0f}")
         demand(
             metrics["steps"] == 1 and metrics["collectives"] > 0,
-            "no collective was counted: send by the ranks that reduce is given, as in `yield from "
+            "no collective was counted: send by the `ranks` argument of reduce, as in `yield from "
             "ranks.all_reduce_mean_(bucket.flat)`",
         )
         dense = 2 * (world - 1) / world * 4 * numel
         demand(
             _close(metrics["bytes_dense"], dense),
-            f"bytes_dense is {metrics['bytes_dense']:.0f}; plain DDP sends {dense:.0f}",
+            f"bytes_dense is {metrics['bytes_dense']:.0f}, but plain DDP sends {dense:.0f}",
         )
 
 

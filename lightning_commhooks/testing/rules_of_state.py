@@ -1,7 +1,7 @@
 """Rules over several steps: error feedback, unused parameters, checkpoints. See `rules.py`.
 
-Residuals are asked for as a `Schedule` does, when another hook takes over: they are added to the gradients of
-the first step of the successor, here to zero.
+A `Schedule` reveals the residuals: when it changes the hook, it adds them to the gradients of the next step, which are
+zero here.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from lightning_commhooks.wrappers.schedule import Schedule
 def _until_handed_over(
     rank: int, world: int, hook: CommHook, steps: int, shapes: Shapes = SHAPES
 ) -> tuple[list[Gradients], bool]:
-    """Outputs of some steps and of one more, in which another hook takes over; whether there is a memory."""
+    """Return the outputs of `steps` steps and of one more after a change of hook; and whether there is memory."""
     with attached(Schedule({0: hook, steps: "allreduce"}), shapes) as (ddp, attachment):
         means = [backward(ddp, full_rank_gradients(rank, step, shapes)) for step in range(steps)]
         means.append(backward(ddp, zero_gradients(rank, steps, shapes)))
@@ -47,7 +47,7 @@ def _total(means: list[Gradients]) -> Gradients:
 
 
 def error_feedback_loses_nothing(run: Run, case: Case, world: int) -> None:
-    """Sent and residual together are what was produced."""
+    """The sent gradients and the residual add up to all gradients."""
     for steps in (3, 6):
         (means, has_memory), *_ = run(_until_handed_over, case.hook, steps, world=world)
         if not has_memory:
@@ -57,13 +57,13 @@ def error_feedback_loses_nothing(run: Run, case: Case, world: int) -> None:
         lost = distance(_total(means), _total(expected)) / size
         demand(
             lost <= case.rounding,
-            f"{lost:.3g} of the gradients of {steps} steps is missing in what was sent and what flush_() hands over; "
-            f"rounding={case.rounding:.3g} is stated",
+            f"{lost:.3g} of the gradients of {steps} steps is missing in the results and the residuals of flush_(), "
+            f"more than rounding={case.rounding:.3g}",
         )
 
 
 def _used(rank: int, step: int, shapes: Shapes, dtype: torch.dtype = torch.float32) -> Gradients:
-    """Gradients without those of parameters that this rank, or all ranks, do not use in a step."""
+    """Make the gradients of a step in which this rank, or all ranks, do not use some parameters."""
     gradients = full_rank_gradients(rank, step, shapes, dtype)
     if step % 2:
         del gradients["first"], gradients["bias"]
@@ -73,7 +73,7 @@ def _used(rank: int, step: int, shapes: Shapes, dtype: torch.dtype = torch.float
 
 
 def _with_unused(rank: int, world: int, hook: CommHook, steps: int) -> tuple[list[Gradients], bool, list[Gradients]]:
-    """As `_until_handed_over`, with unused parameters, whose outputs are zero if DDP leaves none; outputs as left."""
+    """As `_until_handed_over`, with unused parameters as zeros; also return the outputs without these zeros."""
     shown = []
     with attached(Schedule({0: hook, steps: "allreduce"}), find_unused_parameters=True) as (ddp, attachment):
         for step in range(steps):
@@ -85,18 +85,19 @@ def _with_unused(rank: int, world: int, hook: CommHook, steps: int) -> tuple[lis
 
 
 def unused_parameters_keep_their_memory(run: Run, case: Case, world: int) -> None:
-    """A parameter that no rank uses gets nothing, and its memory is not spent on it."""
+    """A parameter that no rank uses gets no gradient and keeps its memory."""
     steps = 4
     results = run(_with_unused, case.hook, steps, world=world)
     for _, _, shown in results:
         for step, gradients in enumerate(shown):
             demand(
                 ("first" in gradients) == (step % 2 == 0),
-                f"'first' has a gradient in step {step}, or none, unlike with plain DDP: no rank uses it in odd steps",
+                f"unlike with plain DDP, 'first' has {'a' if step % 2 else 'no'} gradient in step {step}; no rank uses "
+                "it in odd steps",
             )
             demand(
                 all(same({name: mean}, {name: results[0][2][step][name]}) for name, mean in gradients.items()),
-                f"ranks get different results in step {step}, in which some of them do not use a parameter",
+                f"ranks get different results in step {step}, in which some ranks do not use a parameter",
             )
     means, has_memory, _ = results[0]
     if has_memory:
@@ -104,15 +105,15 @@ def unused_parameters_keep_their_memory(run: Run, case: Case, world: int) -> Non
         lost = distance(_total(means), _total(expected)) / sum(norm(mean) for mean in expected)
         demand(
             lost <= case.rounding,
-            f"{lost:.3g} of the gradients is missing: memory of a parameter was spent in a step in which no rank uses "
-            "it, see Bucket.unused",
+            f"{lost:.3g} of the gradients is missing: the memory of a parameter was used up in a step in which no rank "
+            "uses it; see Bucket.unused",
         )
 
 
 def _interrupted(
     rank: int, world: int, hook: CommHook, options: dict[str, Any], steps: int, stop: int
 ) -> tuple[list[Gradients], Any]:
-    """Outputs of `steps` steps, with the state saved and loaded into a new model at `stop`; the final state."""
+    """Return the outputs of `steps` steps, resumed from a checkpoint at `stop`, and the final state."""
     means, state = [], None
     for first, last in [(0, stop), (stop, steps)]:
         with attached(hook, dtype=torch.float64, **options) as (ddp, attachment):
@@ -133,12 +134,12 @@ def _through_a_file(state: Any) -> Any:
 
 _STEPS, _STOP = 8, 3
 _OTHER_BUCKETS = (
-    ". If results depend on the limits of buckets, as with one scale for a whole bucket, state depends_on_buckets=True"
+    ". If results depend on the boundaries of buckets, as with one scale for each, state depends_on_buckets=True"
 )
 
 
 def a_resumed_run_goes_on(run: Run, case: Case, world: int) -> None:
-    """A run that is saved and resumed goes on as if nothing was, with the same buckets or others."""
+    """A resumed run gives the same results as an uninterrupted one, with the same or different buckets."""
     for rebuilds, exact in ((False, True), (True, False), (True, True)):
         if rebuilds and case.depends_on_buckets:
             if exact:
@@ -147,17 +148,17 @@ def a_resumed_run_goes_on(run: Run, case: Case, world: int) -> None:
         options = {"find_unused_parameters": not rebuilds, "exact_state": exact}
         whole = run(outputs, case.hook, full_rank_gradients, _STEPS, SHAPES, torch.float64, options, world=world)
         if not (exact and not rebuilds) and not whole[0][1]["hook"]["state"]:
-            continue  # with nothing to save, one way of saving it is enough
+            continue  # an empty state needs one check only
         parts = run(_interrupted, case.hook, options, _STEPS, _STOP, world=world)
         how = f"exact_state={exact}, {'other' if rebuilds else 'the same'} buckets"
         for (expected, state, _), (means, resumed) in zip(whole, parts, strict=True):
             for step, (a, b) in enumerate(zip(expected, means, strict=True)):
-                rule = f"a resumed run does not go on as if nothing was: with {how} step {step} differs"
+                rule = f"a resumed run differs from an uninterrupted one: with {how}, step {step} differs"
                 if exact and not rebuilds:
                     demand(same(a, b), f"{rule} in some bits")
                     continue
-                # Where a bucket has numbers in another place, they are summed in another order, and more than two ranks
-                # have other shares. What is rounded in another way grows apart.
+                # Different buckets change the order of sums and, with more than two ranks, each rank's share. Rounding
+                # then differs, and the runs diverge.
                 bound = (
                     1e-10
                     if case.goes_on_from_mean or (exact and world == 2)
@@ -175,7 +176,7 @@ def a_resumed_run_goes_on(run: Run, case: Case, world: int) -> None:
 def _leg(
     rank: int, world: int, hook: CommHook, state: Any, steps: int, exact: bool, is_last: bool
 ) -> tuple[list[Gradients], Any, bool]:
-    """Some steps after a checkpoint, and perhaps the one in which another hook takes over; the next checkpoint."""
+    """Run some steps after a checkpoint, in the last leg also the step after a change of hook; return a checkpoint."""
     with attached(hook, dtype=torch.float64, exact_state=exact) as (ddp, attachment):
         if state is not None:
             attachment.load_state_dict(state)
@@ -187,7 +188,7 @@ def _leg(
 
 
 def other_numbers_of_ranks_keep_residuals(run: Run, case: Case, world: int) -> None:
-    """A state loads on more ranks and on fewer, and its residuals are there still."""
+    """A state loads on more or fewer ranks and keeps its residuals."""
     legs, steps = (2, world, 1, 2), 3
     hook = Schedule({0: case.hook, steps * len(legs): "allreduce"})
     for exact in (False, True):
@@ -207,6 +208,6 @@ def other_numbers_of_ranks_keep_residuals(run: Run, case: Case, world: int) -> N
         lost = distance(_total(received), _total(produced)) / sum(norm(mean) for mean in produced)
         demand(
             lost <= case.rounding,
-            f"{lost:.3g} of the gradients is missing after {legs} ranks with exact_state={exact}: a state has "
-            "residuals, on any number of ranks",
+            f"{lost:.3g} of the gradients is missing after {legs} ranks with exact_state={exact}: a state must keep "
+            "the residuals for any number of ranks",
         )

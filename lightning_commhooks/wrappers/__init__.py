@@ -1,4 +1,4 @@
-"""Hooks made of hooks. Each is a `CommHook` itself, so they nest."""
+"""Hooks that wrap other hooks. Each is a `CommHook` itself, so they nest."""
 
 from lightning_commhooks.wrappers.auto import Auto
 from lightning_commhooks.wrappers.cast import Cast

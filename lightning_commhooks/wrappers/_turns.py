@@ -1,4 +1,4 @@
-"""Hooks that take turns: one at a time, for all parameters."""
+"""A wrapper that switches between hooks, one at a time for all parameters."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from lightning_commhooks.interface.wrapper import BoundWrapper
 
 
 class BoundSwitch(BoundWrapper):
-    """Does in each step what one of several hooks does, which have keys of the subclass.
+    """Delegates each step to one of several hooks, whose keys the subclass defines.
 
-    What a hook with error feedback has as residuals is added to the gradients of the first step of its successor.
+    The residuals of a hook with error feedback are added to the gradients of its successor's first step.
     """
 
     def __init__(self, hooks: Mapping[int, CommHook], group: Group) -> None:
@@ -31,15 +31,15 @@ class BoundSwitch(BoundWrapper):
         self._phases = {key: hook.bind(group) for key, hook in hooks.items()}
         super().__init__(list(self._phases.values()), hooks)
         self.has_memory = any(phase.has_memory for phase in self._phases.values())
-        # For each parameter, the phase that last averaged it; and what that will be after this step.
+        # For each parameter, the phase that last averaged it, and its successor after a finite step.
         self._last_phase = self.numbers["last_phase"] = {}
         self._next_phase: dict[str, int] = {}
-        # Parameters that this rank has used, where DDP looks for those that it has not.
+        # Parameters that this rank has used, if DDP looks for unused parameters.
         self._ever_used: set[str] = set()
 
     @abstractmethod
     def _phase(self, step: int) -> int:
-        """Key of the hook whose turn it is, equal on all ranks. Called in any order and thread."""
+        """Return the key of a step's hook, equal on all ranks. Called in any order and from any thread."""
 
     def reduce(self, bucket: Bucket, ranks: Group) -> Steps[Tensor | None]:
         return self._reduce_as(self._phase(bucket.step), bucket, ranks)
@@ -60,15 +60,15 @@ class BoundSwitch(BoundWrapper):
             self._ever_used.update(set(bucket.names) - bucket.unused)
 
     def _used_ones(self, changing: list[Slot], bucket: Bucket, phase: int, ranks: Group) -> Steps[list[Slot]]:
-        """Parameters of `changing` that some rank uses.
+        """Return the parameters of `changing` that some rank uses.
 
-        For others DDP throws away what a hook returns: they are handed over later.
+        DDP discards a hook's results for the remaining parameters, so their residuals are handed over later.
         """
         before = dataclasses.replace(bucket, unused=frozenset(bucket.names) - self._ever_used)
         counts = torch.cat([bucket.used(changing, bucket.flat), before.used(changing, bucket.flat)])
         now, before_now = ((yield from ranks.all_reduce_(counts)) > 0).view(2, -1).tolist()
         for slot, is_used, was_used in zip(changing, now, before_now, strict=True):
-            if not is_used and not was_used:  # and so has no residual
+            if not is_used and not was_used:  # never used, so there is no residual
                 self._last_phase[slot.name] = phase
         return [slot for slot, is_used in zip(changing, now, strict=True) if is_used]
 

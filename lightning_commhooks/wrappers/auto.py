@@ -1,4 +1,4 @@
-"""Tries hooks in the first steps of training and stays with the fastest."""
+"""A hook that measures other hooks in the first steps of training and keeps the fastest."""
 
 from __future__ import annotations
 
@@ -30,35 +30,35 @@ from lightning_commhooks.interface.start import at_once, late_starts
 from lightning_commhooks.interface.state import StateReader, StateWriter
 from lightning_commhooks.wrappers._turns import BoundSwitch
 
-# Steps of each candidate that are not timed: in the first it also sends the residuals of its predecessor, in the others
-# its error is sampled.
+# Untimed steps of each candidate: the first also sends its predecessor's residuals, and the rest sample its error.
 _LEAD_IN = 3
 
 
 @register
 @dataclass(frozen=True, kw_only=True)
 class Auto(CommHook):
-    """Measure hooks in the first steps of training, and go on with the fastest, or with none if that is no slower.
+    """Measure hooks in the first steps of training and use the fastest, or none if plain averaging is as fast.
 
-    Plain averaging comes first, then the candidates take turns, a few steps each, in which training goes on: all of
-    them average gradients, and residuals are passed on. Then all ranks agree on the hook with the shortest step of
-    those whose error is acceptable, say why, and keep to it; so does a resumed run. A step is the
-    time from one backward to the next, whatever happens in between. Takes `warmup_steps + timed_steps +
+    Plain averaging is measured first, then each candidate for a few steps. Training continues meanwhile: all candidates
+    average gradients, and each passes its residuals to the next. Then all ranks agree on the hook with the shortest
+    step among those with an acceptable error, and rank 0 prints the reason. The choice is final, also for a resumed
+    run. A step is the whole time from one backward to the next. Measuring takes `warmup_steps + timed_steps +
     len(candidates) * (timed_steps + 3)` steps, 46 by default.
 
     Args:
-        candidates: names or configured hooks, which compress from the first step on: with `start_powerSGD_iter=0` and
-            the like, which are set so where a hook is given by name. Hooks that average models are none: they change
-            what is learned, not only its speed. A `Schedule` is measured in the phase that it begins with.
+        candidates: names or configured hooks that compress from the first step on, for example with
+            `start_powerSGD_iter=0`, which is the default for hooks given by name. Hooks that average models are
+            rejected: they change the result of training, not only its speed. A `Schedule` is measured in its first
+            phase.
         max_error: highest acceptable error of the averaged gradients of one step, `|averaged - mean| / |mean|`; int8
-            has about 0.01, int4 0.1, PowerSGD up to 1 in one step, which error feedback makes up for later.
-        min_gain: plain averaging stays unless a hook makes steps that much shorter, as a fraction.
-        warmup_steps: steps before measuring: in the first ones DDP rebuilds its buckets, and memory is allocated.
-        timed_steps: steps of each hook that are timed; the median counts.
+            has about 0.01, int4 0.1, PowerSGD up to 1 in one step, which error feedback corrects later.
+        min_gain: fraction by which a hook must shorten steps to replace plain averaging.
+        warmup_steps: steps before measuring, in which DDP rebuilds its buckets and memory is allocated.
+        timed_steps: timed steps of each hook; the median counts.
 
     Raises:
-        ValueError: no candidates, an unknown one, one that begins later, or a value out of range. When it is attached:
-            a candidate that averages models.
+        ValueError: there are no candidates, one of them is unknown or starts later, or a value is out of range. When
+            attached: a candidate averages models.
     """
 
     name: ClassVar[str] = "auto"
@@ -72,11 +72,11 @@ class Auto(CommHook):
 
     def __post_init__(self) -> None:
         if isinstance(self.candidates, str) or not isinstance(self.candidates, Sequence) or not self.candidates:
-            raise ValueError(f"candidates must be one hook or more, in a list, is {self.candidates!r}")
+            raise ValueError(f"candidates must be a list of at least one hook, is {self.candidates!r}")
         candidates = [_candidate(hook) for hook in self.candidates]
         for hook in candidates:
             if candidates.count(hook) > 1:
-                raise ValueError(f"candidates: {hook.name!r} is there twice")
+                raise ValueError(f"candidates: {hook.name!r} is listed twice")
         object.__setattr__(self, "candidates", tuple(candidates))
         if not isinstance(self.max_error, (int, float)) or not self.max_error > 0:
             raise ValueError(f"max_error must be above 0, is {self.max_error!r}")
@@ -116,17 +116,17 @@ class _BoundAuto(BoundSwitch):
             if averages_models(phase):
                 raise ValueError(
                     f"hook='auto': candidate {self._hooks[key].name!r} averages models instead of gradients, which "
-                    "changes what is learned; choose it yourself if that is what you want"
+                    "changes the result of training; to use it, set it as the hook yourself"
                 )
         self._config = config
-        # Alone, there is nothing to choose.
+        # A single rank has nothing to choose.
         self._choice: int | None = 0 if group.size == 1 else None
-        # Step in which it was made, in this process.
+        # Step in which this process made the choice.
         self._chosen_at = -1
         self._is_tidy = False
-        self._begin_anew()
+        self._restart()
 
-    def _begin_anew(self) -> None:
+    def _restart(self) -> None:
         self._first_step: int | None = None
         self._moments: list[Any] = []
         self._numel = 0
@@ -137,7 +137,7 @@ class _BoundAuto(BoundSwitch):
         return None if self._choice is None else self._hooks[self._choice]
 
     def _begins(self, key: int) -> int:
-        """First step of a hook, counted from the beginning of measuring; of the one after the last, the last step."""
+        """Return the first step of a hook, counted from the start of measuring; after the last hook, the final step."""
         if key == 0:
             return 0
         config = self._config
@@ -155,7 +155,7 @@ class _BoundAuto(BoundSwitch):
     def reduce(self, bucket: Bucket, ranks: Group) -> Steps[Tensor | None]:
         yield from self._enter(bucket, bucket.flat.numel(), ranks)
         phase, sampler = self._phase(bucket.step), self._sampler(bucket.step)
-        # It is what this hook gets that is to be averaged.
+        # The gradients that this hook gets are averaged as they are.
         bucket = dataclasses.replace(bucket, accumulated=None)
         taken = sampler.take(bucket.flat, bucket) if sampler is not None else None
         finite = yield from self._reduce_as(phase, bucket, ranks)
@@ -168,15 +168,15 @@ class _BoundAuto(BoundSwitch):
         return (yield from super().reduce_sparse(grad, bucket, ranks))
 
     def _enter(self, bucket: Bucket, numel: int, ranks: Group) -> Steps[None]:
-        """Called for each bucket before it is reduced: notes the time of a step, and chooses when it has enough.
+        """Record the time of a step before a bucket is reduced, and choose after the last step of measuring.
 
-        What a bucket sends follows from the number of its step alone: whether another bucket of the step has come to a
-        choice by now may differ between ranks, so each comes to it for itself.
+        A bucket's collectives depend on its step only: whether another bucket of the step has already made the choice
+        may differ between ranks, so each bucket makes it.
         """
         if self._choice is not None and bucket.step != self._chosen_at:
             return
         if self._first_step is None or not 0 <= bucket.step - self._first_step - len(self._moments) + 1 <= 1:
-            self._begin_anew()
+            self._restart()
             self._first_step = bucket.step
         elapsed = bucket.step - self._first_step
         if elapsed == len(self._moments):
@@ -187,7 +187,7 @@ class _BoundAuto(BoundSwitch):
             yield from self._choose(ranks)
 
     def _sampler(self, step: int) -> ErrorSampler | None:
-        """The sample of the errors of a step, if they are to be sampled."""
+        """Return the sampler of a step's errors, or `None` if the step is not sampled."""
         if self._choice is not None or self._first_step is None:
             return None
         key = self._phase(step)
@@ -215,7 +215,7 @@ class _BoundAuto(BoundSwitch):
         return statistics.median(timing.ms(a, b) for a, b in itertools.pairwise(moments))
 
     def _agreed(self, numbers: list[float], ranks: Group) -> Steps[list[float]]:
-        """Means over ranks, bit-identical on all of them."""
+        """Return means over ranks, bit-identical on all ranks."""
         own = torch.tensor(numbers, dtype=torch.float64, device=self.group.device)
         means: list[float] = (yield from ranks.quiet().all_reduce_mean_(own)).tolist()
         return means
@@ -231,7 +231,7 @@ class _BoundAuto(BoundSwitch):
         else:
             why = (
                 f"no candidate with an error of at most {self._config.max_error:g} makes steps "
-                f"{self._config.min_gain:.0%} shorter, so compressing does not pay here"
+                f"{self._config.min_gain:.0%} shorter, so compression does not pay here"
             )
         return f"hook='auto' chose {names[self._choice]}: {why}. Per step: {'; '.join(rows)}"
 
@@ -239,7 +239,7 @@ class _BoundAuto(BoundSwitch):
         super().end_step(finite)
         if self._choice is None or self._is_tidy:
             return
-        # Until then there are residuals of the others.
+        # Until then the remaining candidates may hold residuals.
         if all(phase == self._choice for phase in self._last_phase.values()):
             self._is_tidy = True
             self.has_memory = self._phases[self._choice].has_memory
@@ -252,22 +252,22 @@ class _BoundAuto(BoundSwitch):
         return {**super().state_dict(writer), **choice}
 
     def _part_differs(self, key: str, when: str, reader: StateReader) -> None:
-        """Nothing: who has chosen keeps to it."""
+        """Ignore differences: the choice is final."""
 
     def load_state_dict(self, state: dict[str, Any], reader: StateReader) -> None:
         super().load_state_dict(state, reader)
-        self._begin_anew()
+        self._restart()
         if "choice" in state and self.group.size > 1:
             known = {key: describe(hook) for key, hook in self._hooks.items()}
             self._choice = next((key for key, hook in known.items() if hook == state["choice"]), None)
             if self._choice is None:
-                reader.differs(f"it has chosen {state['choice']!r}, which is no candidate now: it will measure again")
+                reader.differs(f"it has chosen {state['choice']!r}, which is not a candidate now: it measures again")
         if any(key not in self._phases for key in reader.section(state, "last_phase").values()):
-            reader.differs("it is of more candidates, and one that is none now has residuals")
+            reader.differs("it has the residuals of a hook that is not a candidate now")
 
     @property
     def compression_stats(self) -> Any:
-        """That of the hook in use, if it has any."""
+        """The statistics of the hook in use, if it has any."""
         return getattr(self._phases[self._choice or 0], "compression_stats", None)
 
     def inactive_reason(self, step: int) -> str | None:
@@ -276,4 +276,4 @@ class _BoundAuto(BoundSwitch):
         if not self._moments or step == ANY_LATER_STEP:
             return None
         num = self._begins(len(self._phases)) + 1
-        return f"hook='auto' has not chosen, which takes {num} steps of measuring; use fewer candidates or timed_steps"
+        return f"hook='auto' has not chosen: measuring takes {num} steps; use fewer candidates or timed_steps"

@@ -1,4 +1,4 @@
-"""Run a hook on 16-bit gradients, or with 8-bit factors."""
+"""A wrapper that runs a hook on 16-bit gradients, or with 8-bit factors."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ _CODECS = {"int8": Int8Codec(block_size=128)}
 
 @dataclass(frozen=True)
 class Cast(CommHook):
-    """Cast gradients to 16 bit, run another hook on them, cast the result back; or let it send its factors in 8 bit.
+    """Run another hook on gradients in 16 bits and cast the result back, or send the hook's factors in 8 bits.
 
-    PyTorch's `fp16_compress_wrapper` and `bf16_compress_wrapper`, on any device and around any hook. For
-    example `Cast("powersgd", "bf16")` halves the bytes of PowerSGD's factors, and `Cast("powersgd", "int8")` sends them
-    as blocks of 8-bit integers, a quarter; what that rounds away joins the residual, as what PowerSGD leaves out.
-    Gradients themselves are not cast to 8 bit: `Int8` compresses those. Models that a hook averages are not cast,
-    only gradients. The result is copied into the gradient's own memory, so a parameter that only some ranks use keeps
-    its dtype (PyTorch's wrapper leaves it a float16 `.grad`).
+    Works like PyTorch's `fp16_compress_wrapper` and `bf16_compress_wrapper`, but on any device and with any hook. For
+    example, `Cast("powersgd", "bf16")` halves the bytes of PowerSGD's factors, and `Cast("powersgd", "int8")` sends
+    them as blocks of 8-bit integers, a quarter of the bytes; the rounding error becomes part of the residual. Gradients
+    themselves are not cast to 8 bits: use `Int8` for that. Only gradients are cast, not models that a hook averages.
+    The result is copied into the gradient's own memory, so a parameter that only some ranks use keeps its dtype
+    (PyTorch's wrapper leaves it a float16 `.grad`).
 
     Args:
         hook: the hook to run, a name or a configured `CommHook`.
-        dtype: `"fp16"` or `"bf16"`. Gradients that are in 16 bit already, or no floating-point numbers, are
-            passed on as they are. Or `"int8"`, for `powersgd` and `batched_powersgd`.
+        dtype: `"fp16"` or `"bf16"`; gradients that have 16 bits already or are not floating-point numbers are passed
+            on unchanged. Or `"int8"`, for `powersgd` and `batched_powersgd`.
 
     Raises:
-        ValueError: unknown hook or dtype, or `"int8"` for a hook that sends no factors.
+        ValueError: the hook or dtype is unknown, or `dtype="int8"` is used with a hook that sends no factors.
     """
 
     name: ClassVar[str] = "cast"
@@ -56,8 +56,8 @@ class Cast(CommHook):
             raise ValueError(f"dtype must be one of {sorted({**_DTYPES, **_CODECS})}, is {self.dtype!r}")
         if self.dtype in _CODECS and not _sends_factors(self.hook):
             raise ValueError(
-                f"dtype={self.dtype!r} is for hooks that send factors, as 'powersgd' does, and hook is "
-                f"{get_hook(self.hook).name!r}. To send gradients in 8 bit use hook='int8' instead of Cast"
+                f"dtype={self.dtype!r} is for hooks that send factors, such as 'powersgd', but hook is "
+                f"{get_hook(self.hook).name!r}. To send gradients in 8 bits, use hook='int8' instead of Cast"
             )
 
     @property

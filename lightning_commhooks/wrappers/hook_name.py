@@ -1,4 +1,4 @@
-"""The names of hooks as a type, for annotations that Lightning CLI reads."""
+"""A type of hook names, for annotations that Lightning CLI reads."""
 
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 else:
 
     class NoHook:
-        """Type of nothing, which Lightning CLI tries after the others and whose refusal says what to write."""
+        """A type without values. Lightning CLI tries it last, and its error explains what to write."""
 
-    # A Literal of the names known now: Lightning CLI then refuses typos and lists the choices in its help. Annotate
-    # with it in other modules only: jsonargparse would follow the TYPE_CHECKING branch of the same module.
+    # With a Literal of the registered names, Lightning CLI rejects typos and lists the choices in its help. Use it for
+    # annotations in other modules only: in this one, jsonargparse would follow the TYPE_CHECKING branch.
     HookName = Literal[tuple(available_hooks())] | NoHook
 
 

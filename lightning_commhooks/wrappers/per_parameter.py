@@ -1,4 +1,4 @@
-"""A hook for each parameter, chosen by its name."""
+"""A wrapper that chooses a hook for each parameter by name."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from lightning_commhooks.wrappers.hook_name import HookName
 class PerParameter(CommHook):
     """Use different hooks for different parameters, by patterns of their names.
 
-    For example `PerParameter({"*embed*": "bf16", "*norm*": "allreduce", "*": "int8"})`. Patterns are those of the shell
-    (`fnmatch`: `*`, `?`, `[...]`), upper and lower case differ, and `*` matches dots too. The first one that matches
-    counts. Names are those of `model.state_dict()`, without what DDP, `torch.compile` and other wrappers put there.
-    Parameters with the same hook are averaged together, in one pass for each bucket.
+    For example, `PerParameter({"*embed*": "bf16", "*norm*": "allreduce", "*": "int8"})`. Patterns are shell patterns
+    (`fnmatch`: `*`, `?`, `[...]`); case matters, `*` also matches dots, and the first match counts. Names are the keys
+    of `model.state_dict()`, without the prefixes of DDP, `torch.compile` and other wrappers. Parameters with the same
+    hook are averaged together, in one pass for each bucket.
 
     Args:
-        hooks: for each pattern its hook, a name or a `CommHook`, in order.
+        hooks: hooks by pattern, in order; each hook is a name or a `CommHook`.
 
     Raises:
-        ValueError: no pattern, or an unknown hook. When it is attached: a parameter that no pattern matches.
+        ValueError: there is no pattern, or a hook is unknown. When attached: no pattern matches a parameter.
     """
 
     name: ClassVar[str] = "per_parameter"
@@ -45,7 +45,7 @@ class PerParameter(CommHook):
     def __post_init__(self) -> None:
         is_mapping = isinstance(self.hooks, Mapping) and all(isinstance(pattern, str) for pattern in self.hooks)
         if not is_mapping or not self.hooks:
-            raise ValueError(f"hooks must give a hook for each pattern, as {{'*': 'int8'}}, is {self.hooks!r}")
+            raise ValueError(f"hooks must be a dict of hooks by pattern, such as {{'*': 'int8'}}, is {self.hooks!r}")
         hooks = {}
         for pattern, hook in self.hooks.items():
             try:
@@ -58,7 +58,7 @@ class PerParameter(CommHook):
         return hash(tuple(self.hooks.items()))
 
     def __eq__(self, other: object) -> bool:
-        # The order counts.
+        # The order matters.
         return isinstance(other, PerParameter) and list(self.hooks.items()) == list(other.hooks.items())
 
     @property
@@ -67,17 +67,17 @@ class PerParameter(CommHook):
         return tuple(hook for i, hook in enumerate(hooks) if hook not in hooks[:i])
 
     def pattern_of(self, name: str) -> str:
-        """The pattern that counts for a parameter.
+        """Return the first pattern that matches a parameter.
 
         Raises:
-            ValueError: none matches.
+            ValueError: no pattern matches.
         """
         for pattern in self.hooks:
             if fnmatch.fnmatchcase(name, pattern):
                 return pattern
         raise ValueError(
             f"PerParameter has no hook for parameter {name!r}, only for {', '.join(map(repr, self.hooks))}; add a "
-            "pattern for it, or '*': 'allreduce' at the end for all others"
+            "pattern for it, or '*': 'allreduce' at the end for all remaining parameters"
         )
 
     def check_parameters(self, names: Sequence[str]) -> list[str]:
@@ -87,9 +87,9 @@ class PerParameter(CommHook):
             if pattern in patterns.values() or not names:
                 continue
             matched = [name for name in names if fnmatch.fnmatchcase(name, pattern)]
-            why = f"matches no parameter; there are {names[0]!r} and {len(names) - 1} others"
+            why = f"matches no parameter; there are {names[0]!r} and {len(names) - 1} more"
             if matched:
-                why = f"comes after {patterns[matched[0]]!r}, which matches {matched[0]!r} too; put it before that"
+                why = f"comes after {patterns[matched[0]]!r}, which matches {matched[0]!r} too; put it first"
             texts.append(f"PerParameter: the pattern {pattern!r} {why}. Its hook does nothing")
         for hook in self.inner_hooks:
             texts += hook.check_parameters([name for name in names if self.hooks[patterns[name]] == hook])
@@ -117,7 +117,7 @@ class _BoundPerParameter(BoundWrapper):
         return self._found[name]
 
     def _by_hook(self, slots: Sequence[Slot]) -> dict[BoundHook, list[Slot]]:
-        # In the order of the configuration, so on all ranks alike.
+        # In the order of the configuration, which is the same on all ranks.
         groups = {hook: [slot for slot in slots if self._find(slot.name) is hook] for hook in self._hooks}
         return {hook: slots for hook, slots in groups.items() if slots}
 
@@ -159,14 +159,14 @@ class _BoundPerParameter(BoundWrapper):
         try:
             return self._find(name) is hook
         except ValueError:
-            return False  # frozen, and matched by no pattern
+            return False  # a frozen parameter that no pattern matches
 
     def _at_work(self) -> Sequence[BoundHook]:
         return self._hooks
 
 
 def _moved_together(slots: Sequence[Slot]) -> tuple[Slot, ...]:
-    """The slots of a flat tensor that has nothing else."""
+    """Return the slots with offsets in a flat tensor that holds only them."""
     moved, offset = [], 0
     for slot in slots:
         moved.append(dataclasses.replace(slot, offset=offset))

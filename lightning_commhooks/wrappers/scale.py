@@ -1,4 +1,4 @@
-"""Divide gradients by the micro-batches that they are the sum of, or by the weights of these."""
+"""A wrapper that divides accumulated gradients by the number or the weights of their micro-batches."""
 
 from __future__ import annotations
 
@@ -31,28 +31,28 @@ _MODES = ("framework", "mean", "sum", "weighted")
 class ScaleByGradAccumulation(CommHook):
     """Scale gradients that are accumulated over micro-batches, whatever the framework divides the loss by.
 
-    With g_i the gradient of the loss of micro-batch i, which the framework divides by d, gradients arrive as
+    If g_i is the gradient of micro-batch i's loss, and the framework divides the loss by d, gradients arrive as
     `sum(g_i) / d`. They are scaled before they are compressed. A window is the micro-batches since gradients were
-    cleared, n of them on this rank. What is communicated is the mean over ranks of
+    cleared, n of them on this rank. The result is the mean over ranks of
 
-    * `"framework"`: `sum(g_i) / d`, as without this.
-    * `"mean"`: `sum(g_i) / n`. A last window of an epoch that is shorter counts as much as others.
+    * `"framework"`: `sum(g_i) / d`, as without this wrapper.
+    * `"mean"`: `sum(g_i) / n`. A shorter last window of an epoch counts as much as a full one.
     * `"sum"`: `sum(g_i)`.
-    * an integer k: `sum(g_i) / d / k`. The `scale_by_grad_accum_steps` wrapper that is often copied: `bucket.div_(k)`,
-      for code that divides the loss by nothing.
-    * `"weighted"`: w `sum(g_i)` over the sum of the weights of all micro-batches of all w ranks, which
-      `Attachment.add_weight` is told; so the mean over all tokens, if the loss is a sum over tokens and the weight
-      their number. Sends two numbers with each bucket. While ranks step alone, each uses its own sum and sends none.
+    * an integer k: `sum(g_i) / d / k`, as with the widely copied wrapper `scale_by_grad_accum_steps`
+      (`bucket.div_(k)`), for code that does not divide the loss.
+    * `"weighted"`: w `sum(g_i)` divided by the sum of the weights of all micro-batches on all w ranks, set by
+      `Attachment.add_weight`: the mean over all tokens, if the loss is a sum over tokens and the weight their number.
+      Sends two numbers with each bucket. In local steps, each rank divides by its own weights and sends nothing.
 
     Args:
         hook: the hook that averages the scaled gradients: a name, a configured `CommHook`, or a DDP hook function
             `(state, bucket)`.
-        accumulation: see above.
+        accumulation: the scaling, one of the above.
 
     Raises:
-        ValueError: unknown hook; `accumulation` is none of these; this is put inside of another wrapper; `"weighted"`
-            with a `PerParameter` that averages models and gradients. In the backward, as a `HookError` on all ranks:
-            `"weighted"`, and `add_weight` was not called for a micro-batch of some rank.
+        ValueError: the hook is unknown, `accumulation` is invalid, another wrapper contains this one, or `"weighted"`
+            is used with a `PerParameter` that averages both models and gradients. In the backward, as a `HookError` on
+            all ranks: with `"weighted"`, `add_weight` was not called for a micro-batch on some rank.
     """
 
     name: ClassVar[str] = "scale_by_grad_accumulation"
@@ -66,10 +66,10 @@ class ScaleByGradAccumulation(CommHook):
         if callable(hook) and not isinstance(hook, (CommHook, type)):
             check_user_hook(hook)
             hook = UserFunction(hook)
-        # A function in here already, when a dataclass is copied.
+        # A copied dataclass already holds a UserFunction.
         inner = hook if isinstance(hook, UserFunction) else get_hook(hook)  # type: ignore[arg-type]
         if isinstance(inner, ScaleByGradAccumulation):
-            get_inner_hook(inner)  # refuses
+            get_inner_hook(inner)  # raises
         object.__setattr__(self, "hook", inner)
         accumulation = self.accumulation
         is_count = isinstance(accumulation, int) and not isinstance(accumulation, bool) and accumulation >= 1
@@ -88,19 +88,19 @@ class ScaleByGradAccumulation(CommHook):
         inner = self.inner_hooks[0].bind(group)
         if self.accumulation == "weighted" and isinstance(inner, BoundWrapper) and inner.mixes_averages:
             raise ValueError(
-                "accumulation='weighted' does not work with a PerParameter of which some hooks average models and "
-                "others gradients: ranks would divide by their own weights and by those of all. Use accumulation='mean'"
+                "accumulation='weighted' does not work with a PerParameter that averages both models and gradients: "
+                "ranks would divide by their own weights and by all ranks' weights. Use accumulation='mean'"
             )
         return _BoundScale(self.accumulation, inner)
 
 
 def without_scale(hook: CommHook) -> CommHook:
-    """The hook that users and checkpoints know a hook by: without [`ScaleByGradAccumulation`][] around it."""
+    """Return the hook that users and checkpoints see: without [`ScaleByGradAccumulation`][] around it."""
     return hook.inner_hooks[0] if isinstance(hook, ScaleByGradAccumulation) else hook
 
 
 def accumulation_of(hook: CommHook) -> Accumulation:
-    """Divisor of accumulated gradients."""
+    """Return the divisor of accumulated gradients."""
     return hook.accumulation if isinstance(hook, ScaleByGradAccumulation) else "framework"
 
 
@@ -122,11 +122,11 @@ class _BoundScale(BoundAround):
         return (yield from self._inner.reduce_sparse(grad, bucket, ranks))
 
     def _factor(self, bucket: Bucket, ranks: Group) -> Steps[Number]:
-        """Factor of gradients, the same for all buckets of a step."""
+        """Return the factor of the gradients, the same for all buckets of a step."""
         accumulated = bucket.accumulated
         if accumulated is None:
             return 1.0
-        # Each bucket asks for itself: whether another one has asked by now may differ between ranks.
+        # Each bucket sends its own request: whether another bucket has sent one already may differ between ranks.
         accumulated.factor = yield from self._factor_of(accumulated, bucket, ranks)
         return accumulated.factor
 
@@ -140,17 +140,17 @@ class _BoundScale(BoundAround):
         if self._accumulation == "mean":
             if accumulated.num_micro_batches is None:
                 raise ValueError(
-                    "accumulation='mean': several forwards of the model came before several backwards, and these "
-                    "cannot be counted, since no tensor was found in the outputs of the model. Return tensors in "
-                    "tuples, lists, dicts or dataclasses; or call backward after each forward"
+                    "accumulation='mean': several forwards of the model came before several backwards, which cannot "
+                    "be counted, since the model's outputs contain no tensor. Return tensors in tuples, lists, dicts "
+                    "or dataclasses, or call backward after each forward"
                 )
             return divided_by / accumulated.num_micro_batches
         total = yield from self._total_weight(accumulated, bucket, ranks)
         num_ranks = 1 if is_local(self._inner, bucket.step) else self.group.size
         if isinstance(total, Tensor):
-            # By a tensor of no dimension 16-bit gradients would be multiplied in 16 bit.
+            # A 0-dimensional tensor would multiply 16-bit gradients in 16 bits.
             return torch.where(total == 0, 1.0, num_ranks * divided_by / total).to(torch.float32).view(1)
-        # Without tokens there are no gradients either.
+        # Without tokens, gradients are zero as well.
         return num_ranks * divided_by / total if total > 0 else 1.0
 
     def _warn_if_divided_twice(self, count: int, divided_by: float) -> None:
@@ -158,13 +158,13 @@ class _BoundScale(BoundAround):
             return
         self._warned = True
         warnings.warn(
-            f"accumulation={count} divides gradients by {count}, though the framework has divided the loss by "
-            f"{divided_by:g} already. accumulation='mean' divides by the micro-batches that ran, once",
+            f"accumulation={count} divides gradients by {count}, but the framework has divided the loss by "
+            f"{divided_by:g} already. Use accumulation='mean' to divide once, by the number of micro-batches",
             stacklevel=2,
         )
 
     def _total_weight(self, accumulated: Accumulated, bucket: Bucket, ranks: Group) -> Steps[Number]:
-        # Made on the device: copying a number there would wait for it.
+        # Created on the device: copying a number to it would synchronize.
         total = torch.zeros(2, dtype=torch.float64, device=self.group.device)
         total[0] += accumulated.weight
         total[1] += accumulated.num_weightless
@@ -176,5 +176,5 @@ class _BoundScale(BoundAround):
                 f"accumulation='weighted': {count} micro-batches of this step have no weight. Call "
                 "add_weight(num_tokens) between the forward and the backward of each"
             )
-        # A device is not waited for: without a weight on another rank gradients become NaN.
+        # On a device, without synchronizing: gradients become NaN if a weight is missing on another rank.
         return total[0].item() if total.is_cpu else torch.where(total[1] == 0, total[:1], math.nan)

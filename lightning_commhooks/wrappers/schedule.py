@@ -1,4 +1,4 @@
-"""Change the method while training."""
+"""A wrapper that changes the hook at given steps."""
 
 from __future__ import annotations
 
@@ -20,17 +20,16 @@ from lightning_commhooks.wrappers.hook_name import HookName
 class Schedule(CommHook):
     """Use different hooks in different phases of training.
 
-    For example `Schedule({0: "bf16", 1000: PowerSGD(matrix_approximation_rank=4)})`. Steps are counted once,
-    from the beginning of training, for all hooks: `start_powerSGD_iter=1000` of a PowerSGD that begins at step
-    1000 has passed by then. When a hook with error feedback is replaced, its residuals are added to the
-    gradients of the first step of its successor; when a hook is replaced that lets ranks step alone, models are
-    averaged after that step.
+    For example, `Schedule({0: "bf16", 1000: PowerSGD(matrix_approximation_rank=4)})`. All hooks count steps from the
+    start of training: a PowerSGD that begins at step 1000 has passed its `start_powerSGD_iter=1000`. When a hook with
+    error feedback is replaced, its residuals are added to the gradients of its successor's first step. When a hook
+    with local steps is replaced, models are averaged after that step.
 
     Args:
-        hooks: for each phase the step at which it begins, one of them 0, and its hook, a name or a `CommHook`.
+        hooks: hooks by the step at which their phase begins, one of them 0; each hook is a name or a `CommHook`.
 
     Raises:
-        ValueError: no hook for step 0, a negative step, or an unknown hook.
+        ValueError: there is no hook for step 0, a step is negative, or a hook is unknown.
     """
 
     name: ClassVar[str] = "schedule"
@@ -40,9 +39,9 @@ class Schedule(CommHook):
     def __post_init__(self) -> None:
         for step in self.hooks:
             if isinstance(step, bool) or not isinstance(step, int) or step < 0:
-                raise ValueError(f"hooks: steps must be integers of at least 0, one is {step!r}")
+                raise ValueError(f"hooks: steps must be integers of at least 0, got {step!r}")
         if 0 not in self.hooks:
-            raise ValueError(f"hooks: no hook for step 0, only for {sorted(self.hooks)}; add 0: 'allreduce'")
+            raise ValueError(f"hooks has no hook for step 0, only for {sorted(self.hooks)}; add 0: 'allreduce'")
         object.__setattr__(self, "hooks", {step: get_inner_hook(self.hooks[step]) for step in sorted(self.hooks)})
 
     def __hash__(self) -> int:
@@ -59,7 +58,7 @@ class Schedule(CommHook):
         phases = [get_hook(hook) for hook in self.hooks.values()]
         texts = [
             f"hook=Schedule: the phase that begins at step {begin} ends at {end}, before {name}={value}: it does not "
-            f"compress. Lower {name}, or let the phase last longer"
+            f"compress. Lower {name}, or make the phase longer"
             for hook, begin, end in zip(phases, self.hooks, list(self.hooks)[1:], strict=False)
             for _, name, value in late_starts(hook)
             if isinstance(value, int) and value >= end

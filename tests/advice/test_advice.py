@@ -60,7 +60,7 @@ class TestVerdict:
     def test_averaging_models_is_not_recommended(self):
         verdict = decide([DENSE, NOOP, row("int8", 55, 0.01), row("diloco", 42, math.nan)], 0.3)
         assert verdict.choice == "int8"
-        assert "another algorithm" in verdict.apart["diloco"]
+        assert "different algorithm" in verdict.apart["diloco"]
 
     @pytest.mark.parametrize(
         ("rows", "reason"),
@@ -285,7 +285,7 @@ BAD = {
     "no_module": (lambda: (3, X), "returned int as the model, no bare nn.Module"),
     "frozen": (lambda: (nn.ReLU(), X), "a model without parameters that are trained"),
     "unknown_key": (lambda: {"model": Task(), "data": X}, r"a dict with \['data'\]; known are"),
-    "no_loss": (lambda: (nn.Linear(4, 3), X), r"no loss came out, but a tensor of shape \(2, 3\)"),
+    "no_loss": (lambda: (nn.Linear(4, 3), X), r"the model returned a tensor of shape \(2, 3\), not a loss"),
     "target_missing": (
         lambda: (nn.Linear(4, 3), (X,), nn.MSELoss()),
         r"a batch of 1, .* \(inputs, target\)",
@@ -404,13 +404,15 @@ def test_delay_is_told_of(latency, bandwidth, is_noted):
     notes = list(study.notes([DENSE, NOOP], Network(bandwidth, latency, 2), None))
     assert bool(notes) == is_noted
     if is_noted:
-        assert "of the 60.0 ms that communication adds to a dense step, sending takes 0.0 ms" in notes[0]
+        assert (
+            "adds 60.0 ms to a dense step, of which sending takes 0.0 ms and waiting for messages the rest" in notes[0]
+        )
 
 
 def test_what_predictions_leave_out_is_told_of():
     notes = list(study.notes([DENSE, NOOP], Network(1e6, 0.0, 64), 16))
-    assert notes[0].startswith("Processor time that sending takes is left out")
-    assert notes[1:] == ["Errors are those of an average over 16 of the 64 ranks."]
+    assert notes[0].startswith("Predictions exclude the processor time of sending")
+    assert notes[1:] == ["Errors are measured with an average over 16 of the 64 ranks."]
     assert len(list(study.notes([DENSE, NOOP], Network(1e6, 0.0, 16), 16))) == 1
 
 
@@ -455,5 +457,7 @@ def test_a_noisy_headroom_in_words(find, monkeypatch):
     args = Namespace(command="headroom", rounds=3, max_error=0.3, bandwidth=None, latency=None, world_size=None)
     found = study.study(args, Namespace(device=CPU, gradient_bytes=4_000_000), [], lambda what: None)
     last = text_of(found).splitlines()[-1]
-    assert last.startswith("Communication costs between 1.7 ms and 161.0 ms of 161.0 ms a step, 1% to 100%: too noisy")
+    assert last.startswith(
+        "Communication costs between 1.7 ms and 161.0 ms of 161.0 ms a step, 1% to 100%: the measurement is too"
+    )
     assert "59%" not in last

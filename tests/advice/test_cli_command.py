@@ -223,8 +223,8 @@ def test_what_if_on_one_process(folder):
     assert found["verdict"]["choice"] == "int4:min_bytes=0"
     assert found["verdict"]["line"] == "CompressedDDPStrategy(hook=Int4(min_bytes=0))"
     processors, ranks = found["notes"]
-    assert "Processor time that sending takes is left out" in processors
-    assert ranks == "Errors are those of an average over 16 of the 32 ranks."
+    assert "Predictions exclude the processor time of sending" in processors
+    assert ranks == "Errors are measured with an average over 16 of the 32 ranks."
 
 
 @pytest.mark.parametrize(
@@ -273,7 +273,10 @@ def test_ranks_that_do_not_find_each_other(monkeypatch, capsys):
         (["advise", "m:f", "--world-size", "1"], "argument --world-size: must be an integer of at least 2, is '1'"),
         (["advise", "m:f", "--world-size", "8"], "one process has no network to measure: give --bandwidth"),
         (["advise", "m:f", "--max-error", "-1"], "argument --max-error: must be at least 0, is '-1'"),
-        (["advise", "m:f", "--nproc", "1"], "one process sends nothing: use --nproc, torchrun, or `advise --bandw"),
+        (
+            ["advise", "m:f", "--nproc", "1"],
+            "one process sends nothing: use --nproc or torchrun, or predict with `advise --bandw",
+        ),
         (["bench", "m:f", "--nproc", "1"], "one process sends nothing"),
         (["advise", "m:f", "--bandwidth", "1gbit", "--device", "cuda"], "error: --device cuda: 1 processes on this"),
     ],
@@ -295,7 +298,7 @@ def test_nproc_and_a_launcher(monkeypatch, in_process):
     monkeypatch.setenv("WORLD_SIZE", "4")
     code, _, errors = in_process("headroom", "m:f", "--nproc", "2")
     assert code == 2
-    assert "error: --nproc 2: a launcher has started 4 processes already; leave it out\n" in errors
+    assert "error: --nproc 2: a launcher has started 4 processes already; omit --nproc\n" in errors
 
 
 def test_needs_nothing_that_is_not_installed():

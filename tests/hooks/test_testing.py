@@ -24,8 +24,8 @@ BY_NAME = {rule.__name__: rule for rule in RULES}
         (broken_hooks.NotDivided, "ranks_agree_on_the_mean", "is 2.0 times the mean of 2 ranks: divide by group.size?"),
         (broken_hooks.NotDivided, "error_feedback_loses_nothing", "is missing"),
         (broken_hooks.Hasty, "bad_steps_leave_nothing_behind", "not finite after it"),
-        (broken_hooks.Forgetful, "a_resumed_run_goes_on", "does not go on as if nothing was"),
-        (broken_hooks.Forgetful, "other_numbers_of_ranks_keep_residuals", "a state has residuals"),
+        (broken_hooks.Forgetful, "a_resumed_run_goes_on", "a resumed run differs from an uninterrupted one"),
+        (broken_hooks.Forgetful, "other_numbers_of_ranks_keep_residuals", "a state must keep the residuals"),
         (broken_hooks.Secret, "bytes_are_counted", "counted: send by the group that the hook is given"),
         (broken_hooks.Scaled, "loss_scale_makes_no_difference", "bucket.loss_scale"),
         (broken_hooks.Spending, "unused_parameters_keep_their_memory", "in which no rank uses it"),
@@ -85,12 +85,12 @@ def _divide(rank, world):
 @pytest.mark.parametrize(
     ("place", "text"),
     [
-        ({"device": "meta"}, r"^device='meta': there is none; use 'cpu'"),
+        ({"device": "meta"}, r"^device='meta' is not available; use 'cpu'"),
         ({"backend": "mpi"}, r"^backend='mpi': use 'gloo'"),
         ({"backend": "nccl"}, r"^backend='nccl': use 'gloo', or 'nccl' with device='cuda'"),
         pytest.param(
             {"device": "cuda"},
-            r"^device='cuda': there is none",
+            r"^device='cuda' is not available",
             marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is one"),
         ),
     ],
@@ -136,7 +136,7 @@ def test_the_others_are_not_waited_for_long_after_a_failure(monkeypatch):
     monkeypatch.setattr(processes_module, "_SECONDS_AFTER_FAILURE", 0.5)
     with (
         Processes(2, 100) as processes,
-        pytest.raises(RuntimeError, match=r"(?s)rank 1: .*ZeroDivisionError.*rank 0: no end after \d+ s"),
+        pytest.raises(RuntimeError, match=r"(?s)rank 1: .*ZeroDivisionError.*rank 0: no reply after \d+ s"),
     ):
         processes(_divide_or_sleep, world=2)
 

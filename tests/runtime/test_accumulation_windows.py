@@ -402,7 +402,7 @@ def test_refusals_when_attached(run):
         assert "of shape [2]" in texts[3]
         assert "is -1" in texts[4]
         assert len(texts) == 7
-        assert all("of which some hooks average models and others gradients" in text for text in texts[5:])
+        assert all("a PerParameter that averages both models and gradients" in text for text in texts[5:])
 
 
 def _refusals(rank, world):

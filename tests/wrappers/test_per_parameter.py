@@ -50,8 +50,8 @@ def test_first_pattern_counts():
     assert pickle.loads(pickle.dumps(hook)) == hook
     assert len({hook, pickle.loads(pickle.dumps(hook)), reordered}) == 2
     for hooks, message in (
-        ({}, "a hook for each pattern"),
-        ({1: "bf16"}, "a hook for each pattern"),
+        ({}, "a dict of hooks by pattern"),
+        ({1: "bf16"}, "a dict of hooks by pattern"),
         ({"*": "x"}, "'x'"),
     ):
         with pytest.raises(ValueError, match=message):

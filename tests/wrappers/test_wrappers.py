@@ -37,7 +37,7 @@ def test_wrappers_take_names_and_nest():
         (lambda: lc.Cast("powersdg"), "did you mean 'powersgd'"),
         (lambda: lc.Schedule({}), "no hook for step 0"),
         (lambda: lc.Schedule({5: "bf16"}), r"no hook for step 0, only for \[5\]"),
-        (lambda: lc.Schedule({0: "bf16", -1: "fp16"}), "at least 0, one is -1"),
+        (lambda: lc.Schedule({0: "bf16", -1: "fp16"}), "at least 0, got -1"),
         (lambda: lc.Schedule({0: "bf16", "5": "fp16"}), "integers.*'5'"),
         (lambda: lc.Schedule({0: "nothing"}), "unknown hook 'nothing'"),
     ],
