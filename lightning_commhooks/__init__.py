@@ -43,27 +43,13 @@ from lightning_commhooks.torchft.fault_tolerance import FaultTolerance
 from lightning_commhooks.wrappers import Auto, Cast, PerParameter, ScaleByGradAccumulation, Schedule
 
 if TYPE_CHECKING:
-    from lightning_commhooks.lightning.classes import (
-        CommHookMonitor as CommHookMonitor,
-    )
-    from lightning_commhooks.lightning.classes import (
-        CompressedDDPStrategy as CompressedDDPStrategy,
-    )
-    from lightning_commhooks.lightning.classes import (
-        CompressedFSDPStrategy as CompressedFSDPStrategy,
-    )
-    from lightning_commhooks.lightning.classes import (
-        CompressedModelParallelStrategy as CompressedModelParallelStrategy,
-    )
-    from lightning_commhooks.lightning.classes_pl import (
-        CommHookMonitorPL as CommHookMonitorPL,
-    )
-    from lightning_commhooks.lightning.classes_pl import (
-        CompressedDDPStrategyPL as CompressedDDPStrategyPL,
-    )
-    from lightning_commhooks.lightning.classes_pl import (
-        CompressedFSDPStrategyPL as CompressedFSDPStrategyPL,
-    )
+    from lightning_commhooks.lightning.classes import CommHookMonitor as CommHookMonitor
+    from lightning_commhooks.lightning.classes import CompressedDDPStrategy as CompressedDDPStrategy
+    from lightning_commhooks.lightning.classes import CompressedFSDPStrategy as CompressedFSDPStrategy
+    from lightning_commhooks.lightning.classes import CompressedModelParallelStrategy as CompressedModelParallelStrategy
+    from lightning_commhooks.lightning.classes_pl import CommHookMonitorPL as CommHookMonitorPL
+    from lightning_commhooks.lightning.classes_pl import CompressedDDPStrategyPL as CompressedDDPStrategyPL
+    from lightning_commhooks.lightning.classes_pl import CompressedFSDPStrategyPL as CompressedFSDPStrategyPL
     from lightning_commhooks.lightning.classes_pl import (
         CompressedModelParallelStrategyPL as CompressedModelParallelStrategyPL,
     )
