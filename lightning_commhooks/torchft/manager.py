@@ -168,13 +168,6 @@ def start_replica(
     options: FaultTolerance, state_dict: Callable[[], Any], load_state_dict: Callable[[Any], None]
 ) -> Manager:
     """The manager of a framework's process; the state and what takes it over are those of [`start_manager`][]."""
-    return start_manager(
-        f"replica_{options.replica_rank}",
-        state_dict,
-        load_state_dict,
-        min_replica_size=options.min_replica_size,
-        timeout=options.timeout,
-        quorum_timeout=options.quorum_timeout,
-        lighthouse_addr=options.lighthouse_addr,
-        hostname=options.hostname,
-    )
+    names = ("min_replica_size", "timeout", "quorum_timeout", "lighthouse_addr", "hostname")
+    given = {name: getattr(options, name) for name in names}
+    return start_manager(f"replica_{options.replica_rank}", state_dict, load_state_dict, **given)
