@@ -29,7 +29,7 @@ from lightning_commhooks.sources.attach import source_of_manager
 from lightning_commhooks.torchft.ddp import DistributedDataParallel as DistributedDataParallel
 from lightning_commhooks.torchft.ddp import managed_source
 from lightning_commhooks.torchft.fault_tolerance import FaultTolerance
-from lightning_commhooks.torchft.refusals import check_hook
+from lightning_commhooks.torchft.quorum import check_hook
 from lightning_commhooks.wrappers.scale import accumulation_of, without_scale
 
 source_of_manager.register(Manager, managed_source)
