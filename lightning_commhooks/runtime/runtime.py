@@ -79,7 +79,8 @@ class Runtime(RunningHook):
         make_group: Callable[[Counters], Group] | None = None,
     ) -> None:
         super().__init__(hook, source, self._end_step)
-        self.is_alone = make_group is None and source.is_alone
+        is_whole = source.process_group.size() == 1 and all(size == 1 for _, size in source.shard)
+        self.is_alone = is_whole and make_group is None and not source.ranks_change
         self._given = hook
         self.watch = Watch()
         self.passes = Passes(self.clock)
@@ -408,11 +409,15 @@ class Runtime(RunningHook):
             metrics["relative_error"] = self.watch.sampler.relative_error
         if isinstance(self.method, UserFunction):
             metrics.update(dict.fromkeys(_UNKNOWN_OF_FUNCTIONS, math.nan))
-        not_counted = (*self.source.not_counted, *self._not_counted())
+        not_counted = tuple(self._not_counted())
         return {name: value for name, value in metrics.items() if not name.endswith(not_counted)}
 
     def _not_counted(self) -> Iterator[str]:
         """Endings of metrics that are always 0 with this hook, or on these nodes."""
+        if self.source.is_awaited:
+            # Of several steps, whole gradients, or the nodes of each group of FSDP's.
+            yield from ("_ms", "_steps", "_between_nodes", "bytes_evaluation", "averagings")
+            return
         if isinstance(self.method, UserFunction):
             return
         if len(self.bound.group.nodes()) == 1:

@@ -43,7 +43,6 @@ class Source(ABC):
         refused: options of `attach` that do not fit, and why.
         kept: those that the source itself needs.
         limits: why a hook does nothing here but reduce gradients, and what to use; empty if it does more.
-        not_counted: how names of metrics end that there are none of.
         is_awaited: whether buckets are reduced where they are handed over, in process groups of the source's own.
         quorum: the ranks that train the model, if they come and go.
         device: of the gradients.
@@ -54,7 +53,6 @@ class Source(ABC):
     refused: ClassVar[Mapping[str, str]] = {}
     kept: ClassVar[tuple[str, ...]] = ()
     limits: ClassVar[str] = ""
-    not_counted: ClassVar[tuple[str, ...]] = ()
     is_awaited: ClassVar[bool] = False
     quorum: ChangingRanks | None = None
 
@@ -68,11 +66,6 @@ class Source(ABC):
     def ranks_change(self) -> bool:
         """Whether ranks come and go."""
         return self.quorum is not None
-
-    @property
-    def is_alone(self) -> bool:
-        """Whether no other rank trains the model, now or later."""
-        return self.process_group.size() == 1 and not self.ranks_change and all(size == 1 for _, size in self.shard)
 
     def set_options(self, given: Mapping[str, Any]) -> None:
         """Take options of `attach`, or raise a `ValueError` for one that does not fit."""

@@ -54,65 +54,55 @@ def attach(
     num_steps: int | None = None,
     manager: Any = None,
 ) -> Attachment:
-    """Let a communication hook average the gradients of a model, of `DistributedDataParallel` or sharded by FSDP.
+    """Average the gradients of a model with a communication hook.
 
-    Collective: every rank of the model's process group calls it, before the first backward, and with FSDP before the
-    first forward. Of the options, those for DDP are refused with FSDP, and the other way round.
+    Collective: every rank of the model's process group calls it before the first backward, and with FSDP before the
+    first forward. "Use it" has a table of hooks and options by kind of model; another kind's option is an error.
 
     Args:
-        model: a `DistributedDataParallel`; a `FullyShardedDataParallel`, a module to which `fully_shard` was applied,
-            or one that has such modules inside, all of one kind. Each perhaps compiled: `torch.compile(model)`.
+        model: a `DistributedDataParallel`, a `FullyShardedDataParallel`, a module to which `fully_shard` was applied,
+            or one that contains such modules, all of one kind. It may be compiled: `torch.compile(model)`.
         hook: a name (`available_hooks()`), a configured `CommHook`, or a function with the signature of
-            `DistributedDataParallel.register_comm_hook`, stock or your own. Between replicas of a sharded model, of
-            `fully_shard` on a mesh of two dimensions or of `replicate` of
-            `torch.distributed._composable.replicate_with_fsdp`, any hook: each rank has its share of gradients and
-            weights, and the hook's memory of that. Of a sharded model without replicas `"fp16"`, `"bf16"`,
-            `"allreduce"` or `"reduce_scatter"` (the same: which of the two is sent is up to the sharding strategy),
-            `"int8"`, `"int4"`, `"fp8"`, or one of them configured; of `fully_shard` perhaps with error feedback, as
-            `Int4(compress_1d=True)`: its residual, of the whole gradient on each rank, takes a byte for each parameter.
-        hook_state: for DDP, the `state` argument of such a function.
-        grad_scaler: for DDP, the scaler that multiplies the loss, so that what the hook remembers stays right when the
-            scale changes.
-        exact_state: for DDP, whether `state_dict()` keeps what differs between ranks for each of them. A run then
-            resumes bit by bit on CPU, and the state is as many times larger as there are ranks.
-        optimizers: for DDP, what trains the model, for hooks that average models after their steps; or a function that
+            `DistributedDataParallel.register_comm_hook`, stock or your own.
+        hook_state: the `state` argument of such a function.
+        grad_scaler: the scaler that multiplies the loss, so that the memory of the hook stays right when the scale
+            changes.
+        exact_state: whether `state_dict()` keeps the differences between ranks, such as residuals. A run then resumes
+            bit by bit on CPU, and the state is as many times larger as there are ranks.
+        optimizers: the optimizers of the model, for hooks that average models after their steps; or a function that
             returns them, called when they are needed. Not given: `Attachment.add_optimizer`. Empty: you call
             `Attachment.after_optimizer_step` yourself.
-        accumulation: for DDP, how gradients are scaled that are accumulated over micro-batches: see
+        accumulation: how to scale gradients that are accumulated over micro-batches: see
             [`ScaleByGradAccumulation`][].
-        loss_divided_by: for DDP, what you, or a framework, divide the loss of each micro-batch by; or a function that
-            returns it, called in each synchronized backward. What `accumulation` takes into account.
-        replicate_group: for `fully_shard` on a mesh of one dimension, ranks that hold the same shares of replicas of
-            the model, with equal weights, which the hook then averages over. On a mesh of two dimensions FSDP2 knows
-            them by itself; where parameters have different ones, attach a hook for each, and name them.
-        shard_hook: for models with replicas, the hook of the reduce-scatter within a replica: one that works without
-            them. `None`: FSDP2's own.
-        gather_hook: for `fully_shard`, what parameters are sent as when they are gathered: `"int8"`, `"int4"`, `"fp8"`,
-            `"bf16"`, `"fp16"`, or one of them configured without error feedback. All ranks compute with what was sent;
-            each rank's share stays exact. `None`: as FSDP2 sends them.
-        num_steps: synchronized backwards that training has in all, from its beginning on. Starts that are fractions,
-            as `start_powerSGD_iter=0.1`, are a part of it; `"auto"`, the start of a hook given by its name, is a tenth
-            of it, if that is sooner than the default. Checkpoints have it, and a run that goes on from one goes by
-            that. `None`: not known, or told before the first backward by `Attachment.tell_forecast`.
-        manager: for DDP over a group of this process alone, or `fully_shard` over all processes of a replica, a
-            `torchft.Manager` with a `lightning_commhooks.torchft.ProcessGroupGloo` and `use_async_quorum=False`. The
-            hook averages over the replicas of its present quorum, each process its share of the gradients, and those
-            that are left go on when one dies. Between the manager's `start_quorum` and `should_commit` there is one
-            synchronized backward; with [`DiLoCo`][] and [`PostLocalSGD`][], whose averages replicas vote on, the hook
-            calls both. Who joins gets from others what the hook remembers alike on all; its residual is zero.
+        loss_divided_by: the number by which you, or a framework, divide the loss of each micro-batch; or a function
+            that returns it, called in each synchronized backward. `accumulation` takes it into account.
+        replicate_group: the ranks that hold the same shares of replicas of the model, with equal weights. The hook
+            averages over them. FSDP2 knows them by itself on a mesh of two dimensions; where parameters have different
+            ones, attach a hook for each, and name them.
+        shard_hook: the hook of the reduce-scatter within a replica. `None`: FSDP2's own reduce-scatter.
+        gather_hook: the format in which parameters are gathered. All ranks compute with the rounded parameters; the
+            share of each rank stays exact. `None`: that of FSDP2.
+        num_steps: the number of synchronized backwards of the whole training. Starts that are fractions, as
+            `start_powerSGD_iter=0.1`, are a part of it. `"auto"`, the start of a hook that is given by its name, is a
+            tenth of it, if that is sooner than the default. Checkpoints store it, and it stays the same in a run that
+            resumes. `None`: not known, or told before the first backward by `Attachment.tell_forecast`.
+        manager: a `torchft.Manager` with a `lightning_commhooks.torchft.ProcessGroupGloo` and `use_async_quorum=False`.
+            The hook averages over the replicas of its present quorum, and the rest continue when one dies. There is one
+            synchronized backward between the manager's `start_quorum` and `should_commit`; with [`DiLoCo`][] and
+            [`PostLocalSGD`][], whose averages replicas vote on, the hook calls both. A joining replica gets the state
+            that all replicas share; its residual is zero.
 
     Returns:
         a handle to metrics, state and the end of the hook. In one process the hook leaves gradients as they are, with a
-        warning; what it remembers is still saved and loaded.
+        warning, and its memory is still saved and loaded.
 
     Raises:
-        HookError: one of these, or whatever else, on another rank.
-        ValueError: unknown name; a function that DDP would refuse; a hook or options that do not work with FSDP;
-            `hook_state` with a hook that is no function; a model that is neither DDP nor sharded, has a hook already,
-            or had one that was closed (DDP), that FSDP takes no hook for, is on another device than CPU or CUDA, or on
-            several, or runs under `torch.compile`'s `python_reducer`; an option that does not fit the model; a scaler
-            that is no `GradScaler`; an optimizer that cannot step on one rank alone; `accumulation` is none, or given
-            twice; `loss_divided_by` is not positive; ranks were given different hooks, options or `exact_state`.
+        HookError: another rank raised an error.
+        ValueError: the hook is unknown, or a function that DDP refuses; the hook or an option does not fit the model;
+            the model is neither DDP nor sharded, has a hook already, or had one that was closed (DDP), is on another
+            device than CPU or CUDA, or on several, or runs under `torch.compile`'s `python_reducer`; the scaler is no
+            `GradScaler`; an optimizer cannot step on one rank alone; `accumulation` is unknown, or given twice;
+            `loss_divided_by` is not positive; ranks were given different hooks, options or `exact_state`.
     """
     options = {
         "hook_state": hook_state,
@@ -157,7 +147,7 @@ def attach(
     except BaseException:
         runtime.close()
         raise
-    if source.is_alone and not isinstance(config, UserFunction):
+    if runtime.is_alone and not isinstance(config, UserFunction):
         # An outer optimizer, as of DiLoCo, works in one process too.
         what = "averages" if attachment.averages_models else "does"
         warnings.warn(f"hook={runtime.name!r} {what} nothing: training runs in one process", stacklevel=3)

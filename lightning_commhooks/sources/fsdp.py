@@ -83,8 +83,6 @@ class ShardedSource(Source):
         "FSDP hands over gradients flat and without names, of which a hook keeps no memory: use metrics(), and for "
         "another wrapper attach()"
     )
-    # Of several steps, whole gradients, or the nodes of each group of FSDP's.
-    not_counted = ("_ms", "_steps", "_between_nodes", "bytes_evaluation", "averagings")
     is_awaited = True
     # Whether hooks may have error feedback.
     remembers: ClassVar[bool] = False

@@ -26,8 +26,7 @@ from lightning_commhooks.runtime.source import Source
 from lightning_commhooks.sources.attach import attach, source_of
 from lightning_commhooks.sources.ddp import DDPSource
 from lightning_commhooks.sources.ddp_model import Trampoline
-from lightning_commhooks.torchft.quorum import Quorum
-from lightning_commhooks.torchft.refusals import EXACT_STATE, check_hook, check_manager
+from lightning_commhooks.torchft.quorum import EXACT_STATE, Quorum, check_hook
 
 
 class ManagedDDP(DDPSource):
@@ -43,7 +42,7 @@ class ManagedDDP(DDPSource):
 
     def __init__(self, process_group: dist.ProcessGroup, manager: Any) -> None:
         super().__init__(process_group)
-        self._manager, self.quorum = manager, Quorum(manager)
+        self.quorum = Quorum(manager)
         # Parameters without gradients here in this step, and the means of their gradients.
         self._unused: dict[str, Tensor] = {}
 
@@ -72,7 +71,7 @@ class ManagedDDP(DDPSource):
                 "its buckets anew after the first step, and those of a replica that joins later differ. See "
                 "lightning_commhooks.torchft.DistributedDataParallel"
             )
-        check_manager(self._manager, 1, 0)
+        self.quorum.check_manager(1, 0)
 
     def connect(self, model: nn.Module, runtime: Runtime) -> None:
         self.quorum.connect(runtime, self._give_unused)

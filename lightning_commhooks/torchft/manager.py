@@ -29,7 +29,7 @@ from lightning_commhooks.sources.attach import source_of_manager
 from lightning_commhooks.torchft.ddp import DistributedDataParallel as DistributedDataParallel
 from lightning_commhooks.torchft.ddp import managed_source
 from lightning_commhooks.torchft.fault_tolerance import FaultTolerance
-from lightning_commhooks.torchft.refusals import check_hook
+from lightning_commhooks.torchft.quorum import check_hook
 from lightning_commhooks.wrappers.scale import accumulation_of, without_scale
 
 source_of_manager.register(Manager, managed_source)
@@ -168,13 +168,6 @@ def start_replica(
     options: FaultTolerance, state_dict: Callable[[], Any], load_state_dict: Callable[[Any], None]
 ) -> Manager:
     """The manager of a framework's process; the state and what takes it over are those of [`start_manager`][]."""
-    return start_manager(
-        f"replica_{options.replica_rank}",
-        state_dict,
-        load_state_dict,
-        min_replica_size=options.min_replica_size,
-        timeout=options.timeout,
-        quorum_timeout=options.quorum_timeout,
-        lighthouse_addr=options.lighthouse_addr,
-        hostname=options.hostname,
-    )
+    names = ("min_replica_size", "timeout", "quorum_timeout", "lighthouse_addr", "hostname")
+    given = {name: getattr(options, name) for name in names}
+    return start_manager(f"replica_{options.replica_rank}", state_dict, load_state_dict, **given)

@@ -15,8 +15,7 @@ from lightning_commhooks.runtime.engine import CLOSED
 from lightning_commhooks.runtime.runtime import Runtime
 from lightning_commhooks.runtime.steps import current_backward
 from lightning_commhooks.sources.replicas import Replicas, replicas_of
-from lightning_commhooks.torchft.quorum import Quorum, meet
-from lightning_commhooks.torchft.refusals import EXACT_STATE, check_hook, check_manager
+from lightning_commhooks.torchft.quorum import EXACT_STATE, Quorum, check_hook, meet
 
 
 class ManagedReplicas(Replicas):
@@ -46,7 +45,7 @@ class ManagedReplicas(Replicas):
             )
         # Of this process alone, as long as there are no others.
         super().__init__(model, dist.ProcessGroup(0, 1))  # type: ignore[call-arg]  # there is such a one
-        self._manager, self.quorum = manager, Quorum(manager)
+        self.quorum = Quorum(manager)
         # The number that autograd gave the last backward.
         self._backward = -1
 
@@ -57,7 +56,7 @@ class ManagedReplicas(Replicas):
 
     def check(self, model: nn.Module) -> None:
         super().check(model)
-        check_manager(self._manager, dist.get_world_size(), dist.get_rank())
+        self.quorum.check_manager(dist.get_world_size(), dist.get_rank())
 
     def connect(self, model: nn.Module, runtime: Runtime) -> None:
         # Or some might commit a step that others have lost.

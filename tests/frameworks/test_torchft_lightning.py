@@ -173,7 +173,7 @@ def test_a_run_goes_on_from_a_checkpoint_after_an_average():
 def test_torchft_is_not_installed(monkeypatch):
     for name in [name for name in sys.modules if name.partition(".")[0] == "torchft"]:
         monkeypatch.setitem(sys.modules, name, None)
-    monkeypatch.delitem(sys.modules, "lightning_commhooks.torchft", raising=False)
+    monkeypatch.delitem(sys.modules, "lightning_commhooks.torchft.manager", raising=False)
     with pytest.raises(ImportError, match=r"pip install 'lightning-commhooks\[torchft\]'"):
         lc.CompressedDDPStrategy(hook="int8", fault_tolerance=FaultTolerance(0, 2))
 

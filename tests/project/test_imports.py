@@ -12,7 +12,7 @@ from graphlib import CycleError, TopologicalSorter
 import private_scan
 import pytest
 
-FRAMEWORKS = ("lightning", "pytorch_lightning", "lightning_fabric", "accelerate", "transformers", "ray")
+FRAMEWORKS = ("lightning", "pytorch_lightning", "lightning_fabric", "accelerate", "transformers", "ray", "torchft")
 STRATEGIES = [
     "CommHookMonitor",
     "CompressedDDPFabricStrategy",
@@ -64,10 +64,14 @@ for module in ("", ".fsdp", ".kwargs", ".monitor"):
         importlib.import_module("accelerate_integration" + module)
     except ImportError as error:
         print(error)
+try:
+    from lightning_commhooks.torchft import start_manager
+except ImportError as error:
+    print(error)
 """
     printed = python(code)
     assert "\n1\nTrue False\n" in f"\n{printed}"
-    for extra, count in {"lightning": 1, "ray": 1, "accelerate": 4}.items():
+    for extra, count in {"lightning": 1, "ray": 1, "accelerate": 4, "torchft": 1}.items():
         assert printed.count(f"pip install 'lightning-commhooks[{extra}]'") == count
 
 

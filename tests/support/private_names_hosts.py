@@ -266,14 +266,13 @@ def _torchft_group_has(name):
 
 
 MANAGED, OURS = "lightning_commhooks/torchft/quorum.py", "lightning_commhooks/torchft/manager.py"
-CHECKED = "lightning_commhooks/torchft/refusals.py"
 
 OF_TORCHFT = [
-    Use("._pg", (MANAGED, CHECKED), "`manager=` is refused", _manager_has("_pg")),
-    Use("._group_rank", (CHECKED,), "`manager=` is an error", _manager_has("_group_rank")),
-    Use("._group_world_size", (CHECKED,), "`manager=` is an error", _manager_has("_group_world_size")),
+    Use("._pg", (MANAGED,), "`manager=` is refused", _manager_has("_pg")),
+    Use("._group_rank", (MANAGED,), "`manager=` is an error", _manager_has("_group_rank")),
+    Use("._group_world_size", (MANAGED,), "`manager=` is an error", _manager_has("_group_world_size")),
     Use("._min_replica_size", (MANAGED,), "a step that fails is an error", _manager_has("_min_replica_size")),
-    Use("._use_async_quorum", (CHECKED,), "silent: steps are lost", _manager_has("_use_async_quorum")),
+    Use("._use_async_quorum", (MANAGED,), "silent: steps are lost", _manager_has("_use_async_quorum")),
     Use("._create_pg", (OURS,), "hooks find no members", _torchft_group_has("self._create_pg(")),
     Use("._replica_id", (OURS,), "a backward fails", _torchft_group_has("self._replica_id")),
 ]
