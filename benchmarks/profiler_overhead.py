@@ -31,11 +31,11 @@ from torch.nn.parallel import DistributedDataParallel
 import lightning_commhooks as lc
 from lightning_commhooks.basics import ranges
 from lightning_commhooks.codecs import codec
-from lightning_commhooks.collectives import communicator
+from lightning_commhooks.collectives import group
 from lightning_commhooks.interface import models
 from lightning_commhooks.runtime import runtime
 
-USERS: tuple[ModuleType, ...] = (codec, communicator, runtime, models)
+USERS: tuple[ModuleType, ...] = (codec, group, runtime, models)
 HOOKS: dict[str, lc.CommHook] = {
     "bf16": lc.BF16(),
     "int8": lc.Int8(),

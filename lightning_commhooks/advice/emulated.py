@@ -15,10 +15,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_commhooks.collectives.communicator import Kind
 from lightning_commhooks.collectives.counters import Counters
 from lightning_commhooks.collectives.direct import FAR, takes_one_round
-from lightning_commhooks.collectives.group import Group
+from lightning_commhooks.collectives.group import Group, Kind
 from lightning_commhooks.collectives.steps import Steps, Wait
 
 # Latencies that a round of messages takes in gloo's own collectives, as measured: the sender may have to ask first.
@@ -191,6 +190,4 @@ class Emulated:
 
 def emulated_group(transport: Emulated, counters: Counters, device: torch.device) -> Group:
     """Return the group of emulated ranks, each on its own node."""
-    group = Group(transport, counters, device)
-    group._nodes, group._are_alike = [[rank] for rank in range(transport.size)], True
-    return group
+    return Group(transport, counters, device, nodes=[[rank] for rank in range(transport.size)], are_alike=True)

@@ -38,7 +38,7 @@ class ByNode:
         """The same nodes for the bucket that `ranks` are for."""
         # Numbers are counted where they are given to the nodes, not once more for each share of them.
         shares = ranks.not_gradients()
-        return ByNode(self.within.on(shares), self.across.on(shares))
+        return ByNode(self.within.together_with(shares), self.across.together_with(shares))
 
     def among(self, ranks: Sequence[int], part: int) -> None:
         """Return `None`: nodes are not divided."""
@@ -84,16 +84,12 @@ class ByNode:
 
 def nodes_as_ranks(everyone: Group) -> Group:
     """The nodes of a group as its ranks; see `has_levels` for which there are. Collective at the first call."""
-    nodes = everyone.nodes()
-    within = everyone.split(nodes)
-    across = everyone.split([list(ranks) for ranks in zip(*nodes, strict=True)])
-    group = Group(ByNode(within, across), everyone.counters, everyone.device)
-    group.global_rank, group._codec, group._everyone = everyone.global_rank, everyone._codec, everyone
-    group._are_alike = everyone._are_alike
-    group._nodes = [[node] for node in range(group.size)]
-    # The groups within and across nodes count bytes.
-    group._is_quiet = True
-    return group
+    ranks_by_node = everyone.nodes()
+    within = everyone.split(ranks_by_node)
+    across = everyone.split([list(ranks) for ranks in zip(*ranks_by_node, strict=True)])
+    by_number = [[node] for node in range(across.size)]
+    nodes = Group(ByNode(within, across), everyone.counters, everyone.device, nodes=by_number, everyone=everyone)
+    return nodes if everyone.codec is None else nodes.encoding(everyone.codec)
 
 
 def has_levels(group: Group) -> bool:

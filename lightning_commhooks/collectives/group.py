@@ -1,4 +1,10 @@
-"""The ranks of a hook: collectives, averages that are encoded on the way, and groups of some of them."""
+"""The ranks of a hook: collectives with a count of the bytes, averages that are encoded on the way, and subgroups.
+
+Collectives are generators (`steps`): `yield from` them. Counts are payload bytes sent by this rank, on the mean over
+ranks, as under the usual bandwidth-optimal algorithms (Thakur et al. 2005, "Optimization of Collective Communication
+Operations in MPICH"): all-reduce 2(w-1)/w of the payload, all-gather w-1 times the rank's part, all-to-all (w-1)/w of
+the payload.
+"""
 
 from __future__ import annotations
 
@@ -7,33 +13,91 @@ import hashlib
 import os
 import random
 import socket
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from lightning_commhooks.codecs.codec import Codec, Kernels, compiled
+from lightning_commhooks.basics.ranges import named
 from lightning_commhooks.collectives import process_groups as groups
+from lightning_commhooks.collectives.backend import Backend
 from lightning_commhooks.collectives.chunk import CHUNK_NUMEL, Chunk
-from lightning_commhooks.collectives.communicator import Communicator, Tally, Transport
 from lightning_commhooks.collectives.counters import Counters
 from lightning_commhooks.collectives.gloo_abort import Connections
-from lightning_commhooks.collectives.steps import Steps, begun
+from lightning_commhooks.collectives.steps import Steps, Wait, begun, finish, result
 
 # Number of this process's node, as Lightning and Ray, torchrun, and SLURM tell it.
 _NODE_VARIABLES = ("NODE_RANK", "GROUP_RANK", "SLURM_NODEID")
+T = TypeVar("T")
+Kind = Literal["all_reduce", "all_gather", "all_to_all", "reduce_scatter"]
 
 
-class Group(Communicator):
-    """The ranks that a hook averages over; collectives as of `Communicator`.
+class Transport(Protocol):
+    """How tensors get from rank to rank: `Backend`, `Direct` and others. Its methods are described there."""
+
+    is_ordered: bool
+    latency: float
+    size: int
+    rank: int
+
+    def channel(self, number: int, ranks: Any) -> Any: ...
+    def among(self, ranks: Sequence[int], part: int) -> Any: ...
+    def num_rounds(self, num_bytes: int) -> int: ...
+    def sum_(self, tensor: Tensor) -> Steps[Tensor]: ...
+    def expect(self, like: Tensor) -> Any: ...
+    def gather(self, tensor: Tensor, expected: Any = None) -> Steps[Tensor]: ...
+    def exchange(self, chunks: Tensor) -> Steps[Tensor]: ...
+
+
+@dataclass
+class Tally:
+    """Count for one bucket so far.
+
+    Attributes:
+        sent: payload bytes.
+        between_nodes: those of them that left the node.
+        rounds: rounds of messages.
+        numbers: how many numbers this rank gave to collectives, by dtype.
+        numbers_between_nodes: those given to collectives that leave the node.
+    """
+
+    sent: float = 0.0
+    between_nodes: float = 0.0
+    rounds: int = 0
+    numbers: Counter[torch.dtype] = field(default_factory=Counter)
+    numbers_between_nodes: Counter[torch.dtype] = field(default_factory=Counter)
+
+
+class Group:
+    """The ranks that a hook averages over, and their collectives.
+
+    A group does not change. Another one of the same ranks, or of some of them, is made from it: `for_bucket`, `quiet`,
+    `not_gradients`, `encoding`, `split`.
 
     Args:
         transport: how tensors get from rank to rank; `None` for a single process.
-        counters: where bytes are counted.
+        counters: where bytes are counted; `None`: they are not.
         device: where the gradients are.
         process_group: of the same ranks, if there is one.
         connections: where process groups that are made for subgroups leave theirs.
+        nodes: ranks by node, if they are known.
+        global_rank: this process's rank among all processes, if it is not that of `torch.distributed`.
+        are_alike: whether all ranks are in this process, so that they agree on what they agree on by blocking calls.
+        everyone: all ranks, where these ranks are their nodes: they count bytes, and agree on what ranks of one node
+            may disagree on.
+
+    Attributes:
+        size: number of ranks.
+        rank: this process's rank among them.
+        global_rank: this process's rank among all processes.
+        tally: what the present bucket has sent.
+        codec: what `all_reduce_factors_` encodes by; `None`: factors are sent as they are.
     """
 
     def __init__(
@@ -43,21 +107,40 @@ class Group(Communicator):
         device: torch.device | str = "cpu",
         process_group: dist.ProcessGroup | None = None,
         connections: list[Connections] | None = None,
+        *,
+        nodes: list[list[int]] | None = None,
+        global_rank: int | None = None,
+        are_alike: bool = False,
+        everyone: Group | None = None,
     ) -> None:
-        super().__init__(transport, counters, device, process_group)
+        self._transport = transport
+        self._process_group = process_group
+        self.counters = counters if counters is not None else Counters()
+        self.device = torch.device(device)
+        self.size: int = transport.size if transport is not None else 1
+        self.rank: int = transport.rank if transport is not None else 0
+        self._nodes = nodes or []
+        if everyone is not None:
+            global_rank, are_alike = everyone.global_rank, everyone._are_alike
+        elif global_rank is None:
+            global_rank = dist.get_rank() if transport is not None and dist.is_initialized() else self.rank
+        self.global_rank: int = global_rank
+        self.tally = Tally()
+        self._is_quiet = everyone is not None
+        # Whether the numbers given to collectives are those of gradients, in whatever form.
+        self._sends_gradients = True
+        # Whether other subgroups, if this is one, have as many ranks, and so wait as often.
+        self._is_uniform = True
+        self._are_alike: bool = are_alike
+        self._everyone = everyone
+        self.codec: Codec | None = None
+        # The bucket that this is for; `None`: what is done between buckets.
+        self._number: int | None = None
+        # Shared by all groups of the same ranks.
         self._connections = connections if connections is not None else []
-        # Shared by the same ranks in all channels.
         self._subgroups: dict[tuple[tuple[int, ...], ...], Group] = {}
-        self._kernels: dict[tuple[Codec, bool, bool], Kernels] = {}
-        # What `all_reduce_factors_` encodes by, and the same ranks with a codec.
-        self._codec: Codec | None = None
         self._encoding: dict[Codec, Group] = {}
-        # Whether this is for one bucket, and its number.
-        self._is_channel, self._number = False, 0
-        # Whether all ranks are in this process, so that they agree on what they agree on by blocking calls.
-        self._are_alike = False
-        # All ranks, for what ranks of one node may disagree on; see `nodes_as_ranks`.
-        self._everyone: Group | None = None
+        self._kernels: dict[tuple[Codec, bool, bool], Kernels] = {}
 
     @classmethod
     def of(
@@ -72,27 +155,30 @@ class Group(Communicator):
             connections.append(own.connections)
         return cls(own.transport, counters, device, own.process_group, connections)
 
-    def channel(self, number: int) -> Group:
-        """The same ranks for the bucket of that number, equal on all of them, with a tally of its own."""
-        bucket = copy.copy(self)
-        bucket._is_channel, bucket._number, bucket.tally = True, number, Tally()
-        return self.on(bucket)
+    def _with(self, **changes: Any) -> Group:
+        other = copy.copy(self)
+        other.__dict__.update(changes)
+        return other
 
-    def on(self, ranks: Group) -> Group:
-        """These ranks in the channel of the bucket that `ranks` are for: they count together."""
-        own = copy.copy(self)
-        own._is_channel, own._number, own.tally = ranks._is_channel, ranks._number, ranks.tally
-        own._is_quiet = self._is_quiet or ranks._is_quiet
-        own._sends_gradients = self._sends_gradients and ranks._sends_gradients
-        if self._transport is not None:
-            own._transport = self._transport.channel(ranks._number, ranks)
-        return own
+    def for_bucket(self, number: int) -> Group:
+        """The same ranks for the bucket of that number, equal on all of them, with a tally of its own."""
+        bucket = self._with(_number=number, tally=Tally())
+        return bucket.together_with(bucket)
+
+    def together_with(self, ranks: Group) -> Group:
+        """These ranks for the bucket that `ranks` are for: they count together."""
+        transport = self._transport
+        return self._with(
+            _number=ranks._number,
+            tally=ranks.tally,
+            _is_quiet=self._is_quiet or ranks._is_quiet,
+            _sends_gradients=self._sends_gradients and ranks._sends_gradients,
+            _transport=None if transport is None else transport.channel(ranks._number or 0, ranks),
+        )
 
     def quiet(self) -> Group:
         """The same ranks; what they send is not counted."""
-        own = self.not_gradients()
-        own._is_quiet = True
-        return own
+        return self._with(_sends_gradients=False, _is_quiet=True)
 
     def not_gradients(self) -> Group:
         """The same ranks, for numbers that are no gradients, such as weights, or factors of gradients.
@@ -100,9 +186,7 @@ class Group(Communicator):
         Their bytes are counted, but they do not count as gradient elements that were sent as they are, whatever their
         dtype: see `Counters.numel_uncompressed`.
         """
-        own = copy.copy(self)
-        own._sends_gradients = False
-        return own
+        return self._with(_sends_gradients=False)
 
     def all_gather_quietly(self, numbers: list[int]) -> list[list[int]]:
         """The numbers of each rank; not counted. Blocks, and waits for the device."""
@@ -149,8 +233,8 @@ class Group(Communicator):
         key = tuple(tuple(ranks) for ranks in subgroups)
         return self if len(key) == 1 else self._subgroup(key)
 
-    def beside(self) -> Group:
-        """The same ranks for what goes on beside training, in whatever order it does so with the rest.
+    def for_averages_under_way(self) -> Group:
+        """The same ranks for averages that go on while training does, in whatever order they do so with the rest.
 
         Collective when this is asked for the first time, which is in `CommHook.bind`.
         """
@@ -158,35 +242,247 @@ class Group(Communicator):
 
     def _subgroup(self, key: tuple[tuple[int, ...], ...]) -> Group:
         if key not in self._subgroups:
-            own = next(ranks for ranks in key if self.rank in ranks)
-            group = self._split(key, own)
-            group.global_rank = self.global_rank
-            nodes = ([i for i, rank in enumerate(own) if rank in node] for node in self._nodes)
-            group._nodes = [node for node in nodes if node]
-            group._is_uniform = self._is_uniform and len({len(ranks) for ranks in key}) == 1
-            self._subgroups[key] = group
-        return self._subgroups[key].on(self) if self._is_channel else self._subgroups[key]
+            self._subgroups[key] = self._made(key, next(ranks for ranks in key if self.rank in ranks))
+        return self._subgroups[key] if self._number is None else self._subgroups[key].together_with(self)
 
-    def _split(self, subgroups: tuple[tuple[int, ...], ...], own: tuple[int, ...]) -> Group:
+    def _made(self, subgroups: tuple[tuple[int, ...], ...], own: tuple[int, ...]) -> Group:
         assert self._transport is not None
-        among = self._transport.among(own, len(self._subgroups) + 1)
-        if among is not None:
-            group = Group(among, self.counters, self.device)
-            group._are_alike = self._are_alike
-            return group
-        # All ranks take part in making groups, also those that are alone.
-        name = self.all_gather_quietly([random.SystemRandom().getrandbits(62)])[0][0]
-        made = groups.own_subgroup(self.process_group, subgroups, str(name), self.device)
-        return Group.of(made, self.counters, self.device, self._connections)
+        nodes = ([i for i, rank in enumerate(own) if rank in node] for node in self._nodes)
+        transport, process_group = self._transport.among(own, len(self._subgroups) + 1), None
+        if transport is None:
+            # All ranks take part in making groups, also those that are alone.
+            name = self.all_gather_quietly([random.SystemRandom().getrandbits(62)])[0][0]
+            made = groups.own_subgroup(self.process_group, subgroups, str(name), self.device)
+            self._connections.append(made.connections)
+            transport, process_group = made.transport, made.process_group
+        group = Group(
+            transport,
+            self.counters,
+            self.device,
+            process_group,
+            self._connections,
+            nodes=[node for node in nodes if node],
+            global_rank=self.global_rank,
+            are_alike=self._are_alike,
+        )
+        group._is_uniform = self._is_uniform and len({len(ranks) for ranks in subgroups}) == 1
+        return group
 
     def encoding(self, codec: Codec) -> Group:
         """The same ranks, with `all_reduce_factors_` encoding. Collective when that codec is asked for first."""
         if codec not in self._encoding:
-            group = copy.copy(self)
-            group._codec = codec
-            group.kernels(codec, feedback=False, two_shot=True)
-            self._encoding[codec] = group
-        return self._encoding[codec].on(self) if self._is_channel else self._encoding[codec]
+            self.kernels(codec, feedback=False, two_shot=True)
+            self._encoding[codec] = self._with(codec=codec)
+        return self._encoding[codec] if self._number is None else self._encoding[codec].together_with(self)
+
+    @property
+    def latency(self) -> float:
+        """Seconds that a message takes between ranks that are far from each other; 0: they are near."""
+        return 0.0 if self._transport is None else self._transport.latency
+
+    @property
+    def is_ordered(self) -> bool:
+        """Whether all ranks have to begin collectives in the same order, those of different buckets too."""
+        return self._transport is not None and self._transport.is_ordered
+
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        """The group; to PyTorch, `None` would mean all processes.
+
+        Raises:
+            RuntimeError: there is none, or it was released.
+        """
+        if self._process_group is None:
+            if self._transport is None:
+                raise RuntimeError("the process group of this communication hook is gone: the hook was closed")
+            raise RuntimeError("these ranks have no process group: they are a subgroup, or emulated")
+        return self._process_group
+
+    def finish(self, steps: Steps[T]) -> T:
+        """Run a computation to its end, and wait in this thread, which is timed."""
+        return finish(steps, nullcontext if self.counters.is_evaluating else self.counters.timing.comm)
+
+    def ring_bytes(self, tensor: Tensor) -> float:
+        """Payload bytes that each rank sends in a ring all-reduce of `tensor`."""
+        return 2 * (self.size - 1) / self.size * tensor.nbytes
+
+    def inter_node_share(self, kind: Kind = "all_reduce", around_ring: bool | None = None) -> float:
+        """Share of the bytes of a collective that leave the node of the rank that sends them, on the mean over ranks.
+
+        0 as long as nodes are not known.
+
+        Args:
+            kind: of collective.
+            around_ring: whether ranks send to their neighbors only; `None`: as they do here.
+        """
+        if len(self._nodes) < 2:
+            return 0.0
+        if around_ring is None:
+            around_ring = kind != "all_to_all" and self.is_ordered
+        if not around_ring:
+            within = sum(len(node) * (len(node) - 1) for node in self._nodes)
+            return 1 - within / (self.size * (self.size - 1))
+        if self.device.type == "cuda":
+            # NCCL's rings enter each node once.
+            return len(self._nodes) / self.size
+        node_of = {rank: i for i, node in enumerate(self._nodes) for rank in node}
+        return sum(node_of[rank] != node_of[(rank + 1) % self.size] for rank in range(self.size)) / self.size
+
+    def all_reduce_(self, tensor: Tensor) -> Steps[Tensor]:
+        """Replace a contiguous `tensor` by its sum over ranks, bit-identical on all of them."""
+        transport = self._transport
+        if transport is None or self.size == 1 or not tensor.numel():
+            return result(tensor)
+        rounds = transport.num_rounds(tensor.nbytes)
+        return self._counted("all_reduce", tensor, self.ring_bytes(tensor), rounds, transport.sum_(tensor))
+
+    def all_reduce_mean_(self, tensor: Tensor, scale: float | Tensor = 1.0) -> Steps[Tensor]:
+        """Replace a contiguous floating-point `tensor` by `scale` times its mean.
+
+        Divides first, so that 16-bit sums fit.
+        """
+        return (yield from self.all_reduce_(tensor.div_(self.size / scale)))
+
+    def all_reduce_in_float32(self, half: Tensor) -> Steps[Tensor]:
+        """Sum over ranks of a 16-bit tensor, shape `(n,)`, in its dtype but rounded once only.
+
+        Each rank receives its share from all others, sums it in float32 and sends the sum: an all-to-all and an
+        all-gather, the same bytes as a ring all-reduce. Direct messages do so anyway.
+        """
+        if not self.is_ordered:
+            return (yield from self.all_reduce_(half.clone()))
+        numel = half.numel()
+        # Every rank has an equal share.
+        padded = half.new_zeros(-(-numel // self.size) * self.size)
+        padded[:numel] = half
+        share = (yield from self.all_to_all(padded.view(self.size, -1))).sum(dim=0, dtype=torch.float32)
+        return (yield from self.all_gather(share.to(half.dtype))).view(-1)[:numel]
+
+    def all_reduce_coalesced_(self, tensors: Sequence[Tensor]) -> Steps[None]:
+        """Replace each tensor by its sum over ranks, with one collective per dtype.
+
+        Args:
+            tensors: contiguous tensors on one device, in the same order on every rank; empty ones are allowed.
+        """
+        by_dtype: dict[torch.dtype, list[Tensor]] = defaultdict(list)
+        for tensor in tensors:
+            by_dtype[tensor.dtype].append(tensor.view(-1))
+        sums = [
+            (flats, begun(self.all_reduce_(flats[0] if len(flats) == 1 else torch.cat(flats))))
+            for flats in by_dtype.values()
+        ]
+        for flats, steps in sums:
+            total = yield from steps
+            for flat, own in zip(flats, total.split([flat.numel() for flat in flats]), strict=True):
+                if len(flats) > 1:
+                    flat.copy_(own)
+
+    def all_gather(self, tensor: Tensor, expected: object = None) -> Steps[Tensor]:
+        """Gather `tensor`, shape `(n,)`, equal on all ranks, into a new tensor of shape `(w, n)`.
+
+        Args:
+            tensor: this rank's.
+            expected: what `expect_all_gather` has returned, if it was called.
+        """
+        transport = self._transport
+        if transport is None or self.size == 1:
+            return result(tensor.view(1, -1).clone())
+        steps = transport.gather(tensor.contiguous(), expected)
+        return self._counted("all_gather", tensor, (self.size - 1) * tensor.nbytes, self._rounds_to_all(), steps)
+
+    def expect_all_gather(self, like: Tensor) -> object:
+        """Announce an `all_gather` of tensors like this one, long before there is this rank's, to save a question."""
+        return None if self._transport is None or self.size == 1 else self._transport.expect(like)
+
+    def all_gather_numbers(self, numbers: list[int], dtype: torch.dtype = torch.int64) -> list[list[int]]:
+        """The numbers of each rank, sent in that dtype. Blocks, and waits for the device."""
+        gathered = self.finish(self.all_gather(torch.tensor(numbers, dtype=dtype, device=self.device)))
+        numbers_of_ranks: list[list[int]] = gathered.tolist()
+        return numbers_of_ranks
+
+    def all_to_all(self, chunks: Tensor) -> Steps[Tensor]:
+        """Send row i of `chunks`, shape `(w, n)`, to rank i; row i of the result came from rank i."""
+        transport = self._transport
+        if transport is None or self.size == 1:
+            return result(chunks)
+        num_bytes = (self.size - 1) / self.size * chunks.nbytes
+        return self._counted("all_to_all", chunks, num_bytes, 1, transport.exchange(chunks))
+
+    def reduce_scatter(self, chunks: Tensor, in_float32: bool = False) -> Steps[Tensor]:
+        """Sum over ranks of this rank's row of `chunks`, shape `(w, n)`; a new tensor of shape `(n,)`.
+
+        NCCL sums in the dtype of `chunks`. On CPU, and with `in_float32`, it is an all-to-all, summed here in at least
+        float32: gloo's own reduce-scatter is an all-reduce that throws most of its result away.
+        """
+        transport = self._transport
+        if in_float32 or not chunks.is_cuda or self.size == 1 or not isinstance(transport, Backend):
+            dtype = torch.promote_types(chunks.dtype, torch.float32)
+            return (yield from self.all_to_all(chunks)).sum(dim=0, dtype=dtype)
+        num_bytes = (self.size - 1) / self.size * chunks.nbytes
+        steps = transport.sum_share(chunks)
+        return (yield from self._counted("reduce_scatter", chunks, num_bytes, self.size - 1, steps))
+
+    def all_reduce_sparse_mean(self, grad: Tensor) -> Steps[Tensor]:
+        """Mean over ranks of a sparse COO tensor: an all-gather of padded indices and values.
+
+        Reads the number of entries on the host, so on CUDA this synchronizes.
+        """
+        grad = grad.coalesce()
+        if self.size == 1:
+            return grad
+        count = torch.tensor([grad._nnz()], device=grad.device)
+        num_entries = (yield from self.all_gather(count)).view(-1).tolist()
+        longest = max(num_entries)
+        indices = grad.indices().new_zeros((longest, grad.sparse_dim()))
+        indices[: grad._nnz()] = grad.indices().t()
+        values = grad.values().new_zeros((longest, *grad.values().shape[1:]))
+        values[: grad._nnz()] = grad.values() / self.size
+        all_indices = (yield from self.all_gather(indices.view(-1))).view(self.size, *indices.shape)
+        all_values = (yield from self.all_gather(values.view(-1))).view(self.size, *values.shape)
+        return torch.sparse_coo_tensor(
+            torch.cat([rows[:n] for rows, n in zip(all_indices, num_entries, strict=True)]).t(),
+            torch.cat([rows[:n] for rows, n in zip(all_values, num_entries, strict=True)]),
+            grad.shape,
+            check_invariants=False,  # said explicitly, or PyTorch warns that it does not check
+        ).coalesce()
+
+    def _note(self, kind: Kind, given: Tensor) -> None:
+        if self._sends_gradients:
+            self.tally.numbers[given.dtype] += given.numel()
+            if self.inter_node_share(kind):
+                self.tally.numbers_between_nodes[given.dtype] += given.numel()
+
+    def _rounds_to_all(self) -> int:
+        return self.size - 1 if self.is_ordered else 1
+
+    def _counted(
+        self, kind: Kind, given: Tensor, num_bytes: float, num_rounds: int, steps: Steps[Tensor]
+    ) -> Steps[Tensor]:
+        """Count the bytes and numbers when a collective begins, and its rounds of messages when it has ended.
+
+        Of collectives that are under way at once for one bucket, rounds are counted once.
+        """
+        self._note(kind, given)
+        if not self._is_quiet:
+            between_nodes = num_bytes * self.inter_node_share(kind)
+            if self.counters.count(num_bytes, between_nodes):
+                self.tally.sent += num_bytes
+                self.tally.between_nodes += between_nodes
+            else:
+                num_rounds = 0
+        last_round = self.tally.rounds + num_rounds
+        begin = named(kind, "begin")
+        while True:
+            try:
+                with begin:
+                    waits = next(steps)
+            except StopIteration as done:
+                if not self._is_quiet:
+                    self.counters.rounds += max(0, last_round - self.tally.rounds)
+                    self.tally.rounds = max(last_round, self.tally.rounds)
+                return done.value  # type: ignore[no-any-return]
+            begin = nullcontext()
+            yield Wait(waits.works, kind, self._is_uniform)
 
     def num_owners(self, two_shot: bool = True) -> int:
         """Into how many equal shares `average_encoded_` cuts numbers: 1 if all ranks send all to each other."""
@@ -290,10 +586,10 @@ class Group(Communicator):
         factors_too = self.not_gradients()
         for tensor in exact if self.size > 1 else ():
             self._note("all_reduce", tensor)
-        if self._codec is None or self.size == 1:
+        if self.codec is None or self.size == 1:
             yield from factors_too.all_reduce_coalesced_([*exact, *factors])
             return
-        kernels = self.kernels(self._codec, feedback=False, two_shot=True)
+        kernels = self.kernels(self.codec, feedback=False, two_shot=True)
         large = [factor for factor in factors if kernels.fills_block(factor)]
         small = [factor for factor in factors if not kernels.fills_block(factor)]
         sums = begun(factors_too.all_reduce_coalesced_([*exact, *small]))
@@ -342,3 +638,29 @@ class Group(Communicator):
         own = None if chunk.residual is None else chunk.residual.view(self.size, b // self.size, s)[self.rank]
         # Times the number of ranks, of which the next mean will be one part.
         return kernels.encode_mean(mean, own, one * self.size, seed).view(-1)
+
+
+@contextmanager
+def counted(gradients: Tensor, ranks: Group) -> Iterator[None]:
+    """Count how a hook sends gradients that it reduces meanwhile: see `Counters.numel_uncompressed`.
+
+    Args:
+        gradients: of one bucket, flat, or the values of a sparse one.
+        ranks: the collectives given to the hook.
+    """
+    tally, dtype, numel = ranks.tally, gradients.dtype, gradients.numel()
+    sent, between = tally.sent, tally.between_nodes
+    numbers, numbers_between = tally.numbers.copy(), tally.numbers_between_nodes.copy()
+    yield
+    if tally.sent > sent:
+        given = tally.numbers - numbers
+        if 0 < ranks.inter_node_share(around_ring=True) < 1 and tally.between_nodes > between:
+            given = tally.numbers_between_nodes - numbers_between
+        as_they_are = sum(num for form, num in given.items() if _is_as_precise(form, dtype))
+        ranks.counters.numel_uncompressed += min(numel, as_they_are)
+        ranks.counters.numel_compressed += max(0, numel - as_they_are)
+
+
+def _is_as_precise(form: torch.dtype, dtype: torch.dtype) -> bool:
+    are_floating_point = form.is_floating_point and dtype.is_floating_point
+    return form == dtype or (are_floating_point and form.itemsize >= dtype.itemsize)

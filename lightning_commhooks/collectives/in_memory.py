@@ -98,11 +98,8 @@ def groups_in_memory(size: int, device: torch.device | str = "cpu") -> list[Grou
     post = _Post()
     groups = []
     for rank in range(size):
-        group = Group(Direct(Messages(_Backend(post, rank, size))), Counters(), device)
-        group.global_rank = rank
-        group._nodes = [[other] for other in range(size)]
-        group._are_alike = True
-        groups.append(group)
+        transport, nodes = Direct(Messages(_Backend(post, rank, size))), [[other] for other in range(size)]
+        groups.append(Group(transport, Counters(), device, nodes=nodes, global_rank=rank, are_alike=True))
     return groups
 
 

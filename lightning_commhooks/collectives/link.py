@@ -13,7 +13,7 @@ class Link:
 
     Attributes:
         world_size: number of ranks.
-        costs: pairs of bytes that a rank sends, by the formulas in `collectives.communicator`, growing, and seconds.
+        costs: pairs of bytes that a rank sends, by the formulas in `collectives.group`, growing, and seconds.
         message_seconds: that a message takes, if ranks are so far from each other that they send directly; else 0.
     """
 

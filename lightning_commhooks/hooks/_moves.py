@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_commhooks.collectives.averaging import check_same, check_same_beside, flat_view
-from lightning_commhooks.collectives.communicator import counted
-from lightning_commhooks.collectives.group import Group
+from lightning_commhooks.collectives.group import Group, counted
 from lightning_commhooks.collectives.steps import Steps
 from lightning_commhooks.hooks._local_sgd import LocalSGDConfig
 from lightning_commhooks.hooks.allreduce import AllReduce
@@ -72,7 +71,7 @@ class Moves:
     """
 
     def __init__(self, group: Group, encoding: CommHook, is_beside: bool) -> None:
-        self._group = group.beside() if is_beside else group
+        self._group = group.for_averages_under_way() if is_beside else group
         self._is_beside = is_beside
         self.inner = encoding.bind(self._group)
         self.under_way: dict[tuple[str, int], tuple[Callable[[], None], list[Bucket]]] = {}

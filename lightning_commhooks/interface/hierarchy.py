@@ -45,7 +45,7 @@ def bind_by_node(hierarchy: Hierarchy, group: Group, bind: Callable[[Group], Bou
     if not _has_levels(hierarchy, group):
         return bind(group)
     nodes = nodes_as_ranks(group)
-    return _NodeFirst(bind(nodes if group._codec is None else nodes.encoding(group._codec)), group, nodes)
+    return _NodeFirst(bind(nodes), group, nodes)
 
 
 def _has_levels(hierarchy: Hierarchy, group: Group) -> bool:
@@ -80,7 +80,7 @@ class _NodeFirst(BoundAround):
             unused = frozenset(slot.name for slot, num in zip(bucket.slots, used, strict=True) if not num)
         yield from within.all_reduce_mean_(bucket.flat, bucket.scale)
         averaged = dataclasses.replace(bucket, scale=1.0, unused=unused)
-        return (yield from self._inner.reduce(averaged, self._nodes.on(ranks)))
+        return (yield from self._inner.reduce(averaged, self._nodes.together_with(ranks)))
 
     def load_state_dict(self, state: dict[str, Any], reader: StateReader) -> None:
         # Another hook, or this one without the option, may have saved what differs within a node.

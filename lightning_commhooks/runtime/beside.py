@@ -58,7 +58,7 @@ class Beside:
         """Begin a computation; on all ranks in the same order.
 
         Args:
-            group: its ranks, of `Group.beside`.
+            group: its ranks, of `Group.for_averages_under_way`.
             run: makes it, in a channel of its own.
 
         Returns:
@@ -69,7 +69,7 @@ class Beside:
         engine, number = self._engine, next(self._numbers)
 
         def explained() -> Steps[Tensor]:
-            ranks = group.channel(1 + number)
+            ranks = group.for_bucket(1 + number)
             try:
                 yield from run(ranks)
             except Exception as error:

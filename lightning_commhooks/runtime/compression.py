@@ -10,8 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_commhooks.collectives.communicator import counted
-from lightning_commhooks.collectives.group import Group
+from lightning_commhooks.collectives.group import Group, counted
 from lightning_commhooks.collectives.steps import Steps, result
 from lightning_commhooks.interface.accumulation import scale_
 from lightning_commhooks.interface.averages_models import averages_models

@@ -108,7 +108,6 @@ class Runtime(RunningHook):
             self.run_among(ranks := Ranks.of_source(self, make_group))
             group = ranks.group
             self._steps = FiniteSteps(self, grad_scaler)
-        self._group = group
         if isinstance(self._engine, ThreadEngine) and not source.ranks_change and not hook.is_uneven:
             self._engine.tell_wait = self._notes.teller(self._of_waits)
         self.local = LocalSteps(self, group, grad_scaler is not None and grad_scaler.is_enabled())
@@ -133,8 +132,6 @@ class Runtime(RunningHook):
             ranks.release()
             raise
         ranks.connect(self)
-        # That of the bound hook may be a part of it.
-        self._group = ranks.group
 
     def decide(self, committed: bool) -> None:
         """Let the hook take over a step that ranks have voted on, or let go of it."""
@@ -238,7 +235,7 @@ class Runtime(RunningHook):
 
     def bind_again(self) -> BoundHook:
         """A new runtime object of the hook, among the same ranks, without its warnings. Collective."""
-        return self._bind(self._group)
+        return self._bind(self.bound.group if self._ranks is None else self._ranks.group)
 
     def _bind(self, group: Group) -> BoundHook:
         with self.aborting(), warnings.catch_warnings(record=True) as self._of_binding:
@@ -340,7 +337,8 @@ class Runtime(RunningHook):
             is_late: whether they cannot be changed any more when the step ends.
         """
         is_last = bucket.is_last or self.clock.is_first_of_static_graph
-        return self.run(bucket, self._group, lambda ranks: self._reduce(bucket, is_late, ranks), is_last)
+        assert self._ranks is not None
+        return self.run(bucket, self._ranks.group, lambda ranks: self._reduce(bucket, is_late, ranks), is_last)
 
     def wait_for(self, reduced: Future[Tensor]) -> None:
         """Wait until a bucket is reduced, on CUDA on the current stream; raises a `HookError` if that failed."""
@@ -366,7 +364,7 @@ class Runtime(RunningHook):
 
         def explained() -> Steps[Tensor]:
             # 0 is the channel of what is done between buckets.
-            ranks = group.channel(1 + number)
+            ranks = group.for_bucket(1 + number)
             try:
                 return (yield from reduce(ranks))
             except Exception as error:

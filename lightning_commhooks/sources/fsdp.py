@@ -10,8 +10,7 @@ from torch import Tensor
 
 from lightning_commhooks.collectives.agreement import ATTACH, raise_on_all_ranks
 from lightning_commhooks.collectives.backend import Backend
-from lightning_commhooks.collectives.communicator import counted
-from lightning_commhooks.collectives.group import Group
+from lightning_commhooks.collectives.group import Group, counted
 from lightning_commhooks.collectives.steps import Steps
 from lightning_commhooks.hooks.quantized import CodecConfig, EncodedResidual
 from lightning_commhooks.interface.bucket import Bucket, Slot

@@ -328,7 +328,7 @@ def in_another_order(rank, world, is_late):
         futures = {}
 
         def reduce(number):
-            steps = mixed(number, group.channel(1 + number), SUBGROUPS)
+            steps = mixed(number, group.for_bucket(1 + number), SUBGROUPS)
             return lambda: late(steps, chance, 0.02) if is_late else steps
 
         for number in order:
@@ -354,7 +354,7 @@ def of_near_ranks(rank, world):
         group.split(subgroup)
     assert group.is_ordered
     assert not group.split(SUBGROUPS[0]).is_ordered
-    found = [finish(mixed(number, group.channel(1 + number), SUBGROUPS)).tolist() for number in range(3)]
+    found = [finish(mixed(number, group.for_bucket(1 + number), SUBGROUPS)).tolist() for number in range(3)]
     dist.barrier()
     own.connections.abort()
     process_groups.destroy([own.process_group])

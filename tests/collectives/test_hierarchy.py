@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 import lightning_commhooks as lc
 from lightning_commhooks.codecs.codec import Kernels
 from lightning_commhooks.collectives import group as group_module
-from lightning_commhooks.collectives.communicator import counted
+from lightning_commhooks.collectives.group import counted
 from lightning_commhooks.collectives.in_memory import groups_in_memory, run_together
 from lightning_commhooks.interface.bucket import Bucket, Slot
 from lightning_commhooks.interface.hierarchy import Hierarchy, bind_by_node
@@ -118,7 +118,7 @@ def test_numbers_that_leave_a_node_are_those_that_were_sent_as_they_are(hook, as
     def on_rank(group):
         group._nodes = [[0, 1], [2, 3]]
         bucket = Bucket(torch.ones(967), 0, True, 0, slots)
-        bound, ranks = hook.bind(group), group.channel(1)
+        bound, ranks = hook.bind(group), group.for_bucket(1)
         with counted(bucket.flat, ranks):
             yield from bound.reduce(bucket, ranks)
         return group.counters.numel_compressed, group.counters.numel_uncompressed

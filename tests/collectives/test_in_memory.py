@@ -121,7 +121,7 @@ NUM_BUCKETS = 3
 
 def bucket(group, number):
     """Collectives of one bucket among all ranks and in two divisions, some at once."""
-    ranks = group.channel(1 + number)
+    ranks = group.for_bucket(1 + number)
     halves, parities = (ranks.split(subgroups) for subgroups in divisions(group.size))
     x = torch.full((40,), 1.0 + group.rank + 100 * number)
     of_half = yield from halves.all_gather(x[:3])
@@ -207,7 +207,7 @@ def send_another_dtype(group):
 
 
 def use_another_channel(group):
-    yield from group.channel(1 + group.rank % 2).all_reduce_(torch.ones(3))
+    yield from group.for_bucket(1 + group.rank % 2).all_reduce_(torch.ones(3))
 
 
 def block(group):
@@ -312,7 +312,7 @@ def steps_in_memory(hook, buckets, group):
         finite = []
         for recorded in (recorded for recorded in buckets if recorded.step == step):
             own = dataclasses.replace(recorded, flat=recorded.flat.clone())
-            is_finite = yield from bound.reduce(own, group.channel(1 + own.index))
+            is_finite = yield from bound.reduce(own, group.for_bucket(1 + own.index))
             finite.append(all_finite(own.flat) if is_finite is None else is_finite)
             means[-1].update({slot.name: slot.view(own.flat) for slot in own.slots})
         bound.end_step(torch.stack(finite).all())

@@ -97,7 +97,7 @@ class Allowed:
 STATE, STEPS, OPTIMIZER = ("state",), ("first steps", "last steps"), ("optimizer",)
 ALLOWED = [
     Allowed(
-        "collectives/communicator.py",
+        "collectives/group.py",
         "all_gather_numbers",
         ("attach", *STATE, *OPTIMIZER, "average"),
         "ranks agree on numbers of the host: what was compiled, is averaged or loaded, and all optimizers have",

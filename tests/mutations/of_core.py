@@ -63,7 +63,7 @@ MUTATIONS = [
     ),
     Mutation(
         "all_float_numbers_are_gradients_as_they_are",
-        f"{PACKAGE}/collectives/communicator.py",
+        f"{PACKAGE}/collectives/group.py",
         "form == dtype or (are_floating_point and form.itemsize >= dtype.itemsize)",
         "form == dtype or are_floating_point",
         "A cast to 16 bit counts as no compression.",
@@ -71,7 +71,7 @@ MUTATIONS = [
     ),
     Mutation(
         "within_nodes_counts",
-        f"{PACKAGE}/collectives/communicator.py",
+        f"{PACKAGE}/collectives/group.py",
         "            given = tally.numbers_between_nodes - numbers_between\n",
         "            pass\n",
         "What compresses between nodes counts as no compression, because gradients are averaged within them.",
@@ -87,7 +87,7 @@ MUTATIONS = [
     ),
     Mutation(
         "sum_for_mean",
-        f"{PACKAGE}/collectives/communicator.py",
+        f"{PACKAGE}/collectives/group.py",
         "return (yield from self.all_reduce_(tensor.div_(self.size / scale)))",
         "return (yield from self.all_reduce_(tensor.mul_(scale)))",
         "Gradients are not divided by the number of ranks.",
@@ -103,7 +103,7 @@ MUTATIONS = [
     ),
     Mutation(
         "collective_skipped_on_one_rank",
-        f"{PACKAGE}/collectives/communicator.py",
+        f"{PACKAGE}/collectives/group.py",
         "if transport is None or self.size == 1 or not tensor.numel():",
         "if transport is None or self.size == 1 or not tensor.numel() or self.rank == 1:",
         "Rank 1 leaves its peers alone in all-reduces.",
@@ -111,7 +111,7 @@ MUTATIONS = [
     ),
     Mutation(
         "bytes_of_half_a_ring",
-        f"{PACKAGE}/collectives/communicator.py",
+        f"{PACKAGE}/collectives/group.py",
         "return 2 * (self.size - 1) / self.size * tensor.nbytes",
         "return (self.size - 1) / self.size * tensor.numel()",
         "An all-reduce counts half of the bytes that it sends.",
@@ -119,7 +119,7 @@ MUTATIONS = [
     ),
     Mutation(
         "sum_in_16_bit",
-        f"{PACKAGE}/collectives/communicator.py",
+        f"{PACKAGE}/collectives/group.py",
         "(yield from self.all_to_all(padded.view(self.size, -1))).sum(dim=0, dtype=torch.float32)",
         "sum((yield from self.all_to_all(padded.view(self.size, -1))))",
         "accumulate_dtype='float32' rounds sums in 16 bit as well.",
@@ -479,7 +479,7 @@ MUTATIONS = [
     ),
     Mutation(
         "exchanges_counted_as_rings",
-        f"{PACKAGE}/collectives/communicator.py",
+        f"{PACKAGE}/collectives/group.py",
         'around_ring = kind != "all_to_all" and self.is_ordered',
         "around_ring = True",
         "Of what ranks exchange directly as little is counted between nodes as of what goes around a ring.",

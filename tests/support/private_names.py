@@ -335,7 +335,7 @@ TORCH = [
     Use("._set_default_backend", (GROUPS,), "hooks on subgroups fail", _process_group_takes_backends),
     Use("._comm_hook", (f"{PACKAGE}/sources/fsdp1.py",), "FSDP 1 is refused", _fsdp_keeps_its_hook),
     Use("._comm_hook_state", (f"{PACKAGE}/sources/fsdp1.py",), "FSDP 1 is refused after close()", _fsdp_keeps_its_hook),
-    Use("._nnz", (f"{PACKAGE}/collectives/communicator.py",), "sparse gradients fail", lambda: _sparse()._nnz() == 1),
+    Use("._nnz", (f"{PACKAGE}/collectives/group.py",), "sparse gradients fail", lambda: _sparse()._nnz() == 1),
     Use("._values", SPARSE, "sparse gradients fail", lambda: _sparse()._values().tolist() == [2.0]),
     Use(
         "._version",

@@ -226,7 +226,7 @@ class Simulation:
             for buckets in zip(*ranks, strict=True):
                 bounds = [self.bound[name, shard] for name in members]
                 works = [
-                    functools.partial(bound.reduce, bucket, bound.group.channel(1))
+                    functools.partial(bound.reduce, bucket, bound.group.for_bucket(1))
                     for bound, bucket in zip(bounds, buckets, strict=True)
                 ]
                 run_together(works)
