@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from lightning_commhooks.collectives.group import Group
-from lightning_commhooks.hooks._low_rank import LowRankConfig, takes_aliases
-from lightning_commhooks.hooks.powersgd import BoundPowerSGD
+from lightning_commhooks.hooks.powersgd import BoundPowerSGD, LowRankConfig, takes_aliases
 from lightning_commhooks.interface.bucket import Slot
 from lightning_commhooks.interface.hierarchy import bind_by_node
 from lightning_commhooks.interface.hook import BoundHook

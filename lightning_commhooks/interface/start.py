@@ -1,4 +1,4 @@
-"""When hooks begin with what they do: at a step, after a fraction of the run, or `"auto"`; and how they are then."""
+"""The step at which a hook begins its work: a number, a fraction of the run or `"auto"`; hooks with other starts."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from lightning_commhooks.codecs import Int8Codec
 from lightning_commhooks.codecs.codec import Codec
 from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.collectives.steps import Steps
-from lightning_commhooks.hooks._low_rank import LowRankConfig
+from lightning_commhooks.hooks.powersgd import LowRankConfig
 from lightning_commhooks.interface.bucket import Bucket
 from lightning_commhooks.interface.hook import BoundHook, CommHook
 from lightning_commhooks.interface.precision import num_overflowed

@@ -19,7 +19,7 @@ import lightning_commhooks as lc
 from accelerate_integration import CommHookKwargs
 from lightning_commhooks import PowerSGD
 
-PowerSGD2 = PowerSGD(matrix_approximation_rank=2)
+PowerSGD2 = PowerSGD(matrix_approximation_rank=2, start_powerSGD_iter="auto")
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +117,7 @@ POWER_SGD, BF16, FP16 = (DDPCommunicationHookType[name] for name in ("POWER_SGD"
         ({"comm_hook": FP16}, lc.FP16()),
         ({"comm_hook": POWER_SGD, "comm_state_option": {"matrix_approximation_rank": 2}}, PowerSGD2),
         ({"comm_hook": POWER_SGD, "comm_wrapper": BF16}, lc.Cast("powersgd", "bf16")),
-        ({"hook": POWER_SGD}, lc.PowerSGD()),
+        ({"hook": POWER_SGD}, lc.PowerSGD(start_powerSGD_iter="auto")),
     ],
 )
 def test_fields_of_accelerate_are_translated(fields, hook):
@@ -126,7 +126,7 @@ def test_fields_of_accelerate_are_translated(fields, hook):
 
 def test_hook_of_the_environment(monkeypatch):
     monkeypatch.setenv("COMMHOOKS_HOOK", "powersgd")
-    assert CommHookKwargs().hook == lc.PowerSGD()
+    assert CommHookKwargs().hook == lc.PowerSGD(start_powerSGD_iter="auto")
     monkeypatch.setenv("COMMHOOKS_OPTIONS", '{"matrix_approximation_rank": 2}')
     assert CommHookKwargs().hook == PowerSGD2
     assert CommHookKwargs(hook="bf16").hook == lc.BF16(), "an argument comes first"

@@ -20,7 +20,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 
 import lightning_commhooks as lc
 from lightning_commhooks.hooks import powersgd as algorithm
-from lightning_commhooks.hooks._low_rank import random_factors
+from lightning_commhooks.hooks.powersgd import random_factors
 
 START, STEPS = 2, 7
 ONE_BUCKET = {"bucket_cap_mb": 25}

@@ -148,7 +148,7 @@ def test_arguments_of_ddp_go_beside_the_hook(config):
 
 def test_strategy_name_on_the_command_line():
     trainer = cli("--trainer.strategy=ddp_powersgd", "--trainer.accelerator=cpu", "--trainer.devices=2").trainer
-    assert trainer.strategy._hook == lc.PowerSGD()
+    assert trainer.strategy._hook == lc.PowerSGD(start_powerSGD_iter="auto")
 
 
 def test_options_on_the_command_line():

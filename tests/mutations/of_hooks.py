@@ -71,7 +71,7 @@ MUTATIONS = [
     ),
     Mutation(
         "no_qr",
-        f"{HOOKS}/_low_rank.py",
+        f"{HOOKS}/powersgd.py",
         "torch.linalg.qr((rows / largest).mT).Q",
         "(rows / largest).mT",
         "Bases of the power iteration are not orthonormal.",
@@ -79,7 +79,7 @@ MUTATIONS = [
     ),
     Mutation(
         "no_epsilon",
-        f"{HOOKS}/_low_rank.py",
+        f"{HOOKS}/powersgd.py",
         ".clamp_min_(torch.finfo(rows.dtype).tiny)",
         "",
         "Zero gradients become NaN.",
@@ -95,7 +95,7 @@ MUTATIONS = [
     ),
     Mutation(
         "dead_rows_stay",
-        f"{HOOKS}/_low_rank.py",
+        f"{HOOKS}/powersgd.py",
         "return torch.where(alive, rows, fresh)",
         "return rows",
         "After a step of zeros PowerSGD may send nothing for ever.",
@@ -143,7 +143,7 @@ MUTATIONS = [
     ),
     Mutation(
         "powersgd_seed_ignored",
-        f"{HOOKS}/_low_rank.py",
+        f"{HOOKS}/powersgd.py",
         'f"{seed}:{step}:{key}"',
         'f"{step}:{key}"',
         "random_seed changes nothing.",

@@ -5,7 +5,7 @@ import math
 import torch
 from driver import mean_gradients
 
-from lightning_commhooks.hooks._low_rank import random_factors
+from lightning_commhooks.hooks.powersgd import random_factors
 
 
 class Memory:

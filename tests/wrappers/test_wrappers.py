@@ -23,7 +23,7 @@ POWERSGD = lc.PowerSGD(start_powerSGD_iter=0)
 
 def test_wrappers_take_names_and_nest():
     cast = lc.Cast("power_sgd", "fp16")
-    assert cast.hook == lc.PowerSGD()
+    assert cast.hook == lc.PowerSGD(start_powerSGD_iter="auto")
     assert lc.Cast("allreduce").dtype == "bf16"
     schedule = lc.Schedule({10: lc.Cast(lc.Schedule({0: "fp16"})), 0: "allreduce"})
     assert list(schedule.hooks) == [0, 10]
