@@ -1,4 +1,4 @@
-"""Hooks by name, with options."""
+"""Hooks by their names, with options."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from lightning_commhooks.interface.start import DefaultStart, is_start
 
 
 def get_hook(hook: str | CommHook, **options: Any) -> CommHook:
-    """Return the hook with that name.
+    """Return the hook of that name.
 
     Args:
-        hook: one of `available_hooks()`, an alias, or a `CommHook`, which is returned unchanged.
+        hook: one of `available_hooks()`, an alias, or a `CommHook`, which is returned as it is.
         **options: fields of the hook's class.
 
     Raises:
-        ValueError: the name or an option is unknown, a value is out of range, or there are options for a `CommHook`.
+        ValueError: unknown name, unknown option, a value out of range, or options given with a `CommHook`.
     """
     if isinstance(hook, CommHook):
         if options:
@@ -48,17 +48,17 @@ def get_hook(hook: str | CommHook, **options: Any) -> CommHook:
 
 
 def _by_name(hook: CommHook, at_default: Sequence[str]) -> CommHook:
-    """Return the hook with default starts that adapt to the length of the run if it is known."""
+    """The hook with starts that follow the length of the run where that is known."""
     starts = {name: getattr(hook, name) for name in at_default if is_start(name)}
     late = {name: DefaultStart(start) for name, start in starts.items() if type(start) is int and start > 0}
     return dataclasses.replace(hook, **late) if late else hook  # type: ignore[type-var]
 
 
 def get_inner_hook(hook: str | CommHook) -> CommHook:
-    """Return a hook to put inside another hook.
+    """Return a hook for another one to go around.
 
     Raises:
-        ValueError: see [`get_hook`][]; or no other hook may contain this one.
+        ValueError: see [`get_hook`][]; or it is one that no other goes around.
     """
     inner = get_hook(hook)
     if inner.is_outermost:
