@@ -103,7 +103,7 @@ def parse(spec: str) -> list[tuple[str, CommHook]]:
         key = token.partition("=")[0]
         if "=" in token and ":" not in key:
             if not texts:
-                raise ValueError(f"--hooks {spec}: {token!r} is an option of no hook; write hook:{token}")
+                raise ValueError(f"--hooks {spec}: {token!r} is an option without a hook; write hook:{token}")
             texts[-1] += ("," if ":" in texts[-1] else ":") + token
         else:
             texts.append(token)

@@ -46,7 +46,7 @@ class Network:
         return self.latency > FAR
 
 
-class _UnderWay(NamedTuple):
+class _InFlight(NamedTuple):
     """A collective in flight."""
 
     wait: Callable[[], Tensor]
@@ -178,7 +178,7 @@ class Emulated:
         # Receives were posted by `expect`: the messages that announce them have arrived or are in flight.
         early = min(max(0.0, self._wire.clock.perf_counter() - announced), self.latency)
         future = self._wire.begin(delay, busy, work, early)
-        yield Wait([_UnderWay(future.result)])
+        yield Wait([_InFlight(future.result)])
         return future.result()
 
     def _num_messages(self, kind: Kind) -> int:

@@ -56,7 +56,7 @@ def errors_among(
         ValueError: a hook does not support the model or the number of ranks, or the factory gave too few batches.
     """
     num_ranks = num_averaged(world_size, task.gradient_bytes)
-    buckets = _buckets(task, [task.batch, *itertools.islice(task.further, num_ranks - 1)])
+    buckets = _buckets(task, [task.batch, *itertools.islice(task.later_batches, num_ranks - 1)])
     if dist.get_rank() > 0:
         return {}
     errors: dict[str, list[float]] = {DENSE: [0.0]}
@@ -99,16 +99,16 @@ def _buckets(task: Task, batches: list[Any]) -> list[list[Bucket]]:
 def _errors(hook: CommHook, buckets: list[list[Bucket]], device: torch.device, world_size: int) -> list[float]:
     """Measure among the sampled ranks or, if the hook rejects that number, among all ranks with repeated buckets."""
     for size in (len(buckets), world_size):
-        lives = zip(itertools.cycle(buckets), groups_in_memory(size, device), strict=False)
+        ranks = zip(itertools.cycle(buckets), groups_in_memory(size, device), strict=False)
         try:
-            return run_together([functools.partial(_live, hook, own, group) for own, group in lives])[0]
+            return run_together([functools.partial(_run_rank, hook, own, group) for own, group in ranks])[0]
         except ValueError:
             if size == world_size:
                 raise
     raise AssertionError
 
 
-def _live(hook: CommHook, own: list[Bucket], group: Group) -> Steps[list[float]]:
+def _run_rank(hook: CommHook, own: list[Bucket], group: Group) -> Steps[list[float]]:
     """Run one rank, bucket by bucket, so that only one bucket's state is in memory."""
     numel = sum(bucket.flat.numel() for bucket in own)
     samplers = {step: ErrorSampler(1, _SAMPLED_NUMEL, numel) for step in range(_STEPS - _SAMPLED_STEPS, _STEPS)}

@@ -136,6 +136,6 @@ def _report(failure: BaseException, store: Store) -> None:
     if not isinstance(failure, ValueError):
         text = f"{type(failure).__name__}: {text}" if text else type(failure).__name__
     if _LOST_CONNECTION.search(text):
-        text = "the connection to another rank broke: its process ended, or the network did"
+        text = "the connection to another rank broke: its process ended, or the network failed"
     where = f" on rank {rank}" if dist.get_world_size() > 1 else ""
     print(f"error{where}: {text}", file=sys.stderr)

@@ -68,8 +68,8 @@ def _indented(text: str, width: int) -> str:
     for line in text.splitlines():
         indent, words = len(line) - len(line.lstrip()), line.strip()
         before, begun = paragraphs[-1] if paragraphs else (0, "")
-        goes_on = (indent == before and not _ITEM.match(words)) or (indent > before and _ITEM.match(begun))
-        if words and begun and goes_on:
+        is_continued = (indent == before and not _ITEM.match(words)) or (indent > before and _ITEM.match(begun))
+        if words and begun and is_continued:
             paragraphs[-1] = before, f"{begun} {words}"
         else:
             paragraphs.append((indent, words))

@@ -38,14 +38,14 @@ def load_task(spec: str, device: torch.device, seed: int) -> Task:
     """
     module_name, _, attribute = spec.rpartition(":")
     if not module_name or not attribute:
-        raise ValueError(f"the model is given as module:factory, as in my_module:make, is {spec!r}")
-    factory = _tried(f"{spec}: importing it", lambda: imported(module_name, attribute))
+        raise ValueError(f"the model must be given as module:factory, such as my_module:make, is {spec!r}")
+    factory = _attempt(f"{spec}: importing it", lambda: imported(module_name, attribute))
     parts = _parts(spec, factory, seed)
     module = parts["model"]
     if not isinstance(module, nn.Module) or isinstance(module, DistributedDataParallel):
-        raise ValueError(f"{spec}() returned {type(module).__name__} as the model, no bare nn.Module; {_EXPECTED}")
+        raise ValueError(f"{spec}() returned {type(module).__name__} as the model, not a bare nn.Module; {_EXPECTED}")
     if not any(p.requires_grad for p in module.parameters()):
-        raise ValueError(f"{spec}() returned a model without parameters that are trained")
+        raise ValueError(f"{spec}() returned a model without trainable parameters")
     batch, loss_fn, options = _first(parts["batch"]), parts.get("loss_fn"), parts.get("ddp") or {}
     if loss_fn is not None and not callable(loss_fn):
         raise ValueError(f"{spec}(): loss_fn must be a function (output, target) -> loss, is {loss_fn!r}")
@@ -57,9 +57,9 @@ def load_task(spec: str, device: torch.device, seed: int) -> Task:
             "loss_fn(output, target) the batch is (inputs, target); with loss_fn(output) it is only the inputs"
         )
     module.to(device).train()
-    further = (_moved(other, device) for other in _further(spec, factory, seed, parts["batch"]))
+    later = (_moved(other, device) for other in _later_batches(spec, factory, seed, parts["batch"]))
     optimizers = _optimizers(spec, parts.get("optimizer"), module)
-    return Task(module, _moved(batch, device), loss_fn, optimizers, dict(options), device, further)
+    return Task(module, _moved(batch, device), loss_fn, optimizers, dict(options), device, later)
 
 
 def imported(module: str, attribute: str) -> Any:
@@ -70,7 +70,7 @@ def imported(module: str, attribute: str) -> Any:
     return getattr(importlib.import_module(file.removesuffix(".py")), attribute)
 
 
-def _tried(what: str, function: Callable[[], T]) -> T:
+def _attempt(what: str, function: Callable[[], T]) -> T:
     try:
         return function()
     except Exception as error:
@@ -79,13 +79,13 @@ def _tried(what: str, function: Callable[[], T]) -> T:
 
 def _parts(spec: str, factory: Callable[[], object], seed: int) -> dict[str, Any]:
     torch.manual_seed(seed)
-    made = _tried(f"{spec}()", factory)
+    made = _attempt(f"{spec}()", factory)
     if isinstance(made, (tuple, list)) and len(made) in (2, 3):
         made = dict(zip(("model", "batch", "loss_fn"), made, strict=False))
     if not isinstance(made, Mapping):
         raise ValueError(f"{spec}() returned {type(made).__name__}; {_EXPECTED}")
     if unknown := sorted(set(made) - _FIELDS):
-        raise ValueError(f"{spec}() returned a dict with {unknown}; known are {sorted(_FIELDS)}")
+        raise ValueError(f"{spec}() returned a dict with {unknown}; known keys are {sorted(_FIELDS)}")
     if missing := [key for key in ("model", "batch") if made.get(key) is None]:
         raise ValueError(f"{spec}() returned no {missing[0]}; {_EXPECTED}")
     return dict(made)
@@ -95,7 +95,7 @@ def _first(batch: object) -> object:
     return next(iter(batch)) if isinstance(batch, torch.utils.data.DataLoader) else batch
 
 
-def _further(spec: str, factory: Callable[[], object], seed: int, batch: object) -> Iterator[object]:
+def _later_batches(spec: str, factory: Callable[[], object], seed: int, batch: object) -> Iterator[object]:
     """Yield batches of the ranks after this one: the loader's next batches, then the factory's with their seeds."""
     if isinstance(batch, torch.utils.data.DataLoader):
         yield from itertools.islice(batch, 1, None)
@@ -105,12 +105,12 @@ def _further(spec: str, factory: Callable[[], object], seed: int, batch: object)
 
 def _optimizers(spec: str, given: Any, module: Any) -> list[Optimizer]:
     if given is None and is_lightning(module):
-        given = _tried(f"{spec}: configure_optimizers() without a Trainer", module.configure_optimizers)
+        given = _attempt(f"{spec}: configure_optimizers() without a Trainer", module.configure_optimizers)
     if given is None:
         return [torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=_LEARNING_RATE)]
     if found := list(_optimizers_in(given)):
         return found
-    raise ValueError(f"{spec}: optimizer must be of torch.optim, is {given!r}")
+    raise ValueError(f"{spec}: optimizer must be a torch.optim.Optimizer, is {given!r}")
 
 
 def _optimizers_in(given: object) -> Iterator[Optimizer]:

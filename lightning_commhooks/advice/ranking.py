@@ -203,11 +203,11 @@ def _reason_against(best: Row | None, dense: Row, rows: list[Row]) -> tuple[str,
     if gain_ms + noise < MIN_GAIN * dense.step_ms:
         return (
             f"the best hook, {best.label}, takes {best.step_ms:.1f} ms a step against {dense.step_ms:.1f} ms of dense "
-            "averaging: compressing costs what sending less saves"
+            "averaging: compression costs as much as it saves"
         ), False
     if not _is_worth_it(best, dense):
         return (
             f"the best hook, {best.label}, saves {gain_ms:.1f} ms of {dense.step_ms:.1f} ms a step, give or take "
-            f"{noise:.1f} ms: no more than the noise, or hardly; {_QUIETER}"
+            f"{noise:.1f} ms: about as much as the noise; {_QUIETER}"
         ), True
     return "", False

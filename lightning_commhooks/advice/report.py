@@ -75,7 +75,7 @@ def _conclusions(found: dict[str, Any]) -> Iterator[str]:
     if verdict := found["verdict"]:
         for reason in dict.fromkeys(verdict["apart"].values()):
             labels = " and ".join(label for label, own in verdict["apart"].items() if own == reason)
-            yield f"Not recommended unasked: {labels}; {reason}."
+            yield f"Not recommended by default: {labels}; {reason}."
         choice = verdict["choice"]
         against = "No conclusion" if verdict["is_noisy"] else "Do not compress"
         yield f"\n{against if choice is None else f'Use {choice}'}: {verdict['reason']}."

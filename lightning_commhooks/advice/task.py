@@ -25,7 +25,7 @@ class Task:
         optimizers: optimizers, which step after each backward.
         ddp_options: further arguments of `DistributedDataParallel`.
         device: device of the model.
-        further: batches of further ranks.
+        later_batches: batches of the ranks after this one.
     """
 
     module: nn.Module
@@ -34,7 +34,7 @@ class Task:
     optimizers: list[Optimizer]
     ddp_options: dict[str, Any]
     device: torch.device
-    further: Iterator[Any] = field(default_factory=lambda: iter(()), repr=False)
+    later_batches: Iterator[Any] = field(default_factory=lambda: iter(()), repr=False)
     _saved: dict[str, Tensor] = field(default_factory=dict, repr=False)
     _saved_optimizers: list[dict[str, Any]] = field(default_factory=list, repr=False)
 

@@ -1,4 +1,4 @@
-"""Where ranks agree that all of them go on: for what comes before any collective that could be aborted."""
+"""Agreement between ranks before the first collective that could be aborted."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from lightning_commhooks.basics.announce import announce
 from lightning_commhooks.collectives.errors import HookError
 
 ATTACH = "attach()"
-# Seconds that ranks which attach a hook wait for those that do not.
+# Seconds that ranks wait in attach() for the remaining ranks.
 _PATIENCE = "COMMHOOKS_ATTACH_TIMEOUT_SECONDS"
 _DEFAULT_PATIENCE, _SECONDS_TO_WARN = 120.0, 5.0
 _LONGEST_PAUSE, _LONGEST_PAUSE_LATER = 0.05, 1.0
 _SECONDS_TO_ASK = 1.0
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
-# How often the ranks of a group have met.
+# Number of meetings of each group.
 _meetings: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 
 
 def store_of(process_group: dist.ProcessGroup) -> Store | None:
-    """Where the ranks of a group leave notes for each other; `None` for a backend without, and for one rank."""
+    """Return the store of a group; `None` for a backend without a store, and for a single rank."""
     if process_group.size() == 1:
         return None
     try:
         store: Store | None = process_group.get_group_store()
         if store is not None:
-            store.check(["lightning_commhooks"])  # raises if it is a stand-in
+            store.check(["lightning_commhooks"])  # raises if the store is a placeholder
     except RuntimeError:
         return None
     return store
@@ -48,18 +48,18 @@ def meet(
     give_up: Callable[[list[int]], str | None] = lambda missing: None,
     timeout: float = math.inf,
 ) -> None:
-    """Wait until all ranks are here, before the first collective of something. Collective, by a store.
+    """Wait until all ranks have arrived, before an operation's first collective. Collective, by the store.
 
-    A collective would match whatever the missing ranks do: it would hang, or end their processes.
+    A collective could match an unrelated one of the missing ranks, and would then hang or end their processes.
 
     Args:
         process_group: the ranks.
-        what: they do, for messages.
-        give_up: told which ranks of the group are missing, says what they have done instead, if they will not come.
-        timeout: seconds to wait for them, other than in `attach()`.
+        what: the operation, for messages.
+        give_up: gets the missing ranks of the group; returns the reason if they will not arrive.
+        timeout: seconds to wait for them, except in `attach()`.
 
     Raises:
-        HookError: some ranks will not come, or do not attach a hook that others attach.
+        HookError: some ranks will not arrive, or do not attach a hook that other ranks attach.
     """
     store = store_of(process_group)
     if store is None:
@@ -86,20 +86,20 @@ def meet(
                     f"{what} must be called on all ranks, and {names} {has} {reason}. {_what_to_write(what)}"
                 )
         time.sleep(pause)
-        # Hundreds of ranks may ask one store.
+        # Hundreds of ranks may poll one store.
         pause = min(2 * pause, _LONGEST_PAUSE_LATER if has_warned else _LONGEST_PAUSE)
     _meetings[process_group] = number + 1
     if number:
-        # Who is here has left the last meeting.
+        # All ranks have arrived here, so they have left the previous meeting.
         _forget(store, f"lightning_commhooks/{number - 1}/{rank}")
 
 
 class Notes:
-    """Notes that the ranks of a group leave for each other, where one may find another's; nothing without a store.
+    """Notes between the ranks of a group, kept in its store; does nothing without a store.
 
     Args:
         process_group: the ranks.
-        prefix: of the names of these notes, equal on all ranks.
+        prefix: prefix of the names of these notes, rank-uniform.
     """
 
     def __init__(self, process_group: dist.ProcessGroup, prefix: str) -> None:
@@ -112,22 +112,22 @@ class Notes:
         self._ask(lambda store: store.set(f"{self._prefix}/{name}", text))
 
     def teller(self, name: str) -> Callable[[object], None]:
-        """What leaves a note of that name."""
+        """Return a function that leaves a note of that name."""
         return lambda text: self.tell(name, str(text))
 
     def forget(self, name: str) -> None:
-        """Remove a note of this rank's: the store may outlive the process group."""
+        """Remove one of this rank's notes: the store may outlive the process group."""
         if name in self._told:
             self._ask(lambda store: _forget(store, f"{self._prefix}/{name}"))
 
     def of(self, name: str) -> str:
-        """The note of that name; empty if there is none."""
+        """Return the note of that name; empty if there is none."""
         key, found = f"{self._prefix}/{name}", [""]
         self._ask(lambda store: found.append(store.get(key).decode()) if store.check([key]) else None)
         return found[-1]
 
     def _ask(self, what: Callable[[Store], object]) -> None:
-        """Use the store, without waiting long: the process that has it may be gone, or not answer."""
+        """Use the store with a short timeout: the process that hosts it may be gone, or not answer."""
         store = self._store
         if store is None:
             return
@@ -137,18 +137,18 @@ class Notes:
                 what(store)
 
         asking = threading.Thread(target=ask, name="lightning_commhooks note", daemon=True)
-        with suppress(RuntimeError):  # the interpreter ends
+        with suppress(RuntimeError):  # the interpreter is shutting down
             asking.start()
             asking.join(_SECONDS_TO_ASK)
 
 
 def num_meetings(process_group: dist.ProcessGroup) -> int:
-    """How often the ranks of a group have met: equal on all of them after what they do together."""
+    """Return the number of a group's meetings, rank-uniform after each collective operation."""
     return _meetings.get(process_group, 0)
 
 
 def _forget(store: Store, key: str) -> None:
-    with suppress(RuntimeError, NotImplementedError):  # some stores cannot
+    with suppress(RuntimeError, NotImplementedError):  # some stores cannot delete
         store.delete_key(key)
 
 
@@ -180,20 +180,20 @@ def raise_on_all_ranks(process_group: dist.ProcessGroup, what: str) -> Iterator[
 
     Args:
         process_group: the ranks.
-        what: is done in the body, for messages.
+        what: the operation in the body, for messages.
 
     Yields:
-        a dictionary for what has to be the same on all ranks, by name; compared by how it prints.
+        a dictionary for values that must be the same on all ranks, by name; compared by their printed form.
 
     Raises:
-        HookError: the body raised on another rank, or that cannot be reached.
-        ValueError: ranks have put different values into the dictionary.
+        HookError: the body raised on another rank, or another rank cannot be reached.
+        ValueError: the dictionaries of the ranks differ.
     """
     same: dict[str, object] = {}
     try:
         yield same
     except Exception as failure:
-        with suppress(RuntimeError):  # a peer has failed too, or is not here
+        with suppress(RuntimeError):  # a peer has failed too, or has not arrived
             meet(process_group, what)
             _gather(process_group, (f"{what} failed on rank {dist.get_rank()}: {failure!r}", {}))
         raise
@@ -211,13 +211,13 @@ def raise_on_all_ranks(process_group: dist.ProcessGroup, what: str) -> Iterator[
                 first, other = (dist.get_global_rank(process_group, i) for i in (0, rank))
                 raise ValueError(
                     f"{what}: {name} must be the same on all ranks, is {_on_one_line(text)} on rank {first} and "
-                    f"{_on_one_line(theirs[name])} on rank {other}. Look for what differs between machines: command "
-                    "line, configuration file, environment variables"
+                    f"{_on_one_line(theirs[name])} on rank {other}. Compare the command lines, configuration files and "
+                    "environment variables of the machines"
                 )
 
 
 def _text(value: object) -> str:
-    # An item for each line, since only then sets are sorted; and no addresses, which differ between processes.
+    # One item on each line, since pprint then sorts sets; without addresses, which differ between processes.
     return _ADDRESS.sub("", pprint.pformat(value, width=1, sort_dicts=False))
 
 

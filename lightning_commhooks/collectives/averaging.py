@@ -17,27 +17,27 @@ from lightning_commhooks.collectives.errors import HookError
 from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.collectives.steps import Steps
 
-# What is copied together for one collective; larger tensors go alone, without a copy.
+# Size of the tensors that are copied together for one collective; larger tensors are sent separately, without a copy.
 CHUNK_BYTES = 2**25
-# Numbers that ranks tell each other before they average.
+# Numbers that ranks exchange before they average.
 _NUM_TOLD = 5
 
 
 def average_(tensors: Sequence[Tensor], group: Group) -> None:
-    """Replace tensors by their means over ranks, bit-identical on all of them.
+    """Replace tensors by their means over ranks, bit-identical on all ranks.
 
     Parameters keep their storage and layout, unlike with PyTorch's `average_parameters`, which moves them all into
     one buffer. 16-bit tensors are summed, and sent, in float32.
 
     Args:
-        tensors: floating-point or complex ones, in the same order on every rank; may require gradients.
+        tensors: floating-point or complex tensors, in the same order on every rank; may require gradients.
         group: the ranks.
     """
     if group.size == 1:
         return
     for views in _chunks([flat_view(tensor) for tensor in tensors if own_part(tensor).numel()]):
         wire = torch.promote_types(views[0].dtype, torch.float32)
-        # Divided before the sum: buffers may have the largest number there is, as masks do.
+        # Divide before the sum: buffers may hold the largest number of their dtype, as masks do.
         if len(views) == 1 and views[0].dtype == wire and views[0].is_contiguous():
             group.finish(group.all_reduce_(views[0].div_(group.size)))  # no copy
             continue
@@ -48,13 +48,13 @@ def average_(tensors: Sequence[Tensor], group: Group) -> None:
 
 
 def share_(tensors: Sequence[Tensor], group: Group) -> None:
-    """Replace tensors by those of the first rank, bit for bit.
+    """Replace tensors by the first rank's tensors, bit for bit.
 
-    Sends them as bytes, to which the other ranks add zeros: no dtype is rounded, and each rank sends as much as in an
-    average.
+    Sends them as bytes, to which the remaining ranks add zeros: no dtype is rounded, and each rank sends as many bytes
+    as for an average.
 
     Args:
-        tensors: of any dtype, alike on all ranks and in the same order.
+        tensors: tensors of any dtype, with the same shapes, dtypes and order on all ranks.
         group: the ranks.
     """
     if group.size == 1:
@@ -72,12 +72,12 @@ def share_(tensors: Sequence[Tensor], group: Group) -> None:
 
 
 def number_of(text: str) -> int:
-    """A number of 56 bits for a text."""
+    """Return a 56-bit digest of a text."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
 
 
 def kind_of(name: str, tensor: Tensor) -> int:
-    """A number that tells whether ranks can average a tensor: its name, shape, dtype and order in memory."""
+    """Return a digest of a tensor's name, shape, dtype and order in memory, which must agree for averaging."""
     own = own_part(tensor)
     strides = own.stride()
     order = sorted((dim for dim, size in enumerate(own.shape) if size > 1), key=lambda dim: -strides[dim])
@@ -86,19 +86,19 @@ def kind_of(name: str, tensor: Tensor) -> int:
 
 
 def kinds_of(named: Mapping[str, Tensor]) -> int:
-    """A number that tells whether ranks can average all of these tensors."""
+    """Return a digest of all tensors' kinds, which must agree for averaging."""
     return number_of(repr([kind_of(name, tensor) for name, tensor in named.items()]))
 
 
 @dataclass(frozen=True)
 class Alike:
-    """Which tensors ranks can average, in one order.
+    """The tensors that ranks can average, in one order.
 
     Attributes:
-        names: of those that all ranks have, with the same shape, dtype and order in memory.
-        differ: names of those among them whose number is not the same on all ranks.
-        left: names of this rank's tensors that are not.
-        first_left: the first rank that has such tensors; -1: none has.
+        names: names of the tensors that all ranks have, with the same shape, dtype and order in memory.
+        differ: names of the tensors among them whose number differs between ranks.
+        left: names of this rank's remaining tensors.
+        first_left: the first rank with remaining tensors; -1: there is none.
     """
 
     names: list[str]
@@ -113,13 +113,13 @@ def alike(
     owner_of: Callable[[str], str] | None = None,
     numbers: Mapping[str, int] | None = None,
 ) -> Alike:
-    """Find out which tensors are alike on all ranks. Collective, for ranks that have told each other of a difference.
+    """Find the tensors that have the same kind on all ranks. Collective, for ranks that know of a difference.
 
     Args:
         named: this rank's tensors.
         group: the ranks.
-        owner_of: what a tensor belongs to, by its name. It is no difference if some rank has nothing of an owner.
-        numbers: one more of each tensor, to compare.
+        owner_of: returns the owner of a tensor by its name. A rank without any tensors of an owner is no difference.
+        numbers: an additional number for each tensor, to compare.
     """
     kinds = {name: kind_of(name, tensor) for name, tensor in named.items()}
     rows = [(kinds[name], number_of(owner_of(name)) if owner_of else 0, (numbers or {}).get(name, 0)) for name in named]
@@ -147,21 +147,21 @@ def alike(
 
 
 def check_same(what: str, group: Group, *numbers: int) -> list[list[int]]:
-    """Fail on all ranks alike when they are not about to average the same.
+    """Raise on all ranks if they are about to call different averaging operations.
 
     Args:
-        what: this rank is about to do.
+        what: this rank's operation.
         group: the ranks.
-        numbers: this rank's, to tell the others with it; as many on all of them.
+        numbers: this rank's numbers to exchange; the same count on all ranks.
 
     Returns:
         the numbers of all ranks.
 
     Raises:
-        HookError: some rank averages something else, or for another reason.
+        HookError: ranks called different averaging operations.
     """
     begin = time.perf_counter()
-    # As many from everybody: ranks that are about to do other things tell so, too.
+    # The same length for every operation, so that ranks with different operations can compare them.
     filled = [*numbers, *[0] * (_NUM_TOLD - len(numbers))]
     told = group.all_gather_quietly([zlib.crc32(what.encode()), *filled])
     if not group.counters.is_evaluating:
@@ -171,9 +171,9 @@ def check_same(what: str, group: Group, *numbers: int) -> list[list[int]]:
 
 
 def check_same_beside(what: str, group: Group, number: int = 0) -> Steps[Callable[[], list[int]]]:
-    """As `check_same` of one number, in a group of `Group.beside`.
+    """Run `check_same` with one number in a group for computations during training.
 
-    On CUDA, where the host does not wait, what is returned raises, and returns the numbers.
+    On CUDA, the host does not wait; the returned function raises the error or returns the numbers.
     """
     own = torch.cat([torch.full((1,), one, device=group.device) for one in (zlib.crc32(what.encode()), number)])
     told = yield from group.quiet().all_gather(own)
@@ -197,16 +197,16 @@ def _raise_unless_same(digests: list[int], what: str, group: Group) -> None:
 
 
 def own_part(tensor: Tensor) -> Tensor:
-    """This rank's part of what is sharded between ranks, a `DTensor`; everything else as it is."""
+    """Return this rank's part of a sharded tensor, a `DTensor`; other tensors unchanged."""
     part: Tensor = getattr(tensor, "_local_tensor", tensor)
     return part
 
 
 def flat_view(tensor: Tensor) -> Tensor:
-    """The elements of a tensor in memory order, shape `(numel,)`, as a view that autograd ignores.
+    """Return the elements of a tensor in memory order, shape `(numel,)`, as a view that autograd ignores.
 
-    Twice as many elements for a complex one; of a sharded one, those of this rank. A tensor that is not dense has no
-    such view; it keeps its shape.
+    A complex tensor gives twice as many elements, and a sharded one gives this rank's part. A tensor that is not dense
+    has no such view and keeps its shape.
     """
     data = own_part(tensor).data
     if data.is_complex():
@@ -217,7 +217,7 @@ def flat_view(tensor: Tensor) -> Tensor:
 
 
 def _chunks(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
-    """Lists of tensors of one dtype and device, each at most `CHUNK_BYTES` large or a single tensor."""
+    """Yield lists of tensors of one dtype and device, each at most `CHUNK_BYTES` large or a single tensor."""
     kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
     for tensor in tensors:
         kinds[tensor.device, tensor.dtype].append(tensor)

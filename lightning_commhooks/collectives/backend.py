@@ -1,4 +1,4 @@
-"""The collectives of a process group's own backend: NCCL's, and gloo's between ranks that are near each other."""
+"""The collectives of a process group's own backend: NCCL's, and gloo's between near ranks."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from lightning_commhooks.collectives.steps import Steps, Wait
 
 
 def renamed(name: str, since_2_13: str) -> Callable[..., dist.Work | None]:
-    """The collective of that name, by the one that it has from PyTorch 2.13 on, if there is."""
+    """Return a collective by its name from PyTorch 2.13 on, or by its older name."""
     collective: Callable[..., dist.Work | None] = getattr(dist, since_2_13, None) or getattr(dist, name)
     return collective
 
 
 class Backend:
-    """Collectives that all ranks have to begin in the same order: there are no channels.
+    """Collectives that all ranks have to begin in the same order, without channels.
 
     Args:
         process_group: the ranks.
-        messages: of the same ranks on CPU, for subgroups of them.
+        messages: messages among the same ranks on CPU, for subgroups.
 
     Attributes:
         is_ordered: whether all ranks have to begin collectives in the same order.
-        latency: seconds that a message takes; 0 where ranks are near each other.
+        latency: seconds that a message takes; 0 for near ranks.
         size: number of ranks.
-        rank: this one.
+        rank: this rank.
     """
 
     is_ordered = True
@@ -42,15 +42,15 @@ class Backend:
         self.size, self.rank = process_group.size(), process_group.rank()
 
     def channel(self, number: int, ranks: object = None) -> Backend:
-        """Return itself: all buckets communicate by the same collectives."""
+        """Return itself: all buckets share the same collectives."""
         return self
 
     def among(self, ranks: Sequence[int], part: int) -> Direct | None:
-        """Collectives of some of the ranks; `None` where they need a process group of their own."""
+        """Return collectives of some ranks; `None` if they need their own process group."""
         return None if self._messages is None else Direct(self._messages.among(ranks, part))
 
     def num_rounds(self, num_bytes: int) -> int:
-        """Rounds of messages in which a tensor is summed: once around the ring, and once more."""
+        """Return the number of rounds of messages of a sum: twice around the ring."""
         return 2 * (self.size - 1)
 
     def sum_(self, tensor: Tensor) -> Steps[Tensor]:
@@ -61,7 +61,7 @@ class Backend:
         """Do nothing: see `Direct.expect`."""
 
     def gather(self, tensor: Tensor, expected: object = None) -> Steps[Tensor]:
-        """The contiguous tensors of all ranks, shape `(w, n)`."""
+        """Return the contiguous tensors of all ranks, shape `(w, n)`."""
         gathered = tensor.new_empty((self.size, tensor.numel()))
         all_gather = renamed("all_gather_into_tensor", "all_gather_single")
         return self._run(gathered, all_gather, gathered.view(-1), tensor)  # gloo takes no rows
@@ -72,7 +72,7 @@ class Backend:
         return self._run(received, dist.all_to_all_single, received, chunks)
 
     def sum_share(self, chunks: Tensor) -> Steps[Tensor]:
-        """The sum over ranks of this rank's row of `chunks`, shape `(w, n)`."""
+        """Return the sum over ranks of this rank's row of `chunks`, shape `(w, n)`."""
         total = chunks.new_empty(chunks.shape[1])
         reduce_scatter = renamed("reduce_scatter_tensor", "reduce_scatter_single")
         return self._run(total, reduce_scatter, total, chunks.view(-1))

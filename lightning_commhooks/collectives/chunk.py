@@ -1,4 +1,4 @@
-"""Numbers that are encoded and sent together in an average over ranks."""
+"""The unit of encoding and sending in an average over ranks."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-# Elements that are encoded and sent together: so many that calls and latencies do not count, and few enough that on CPU
-# encoding some hides sending others.
+# Elements that are encoded and sent together: enough to make the overhead of calls and latency negligible, and few
+# enough to overlap the encoding of one chunk with the sending of another on CPU.
 CHUNK_NUMEL = 2**20
 
 
@@ -17,9 +17,9 @@ class Chunk:
 
     Attributes:
         numbers: shape `(b, s)`, float32 or float64, this rank's; b is a multiple of `Group.num_owners`.
-        residual: of the numbers, of their shape, changed in place: added to them before they are encoded; what this
-            rank's payloads leave out afterwards. `None`: no error feedback.
-        seed: for random rounding; of this rank, step and chunk alone. Below 2^30.
+        residual: residual of the numbers, in their shape: added to them before they are encoded, and then replaced by
+            the encoding error of this rank's payloads. `None`: no error feedback.
+        seed: seed of random rounding, unique to this rank, step and chunk; below 2^30.
     """
 
     numbers: Tensor

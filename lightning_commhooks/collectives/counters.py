@@ -1,4 +1,4 @@
-"""Counters of one attachment: what was communicated, and what plain DDP would have."""
+"""Counters of one attachment's communication, and of plain DDP's for comparison."""
 
 from __future__ import annotations
 
@@ -21,28 +21,29 @@ class Counters:
     """Cumulative counts of this rank.
 
     Attributes:
-        steps: synchronized backwards that began.
-        bytes_sent: payload bytes this rank sent to train, headers excluded.
-        bytes_evaluation: payload bytes this rank sent to evaluate and to save, within `evaluating`.
+        steps: synchronized backwards that have begun.
+        bytes_sent: payload bytes that this rank sent for training, without headers.
+        bytes_evaluation: payload bytes that this rank sent for evaluation and saving, within `evaluating`.
         bytes_dense: payload bytes that an all-reduce of the same gradients in their own dtype sends.
-        bytes_sent_between_nodes: of `bytes_sent`, those that go to a rank of another node, on the mean over ranks.
+        bytes_sent_between_nodes: the part of `bytes_sent` that goes to ranks on other nodes, averaged over ranks.
         bytes_evaluation_between_nodes: the same of `bytes_evaluation`.
         bytes_dense_between_nodes: the same of `bytes_dense`.
-        collectives: number of collectives issued to train.
-        rounds: rounds of messages between ranks that were waited for one after another, each for at least the latency
-            of the link; those of collectives that were under way at once for one bucket are counted once.
-        numel_compressed: gradient elements that were sent in another form or not at all: the remaining elements of
-            buckets of which anything was sent.
-        numel_uncompressed: gradient elements that were sent as they are: for each bucket the count of numbers that this
-            rank gave to collectives in the gradients' dtype, or as floating-point numbers of at least as many bytes, up
-            to the size of the bucket. With several ranks on a node, of numbers that leave the node, if any do.
-        numel_overflowed: gradient elements of this rank that are finite, but not in the 16 bit they were sent in.
-        nonfinite_steps: steps that were made NaN on all ranks, because a gradient was inf or NaN on some rank: with a
-            hook that has memory, and of ranks that step alone under a scaler.
-        averagings: times that (a part of) the model was averaged over ranks.
-        waited_ms: milliseconds that this rank was early for averages of models.
-        timing: where the time of steps went.
-        evaluating_threads: those that are within `evaluating`.
+        collectives: number of collectives for training.
+        rounds: consecutive rounds of messages between ranks, each of which takes at least the latency of the link;
+            collectives in flight at once for one bucket count as one.
+        numel_compressed: gradient elements that were sent in compressed form or not at all: the remaining elements of
+            all buckets that sent anything.
+        numel_uncompressed: gradient elements that were sent uncompressed: for each bucket, the count of numbers that
+            this rank passed to collectives in the gradients' dtype, or as floating-point numbers of at least as many
+            bytes, up to the size of the bucket. With several ranks on a node, only numbers that leave the node count,
+            if any do.
+        numel_overflowed: gradient elements of this rank that are finite, but overflow in the 16 bits they were sent in.
+        nonfinite_steps: steps that were set to NaN on all ranks because a gradient was inf or NaN on some rank: with
+            hooks that have memory, and in local steps under a scaler.
+        averagings: number of averages of the model, or of a part of it, over ranks.
+        waited_ms: milliseconds that this rank waited for slower ranks before averages of models.
+        timing: times of steps.
+        evaluating_threads: threads within `evaluating`.
     """
 
     steps: int = 0
@@ -56,7 +57,7 @@ class Counters:
     rounds: int = 0
     numel_compressed: int = 0
     numel_uncompressed: int = 0
-    # On CUDA a tensor, so that counting waits for nothing.
+    # On CUDA a tensor, so that counting does not synchronize.
     numel_overflowed: int | Tensor = 0
     nonfinite_steps: int = 0
     averagings: int = 0
@@ -65,9 +66,9 @@ class Counters:
     evaluating_threads: set[int] = field(default_factory=set, compare=False, repr=False)
 
     def as_dict(self) -> dict[str, float]:
-        """All counters, and `compression_ratio`, `bytes_dense / bytes_sent`, also of those between nodes.
+        """Return all counters and the ratio `bytes_dense / bytes_sent`, for all bytes and for bytes between nodes.
 
-        The ratio is 1 when there was nothing to send (one process, one node) and inf when a hook sent nothing.
+        The ratio is 1 if there was nothing to send (one process, one node) and inf if a hook sent nothing.
         """
         counts = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in _NOT_COUNTS}
         plain = {name: value.item() if isinstance(value, Tensor) else value for name, value in counts.items()}
@@ -78,10 +79,10 @@ class Counters:
         return {**plain, **ratios}
 
     def count(self, num_bytes: float, between_nodes: float) -> bool:
-        """Count a collective that sends so many bytes, of which so many leave the node.
+        """Count a collective by the bytes that it sends, and the part of them that leaves the node.
 
         Returns:
-            whether it is one of training.
+            whether it belongs to training.
         """
         if self.timing.is_paused:
             return False
@@ -95,17 +96,17 @@ class Counters:
         return True
 
     def paused(self) -> AbstractContextManager[None]:
-        """Do not count the collectives of measurements, or of a few numbers that ranks agree on.
+        """Do not count this thread's collectives, such as measurements and small agreements between ranks.
 
-        Of this thread; a hook that is at work in another one meanwhile goes on counting.
+        Hooks that run in other threads meanwhile still count.
         """
         return self.timing.paused()
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Count what this thread sends as that of evaluation and checkpoints: its bytes, apart from those of training.
+        """Count this thread's bytes separately from training, as bytes of evaluation and checkpoints.
 
-        Without rounds and times, which are those of steps.
+        Rounds and times are not counted, since they are about steps.
         """
         thread = threading.get_ident()
         if thread in self.evaluating_threads:

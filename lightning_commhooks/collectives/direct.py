@@ -1,9 +1,9 @@
-"""Collectives of CPU tensors in which each rank sends to each other one directly, over gloo, in one round or two.
+"""Collectives of CPU tensors over gloo in which each rank sends to each other rank directly, in one or two rounds.
 
-Gloo's own go around a ring: an all-reduce is 2(w-1) rounds of messages, one after another, which is all that a small
-one takes between ranks that are far from each other. Here it is two rounds, of the same bytes. In each round gloo's
-sender asks first whether the receiver waits, unless it has said so already: here it says so for the second as early as
-for the first, so that a sum takes three times the latency of the link, and one in one round twice.
+Gloo's own collectives use a ring: an all-reduce takes 2(w-1) consecutive rounds of messages, whose latency dominates
+small all-reduces between distant ranks. Here it takes two rounds with the same number of bytes. In each round, gloo's
+sender first asks whether the receiver is ready, unless the receive has been posted. Here the receives of both rounds
+are posted at the start, so a sum takes three times the latency of the link, or twice in a single round.
 """
 
 from __future__ import annotations
@@ -22,60 +22,59 @@ from torch import Tensor
 from lightning_commhooks.collectives.messages import Messages
 from lightning_commhooks.collectives.steps import Steps, Wait, finish
 
-# Numbers of these dtypes are added up in float32.
+# Tensors of these dtypes are summed in float32.
 HALF = (torch.float16, torch.bfloat16)
-# Seconds. With more latency than this ranks are far from each other, and send directly; with less, messages are not
-# what costs, and gloo's ring takes less of processors.
+# Seconds of latency above which ranks are distant and send directly; below, latency is cheap, and gloo's ring needs
+# less processor time.
 FAR = 4e-3
-# What a byte takes longer if two ranks add up all of a tensor and not half of it each, in seconds.
+# Additional seconds per byte if each of two ranks sums the whole tensor instead of half of it.
 _SLOWER_IN_ONE_ROUND = 0.2e-9
 _PIECE_BYTES = 2**20
 _MESSAGE_BYTES = 2**18
-# One connection carries a window of bytes in a round trip, and begins with a small one after each pause.
+# A connection carries one window of bytes per round trip, and starts with a small window after each pause.
 _MAX_CONNECTIONS = 4
 _LATENCY_PER_CONNECTION = 10e-3
 _MOST_SPARE_BYTES = 2**26
 _NUM_PINGS = 4
-# More pings when ranks look far, which a busy processor makes of near ones for a moment: at most so many, and about so
-# many seconds.
+# Limits on additional pings, in number and seconds, if ranks seem distant, which may be due to a busy processor.
 _MORE_PINGS = 16
 _PING_SECONDS = 1.0
-# Environment variable by which a user states the latency, in ms one way.
+# Environment variable for a known one-way latency in ms.
 _LATENCY = "COMMHOOKS_LATENCY_MS"
 
 
 def takes_one_round(num_bytes: int, world_size: int, latency: float) -> bool:
-    """Whether two ranks send each other all of a tensor, not half of it and then half of the sum.
+    """Return whether two ranks exchange a whole tensor, instead of half of it and then half of the sum.
 
-    The same bytes.
+    Both ways send the same number of bytes.
 
     Args:
-        num_bytes: of the tensor.
+        num_bytes: size of the tensor.
         world_size: number of ranks.
-        latency: seconds that a message takes, equal on all ranks.
+        latency: seconds that a message takes, rank-uniform.
     """
     return world_size == 2 and num_bytes * _SLOWER_IN_ONE_ROUND <= latency
 
 
 def num_pieces(num_bytes: int, world_size: int) -> int:
-    """In how many pieces a tensor is summed, all of them at once. Arguments as of `takes_one_round`."""
+    """Return the number of pieces in which a tensor is summed concurrently. See `takes_one_round` for the arguments."""
     return max(1, num_bytes // max(_PIECE_BYTES, world_size * _MESSAGE_BYTES))
 
 
 def num_connections(latency: float) -> int:
-    """Connections between two ranks for messages that take so many seconds."""
+    """Return the number of connections between two ranks for a latency in seconds."""
     return max(1, min(_MAX_CONNECTIONS, round(latency / _LATENCY_PER_CONNECTION)))
 
 
 @dataclass
 class _Share:
-    """This rank's share of what is summed.
+    """The share of a sum that this rank computes.
 
     Attributes:
-        own: of its own tensor; in the end of the sum.
-        rows: of the tensors of the others, shape `(w-1, n)`.
-        arriving: what waits for them.
-        number: of the messages with the sum.
+        own: the share of its own tensor, which is replaced by the sum.
+        rows: the shares of the peers' tensors, shape `(w-1, n)`.
+        arriving: the receives of `rows`.
+        number: number of the messages with the sum.
     """
 
     own: Tensor
@@ -89,9 +88,9 @@ class Expected:
     """A gather that was announced by `Direct.expect`.
 
     Attributes:
-        gathered: where it will be, shape `(w, n)`.
-        arriving: what waits for it.
-        number: of the messages.
+        gathered: the result, shape `(w, n)`.
+        arriving: the receives of its rows.
+        number: number of the messages.
     """
 
     gathered: Tensor
@@ -100,17 +99,17 @@ class Expected:
 
 
 class Direct:
-    """Collectives by direct messages. Ranks may go on with the buckets of different channels in any order.
+    """Collectives by direct messages. Ranks may process the buckets of different channels in any order.
 
     Args:
-        messages: among the ranks.
-        latency: seconds that a message takes, equal on all ranks.
+        messages: messages among the ranks.
+        latency: seconds that a message takes, rank-uniform.
 
     Attributes:
         is_ordered: whether all ranks have to begin collectives in the same order.
-        latency: see above.
+        latency: seconds that a message takes.
         size: number of ranks.
-        rank: this one.
+        rank: this rank.
     """
 
     is_ordered = False
@@ -119,29 +118,29 @@ class Direct:
         self.latency = latency
         self.messages = messages
         self.size, self.rank, self._peers = messages.size, messages.rank, messages.peers
-        # Memory for what arrives: new memory would be handed back to the system, and cleared by it, each time.
+        # Receive buffers for reuse: the system would clear new memory each time.
         self._spare: list[Tensor] = []
 
     def channel(self, number: int, ranks: object = None) -> Direct:
-        """Collectives for the bucket of that number, equal on all ranks."""
+        """Return collectives for the bucket of that number, which is rank-uniform."""
         other = copy.copy(self)
         other.messages = self.messages.channel(number)
         return other
 
     def among(self, ranks: Sequence[int], part: int) -> Direct:
-        """Collectives of some of the ranks; arguments as of `Messages.among`. Collective: measures their latency."""
+        """Return collectives of some ranks; see `Messages.among`. Collective, since it measures their latency."""
         some = self.messages.among(ranks, part)
         return Direct(some, min(self.latency, measure_latency(some)) if self.latency > FAR else self.latency)
 
     def num_rounds(self, num_bytes: int) -> int:
-        """Rounds of messages in which a tensor is summed."""
+        """Return the number of rounds of messages in which a tensor is summed."""
         return 1 if takes_one_round(num_bytes, self.size, self.latency) else 2
 
     def sum_(self, tensor: Tensor) -> Steps[Tensor]:
         """Replace a contiguous tensor by its sum over ranks.
 
-        Each rank adds up its share, in the order of ranks, 16-bit numbers in float32, and sends the sum to all:
-        bit-identical on all ranks, and the same wherever in a tensor a number is, which it is not around gloo's ring.
+        Each rank sums its share in the order of ranks, 16-bit numbers in float32, and sends the sum to all ranks. The
+        result is bit-identical on all ranks and, unlike with gloo's ring, does not depend on the position in a tensor.
         """
         flat = tensor.view(-1)
         pieces = flat.tensor_split(num_pieces(flat.nbytes, self.size))
@@ -168,12 +167,12 @@ class Direct:
         return tensor
 
     def expect(self, like: Tensor) -> Expected:
-        """Say early that this rank waits for a `gather` of tensors like this one: that saves a question."""
+        """Post the receives of a `gather` of tensors like this one early; this saves a round trip."""
         gathered, number = like.new_empty((self.size, like.numel())), self.messages.number()
         return Expected(gathered, self.messages.receive([gathered[peer] for peer in self._peers], number), number)
 
     def gather(self, tensor: Tensor, expected: object = None) -> Steps[Tensor]:
-        """The contiguous tensors of all ranks, shape `(w, n)`; `expected` is what `expect` has returned."""
+        """Return the contiguous tensors of all ranks, shape `(w, n)`; `expected` is the result of `expect`."""
         announced = expected if isinstance(expected, Expected) else self.expect(tensor)
         own = announced.gathered[self.rank].copy_(tensor.view(-1))
         yield Wait(announced.arriving + self.messages.send([own] * len(self._peers), announced.number))
@@ -188,7 +187,7 @@ class Direct:
         return received
 
     def _swap(self, flat: Tensor, pieces: Sequence[Tensor]) -> Steps[None]:
-        """`sum_` of two ranks, which send each other all."""
+        """Sum the tensors of two ranks, which exchange them whole."""
         memory, received = self._take_memory(flat, flat.numel())
         places = received.split([piece.numel() for piece in pieces])
         numbers = [self.messages.number() for _ in pieces]
@@ -217,7 +216,7 @@ class Direct:
             self._spare.append(memory)
 
     def _take_memory(self, like: Tensor, numel: int) -> tuple[Tensor, Tensor]:
-        """Bytes, and so many elements that lie there."""
+        """Return a buffer of bytes, and a view of it as `numel` elements."""
         num_bytes = numel * like.element_size()
         memory = self._spare.pop() if self._spare else None
         if memory is None or memory.numel() < num_bytes:
@@ -226,13 +225,14 @@ class Direct:
 
 
 def measure_latency(messages: Messages) -> float:
-    """Seconds that a message takes, of the slowest pair of ranks, equal on all of them. Collective.
+    """Measure the latency between the slowest pair of ranks, in seconds; rank-uniform. Collective.
 
-    The shortest of several times of one message to one rank: between all ranks at once it would be their number that
-    takes the time. The ranks at distances 1, 2, 4, ... stand for all others.
+    For each pair, it is the shortest time of several single messages: simultaneous messages between all ranks would
+    measure their number. The ranks at distances 1, 2, 4, ... represent all ranks.
 
     Raises:
-        ValueError: `COMMHOOKS_LATENCY_MS`, which is taken instead, is no number of milliseconds on some rank.
+        ValueError: `COMMHOOKS_LATENCY_MS`, which replaces the measurement, is not a number of milliseconds on some
+            rank.
     """
     if messages.size == 1:
         return 0.0
@@ -245,14 +245,14 @@ def measure_latency(messages: Messages) -> float:
 
 
 def _ping(messages: Messages, best: list[float], num: int) -> float:
-    """Update the best times by distance, `2**i` ranks; returns the longest of them, of one message."""
+    """Update the best round trips at distances of `2**i` ranks; return the largest latency of a message."""
     own, other = torch.zeros(1), torch.zeros(1)
     for i in range(len(best)):
         for _ in range(num):
             begin = time.perf_counter()
             messages.swap(own, other, 2**i)
             best[i] = min(best[i], time.perf_counter() - begin)
-    # A question and a message.
+    # A round trip is a request and a message.
     return max(best) / 2
 
 
@@ -269,7 +269,7 @@ def _slowest(messages: Messages, measured: float) -> float:
 
 
 def _given_latency() -> float | None:
-    """The latency that the user states; NaN if that is no latency, for all ranks to see."""
+    """Return the latency that the user sets, or NaN if it is invalid, so that all ranks notice."""
     text = os.environ.get(_LATENCY)
     if text is None:
         return None

@@ -6,17 +6,17 @@ import torch
 
 
 class HookError(RuntimeError):
-    """A communication hook failed; the message names hook, step and bucket, `__cause__` is the reason."""
+    """A communication hook failed. The message names hook, step and bucket; `__cause__` is the reason."""
 
 
 def raise_if_capturing(device: torch.device) -> None:
-    """Refuse to become part of a CUDA graph.
+    """Require that no CUDA graph is being captured.
 
     Args:
-        device: of the gradients.
+        device: device of the gradients.
 
     Raises:
-        HookError: its current stream is being captured.
+        HookError: the device's current stream is being captured.
     """
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise HookError(

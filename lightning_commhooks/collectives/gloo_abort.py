@@ -1,9 +1,9 @@
-"""Ends collectives of a gloo group that are under way, which gloo itself offers no way to do.
+"""Aborts collectives of a gloo group in flight, which gloo itself cannot do.
 
 `ProcessGroupGloo.abort()` and `shutdown()` do nothing (PyTorch 2.13), and a collective that waits for a peer returns
-for a closed connection only. Not even then if just that message was on its way: gloo's `Pair::signalException` passes
-over the message that it is sending, and over the one that it is receiving, and whoever waits for one of them waits for
-the timeout of the group. So connections tell here whether one is lost.
+only if the connection is closed. It does not even return then if its own message was in transit: gloo's
+`Pair::signalException` skips the message that it is sending and the message that it is receiving, and a thread that
+waits for either waits for the timeout of the group. `Connections` therefore reports whether a connection is lost.
 """
 
 from __future__ import annotations
@@ -23,56 +23,55 @@ import torch.distributed as dist
 
 logger = logging.getLogger(__name__)
 
-ADDRESS_BYTES = 128  # of one of the group's listeners
-# In `struct tcp_info`: tcpi_bytes_acked and tcpi_bytes_received.
+ADDRESS_BYTES = 128  # size of a listener's address
+# Positions in `struct tcp_info`: tcpi_bytes_acked and tcpi_bytes_received.
 _TCP_INFO_BYTES, _BYTES_IN_TCP_INFO = 136, slice(120, 136)
 
-# How often devices are made until it is clear which listeners are theirs.
+# Attempts to create devices until it is clear which listeners belong to them.
 _ATTEMPTS = 10
 Devices = list[dist.ProcessGroupGloo.Device]
 
 
 class Connections:
-    """Connections between the ranks of a group, for any thread; does nothing for a backend that tells nothing of it."""
+    """Connections between the ranks of a group, for any thread; does nothing if the backend does not expose them."""
 
     def abort(self) -> None:
         """Make collectives fail at once, here and on the peers that wait for this rank."""
 
     def fail(self) -> None:
-        """As `abort`, after a failure: collectives may be under way."""
+        """Abort after a failure: collectives may be in flight."""
         self.abort()
 
     def let_go(self) -> None:
-        """After `fail`, when nobody waits any more: let go of what was kept because something may be under way."""
+        """Release the objects that `fail` kept alive for collectives in flight, once no thread waits for them."""
 
     def without_a_peer(self) -> object | None:
-        """`None` while all peers are there; then how much the others have sent and received, to be compared."""
+        """Return `None` while all peers are connected, and then the remaining peers' byte counts, to compare."""
         return None
 
 
 class GlooConnections(Connections):
     """The TCP connections of gloo groups. Does not keep the groups alive.
 
-    Without listeners it cannot tell which connections are the group's, and does nothing; peers then wait for their
-    timeout.
+    Without listeners it cannot identify the groups' connections and does nothing; peers then wait for their timeout.
 
     Args:
-        groups: which, of the same ranks.
-        mine: addresses where this rank listens.
-        listeners: addresses where all ranks listen; every connection of the groups has one such end.
+        groups: groups of the same ranks.
+        mine: addresses on which this rank listens.
+        listeners: addresses on which all ranks listen; every connection of the groups has one of them as an end.
     """
 
     def __init__(self, groups: Sequence[dist.ProcessGroup], mine: set[str], listeners: set[str]) -> None:
         self.groups = [weakref.ref(group) for group in groups]
         self.mine, self.listeners = mine, listeners
         self._kept: list[dist.ProcessGroup] = []
-        # Descriptors come again for other files, with another number.
+        # Descriptors are reused for other files, which have other inode numbers.
         self._files = {(one.fileno(), os.fstat(one.fileno()).st_ino) for one in self._open()} if mine else set()
 
     def fail(self) -> None:
         for one in self.groups:
             if (group := one()) is not None:
-                # At exit too: when gloo destroys a group it waits for its collectives, of which one may never end.
+                # Kept even at exit: gloo waits for a group's collectives when it destroys it, and one may never end.
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
                 self._kept.append(group)
         self.groups.clear()
@@ -82,17 +81,17 @@ class GlooConnections(Connections):
         kept, self._kept = self._kept, []
         for group in kept:
             ctypes.pythonapi.Py_DecRef(ctypes.py_object(group))
-        # PyTorch destroys groups without holding the interpreter, so that only this thread waits if one does not end.
+        # PyTorch releases the GIL while it destroys a group, so a collective that never ends blocks only this thread.
         threading.Thread(target=kept.clear, name="lightning_commhooks end", daemon=True).start()
 
     def abort(self) -> None:
-        # A connection is not ours to close, but may be shut down under gloo's hands.
+        # Gloo owns the sockets and has to close them, but they can be shut down here.
         for connection in self._open():
             with suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
 
     def without_a_peer(self) -> object | None:
-        # Gloo closes a connection when the peer has closed it.
+        # Gloo closes its connection once the peer has closed it.
         if all(_file_number(descriptor) == number for descriptor, number in self._files):
             return None
         return sorted((one.fileno(), _num_bytes(one)) for one in self._open())
@@ -102,14 +101,14 @@ class GlooConnections(Connections):
             try:
                 is_ours = _address(connection.getpeername()) in self.listeners
                 is_ours = is_ours or _address(connection.getsockname()) in self.mine
-            except OSError:  # listens, and must go on doing so: gloo aborts the process if it cannot
+            except OSError:  # a listener, which has to stay open: gloo aborts the process if it cannot listen
                 continue
             if is_ours:
                 yield connection
 
 
 class AllConnections(Connections, list[Connections]):
-    """Those of several groups."""
+    """The connections of several groups."""
 
     def abort(self) -> None:
         for one in tuple(self):
@@ -131,11 +130,11 @@ class AllConnections(Connections, list[Connections]):
 def with_connections(
     make: Callable[[Devices], list[dist.ProcessGroup]], make_devices: Callable[[], Devices]
 ) -> tuple[list[dist.ProcessGroup], GlooConnections]:
-    """New gloo groups, and their connections. Collective.
+    """Create gloo groups, and return them with their connections. Collective.
 
     Args:
-        make: makes the groups, of the same ranks.
-        make_devices: makes gloo's devices for them, one for each network interface, each of which listens.
+        make: creates the groups of the same ranks.
+        make_devices: creates gloo's devices, one for each network interface, each of which listens.
     """
     devices, mine = _listening_devices(make_devices)
     groups = make(devices)
@@ -143,7 +142,7 @@ def with_connections(
 
 
 def _listening_devices(make: Callable[[], Devices]) -> tuple[Devices, set[str]]:
-    """Devices, and where they listen; again when another thread has begun to listen meanwhile."""
+    """Create devices and return them with their addresses; retry if another thread has begun to listen meanwhile."""
     for _ in range(_ATTEMPTS):
         before = _listening()
         devices = make()
@@ -155,7 +154,7 @@ def _listening_devices(make: Callable[[], Devices]) -> tuple[Devices, set[str]]:
 
 
 def _gather_addresses(own: dist.ProcessGroup, mine: set[str], num_listeners: int) -> set[str]:
-    """Where the ranks of a gloo group listen for each other; every connection of the group has one such end."""
+    """Gather the addresses of all ranks' listeners; every connection of the group has one of them as an end."""
     text = bytearray("\n".join(mine).encode().ljust(ADDRESS_BYTES * num_listeners))
     gathered = [torch.empty(len(text), dtype=torch.uint8) for _ in range(own.size())]
     dist.all_gather(gathered, torch.frombuffer(text, dtype=torch.uint8), group=own)
@@ -170,7 +169,7 @@ def _file_number(descriptor: int) -> int | None:
 
 
 def _num_bytes(connection: socket.socket) -> bytes:
-    """Numbers of bytes that were sent and received, as Linux says."""
+    """Return the numbers of bytes sent and received, as reported by Linux."""
     try:
         return connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)[_BYTES_IN_TCP_INFO]
     except (AttributeError, OSError):  # another system; closed meanwhile
@@ -178,7 +177,7 @@ def _num_bytes(connection: socket.socket) -> bytes:
 
 
 def _listening() -> set[str]:
-    """Addresses on which this process accepts TCP connections."""
+    """Return the addresses on which this process accepts TCP connections."""
     addresses = set()
     for connection in _tcp_sockets():
         try:
@@ -194,7 +193,7 @@ def _address(name: tuple[str, int]) -> str:
 
 
 def _tcp_sockets() -> Iterator[socket.socket]:
-    """All TCP sockets of this process, whoever opened them; none where the system does not list them."""
+    """Yield all TCP sockets of this process, including other libraries'; none if the system does not list them."""
     try:
         descriptors = os.listdir("/dev/fd")
     except OSError:

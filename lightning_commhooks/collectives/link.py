@@ -1,4 +1,4 @@
-"""Seconds of all-reduces by the bytes that a rank sends."""
+"""The duration of all-reduces as a function of the bytes that a rank sends."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Link:
-    """Time that all-reduces of float32 take among some ranks, as measured.
+    """The measured duration of float32 all-reduces among some ranks.
 
     Attributes:
         world_size: number of ranks.
-        costs: pairs of bytes that a rank sends, by the formulas in `collectives.group`, growing, and seconds.
-        message_seconds: that a message takes, if ranks are so far from each other that they send directly; else 0.
+        costs: pairs of the bytes that a rank sends, by the formulas in `collectives.group`, and seconds, sorted.
+        message_seconds: seconds that a message takes if ranks are distant and send directly; else 0.
     """
 
     world_size: int
@@ -33,7 +33,7 @@ class Link:
         return 1 / ((end - begin) / (high - low) or end / high)
 
     def seconds(self, num_bytes: float) -> float:
-        """Seconds of an all-reduce in which a rank sends so many bytes: on the line between its neighbors."""
+        """Return the seconds of an all-reduce in which a rank sends `num_bytes`, by linear interpolation."""
         index = bisect.bisect_right(self.costs, num_bytes, key=lambda cost: cost[0])
         if index == 0:
             return self.latency
@@ -43,10 +43,10 @@ class Link:
 
     @property
     def _last_part(self) -> tuple[tuple[float, float], tuple[float, float]]:
-        """The largest size, and the first of at least a quarter of it: beyond, costs go on along the line."""
+        """The first size of at least a quarter of the largest, and the largest: the line through them extrapolates."""
         last = self.costs[-1]
         return next(cost for cost in self.costs if cost[0] >= last[0] / 4 or cost is self.costs[-2]), last
 
     def as_dict(self) -> dict[str, Any]:
-        """As plain numbers, with `latency` in seconds and `bandwidth` in bytes per second."""
+        """Return plain numbers, with `latency` in seconds and `bandwidth` in bytes per second."""
         return {**asdict(self), "latency": self.latency, "bandwidth": self.bandwidth}

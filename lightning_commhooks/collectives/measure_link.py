@@ -1,4 +1,4 @@
-"""Measures what all-reduces take."""
+"""Measures the duration of all-reduces."""
 
 from __future__ import annotations
 
@@ -15,39 +15,39 @@ from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.collectives.link import Link
 from lightning_commhooks.collectives.steps import finish
 
-# Bytes that a rank sends, by our own count.
+# Bytes that a rank sends, as counted by this library.
 _SIZES = tuple(2**exponent for exponent in (8, 12, 14, *range(16, 29)))
-# A size whose bytes take so long, and longer than latency does, is the last one: larger ones take as long per byte.
+# Seconds of transfer, beyond latency, after which no larger size is measured: the time per byte is constant then.
 _LONG_ENOUGH = 0.015
-# Late, it is enough if they take this part of latency: more than latency varies.
+# After the budget, transfer only has to take this fraction of latency, which is more than latency varies.
 _CLEAR = 0.1
-# When the smallest all-reduce takes so long, small sizes are latency for the most part, and few of them will do.
+# Seconds of the smallest all-reduce above which latency dominates small sizes, so that fewer of them are measured.
 _FAR = 0.005
-# Up to this size it is measured however long it takes: below, most of a call is latency.
+# Sizes up to this one are measured regardless of the budget: latency dominates smaller ones.
 _LARGE = 2**20
-# Calls of one size, one behind the other: so long, and so many.
+# Limits on consecutive calls of one size, in seconds and number.
 _SECONDS_PER_SIZE = 0.008
 _MAX_CALLS = 40
 _MIN_CALLS = 3
 
 
 def check_ranks(group: Group) -> None:
-    """Refuse a group that has no link to measure.
+    """Require a group with a link to measure.
 
     Raises:
-        ValueError: it has one rank.
+        ValueError: the group has one rank.
     """
     if group.size < 2:
         raise ValueError("there is no link to measure among one rank")
 
 
 def measure_link(group: Group, budget: float = 1.5) -> Link:
-    """Measure what all-reduces of a group take. Collective. Bytes are not counted.
+    """Measure the duration of a group's all-reduces. Collective. Bytes are not counted.
 
     Args:
-        group: the ranks; more than one.
-        budget: seconds. When they have passed, sizes above a megabyte are left out, unless smaller ones are all
-            latency, and calls are timed once where latency is long.
+        group: two or more ranks.
+        budget: seconds after which sizes above a megabyte are skipped, unless latency dominates all smaller ones, and
+            calls with a long latency are timed once only.
 
     Returns:
         the costs, equal on all ranks.
@@ -61,7 +61,7 @@ def measure_link(group: Group, budget: float = 1.5) -> Link:
 
 
 class _Meter:
-    """Times all-reduces; all ranks take the same decisions, by collectives of their own."""
+    """Times all-reduces; all ranks make the same decisions, from averaged times."""
 
     def __init__(self, group: Group, budget: float) -> None:
         self._group = group
@@ -70,7 +70,7 @@ class _Meter:
         self._elapsed = 0.0
 
     def measure(self) -> Link:
-        self._time(2**16, 3)  # connections, and TCP's windows, grow with use
+        self._time(2**16, 3)  # opens connections and grows TCP's windows
         latency = self._time(_SIZES[0], _MIN_CALLS)
         is_far = latency > _FAR
         seconds, costs = latency, []
@@ -88,16 +88,16 @@ class _Meter:
         return self._elapsed > self._budget
 
     def _num_calls(self, size: int, is_far: bool, at_least: float) -> int:
-        """How many calls to time, of which each takes at least so many seconds."""
+        """Return the number of calls to time, each of which takes `at_least` seconds."""
         if is_far and at_least > _SECONDS_PER_SIZE / _MIN_CALLS:
-            # It is latency for the most part, which is steady.
+            # Mostly latency, which varies little.
             return 1 if self._is_late else _MIN_CALLS
         seconds = self._time(size, 1)
         return max(_MIN_CALLS, min(_MAX_CALLS, int(_SECONDS_PER_SIZE / max(seconds, 1e-6))))
 
     def _time(self, num_bytes: int, calls: int) -> float:
-        """Seconds of the median one of several calls in a row, the mean over ranks."""
-        # A ring sends 2(w-1)/w of the payload, of 4 bytes each.
+        """Return the median seconds of several consecutive calls, averaged over ranks."""
+        # A ring sends 2(w-1)/w of the payload, in elements of 4 bytes.
         numel = max(1, round(num_bytes * self._group.size / (2 * (self._group.size - 1)) / 4))
         tensor = torch.zeros(numel, device=self._group.device)
         self._once(tensor)
@@ -118,7 +118,7 @@ class _Meter:
 
 
 def rising(costs: Sequence[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
-    """Without what disturbed a measurement: more bytes do not take less time."""
+    """Remove disturbances from a measurement, so that more bytes never take less time."""
     least = math.inf
     found = []
     for num_bytes, seconds in reversed(costs):

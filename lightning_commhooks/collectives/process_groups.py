@@ -1,4 +1,4 @@
-"""The process groups of the communication threads: made and destroyed."""
+"""Creates and destroys the process groups of the communication threads."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from lightning_commhooks.collectives.messages import Messages
 
 logger = logging.getLogger(__name__)
 
-# With two, a link is idle between the messages of one collective; with four, many small ones take a fifth more of
-# processors. Near ranks have as many connections: over one alone a link is idle while a processor encodes.
+# With two, a link is idle between the messages of one collective; with four, many small collectives take a fifth more
+# processor time. Near ranks have the same number of connections: with one, a link is idle while a processor encodes.
 _COLLECTIVES_AT_ONCE = 3
 # The network interfaces that gloo uses, separated by commas; one that is named twice gets two connections.
 _INTERFACES = "GLOO_SOCKET_IFNAME"
-# What backends call themselves. `nccl` makes "nccl2" from PyTorch 2.15 on, and before with TORCH_DIST_USE_NCCL2=1;
-# `nccl-legacy` makes "nccl". The collectives of "fake" do nothing.
+# Names that backends report. `nccl` gives "nccl2" from PyTorch 2.15 on, and earlier with TORCH_DIST_USE_NCCL2=1;
+# `nccl-legacy` gives "nccl". The collectives of "fake" do nothing.
 _NCCL = ("nccl", "nccl2", "nccl-lazy")
 _ENQUEUED = (*_NCCL, "fake")
 
@@ -47,7 +47,7 @@ class OwnGroup:
     Attributes:
         process_group: the group.
         transport: the collectives: direct messages between ranks that are far from each other, or the backend's own.
-        connections: of its ranks. Does not keep the group alive.
+        connections: connections between its ranks. Do not keep the group alive.
     """
 
     process_group: dist.ProcessGroup
@@ -59,10 +59,10 @@ class OwnGroup:
 
 
 def backend_for(process_group: dist.ProcessGroup, device: torch.device) -> str:
-    """What the backend that serves tensors on `device` calls itself, whatever name the group was made with.
+    """Return the name that the backend for tensors on `device` reports, which may differ from the name at creation.
 
-    Groups may have a backend for each device type. A group in Python, or one that has no backend for this device, is
-    known by the name it was made with.
+    Groups may have a backend for each device type. For a group implemented in Python, or without a backend for this
+    device, return the name at creation.
     """
     try:
         return str(_backend_of(process_group, device).name())
@@ -71,14 +71,14 @@ def backend_for(process_group: dist.ProcessGroup, device: torch.device) -> str:
 
 
 def is_enqueued_on_stream(process_group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether the collectives of a group are enqueued on the current stream, as NCCL's are; the host does not wait.
+    """Return whether a group's collectives are enqueued on the current stream, like NCCL's, and the host does not wait.
 
     Args:
         process_group: the ranks.
-        device: of the tensors. On the CPU there are no streams.
+        device: device of the tensors. On the CPU there are no streams.
 
     Raises:
-        ValueError: nobody knows this of the backend that serves this device.
+        ValueError: this is unknown for the backend of this device.
     """
     if device.type == "cpu":
         return False
@@ -105,7 +105,7 @@ def _configured(process_group: dist.ProcessGroup, device: torch.device) -> str:
 
 
 def own_group(process_group: dist.ProcessGroup, device: torch.device) -> OwnGroup:
-    """A group over the same ranks. Collective."""
+    """Create a group over the same ranks. Collective."""
     if backend_for(process_group, device) != dist.Backend.GLOO:
         own = _new_group(process_group, device)
         return OwnGroup(own, Backend(own), connections_of(own))
@@ -115,13 +115,13 @@ def own_group(process_group: dist.ProcessGroup, device: torch.device) -> OwnGrou
 
 
 def group_at(store: Store, place: tuple[int, int], device: torch.device, timeout: timedelta) -> OwnGroup:
-    """A gloo group of the ranks that meet at a store. Collective.
+    """Create a gloo group of the ranks that share a store. Collective.
 
     Args:
-        store: keys in it are of this group alone.
-        place: this rank, and how many there are.
-        device: of the tensors.
-        timeout: of its collectives.
+        store: a store whose keys only this group uses.
+        place: this rank and the number of ranks.
+        device: device of the tensors.
+        timeout: timeout of the collectives.
     """
     own, connections = _connected_gloo_group(store, place, device, timeout)
     if device.type != "cpu" or own.size() == 1:
@@ -130,7 +130,7 @@ def group_at(store: Store, place: tuple[int, int], device: torch.device, timeout
     try:
         latency = measure_latency(messages)
     except ValueError:
-        connections.abort()  # a refusal: its connections would stay for as long as somebody keeps the error
+        connections.abort()  # or the error's traceback would keep the connections open
         raise
     num_connections = _COLLECTIVES_AT_ONCE if latency <= direct.FAR else direct.num_connections(latency)
     if num_connections > 1 and len(_interfaces()) == 1:
@@ -152,15 +152,15 @@ def _interfaces() -> list[str]:
 
 
 def timeout_of(process_group: dist.ProcessGroup, device: torch.device) -> timedelta:
-    """How long collectives of a group wait for its ranks."""
+    """Return the timeout of a group's collectives."""
     options = getattr(_backend_of(process_group, device), "options", None)
     timeout: timedelta = getattr(options, "_timeout", None) or dist.default_pg_timeout
     return timeout
 
 
 def _new_name(process_group: dist.ProcessGroup) -> str:
-    # `new_group` needs every process of the world; with `use_local_synchronization` only these ranks, but then it names
-    # the group by how many others there are, and ranks that belong to different groups disagree on that.
+    # `new_group` needs every process of the world, or only these ranks with `use_local_synchronization`. It then names
+    # the group by the number of existing groups, which differs between ranks in different groups.
     name = [uuid.uuid4().hex]
     dist.broadcast_object_list(name, src=dist.get_global_rank(process_group, 0), group=process_group)
     return name[0]
@@ -180,7 +180,7 @@ def _new_group(process_group: dist.ProcessGroup, device: torch.device) -> dist.P
 def _connected_gloo_group(
     store: Store, place: tuple[int, int], device: torch.device, timeout: timedelta, num: int = 1
 ) -> tuple[dist.ProcessGroup, GlooConnections]:
-    """A group of ranks with so many connections between any two of them, and these. Collective."""
+    """Create a group with `num` connections between any two ranks, and return both. Collective."""
 
     def make(devices: Sequence[dist.ProcessGroupGloo.Device]) -> list[dist.ProcessGroup]:
         return [_gloo_group(store, place, device, timeout, [one for one in devices for _ in range(num)])]
@@ -213,17 +213,17 @@ def _gloo_group(
 def _nccl_group(
     parent: dist.ProcessGroup, store: Store, ranks: Sequence[int], device: torch.device, timeout: timedelta
 ) -> dist.ProcessGroup:
-    """A group of some ranks of a group of NCCL, by the same engine. Collective among these.
+    """Create a group of some ranks of an NCCL group, with the same backend class. Collective among these ranks.
 
-    `new_group` needs every process of the world, or names a group by how many others a rank knows of. Splitting the
-    communicator needs one that has begun to communicate.
+    `new_group` needs every process of the world, or names a group by the number of groups that a rank knows. Splitting
+    a communicator needs one that has already communicated.
     """
     backend = _backend_of(parent, device)
     options = type(backend.options)()
     options._timeout = timeout
     place = ranks.index(parent.rank()), len(ranks)
     own = dist.ProcessGroup(store, *place)
-    own.bound_device_id = parent.bound_device_id  # without, NCCL's engine of PyTorch 2.15 does not connect
+    own.bound_device_id = parent.bound_device_id  # the NCCL backend of PyTorch 2.15 needs it to connect
     own._set_default_backend(dist.ProcessGroup.BackendType.NCCL)
     own._register_backend(device, dist.ProcessGroup.BackendType.NCCL, type(backend)(store, *place, options))
     return own
@@ -234,7 +234,7 @@ def _store(name: str) -> PrefixStore:
 
 
 class _BackendConnections(Connections):
-    """Connections of a group that is not gloo's, as of [`connections_of`][]."""
+    """Connections of a group without gloo; see [`connections_of`][]."""
 
     def __init__(self, process_group: dist.ProcessGroup) -> None:
         self._group = weakref.ref(process_group)
@@ -247,21 +247,21 @@ class _BackendConnections(Connections):
 def _abort(group: dist.ProcessGroup) -> None:
     try:
         group.abort()
-    except RuntimeError as error:  # of a backend without
+    except RuntimeError as error:  # the backend cannot abort
         logger.info("after a failure here, other ranks wait for the timeout of the process group: %s", error)
 
 
 def connections_of(process_group: dist.ProcessGroup) -> Connections:
-    """Connections of a group that is not gloo's. Does not keep the group alive.
+    """Return the connections of a group without gloo. Does not keep the group alive.
 
-    It is aborted in a thread of its own, since NCCL may wait there for what the device is doing; nothing happens if the
-    backend cannot abort, and other ranks then wait for their timeout.
+    The group is aborted in a separate thread, since NCCL may wait for the device. If the backend cannot abort, nothing
+    happens, and the remaining ranks wait for their timeout.
     """
     return _BackendConnections(process_group)
 
 
 def _devices() -> list[dist.ProcessGroupGloo.Device]:
-    """As PyTorch makes them for a group without options."""
+    """Create devices as PyTorch does for a group without options."""
     make = dist.ProcessGroupGloo
     return [make.create_device(interface=name) if name else make.create_default_device() for name in _interfaces()]
 
@@ -269,15 +269,13 @@ def _devices() -> list[dist.ProcessGroupGloo.Device]:
 def own_subgroup(
     process_group: dist.ProcessGroup, subgroups: Sequence[Sequence[int]], name: str, device: torch.device
 ) -> OwnGroup:
-    """A group over those ranks of `process_group` that are in the same subgroup as this one, for CUDA tensors.
-
-    Collective.
+    """Create a group over the ranks in this rank's subgroup, for CUDA tensors. Collective.
 
     Args:
-        process_group: of the communication threads.
+        process_group: group of the communication threads.
         subgroups: ranks in `process_group`, each in one subgroup.
-        name: unlike that of any other group, equal on all ranks.
-        device: of the tensors.
+        name: a name that no other group has, rank-uniform.
+        device: device of the tensors.
     """
     rank = process_group.rank()
     timeout = timeout_of(process_group, device)
@@ -307,9 +305,9 @@ def own_subgroup(
 
 
 def destroy(process_groups: Iterable[dist.ProcessGroup | None]) -> None:
-    """Destroy groups made by [`own_group`][] and [`own_subgroup`][], those that there still are."""
+    """Destroy the remaining groups made by [`own_group`][] and [`own_subgroup`][]."""
     for own in process_groups:
         if own is not None and dist.is_initialized() and own in dist.distributed_c10d._world.pg_map:
             dist.destroy_process_group(own)
-        elif own is not None and own.name() == dist.Backend.NCCL:  # the type of any group of `_nccl_group`
+        elif own is not None and own.name() == dist.Backend.NCCL:  # made by `_nccl_group`
             own.shutdown()

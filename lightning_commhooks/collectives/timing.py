@@ -1,4 +1,4 @@
-"""Where the time of a step goes: collectives, the hook's own work, and what the training thread waits for."""
+"""The time of a step: collectives, the hook's own work, and waits of the training thread."""
 
 from __future__ import annotations
 
@@ -17,60 +17,60 @@ import torch
 
 M = TypeVar("M")  # a moment
 
-# On CUDA, of so many steps one is timed: recording an event costs about a microsecond, and a step may have hundreds.
+# On CUDA, one step in `DEVICE_EVERY` is timed: recording an event costs a microsecond, and a step may have hundreds.
 DEVICE_EVERY = 10
-# Steps whose events the device may still have to reach. Older ones are forgotten, not waited for.
+# Limit on timed steps with pending events. Older steps are dropped instead of waited for.
 _MAX_PENDING = 64
 
 
 @dataclass
 class _Step(Generic[M]):
-    """Moments of one step: begin and end each."""
+    """The intervals of one step, each with begin and end."""
 
     handed_over: M
     comm: list[tuple[M, M]] = field(default_factory=list)
-    # Of `comm`, what lies within work.
+    # The part of `comm` within work.
     within_work: list[tuple[M, M]] = field(default_factory=list)
     work: list[tuple[M, M]] = field(default_factory=list)
     waits: list[tuple[M, M]] = field(default_factory=list)
     backward_done: M | None = None
-    # How much of the work belongs to the backward, once an optimizer has stepped.
+    # Number of intervals of work in the backward, once an optimizer has stepped.
     num_in_backward: int | None = None
 
 
 class Timing(ABC, Generic[M]):
-    """Adds up times of steps. `comm` and `work` are used where the hook runs, the rest on the training thread.
+    """Adds up the times of steps. `comm` and `work` are called where the hook runs, the rest on the training thread.
 
     Attributes:
-        steps: synchronized backwards that were timed.
+        steps: number of synchronized backwards that were timed.
     """
 
     def __init__(self) -> None:
         self.steps = 0
         self._totals = dict.fromkeys(("exposed_ms", "codec_ms", "comm_ms", "overlap_ms"), 0.0)
         self._step: _Step[M] | None = None
-        # Threads that do what is not counted.
+        # Threads whose work is not counted.
         self._paused: set[int] = set()
 
     @abstractmethod
     def now(self) -> M:
-        """The present moment, of the device's stream or of the host."""
+        """Return the current time on the device's stream or the host."""
 
     @abstractmethod
     def ms(self, begin: M, end: M) -> float:
-        """Milliseconds between two moments."""
+        """Return the milliseconds between two moments."""
 
     def _is_timed(self, step: int) -> bool:
         return True
 
     def begin_step(self, step: int) -> None:
-        """A synchronized backward hands over its first bucket."""
+        """Record that a synchronized backward has passed on its first bucket."""
         self._finish_step()
         if self._is_timed(step):
             self._step = _Step(self.now())
 
     def backward_done(self) -> None:
-        """Nothing is left to compute in this backward: from here on the training thread waits."""
+        """Record the end of the backward's computation: from here on, the training thread waits."""
         if self._step is not None:
             self._step.backward_done = self.now()
 
@@ -79,7 +79,7 @@ class Timing(ABC, Generic[M]):
         """Time the wait for a collective.
 
         Args:
-            within_work: whether it lies within the time of work, of which it is none.
+            within_work: whether the wait lies within an interval of work, from which it is subtracted.
         """
         step = self._step
         with self._timed(step.comm if step is not None and not self.is_paused else None):
@@ -88,12 +88,12 @@ class Timing(ABC, Generic[M]):
             step.within_work.append(step.comm[-1])
 
     def work(self) -> AbstractContextManager[None]:
-        """Time work of the hook, perhaps with waits within."""
+        """Time the hook's work, which may include waits."""
         step = self._step
         return self._timed(step.work if step is not None else None)
 
     def wait(self) -> AbstractContextManager[None]:
-        """Time the training thread, which waits for the hook after an optimizer's step."""
+        """Time the training thread's wait for the hook after an optimizer's step."""
         step = self._step
         if step is not None and step.num_in_backward is None:
             step.num_in_backward = len(step.work)
@@ -110,7 +110,7 @@ class Timing(ABC, Generic[M]):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Do not time the collectives of this thread; others go on."""
+        """Do not time the collectives of this thread; other threads are not affected."""
         if self.is_paused:
             yield
             return
@@ -127,7 +127,7 @@ class Timing(ABC, Generic[M]):
         return threading.get_ident() in self._paused
 
     def totals(self) -> dict[str, float]:
-        """Milliseconds of all timed steps, outside of a backward: see `Attachment.metrics`."""
+        """Return the milliseconds of all timed steps; not during a backward. See `Attachment.metrics`."""
         self._finish_step()
         return {"timed_steps": self.steps, **self._totals}
 
@@ -151,12 +151,12 @@ class Timing(ABC, Generic[M]):
         self._totals["overlap_ms"] += max(0.0, self.ms(step.handed_over, done))
 
     def _covered(self, pairs: list[tuple[M, M]]) -> float:
-        """Milliseconds in at least one of some intervals."""
+        """Return the milliseconds covered by at least one interval."""
         return sum(self.ms(*pair) for pair in pairs)
 
 
 class HostTiming(Timing[float]):
-    """For work on a communication thread: every step, by the host's clock."""
+    """Times work on a communication thread, in every step, by the host's clock."""
 
     def now(self) -> float:
         return time.perf_counter()
@@ -165,7 +165,7 @@ class HostTiming(Timing[float]):
         return (end - begin) * 1e3
 
     def _covered(self, pairs: list[tuple[float, float]]) -> float:
-        # Those of several threads overlap.
+        # The intervals of several threads overlap.
         covered, until = 0.0, -math.inf
         for begin, end in sorted(pairs):
             covered += max(0.0, end - max(begin, until))
@@ -174,14 +174,14 @@ class HostTiming(Timing[float]):
 
 
 class NoTiming(HostTiming):
-    """For work on CUDA tensors that a thread hands to the host: its clock does not show what the device waits for."""
+    """Times nothing, for CUDA tensors that a thread copies to the host: its clock does not show the device's waits."""
 
     def _is_timed(self, step: int) -> bool:
         return False
 
 
 class DeviceTiming(Timing[torch.cuda.Event]):
-    """For work on a CUDA stream: one step in ten, by events that nothing waits for."""
+    """Times work on a CUDA stream in one step of ten, by events, without synchronizing."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -197,7 +197,7 @@ class DeviceTiming(Timing[torch.cuda.Event]):
         return event
 
     def ms(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
-        end.synchronize()  # nothing to wait for, unless `Auto` asks
+        end.synchronize()  # already reached, except in calls from `Auto`
         elapsed: float = begin.elapsed_time(end)
         return elapsed
 

@@ -1,4 +1,4 @@
-"""A flat gradient bucket, and plain metadata that travels with it."""
+"""A flat gradient bucket and its metadata."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from lightning_commhooks.interface.accumulation import Accumulated
 
 @dataclass(frozen=True)
 class Slot:
-    """Where one parameter's gradient lies inside a flat bucket.
+    """The position of one parameter's gradient in a flat bucket.
 
     Attributes:
         name: the parameter's name in the module that DDP wraps, the key of all hook state.
         shape: sizes of the gradient in *memory* order, outermost dimension first. For a parameter in a
             permuted dense layout (`torch.channels_last`) this is the permutation of its logical shape.
         offset: first element of the gradient in the flat bucket.
-        parameter: the parameter itself, for hooks that average models. Not to be changed in `reduce`.
+        parameter: the parameter itself, for hooks that average models. `reduce` must not change it.
     """
 
     name: str
@@ -34,32 +34,32 @@ class Slot:
         return torch.Size(self.shape).numel()
 
     def view(self, flat: Tensor) -> Tensor:
-        """The gradient as a view of `flat`, shape `self.shape`."""
+        """Return the gradient as a view of `flat`, shape `self.shape`."""
         return flat[self.offset : self.offset + self.numel].view(self.shape)
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """One flat gradient bucket, and what lies where in it.
+    """One flat gradient bucket and its layout.
 
     Attributes:
-        flat: shape `(numel,)`, any dtype: this rank's gradients, to be replaced by the averaged ones.
+        flat: shape `(numel,)`, any dtype: this rank's gradients, which `reduce` replaces by the averaged gradients.
         index: position of the bucket in this backward. Never a key of state: DDP rebuilds its buckets.
         is_last: whether DDP called this the last bucket of the backward. With
             `skip_all_reduce_unused_params=True` a backward may end without one.
-        step: number of synchronized backwards before this one, equal on all ranks.
+        step: number of synchronized backwards before this one, rank-uniform.
         slots: the parameters in the bucket, in memory order; together they cover it without gaps.
         unused: names of parameters that this rank did not use, or `None` unless DDP runs with
-            `find_unused_parameters=True`. It then throws away what a hook returns for a parameter that no rank
-            used, so a hook with memory must not spend its memory on one: see `used`. In its place there is what an
-            earlier backward left in `.grad`.
-        loss_scale: what a `GradScaler` multiplied the loss by, equal on all ranks; a float, or on CUDA a tensor
-            of one element, which would have to be waited for. Memory is kept in units of the loss itself: divide
-            gradients by this on the way in, multiply on the way out.
-        scale: what gradients are to be multiplied by before they are averaged; not 0, and 1 unless the hook says that
-            it does so (`scales_gradients`). A float, or a tensor of one element.
-        accumulated: the micro-batches that the gradients are the sum of; `None` unless they are divided by them
-            (`ScaleByGradAccumulation`).
+            `find_unused_parameters=True`. DDP then discards a hook's result for a parameter that no rank used, so a
+            hook must not use up the memory of such a parameter: see `used`. The bucket has the `.grad` that an earlier
+            backward left for it.
+        loss_scale: the scale of the `GradScaler`, rank-uniform; a float, or on CUDA a tensor of one element, because
+            reading it would synchronize. Memory is in units of the unscaled loss: divide gradients by this value when
+            they enter the memory, and multiply them when they leave it.
+        scale: factor to multiply gradients by before they are averaged; not 0, and 1 unless the hook sets
+            `scales_gradients`. A float, or a tensor of one element.
+        accumulated: the micro-batches whose gradients are summed; `None` unless gradients are divided by their number
+            or weight (`ScaleByGradAccumulation`).
     """
 
     flat: Tensor = field(compare=False, repr=False)
@@ -74,7 +74,7 @@ class Bucket:
 
     @property
     def divisor(self) -> float | Tensor:
-        """The divisor of gradients on the way in: they are then scaled, and in units of the loss."""
+        """The divisor that scales gradients and converts them to units of the loss, as they enter the memory."""
         return self.loss_scale / self.scale
 
     @property
@@ -88,16 +88,16 @@ class Bucket:
         return sum(slot.numel for slot in self.slots)
 
     def gather(self, slots: Sequence[Slot]) -> Tensor:
-        """A copy of these gradients, one after another."""
+        """Return a flat copy of these gradients."""
         return torch.cat([self.flat[:0], *(slot.view(self.flat).view(-1) for slot in slots)])
 
     def scatter_(self, slots: Sequence[Slot], gradients: Tensor) -> None:
-        """Replace these gradients by what `gather` returned, or its average."""
+        """Replace these gradients by a tensor in the layout of `gather`."""
         for slot, own in zip(slots, gradients.split([slot.numel for slot in slots]), strict=True):
             slot.view(self.flat).copy_(own.view(slot.shape))
 
     def used(self, slots: Sequence[Slot], like: Tensor) -> Tensor:
-        """Shape `(len(slots),)`, dtype and device of `like`: 1 for each parameter that this rank used, else 0."""
+        """Return 1 for each parameter that this rank used, else 0, in the dtype and on the device of `like`."""
         used = torch.tensor([self.unused is None or slot.name not in self.unused for slot in slots], dtype=like.dtype)
-        # Pinned, a copy does not wait for the device.
+        # A copy from pinned memory does not synchronize.
         return used.pin_memory().to(like.device, non_blocking=True) if like.is_cuda else used.to(like.device)

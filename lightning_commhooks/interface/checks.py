@@ -1,13 +1,13 @@
-"""Checks of options, with one text each for what many hooks refuse."""
+"""Checks of options that many hooks have, with one error message each."""
 
 from __future__ import annotations
 
 
 def check_integer(field: str, value: object, lowest: int | None = None) -> None:
-    """Refuse what is no integer, or below `lowest`.
+    """Require an integer of at least `lowest`.
 
     Raises:
-        ValueError: names the field, its value and the range.
+        ValueError: the value is not one; the message names the field, its value and the range.
     """
     if isinstance(value, bool) or not isinstance(value, int) or (lowest is not None and value < lowest):
         least = "" if lowest is None else f" of at least {lowest}"
@@ -15,10 +15,10 @@ def check_integer(field: str, value: object, lowest: int | None = None) -> None:
 
 
 def check_bool(field: str, value: object) -> None:
-    """Refuse what is neither `True` nor `False`.
+    """Require `True` or `False`.
 
     Raises:
-        ValueError: names the field and its value.
+        ValueError: the value is not one of them; the message names the field and its value.
     """
     if not isinstance(value, bool):
         raise ValueError(f"{field} must be True or False, is {value!r}")

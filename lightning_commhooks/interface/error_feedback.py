@@ -1,4 +1,4 @@
-"""Error feedback: the base of all hooks that send later what compression leaves out."""
+"""Error feedback: the base class of hooks that send the compression error in later steps."""
 
 from __future__ import annotations
 
@@ -18,20 +18,21 @@ from lightning_commhooks.interface.state import Shapes, StateReader
 
 
 class ErrorFeedback(BoundHook):
-    """A hook that sends an approximation, and the rest with the next steps: subclasses write `average`.
+    """A hook that sends an approximation, and the rest in later steps: subclasses implement `average`.
 
-    Error feedback (Seide et al. 2014; Karimireddy et al. 2019, https://arxiv.org/abs/1901.09847, algorithm 2): what a
-    step leaves out, the residual, is added to the gradients of the next one. The residual is kept by the name of the
-    parameter, in at least float32 and in units of the loss itself, through loss scales, buckets that DDP builds anew,
-    parameters that are not used, checkpoints, other numbers of ranks, and a `Schedule` that hands over to another hook.
+    Error feedback (Seide et al. 2014; Karimireddy et al. 2019, https://arxiv.org/abs/1901.09847, algorithm 2) adds the
+    residual, the part of a step that was not sent, to the gradients of the next step. Residuals are stored by the
+    parameter's name, in at least float32 and in units of the unscaled loss. They survive changes of the loss scale,
+    bucket rebuilds, unused parameters, checkpoints, changes of the number of ranks, and a `Schedule` that replaces the
+    hook.
 
-    There is one residual, changed in place. A step with inf or NaN on any rank sets all residuals to zero, since its
-    gradients are in them. What else is remembered stays as it was before that step.
+    Each residual is changed in place. A step with inf or NaN on any rank resets all residuals to zero, since they
+    include its gradients. The rest of the memory is restored to its value before that step.
 
     Args:
         group: the collectives the hook may use.
-        hook: its configuration, `self.hook`; the `CommHook` whose `bind` this is made in. With a field
-            `use_error_feedback` that is false there are no residuals.
+        hook: its configuration, `self.hook`: the `CommHook` whose `bind` creates this object. If it has a field
+            `use_error_feedback` that is false, there are no residuals.
     """
 
     has_memory = True
@@ -41,41 +42,41 @@ class ErrorFeedback(BoundHook):
         super().__init__(group)
         self.hook = hook
         self.has_residuals: bool = getattr(hook, "use_error_feedback", True)
-        # The residuals of a bucket one after another, by names of its parameters; those in `memory` are views.
+        # The flat residual of each bucket, by names of its parameters; the tensors in `memory` are views of it.
         self._of_buckets: dict[tuple[str, ...], Tensor] = {}
         self._checked: set[tuple[str, str]] = set()
-        # The slots of the buckets as they are now, and what `lay_out` made for them, by names of their parameters.
+        # The slots of the current buckets and the results of `lay_out`, by names of their parameters.
         self.plans: dict[tuple[str, ...], tuple[Sequence[Slot], Any]] = {}
-        # What becomes memory if the step is finite.
+        # Memory to commit if the step is finite.
         self._staged: list[tuple[str, str, Tensor | None]] = []
 
     def average(self, residual: Tensor, bucket: Bucket, ranks: Group) -> Steps[tuple[Tensor, Tensor]]:
         """Approximate the mean over ranks of `residual`.
 
-        A generator, as `reduce`.
+        A generator, like `reduce`.
 
         Args:
-            residual: shape `(numel,)`, float32 or float64: this rank's gradients and what it did not send before. To be
-                left as it is. NaN all over when any of it is inf or NaN, so that whatever is sent tells the other
-                ranks.
-            bucket: what lies where in `residual`, as `bucket.slots`.
+            residual: shape `(numel,)`, float32 or float64: the sum of this rank's gradients and its previous residual.
+                Do not change it. All elements are NaN if any is inf or NaN, so that the other ranks receive NaN.
+            bucket: the layout of `residual`, by `bucket.slots`.
             ranks: the collectives for this bucket.
 
         Returns:
-            the approximation, equal on all ranks; and what of `residual` this rank has sent. Both of the shape of
+            the approximation, rank-uniform, and the part of `residual` that this rank has sent, both in the shape of
             `residual`.
         """
         raise NotImplementedError(f"{type(self).__name__} is to write average()")
 
     def average_(self, residual: Tensor | None, bucket: Bucket, ranks: Group) -> Steps[Tensor | None]:
-        """Add gradients to the residual, replace them by the mean over ranks, take what was sent from the residual.
+        """Add the gradients to the residual, replace them by the mean over ranks, and subtract the part that was sent.
 
-        The default does so by `average`. Hooks that save passes over memory override it.
+        The default uses `average`. Hooks override this method to save passes over memory.
 
         Args:
             residual: shape `(numel,)`, float32 or float64, changed in place. `None`: without error feedback.
-            bucket: this rank's gradients, the averaged ones afterwards, and what lies where in both. Gradients are
-                divided by `bucket.divisor` on the way in, and multiplied by `bucket.loss_scale` on the way out.
+            bucket: this rank's gradients, replaced by the averaged gradients, and their layout. Gradients are divided
+                by `bucket.divisor` when they are added to the residual, and the mean is multiplied by
+                `bucket.loss_scale`.
             ranks: the collectives for this bucket.
 
         Returns:
@@ -96,42 +97,42 @@ class ErrorFeedback(BoundHook):
         rounded = to_gradient(mean if is_one(bucket.loss_scale) else mean * bucket.loss_scale, flat.dtype)
         flat.copy_(rounded)
         left = mean - rounded.to(residual.dtype) / bucket.loss_scale if flat.dtype != residual.dtype else None
-        # From here on: `mean` may be `residual`.
+        # Not earlier: `mean` may be `residual`.
         residual.sub_(sent)
         if left is not None:
             residual.add_(left)
         return None
 
     def compressed(self, bucket: Bucket) -> Sequence[Slot] | None:
-        """Return the slots of a bucket that have residuals; `None` if it is averaged as it is. All by default."""
+        """Return the slots of a bucket that have residuals, all by default; `None`: do not compress the bucket."""
         return bucket.slots
 
     def lay_out(self, bucket: Bucket) -> Any:
-        """Make what `plan` returns of a bucket; for hooks that divide buckets."""
+        """Create the result of `plan` for a bucket; for hooks that divide buckets."""
 
     def plan(self, bucket: Bucket) -> Any:
-        """Return what `lay_out` made for a bucket; it is asked again when DDP has built its buckets anew."""
+        """Return the result of `lay_out` for a bucket, which is called again after DDP rebuilds its buckets."""
         names = bucket.names
         if names not in self.plans:
             is_apart = set(names).isdisjoint
             self.plans = {other: plan for other, plan in self.plans.items() if is_apart(other)}
             self.plans[names] = bucket.slots, self.lay_out(bucket)
-            # Of several parameters together, as they were in a bucket that is not there any more.
+            # Drop memory of several parameters together whose bucket no longer exists.
             for key in [key for key in self.memory if "\n" in key and not is_apart(key.split("\n"))]:
                 if tuple(key.split("\n")) != names:
                     del self.memory[key]
         return self.plans[names][1]
 
     def remembered(self, name: str, make: Callable[[], Tensor], kind: str = "shared") -> Tensor:
-        """Return what the hook remembers of a parameter that is equal on all ranks, such as where a step begins.
+        """Return rank-uniform memory of a parameter, such as the start of an iterative approximation.
 
         Args:
-            name: of the parameter.
-            make: makes the first value, floating-point, equal on all ranks; a saved one of another shape is dropped.
-            kind: which, if there are several.
+            name: the parameter's name.
+            make: creates the first value, floating-point and rank-uniform; a saved value of another shape is dropped.
+            kind: the kind of memory, if there are several.
 
         Returns:
-            what `remember` was given in the last finite step, or the first value. To be left as it is.
+            the value that `remember` got in the last finite step, or the first value. Do not change it.
         """
         entry = self.memory.setdefault(name, {})
         if kind not in entry or (name, kind) not in self._checked:
@@ -141,9 +142,9 @@ class ErrorFeedback(BoundHook):
         return entry[kind]
 
     def remember(self, name: str, value: Tensor | None, kind: str = "shared") -> None:
-        """Let `remembered` return a tensor from the next step on, if this step is finite. Nobody may change it.
+        """Make `remembered` return a tensor from the next step on, if this step is finite. Do not change it afterwards.
 
-        `None`: forget it.
+        `None`: clear the memory.
         """
         self._staged.append((name, kind, value))
 
@@ -156,7 +157,7 @@ class ErrorFeedback(BoundHook):
         residual = self._residual(bucket, slots) if slots and self.has_residuals else None
         if bucket.unused is None or residual is None:
             return (yield from self.average_(residual, bucket, ranks))
-        # DDP throws away what a hook returns for a parameter that no rank uses: its residual stays as it is.
+        # DDP discards a hook's result for a parameter that no rank uses: keep its residual.
         before = {slot: slot.view(residual).clone() for slot in slots if slot.name in bucket.unused}
         used = bucket.used(slots, residual)
         counting = begun(ranks.not_gradients().all_reduce_(used))
@@ -169,7 +170,7 @@ class ErrorFeedback(BoundHook):
         return finite
 
     def _residual(self, bucket: Bucket, slots: Sequence[Slot]) -> Tensor:
-        """The residual of a bucket, in its order. When DDP builds its buckets anew it moves along by name."""
+        """Return the residual of a bucket, in its order. When DDP rebuilds its buckets, residuals follow by name."""
         if bucket.names not in self._of_buckets:
             residual = torch.zeros_like(bucket.flat, dtype=work_dtype(bucket.flat.dtype))
             for slot in slots:
@@ -182,7 +183,7 @@ class ErrorFeedback(BoundHook):
         return self._of_buckets[bucket.names]
 
     def _average_as_it_is(self, bucket: Bucket, ranks: Group) -> Steps[None]:
-        """Average gradients that are not compressed, perhaps not any more since DDP has built its buckets anew."""
+        """Average gradients that are not compressed, or no longer since DDP has rebuilt its buckets."""
         flat = bucket.flat
         scale_(flat, bucket.scale)
         slots = [slot for slot in bucket.slots if "residual" in self.memory.get(slot.name, {})]
@@ -200,7 +201,7 @@ class ErrorFeedback(BoundHook):
             residual = self.memory.pop(slot.name, {}).get("residual")
             if residual is not None:
                 slot.view(bucket.flat).add_(residual * bucket.loss_scale)
-                self._of_buckets = {}  # those that go on have views
+                self._of_buckets = {}  # remaining residuals are views in `memory`
 
     def end_step(self, finite: Tensor) -> None:
         if finite:

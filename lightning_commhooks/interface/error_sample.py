@@ -1,4 +1,4 @@
-"""How far averaged gradients are from the exact mean, estimated now and then from a few of their elements."""
+"""The error of averaged gradients, estimated periodically from a sample of their elements."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ DEFAULT_NUMEL = 2**14
 
 @dataclass(frozen=True)
 class _Taken:
-    """Elements of this rank's gradients, before they were averaged.
+    """A sample of this rank's gradients, before they were averaged.
 
     Attributes:
-        places: where they are in the bucket, shape `(k,)`.
-        values: the elements, at least float32, shape `(k,)`.
-        weight: elements of the bucket that each of them stands for.
+        places: indices of the elements in the bucket, shape `(k,)`.
+        values: the elements, in at least float32, shape `(k,)`.
+        weight: number of elements of the bucket that each sampled element represents.
     """
 
     places: Tensor
@@ -33,16 +33,16 @@ class _Taken:
 class ErrorSampler:
     """Compares the result of a step with the mean of the same gradients in full precision.
 
-    The error is `|result - mean| / |mean|`, Euclidean norms over the gradients of all parameters, estimated from
-    elements that are drawn anew in each sampled step, the same on all ranks.
+    The error is `|result - mean| / |mean|`, with Euclidean norms over the gradients of all parameters. It is estimated
+    from elements that are drawn again in each sampled step, the same on all ranks.
 
     Args:
-        every: sample steps whose number is a multiple of this.
-        numel: elements to compare in a step, in all buckets together; `None`: all of them.
-        numel_model: elements of all gradients.
+        every: sample steps whose number is a multiple of this value.
+        numel: number of elements to compare in a step, over all buckets; `None`: all elements.
+        numel_model: number of elements of all gradients.
 
     Attributes:
-        step: the last step that was sampled; -1 before.
+        step: the last sampled step; -1 before the first.
     """
 
     def __init__(self, every: int, numel: int | None, numel_model: int) -> None:
@@ -51,11 +51,11 @@ class ErrorSampler:
         self.step = -1
         # Sums of squares: of the difference, and of the mean.
         self._sums: Tensor | None = None
-        # Those of the last step in which gradients were finite, and its number.
+        # The sums of the last step with finite gradients, and its number.
         self._finite: Tensor | None = None
 
     def take(self, flat: Tensor, bucket: Bucket) -> _Taken | None:
-        """Call before a bucket is reduced; `None` in other steps, and for what is sparse or not real."""
+        """Sample a bucket before it is reduced; `None` in unsampled steps, and for sparse or non-real gradients."""
         if bucket.step % self._every or flat.is_sparse or not flat.is_floating_point() or not flat.numel():
             return None
         if bucket.step != self.step:
@@ -66,7 +66,7 @@ class ErrorSampler:
         if count == numel:
             places = torch.arange(numel)
         else:
-            # Not the global generator, and the same places on every rank.
+            # A separate generator: the same places on every rank, without a change of the global random state.
             generator = torch.Generator().manual_seed(1_000_003 * bucket.step + bucket.index)
             places = torch.randint(numel, (count,), generator=generator)
         if flat.is_cuda:
@@ -75,8 +75,8 @@ class ErrorSampler:
         return _Taken(places, values, numel / count)
 
     def compare(self, taken: _Taken, flat: Tensor, bucket: Bucket, ranks: Group) -> Steps[None]:
-        """Call after the bucket was reduced, on all ranks: one all-reduce of the elements that were taken."""
-        # What gradients were multiplied by before they were averaged.
+        """Compare the sample with the reduced bucket. Collective: one all-reduce of the sample."""
+        # The factor that scaled gradients before they were averaged.
         factor = None if bucket.accumulated is None else bucket.accumulated.factor
         values = taken.values if factor is None else taken.values * factor
         mean = yield from ranks.quiet().all_reduce_mean_(values)
@@ -85,7 +85,7 @@ class ErrorSampler:
         self._sums = sums if self._sums is None else self._sums + sums
 
     def _latest(self) -> Tensor | None:
-        """Sums of the last step in which gradients were finite, and its number; those before if this one's are not."""
+        """Return the sums of the last step with finite gradients, and its number."""
         if self._sums is None:
             return self._finite
         own = torch.cat([self._sums, self._sums.new_full((1,), self.step)])
@@ -93,8 +93,8 @@ class ErrorSampler:
         return torch.where(own.isfinite().all(), own, before)
 
     def last_finite(self) -> tuple[int, float]:
-        """The last sampled step whose gradients were finite, and its error; -1 and NaN before. Waits for the device."""
-        # Not to be kept: on CUDA it belongs to another stream than the hook's.
+        """Return the last sampled step with finite gradients, and its error, or -1 and NaN. Synchronizes."""
+        # Not stored: on CUDA it belongs to a different stream than the hook's.
         latest = self._latest()
         if latest is None:
             return -1, math.nan
@@ -105,5 +105,5 @@ class ErrorSampler:
 
     @property
     def relative_error(self) -> float:
-        """Of the last sampled step whose gradients were finite; NaN before. Waits for the device."""
+        """The error of the last sampled step with finite gradients; NaN before the first. Synchronizes."""
         return self.last_finite()[1]

@@ -1,4 +1,4 @@
-"""Gradient hooks on nodes of several ranks: average within each node, and let the hook work between nodes."""
+"""Hooks between nodes: gradients are averaged within each node before the hook averages them between nodes."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ from lightning_commhooks.interface.hook import BoundHook
 from lightning_commhooks.interface.state import StateReader
 from lightning_commhooks.interface.wrapper import BoundAround
 
-# Whether ranks of a node are averaged first; `None`: a hook works among all ranks.
+# "node": average within each node first; `None`: the hook averages over all ranks.
 Hierarchy = Literal["node"] | None
 
 
 def check_hierarchy(value: object) -> None:
-    """Refuse what is no `Hierarchy`.
+    """Require a `Hierarchy`.
 
     Raises:
-        ValueError: names the value.
+        ValueError: the value is not one.
     """
     if value not in (None, "node"):
         raise ValueError(f"hierarchy must be None or 'node', is {value!r}")
 
 
 def bind_by_node(hierarchy: Hierarchy, group: Group, bind: Callable[[Group], BoundHook]) -> BoundHook:
-    """Bind a hook that averages gradients to all ranks, or to the nodes that they are on.
+    """Bind a hook that averages gradients to all ranks, or to their nodes.
 
     Args:
         hierarchy: the hook's option.
         group: all ranks.
-        bind: makes the hook for some ranks.
+        bind: binds the hook to a group.
 
     Raises:
-        ValueError: nodes have different numbers of ranks.
+        ValueError: the nodes have different numbers of ranks.
     """
     if not _has_levels(hierarchy, group):
         return bind(group)
@@ -61,9 +61,9 @@ def _has_levels(hierarchy: Hierarchy, group: Group) -> bool:
 
 
 class _NodeFirst(BoundAround):
-    """Averages gradients within each node; the hook inside, whose ranks are nodes, goes on from there.
+    """Averages gradients within each node, and then between nodes with the inner hook, whose ranks are the nodes.
 
-    All ranks of a node do what the hook inside does with the same numbers, and have the same memory.
+    All ranks of a node run the inner hook on the same numbers and have the same memory.
     """
 
     def __init__(self, inner: BoundHook, group: Group, nodes: Group) -> None:
@@ -83,6 +83,6 @@ class _NodeFirst(BoundAround):
         return (yield from self._inner.reduce(averaged, self._nodes.together_with(ranks)))
 
     def load_state_dict(self, state: dict[str, Any], reader: StateReader) -> None:
-        # Another hook, or this one without the option, may have saved what differs within a node.
+        # The state may be from another hook or without the option, and differ within a node.
         with reader.of_ranks(self._ranks):
             super().load_state_dict(state, reader)

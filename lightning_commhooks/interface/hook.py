@@ -1,7 +1,7 @@
-"""The two types that every communication method is made of.
+"""The two types of every communication method.
 
-* [`CommHook`][]: what a user writes. Frozen, picklable, no process group inside.
-* [`BoundHook`][]: what runs. Owns buffers, random numbers and memory.
+* [`CommHook`][]: the configuration that a user writes. Frozen, picklable, without a process group.
+* [`BoundHook`][]: the runtime object. Owns buffers, random numbers and memory.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from lightning_commhooks.interface.bucket import Bucket
 from lightning_commhooks.interface.options import check_options
 from lightning_commhooks.interface.state import Memory, Shapes, StateReader, StateWriter
 
-# A hook that compresses, or saves, no more than this part of the gradients does next to nothing.
+# A hook that compresses, or saves, at most this fraction of the gradients is almost useless.
 NEXT_TO_NOTHING = 0.03
-# The step of which `inactive_reason` is asked for what keeps a hook from its work however long the run is.
+# The step for which `inactive_reason` returns reasons that do not depend on the length of the run.
 ANY_LATER_STEP = sys.maxsize
-# Methods of hooks, by their names before.
+# New names of methods by their old names.
 _RENAMED = {"drain_": "flush_", "not_begun": "inactive_reason", "owed": "residuals"}
 
 
 class _Signature:
-    """The signature of a hook's constructor, for tools that would show the one of `CommHook.__new__`."""
+    """The signature of a hook's constructor, for tools that would show the signature of `CommHook.__new__`."""
 
     def __get__(self, hook: object, cls: type) -> inspect.Signature | None:
         if cls.__init__ is object.__init__:  # type: ignore[misc]
@@ -40,15 +40,15 @@ class _Signature:
 
 
 class CommHook(ABC):
-    """Configuration of a communication method: a frozen dataclass, validated when it is made.
+    """Configuration of a communication method: a frozen dataclass, validated on creation.
 
-    Subclasses are `@dataclass(frozen=True, kw_only=True)`, set `name`, validate in `__post_init__` with
-    `ValueError` naming field, value and allowed range, and return their runtime object from `bind`.
+    Subclasses are `@dataclass(frozen=True, kw_only=True)`, set `name`, validate in `__post_init__` with a `ValueError`
+    that names field, value and allowed range, and return their runtime object from `bind`.
 
     Attributes:
         name: the string by which users choose the hook.
         aliases: other accepted spellings, such as Accelerate's.
-        is_outermost: whether this is a wrapper that others do not go around.
+        is_outermost: whether this is a wrapper that no other hook may contain.
     """
 
     name: ClassVar[str]
@@ -59,57 +59,57 @@ class CommHook(ABC):
         __signature__ = _Signature()
 
         def __new__(cls, *args: Any, **options: Any) -> CommHook:
-            # Without any arguments a copy is made, which gets its fields later.
+            # A call without arguments makes a copy, whose fields are set later.
             if args or options:
                 check_options(cls, args, options)
             return super().__new__(cls)
 
     @property
     def inner_hooks(self) -> tuple[CommHook, ...]:
-        """The hooks that this one is made of; none unless it is a wrapper."""
+        """The hooks inside this one; none unless it is a wrapper."""
         return ()
 
     @property
     def is_uneven(self) -> bool:
-        """Whether ranks take different numbers of steps, so that nothing else in a step may be collective."""
+        """Whether ranks take different numbers of steps, so that the rest of a step must not be collective."""
         return False
 
     def check_parameters(self, names: Sequence[str]) -> list[str]:
-        """Called when the hook is attached to a model.
+        """Check the model's parameters when the hook is attached.
 
         Args:
-            names: of the parameters that are trained.
+            names: names of the trained parameters.
 
         Returns:
-            what the user should know, one text each.
+            warnings for the user.
 
         Raises:
-            ValueError: the hook does not fit them.
+            ValueError: the hook does not fit the parameters.
         """
         return [text for hook in self.inner_hooks for text in hook.check_parameters(names)]
 
     def changes_at(self) -> set[int]:
-        """Steps from which on the hook sends otherwise than before, such as `start_powerSGD_iter`.
+        """Return the steps at which the hook changes its communication, such as `start_powerSGD_iter`.
 
-        Between them, what it sends repeats after every `repeats_after()` steps. A forecast names the next such step,
-        and measures whole periods after each.
+        Between them, communication repeats every `repeats_after()` steps. A forecast names the next change and measures
+        whole periods after each.
         """
         return {step for hook in self.inner_hooks for step in hook.changes_at()}
 
     def repeats_after(self) -> int:
-        """Number of steps after which what the hook sends repeats, such as the period in which it averages models."""
+        """Return the number of steps after which communication repeats, such as the period of averaging models."""
         return math.lcm(*(hook.repeats_after() for hook in self.inner_hooks))
 
     def measured_from(self) -> int:
-        """Steps after such a change from which on forecasts measure what is sent; the first step is by itself.
+        """Return how many steps after a change forecasts start to measure; the first step is measured separately.
 
-        More than 1 for a hook that has something under way then, which may be counted before or after.
+        More than 1 for a hook with communication in flight, which may be counted in the step before or after.
         """
         return max([1, *(hook.measured_from() for hook in self.inner_hooks)])
 
     @abstractmethod
     def bind(self, group: Group) -> BoundHook:
-        """Make the runtime object for one model and one process group.
+        """Create the runtime object for one model and one process group.
 
         Args:
             group: the collectives the hook may use.
@@ -122,26 +122,26 @@ class CommHook(ABC):
 class BoundHook(ABC):
     """Runtime state of a communication method for one model.
 
-    The engine calls `reduce` for one bucket after another, in the same order on every rank, and `end_step` when all of
-    a step are done. `reduce` is a generator that reads like a blocking function: it gets results of collectives by
-    `yield from`, and while it waits for other ranks the engine goes on with other buckets. Two buckets have no
-    parameter in common; what they share otherwise must not depend on which comes first.
+    The engine calls `reduce` for each bucket, in the same order on every rank, and `end_step` after the last bucket of
+    a step. `reduce` is a generator that reads like a blocking function: it gets the results of collectives by
+    `yield from`, and while it waits for other ranks, the engine continues with other buckets. Two buckets have no
+    parameter in common; any other state that they share must not depend on their order.
 
-    A hook whose result depends on earlier steps has memory. It says so (`has_memory`), and `end_step` tells it of a
-    step that was not finite, of which nothing may be left in its memory. The engine makes all gradients of other steps
-    NaN, on CUDA the first element of each, on all ranks, so that a `GradScaler` or the user's own check skips them
+    A hook whose results depend on earlier steps has memory. It sets `has_memory`, and `end_step` reports whether a step
+    was finite; a step that was not must leave no trace in the memory. The engine sets all gradients of such a step to
+    NaN on all ranks, on CUDA the first element of each, so that a `GradScaler` or the user's own check skips the step
     everywhere.
 
-    A hook with error feedback is an [`ErrorFeedback`][], one that lets ranks step alone and averages their models
-    instead an [`AveragesModels`][].
+    A hook with error feedback is an [`ErrorFeedback`][]; a hook with local steps, which averages models instead of
+    gradients, is an [`AveragesModels`][].
 
     Args:
         group: the collectives the hook may use.
 
     Attributes:
-        memory: what the hook remembers, `{parameter: {kind: tensor}}`. The kind `"residual"` differs between ranks:
-            what this one has not sent yet, in units of the loss. All others are equal on them.
-        numbers: whole numbers, equal on all ranks, `{what: {of what: number}}`, that are saved with it.
+        memory: the hook's memory, `{parameter: {kind: tensor}}`. The kind `"residual"` differs between ranks: the part
+            of the gradients that this rank has not sent yet, in units of the loss. All other kinds are rank-uniform.
+        numbers: rank-uniform integers, `{section: {key: number}}`, that are saved with the memory.
         has_memory: whether results depend on the gradients of earlier steps.
         own_kinds: kinds of memory that differ between ranks.
         scales_gradients: whether `reduce` multiplies gradients by `Bucket.scale`, in a pass over them that it makes
@@ -165,31 +165,31 @@ class BoundHook(ABC):
 
     @abstractmethod
     def reduce(self, bucket: Bucket, ranks: Group) -> Steps[Tensor | None]:
-        """Replace the gradients of a bucket by their average over all ranks: `bucket.flat`, in place.
+        """Replace the gradients of a bucket, `bucket.flat`, by their average over all ranks, in place.
 
         A generator; one that sends nothing has a `yield` after a `return`.
 
         Args:
-            bucket: gradients, and what lies where in them.
-            ranks: the collectives for this bucket: those of `self.group` in a channel of its own. Subgroups are
-                `ranks.split(...)`, which `bind` has called before.
+            bucket: the gradients and their layout.
+            ranks: the collectives for this bucket: the collectives of `self.group`, in the bucket's own channel.
+                Subgroups are `ranks.split(...)`, which `bind` has called before.
 
         Returns:
-            whether the result is finite, boolean, one element on the device of the gradients, equal on all ranks;
-            `None` to have them looked at. Of use to hooks with memory that know it from something smaller.
+            whether the result is finite: boolean, one element on the device of the gradients, rank-uniform. `None`: the
+            engine checks the gradients. Useful for hooks with memory that can tell from a smaller tensor.
         """
 
     def end_step(self, finite: Tensor) -> None:  # noqa: B027  # optional to override
-        """Let go of what the step's calls of `reduce` have left in the memory, unless the step was finite.
+        """Discard the traces that the step's calls of `reduce` left in the memory, unless the step was finite.
 
         Args:
-            finite: boolean, one element, on CPU, equal on all ranks: whether all gradients of the step are finite on
-                all ranks. With gradients on CUDA it is called when that is known there, at the latest when the next
-                step begins.
+            finite: whether all gradients of the step are finite on all ranks: boolean, one element, on CPU,
+                rank-uniform. With gradients on CUDA, the method is called once the value has arrived, at the latest
+                when the next step begins.
         """
 
     def reduce_sparse(self, grad: Tensor, bucket: Bucket, ranks: Group) -> Steps[Tensor]:
-        """Average a sparse COO gradient over all ranks; dense values of it are never compressed.
+        """Average a sparse COO gradient over all ranks; its values are never compressed.
 
         Args:
             grad: this rank's sparse gradient of the only parameter in `bucket`.
@@ -202,48 +202,48 @@ class BoundHook(ABC):
         return (yield from ranks.all_reduce_sparse_mean(grad))
 
     def flush_(self, bucket: Bucket) -> None:  # noqa: B027  # optional to override
-        """Add residuals of the parameters in `bucket`, times the loss scale, to its gradients, and forget them.
+        """Add the residuals of the parameters in `bucket`, times the loss scale, to its gradients, and clear them.
 
-        Called once for each parameter when another hook takes over (`Schedule`). The default does nothing, right for
-        hooks without error feedback.
+        Called once for each parameter when another hook replaces this one (`Schedule`). The default does nothing, which
+        suits hooks without error feedback.
         """
 
     def residuals(self) -> Iterator[Tensor]:
-        """The residuals of this rank, one after another."""
+        """Return an iterator over this rank's residuals."""
         return (entry["residual"] for entry in self.memory.values() if "residual" in entry)
 
     def inactive_reason(self, step: int) -> str | None:
-        """Say what keeps this hook from its work in a step, and what to do about it; `None` if nothing does.
+        """Return why this hook does not compress a step, and what to do about it; `None` if it compresses.
 
-        Shown for steps that are not compressed, and as a warning when training ends with such a step: after its first
-        steps if that is foreseen, for which it is asked of the last step while `changes_at()` has no step in between,
-        or else when it has ended. It is asked in each step, when the step's last bucket was reduced, so it may tell
-        from the buckets that there are; `None` if there are none yet, as after `load_state_dict`. A clause that names
-        the hook, and perhaps a semicolon and advice: `"hook='powersgd' compresses from start_powerSGD_iter=1000 on; let
-        it begin earlier"`.
+        Shown for steps that are not compressed, and as a warning if training ends with such a step. The warning is
+        given after the first steps if the end is foreseen, by a call for the last step when `changes_at()` has no step
+        before it, or else at the end. The method is also called in each step after the step's last bucket, so it may
+        depend on the buckets so far; `None` if there are none yet, as after `load_state_dict`. The text is a clause
+        that names the hook, and optionally a semicolon and advice: `"hook='powersgd' compresses from
+        start_powerSGD_iter=1000 on; let it begin earlier"`.
 
         Args:
-            step: number of synchronized backwards before it; `ANY_LATER_STEP` asks for what does not depend on the
-                length of the run.
+            step: number of synchronized backwards before it; `ANY_LATER_STEP` asks for reasons that do not depend on
+                the length of the run.
         """
         return None
 
     def kept(self, shapes: list[tuple[int, ...]]) -> Shapes:
-        """Name what the hook remembers of a parameter, or of several together: kinds, and shapes that they must have.
+        """Describe the memory of a parameter, or of several parameters together: its kinds and their shapes.
 
         Args:
-            shapes: of the parameters, in memory order.
+            shapes: shapes of the parameters, in memory order.
 
         Returns:
-            shapes by kind, `None` for any shape; empty if nothing is remembered of them.
+            shapes by kind, `None` for any shape; empty if the hook has no memory of these parameters.
         """
         return {}
 
     def state_dict(self, writer: StateWriter) -> dict[str, Any]:
-        """State as tensors and primitives. Collective: every rank calls it, every rank gets the same.
+        """Return the state as tensors and primitives. Collective; the result is rank-uniform.
 
         Args:
-            writer: makes copies of tensors, and of those that differ between ranks one for all.
+            writer: copies tensors, and combines tensors that differ between ranks.
         """
         return {
             "entries": writer.memory(self.memory, self.own_kinds),
@@ -251,13 +251,13 @@ class BoundHook(ABC):
         }
 
     def load_state_dict(self, state: dict[str, Any], reader: StateReader) -> None:
-        """Take over what `state_dict` of the same hook returned, with other options or on another world size even.
+        """Load a state of the same hook, perhaps with different options or from a different world size.
 
-        Not collective: ranks agree afterwards whether it fits on all of them.
+        Not collective: ranks agree afterwards whether the state fits on all of them.
 
         Args:
             state: the state.
-            reader: gives this rank's part of a saved tensor; is told of what does not fit and is left out.
+            reader: returns this rank's part of a saved tensor, and records the parts that do not fit and are skipped.
         """
         if self.has_memory or "entries" in state:
             self.memory = reader.memory(reader.section(state, "entries"), self.kept, self.own_kinds)
@@ -266,5 +266,5 @@ class BoundHook(ABC):
             own.update(reader.section(state, what))
 
     def release(self) -> None:
-        """Free large memory; called once, when the hook has been used for the last time."""
+        """Free large memory; called once, after the last use of the hook."""
         self.memory = {}

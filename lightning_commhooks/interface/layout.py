@@ -1,4 +1,4 @@
-"""From DDP's flat buckets to named gradients; survives bucket rebuilds."""
+"""The names of the gradients in DDP's flat buckets, which do not change when DDP rebuilds its buckets."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from torch.optim.swa_utils import AveragedModel
 from lightning_commhooks.collectives.averaging import own_part
 from lightning_commhooks.interface.bucket import Slot
 
-# Attributes in which wrappers of activation checkpointing, of torch.compile and of FSDP have what they wrap, and which
-# their state dicts leave out of names.
+# Attributes in which the wrappers of torch.compile, activation checkpointing and FSDP keep the wrapped module, and
+# which their state dicts omit from names.
 _WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
-# Those that have it in `module`, which may be any attribute elsewhere.
+# Wrappers with the attribute `module`, which other modules may use for other purposes.
 _WRAPPERS = (DistributedDataParallel, DataParallel, AveragedModel)
 
 
 def memory_shape(parameter: Tensor) -> tuple[int, ...]:
-    """Sizes of `parameter`, or this rank's part of it, ordered by stride, outermost first.
+    """Return the sizes of `parameter`, or of this rank's part of it, ordered by stride, outermost first.
 
     DDP lays a gradient out with the strides of its parameter when that is dense and non-overlapping
     (`reducer.cpp`, `initialize_bucket_views`), and contiguously otherwise.
@@ -40,18 +40,18 @@ def memory_shape(parameter: Tensor) -> tuple[int, ...]:
 
 
 def unwrapped(model: object) -> object:
-    """The module in what `torch.compile(module)` returns, or the model itself."""
+    """Return the module inside the result of `torch.compile(module)`, or the model itself."""
     return getattr(model, "_orig_mod", model)
 
 
 def names_without_wrappers(model: Module, names: Iterable[str]) -> dict[str, str]:
-    """Names of parameters or buffers as if no module were in a wrapper, by those with it.
+    """Map the names of parameters or buffers to names without wrapper modules.
 
-    The state of a hook, patterns and messages use these, so that they do not depend on wrappers.
+    A hook's state, patterns and messages use these, so that they do not depend on wrappers.
 
     Args:
         model: the module.
-        names: as `torch.nn.Module.named_parameters(model)` and `named_buffers` give them. Wrappers override these.
+        names: names from `torch.nn.Module.named_parameters(model)` or `named_buffers`, which wrappers override.
     """
     modules = dict(Module.named_modules(model))
     clean = {"": ""}
@@ -64,7 +64,7 @@ def names_without_wrappers(model: Module, names: Iterable[str]) -> dict[str, str
     for name in names:
         path, _, own = name.rpartition(".")
         short = _joined(clean[path], own)
-        # A wrapper may have a tensor of its own of that name.
+        # A wrapper may have its own tensor of that name.
         found[name] = name if short in taken else short
         taken.add(found[name])
     return found
@@ -75,18 +75,18 @@ def _joined(path: str, name: str) -> str:
 
 
 def is_statistic(owner: Module, name: str, buffer: Tensor) -> bool:
-    """Whether a buffer is a running statistic of a normalization layer, PyTorch's or another one.
+    """Return whether a buffer is a running statistic of a normalization layer, PyTorch's or another.
 
     Args:
-        owner: the module that has it.
-        name: under which it has it.
+        owner: the buffer's module.
+        name: the buffer's name in that module.
         buffer: the buffer.
     """
     return name.startswith("running_") and buffer.is_floating_point() and _is_normalization(owner)
 
 
 def is_count_of_steps(owner: Module, buffer: Tensor) -> bool:
-    """Whether a buffer counts the steps of a normalization layer, as `num_batches_tracked`."""
+    """Return whether a buffer counts the steps of a normalization layer, such as `num_batches_tracked`."""
     return not _is_continuous(buffer) and buffer.numel() == 1 and _is_normalization(owner)
 
 
@@ -103,7 +103,7 @@ class Layout:
 
     Args:
         module: the module that DDP wraps. A parameter shared between modules has its first name.
-        ignored: names of parameters and buffers that DDP leaves to each rank (`DDP.parameters_to_ignore`).
+        ignored: names of parameters and buffers that DDP does not synchronize (`DDP.parameters_to_ignore`).
     """
 
     def __init__(self, module: Module, ignored: Collection[str] = ()) -> None:
@@ -112,43 +112,43 @@ class Layout:
         clean = names_without_wrappers(module, given)
         names: dict[Tensor, str] = {p: clean[name] for name, p in given.items()}
         self._names = {p: name for p, name in names.items() if p not in left}
-        # DDP averages the gradients of the root module's own parameters even if they are to be ignored.
+        # DDP averages the gradients of the root module's own parameters even if they are in its list to ignore.
         self._in_buckets = {p: name for p, name in names.items() if p not in left or "." not in name}
         self._ignored = ignored
-        # By what is left without `module`, which only a module can tell to be a wrapper's.
+        # Names by their form without `module`, which a name alone does not identify as a wrapper's attribute.
         self._meant: dict[str, list[str]] = {}
         for name in names.values():
             self._meant.setdefault(_without_module(name), []).append(name)
         self._frozen = {p: name for p, name in self._names.items() if not p.requires_grad}
-        # Not the module itself: it may hold the DDP wrapper, which holds this, invisibly to the garbage collector.
+        # Weak: the module may hold the DDP wrapper, which holds this object, invisibly to the garbage collector.
         self._module = weakref.ref(module)
-        # With the number of elements in all of them.
+        # Slots and their total number of elements, by names.
         self._slots: dict[tuple[str, ...], tuple[tuple[Slot, ...], int]] = {}
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shape in memory order of every parameter whose gradients DDP averages, if it is trained."""
+        """Shape in memory order of every parameter whose gradients DDP averages while it is trained."""
         return {name: memory_shape(parameter) for parameter, name in self._in_buckets.items()}
 
     def name_of(self, parameter: Tensor) -> str | None:
-        """Name of a parameter; `None` if the model has not got it, or DDP ignores it."""
+        """Return the name of a parameter; `None` if it is not in the model, or DDP ignores it."""
         return self._names.get(parameter)
 
     @property
     def trained(self) -> dict[str, Tensor]:
-        """Parameters by name, without ignored ones and those that have been frozen all the time."""
+        """Parameters by name, except ignored parameters and parameters that have always been frozen."""
         return {name: p for p, name in self._names.items() if p.requires_grad or p not in self._frozen}
 
     def trained_among(self, parameters: Iterable[Tensor]) -> dict[str, Tensor]:
-        """Of `parameters` those in `trained`, by name."""
+        """Return the subset of `parameters` in `trained`, by name."""
         named = ((self._names.get(p), p) for p in parameters if p.requires_grad or p not in self._frozen)
         return {name: p for name, p in named if name is not None}
 
     def buffers(self) -> Iterator[tuple[str, Tensor, Module, str]]:
-        """Buffers that are not ignored, as they are now: modules may replace them.
+        """Yield the current buffers that are not ignored; modules may replace their buffers.
 
         Yields:
-            name, buffer, the module that has it, and its name in that; only plain tensors whose numbers are in memory.
+            name, buffer, its module, and its name in that module; only plain, dense tensors in memory.
         """
         module = self._module()
         if module is None:
@@ -162,17 +162,17 @@ class Layout:
                 yield clean[name], buffer, modules[path], own
 
     def float_buffers(self) -> dict[str, Tensor]:
-        """Floating-point and complex buffers by name: see `buffers`."""
+        """Return floating-point and complex buffers by name: see `buffers`."""
         return {name: buffer for name, buffer, *_ in self.buffers() if _is_continuous(buffer)}
 
     def name_now(self, saved: str) -> str:
-        """The name that a parameter has now, by the one that a state has, perhaps of a model with wrappers."""
+        """Return the current name of a parameter by its name in a state, perhaps of a model with wrappers."""
         plain = ".".join(part for part in saved.split(".") if part not in _WRAPPED)
         meant = self._meant.get(_without_module(plain), [])
         return meant[0] if plain not in meant and len(meant) == 1 else plain
 
     def with_names_of_now(self, saved: Any) -> Any:
-        """A saved state with the names that parameters have now, wherever it has names."""
+        """Return a saved state with all names replaced by the current names."""
         if not isinstance(saved, Mapping):
             return saved
         return {
@@ -183,14 +183,14 @@ class Layout:
         }
 
     def unfrozen(self) -> list[str]:
-        """Names of parameters that are trained now, but were not when this layout was made."""
+        """Return the names of parameters that are trained now but were frozen when this layout was made."""
         return [name for p, name in self._frozen.items() if p.requires_grad]
 
     def slots(self, parameters: Sequence[Tensor], numel: int) -> tuple[Slot, ...]:
-        """Slots of a bucket that holds the gradients of `parameters` one after another.
+        """Return the slots of a bucket that holds the gradients of `parameters` in this order.
 
         Args:
-            parameters: as `GradBucket.parameters()` returns them.
+            parameters: the result of `GradBucket.parameters()`.
             numel: length of the flat bucket.
 
         Raises:
@@ -217,7 +217,7 @@ def _without_module(name: str) -> str:
 
 
 def _is_plain(buffer: Tensor) -> bool:
-    """Whether a buffer is an ordinary tensor, of which each element has a place of its own in memory."""
+    """Return whether a buffer is an ordinary tensor whose elements do not overlap in memory."""
     if is_lazy(buffer) or type(buffer) is not Tensor or buffer.layout != torch.strided:
         return False
     overlaps = any(stride == 0 for size, stride in zip(buffer.shape, buffer.stride(), strict=True) if size > 1)

@@ -1,4 +1,4 @@
-"""Options of hooks in the wrong place: which hook they belong to, and the line to write."""
+"""Explanations for options of hooks in the wrong place: the hook they belong to, and the line to write."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from lightning_commhooks.interface.python_code import code
 P = ParamSpec("P")
 R = TypeVar("R")
 
-# Wrappers, which have no names.
+# Wrappers without registered names.
 _WRAPPERS = ("Cast", "PerParameter", "ScaleByGradAccumulation", "Schedule")
-# Keys of configuration files for the name or class of an object, and for its arguments.
+# Common keys in configuration files for the name or class of an object, and for its arguments.
 _NAMES = ("class_path", "_target_", "hook", "name", "class", "type")
 _ARGUMENTS = ("init_args", "options", "kwargs", "args", "params")
 
 
 def explained(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorator: raise a `ValueError` that says what to write, where a function is called with wrong arguments."""
+    """Make a function raise a `ValueError` that says what to write if it is called with wrong arguments."""
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -34,7 +34,7 @@ def explained(function: Callable[P, R]) -> Callable[P, R]:
         except TypeError:
             text = wrong_call(f"{function.__name__}()", function, args, kwargs)
             if text is None:
-                raise  # of the function's own code
+                raise  # raised by the function's own code
         raise ValueError(text)
 
     return call
@@ -48,18 +48,18 @@ def wrong_call(
     also: str = "",
     example: str = "powersgd",
 ) -> str | None:
-    """Say what is wrong with the arguments of a function that takes a hook.
+    """Explain the error in the arguments of a function that takes a hook.
 
     Args:
         where: name of the function for the user.
-        function: it, without the first argument of a method.
-        args: without names.
-        kwargs: with names.
-        also: others without such an option, as `", and neither has FSDP"`.
+        function: the function, without the first argument of a method.
+        args: positional arguments.
+        kwargs: keyword arguments.
+        also: text on further functions without the option, such as `", and neither has FSDP"`.
         example: name of a hook that works there.
 
     Returns:
-        text, or `None` if they fit.
+        the explanation, or `None` if the arguments fit.
     """
     known = parameters_of(function)
     hook = {**dict(zip(known, args, strict=False)), **kwargs}.get("hook")
@@ -78,13 +78,13 @@ def wrong_call(
 def misplaced(
     where: str, unknown: Mapping[str, Any], known: Collection[str], hook: object = None, also: str = ""
 ) -> str:
-    """Say that there are no such options, and where they belong.
+    """Explain that a function does not have these options, and where they belong.
 
     Args:
         where: name of the function for the user.
-        unknown: the options, with their values.
-        known: options that there are.
-        hook: the hook that was given too, if any.
+        unknown: the unknown options, with their values.
+        known: the function's options.
+        hook: the hook in the same call, if any.
         also: see `wrong_call`.
     """
     name, value = next(iter(unknown.items()))
@@ -118,13 +118,13 @@ def _of_others(name: str, value: object, hook: object) -> str:
 
 
 def given_beside(hook: object, options: Mapping[str, Any]) -> str:
-    """Say how to write options that were given beside a hook, perhaps as a dict."""
+    """Explain how to write options that were given separately from a hook, perhaps as a dict."""
     unknown = [name for name in options if name not in _options(hook)]
     return "set its options instead" if unknown else f"write {_line(hook, hook, options)}"
 
 
 def refusal(hook: object) -> str:
-    """Text on what is no hook, with the line to write where it can be told what was meant."""
+    """Explain that a value is not a hook, with the line to write if the meaning is clear."""
     text = f"hook must be a name or a CommHook, is {hook!r}"
     if isinstance(hook, type):
         needs = issubclass(hook, CommHook) and misfit(hook.__name__, hook, (), {})
@@ -134,13 +134,13 @@ def refusal(hook: object) -> str:
 
 
 def written(spec: object) -> str | None:
-    """Python code for a hook that was written otherwise, as `{"name": "powersgd", "rank": 4}`; `None`: unknown."""
+    """Return Python code for a hook in another notation, such as `{"name": "powersgd", "rank": 4}`; `None`: unknown."""
     found = parsed(spec)
     return None if found is None else with_options(*found)
 
 
 def parsed(spec: object) -> tuple[type[CommHook], Mapping[str, Any]] | None:
-    """The class and the options that a value stands for, though it is no hook; `None`: unknown."""
+    """Return the class and options that a value describes, though it is not a hook; `None`: unknown."""
     if isinstance(spec, str):
         name, _, behind = re.sub(r"[()\[\]{}]", " ", spec).strip().replace(":", " ", 1).partition(" ")
         pairs = [part.partition("=") for part in re.split(r"[,;]\s*|\s+", behind.strip())]
@@ -167,10 +167,10 @@ def parsed(spec: object) -> tuple[type[CommHook], Mapping[str, Any]] | None:
 
 
 def in_yaml(value: Any) -> str:
-    """Say how a configuration file gives the hook that a user has written in another way.
+    """Explain how to write a hook in a configuration file, for a value in another notation.
 
     Args:
-        value: any value but a hook; or jsonargparse's `NestedArg`, an option of a hook that was given by name.
+        value: any value that is not a hook; or jsonargparse's `NestedArg`, an option of a hook given by name.
     """
     if isinstance(value, tuple) and hasattr(value, "key") and hasattr(value, "val"):
         return _nested(value.key, value.val)
@@ -208,7 +208,7 @@ def _block(hook_class: type[CommHook], options: Mapping[str, Any]) -> str:
 
 
 def class_of(hook: object) -> type[CommHook] | None:
-    """The class of a hook, of a name, or a class itself; `None` for other values."""
+    """Return the class of a hook, given as hook, name or class; `None` for other values."""
     if isinstance(hook, CommHook):
         return type(hook)
     if isinstance(hook, type):
@@ -222,13 +222,13 @@ def class_of(hook: object) -> type[CommHook] | None:
 
 
 def owners_of(option: str) -> list[type[CommHook]]:
-    """Classes of the hooks that have an option; first those named by the shortest name."""
+    """Return the classes of the hooks that have an option; shortest names first."""
     names = sorted(available_hooks(), key=len)
     return [hook_class for hook_class in map(get_hook_class, names) if option in _options(hook_class)]
 
 
 def with_options(hook: object, options: Mapping[str, Any]) -> str:
-    """Python code of a hook, by name, class or configured, with these options too."""
+    """Return Python code of a hook, given by name, class or object, with these options added."""
     hook_class = class_of(hook)
     assert hook_class is not None
     short = getattr(hook_class, "option_aliases", {})
@@ -237,7 +237,7 @@ def with_options(hook: object, options: Mapping[str, Any]) -> str:
         try:
             return code(dataclasses.replace(hook, **options))  # type: ignore[type-var]
         except ValueError:
-            pass  # with values that are refused, they are shown as they are
+            pass  # show invalid values unchanged
     missing = [
         name for name, one in parameters_of(hook_class).items() if one.default is one.empty and name not in options
     ]
@@ -249,7 +249,7 @@ def with_options(hook: object, options: Mapping[str, Any]) -> str:
 
 
 def _is_number(text: str) -> bool:
-    """Whether text of a command line stands for a number, `True`, `False` or `None`."""
+    """Return whether text from a command line represents a number, `True`, `False` or `None`."""
     return re.fullmatch(r"-?\d+(\.\d+)?(e-?\d+)?|True|False|None", text) is not None
 
 
@@ -259,7 +259,7 @@ def _options(hook: object) -> list[str]:
 
 
 def _inside(hook: object) -> Iterator[object]:
-    """A hook, by name, class or configured, and those inside of it."""
+    """Yield a hook, given by name, class or object, and all hooks inside it."""
     if class_of(hook) is not None:
         yield hook
     if isinstance(hook, CommHook):

@@ -1,4 +1,4 @@
-"""Models whose ranks step alone: what differs between ranks, and how to make it the same."""
+"""Models with local steps: tracks the tensors that differ between ranks, and averages them."""
 
 from __future__ import annotations
 
@@ -33,22 +33,22 @@ from lightning_commhooks.interface.layout import Layout, is_count_of_steps, is_s
 from lightning_commhooks.interface.state import StateReader, StateWriter
 from lightning_commhooks.interface.swap import Swap, count_up, version_of
 
-# Of the model itself, among the keys of optimizers.
+# Key of the model itself, among the keys of optimizers.
 _MODEL = ""
-# Elements of a large buffer by which a change is noticed that autograd does not count.
+# Number of elements of a large buffer to sample for changes that autograd does not count.
 _SAMPLE = 512
-# What ranks tell each other when they look at a model.
+# Flags that ranks exchange before they swap in the averages.
 _IS_CURRENT, _IS_IN, _IS_SHOWN = 1, 2, 4
-# Told of buffers that are averaged whenever there are any.
+# Number that announces buffers which every average includes.
 _STATISTICS = 1
 
 
 def digest_of(tensors: Iterable[Tensor]) -> int:
-    """A number of 56 bits that tells whether tensors are the same, bit for bit; of sharded ones, this rank's parts."""
+    """Return a 56-bit digest of tensors, bit for bit; for sharded tensors, of this rank's parts."""
     digest = hashlib.blake2b(digest_size=7)
     for tensor in tensors:
         on_host = flat_view(tensor).cpu().contiguous()
-        # Not `ctypes.string_at`: its length is a C int, and tensors may have more than 2 GiB.
+        # `ctypes.string_at` is limited to the range of a C int, and tensors may exceed 2 GiB.
         if on_host.nbytes:
             digest.update((ctypes.c_char * on_host.nbytes).from_address(on_host.data_ptr()))
     return int.from_bytes(digest.digest(), "big")
@@ -59,13 +59,13 @@ class OptimizerStep:
     """A step of an optimizer that has just changed the model.
 
     Attributes:
-        optimizer: key of the state that a hook keeps for this optimizer: the name of its first parameter.
+        optimizer: key of the hook's state for this optimizer: the name of its first parameter.
         step: number of the last synchronized backward, from 0 on; -1 before the first.
-        parameters: its parameters by name, without those that have been frozen all the time.
+        parameters: its parameters by name, except parameters that have always been frozen.
         state: the optimizer's own state, by parameter.
-        models: to average them with, and the rest of the model.
-        num_steps: how many steps count now; equal on all ranks. 0: it is not known yet whether this one changed
-            anything. Above 1: this one, and earlier ones that were not counted then.
+        models: averages these parameters and the rest of the model.
+        num_steps: number of steps to count now; rank-uniform. 0: whether this step changed anything is not known yet.
+            Above 1: this step, and earlier steps that were not counted at the time.
     """
 
     optimizer: str
@@ -79,26 +79,26 @@ class OptimizerStep:
 class Models:
     """The ranks' copies of one model. Methods that average are collective and run in turn with the hook.
 
-    What a rank has done alone, as a forward, never decides whether it takes part in a collective: `swap_in` tells it to
-    the others, and all do the same then.
+    A rank's own actions, such as a forward, never decide whether it takes part in a collective: `swap_in` exchanges
+    them, and all ranks then act in the same way.
 
     Args:
         group: all ranks.
-        optimizers: those that change the model, by the name of the first parameter of each; grows as they are seen.
-        hook: name of the hook, for messages and the traces of profilers.
+        optimizers: the optimizers of the model, by the name of each one's first parameter; added when they first step.
+        hook: name of the hook, for messages and profiler traces.
 
     Attributes:
         layout: names of the parameters.
-        average_buffers: whether running statistics belong to the model that is averaged.
-        broadcasts_buffers: whether other buffers are to be as the first rank has them, as with DDP's option.
-        diverged: names of parameters that ranks have changed alone since the last average over all ranks.
-        num_steps: steps that optimizers have taken since the beginning of training, by optimizer; equal on all ranks.
-        num_undecided: later steps of which it is not known yet whether they changed anything; equal on all ranks.
-        may_differ: whether ranks have ever stepped alone; the same on all of them.
-        begin: begins a computation of a group of `Group.beside` that goes on while training does, in a channel of its
-            own, and returns what waits for its end.
-        is_swapped: whether the averages stand in the place of this rank's own model for a while.
-        is_shown: whether that is until training goes on, not within a `with`.
+        average_buffers: whether averages of the model include running statistics.
+        broadcasts_buffers: whether all ranks get the first rank's other buffers, as with DDP's option.
+        diverged: names of parameters that local steps have changed since the last average over all ranks.
+        num_steps: steps since the start of training, by optimizer; rank-uniform.
+        num_undecided: later steps that may turn out to have changed nothing; rank-uniform.
+        may_differ: whether there has been any local step; rank-uniform.
+        begin: begins a computation in a separate group, which runs during training in its own channel, and returns a
+            function that waits for it.
+        is_swapped: whether the averages temporarily replace this rank's own model.
+        is_shown: whether they do so until training continues, not within a `with`.
     """
 
     def __init__(self, group: Group, optimizers: dict[str, Optimizer], hook: str) -> None:
@@ -112,21 +112,21 @@ class Models:
         self.num_undecided: dict[str, int] = {}
         self.may_differ = False
         self.begin: Callable[[Group, Callable[[Group], Steps[None]]], Callable[[], None]]
-        # As far as this rank knows.
+        # As known to this rank.
         self._buffers_diverged = False
-        # Whether ranks have to ask each other about buffers at the next average, and about others than statistics.
+        # Whether ranks have to compare buffers at the next average, and whether to include buffers except statistics.
         self._asks_about_buffers = self._watches_others = True
         self._counts_of_steps: set[str] = set()
         self._contents: dict[str, tuple[weakref.ref[Tensor], int, bytes, int]] = {}
         self._warned: set[str] = set()
         # Names of parameters whose optimizer state differs between ranks.
         self._states_diverged: set[str] = set()
-        # Averages of the model and of optimizers' state, in place or kept until training goes on.
+        # Averages of the model and of optimizers' state, in place or kept until training continues.
         self._swaps: dict[str, Swap] = {}
         self.is_swapped = self.is_shown = False
 
     def stepped(self, optimizer: Optimizer, step: int) -> OptimizerStep | None:
-        """The step of an optimizer of this model, after a backward; `None` if it has none of the parameters."""
+        """Describe a step of an optimizer of this model; `None` if it has none of the parameters."""
         parameters = parameters_of(optimizer)
         key = next((name for p in parameters if (name := self.layout.name_of(p)) is not None), None)
         if key is None:
@@ -135,7 +135,7 @@ class Models:
         return OptimizerStep(key, step, self.layout.trained_among(parameters), optimizer.state, self)
 
     def diverge(self, stepped: OptimizerStep) -> None:
-        """Note that each rank changed its own model."""
+        """Record that each rank changed its own model."""
         self.may_differ = True
         self.forget()
         self.buffers_diverge()
@@ -143,33 +143,33 @@ class Models:
         self.diverge_state(stepped)
 
     def diverge_state(self, stepped: OptimizerStep) -> None:
-        """Note that the state of an optimizer differs between ranks."""
+        """Record that the state of an optimizer differs between ranks."""
         self._states_diverged.update(stepped.parameters)
 
     def buffers_diverge(self) -> None:
-        """Note that a forward has changed this rank's own buffers."""
+        """Record that a forward has changed this rank's own buffers."""
         self._buffers_diverged = True
 
     def regroup(self, group: Group) -> None:
-        """Go on among other ranks."""
+        """Continue with a new group of ranks."""
         self._group = group
         self._asks_about_buffers = self._watches_others = True
 
     @property
     def differ(self) -> bool:
-        """Whether this rank has a model of its own in place now, as far as it knows without asking others."""
+        """Whether this rank's own model is in place and may differ, as known without communication."""
         return not self.is_swapped and bool(self.diverged or (self._buffers_diverged and self._buffers()[0]))
 
     def state_diverged(self, stepped: OptimizerStep) -> bool:
-        """Whether an optimizer's state differs between ranks."""
+        """Return whether an optimizer's state differs between ranks."""
         return not self._states_diverged.isdisjoint(stepped.parameters)
 
     def _tensors(self, names: Container[str]) -> dict[str, Tensor]:
-        # In the order of the model: that of a set differs between ranks.
+        # In the order of the model: a set's order differs between ranks.
         return {name: p for name, p in self.layout.trained.items() if name in names} | self._buffers()[0]
 
     def _buffers(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Running statistics, and other buffers that ranks compare."""
+        """Return running statistics, and the other buffers that ranks compare."""
         statistics: dict[str, Tensor] = {}
         others: dict[str, Tensor] = {}
         for name, buffer, owner, own in self.layout.buffers() if self.average_buffers else ():
@@ -182,9 +182,9 @@ class Models:
         return statistics, others
 
     def average_(self, names: Collection[str] = (), group: Group | None = None) -> None:
-        """Average parameters of these names, and running statistics; over all ranks by default.
+        """Average the parameters with these names and the running statistics, over all ranks by default.
 
-        Over all ranks, other buffers become those of the first rank, if DDP is to broadcast buffers.
+        Over all ranks, the first rank's other buffers are also copied to all ranks if `broadcasts_buffers` is set.
         """
         group = group or self._group
         is_of_all = group.size == self._group.size
@@ -202,23 +202,23 @@ class Models:
             self._buffers_diverged = self._asks_about_buffers = False
 
     def about_buffers(self) -> int:
-        """A number for the other ranks, by which all know whether to ask each other about buffers when they average.
+        """Return a number to exchange, from which all ranks know whether to compare buffers at the next average.
 
-        Does not wait for a device unless autograd knows of a change.
+        Does not synchronize with a device unless autograd has counted a change.
         """
         statistics, others = self._buffers()
         return _STATISTICS if statistics else self._content_of(others, samples=False)
 
     def heard_of_buffers(self, told: Collection[int]) -> None:
-        """Take what `about_buffers` has returned on all ranks."""
+        """Process the results of `about_buffers` on all ranks."""
         self._asks_about_buffers |= _STATISTICS in told or len(set(told)) > 1
 
     def averaging(self) -> AbstractContextManager[object]:
-        """For what averages models or states of optimizers: a range in the traces of profilers."""
+        """Return a profiler range for averages of models and optimizer states."""
         return named(self._hook, "average")
 
     def averaged(self, names: Collection[str], group: Group | None = None) -> None:
-        """Note that these parameters were averaged, or set to the same values on all ranks."""
+        """Record that these parameters were averaged, or set to the same values on all ranks."""
         self._group.counters.averagings += bool(names)
         if group is None or group.size == self._group.size:
             self.diverged.difference_update(names)
@@ -226,7 +226,7 @@ class Models:
     def _alike(
         self, tensors: Mapping[str, Tensor], group: Group, told: Collection[int], owner_of: Any = None
     ) -> Mapping[str, Tensor]:
-        """Those of the tensors that all ranks can average, in one order. Collective where ranks have told of others."""
+        """Return the tensors that all ranks can average, in one order. Collective if `told` differs between ranks."""
         if len(set(told)) == 1:
             return tensors
         found = alike(tensors, group, owner_of)
@@ -240,20 +240,20 @@ class Models:
         return {name: tensors[name] for name in found.names}
 
     def _differing(self, others: Mapping[str, Tensor], told: Collection[int]) -> list[Tensor]:
-        """Buffers that are to become those of the first rank. Collective where ranks have told of other contents."""
+        """Return the buffers to copy from the first rank. Collective if `told` differs between ranks."""
         if len(set(told)) == 1:
             return []
         found = alike(others, self._group, numbers=_contents(others, self._contents))
         differ = [name for name in found.differ if name not in self._counts_of_steps]
         named = differ or (found.left if found.first_left == self._group.rank else [])
         if named and (self._group.rank == 0 or not differ):
-            what_is_done = "each rank keeps its own, and a checkpoint has those of the rank that saves it"
+            what_is_done = "each rank keeps its own, and a checkpoint has the buffers of the rank that saves it"
             if differ and self.broadcasts_buffers:
-                what_is_done = "all ranks take those of the first one at each average, as DDP's broadcast_buffers=True"
+                what_is_done = "all ranks get the first rank's at each average, as with DDP's broadcast_buffers=True"
             self._warn_once(
                 "buffers",
                 f"{len(named)} buffers, {named[0]!r} first, differ between ranks and are not averaged, because they "
-                f"are no running statistics of normalization layers: {what_is_done}",
+                f"are not running statistics of normalization layers: {what_is_done}",
             )
         self._watches_others = False
         return [others[name] for name in found.differ] if self.broadcasts_buffers else []
@@ -264,14 +264,14 @@ class Models:
             warnings.warn(f"hook {self._hook!r}: {text}", stacklevel=2)
 
     def _content_of(self, buffers: Mapping[str, Tensor], samples: bool = True) -> int:
-        """A number that differs where names, shapes or values of buffers do."""
+        """Return a digest of the names, shapes and values of buffers."""
         found = _contents(buffers, self._contents, samples)
         return number_of(repr([(kind_of(name, b), found[name]) for name, b in buffers.items()])) if buffers else 0
 
     def average_state_(self, stepped: OptimizerStep, group: Group | None = None) -> None:
-        """Average the floating-point tensors in an optimizer's state, apart from its step count.
+        """Average the floating-point tensors in an optimizer's state, except its step count.
 
-        Leaves what some rank has not got, because its optimizer has not changed the parameter yet.
+        Skips tensors that some rank lacks because its optimizer has not changed the parameter yet.
         """
         group = group or self._group
         with self.averaging():
@@ -282,13 +282,13 @@ class Models:
             self._states_diverged.difference_update(stepped.parameters)
 
     def reset_state_(self, stepped: OptimizerStep) -> None:
-        """Let an optimizer forget its state of the parameters."""
+        """Reset an optimizer's state of the parameters."""
         for parameter in stepped.parameters.values():
             stepped.state.pop(parameter, None)
         self._states_diverged.difference_update(stepped.parameters)
 
     def average_diverged_(self, everything: bool = False) -> None:
-        """Average for good what differs between ranks; with `everything`, also what others than optimizers changed."""
+        """Permanently average the tensors that differ; with `everything`, also changes that no optimizer made."""
         if everything:
             self.swap_out()
             self.keep_averages()
@@ -304,7 +304,7 @@ class Models:
         return len({digest for digest, *_ in check_same("average all parameters", self._group, own)}) > 1
 
     def average_what_differs_(self) -> None:
-        """Average weights and optimizers' state that ranks have changed alone, unless all have the same again."""
+        """Average the weights and optimizer state that local steps have changed, unless they are equal on all ranks."""
         if not (self.diverged or self._states_diverged):
             return
         stepped = [
@@ -318,9 +318,9 @@ class Models:
                 self.average_state_diverged_(one)
 
     def swap_in(self) -> None:
-        """Put the averages in the place of each rank's own model until `swap_out`.
+        """Replace each rank's own model by the averages until `swap_out`.
 
-        Collective once ranks have stepped alone. Averages that all ranks have kept are used again.
+        Collective after the first local step. Averages that all ranks have kept are reused.
         """
         if self.may_differ or self.diverged:
             with self._group.counters.evaluating(), self.averaging():
@@ -350,7 +350,7 @@ class Models:
             self._swaps[_MODEL] = self._averages([*tensors.values()], shared)
 
     def _tell_of_look(self) -> list[list[int]]:
-        """Tell all ranks what this one has in place, and could put there."""
+        """Exchange which tensors each rank has in place, and which averages it could swap in."""
         statistics, others = self._buffers()
         tensors, swap = self._tensors(self.diverged), self._swaps.get(_MODEL)
         contents = self._content_of(statistics), self._content_of(others)
@@ -362,7 +362,7 @@ class Models:
         return check_same(what, self._group, flags, kinds_of(tensors), *contents)
 
     def _averages(self, tensors: list[Tensor], shared: list[Tensor]) -> Swap:
-        """Averages of the first tensors, and what the first rank has of the others, in their place."""
+        """Replace `tensors` by their averages, and `shared` by the first rank's tensors."""
 
         def put() -> None:
             average_(tensors, self._group)
@@ -377,7 +377,7 @@ class Models:
         return swap
 
     def swap_out(self, key: str = _MODEL) -> None:
-        """Put each rank's own model or optimizer state back, but for what has changed, as by loading weights."""
+        """Restore each rank's own model or optimizer state, except tensors changed meanwhile, as by loading weights."""
         swap = self._swaps.get(key)
         if swap is not None and swap.is_in:
             swap.exchange()
@@ -387,18 +387,18 @@ class Models:
             self.is_swapped = self.is_shown = False
 
     def keep_averages(self) -> None:
-        """Let go of each rank's own model."""
+        """Make the averages permanent: drop each rank's own model."""
         self._swaps.pop(_MODEL, None)
         self.is_swapped = self.is_shown = False
 
     def average_state_diverged_(self, stepped: OptimizerStep) -> None:
-        """Average an optimizer's state, as `average_state_`, for good."""
+        """Average an optimizer's state permanently, as `average_state_` does."""
         self.swap_state_in(stepped)
         self._swaps.pop(stepped.optimizer, None)
         self._states_diverged.difference_update(stepped.parameters)
 
     def swap_state_in(self, stepped: OptimizerStep) -> bool:
-        """Put the averages in the place of an optimizer's state; returns whether to `swap_out` again."""
+        """Replace an optimizer's state by its averages; return whether to `swap_out` later."""
         key = stepped.optimizer
         swap = self._swaps.get(key)
         if not self.state_diverged(stepped) or (swap is not None and swap.is_in):
@@ -416,17 +416,17 @@ class Models:
         return True
 
     def paused(self) -> list[Callable[[], None]]:
-        """Do not take for a change of models what happens until these functions are called."""
+        """Ignore changes of the models until the returned functions are called."""
         return [swap.paused() for swap in self._swaps.values()]
 
     def forget(self) -> None:
-        """Let go of averages that were kept, as training goes on; those that are in place will not be kept."""
+        """Drop kept averages when training continues; averages in place are dropped once they are swapped out."""
         self._swaps = {key: swap for key, swap in self._swaps.items() if swap.is_in}
         for swap in self._swaps.values():
             swap.is_outdated = True
 
     def state_dict(self, writer: StateWriter) -> dict[str, Any]:
-        """Each rank's own model and state of optimizers, as far as they differ; empty unless the state is exact."""
+        """Return each rank's own model and optimizer state as far as they differ; empty unless the state is exact."""
         if writer.kind != "exact" or not (self.may_differ or self.diverged):
             return {}
         named = {("parameters", name): p for name, p in self.layout.trained.items() if name in self.diverged}
@@ -441,7 +441,7 @@ class Models:
         if not (self.diverged or self._states_diverged or any(diverged for _, diverged, *_ in told)):
             return {}
         found = self._alike(by_name, self._group, [kinds for kinds, *_ in told], lambda name: name.rpartition("\n")[0])
-        # Averages may stand in its place.
+        # Averages may have replaced it.
         own = {key: tensor for swap in self._swaps.values() for key, tensor in swap.own().items()}
         saved: dict[str, Any] = {"parameters": {}, "buffers": {}, "optimizers": {}}
         for path, tensor in found.items():
@@ -455,7 +455,7 @@ class Models:
         return saved
 
     def stage(self, saved: Mapping[str, Any], reader: StateReader) -> list[tuple[Tensor, Tensor]]:
-        """Tensors and what to copy to them to `restore` what `state_dict` returned; changes nothing yet."""
+        """Return pairs of a tensor and its saved value, for `restore`; changes nothing yet."""
         parameters = self.layout.trained
         staged = _matching("parameter", saved["parameters"], parameters, reader)
         staged += _matching("buffer", saved["buffers"], self.layout.float_buffers(), reader)
@@ -469,7 +469,7 @@ class Models:
         return staged
 
     def restore(self, staged: list[tuple[Tensor, Tensor]], saved: Mapping[str, Any]) -> None:
-        """Give each rank its own model back, or note that there is none: the same was loaded on all ranks."""
+        """Restore each rank's own model, or record that all ranks have loaded the same one."""
         self.keep_averages()
         self._swaps.clear()
         for tensor, value in staged:
@@ -494,18 +494,18 @@ def _matching(
 
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
-    """All parameters of an optimizer, in the order of its groups."""
+    """Return all parameters of an optimizer, in the order of its groups."""
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def _states_of(parameters: Mapping[str, Tensor], state: Mapping[Tensor, Any]) -> dict[str, Tensor]:
-    """Floating-point tensors of an optimizer's state, by parameter and key in one text."""
+    """Return the floating-point tensors of an optimizer's state, by a string of parameter and key."""
     states = ((name, _floating_point(state.get(p, {}))) for name, p in parameters.items())
     return {f"{name}\n{key}": tensor for name, tensors in states for key, tensor in tensors.items()}
 
 
 def _owner_of(name: str) -> str:
-    """The parameter that a tensor of an optimizer's state is of."""
+    """Return the name of the parameter that a tensor of an optimizer's state belongs to."""
     return name.partition("\n")[0]
 
 
@@ -514,9 +514,9 @@ def _contents(
     known: dict[str, tuple[weakref.ref[Tensor], int, bytes, int]],
     samples: bool = True,
 ) -> dict[str, int]:
-    """A number for the values of each buffer.
+    """Return a digest of each buffer.
 
-    Buffers are read again only where autograd or a sample of them tells of a change: `known` has those of before.
+    Buffers are read again only if autograd or a sample shows a change from `known`, the previous digests.
     """
     found: dict[str, int] = {}
     for name, buffer in buffers.items():
@@ -533,7 +533,7 @@ def _contents(
 
 
 def _samples(tensors: list[Tensor]) -> list[bytes]:
-    """Some elements of each tensor as bytes; read from each device at once."""
+    """Return some elements of each tensor as bytes, with one copy from each device."""
     some = []
     for tensor in tensors:
         flat = flat_view(tensor).reshape(-1)
@@ -550,8 +550,8 @@ def _samples(tensors: list[Tensor]) -> list[bytes]:
 
 def _floating_point(state: Mapping[str, Any]) -> dict[str, Tensor]:
     if any(isinstance(v, Tensor) and v.numel() > 1 and not _is_continuous(v) for v in state.values()):
-        return {}  # quantized: the mean of scales means nothing without that of the codes
-    # Sorted: the order in which an optimizer makes them is its own business.
+        return {}  # quantized: averaging the scales without the codes is meaningless
+    # Sorted: the order may differ between ranks.
     tensors = {k: v for k, v in sorted(state.items()) if isinstance(v, Tensor) and k != "step"}
     return {k: v for k, v in tensors.items() if _is_continuous(v)}
 

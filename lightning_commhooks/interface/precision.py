@@ -1,4 +1,4 @@
-"""Which precision hooks compute in, whether gradients are finite, and how all ranks see that they are not."""
+"""The precision of hooks' computations, and checks for inf and NaN that reach all ranks."""
 
 from __future__ import annotations
 
@@ -10,44 +10,44 @@ from torch import Tensor
 
 
 def work_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Dtype of residuals and what is computed with them: at least float32."""
+    """Return the dtype of residuals and of computations with them: at least float32."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def to_gradient(mean: Tensor, dtype: torch.dtype) -> Tensor:
-    """Cast an approximation to the gradient's dtype; what float16 cannot hold is clipped and stays in the residual."""
+    """Cast an approximation to the gradient's dtype; float16 is clipped, and the excess stays in the residual."""
     if dtype == torch.float16:
         mean = mean.clamp(-torch.finfo(dtype).max, torch.finfo(dtype).max)
     return mean.to(dtype)
 
 
 def add_unscaled_(memory: Tensor, gradient: Tensor, divisor: float | Tensor) -> Tensor:
-    """Add `gradient / divisor` to `memory`, in its dtype, without waiting for a divisor on a CUDA device."""
+    """Add `gradient / divisor` to `memory`, in its dtype, without synchronizing for a divisor on CUDA."""
     if isinstance(divisor, float):
         return memory.add_(gradient, alpha=1 / divisor)
-    # With a dimension, or the quotient would be in the gradient's own 16 bit and underflow.
+    # With a 0-dimensional divisor, the quotient would have the gradient's 16 bits and underflow.
     return memory.addcdiv_(gradient, divisor.reshape(1).to(memory.dtype))
 
 
 def all_finite(tensor: Tensor) -> Tensor:
-    """Boolean, one element on the tensor's device: whether no element is inf or NaN. Waits for no device."""
+    """Return whether all elements are finite, as a one-element boolean on the tensor's device; never synchronizes."""
     if not tensor.is_cpu:
         return tensor.isfinite().all()
     if not tensor.numel():
         return torch.tensor(True)
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
-    # On CPU a sum takes a fiftieth of the time of isfinite(). It may overflow, so it cannot say no.
+    # On CPU a sum takes a fiftieth of the time of isfinite(). It may overflow, so a nonfinite sum proves nothing.
     finite = bool(tensor.sum().isfinite())
     return torch.tensor(finite or bool(tensor.max().isfinite() and tensor.min().isfinite()))
 
 
 def spoil_unless_(finite: Tensor, tensors: Sequence[Tensor]) -> None:
-    """Make all of some tensors NaN unless `finite`, boolean, one element; does not wait for a device to know.
+    """Fill tensors with NaN unless `finite`, without synchronizing.
 
     Args:
-        finite: on the device of the tensors.
-        tensors: with at least one dimension.
+        finite: a boolean of one element on the device of the tensors.
+        tensors: tensors with at least one dimension.
     """
     if not finite.is_cpu or not finite:
         zero_or_nan = torch.where(finite, 0.0, math.nan).view(1)
@@ -57,9 +57,9 @@ def spoil_unless_(finite: Tensor, tensors: Sequence[Tensor]) -> None:
 
 
 def num_overflowed(exact: Tensor, half: Tensor) -> int | Tensor:
-    """Number of elements that are finite in `exact` and not in `half`, a cast of it; as a tensor unless on CPU.
+    """Return the number of elements that are finite in `exact` but not in its cast `half`; as a tensor unless on CPU.
 
-    0 for bfloat16, which has the range of float32.
+    It is 0 for bfloat16, which has the range of float32.
     """
     if half.dtype != torch.float16 or (half.is_cpu and all_finite(half)):
         return 0

@@ -28,7 +28,7 @@ def get_hook(hook: str | CommHook, **options: Any) -> CommHook:
     if isinstance(hook, CommHook):
         if options:
             raise ValueError(
-                f"options {sorted(options)} were given beside a configured {type(hook).__name__}: write "
+                f"options {sorted(options)} were given with a configured {type(hook).__name__}: write "
                 f"hook={with_options(hook, options)}"
             )
         return hook

@@ -1,4 +1,4 @@
-"""Writer and reader of a hook's state; the reader takes any world size, and names what does not fit."""
+"""Writer and reader of a hook's state; the reader accepts any world size and reports the parts that do not fit."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from torch import Tensor
 
 from lightning_commhooks.collectives.group import Group
 
-# What a hook remembers, `{parameter: {kind: tensor}}`: see `BoundHook.memory`.
+# A hook's memory, `{parameter: {kind: tensor}}`: see `BoundHook.memory`.
 Memory = dict[str, dict[str, Tensor]]
 
-# Shapes of what is remembered of a parameter, by kind; `None`: any.
+# Shapes of a parameter's memory, by kind; `None`: any.
 Shapes = Mapping[str, tuple[int, ...] | None]
 
-# What a state has of the tensors that differ between ranks: their mean, or those of each rank; or, where nobody is
-# asked, this rank's own, or zeros, for a rank that joins.
+# The contents of a state for tensors that differ between ranks: their mean or all ranks' tensors; or, without
+# communication, this rank's own tensor or, for a joining replica, zeros.
 PerRank = Literal["mean", "exact", "own", "joining"]
 
 
 class StateError(ValueError):
-    """A state does not fit the hook. Raised on all ranks alike; the hook goes on as it was."""
+    """A state does not fit the hook. Raised on all ranks; the hook is unchanged."""
 
 
 class StateWriter:
-    """Copies tensors into a state, on CPU so that it can be loaded anywhere.
+    """Copies tensors into a state, on CPU so that it can be loaded on any device.
 
     Args:
         group: the ranks.
-        kind: what to keep of the tensors that differ between ranks.
+        kind: how to save tensors that differ between ranks.
     """
 
     def __init__(self, group: Group, kind: PerRank) -> None:
@@ -39,11 +39,11 @@ class StateWriter:
         self.kind = kind
 
     def shared(self, tensor: Tensor) -> Tensor:
-        """A copy of a tensor that is equal on all ranks."""
+        """Copy a rank-uniform tensor."""
         return tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)
 
     def per_rank(self, tensor: Tensor) -> Tensor:
-        """Of a tensor that differs between ranks the mean, or all of them, shape `(w, *shape)`, if `kind` is so."""
+        """Save a tensor that differs between ranks as `kind` says; all ranks' tensors have shape `(w, *shape)`."""
         if self.kind in ("own", "joining"):
             return self.shared(tensor if self.kind == "own" else torch.zeros_like(tensor))
         if self.kind == "exact":
@@ -53,9 +53,9 @@ class StateWriter:
         return self._group.finish(self._group.all_reduce_mean_(mean)).cpu()
 
     def memory(self, memory: Memory, own_kinds: Container[str]) -> Memory:
-        """A copy of what a hook remembers."""
+        """Copy a hook's memory."""
         saved: Memory = {}
-        # Ranks may have met the parameters in different orders.
+        # The order of the parameters may differ between ranks.
         for name in sorted(name for name in memory if memory[name]):
             entry = sorted(memory[name].items())
             saved[name] = {kind: (self.per_rank if kind in own_kinds else self.shared)(own) for kind, own in entry}
@@ -66,15 +66,15 @@ class StateReader:
     """Gives a hook its part of a saved state.
 
     Args:
-        saved: what [`save`][] returned.
-        shapes: of all parameters of the model, by name.
-        group: the ranks now.
+        saved: the result of [`save`][].
+        shapes: shapes of all parameters of the model, by name.
+        group: the current ranks.
         strict: whether a difference is an error.
 
     Attributes:
-        is_exact: whether each rank gets back exactly what it saved.
+        is_exact: whether each rank gets exactly the tensors that it saved.
         steps: synchronized backwards before the state was saved.
-        differences: what was left out so far, one text each.
+        differences: descriptions of the parts skipped so far.
     """
 
     def __init__(self, saved: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], group: Group, strict: bool):
@@ -91,10 +91,10 @@ class StateReader:
         self._parameters = saved_shapes, dict(shapes)
 
     def differs(self, problem: str) -> None:
-        """Tell of a part of the state that does not fit. Returns only when that part may be left out.
+        """Report a part of the state that does not fit. Returns only if that part may be skipped.
 
         Raises:
-            StateError: the state is to fit exactly.
+            StateError: the reader is strict.
         """
         if self._strict:
             raise StateError(
@@ -104,7 +104,7 @@ class StateReader:
         self.differences.append(problem)
 
     def check_parameters(self) -> None:
-        """Tell of the parameters that are not the same as when the state was saved."""
+        """Report the parameters that have changed since the state was saved."""
         saved, now = self._parameters
         for name in {**saved, **now}:
             if name not in now:
@@ -115,7 +115,7 @@ class StateReader:
                 self.differs(f"parameter {name!r} has shape {list(saved[name])} in the state and {list(now[name])} now")
 
     def section(self, state: Any, key: str) -> Mapping[str, Any]:
-        """The dictionary `state[key]`; an empty one if there is none."""
+        """Return the dictionary `state[key]`, or an empty one if it is missing."""
         section = state.get(key) if isinstance(state, Mapping) else None
         if isinstance(section, Mapping):
             return section
@@ -123,21 +123,21 @@ class StateReader:
         return {}
 
     def shared(self, tensor: Tensor) -> Tensor:
-        """A copy on the gradients' device of what `StateWriter.shared` saved."""
+        """Copy a tensor that `StateWriter.shared` saved to the gradients' device."""
         return tensor.to(self._group.device, copy=True)
 
     def per_rank(self, tensor: Tensor) -> Tensor:
-        """This rank's part of what `StateWriter.per_rank` saved: its own or the mean, whose sum is the same."""
+        """Return this rank's part of a tensor that `StateWriter.per_rank` saved: its own tensor or the mean."""
         if self._saved_exact:
             rows = tensor[list(self._ranks)] if self.is_exact else tensor
-            # The mean of equal rows may be rounded.
+            # The mean of equal rows could be rounded.
             tensor = rows[0] if bool((rows == rows[0]).all()) else rows.mean(dim=0)
         return tensor.to(self._group.device, copy=True)
 
     def memory(
         self, saved: Mapping[str, Any], kept: Callable[[list[tuple[int, ...]]], Shapes], own_kinds: Container[str]
     ) -> Memory:
-        """Return the memory in a state that fits, by `BoundHook.kept`."""
+        """Return the part of a saved memory that fits `BoundHook.kept`."""
         memory: Memory = {}
         for name in saved:
             shapes = [self._shapes[part] for part in name.split("\n") if part in self._shapes]
@@ -172,18 +172,18 @@ class StateReader:
 
     @contextmanager
     def of_ranks(self, ranks: Sequence[int]) -> Iterator[None]:
-        """While a hook loads of which these ranks have the same memory: the mean of what they saved."""
+        """Give the mean over these ranks to a hook whose memory they share, while it loads."""
         before, self._ranks = self._ranks, ranks
         yield
         self._ranks = before
 
     @contextmanager
     def of_hook(self, options: str, has: Callable[[str], bool]) -> Iterator[None]:
-        """While a hook inside of another one loads its part.
+        """Restrict the reader to an inner hook while that hook loads its part.
 
         Args:
-            options: what to add to messages of what does not fit.
-            has: whether a parameter of the model, by name, is one of this hook's.
+            options: text to append to messages about parts that do not fit.
+            has: whether a parameter of the model, by name, belongs to this hook.
         """
         before = self._options, self._shapes
         self._options, self._shapes = options, {name: shape for name, shape in self._shapes.items() if has(name)}
@@ -192,7 +192,7 @@ class StateReader:
 
 
 def _as_saved_now(saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """An entry of an exact state of version 0.1, which had parts of the residual apart, as it is saved now."""
+    """Convert an entry of an exact state of version 0.1, which split the residual, to the current format."""
     entry = dict(saved)
     if {"sent_p", "sent_q", "residual"} <= entry.keys():
         sent = entry.pop("sent_p").t() @ entry.pop("sent_q")

@@ -1,4 +1,4 @@
-"""Averages that stand in the place of each rank's own tensors for a while."""
+"""Averages that temporarily replace each rank's own tensors."""
 
 from __future__ import annotations
 
@@ -12,19 +12,18 @@ from lightning_commhooks.collectives.averaging import own_part
 
 
 class Swap:
-    """Averages of tensors, in their place at first, and each rank's own in a copy. Collective to make.
+    """Tensors that hold their averages first, and a copy of each rank's own values. The constructor is collective.
 
-    Does not notice changes that autograd does not, as by `tensor.data`.
+    Does not notice changes that bypass autograd, such as changes of `tensor.data`.
 
     Args:
         tensors: the tensors.
-        average: puts averages in their place, or what else all ranks are to see. Collective.
+        average: replaces the tensors by averages, or by any values that all ranks share. Collective.
 
     Attributes:
-        is_in: whether the averages are in place, and each rank's own in the copy; otherwise the other way round.
-        is_outdated: whether tensors have changed since they were averaged.
-        contents: of the model's buffers, with each rank's own in place and with the averages: numbers that tell whether
-            they have changed.
+        is_in: whether the tensors hold the averages and the copy each rank's own values, or vice versa.
+        is_outdated: whether the tensors have changed since they were averaged.
+        contents: digests of the model's buffers with each rank's own values and with the averages, to detect changes.
     """
 
     def __init__(self, tensors: Sequence[Tensor], average: Callable[[], None]) -> None:
@@ -40,11 +39,11 @@ class Swap:
         self._versions = [version_of(tensor) for tensor in self._tensors]
 
     def own(self) -> dict[int, Tensor]:
-        """Each rank's own by the `id` of the tensor whose average is in place."""
+        """Return this rank's own values by the `id` of the tensor that holds the average."""
         return {id(t): own for t, own in zip(self._tensors, self._copies, strict=True)} if self.is_in else {}
 
     def exchange(self) -> None:
-        """Exchange averages and each rank's own, but for what somebody has changed meanwhile, as by loading weights."""
+        """Exchange averages and own values, except in tensors that were changed meanwhile, as by loading weights."""
         for tensor, copy, version in zip(self._tensors, self._copies, self._versions, strict=True):
             if version_of(tensor) == version and tensor.shape == copy.shape:
                 before = tensor.data.clone()
@@ -56,7 +55,7 @@ class Swap:
         self._note_change()
 
     def paused(self) -> Callable[[], None]:
-        """Do not take for a change what happens until the returned function is called."""
+        """Ignore changes until the returned function is called."""
         same = [version_of(tensor) == version for tensor, version in zip(self._tensors, self._versions, strict=True)]
 
         def go_on() -> None:
@@ -66,18 +65,18 @@ class Swap:
         return go_on
 
     def is_current(self, among: Iterable[Any]) -> bool:
-        """Whether nothing has changed since, and the tensors are still `among` these objects."""
+        """Return whether the tensors are unchanged and still `among` these objects."""
         missing = {id(tensor) for tensor in self._tensors}.difference(id(own_part(one)) for one in among)
         is_same = [version_of(tensor) for tensor in self._tensors] == self._versions
         return is_same and not (self.is_outdated or missing)
 
 
 def count_up(tensors: Iterable[Tensor]) -> None:
-    """Let autograd know of a change, so that it refuses a backward of what was computed before."""
-    # A buffer that was made in inference mode has no version.
+    """Tell autograd of a change, so that it rejects a backward through earlier computations."""
+    # A buffer that was created in inference mode has no version.
     increment_version([own_part(tensor) for tensor in tensors if not tensor.is_inference()])
 
 
 def version_of(tensor: Tensor) -> int:
-    """How often autograd knows a tensor to have changed; -1 if it does not count."""
+    """Return autograd's count of changes to a tensor; -1 if it does not count."""
     return -1 if tensor.is_inference() else tensor._version

@@ -30,10 +30,10 @@ _REPLACED_ON_GLOO = {
 
 
 class UserFunction(CommHook):
-    """Stands for a DDP hook function where a `CommHook` is expected: it has no state that we know of.
+    """Represents a DDP hook function as a `CommHook` without state.
 
     Args:
-        function: called by DDP, with gradients that `reduce` has left as they are.
+        function: called by DDP with the gradients, which `reduce` does not change.
     """
 
     def __init__(self, function: DDPHook) -> None:
@@ -63,7 +63,7 @@ class _NoState(BoundHook):
 
 
 def check_user_hook(hook: object) -> None:
-    """Make the checks that DDP makes, with messages that say what to change.
+    """Check a function as DDP does, with messages that say what to change.
 
     Mirrors `DistributedDataParallel._check_comm_hook`, except its refusal of functions *named*
     `bf16_compress_hook` on CPU: gloo reduces bfloat16.
@@ -72,8 +72,8 @@ def check_user_hook(hook: object) -> None:
         hook: a callable `(state, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]`.
 
     Raises:
-        ValueError: not callable, no parameter named `bucket`, not two positional parameters, or an annotation
-            that is not DDP's.
+        ValueError: the hook is not callable, has no parameter named `bucket`, does not take two positional arguments,
+            or has an annotation that differs from DDP's.
     """
     name = getattr(hook, "__qualname__", repr(hook))
     if not callable(hook):
@@ -103,9 +103,9 @@ def check_user_hook(hook: object) -> None:
 
 
 def warn_if_broken_here(hook: DDPHook, backend: str) -> None:
-    """Warn when a stock hook is known to fail on gloo, naming the hook here that does the same and works.
+    """Warn if a stock hook is known to fail on gloo, and name this library's replacement.
 
-    Looks into PyTorch's wrappers too: their hook is a variable of a closure.
+    Also inspects PyTorch's wrappers, whose hook is a closure variable.
     """
     if backend != dist.Backend.GLOO:
         return

@@ -1,4 +1,4 @@
-"""`Attachment`: a hook at work on one model, for whoever trains it."""
+"""`Attachment`: the interface to a hook that is attached to a model."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from lightning_commhooks.wrappers.scale import accumulation_of
 
 
 class Attachment:
-    """A hook at work on one model; made by [`attach`][].
+    """A hook that is attached to one model; created by [`attach`][].
 
-    With FSDP a hook reduces gradients and keeps no memory: what asks for state, whole gradients or models of ranks says
-    so in a `ValueError`, does nothing, or returns what there is, zero or `None`. Not copied: in a copy of what holds it
-    there is `None`, since the hook stays with the model that it was attached to.
+    With FSDP a hook reduces gradients and has no memory. Methods that need state, whole gradients or the ranks' models
+    then raise a `ValueError`, do nothing, or return zero, `None` or the available part. An attachment is not copied: a
+    copy of an object that holds it gets `None`, since the hook stays with the model that it was attached to.
 
     Attributes:
-        is_monitored: whether a [`Monitor`][] was made of it.
+        is_monitored: whether there is a [`Monitor`][] of it.
     """
 
     def __init__(self, runtime: Runtime, exact_state: bool) -> None:
@@ -54,94 +54,111 @@ class Attachment:
 
     @property
     def hook(self) -> CommHook | DDPHook:
-        """The configuration: a `CommHook`, whose starts are steps once training has begun; or a user's own function."""
+        """The configuration: a `CommHook`, with its starts in steps once training has begun; or a user's function."""
         config = self._runtime.config
         return config.function if isinstance(config, UserFunction) else config
 
     @property
     def bound(self) -> BoundHook | None:
-        """The runtime object; `None` for a user's own function, and for FSDP, which has one for each group of ranks."""
+        """The runtime object; `None` for a user's function, and for FSDP, which has one for each group of ranks."""
         return None if self._runtime.limits else self._runtime.bound
 
     @property
     def is_closed(self) -> bool:
-        """Whether `close` was called or the model has gone."""
+        """Whether `close` was called or the model no longer exists."""
         return self._runtime.is_closed
 
     @property
     def name(self) -> str:
-        """Name of the hook, or `module.function` of a user's own."""
+        """Name of the hook, or `module.function` for a user's function."""
         return self._runtime.name
 
     @property
     def is_alone(self) -> bool:
-        """Whether training runs in one process, where a hook that averages gradients leaves them as they are."""
+        """Whether training runs in one process, where a hook that averages gradients does not change them."""
         return self._runtime.is_alone
 
     @property
     def num_steps(self) -> int:
-        """Synchronized backwards since `attach`; unlike `metrics()`, this never waits for a device."""
+        """Synchronized backwards since `attach`; unlike `metrics()`, this never synchronizes with a device."""
         return self._runtime.counters.steps
 
     def is_attached_to(self, model: nn.Module) -> bool:
-        """Whether this is the hook of that model."""
+        """Return whether the hook is attached to that model."""
         return self._runtime.model() is unwrapped(model)
 
     def metrics(self) -> dict[str, float]:
-        """Cumulative counts of this rank. Times of a step that has not ended, with the optimizer's, are not included.
+        """Return this rank's cumulative metrics. Times exclude a step whose optimizer step has not ended.
 
         Returns:
-            `steps` (synchronized backwards since `attach`; with FSDP 1, also those within those of reentrant activation
-            checkpointing), `bytes_sent` and `bytes_dense` (payload bytes this rank sent to train, gradients and the
-            averages of models that the hook itself makes, and would have sent without a hook, FSDP in float32; not
-            FSDP's parameters, and what FSDP2 sends between replicas by itself), `bytes_evaluation` (payload bytes it
-            sent besides, to evaluate and to save: averages of models and optimizers' state that somebody looks at, and
-            the hook's state in checkpoints), `compression_ratio` (dense over sent, of training alone, as the following
-            are), `bytes_sent_between_nodes`, `bytes_evaluation_between_nodes`, `bytes_dense_between_nodes`,
-            `compression_ratio_between_nodes` (what leaves the node, on the mean over ranks: times the number of its
-            ranks, all of it; nodes are told as for `subgroup_size=None` of local SGD), `collectives`, `rounds` (of
-            messages that were waited for one after another, for a bucket at a time; of NCCL's collectives those of a
-            ring), `numel_uncompressed` (gradient elements that were sent as they are, with all of their bytes),
-            `numel_compressed` (the remaining elements of buckets of which anything was sent), `numel_overflowed`
-            (gradient elements of this rank that are finite, but not in the float16 they were sent in),
-            `nonfinite_steps` (steps that a hook with memory disregarded, because a gradient was inf or NaN on some
-            rank, or that ranks taking steps alone skip together), `averagings` (of the model, or a part of it).
+            numbers by name, since `attach`.
 
-            Milliseconds, summed over the `timed_steps` (all steps; on NCCL one in ten): `exposed_ms` (time that the
-            training thread, or on NCCL its stream, had nothing to do but wait for the hook), `comm_ms` (time within
-            collectives, one or several at once, most of which the backward may hide), `codec_ms` (time of the hook's
-            work outside of collectives), `overlap_ms` (time from the first bucket to the end of the backward, which is
-            there to hide communication in). Waiting for ranks that are slower is in `comm_ms`, and `exposed_ms`, too.
-            `waited_ms`, of all steps: what of `exposed_ms` this rank waited at averages of models for the slowest one,
-            and on CUDA for its own device; 0 with `delay`, where nobody waits when an average begins.
+            Counts:
 
-            `relative_error` of the last step that was sampled, after `sample_error`: NaN before the first one.
+            * `steps`: synchronized backwards; with FSDP 1, including nested ones of reentrant activation checkpointing.
+            * `bytes_sent`: payload bytes that this rank sent for training: gradients, and averages of models by the
+              hook. Excludes FSDP's parameters, and bytes that FSDP2 itself sends between replicas.
+            * `bytes_dense`: bytes that it would have sent without a hook, with FSDP in float32.
+            * `bytes_evaluation`: payload bytes that it sent for evaluation and saving: averages of models and of
+              optimizer state, and the hook's state in checkpoints.
+            * `compression_ratio`: `bytes_dense / bytes_sent`.
+            * `bytes_sent_between_nodes`, `bytes_evaluation_between_nodes`, `bytes_dense_between_nodes`,
+              `compression_ratio_between_nodes`: the same for bytes that leave the node, averaged over ranks; multiply
+              by a node's number of ranks for its total. Nodes are determined as for `subgroup_size=None` of local SGD.
+            * `collectives`: collectives for training.
+            * `rounds`: consecutive rounds of messages for training, for each bucket; for NCCL's collectives, the rounds
+              of a ring.
+            * `numel_uncompressed`: gradient elements that were sent uncompressed, with all of their bytes.
+            * `numel_compressed`: the remaining elements of all buckets that sent anything.
+            * `numel_overflowed`: gradient elements of this rank that are finite, but overflow in the float16 they were
+              sent in.
+            * `nonfinite_steps`: steps that a hook with memory discarded because a gradient was inf or NaN on some rank,
+              and local steps that all ranks skipped.
+            * `averagings`: averages of the model, or of a part of it.
 
-            With a `manager`: `replicas` that are there, `quorums` that this one was in, `steps_not_committed`, and
-            `lost_ms`, the time from the last step before those to the next one.
+            Milliseconds, summed over the `timed_steps`, which are all steps, or one in ten on NCCL:
 
-            Left out is what would always be 0: what leaves the node where there is one, averages of models with hooks
-            that average gradients, and `bytes_evaluation` if these have no memory either.
+            * `exposed_ms`: time that the training thread, or its stream on NCCL, only waited for the hook, including
+              waits for slower ranks.
+            * `comm_ms`: time with at least one collective in flight, including waits for slower ranks. The backward may
+              hide most of it.
+            * `codec_ms`: time that the hook computed outside of collectives.
+            * `overlap_ms`: time from the first bucket to the end of the backward, which can hide communication.
+            * `waited_ms`, over all steps: the part of `exposed_ms` that this rank waited for the slowest rank at
+              averages of models, and on CUDA for its own device; 0 with `delay`, since no rank waits when an average
+              begins.
 
-            NaN is what a user's own function sends, and how long it takes. With FSDP there are no times, and nothing of
-            nodes, evaluation, steps with inf or NaN and averages.
+            After `sample_error`, `relative_error`: the error of the last sampled step; NaN before the first.
+
+            With a `manager`:
+
+            * `replicas`: current number of replicas.
+            * `quorums`: number of quorums that included this replica.
+            * `steps_not_committed`: steps that were discarded.
+            * `lost_ms`: time from the last step before the discarded ones to the next step.
+
+            Numbers that would always be 0 are omitted: bytes between nodes if there is one node, averages of models
+            for hooks that average gradients, and `bytes_evaluation` for those that have no memory either. Bytes and
+            times of a user's function are NaN. FSDP has no times, and no numbers on nodes, evaluation, nonfinite steps
+            and averages.
         """
         return self._runtime.metrics()
 
     def sample_error(self, every: int = 100, numel: int | None = DEFAULT_NUMEL) -> None:
-        """Estimate the error of averaged gradients now and then: `metrics()["relative_error"]`. Collective.
+        """Sample the error of averaged gradients periodically, as `metrics()["relative_error"]`. Collective.
 
-        It is `|averaged - mean| / |mean|` over all gradients of a step, with the mean of the same gradients in full
-        precision. With error feedback, what is missing now is sent later, so a model may learn as well with an error
-        near 1. Steps that ranks take alone have none. Costs an all-reduce of `numel` numbers in each sampled step,
-        which is not counted. Call it outside of a backward.
+        The error is `|averaged - mean| / |mean|` over all gradients of a step, with the mean of the same gradients in
+        full precision. Error feedback sends the rest later, so a model may learn as well with an error near 1. Local
+        steps have no error. Each sampled step costs an all-reduce of `numel` numbers, which is not counted. Call it
+        outside of a backward.
 
         Args:
-            every: sample steps whose number is a multiple of this; 0: none.
-            numel: number of elements to estimate it from, drawn anew in each sampled step; `None`: all.
+            every: sample steps whose number is a multiple of this value; 0: no steps.
+            numel: number of elements in the estimate, drawn again in each sampled step; `None`: all.
 
         Raises:
-            ValueError: a value is out of range, or not the same on all ranks; a user's own function, or FSDP.
+            ValueError: a value is out of range or differs between ranks, or the hook is a user's function, or FSDP is
+                used.
         """
         self._known("sample_error")
         self._runtime.begin_together("sample_error()")
@@ -153,9 +170,9 @@ class Attachment:
         self._runtime.watch.sampler = ErrorSampler(every, numel, total) if every else None
 
     def measure_link(self, budget: float = 1.5) -> Link:
-        """Measure what collectives cost between these ranks, in about `budget` seconds.
+        """Measure the cost of collectives between these ranks, in about `budget` seconds.
 
-        Collective, outside of a backward. Raises a `ValueError` for one rank, a user's own function, and FSDP.
+        Collective; call it outside of a backward. Raises a `ValueError` for one rank, a user's function, and FSDP.
         """
         bound = self._known("measure_link")
         check_ranks(bound.group)
@@ -163,9 +180,9 @@ class Attachment:
         return self._runtime.call(lambda: measure_link(bound.group, budget))
 
     def residual_norm(self) -> float:
-        """Euclidean norm of the residual of error feedback, in units of the loss's gradients; 0 for hooks without.
+        """Return the Euclidean norm of the residual, in units of unscaled gradients; 0 without error feedback.
 
-        Makes a pass over the residual, and on CUDA waits for it; call it outside of a backward.
+        Makes a pass over the residual, and synchronizes on CUDA; call it outside of a backward.
         """
         bound = self.bound
         if bound is None:
@@ -174,85 +191,89 @@ class Attachment:
         return self._runtime.call(lambda: math.hypot(*(residual.norm().item() for residual in bound.residuals())))
 
     def steps_not_compressed(self) -> dict[str, int]:
-        """Number of steps that sent no fewer bytes than plain DDP, by reason; call it outside of a backward."""
+        """Return the number of steps that sent at least as many bytes as plain DDP, by reason.
+
+        Call it outside of a backward.
+        """
         return self._runtime.watch.not_compressed()
 
     def forecast(self, num_steps: int | None = None) -> Forecast | None:
-        """Forecast what training will send, by what was measured. Not collective.
+        """Forecast the bytes that training will send, from measured steps. Not collective.
 
-        For hooks with error feedback it also tells the error of one of the first compressed steps, as `sample_error`
-        estimates it; on CUDA that waits for the device.
+        For hooks with error feedback, the forecast includes the error of one of the first compressed steps, as sampled
+        by `sample_error`; on CUDA this synchronizes with the device.
 
         Args:
-            num_steps: synchronized backwards that training has in all, from its beginning on, those before a checkpoint
-                included; `None`: not known.
+            num_steps: total number of synchronized backwards in training, including steps before a checkpoint; `None`:
+                the number is unknown.
 
         Returns:
-            the forecast, one line when it is printed; `None` before a whole period was measured, which takes three
-            steps, and again after each change, as at `start_powerSGD_iter`; for a user's own function, with FSDP, in
-            one process, and before `auto` has chosen. With hooks that average models a period is that between
-            averagings, times the number of optimizers.
+            the forecast, which prints as one line. `None` until a whole period was measured, which takes three steps,
+            and again after each change, as at `start_powerSGD_iter`. Also `None` for a user's function, with FSDP, in
+            one process, and before `auto` has chosen. For hooks that average models, a period is the period of
+            averaging times the number of optimizers.
         """
         if num_steps is not None:
             check_integer("num_steps", num_steps, 1)
         return self._runtime.forecaster.make(num_steps)
 
     def tell_forecast(self, say: Callable[[str], None] | None = None, num_left: int | None = None) -> None:
-        """Say on the first rank what training will do, and warn there if that is next to nothing, or costs accuracy.
+        """Show the forecast on the first rank, and warn there if the hook saves almost nothing or costs accuracy.
 
-        Call it before each step, on all ranks: it says one line after the first steps, and one a few steps after each
-        change of the hook. It warns once, and that is not repeated when training ends. The first call determines the
-        starts that depend on the length of the run, as `start_powerSGD_iter=0.1`, if `attach` did not know it.
+        Call it before each step on all ranks: it shows one line after the first steps, and one a few steps after each
+        change of the hook. It warns once, and the warning is not repeated when training ends. The first call determines
+        starts that depend on the length of the run, such as `start_powerSGD_iter=0.1`, unless `attach` knew it.
 
         Args:
             say: shows one line; `None`: warnings only.
-            num_left: synchronized backwards that are still to come; `None`: not known.
+            num_left: number of synchronized backwards left; `None`: the number is unknown.
         """
         if not self.is_closed:
             self._runtime.expect(None if num_left is None else self._runtime.clock.steps + num_left)
             self._runtime.forecaster.tell(say, num_left)
 
     def note_end(self, *, as_planned: bool) -> None:
-        """Say whether training has ended as planned, before `close`, which gives advice on the next run only then.
+        """State whether training has ended as planned; `close` gives advice on the next run only if it has.
 
-        Call it where you know: for the end of a run that was stopped early by its own rule, or of one that was never
-        meant to be long. Otherwise `close` tells from the number of steps, if it knows how many were to be taken.
+        Call it before `close` if you know: for a run that its own rule stopped early, or that was never meant to be
+        long. Otherwise `close` decides by the number of steps, if it knows the planned number.
 
         Args:
-            as_planned: `True`: whatever the number of steps; `False`: training broke off, or it was a trial.
+            as_planned: `True`: training ended as planned, regardless of the number of steps; `False`: it was
+                interrupted, or was a trial.
         """
         self._runtime.ended = as_planned
 
     def compression_stats(self) -> tuple[float, int, int]:
-        """`(rate, numel_before, numel_after)` since compression began, as `PowerSGDState.compression_stats`.
+        """Return `(rate, numel_before, numel_after)` since compression began, like `PowerSGDState.compression_stats`.
 
-        Raises a `ValueError` if the hook keeps no such statistics.
+        Raises a `ValueError` if the hook does not have these statistics.
         """
-        # By name: it is no method of `BoundHook`, since only hooks that send factors count this.
+        # By name: it is not a method of `BoundHook`, since only hooks that send factors count this.
         stats = getattr(self._known("compression_stats"), "compression_stats", None)
         if stats is None:
             raise ValueError(f"hook {self.name!r} keeps no compression_stats(); use metrics()")
         return cast("tuple[float, int, int]", stats())
 
     def _known(self, method: str) -> BoundHook:
-        """The runtime object, for what is done neither with a user's own function nor with FSDP."""
+        """Return the runtime object, or raise for a user's function and FSDP."""
         if self._runtime.limits:
             raise ValueError(f"{method}(): {self._runtime.limits}")
         return self._runtime.bound
 
     def _of_ddp(self, method: str) -> Runtime:
-        """The runtime, for what is not done with FSDP."""
+        """Return the runtime, or raise for FSDP."""
         if self._runtime.source.limits:
             raise ValueError(f"{method}(): {self._runtime.source.limits}")
         return self._runtime
 
     def state_dict(self) -> dict[str, Any]:
-        """The hook's state as tensors and primitives, equal on all ranks, on CPU.
+        """Return the hook's state as tensors and primitives, rank-uniform, on CPU.
 
-        Collective, outside of a backward, and not after one that has raised. Has the step count and what the hook
-        remembers; of what differs between ranks the mean, which continues the run as well, or with `exact_state` all of
-        it. Of a user's own function, the step count only. With a `manager` it is not collective, and residuals are
-        zero.
+        Collective; call it outside of a backward, and not after one that has raised. The state has the step count and
+        the hook's memory. For memory that differs between ranks it has the mean, which is sufficient to resume, or with
+        `exact_state` every rank's. For a user's function it has only the step count. With a `manager` it is not
+        collective, and residuals are zero.
         """
         run = self._of_ddp("state_dict")
         if run.source.ranks_change:
@@ -270,10 +291,10 @@ class Attachment:
         return run.call(save)
 
     def shared_state_dict(self) -> dict[str, Any]:
-        """The step count, which one rank can save without the others: after a failure, or in a signal handler.
+        """Return only the step count, which a rank can save without its peers: after a failure, or in signal handlers.
 
-        Where it is loaded, the hook goes on from that step, and what it remembers begins anew, with a warning. Raises a
-        `HookError` when the attachment is closed.
+        When it is loaded, the hook resumes from that step and resets its memory, with a warning. Raises a `HookError`
+        if the attachment is closed.
         """
         if self.is_closed:
             raise HookError("the communication hook was closed; its state is gone")
@@ -283,53 +304,54 @@ class Attachment:
     def load_state_dict(
         self, state_dict: Mapping[str, Any] | Sequence[Mapping[str, Any]], *, strict_state: bool = True
     ) -> None:
-        """Take over the state that `state_dict` returned, on this or another number of ranks.
+        """Load a state that `state_dict` returned, from any number of ranks.
 
         Collective: call it on every rank with the same state, outside of a backward.
 
         Args:
-            state_dict: the state; of a sharded model that of this rank's `shard`, or a list of those of all shards in
-                order, which may have been another number of them.
-            strict_state: whether what does not fit is an error. If not, those entries begin anew, with a warning.
+            state_dict: the state. For a sharded model, the state of this rank's `shard`, or a list of the states of all
+                shards in order, whose number may differ from the current one.
+            strict_state: whether entries that do not fit are an error. If not, they are reset, with a warning.
 
         Raises:
-            StateError: on all ranks, and the hook is as it was before: it is no such state, truncated, of another hook,
-                of a model with other parameters, or the hook's options give its memory other sizes.
+            StateError: raised on all ranks, and the hook is unchanged: the value is not a state, is truncated, or is
+                from another hook, from a model with different parameters, or from options that change the sizes of the
+                hook's memory.
         """
         self._of_ddp("load_state_dict").load(state_dict, strict_state)
 
     def reset_state(self) -> None:
         """Reset the hook to step 0, without memory. Collective.
 
-        For models that are the same on all ranks. Averages weights and the state of optimizers if they still differ.
+        For models that are the same on all ranks. Averages weights and optimizer state if they still differ.
         """
         self._of_ddp("reset_state").reset()
 
     @property
     def shard(self) -> tuple[int, int]:
-        """Which part of a sharded model with replicas this rank's state is of, and of how many: `(0, 1)`: all of it."""
+        """Index of this rank's shard of a sharded model with replicas, and number of shards; `(0, 1)`: not sharded."""
         shard = self._runtime.source.shard
         index = sum(one * math.prod(size for _, size in shard[i + 1 :]) for i, (one, _) in enumerate(shard))
         return index, math.prod(size for _, size in shard)
 
     @property
     def is_first_replica(self) -> bool:
-        """Whether this is one of the ranks that save a state, of which all ranks with the same shard have the same."""
+        """Whether this rank should save the state, which is the same on all ranks with the same shard."""
         return self._runtime.source.process_group.rank() == 0
 
     @property
     def averages_models(self) -> bool:
-        """Whether the hook lets ranks step alone and averages their models."""
+        """Whether the hook has local steps and averages models."""
         return averages_models(self._runtime.bound)
 
     @property
     def averages_when_asked(self) -> bool:
-        """Whether it does so for evaluation, too; not with a `manager`, where each replica evaluates for itself."""
+        """Whether it also averages models for evaluation; not with a `manager`, where each replica evaluates itself."""
         return self.averages_models and not self._runtime.source.ranks_change
 
     @property
     def models_differ(self) -> bool:
-        """Whether this rank has a model of its own in place now, as far as it knows without asking others."""
+        """Whether this rank's own model is in place and may differ, as known without communication."""
         return self._runtime.local.models.differ
 
     @property
@@ -339,11 +361,12 @@ class Attachment:
         return self._runtime.bound.has_memory or self.averages_models
 
     def add_weight(self, weight: float | Tensor) -> None:
-        """With `accumulation="weighted"`, say how much the present micro-batch counts, as by its number of tokens.
+        """Set the weight of the current micro-batch for `accumulation="weighted"`, such as its number of tokens.
 
-        Call it for each micro-batch, before its backward; weights of several calls add up. The loss is to be a sum over
-        what the weight counts, not a mean. A weight is a number of at least 0, or a tensor of one element; one on CUDA
-        is not waited for. Raises a `ValueError` if it is not, or the hook does not use weights.
+        Call it for each micro-batch before its backward; the weights of several calls add up. The loss must be a sum,
+        not a mean, over the units that the weight counts. A weight is a number of at least 0, or a tensor of one
+        element, which does not synchronize on CUDA. Raises a `ValueError` for other weights, or if the hook does not
+        use weights.
         """
         if accumulation_of(self._runtime.config) != "weighted" or self._runtime.micro_batches is None:
             raise ValueError(
@@ -353,74 +376,75 @@ class Attachment:
         self._runtime.micro_batches.add_weight(weight)
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
-        """Let the hook know of each step of an optimizer; of use to hooks that average models.
+        """Report each step of an optimizer to the hook, for hooks that average models.
 
-        As `attach(optimizers=)`, for an optimizer that is made later. On all ranks alike. Adding twice does nothing.
-        Raises a `ValueError` if it keeps its state in shards, averages models itself, or is none of `torch.optim`.
+        Like `attach(optimizers=)`, for an optimizer that is created later. Call it on all ranks; repeated calls do
+        nothing. Raises a `ValueError` if the optimizer shards its state, averages models itself, or is not a
+        `torch.optim.Optimizer`.
         """
         if self.averages_models:
             self._runtime.local.add(optimizer, self._runtime.clock.steps)
 
     def after_optimizer_step(self, optimizer: Optimizer) -> None:
-        """Tell the hook that an optimizer, which was not given to it, has stepped. Collective.
+        """Report a step of an optimizer that the hook does not know. Collective.
 
-        Call it on all ranks, also when a scaler skipped the step, which does not count. Raises a `ValueError` if the
-        optimizer reports its steps by itself, or is one that `add_optimizer` refuses.
+        Call it on all ranks, even if a scaler skipped the step, which is then not counted. Raises a `ValueError` if the
+        optimizer reports its steps itself, or if `add_optimizer` would reject it.
         """
         if self.averages_models:
             self._runtime.local.after_step(optimizer)
 
     def average_weights(self, *, everything: bool = False) -> None:
-        """Average what differs between ranks, parameters and buffers, for good. Collective, outside of a backward.
+        """Permanently average the parameters and buffers that differ between ranks. Collective, outside of a backward.
 
-        Sends nothing when ranks are equal, or an average that was evaluated is kept: see `averaged_weights`. With
-        `everything`, averages all parameters if any of them differs: others than optimizers have changed them. Needs
-        memory for a copy of the model meanwhile. Leaves each rank the state of its optimizers: before training goes on
-        with averaged gradients, call `average_optimizer_state`.
+        Sends nothing if the ranks are equal, or if an evaluated average was kept: see `averaged_weights`. With
+        `everything`, averages all parameters if any of them differs, including changes that no optimizer made. Needs
+        memory for a copy of the model meanwhile. Does not average the state of optimizers: call
+        `average_optimizer_state` before training continues with averaged gradients.
         """
         self._runtime.local.average(everything)
 
     def averaged_weights(self) -> AbstractContextManager[None]:
-        """Have the average in place of each rank's own model within a `with`; then training goes on as if nothing was.
+        """Replace each rank's own model by the average within a `with`, and restore it at the end.
 
-        For validation and checkpoints. Collective, outside of a backward. Needs memory for a copy of the model, in
-        which the averages are kept until the next forward that trains or optimizer's step: looking again before, or
-        `average_weights`, sends nothing, unless the model was changed on some rank, otherwise than by `tensor.data`. No
-        optimizer may step meanwhile. A forward in eval mode outside of it warns once that it sees this rank's own
-        model.
+        For validation and checkpoints. Collective; use it outside of a backward. It needs memory for a copy of the
+        model, which keeps the averages until the next optimizer step or forward that trains. Until then, a second
+        `with`, or `average_weights`, sends nothing, unless the model was changed on some rank; changes by `tensor.data`
+        are not noticed. No optimizer may step within the `with`. A forward in eval mode outside of it warns once that
+        it uses this rank's own model.
         """
         return self._runtime.local.averaged()
 
     def show_average(self) -> None:
-        """Have the average in place of each rank's own model until the next step, or forward with gradients enabled.
+        """Replace each rank's own model by the average until the next step, or forward with gradients enabled.
 
-        Collective; for where there is no place for a `with`. When the attachment is closed meanwhile, it stays.
+        Collective; for code without room for a `with`. If the attachment is closed meanwhile, the average stays.
         """
         self._runtime.local.show_average()
 
     def average_optimizer_state(self, optimizer: Optimizer) -> None:
-        """Average floating-point state of an optimizer that differs between ranks, for good. Collective."""
+        """Permanently average the floating-point state of an optimizer that differs between ranks. Collective."""
         self._runtime.local.average_state(optimizer)
 
     def averaged_optimizer_state(self, optimizer: Optimizer) -> AbstractContextManager[None]:
-        """Have the average in place of each rank's own state of an optimizer within a `with`, as `averaged_weights`."""
+        """Replace each rank's own state of an optimizer by the average within a `with`, like `averaged_weights`."""
         return self._runtime.local.averaged_state(optimizer)
 
     def unfrozen(self) -> list[str]:
-        """Names of parameters that are trained now, but were frozen when the model was wrapped: see `move_to`."""
+        """Return names of parameters that are trained now but were frozen when the model was wrapped: see `move_to`."""
         return self._runtime.layout.unfrozen()
 
     def move_to(self, model: DistributedDataParallel) -> None:
-        """Go on with another DDP wrapper of the same module, with memory, step count and metrics.
+        """Move the hook to another DDP wrapper of the same module, with memory, step count and metrics.
 
-        For a model whose parameters were frozen or unfrozen: DDP averages those that were trained when it was made, so
-        the module has to be wrapped again, over the same process group. Keep the old wrapper until then: with it the
-        attachment closes. Collective, outside of a backward.
+        For a model whose parameters were frozen or unfrozen: DDP averages the parameters that were trained when it was
+        created, so the module has to be wrapped again, over the same process group. Keep the old wrapper until then:
+        the attachment closes when it is deleted. Collective; call it outside of a backward.
 
         Raises:
-            ValueError: `model` is not DDP or has a hook already; or ranks had stepped alone when it was made, and DDP
-                has overwritten their models with rank 0's: `average_weights()` before.
-            HookError: the attachment is closed; or one of these on another rank.
+            ValueError: `model` is not DDP or already has a hook; or the ranks' models differed when it was created, and
+                DDP has overwritten them with rank 0's: call `average_weights()` before.
+            HookError: the attachment is closed, or one of these errors occurred on another rank.
         """
         run = self._of_ddp("move_to")
         if self.is_closed:
@@ -430,22 +454,23 @@ class Attachment:
             if run.local.models.diverged:
                 raise ValueError(
                     "the models of the ranks differed when the new DistributedDataParallel was made, which overwrote "
-                    "them with that of rank 0; call average_weights() before making it"
+                    "them with rank 0's; call average_weights() before making it"
                 )
             run.source.check(model)
             run.connect(cast("nn.Module", unwrapped(model)))
 
     def close(self) -> None:
-        """Release thread and process group; metrics stay readable. Call it on all ranks alike.
+        """Release the thread and the process group; metrics stay readable. Call it on all ranks.
 
-        A later backward is averaged by FSDP2 as without a hook. With DDP, FSDP 1 and a `manager` it raises a
-        `HookError`, since they keep a hook for good; so it does after a failure: wrap the model again to train without.
+        FSDP2 averages a later backward as without a hook. With DDP, FSDP 1 and a `manager`, which cannot remove a hook,
+        a later backward raises a `HookError`, and so does any backward after a failure: wrap the model again to train
+        without a hook. Another hook may be attached to an FSDP model.
 
-        Waits for what is under way, for a second at most; not for a backward that has raised. Does nothing in a fork.
-        Warns when training ended before the hook compressed anything; but not when an exception has ended it, or when
-        fewer steps were taken than `num_steps` or `tell_forecast` have told: see `note_end`. After fewer than 10 steps
-        there is no advice on starts and periods. Warns, too, when an optimizer steps on later whose state differs
-        between ranks. Closing twice does nothing. A model that goes out of use closes its attachment by itself. To an
-        FSDP model another hook may be attached then.
+        Waits up to a second for communication in flight, but not for a backward that has raised. Does nothing in a
+        fork or when called again. Deleting the model also closes its attachment.
+
+        Warns if training ended before the hook compressed anything, unless it ended by an exception, or after fewer
+        steps than `num_steps` or `tell_forecast` announced: see `note_end`. After fewer than 10 steps there is no
+        advice on starts and periods. Also warns if an optimizer whose state differs between ranks steps later.
         """
         self._runtime.close()

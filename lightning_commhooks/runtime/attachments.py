@@ -1,4 +1,4 @@
-"""Attachments of all models in one training run, for adapters of frameworks that train several."""
+"""Attachments of all models in one training run, for framework adapters that train several models."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lightning_commhooks.runtime.attachment import Attachment
 
 
 def attachment_of(model: nn.Module | None, attachments: Sequence[Attachment]) -> Attachment:
-    """The open attachment of a model, or the only one."""
+    """Return the open attachment of a model, or the only open attachment."""
     in_use = [attachment for attachment in attachments if not attachment.is_closed]
     found = [attachment for attachment in in_use if model is None or attachment.is_attached_to(model)]
     if not in_use:
@@ -25,9 +25,9 @@ def attachment_of(model: nn.Module | None, attachments: Sequence[Attachment]) ->
 
 
 class Attachments:
-    """The attachments of an adapter, together. A closed one, whose model has gone, takes no part any more.
+    """The attachments of an adapter. Closed attachments, whose models no longer exist, are ignored.
 
-    With `resync` models are averaged for good when they are looked at.
+    With `resync`, models are averaged permanently for evaluation.
     """
 
     def __init__(self, *, resync: bool, strict_state: bool) -> None:
@@ -39,32 +39,32 @@ class Attachments:
         return {**vars(self), "_attachments": []}
 
     def add(self, attachment: Attachment, optimizers: Iterable[Optimizer]) -> None:
-        """Add the attachment of one more model, and let it know of optimizers."""
+        """Add the attachment of another model, and register its optimizers."""
         self._attachments = [*self.open(), attachment]
         if attachment.averages_models:
             for optimizer in optimizers:
                 attachment.add_optimizer(optimizer)
 
     def open(self) -> list[Attachment]:
-        """Attachments whose models are in use."""
+        """Return the attachments whose models are in use."""
         return [attachment for attachment in self._attachments if not attachment.is_closed]
 
     def averaging(self) -> list[Attachment]:
-        """Open attachments whose hooks average models, also when somebody looks at them."""
+        """Return the open attachments whose hooks average models, also for evaluation."""
         return [attachment for attachment in self.open() if attachment.averages_when_asked]
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
-        """Let all hooks that average models know of one more optimizer."""
+        """Register another optimizer with all hooks that average models."""
         for attachment in self.open():
             attachment.add_optimizer(optimizer)
 
     def are_between_averages(self) -> bool:
-        """Whether there are models of replicas, which nobody averages when they are looked at, that differ."""
+        """Return whether replicas have different models that are not averaged for evaluation."""
         return any(attachment.models_differ and not attachment.averages_when_asked for attachment in self.open())
 
     @contextmanager
     def averaged(self, optimizers: Sequence[Optimizer]) -> Iterator[None]:
-        """Have averages in the place of models and of optimizers' state. Collective."""
+        """Replace models and optimizer state by their averages. Collective."""
         with ExitStack() as stack:
             for attachment in self.averaging():
                 if self._resync:
@@ -79,7 +79,7 @@ class Attachments:
             yield
 
     def show_average(self) -> None:
-        """Have averages in place until training goes on, or with `resync` for good. Collective."""
+        """Replace models by their averages until training continues, or with `resync` permanently. Collective."""
         for attachment in self.averaging():
             if self._resync:
                 attachment.average_weights()
@@ -92,17 +92,17 @@ class Attachments:
             attachment.average_weights()
 
     def state_dict(self) -> list[dict[str, Any]]:
-        """States of the open attachments, in order. Collective."""
+        """Return the states of the open attachments, in order. Collective."""
         return [attachment.state_dict() for attachment in self.open()]
 
     def load_state_dict(self, states: Sequence[dict[str, Any]] | None, source: str) -> None:
-        """Take over what `state_dict` returned, after models and optimizers were loaded; `None` gives a warning.
+        """Load a result of `state_dict` after models and optimizers were loaded; `None` gives a warning. Collective.
 
-        Collective. `source` says where the states come from, in messages.
+        `source` names the origin of the states in messages.
         """
         attachments = self.open()
         if not attachments:
-            return  # nothing to communicate, in a single process
+            return  # a single process has no hooks
         if states is None:
             for attachment in attachments:
                 attachment.reset_state()

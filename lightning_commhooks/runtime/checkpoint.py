@@ -1,4 +1,4 @@
-"""Hook state as tensors and primitives; loads on another world size, and says what does not fit."""
+"""Saves hook state as tensors and primitives; loads it on any world size, and reports parts that do not fit."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from lightning_commhooks.interface.state import PerRank, StateError, StateReader
 from lightning_commhooks.runtime.resharding import resharded
 from lightning_commhooks.runtime.running import RunningHook
 
-# A name that users may have in the set-up of their logs.
+# Users may refer to this name in their logging configuration.
 logger = logging.getLogger(__name__)
 
 FORMAT = 1
 _KEYS = {"format", "steps", "world_size", "per_rank", "parameters", "num_tensors", "hook"}
-# In place of a `PerRank`: one rank saved it without the others.
+# A value instead of a `PerRank`, for states that one rank saved without its peers.
 _STEPS_ONLY = "none"
 
 
 def save(run: RunningHook, models: Models, kind: PerRank) -> dict[str, Any]:
-    """State of a hook as tensors and primitives, equal on all ranks. Collective."""
+    """Return a hook's state as tensors and primitives, rank-uniform. Collective."""
     group = run.bound.group
     with group.counters.evaluating():
         models.may_differ |= run.clock.steps > 0 and is_local(run.bound, run.clock.steps - 1)
@@ -39,22 +39,22 @@ def save(run: RunningHook, models: Models, kind: PerRank) -> dict[str, Any]:
 
 
 def save_alone(run: RunningHook, models: Models, kind: PerRank) -> dict[str, Any]:
-    """State of a hook as one rank has it: its own, or for one that joins. Not collective."""
+    """Return one rank's state of a hook: its own, or for a joining replica. Not collective."""
     hook = save_hook(run.method, run.bound, StateWriter(run.bound.group, kind))
     return _complete(run, models, kind, hook, {})
 
 
 def load_alone(saved: Mapping[str, Any], run: RunningHook, bound: BoundHook, models: Models) -> None:
-    """Let a new runtime object take over what [`save_alone`][] returned, here or on another rank. Not collective.
+    """Load a result of [`save_alone`][] from this or another rank into a new runtime object. Not collective.
 
     Raises:
-        StateError: it does not fit.
+        StateError: the state does not fit.
     """
     _load(_named_as_now(saved, models.layout), run, bound, models, strict=True)
 
 
 def save_steps(run: RunningHook, models: Models) -> dict[str, Any]:
-    """The step count alone, in the form of [`save`][]. Not collective, and allowed in any thread."""
+    """Return only the step count, in the format of [`save`][]. Not collective, and allowed in any thread."""
     return _complete(run, models, _STEPS_ONLY, {}, {})
 
 
@@ -77,7 +77,7 @@ def _complete(
 
 
 def _of_this_shard(states: Sequence[Any], run: RunningHook, layout: Layout) -> dict[str, Any]:
-    """The state of this rank's shard, from those of all shards there were."""
+    """Return the state of this rank's shard, from the states of all saved shards."""
     if problem := next((found for state in states if (found := _problem(state))), "" if states else "there is none"):
         raise StateError(f"not the states of a communication hook on all shards: {problem}")
     told = [state.get("shard", []) for state in states]
@@ -93,16 +93,16 @@ def _of_this_shard(states: Sequence[Any], run: RunningHook, layout: Layout) -> d
 def load(
     saved: Any, run: RunningHook, bound: BoundHook, models: Models, strict: bool
 ) -> tuple[int, dict[str, int] | None, list[str]]:
-    """Let a new runtime object of a hook take over what [`save`][] returned. Collective, on the engine.
+    """Load a result of [`save`][] into a new runtime object of a hook. Collective, on the engine.
 
-    A sequence has the states of all shards of a sharded model, of another number of them perhaps.
+    A sequence has the states of all shards of a sharded model, perhaps of a different number of shards.
 
     Returns:
-        the step count, 0 of what is no state; steps by optimizer, `None` of version 0.1; and what was left out because
-        it does not fit, nothing when `strict`.
+        the step count, 0 if `saved` is not a state; steps by optimizer, `None` for version 0.1; and descriptions of the
+        parts that were skipped because they do not fit, none if `strict`.
 
     Raises:
-        StateError: on all ranks, if on one of them the state does not fit, or ranks have different states.
+        StateError: on all ranks, if the state does not fit on one rank, or ranks have different states.
     """
     error, problem = "", ""
     differences: list[str] = []
@@ -136,7 +136,7 @@ def load(
 
 
 def _named_as_now(saved: Any, layout: Layout) -> Any:
-    """A state whose parameters have the names that they have in this model, without those of wrappers."""
+    """Return a state with this model's names of the parameters, without wrappers."""
     names = saved.get("parameters") if isinstance(saved, Mapping) else None
     if not isinstance(names, Mapping) or all(layout.name_now(name) == name for name in names):
         return saved
@@ -148,7 +148,7 @@ def _tell_that_it_begins_anew(saved: Mapping[str, Any], hook: CommHook, bound: B
         warnings.warn(
             f"the state of hook {hook.name!r} was saved without averaging over ranks, in a signal handler, after a "
             f"failure or after a fit that wrote no checkpoints: it has the step count, {saved['steps']}, and nothing "
-            "else. What the hook remembers begins anew",
+            "else. The hook's memory is reset",
             stacklevel=2,
         )
 
@@ -160,11 +160,11 @@ def _load(
     if (shard := saved.get("shard", [])) != run.source.shard:
         reader.differs(
             f"it is of shard {_told(shard)}, and this rank has shard {_told(run.source.shard)}: save the state of each "
-            "shard, and load it where that shard is, or a list of those of all shards"
+            "shard, and load it on the ranks of that shard, or load a list of the states of all shards"
         )
         return reader.differences, []
     for name in saved.get("lost", ()):
-        reader.differs(f"what it has of {name!r} cannot be cut anew for this shard")
+        reader.differs(f"its memory of {name!r} cannot be resharded for this shard")
     if bound.has_memory and saved["hook"].get("name") == hook.name:
         reader.check_parameters()
     load_hook(saved["hook"], hook, bound, reader)
@@ -186,14 +186,14 @@ def _told(shard: Sequence[Sequence[int]]) -> str:
 
 
 def num_steps_of(saved: Any) -> int | None:
-    """The length of the run by which its starts were determined; see `Runtime.num_steps`."""
+    """Return the length of the run that determined its starts; see `Runtime.num_steps`."""
     saved = saved[0] if isinstance(saved, (list, tuple)) and saved else saved
     found = saved.get("num_steps") if isinstance(saved, Mapping) else None
     return found if type(found) is int and found >= 0 else None
 
 
 def _optimizer_steps_of(saved: Mapping[str, Any]) -> dict[str, int] | None:
-    """Steps by optimizer; `None` of a state of version 0.1, which has none."""
+    """Return steps by optimizer; `None` for a state of version 0.1, which lacks them."""
     found = saved.get("optimizer_steps")
     if not isinstance(found, Mapping) or any(type(num) is not int or num < 0 for num in found.values()):
         return None
@@ -201,7 +201,7 @@ def _optimizer_steps_of(saved: Mapping[str, Any]) -> dict[str, int] | None:
 
 
 def _problem(saved: Any) -> str:
-    """Why this is nothing that [`save`][] returned, empty if it is."""
+    """Return why a value is not a result of [`save`][]; empty if it is one."""
     if not isinstance(saved, Mapping):
         return f"it is a {type(saved).__name__}"
     if saved.get("format") != FORMAT:
@@ -225,7 +225,7 @@ def _num_tensors(*states: Any) -> int:
 
 def _leaves(state: Any) -> Iterator[Any]:
     if isinstance(state, Mapping):
-        # Ranks may have met the parameters in different orders.
+        # The order of the parameters may differ between ranks.
         for key in sorted(state, key=repr):
             yield key
             yield from _leaves(state[key])
@@ -234,7 +234,7 @@ def _leaves(state: Any) -> Iterator[Any]:
 
 
 def _digest(saved: Any) -> int:
-    """A number that differs for different states, from a part of each tensor."""
+    """Return a digest of a state, from a part of each tensor."""
     digest = 0
     for leaf in _leaves(saved):
         some = leaf.reshape(-1)[:64].tolist() if isinstance(leaf, Tensor) else leaf

@@ -1,4 +1,4 @@
-"""Functions that are not pickled and copied with the model that they are registered on: a copy has no hook."""
+"""Functions that are not copied or pickled with the model that they are registered on: a copy has no hook."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def nothing(*args: object) -> None:
 
 
 class NotCopied:
-    """A function that stays with the object that it is registered on; copies of that have `in_copies` instead."""
+    """A function that stays with the object that it is registered on; copies of the object get `in_copies` instead."""
 
     def __init__(self, function: Callable[..., Any], in_copies: Callable[..., Any] = nothing) -> None:
         functools.update_wrapper(self, function)

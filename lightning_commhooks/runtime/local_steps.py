@@ -1,4 +1,4 @@
-"""Between optimizers and a hook that averages models: called on the main thread, works in turn with the hook."""
+"""Connects optimizers to a hook that averages models: called on the main thread, runs in turn with the hook."""
 
 from __future__ import annotations
 
@@ -33,12 +33,11 @@ from lightning_commhooks.runtime.optimizers import (
 )
 from lightning_commhooks.runtime.running import RunningHook
 
-# Backwards that may be accumulated for one step, before one is missed.
+# Backwards without an optimizer step before a warning; fewer may be accumulation.
 MANY_STEPS = 256
-# Where to look at the model.
+# Advice on where to evaluate the model.
 _OF_ONE_RANK = (
-    "evaluate within `with attachment.averaged_weights():`, on all ranks alike, or after a barrier where that shows "
-    "the average"
+    "evaluate within `with attachment.averaged_weights():` on all ranks, or after a barrier if that shows the average"
 )
 _OF_ONE_REPLICA = (
     "look at the model after an average of the hook, as when manager.current_step() has changed; it is the same on all "
@@ -47,24 +46,24 @@ _OF_ONE_REPLICA = (
 
 
 class LocalSteps:
-    """Reports optimizer steps to a hook and averages models when they are looked at.
+    """Reports optimizer steps to a hook, and averages models for evaluation and saving.
 
     Attributes:
-        models: what differs between ranks.
+        models: the ranks' copies of the model.
         find_optimizers: returns the optimizers; called in each synchronized backward.
         reported_by_user: whether optimizers may step that are not known yet.
     """
 
     def __init__(self, running: RunningHook, group: Group, is_scaled: bool = False) -> None:
         self._running = running
-        # Of optimizers that report their steps; and all that were seen, by the name of their first parameter.
+        # Handles of the optimizers that report their steps, and all known optimizers, by their first parameter's name.
         self._handles: dict[Optimizer, list[RemovableHandle]] = {}
         self._optimizers: dict[str, Optimizer] = {}
         self._under_way = StepsUnderWay()
         self._skipped = SkippedSteps(is_scaled)
-        # Of steps that do not count yet, by optimizer: whether they changed anything.
+        # For steps that are not counted yet, by optimizer: whether they changed anything.
         self._verdicts: dict[str, list[Verdict]] = {}
-        # How many backwards there were when they stepped last.
+        # Number of backwards at each optimizer's last step.
         self._stepped_at: dict[Optimizer, int] = {}
         self._go_on: list[Callable[[], None]] = []
         self.models = Models(group, self._optimizers, running.name)
@@ -75,17 +74,17 @@ class LocalSteps:
         self._warned: set[str] = set()
         self._last_reported = -1
         self._checked = False
-        # How many `with` there are in which ranks look at the average.
+        # Number of open `with` blocks that show the average.
         self._looks = 0
 
     def add(self, optimizer: Optimizer, num_steps: int = 0) -> None:
-        """Watch an optimizer, and the optimizers that it wraps. `num_steps`: steps that it has taken before."""
+        """Watch an optimizer, which has taken `num_steps` steps before, and the optimizers that it wraps."""
         check_optimizer(optimizer)
         if optimizer not in self._handles:
             self._handles[optimizer] = register_step_hooks(optimizer, self._before_own_step, self._after_own_step)
             for inner in inner_optimizers(optimizer):
                 self.add(inner, num_steps)
-        stepped = self.models.stepped(optimizer, -1)  # makes its key known to a state that is loaded
+        stepped = self.models.stepped(optimizer, -1)  # registers its key, for loading a state
         if stepped is not None:
             self.models.num_steps.setdefault(stepped.optimizer, num_steps)
             if state_differs_since_closed(optimizer):
@@ -93,11 +92,11 @@ class LocalSteps:
         self._checked = False
 
     def begin_at(self, steps: int, num_steps: dict[str, int] | None) -> None:
-        """Set the number of synchronized backwards, and of steps by optimizer; `None`: one step for each backward."""
+        """Set the numbers of synchronized backwards and of steps by optimizer; `None`: one step for each backward."""
         self._verdicts.clear()
         self.models.num_undecided.clear()
         known = dict.fromkeys(self._optimizers, steps) if num_steps is None else num_steps
-        # Not those of optimizers that are not there any more: nobody waits for their steps.
+        # Without optimizers that no longer exist: their steps will never come.
         self.models.num_steps = {key: known.get(key, 0) for key in self._optimizers}
         bound = self._running.bound
         if steps and averages_models(bound):
@@ -105,7 +104,7 @@ class LocalSteps:
             bound.begin_backward(steps - 1, before or {"": steps - 1})
 
     def set_optimizers(self, optimizers: Collection[Optimizer] | Callable[[], Iterable[Optimizer]] | None) -> None:
-        """Take `optimizers` of `attach`."""
+        """Process the argument `optimizers` of `attach`."""
         if callable(optimizers):
             self.find_optimizers = optimizers
         elif optimizers is not None:
@@ -114,11 +113,11 @@ class LocalSteps:
                 self.add(optimizer)
 
     def _is_hooked(self, optimizer: Optimizer) -> bool:
-        """Whether the optimizer, or what it is a wrapper of, reports its steps by itself."""
+        """Return whether the optimizer, or the optimizer that it wraps, reports its steps itself."""
         return any(optimizer.param_groups is hooked.param_groups for hooked in self._handles)
 
     def begin_backward(self, step: int) -> None:
-        """Called when a synchronized backward begins."""
+        """Prepare for a synchronized backward, when it begins."""
         bound = self._running.bound
         if not averages_models(bound):
             return
@@ -129,7 +128,7 @@ class LocalSteps:
             self._skipped.before_any(self.models.layout.trained.values())
         bound.begin_backward(step, self.models.num_steps)
         self._check_steps()
-        # As long as there are no other replicas, no step is local.
+        # No step is local while there are no other replicas, but they may join.
         if bound.is_local(step) or self._running.source.ranks_change:
             self._check_optimizers()
 
@@ -164,9 +163,9 @@ class LocalSteps:
             )
 
     def _is_for_show(self, optimizer: Optimizer) -> bool:
-        """Whether a step trains nothing: `torch.distributed.checkpoint` makes one, for an optimizer to have state.
+        """Return whether a step only creates state, as in `torch.distributed.checkpoint`.
 
-        Without a backward before, and with a learning rate of 0.
+        Such a step follows no backward, and has a learning rate of 0.
         """
         if self._stepped_at.get(optimizer, 0) != self._running.counters.steps:
             return False
@@ -190,7 +189,7 @@ class LocalSteps:
             raise HookError("an optimizer stepped within averaged_weights(), which is for evaluation and saving")
 
     def after_step(self, optimizer: Optimizer) -> None:
-        """The user reports a step."""
+        """Process a step that the user reports."""
         check_optimizer(optimizer)
         if self._is_hooked(optimizer):
             raise ValueError(
@@ -229,9 +228,9 @@ class LocalSteps:
                 quorum.average(counted, lambda: self._running.call(lambda: self._tell(counted), True))
 
     def _num_counted(self, stepped: OptimizerStep, verdict: Verdict) -> int:
-        """Number of steps to count now, equal on all ranks: 0 as long as no decision depends on it.
+        """Return the number of steps to count now, rank-uniform: 0 until a decision depends on it.
 
-        A decision is due when the hook would communicate if each step had changed something.
+        A decision is due if the hook would communicate in case every step changed something.
         """
         key, bound = stepped.optimizer, self._running.bound
         verdicts = self._verdicts.setdefault(key, [])
@@ -243,7 +242,7 @@ class LocalSteps:
         most = dataclasses.replace(stepped, num_steps=len(verdicts))
         communicates = bound.communicates_after(most) or ends_local_steps(bound, most)
         if communicates and not is_local(bound, stepped.step):
-            # Ranks may be about to step alone, for which the steps of all optimizers count.
+            # Local steps may begin, which depends on the steps of all optimizers.
             self._running.call(lambda: self.count(but=key), True)
         if not self._may_differ(key):
             is_known = all(isinstance(one, bool) for one in verdicts)
@@ -253,7 +252,7 @@ class LocalSteps:
         return self._running.call(lambda: self._count(key), True)
 
     def count(self, but: str = "") -> None:
-        """Count the steps that do not count yet, as before a state is saved. Collective."""
+        """Count the steps that are not counted yet, as before a state is saved. Collective."""
         for key in sorted(key for key, verdicts in self._verdicts.items() if verdicts and key != but):
             stepped = self.models.stepped(self._optimizers[key], self._running.clock.steps - 1)
             num = self._count(key)
@@ -261,12 +260,12 @@ class LocalSteps:
                 self._tell(dataclasses.replace(stepped, num_steps=num))
 
     def _may_differ(self, key: str) -> bool:
-        """Whether ranks that average after the same step may count different numbers of steps."""
+        """Return whether ranks that average after the same step may have counted different numbers of steps."""
         are_even = not (self._running.method.is_uneven or self._running.source.ranks_change)
         return are_even and self._skipped.differ(self._optimizers[key])
 
     def _count(self, key: str) -> int:
-        """Count the steps that changed something; where ranks may differ, the largest count of a rank."""
+        """Count the steps that changed something; if ranks may differ, use the largest count."""
         verdicts, self._verdicts[key] = self._verdicts[key], []
         self.models.num_undecided[key] = 0
         num = sum(one if isinstance(one, bool) else bool(one.wait()) for one in verdicts)
@@ -286,17 +285,17 @@ class LocalSteps:
 
     @property
     def stepped_after(self) -> int:
-        """Number of backwards before the last optimizer step; -1 before."""
+        """Number of backwards before the last optimizer step; -1 without a step."""
         return self._last_reported
 
     @property
     def num_optimizers(self) -> int:
-        """How many are known that change the model."""
+        """Number of known optimizers of the model."""
         return len(self._optimizers)
 
     @property
     def keeps_own_buffers(self) -> bool:
-        """Whether each rank had buffers of its own in the last backward."""
+        """Whether each rank had its own buffers in the last backward."""
         bound, step = self._running.bound, self._running.clock.steps - 1
         return averages_models(bound) and bound.average_buffers and step >= 0 and bound.is_local(step)
 
@@ -305,13 +304,13 @@ class LocalSteps:
             raise ValueError(f"replicas that come and go do not average when one of them asks: {_OF_ONE_REPLICA}")
 
     def average(self, everything: bool = False) -> None:
-        """Average what differs between ranks, or all of the model, for good."""
+        """Permanently average the tensors that differ between ranks, or the whole model."""
         self._begin_look("average_weights()", everything)
         if everything or not self._running.source.ranks_change:
             self._running.call(lambda: self.models.average_diverged_(everything))
 
     def show_average(self) -> None:
-        """Have the averages in place of each rank's own model until the next forward that trains."""
+        """Replace each rank's own model by the averages until the next forward that trains."""
         if not self._looks:
             self._look("show_average()")
             self.models.is_shown = True
@@ -326,20 +325,20 @@ class LocalSteps:
             self._running.clock.end()
 
     def _look(self, what: str) -> None:
-        """Put the averages in place, on all ranks."""
+        """Replace each rank's own model by the averages."""
         self._begin_look(what)
         if self._running.source.ranks_change:
-            self.models.is_swapped = True  # nothing differs
+            self.models.is_swapped = True  # the models are equal
         else:
             self._running.call(self.models.swap_in)
 
     def hide_average(self) -> None:
-        """Put this rank's own model back after `show_average`, as training goes on."""
+        """Restore this rank's own model after `show_average`, as training continues."""
         if self.models.is_shown and not self._looks:
             self.models.swap_out()
 
     def before_forward(self, is_training: bool) -> None:
-        """Called before each forward of the DDP model."""
+        """Process a forward of the DDP model before it begins."""
         if torch.is_grad_enabled():
             self.models.forget()
             self.hide_average()
@@ -359,7 +358,7 @@ class LocalSteps:
             warnings.warn(text, stacklevel=2)
 
     def average_state(self, optimizer: Optimizer) -> None:
-        """Average the state of an optimizer, for good."""
+        """Permanently average the state of an optimizer."""
         stepped = self.models.stepped(optimizer, -1)
         if stepped is not None and self.models.state_diverged(stepped):
             self._running.begin_together("average_optimizer_state()")
@@ -367,7 +366,7 @@ class LocalSteps:
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """Have the averages in place of each rank's own model."""
+        """Replace each rank's own model by the averages within a `with`."""
         if not self._looks:
             self._look("averaged_weights()")
         self._looks += 1
@@ -380,7 +379,7 @@ class LocalSteps:
 
     @contextmanager
     def averaged_state(self, optimizer: Optimizer) -> Iterator[None]:
-        """Have the averages in place of each rank's own state of an optimizer."""
+        """Replace each rank's own state of an optimizer by the averages within a `with`."""
         stepped = self.models.stepped(optimizer, -1)
         if stepped is not None and self.models.state_diverged(stepped):
             self._running.begin_together("averaged_optimizer_state()")
@@ -393,7 +392,7 @@ class LocalSteps:
             self.models.swap_out(stepped.optimizer)
 
     def close(self) -> list[str]:
-        """Let go of model and optimizers; returns what the user should know."""
+        """Release the model and the optimizers; return warnings for the user."""
         diverged = len(self.models.diverged)
         for optimizer in self._handles:
             stepped = self.models.stepped(optimizer, -1)

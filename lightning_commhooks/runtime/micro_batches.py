@@ -1,4 +1,4 @@
-"""How many micro-batches a gradient is the sum of: the one counter, for every way to accumulate gradients."""
+"""Counts the micro-batches that a gradient sums, for every way to accumulate gradients."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from lightning_commhooks.runtime.passes import Passes
 class MicroBatches:
     """Counts the micro-batches of one DDP model.
 
-    A micro-batch is a backward through forwards of the model that are in no other yet, and counts when a gradient
-    arrives: so it does not matter whether gradients are synchronized, whether other forwards come in between, and
-    whether activations are computed again. The count begins anew after each synchronized backward, and when gradients
-    were cleared. One more backward through the same forwards, as of a second network, is of the same micro-batch.
+    A micro-batch is a backward through forwards of the model that no earlier micro-batch includes. It counts when a
+    gradient arrives, so synchronization of gradients, other forwards in between and recomputed activations do not
+    matter. The count restarts after each synchronized backward, and after gradients were cleared. A further backward
+    through the same forwards, as for a second network, belongs to the same micro-batch.
 
-    A synchronized backward must not go on with gradients that an earlier one has averaged and scaled already. With
-    several networks those of another one may be there, to be cleared before its own turn.
+    A synchronized backward must not add to gradients that an earlier one has already averaged and scaled. With several
+    networks, another network's gradients may exist, to be cleared before that network's own turn.
 
     Args:
         divided_by: returns the divisor of the loss, called in each synchronized backward.
-        passes: forwards and backwards of the model.
+        passes: tracks forwards and backwards of the model.
     """
 
     def __init__(self, divided_by: Callable[[], float], passes: Passes) -> None:
@@ -38,11 +38,11 @@ class MicroBatches:
         self.restart()
 
     def restart(self) -> None:
-        """Forget what was counted."""
+        """Reset all counts."""
         self._passes.restart()
         self._step = -1
         self._last: Accumulated | None = None
-        # Weight that was given since the last micro-batch began, and in how many calls.
+        # Weight set since the last micro-batch began, and the number of calls.
         self._pending: Number = 0.0
         self._num_pending = 0
         self._clear()
@@ -50,18 +50,17 @@ class MicroBatches:
     def _clear(self) -> None:
         self._count, self._num_weightless = 0, 0
         self._weight: Number = 0.0
-        # Calls that have given weight to micro-batches which are still to come.
+        # Calls that have set the weight of later micro-batches.
         self._num_spare = 0
         self._passes.is_ambiguous = False
         # Whether a synchronized backward has ended.
         self._is_over = False
-        # Parameters with a gradient from the present backward, and from this window.
+        # Parameters with a gradient from the current backward, and from this window.
         self._used: set[str] = set()
         self._used_in_window: set[str] = set()
-        # Those that an earlier synchronized backward has averaged, and nobody has cleared.
+        # Parameters whose gradients an earlier synchronized backward has averaged and that were not cleared since.
         self._done: set[str] = set()
-        # Those that it has averaged though they only had gradients of earlier micro-batches, and by what it has
-        # multiplied them.
+        # Parameters that it has averaged though they only had gradients from earlier micro-batches, and the factor.
         self._early: dict[str, Number] = {}
         # The last gradient that arrived.
         self._witness: tuple[Tensor, int] | None = None
@@ -71,14 +70,14 @@ class MicroBatches:
         self._remove_hooks()
         self._parameters = dict(parameters)
         for name, parameter in self._parameters.items():
-            # A hook of the node that accumulates: those of the parameter are called by torch.autograd.grad() too.
+            # A hook on the accumulation node: torch.autograd.grad() would also call hooks on the parameter.
             node = torch.autograd.graph.get_gradient_edge(parameter).node
             self._nodes.append(node)
             self._handles.append(node.register_prehook(self._arrival(name, parameter)))
             self._handles.append(parameter.register_post_accumulate_grad_hook(self._has_arrived))
 
     def close(self) -> None:
-        """Let go of the model."""
+        """Release the model."""
         self._remove_hooks()
         self._parameters = {}
         self._clear()
@@ -89,7 +88,7 @@ class MicroBatches:
         self._handles, self._nodes = [], []
 
     def add_weight(self, weight: Number) -> None:
-        """Give weight to a micro-batch whose gradients have not arrived yet; nothing without gradients."""
+        """Add weight to the micro-batch whose gradients arrive next; ignored if gradients are disabled."""
         if isinstance(weight, Tensor):
             if weight.numel() != 1:
                 raise ValueError(f"a weight must be a number, is a tensor of shape {list(weight.shape)}")
@@ -103,31 +102,31 @@ class MicroBatches:
         raise ValueError(f"a weight must be a finite number of at least 0, is {weight!r}")
 
     def of_step(self, step: int, is_last: bool) -> Accumulated:
-        """The sum that the gradients of a synchronized backward are; called for each of its buckets.
+        """Return the micro-batches of a synchronized backward; called for each of its buckets.
 
         Raises:
-            ValueError: it is the second one since gradients were cleared; what the loss is divided by is no number.
+            ValueError: it is the second one since gradients were cleared, or the divisor of the loss is not a number.
         """
         if self._step != step or self._last is None:
             divided_by = self._divided_by()
             if not is_positive(divided_by):
                 raise ValueError(f"loss_divided_by must return a positive number, returned {divided_by!r}")
             if self._last is not None:
-                self._clear()  # a rank out of data, under join(): this backward is not its own
+                self._clear()  # a rank without data under join(): this backward is another rank's
             self._step = step
             count = None if self._passes.is_ambiguous else max(self._count, 1)
             self._last = Accumulated(count, self._weight, self._num_weightless, divided_by)
         if is_last and self._used and self._used <= self._done:
             raise ValueError(
                 "accumulation: gradients were not cleared since the last synchronized backward, which has scaled and "
-                "averaged them already. Let only the last backward of a window synchronize: put the others, with their "
-                "forwards, in no_sync(), in Lightning trainer.strategy.block_backward_sync(); in Accelerate leave out "
-                "sync_each_batch. Or call zero_grad() before"
+                "averaged them already. Synchronize only in the last backward of a window: put all earlier backwards, "
+                "with their forwards, in no_sync(), in Lightning trainer.strategy.block_backward_sync(); in "
+                "Accelerate, omit sync_each_batch. Or call zero_grad() before"
             )
         return self._last
 
     def end_step(self) -> None:
-        """Called when a synchronized backward has ended."""
+        """Record that a synchronized backward has ended."""
         self._is_over = self._last is not None
 
     def _arrival(self, name: str, parameter: Tensor) -> Callable[[Sequence[Tensor]], None]:
@@ -157,7 +156,7 @@ class MicroBatches:
         self._used_in_window |= self._used
         self._used = set()
         self._count += 1
-        # The window's total is what matters: where forwards come first, whose weight is whose is not.
+        # Only the window's total matters: if all forwards come first, the weight of each micro-batch is unknown.
         self._weight = self._weight + self._pending
         num_calls = self._num_spare + self._num_pending
         self._num_weightless += num_calls == 0
@@ -165,7 +164,7 @@ class MicroBatches:
         self._pending, self._num_pending = 0.0, 0
 
     def _go_on(self) -> None:
-        """One more backward of the same forward begins, after a synchronized one."""
+        """Begin a further backward of the same forward, after a synchronized one."""
         assert self._last is not None
         kept, factor = _nonzero(self._parameters), self._last.factor
         self._done |= kept & self._used
@@ -179,12 +178,12 @@ class MicroBatches:
         parameter, version = self._witness
         if parameter.grad is None:
             return True
-        # Scaled or clipped, or set to zero.
+        # It was changed: scaled, clipped, or set to zero.
         return parameter.grad._version != version and not _nonzero(self._parameters)
 
 
 def _nonzero(parameters: Mapping[str, Tensor]) -> set[str]:
-    """Names of the parameters that have a gradient other than zero. Waits for the device unless all have none."""
+    """Return the names of the parameters with a nonzero gradient. Synchronizes with the device if there are any."""
     grads = {name: p.grad for name, p in parameters.items() if p.grad is not None}
     values = {name: grad._values() if grad.is_sparse else grad for name, grad in grads.items()}
     names = [name for name, value in values.items() if value.numel()]

@@ -1,4 +1,4 @@
-"""Values to log while training, and one line at its end, of an attachment."""
+"""Values of an attachment to log during training, and a closing line at its end."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ MetricName = Literal[
     "averagings",
     "nonfinite_steps",
 ]
-# In the order in which they are shown.
+# In display order.
 NAMES: tuple[MetricName, ...] = get_args(MetricName)
-# Those that are left out where nodes have one rank each, or there is one node.
+# Names that are omitted if nodes have one rank each, or there is one node.
 NAMES_OF_NODES: tuple[MetricName, ...] = ("bytes_sent_between_nodes", "compression_ratio_between_nodes")
 _LINK_BUDGET = 0.5
 _BETWEEN = "bytes_sent_between_nodes", "bytes_dense_between_nodes"
@@ -37,9 +37,9 @@ _BETWEEN = "bytes_sent_between_nodes", "bytes_dense_between_nodes"
 
 @dataclass(frozen=True, kw_only=True)
 class MonitorOptions:
-    """Options of users of the frameworks, checked before there is a model.
+    """Options of the frameworks' users, checked before the model exists.
 
-    The fields are those of `CommHookMonitor`.
+    The fields are documented in `CommHookMonitor`.
 
     Raises:
         ValueError: a value is out of range or of another type.
@@ -66,29 +66,29 @@ class MonitorOptions:
             attachment,
             error_every_n_steps=self.error_every_n_steps,
             error_numel=self.error_numel,
-            # Seconds saved are in the closing line alone.
+            # Only the closing line shows the seconds saved.
             measure_link=self.measure_link and self.closing_line,
         )
 
 
 class Monitor:
-    """Asks one attachment now and then what it did.
+    """Reports the communication of one attachment during training.
 
-    Collective: make it on all ranks with the same arguments, outside of a backward. Then every rank may ask for itself.
+    Collective: create it on all ranks with the same arguments, outside of a backward. Its methods are not collective.
 
     Args:
-        attachment: of `attach`.
-        error_every_n_steps: `every` of `Attachment.sample_error`; 0: leave that as it is.
-        error_numel: see there.
-        measure_link: whether to measure, once and for about half a second, what the network can do, for the seconds
-            saved in `summary`.
+        attachment: the result of `attach`.
+        error_every_n_steps: `every` of `Attachment.sample_error`; 0: do not change it.
+        error_numel: `numel` of `Attachment.sample_error`.
+        measure_link: whether to measure the network once, for about half a second, to report the seconds saved in
+            `summary`.
 
     Raises:
         ValueError: see `Attachment.sample_error`.
     """
 
     def __reduce__(self) -> tuple[Callable[..., None], tuple[()]]:
-        return nothing, ()  # as of the attachment
+        return nothing, ()  # like the attachment
 
     def __init__(
         self,
@@ -112,19 +112,21 @@ class Monitor:
 
     @property
     def num_new_steps(self) -> int:
-        """Synchronized backwards since the last call of `values`. Does not wait for a device."""
-        # Not of metrics(), which on CUDA wait for the device.
+        """Synchronized backwards since the last call of `values`. Does not synchronize with a device."""
+        # Without metrics(), which synchronizes on CUDA.
         return self.attachment.num_steps - int(self._last["steps"])
 
     def values(self) -> dict[str, float]:
-        """Values to log, on any rank alone, outside of a backward; what is not known yet, or never, is left out.
+        """Return values to log. Not collective; call it outside of a backward. Unknown values are omitted.
 
-        `comm/bytes_sent` and `comm/nonfinite_steps` since `attach`, and `comm/averagings` of hooks that average models.
-        `comm/compression_ratio`, `comm/exposed_ms_per_step` and `comm/codec_ms_per_step` since the last call.
-        `comm/bytes_sent_between_nodes` and `comm/compression_ratio_between_nodes` if nodes have several ranks.
-        `comm/relative_error` if it was sampled since then, in a step without inf or NaN. `comm/residual_norm` now, 0
-        without error feedback. Of a user's own function there is nothing, of sharded gradients bytes and ratio only.
-        See `Attachment.metrics`.
+        * Since `attach`: `comm/bytes_sent`, `comm/nonfinite_steps` and, for hooks that average models,
+          `comm/averagings`.
+        * Since the last call: `comm/compression_ratio`, `comm/exposed_ms_per_step`, `comm/codec_ms_per_step`.
+        * If nodes have several ranks: `comm/bytes_sent_between_nodes`, `comm/compression_ratio_between_nodes`.
+        * If sampled since the last call, in a step without inf or NaN: `comm/relative_error`.
+        * Current: `comm/residual_norm`, 0 without error feedback.
+
+        A user's own function has no values, and sharded gradients have only bytes and ratio. See `Attachment.metrics`.
         """
         now, last = self.attachment.metrics(), self._last
         self._last = now
@@ -136,7 +138,7 @@ class Monitor:
         if not _are_apart(now):
             values.update(dict.fromkeys(NAMES_OF_NODES, math.nan))
         if now["bytes_sent"] > self._last_sent["bytes_sent"]:
-            # Ranks that step alone may send nothing in between, which then belongs to the next averaging.
+            # Local steps may send nothing; their dense bytes then count towards the next averaging.
             self._last_sent = now
         for total in ("exposed_ms", "codec_ms"):
             values[f"{total}_per_step"] = _per_timed_step(total, now, last)
@@ -148,13 +150,13 @@ class Monitor:
         return {PREFIX + name: float(value) for name, value in values.items() if math.isfinite(value)}
 
     def summary(self) -> str:
-        """One line on all of training; also after the attachment was closed. Not collective."""
+        """Summarize training in one line, also after the attachment was closed. Not collective."""
         now, first = self.attachment.metrics(), self._first
         steps = int(now["steps"] - first["steps"])
         sent, dense = now["bytes_sent"] - first["bytes_sent"], now["bytes_dense"] - first["bytes_dense"]
         text = f"Communication hook {self.attachment.name!r}: "
         if math.isnan(sent):
-            return f"{text}{text_of_steps(steps)}; what a hook function sends is not known"
+            return f"{text}{text_of_steps(steps)}; the bytes of a hook function are not known"
         if not dense:
             return f"{text}nothing to send in {text_of_steps(steps)}"
         text += f"{_size(sent)} sent in {text_of_steps(steps)} instead of {_size(dense)}{_times(sent, dense)}"
@@ -183,38 +185,38 @@ class Monitor:
         return -1 if sampler is None else sampler.last_finite()[0]
 
     def _seconds_saved(self, steps: int, now: Mapping[str, float], first: Mapping[str, float]) -> float | None:
-        """Time that plain DDP would have waited, less that of the hook, both without waiting for slower ranks."""
+        """Return plain DDP's waiting time minus the hook's, both without waiting for slower ranks."""
         exposed, overlap, codec = (_per_timed_step(k, now, first) for k in ("exposed_ms", "overlap_ms", "codec_ms"))
         num, dense = ((now[key] - first[key]) / steps for key in ("collectives", "bytes_dense"))
-        # What collectives cost is measured among all ranks, whether on a node or between nodes.
+        # The link is measured among all ranks, without a distinction between nodes.
         if self._link is None or math.isnan(exposed) or _are_apart(now):
             return None
         dense_ms = 1e3 * self._link.seconds(dense)
         sent = (now["bytes_sent"] - first["bytes_sent"]) / steps
         wire_ms = 1e3 * num * self._link.seconds(sent / num) if num else 0.0
-        # Some of the waiting was for slower ranks, for which plain DDP would have waited too.
+        # Exposed time includes waits for slower ranks, which plain DDP would have too.
         return steps * (max(0.0, dense_ms - overlap) - min(exposed, codec + wire_ms)) / 1e3
 
 
 def closing_line(attachment: Attachment) -> str | None:
-    """One line on all of a training that has ended, for a framework whose user has no [`Monitor`][]; not collective.
+    """Summarize a training that has ended, for a framework whose user has no [`Monitor`][]. Not collective.
 
     Returns:
-        see `Monitor.summary`; `None` where nobody needs it: there is a monitor, it was said before, no step was made,
-        training runs in one process, or what was sent is not known, of a user's own function.
+        see `Monitor.summary`; `None` if it is redundant or unknown: there is a monitor, the line was shown before, no
+        step was made, training runs in one process, or the hook is a user's own function.
     """
     if attachment.is_monitored or attachment.is_alone or not attachment.num_steps:
         return None
     monitor = Monitor(attachment, error_every_n_steps=0, measure_link=False)
     if math.isnan(monitor._first["bytes_sent"]):
         return None
-    # Since the hook was attached.
+    # Count from the attachment of the hook.
     monitor._first, monitor._first_reasons = dict.fromkeys(monitor._first, 0.0), {}
     return monitor.summary()
 
 
 def _are_apart(now: Mapping[str, float]) -> bool:
-    """Whether bytes between nodes are others than all bytes: there are several nodes, and of several ranks."""
+    """Return whether bytes between nodes differ from all bytes: there are several nodes with several ranks."""
     return 0 < now.get("bytes_dense_between_nodes", 0.0) < 0.999 * now["bytes_dense"]
 
 

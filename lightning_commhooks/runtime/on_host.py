@@ -1,4 +1,4 @@
-"""A boolean on its way from a CUDA device to the host."""
+"""An asynchronous copy of a boolean from a CUDA device to the host."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class OnHost:
-    """A boolean, one element, on its way from a CUDA device; what the device has to do after it goes on."""
+    """An asynchronous copy of a boolean of one element, which does not block later work of the device."""
 
     def __init__(self, value: Tensor) -> None:
         self._copy = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
@@ -15,6 +15,6 @@ class OnHost:
         self._arrived = torch.cuda.current_stream(value.device).record_event()
 
     def wait(self) -> Tensor:
-        """The boolean, on CPU."""
+        """Wait for the copy and return the boolean, on CPU."""
         self._arrived.synchronize()
         return self._copy

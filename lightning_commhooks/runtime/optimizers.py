@@ -1,4 +1,4 @@
-"""Which optimizers ranks can step alone with, and how one tells that it steps."""
+"""Optimizers that support local steps, and detection of their steps."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ _REFUSED = {
 
 
 def check_optimizer(optimizer: object) -> None:
-    """Refuse an optimizer that cannot step on one rank alone."""
-    # Whoever has such an optimizer has imported this; importing it here would take a second and give a warning.
+    """Require an optimizer that can take local steps."""
+    # A user of these optimizers has imported the module; importing it here would take a second and give a warning.
     theirs = sys.modules.get("torch.distributed.optim")
     for name, reason in _REFUSED.items():
         if isinstance(optimizer, getattr(theirs, name, ())):
@@ -43,7 +43,7 @@ def register_step_hooks(
     before: Callable[[Optimizer, FrameType], None],
     after: Callable[[Optimizer, Mapping[str, Any]], None],
 ) -> list[RemovableHandle]:
-    """Call functions before and after each step of an optimizer: with the frame of the step, and with its options."""
+    """Call `before` with the frame of each step of an optimizer, and `after` with its keyword arguments."""
     if not hasattr(optimizer, "register_step_post_hook"):
         raise ValueError(
             f"{type(optimizer).__name__} has no register_step_post_hook, because it is no torch.optim.Optimizer; "
@@ -62,7 +62,7 @@ def register_step_hooks(
 
 
 def inner_optimizers(optimizer: Optimizer) -> list[Optimizer]:
-    """The optimizers that this one wraps: those among its attributes that have parameters of it."""
+    """Return the optimizers that this one wraps: optimizers in its attributes that share its parameters."""
     own, found = _ids(optimizer), []
     for value in vars(optimizer).values():
         for one in value if isinstance(value, (list, tuple)) else [value]:
@@ -75,22 +75,22 @@ def _ids(optimizer: Optimizer) -> set[int]:
     return set(map(id, parameters_of(optimizer)))
 
 
-# Whether a step changed anything; on CUDA what tells it when the device has come there.
+# Whether a step changed anything; on CUDA an object that knows once the device has reached this point.
 Verdict = bool | OnHost
 
 
 class StepsUnderWay:
-    """Nested steps: an optimizer may wrap other optimizers, or call the step of its base class."""
+    """Tracks nested steps: an optimizer may wrap other optimizers, or call the step of its base class."""
 
     def __init__(self) -> None:
-        # With the frame of the step, by its `id` and code: the frame itself would keep the model alive.
+        # The frame of the step is stored as its `id` and code: the frame itself would keep the model alive.
         self._under_way: list[tuple[Optimizer, tuple[int, CodeType]]] = []
         self._ended: dict[Optimizer, Verdict] = {}
 
     def begin(self, optimizer: Optimizer, frame: FrameType) -> None:
-        """A step begins, in that frame of Python."""
+        """Record that a step begins in a Python frame."""
         if self._under_way:
-            # A step that raised an exception has no end.
+            # Drop steps that raised an exception: `end` was not called for them.
             running = {(id(one), one.f_code) for one, _ in traceback.walk_stack(frame.f_back)}
             while self._under_way and self._under_way[-1][1] not in running:
                 self._under_way.pop()
@@ -99,9 +99,9 @@ class StepsUnderWay:
         self._under_way.append((optimizer, (id(frame), frame.f_code)))
 
     def end(self, optimizer: Optimizer, verdict: Verdict) -> list[tuple[Optimizer, Verdict]]:
-        """A step ends; if it is the outermost, return the optimizers that have stepped, each once.
+        """Record that a step ends; if it is the outermost, return the optimizers that have stepped, each once.
 
-        Leaves out a wrapper, whose parameters were stepped by inner optimizers.
+        Skips a wrapper whose parameters were all updated by inner optimizers.
         """
         while self._under_way and self._under_way.pop()[0] is not optimizer:
             pass
@@ -119,7 +119,7 @@ class StepsUnderWay:
 
 
 class SkippedSteps:
-    """Tells steps that changed nothing: `GradScaler` lets fused optimizers skip them, and some skip by themselves.
+    """Detects steps that changed nothing: fused optimizers skip steps under a `GradScaler`, and some skip themselves.
 
     Args:
         is_scaled: whether a known `GradScaler` skips the same steps on all ranks.
@@ -127,23 +127,23 @@ class SkippedSteps:
 
     def __init__(self, is_scaled: bool) -> None:
         self._is_scaled = is_scaled
-        # Of parameters before a step, by their `id`.
+        # Autograd's versions of parameters before a step, by the parameter's `id`.
         self._versions: dict[int, int] = {}
-        # Optimizers whose changes autograd sees. Kernels of an optimizer's own may change parameters unseen.
+        # Optimizers whose changes autograd notices. An optimizer's own kernels may change parameters unnoticed.
         self._are_seen: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
         self._have_unknown_scaler: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
 
     def before(self, optimizer: Optimizer) -> None:
-        """A step is about to begin."""
+        """Record the parameters before a step."""
         if not _is_stock(optimizer):
             self.before_any(parameters_of(optimizer))
 
     def before_any(self, parameters: Iterable[Tensor]) -> None:
-        """A step of an unknown optimizer of some of these parameters may follow."""
+        """Record parameters before a possible step of an unknown optimizer."""
         self._versions.update((id(p), _version(p)) for p in parameters)
 
     def after(self, optimizer: Optimizer, options: Mapping[str, Any]) -> Verdict:
-        """Whether the step that has just ended, with these keyword arguments, changed anything."""
+        """Return whether the step that has just ended, with these keyword arguments, changed anything."""
         found_inf = _found_inf(optimizer, options.get("grad_scaler"))
         if found_inf is not None:
             if not self._is_scaled and optimizer not in self._have_unknown_scaler:
@@ -162,12 +162,12 @@ class SkippedSteps:
         return optimizer not in self._are_seen
 
     def differ(self, optimizer: Optimizer) -> bool:
-        """Whether ranks may skip different steps of an optimizer."""
+        """Return whether ranks may skip different steps of an optimizer."""
         return not _is_stock(optimizer) or optimizer in self._have_unknown_scaler
 
 
 def _is_stock(optimizer: Optimizer) -> bool:
-    """Whether the step is PyTorch's own, which skips none by itself."""
+    """Return whether the step is PyTorch's own, which never skips."""
     return getattr(getattr(type(optimizer), "step", None), "__module__", "").startswith("torch.optim.")
 
 
@@ -176,7 +176,7 @@ def _version(parameter: Tensor) -> int:
 
 
 def _found_inf(optimizer: Optimizer, grad_scaler: Any) -> Tensor | None:
-    """The flag of a `GradScaler` for an optimizer that skips steps by itself: above 0 for a step to skip."""
+    """Return a `GradScaler`'s flag for an optimizer that skips steps itself: above 0 to skip the step."""
     given: object = getattr(optimizer, "found_inf", None)
     if given is None and isinstance(grad_scaler, torch.amp.GradScaler):
         per_device = grad_scaler._found_inf_per_device(optimizer)
@@ -184,7 +184,7 @@ def _found_inf(optimizer: Optimizer, grad_scaler: Any) -> Tensor | None:
     return given if isinstance(given, Tensor) else None
 
 
-# Of optimizers whose state differed between ranks when their hook was closed: what warns if they step on.
+# Hooks that warn of further steps, for optimizers whose state differed between ranks when their hook was closed.
 _closed: WeakKeyDictionary[Optimizer, RemovableHandle] = WeakKeyDictionary()
 
 
@@ -207,7 +207,7 @@ def warn_if_it_steps_on(optimizer: Optimizer, hook: str) -> None:
 
 
 def state_differs_since_closed(optimizer: Optimizer) -> bool:
-    """Whether an optimizer was left so; from now on it counts as mended."""
+    """Return whether an optimizer's state differed when its hook was closed, and clear that record."""
     handle = _closed.pop(optimizer, None)
     if handle is not None:
         handle.remove()

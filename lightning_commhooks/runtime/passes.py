@@ -1,4 +1,4 @@
-"""Which forwards of a model a backward reaches."""
+"""Tracks the forwards of a model that each backward reaches."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lightning_commhooks.runtime.steps import StepClock, current_backward
 
 
 class _Forward:
-    """A forward that trains: a hook of the nodes that made its outputs, and alive as long as they are."""
+    """A forward that trains. Also a hook on the nodes of its outputs, which keep it alive."""
 
     def __init__(self, reach: Callable[[_Forward], None], synchronizes: bool) -> None:
         self._reach = reach
@@ -31,12 +31,13 @@ class _Forward:
 class Passes:
     """Follows each forward that trains to the backwards that pass through its outputs.
 
-    So all forwards may come before all backwards, one backward may be of several forwards, and several of one. Where
-    a backward passes through no output (it runs within the forward, as in Lightning's manual optimization; it
-    differentiates a gradient; the library finds no tensor in the output), it is taken for one of all forwards so far.
+    All forwards may therefore come before all backwards, one backward may include several forwards, and one forward
+    may have several backwards. A backward that passes through no output is attributed to all forwards so far. This
+    happens if it runs within the forward, as in Lightning's manual optimization, if it differentiates a gradient, or if
+    the output contains no tensor that this class finds.
 
     Args:
-        clock: of the attachment.
+        clock: the attachment's step clock.
 
     Attributes:
         is_ambiguous: whether several backwards followed several forwards without a tensor in their outputs, so that
@@ -48,22 +49,22 @@ class Passes:
         self._handles: list[RemovableHandle] = []
         self._parameters: list[Tensor] = []
         self._not_synchronized: Callable[[], None] | None = None
-        # Steps when the last forward that synchronizes ended: DDP averages the next backward only.
+        # Step count when the last forward that synchronizes ended: DDP averages only the next backward.
         self._steps_of_forward = -1
         self.restart()
 
     def restart(self) -> None:
-        """Forget all forwards."""
+        """Drop all forwards."""
         self._uncounted: weakref.WeakSet[_Forward] = weakref.WeakSet()
         self._has_begun, self.is_ambiguous = False, False
-        # Forwards in whose outputs no tensor was found, since the last micro-batch, and in it.
+        # Forwards without a tensor in their outputs, since the last micro-batch, and in it.
         self._num_opaque, self._num_merged = 0, 0
         self._forget_backward()
 
     def _forget_backward(self) -> None:
         self._is_within, self._is_counted = False, False
         self._reached: set[_Forward] = set()
-        # Whether DDP has averaged an earlier backward already; steps and gradients before this one, if so.
+        # Whether DDP has already averaged an earlier backward, and if so the steps and gradients before this one.
         self._is_extra = False
         self._before: tuple[int, list[tuple[Tensor | None, int]]] | None = None
 
@@ -74,14 +75,14 @@ class Passes:
         synchronizes: Callable[[Any], bool],
         not_synchronized: Callable[[], None],
     ) -> None:
-        """Follow the forwards of this model from now on, instead of those of another.
+        """Follow the forwards of this model from now on, instead of the previous model's.
 
         Args:
             model: the DDP model.
             parameters: its trained parameters.
-            synchronizes: whether gradients are averaged in the next backward, asked for at the end of a forward.
+            synchronizes: returns whether the next backward averages gradients; called at the end of a forward.
             not_synchronized: called at the end of a backward that passes through a forward that synchronizes, adds to
-                gradients and averages none.
+                gradients, and averages none.
         """
         self.close()
         self._parameters, self._not_synchronized = list(parameters.values()), not_synchronized
@@ -90,7 +91,7 @@ class Passes:
             if torch.is_grad_enabled():
                 self._has_begun = True
             if self._is_within and current_backward() < 0:
-                self._forget_backward()  # it broke off
+                self._forget_backward()  # it was interrupted
 
         def after(module: nn.Module, inputs: object, outputs: object) -> None:
             if torch.is_grad_enabled():
@@ -102,7 +103,7 @@ class Passes:
         ]
 
     def close(self) -> None:
-        """Let go of the model."""
+        """Release the model."""
         for handle in self._handles:
             handle.remove()
         self._handles, self._parameters = [], []
@@ -112,7 +113,7 @@ class Passes:
         if synchronizes:
             self._steps_of_forward = self._clock.steps
         if not self._has_begun:
-            return  # its backward ran within
+            return  # its backward ran within the forward
         forward = _Forward(self._reach, synchronizes)
         nodes = {node for tensor in _tensors(outputs, set(), 2) for node in _nodes(tensor)}
         for node in nodes:
@@ -155,9 +156,9 @@ class Passes:
         return [(p.grad, -1 if p.grad is None else p.grad._version) for p in self._parameters]
 
     def begin_micro_batch(self) -> int | None:
-        """For each gradient that arrives: how many forwards are left, if a micro-batch begins with it; else `None`.
+        """Return the number of forwards left if a micro-batch begins with the gradient that has arrived; else `None`.
 
-        It does with the first one of a backward of forwards that are in no other yet.
+        A micro-batch begins with the first gradient of a backward of forwards that are in no earlier micro-batch.
         """
         self._enter()
         if self._is_counted:
@@ -174,7 +175,7 @@ class Passes:
 
 
 def _tensors(value: object, seen: set[int], depth: int) -> Iterator[Tensor]:
-    """Find the tensors in the output of a model: in containers, and in attributes of objects down to a depth."""
+    """Yield the tensors in the output of a model: in containers, and in attributes of objects down to a depth."""
     if isinstance(value, Tensor):
         yield value
         return
@@ -195,7 +196,7 @@ def _tensors(value: object, seen: set[int], depth: int) -> Iterator[Tensor]:
 
 
 def _nodes(tensor: Tensor) -> Iterator[torch.autograd.graph.Node]:
-    """Find the nodes of a tensor and of its base: a view that is changed in place gets another node."""
+    """Yield the nodes of a tensor and of its base: a view that is changed in place gets a new node."""
     for each in (tensor, tensor._base):
         if each is not None and each.grad_fn is not None:
             yield each.grad_fn

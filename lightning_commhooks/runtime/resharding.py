@@ -1,4 +1,4 @@
-"""The state of a hook between replicas of a sharded model, saved on some shards, for another number of them."""
+"""Converts the state of a hook between replicas of a sharded model to another number of shards."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ _NOTHING = object()
 def resharded(
     states: Sequence[Mapping[str, Any]], shard: Sequence[Sequence[int]], layout: Layout
 ) -> tuple[Any, list[str]]:
-    """The state of a hook for this rank's shard, from those of all shards there were.
+    """Return the state of a hook for this rank's shard, from the states of all saved shards.
 
-    What has a number for each element of a parameter, such as residuals and anchors, is put together and cut anew. Of
-    what else is remembered of a parameter, such as PowerSGD's Q, this shard has that of the shard that had its first
-    row; what depends on the number of rows, such as its P, begins anew.
+    Per-element state of a parameter, such as residuals and anchors, is concatenated and split again. Other state of a
+    parameter, such as PowerSGD's Q, comes from the shard that had this shard's first row. State that depends on the
+    number of rows, such as PowerSGD's P, is reset.
 
     Args:
-        states: what `checkpoint.save` returned for each shard, in order.
-        shard: which one this rank has, of how many: `Source.shard`.
-        layout: of the model.
+        states: results of `checkpoint.save` for each shard, in order.
+        shard: index of this rank's shard and number of shards: `Source.shard`.
+        layout: layout of the model.
 
     Returns:
-        the state, and names of parameters of which nothing could be taken over.
+        the state, and names of parameters whose memory was lost.
     """
-    # Of shards of shards begins anew what has an element of its own for each of a parameter's.
+    # With nested sharding, per-element state is reset.
     named = layout.trained.items() if len(shard) <= 1 else ()
     index, size = shard[0] if shard else (0, 1)
     parts = {name: _Part(name, p, states, (index, size)) for name, p in named}
@@ -42,14 +42,14 @@ def resharded(
 
 
 class _Part:
-    """Rows of a parameter that shards had, and those that this one has; or columns, as it is sharded."""
+    """Rows of a parameter on the saved shards and on this one; or columns, if these are sharded."""
 
     def __init__(
         self, name: str, parameter: Tensor, states: Sequence[Mapping[str, Any]], shard: tuple[int, int]
     ) -> None:
         dims = [one.dim for one in getattr(parameter, "placements", ()) if one.is_shard()]
         self._dim, self._shape = dims[0] if dims else 0, memory_shape(parameter)
-        # Shards without rows have no such parameter.
+        # Shards without rows lack the parameter.
         self._shapes = [tuple(state["parameters"].get(name, ())) for state in states]
         self._lengths = [shape[self._dim] if shape else 0 for shape in self._shapes]
         self._num_replicas = states[0]["world_size"] if states[0]["per_rank"] == "exact" else 1
@@ -57,17 +57,17 @@ class _Part:
         total = sum(self._lengths)
         self._start = min(index * -(-total // size), total)  # as `torch.chunk`
         self._length = self._shape[self._dim] if self._shape else 0
-        # Of a sharded parameter the whole one's rows.
+        # For a sharded parameter, whether the shards cover all of its rows.
         is_whole = not dims or total == parameter.shape[self._dim]
         others = [_without(self._dim, shape) for shape in (*self._shapes, self._shape) if shape]
         is_in_order = self._shape == tuple(own_part(parameter).shape)
         fits = 0 < self._length <= total - self._start and len(set(others)) == 1
         self._fits = is_in_order and is_whole and fits
-        # Another shard may have all rows there are.
+        # A shard without rows loses nothing.
         self.is_lost = self._length > 0 and not self._fits
 
     def of(self, tensors: Sequence[Tensor | None]) -> Tensor | None:
-        """What this shard has, of tensors of each shard that has one; `None`: nothing, or it begins anew."""
+        """Return this shard's tensor from the tensors of the saved shards; `None`: there is none, or it is reset."""
         if not self._fits:
             return None
         about = zip(tensors, self._shapes, self._lengths, strict=True)
@@ -79,7 +79,7 @@ class _Part:
         return None if all(length in tensor.shape for tensor, _, length in found) else tensors[self._first_shard()]
 
     def _first_shard(self) -> int:
-        """The shard that had the first row of this one."""
+        """Return the saved shard with the first row of this one."""
         ends = itertools.accumulate(self._lengths)
         return next(i for i, end in enumerate(ends) if self._start < end)
 
@@ -95,7 +95,7 @@ class _Part:
 
 
 def _form(tensor: Tensor, shape: tuple[int, ...]) -> tuple[Sequence[int], bool]:
-    """Dimensions before those of a parameter, and whether these are one."""
+    """Return the dimensions before the parameter's, and whether the parameter's are flattened."""
     is_flat = tensor.shape[-len(shape) :] != shape
     return (tensor.shape[:-1] if is_flat else tensor.shape[: -len(shape)]), is_flat
 
@@ -105,7 +105,7 @@ def _without(dim: int, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _merged(values: Sequence[Any], parts: Mapping[str, _Part], part: _Part | None, lost: list[str]) -> Any:
-    """Nested states of all shards, `_NOTHING` where one has none, as one of this shard."""
+    """Merge the nested states of all shards, `_NOTHING` for a missing one, into the state of this shard."""
     there = [value for value in values if value is not _NOTHING]
     if all(isinstance(value, Mapping) for value in there):
         merged = {}

@@ -120,7 +120,7 @@ def _scale(result: Gradients, mean: Gradients) -> float:
 _MOST_STEPS = 20
 
 
-def _first_step_alone(rank: int, world: int, hook: CommHook) -> int | None:
+def _first_local_step(rank: int, world: int, hook: CommHook) -> int | None:
     with attached(hook) as (_, attachment):
         assert attachment.bound is not None
         return next((step for step in range(_MOST_STEPS) if is_local(attachment.bound, step)), None)
@@ -128,10 +128,10 @@ def _first_step_alone(rank: int, world: int, hook: CommHook) -> int | None:
 
 def ranks_agree_on_the_mean(run: Run, case: Case, world: int) -> None:
     """All ranks get the same result, the mean over ranks up to the stated error."""
-    alone = run(_first_step_alone, case.hook, world=world)[0]
+    local = run(_first_local_step, case.hook, world=world)[0]
     demand(
-        alone is None,
-        f"step {alone} is local, and the rules check averages of gradients in the first {_MOST_STEPS} steps: set an "
+        local is None,
+        f"step {local} is local, and the rules check averages of gradients in the first {_MOST_STEPS} steps: set an "
         "option that delays local steps, such as start_localSGD_iter of local SGD",
     )
     means, *_ = run(outputs, case.hook, _equal_gradients, 1, world=world)[0]

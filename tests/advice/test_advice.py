@@ -66,8 +66,8 @@ class TestVerdict:
         ("rows", "reason"),
         [
             ([DENSE, row("noop", 95), row("bf16", 80, 0.01)], "sends nothing takes 5% less time .* no hook can save"),
-            ([DENSE, NOOP, row("int8", 97, 0.01)], "compressing costs what sending less saves"),
-            ([DENSE, NOOP, row("int8", 120, 0.01)], "compressing costs what sending less saves"),
+            ([DENSE, NOOP, row("int8", 97, 0.01)], "compression costs as much as it saves"),
+            ([DENSE, NOOP, row("int8", 120, 0.01)], "compression costs as much as it saves"),
             ([DENSE, NOOP, row("int8", 85, 0.01, spread=30)], "saves 15.0 ms of 100.0 ms a step, give or take 60.0 ms"),
             ([DENSE, NOOP, row("int4", 50, 0.4)], "no hook is within the error"),
             ([DENSE, NOOP], "no hook is within the error"),
@@ -187,7 +187,7 @@ class TestCandidates:
         ("text", "message"),
         [
             ("bf17", "--hooks bf17: unknown hook 'bf17'; did you mean 'bf16'"),
-            ("rank=4", "'rank=4' is an option of no hook; write hook:rank=4"),
+            ("rank=4", "'rank=4' is an option without a hook; write hook:rank=4"),
             ("auto", "auto uses several hooks in one run; compare those"),
             (
                 "powersgd:ranks=4",
@@ -282,9 +282,9 @@ GOOD = {
 BAD = {
     "nothing": (lambda: 3, "returned int; it must return"),
     "no_batch": (lambda: (Task(), None), "returned no batch"),
-    "no_module": (lambda: (3, X), "returned int as the model, no bare nn.Module"),
-    "frozen": (lambda: (nn.ReLU(), X), "a model without parameters that are trained"),
-    "unknown_key": (lambda: {"model": Task(), "data": X}, r"a dict with \['data'\]; known are"),
+    "no_module": (lambda: (3, X), "returned int as the model, not a bare nn.Module"),
+    "frozen": (lambda: (nn.ReLU(), X), "a model without trainable parameters"),
+    "unknown_key": (lambda: {"model": Task(), "data": X}, r"a dict with \['data'\]; known keys are"),
     "no_loss": (lambda: (nn.Linear(4, 3), X), r"the model returned a tensor of shape \(2, 3\), not a loss"),
     "target_missing": (
         lambda: (nn.Linear(4, 3), (X,), nn.MSELoss()),
@@ -293,7 +293,7 @@ BAD = {
     "no_function": (lambda: (nn.Linear(4, 3), X, 3), "loss_fn must be a function"),
     "ddp": (lambda: {"model": Task(), "batch": X, "ddp": 3}, "ddp must be a dict of arguments"),
     "raises": (lambda: 1 / 0, r"raises\(\) failed, ZeroDivisionError"),
-    "no_optimizer": (lambda: {"model": Task(), "batch": X, "optimizer": 3}, "must be of torch.optim, is 3"),
+    "no_optimizer": (lambda: {"model": Task(), "batch": X, "optimizer": 3}, "must be a torch.optim.Optimizer, is 3"),
 }
 
 
@@ -338,10 +338,10 @@ class TestTask:
         expected = {seed: torch.randn(2, 4, generator=generator) for seed, generator in seeds.items()}
         task = load(lambda: {"batch": torch.randn(2, 4), "model": Task()})
         assert task.batch.equal(expected[1])
-        assert all(next(task.further).equal(expected[seed]) for seed in (2, 3))
+        assert all(next(task.later_batches).equal(expected[seed]) for seed in (2, 3))
         batches = torch.utils.data.DataLoader(torch.arange(6.0).view(6, 1), batch_size=2)
         task = load(lambda: (nn.Linear(1, 1), batches, torch.sum))
-        found = [task.batch, *(next(task.further) for _ in range(3))]
+        found = [task.batch, *(next(task.later_batches) for _ in range(3))]
         assert [batch.view(-1).tolist() for batch in found] == [[0, 1], [2, 3], [4, 5], [0, 1]]
 
     def test_optimizers(self, load):
@@ -358,7 +358,7 @@ class TestTask:
     @pytest.mark.parametrize(
         ("spec", "message"),
         [
-            ("module", "given as module:factory, as in my_module:make, is 'module'"),
+            ("module", "must be given as module:factory, such as my_module:make, is 'module'"),
             ("no_such_module:make", "importing it failed, ModuleNotFoundError: No module named 'no_such_module'"),
             ("math:make", "module 'math' has no attribute 'make'"),
             ("math:pi", r"math:pi\(\) failed, TypeError"),
@@ -436,7 +436,7 @@ def test_advice_in_words(find):
     text = text_of(found)
     assert "link (measured): 1.0 Mbit/s of payload per rank, 2.00 ms for a message" in text
     assert re.search(r"^int8 +55\.0 +0\.5 +0\.55x +0\.0 +- +1e-06 +4 +0\.01$", text, re.MULTILINE)
-    assert "Not recommended unasked: diloco; averaging models" in text
+    assert "Not recommended by default: diloco; averaging models" in text
     assert text.endswith('instead of 100.0 ms, 45% less.\n    CompressedDDPStrategy(hook="int8")')
     assert text_of(find("advise", row("int8", 99.0))).splitlines()[-1].startswith("Do not compress: the best hook")
     noisy = text_of(find("advise", row("int8", 85.0, spread=30.0))).splitlines()[-1]

@@ -401,7 +401,7 @@ def task_of(rank, world):
     gradients = [full_rank_gradients(other, 0, SHAPES) for other in range(world)]
     options = {"bucket_cap_mb": SMALL_BUCKETS}
     task = Task(module, (gradients[rank],), None, [torch.optim.SGD(module.parameters(), lr=0.1)], options, CPU)
-    task.further = iter([(gradients[(rank + i) % world],) for i in range(1, world)])
+    task.later_batches = iter([(gradients[(rank + i) % world],) for i in range(1, world)])
     task.save()
     return task
 
@@ -470,7 +470,7 @@ class TestErrorsAmong:
             raise ValueError("no more data")
 
         task = task_of(0, 2)
-        task.further = further()
+        task.later_batches = further()
         with pytest.raises(ValueError, match="no more data"):
             errors_among(4, task, [])
 

@@ -174,7 +174,7 @@ def test_sum_and_integers(results, host, label, divisor, steps):
 def test_integer_warns_where_the_loss_is_divided_already(results, host):
     check(results(host), "integer", reference(lambda window: 4 * DIVIDE_BY[host](window)))
     (text,) = results(host)[0]["integer"]["warnings"]
-    assert text.startswith("accumulation=4 divides gradients by 4, though the framework has divided the loss by 4")
+    assert text.startswith("accumulation=4 divides gradients by 4, but the framework has divided the loss by 4")
     assert results(host)[1]["integer"]["warnings"] == []
 
 

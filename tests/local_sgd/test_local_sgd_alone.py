@@ -296,7 +296,7 @@ def test_buffers_that_are_no_statistics_are_not_averaged(run, broadcasts):
     assert not silent
     assert len(told) == 1
     assert f"{len(MASKS)} buffers, 'mask' first, differ between ranks" in told[0]
-    assert ("take those of the first one" if broadcasts else "each rank keeps its own") in told[0]
+    assert ("get the first rank's at each average" if broadcasts else "each rank keeps its own") in told[0]
 
 
 def states_of_other_kinds(rank, world, average):

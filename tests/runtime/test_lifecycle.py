@@ -191,7 +191,7 @@ def attach_what_may_differ(rank, world, kind):
 def test_ranks_that_were_given_different_hooks_or_options_are_told_both(run, kind, first, second):
     said = run(attach_what_may_differ, kind)
     assert said[0] == said[1]
-    assert re.search(rf"must be the same on all ranks, is {first} on rank 0 and {second} on rank 1\. Look for", said[0])
+    assert re.search(rf"must be the same on all ranks, is {first} on rank 0 and {second} on rank 1\. Compare", said[0])
 
 
 @pytest.mark.parametrize("kind", ["not_a_dataclass", "set"])

@@ -131,7 +131,7 @@ def own_function(rank, world):
 def test_of_a_function_nothing_is_known(run):
     for steps, values, line in run(own_function):
         assert (steps, values) == (2, {})
-        assert line.endswith("allreduce_hook': 2 steps; what a hook function sends is not known")
+        assert line.endswith("allreduce_hook': 2 steps; the bytes of a hook function are not known")
 
 
 def several_monitors(rank, world):

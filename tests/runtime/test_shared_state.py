@@ -67,7 +67,7 @@ def test_a_signal_handler_in_the_middle_of_an_averaging_saves_the_step_count(run
     assert read["hook"] == read["models"] == {}
     assert begun["hook"]["state"] == {"num_steps": {}, "start": {"backward": 0}, "entries": {}}
     assert text.startswith("the state of hook 'diloco' was saved without averaging over ranks")
-    assert "it has the step count, 4, and nothing else. What the hook remembers begins anew" in text
+    assert "it has the step count, 4, and nothing else. The hook's memory is reset" in text
     assert others == [], "rank 0 speaks"
 
 

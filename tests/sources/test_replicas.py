@@ -366,7 +366,7 @@ def test_state_is_of_a_shard(run):
     for same, steps, message in run(resumed, world=WORLD):
         assert same
         assert steps == 1
-        assert "save the state of each shard, and load it where that shard is" in message
+        assert "save the state of each shard, and load it on the ranks of that shard" in message
 
 
 def several_groups(rank, world):
