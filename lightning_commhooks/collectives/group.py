@@ -23,8 +23,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_commhooks.codecs.codec import Codec, Kernels, compiled
 from lightning_commhooks.basics.ranges import named
+from lightning_commhooks.codecs.codec import Codec, Kernels, compiled
 from lightning_commhooks.collectives import process_groups as groups
 from lightning_commhooks.collectives.backend import Backend
 from lightning_commhooks.collectives.chunk import CHUNK_NUMEL, Chunk
