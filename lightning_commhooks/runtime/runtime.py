@@ -277,7 +277,9 @@ class Runtime(RunningHook):
             self.counters.timing.backward_done()
         if self._engine is not None:
             with self.source.reporting():
-                self._steps.end(in_time)
+                self.call(lambda: self._steps.end(in_time), True)
+                if not in_time:
+                    self.commit()
 
     def load(self, state: object, strict: bool) -> None:
         """Take over a saved state, on all ranks or none; warn of what is left out because it does not fit.
