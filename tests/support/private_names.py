@@ -228,7 +228,6 @@ def _process_group_takes_backends():
 IMPORTED = "import of the package fails"
 SPARSE = (
     MICRO_BATCHES,
-    f"{PACKAGE}/runtime/compression.py",
     f"{PACKAGE}/runtime/runtime.py",
     f"{PACKAGE}/sources/ddp.py",
     "lightning_commhooks/wrappers/auto.py",
