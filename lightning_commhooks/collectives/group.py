@@ -77,27 +77,27 @@ class Tally:
 class Group:
     """The ranks that a hook averages over, and their collectives.
 
-    A group does not change. Another one of the same ranks, or of some of them, is made from it: `for_bucket`, `quiet`,
-    `not_gradients`, `encoding`, `split`.
+    Related groups are made from a group, which stays as it is, by `for_bucket`, `together_with`, `quiet`,
+    `not_gradients`, `encoding` and `split`.
 
     Args:
         transport: how tensors get from rank to rank; `None` for a single process.
         counters: where bytes are counted; `None`: they are not.
         device: where the gradients are.
         process_group: of the same ranks, if there is one.
-        connections: where process groups that are made for subgroups leave theirs.
+        connections: list to which the connections of subgroups are added.
         nodes: ranks by node, if they are known.
         global_rank: this process's rank among all processes, if it is not that of `torch.distributed`.
-        are_alike: whether all ranks are in this process, so that they agree on what they agree on by blocking calls.
-        everyone: all ranks, where these ranks are their nodes: they count bytes, and agree on what ranks of one node
-            may disagree on.
+        are_alike: whether all ranks run in this process; then blocking calls have equal arguments on all ranks.
+        everyone: all ranks, if the ranks of this group are nodes. A group of nodes does not count bytes, and all ranks
+            agree on compiled codecs.
 
     Attributes:
         size: number of ranks.
         rank: this process's rank among them.
         global_rank: this process's rank among all processes.
-        tally: what the present bucket has sent.
-        codec: what `all_reduce_factors_` encodes by; `None`: factors are sent as they are.
+        tally: count of the present bucket.
+        codec: the codec of `all_reduce_factors_`; `None`: factors are not encoded.
     """
 
     def __init__(
@@ -166,7 +166,7 @@ class Group:
         return bucket.together_with(bucket)
 
     def together_with(self, ranks: Group) -> Group:
-        """These ranks for the bucket that `ranks` are for: they count together."""
+        """These ranks for the bucket of `ranks`, with the same tally."""
         transport = self._transport
         return self._with(
             _number=ranks._number,
@@ -177,7 +177,7 @@ class Group:
         )
 
     def quiet(self) -> Group:
-        """The same ranks; what they send is not counted."""
+        """The same ranks, without a count of bytes."""
         return self._with(_sends_gradients=False, _is_quiet=True)
 
     def not_gradients(self) -> Group:
@@ -223,7 +223,7 @@ class Group:
         return self._nodes
 
     def split(self, subgroups: Sequence[Sequence[int]]) -> Group:
-        """This rank's subgroup, in the channel of this group, with which it counts bytes together.
+        """This rank's subgroup, for the same bucket as this group and with the same tally.
 
         Collective when these subgroups are asked for the first time, which is in `CommHook.bind`.
 
@@ -234,7 +234,7 @@ class Group:
         return self if len(key) == 1 else self._subgroup(key)
 
     def for_averages_under_way(self) -> Group:
-        """The same ranks for averages that go on while training does, in whatever order they do so with the rest.
+        """The same ranks for averages during training, in any order relative to other collectives.
 
         Collective when this is asked for the first time, which is in `CommHook.bind`.
         """
@@ -368,9 +368,10 @@ class Group:
         for tensor in tensors:
             by_dtype[tensor.dtype].append(tensor.view(-1))
         sums = [
-            (flats, begun(self.all_reduce_(flats[0] if len(flats) == 1 else torch.cat(flats))))
-            for flats in by_dtype.values()
+            (flats, self.all_reduce_(flats[0] if len(flats) == 1 else torch.cat(flats))) for flats in by_dtype.values()
         ]
+        if len(sums) > 1:
+            sums = [(flats, begun(steps)) for flats, steps in sums]
         for flats, steps in sums:
             total = yield from steps
             for flat, own in zip(flats, total.split([flat.numel() for flat in flats]), strict=True):
@@ -642,7 +643,7 @@ class Group:
 
 @contextmanager
 def counted(gradients: Tensor, ranks: Group) -> Iterator[None]:
-    """Count how a hook sends gradients that it reduces meanwhile: see `Counters.numel_uncompressed`.
+    """Count the gradient elements that a hook sends within a `with`: see `Counters.numel_uncompressed`.
 
     Args:
         gradients: of one bucket, flat, or the values of a sparse one.

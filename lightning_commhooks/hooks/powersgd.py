@@ -340,7 +340,9 @@ class BoundPowerSGD(ErrorFeedback):
 
     def _share(self, rank: int) -> float:
         """Elements of matrices that would be compressed at that rank, as a part of all; 1 before there are any."""
-        hook = dataclasses.replace(self.hook, matrix_approximation_rank=rank)
+        hook = self.hook
+        if rank != hook.matrix_approximation_rank:
+            hook = dataclasses.replace(hook, matrix_approximation_rank=rank)
         slots = [slot for slots, _ in self.plans.values() for slot in slots]
         matrices = [slot for of in hook.matrices(slots).values() for some in of for slot in some]
         return sum(slot.numel for slot in matrices) / max(1, sum(slot.numel for slot in slots)) if slots else 1.0

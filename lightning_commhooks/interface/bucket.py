@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -28,7 +29,7 @@ class Slot:
     offset: int
     parameter: Tensor | None = field(default=None, compare=False, repr=False)
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """Number of elements of the gradient."""
         return torch.Size(self.shape).numel()
@@ -77,7 +78,7 @@ class Bucket:
         """The divisor that scales gradients and converts them to units of the loss, as they enter the memory."""
         return self.loss_scale / self.scale
 
-    @property
+    @cached_property
     def names(self) -> tuple[str, ...]:
         """Names of the parameters in the bucket, in memory order."""
         return tuple(slot.name for slot in self.slots)

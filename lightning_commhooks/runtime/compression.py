@@ -41,7 +41,7 @@ class Watch:
         self._sent = self._dense = 0.0
 
     def take(self, bucket: Bucket) -> list[tuple[ErrorSampler, Any]]:
-        """Take elements of gradients before they are reduced, for each sampler that wants any of this step."""
+        """Sample gradients before a reduction; returns each sampler of this step with its sample."""
         samplers = [] if self.sampler is None else [self.sampler]
         if (of_step := self.of_step) is not None and of_step[0] == bucket.step:
             samplers.append(of_step[1])
@@ -49,7 +49,7 @@ class Watch:
 
     @contextmanager
     def watching(self, bound: BoundHook, bucket: Bucket, numbers: Tensor, ranks: Group) -> Iterator[None]:
-        """Count what plain DDP would send of gradients, and what the hook sends that reduces them meanwhile."""
+        """Count the bytes of the reduction within a `with`, and the bytes of plain DDP for the same gradients."""
         counters, dense = ranks.counters, ranks.ring_bytes(numbers)
         inter_node = ranks.inter_node_share(around_ring=True)
         counters.bytes_dense += dense

@@ -94,11 +94,6 @@ class FiniteSteps:
 
         Not `in_time`, the buckets may be in use for the next step, which has begun.
         """
-        self._running.call(lambda: self._end(in_time), True)
-        if not in_time:
-            self._running.commit()
-
-    def _end(self, in_time: bool) -> None:
         if not self._finite:
             return
         with self._running.bound.group.counters.timing.work():

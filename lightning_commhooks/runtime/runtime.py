@@ -276,7 +276,9 @@ class Runtime(RunningHook):
         if self._engine is not None:
             quorum = self.source.quorum
             with nullcontext() if quorum is None else quorum.reporting():
-                self._steps.end(in_time)
+                self.call(lambda: self._steps.end(in_time), True)
+                if not in_time:
+                    self.commit()
 
     def load(self, state: object, strict: bool) -> None:
         """Take over a saved state, on all ranks or none; warn of what is left out because it does not fit.
