@@ -175,8 +175,9 @@ class BoundHook(ABC):
                 Subgroups are `ranks.split(...)`, which `bind` has called before.
 
         Returns:
-            whether the result is finite: boolean, one element on the device of the gradients, rank-uniform. `None`: the
-            engine checks the gradients. Useful for hooks with memory that can tell from a smaller tensor.
+            whether the result is finite, as a boolean of one element on the device of the gradients, rank-uniform.
+            With `None` the engine checks the gradients. Useful for hooks with memory that can tell from a smaller
+            tensor.
         """
 
     def end_step(self, finite: Tensor) -> None:  # noqa: B027  # optional to override

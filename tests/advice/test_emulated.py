@@ -162,7 +162,7 @@ def test_rounds_of_far_ranks_are_counted():
 def test_collectives_that_are_begun_follow_one_another():
     with emulated(1000, 0, 2) as (group, clock):
         begin = clock.time
-        gathers = [begun(group.channel(number).all_gather(torch.ones(250))) for number in range(3)]
+        gathers = [begun(group.for_bucket(number).all_gather(torch.ones(250))) for number in range(3)]
         finish(group.all_reduce_(torch.ones(250)))
         assert clock.time - begin == pytest.approx(4.0)
         assert [finish(steps).shape for steps in gathers] == [(2, 250)] * 3
@@ -173,7 +173,7 @@ def test_latencies_pass_at_once(has_hook, end):
     """Of all buckets of a hook, whose bytes follow one another, and of two of plain DDP."""
     with emulated(1000, 1.0, 2, has_hook=has_hook) as (group, clock):
         with at_the_same_time(group):
-            sums = [begun(group.channel(number).all_reduce_(torch.ones(250))) for number in range(6)]
+            sums = [begun(group.for_bucket(number).all_reduce_(torch.ones(250))) for number in range(6)]
         for steps in sums:
             finish(steps)
         assert sum(clock.slept) == pytest.approx(end)
