@@ -1,4 +1,4 @@
-"""What goes on beside training, on an engine of its own: averages of models that are under way for several steps."""
+"""Computations in the background of training, on their own engine: averages of models that span several steps."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lightning_commhooks.runtime.running import RunningHook
 from lightning_commhooks.runtime.stream_engine import StreamEngine
 from lightning_commhooks.runtime.thread_engine import ThreadEngine
 
-# Peers that are later than this at the end of training lose what they are still averaging, and get an error.
+# At the end of training, a peer that is later than this loses its unfinished averages and gets an error.
 _PATIENCE_SECONDS = 30.0
 
 
@@ -39,11 +39,12 @@ class _OfMainEngine(Connections):
 
 
 class Beside:
-    """Begins computations that go on while training does, one after another.
+    """Begins computations in the background of training, one after another.
 
     Args:
         running: the hook that they belong to.
-        connections: those of its engine. A failure here ends the hook on all ranks, as one of the hook ends these.
+        connections: connections of the hook's engine. A failure here ends the hook on all ranks, and a failure of the
+            hook ends these computations.
         is_enqueued: whether their collectives are enqueued on a stream, as NCCL's are.
     """
 
@@ -62,7 +63,7 @@ class Beside:
             run: makes it, in a channel of its own.
 
         Returns:
-            what waits for its end, on CUDA on the current stream, and raises a `HookError` if it failed.
+            a function that waits for its end, on CUDA on the current stream, and raises a `HookError` if it failed.
         """
         if self._engine is None:
             self._engine = self._make_engine(group)
@@ -95,7 +96,7 @@ class Beside:
         return StreamEngine(*of_engine) if self._is_enqueued else ThreadEngine(*of_engine, group.is_ordered)
 
     def drain(self) -> None:
-        """Give peers the time to end what is under way here too, before the hook's connections are closed."""
+        """Give computations under way, here and on peers, time to finish before the hook's connections are closed."""
         begin = time.monotonic()
         while not all(one.done() for one in self._under_way) and time.monotonic() - begin < _PATIENCE_SECONDS:
             time.sleep(0.001)

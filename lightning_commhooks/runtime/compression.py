@@ -26,10 +26,10 @@ class Watch:
     """Used where the hook runs.
 
     Attributes:
-        sampler: estimates errors; `None`: nobody wants to know.
-        of_step: one step, the same on all ranks, and what estimates the error of it alone.
-        step: the last step in which buckets were reduced here, from 0 on; -1 before.
-        why: what kept the hook from its work in that step, as its buckets told then; `None`: nothing did.
+        sampler: estimates errors; `None`: errors are not measured.
+        of_step: one step, the same on all ranks, and the sampler that estimates the error of that step alone.
+        step: the last step in which buckets were reduced here, counted from 0; -1 before the first one.
+        why: the reason that the hook gave in that step for not compressing; `None`: it compresses.
     """
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ class Watch:
         counters.bytes_dense_between_nodes += dense * inter_node
         with counted(numbers, ranks):
             yield
-        # Of nodes with several ranks what counts is what leaves them.
+        # With several ranks per node, only traffic between nodes counts.
         is_between = 0 < inter_node < 1
         sent = ranks.tally.between_nodes if is_between else ranks.tally.sent
         self._add(bound, bucket, sent, dense * (inter_node if is_between else 1))
@@ -99,7 +99,7 @@ class _Alone(BoundAround):
 
 
 def pass_on(bound: BoundHook) -> BoundHook:
-    """Let a hook that averages gradients leave them as they are; what averages models is right with one rank."""
+    """Make a hook that averages gradients leave them as they are; averaging models is already right with one rank."""
     if averages_models(bound):
         return bound
     if isinstance(bound, BoundAround) and not bound.scales_gradients:

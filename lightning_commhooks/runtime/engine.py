@@ -1,6 +1,6 @@
-"""Runs what hooks do to buckets, beside the backward pass: see [`ThreadEngine`][] and [`StreamEngine`][].
+"""Runs the reductions of hooks during the backward pass: see [`ThreadEngine`][] and [`StreamEngine`][].
 
-A hook is a generator that yields what it waits for. Buckets are numbered in the order in which DDP hands them over,
+A hook is a generator that yields its waits. Buckets are numbered in the order in which DDP hands them over,
 which is the same on all ranks; each communicates in a channel of that number.
 """
 
@@ -31,7 +31,7 @@ CLOSED = (
 
 
 def call_at_end_of_backward(function: Callable[[], None]) -> bool:
-    """Let autograd call `function` when the present backward is done; outside of one, do nothing and return `False`."""
+    """Make autograd call `function` after the present backward; outside of one, do nothing and return `False`."""
     try:
         torch.autograd.Variable._execution_engine.queue_callback(function)
     except RuntimeError:
@@ -42,7 +42,7 @@ def call_at_end_of_backward(function: Callable[[], None]) -> bool:
 def call_if_backward_breaks_off(function: Callable[[], None]) -> bool:
     """Call `function` when the present backward is over if it has raised; outside of one, do nothing, return `False`.
 
-    Autograd calls nothing then, but lets go of what it was given to call.
+    If a backward raises, autograd releases its callbacks without calling them.
     """
 
     def is_done() -> None:
@@ -59,9 +59,8 @@ def call_if_backward_breaks_off(function: Callable[[], None]) -> bool:
 class Engine(ABC):
     """Runs reductions of buckets, and functions in turn with them.
 
-    After the first failure no further work runs: this rank's collectives would not match its peers'. So that the
-    peers need not wait for the timeout of the process group, a failure aborts it, of work or of what comes before it
-    (`aborting`).
+    After the first failure no further work runs: this rank's collectives would not match its peers'. A failure of work,
+    or of code before it (`aborting`), aborts the process group, so that peers need not wait for the group's timeout.
 
     Args:
         device: of the gradients.
@@ -137,7 +136,7 @@ class Engine(ABC):
     def break_off(self, failure: HookError) -> None:
         """Do no further work, since a backward has raised and peers have handed over other buckets."""
         if self._failure is None:
-            # What the source's own process group does is up to the user, who may have caught this on all ranks.
+            # The source's own process group is left to the user, who may have caught this on all ranks.
             self._failure = failure
 
     def _error(self) -> HookError:

@@ -1,4 +1,4 @@
-"""Ends steps: whether one was finite, on all ranks alike."""
+"""Ends steps, with one verdict on all ranks: whether the step was finite."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ def _on_its_way(finite: Tensor) -> OnHost | None:
 
 
 class FiniteSteps:
-    """Ends the steps of a hook with memory, and those that ranks take alone under a scaler, on all ranks alike.
+    """Ends the steps of a hook with memory, and local steps under a gradient scaler, in the same way on all ranks.
 
-    On CUDA nobody waits at the end of a step to know whether it was finite: the hook is told when the next step begins
-    (`commit`). By then the device has usually been done with it for long, and if it has not, it has at least the
-    forward of the next step to do while the host waits. So a hook's memory takes no pass over it to go back.
+    On CUDA, the end of a step does not wait to learn whether the step was finite: the hook is told when the next step
+    begins (`commit`). By then the device has usually finished the step long ago; if not, it has at least the forward of
+    the next step to run while the host waits. So a hook's memory can be rolled back without a pass over it.
 
     Attributes:
-        pending: whether a step was finite that has ended, but for the hook; `None`: there is no such step.
+        pending: whether a step was finite that has ended except for the hook; `None`: there is no such step.
     """
 
     def __init__(self, running: RunningHook, grad_scaler: torch.amp.GradScaler | None) -> None:
@@ -37,23 +37,23 @@ class FiniteSteps:
         self._finite: list[Tensor] = []
         self._reduced: list[tuple[Tensor, Bucket]] = []
         self.pending: OnHost | None = None
-        # Of a step that replicas have not voted on yet, on this rank alone: where its step has failed, it does not meet
-        # those that have other shards.
+        # Whether a step that replicas have not voted on yet is finite on this rank: a rank whose step has failed does
+        # not take part in a comparison with the ranks of other shards.
         self._undecided: Tensor | None = None
-        # Who reads what ranks share may be in any thread, or in a signal handler of this one.
+        # Shared state may be read in any thread, or in a signal handler of this one.
         self._settling = threading.RLock()
 
     def forget(self) -> None:
-        """Let go of the buckets of the present step."""
+        """Release the buckets of the present step."""
         self._finite, self._reduced = [], []
 
     def drop(self) -> None:
-        """Let go of all, for good."""
+        """Release all steps, for good."""
         self.forget()
         self.pending = None
 
     def decide(self, committed: bool) -> None:
-        """Let the hook take over the step that ranks have voted on, or let go of it."""
+        """Commit or discard the step that ranks have voted on."""
         finite, self._undecided = self._undecided, None
         self.forget()
         if not committed:
@@ -90,9 +90,9 @@ class FiniteSteps:
         return (yield from ranks.all_reduce_(num_bad)).eq(0).view(())
 
     def end(self, in_time: bool) -> None:
-        """Let the hook take over its new memory, or make the gradients of the step NaN.
+        """Commit the hook's new memory, or make the gradients of the step NaN.
 
-        Not `in_time`, the buckets may be in use for the next step, which has begun.
+        Unless `in_time`, the next step has begun and may use the buckets.
         """
         if not self._finite:
             return
@@ -115,7 +115,7 @@ class FiniteSteps:
                 self._take_over(finite)
 
     def commit(self) -> None:
-        """Let the hook take over what the last step left, if it has not yet. Waits for that step, not for peers."""
+        """Tell the hook whether the last step was finite, if that is pending. Waits for that step, not for peers."""
         with self._settling:
             pending = self.pending
             if pending is None:
@@ -132,10 +132,10 @@ class FiniteSteps:
 
 
 def _parts(gradients: Tensor, bucket: Bucket) -> list[Tensor]:
-    """The part of the averaged gradients of a bucket that is to be NaN after a bad step: on CPU all.
+    """Return the parts of a bucket's averaged gradients that become NaN after a bad step: on CPU, all of them.
 
-    On CUDA, where the host does not know whether a step is bad, the first element of each: that is enough for whoever
-    looks for non-finite gradients or takes their norm, and saves a pass over all of them in each step.
+    On CUDA, where the host does not know whether a step is bad, the first element of each gradient: that is enough for
+    a check for non-finite gradients and for a gradient norm, and saves a pass over all gradients in each step.
     """
     if not gradients.is_cuda or gradients.numel() != bucket.numel:
         return [gradients]

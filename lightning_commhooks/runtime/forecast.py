@@ -1,4 +1,4 @@
-"""Forecast of what training will send, from what was measured: a line after its first steps and each change."""
+"""Forecast of the traffic of training, from measurements: a line after its first steps and each change."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ _LONGEST_NAME = 80
 
 @dataclass(frozen=True)
 class Forecast:
-    """Forecast of what a training sends, made by `Attachment.forecast`. `str()` gives it as one line.
+    """Forecast of the traffic of a training run, made by `Attachment.forecast`. `str()` gives it as one line.
 
     Attributes:
-        line: what was measured, and from which step on the hook sends otherwise.
+        line: the measurements, and the step from which the hook's traffic changes.
         bytes_sent: payload bytes that this rank sends from the first step in this process to the last; `None` if that
             is not known yet: the number of steps is unknown, the hook changes later on, or it averages models.
         compression_ratio: bytes that plain DDP sends in these steps, over `bytes_sent`; `None` if that is not known.
@@ -78,7 +78,7 @@ class _Sent(NamedTuple):
 
     @property
     def is_between_nodes(self) -> bool:
-        """Whether what leaves nodes counts, since they have several ranks each."""
+        """Whether only traffic between nodes counts, since nodes have several ranks each."""
         return 0 < self.bytes_dense_between_nodes < 0.999 * self.bytes_dense
 
     @property
@@ -93,7 +93,7 @@ class _Sent(NamedTuple):
 
 
 class Forecaster:
-    """Measures what the steps of a hook send, over whole periods between its changes, and says it.
+    """Measures the traffic of a hook's steps, over whole periods between its changes, and reports it.
 
     Attributes:
         has_warned: whether the user was warned that next to nothing is compressed.
@@ -111,20 +111,20 @@ class Forecaster:
         _open.discard(self._running)
 
     def restart(self) -> None:
-        """Forget all steps: the hook begins anew, or goes on from a checkpoint."""
+        """Forget all steps: the hook is reset, or resumes from a checkpoint."""
         self.has_warned = False
         self._step = self._first = self._phase = self._told = -1
         self._hook: CommHook | None = None
         self._is_alone = self._is_seldom = False
         # Steps at which it changes, and the options, as `start_powerSGD_iter`, by which it does.
         self._changes: dict[int, str] = {}
-        # Where measuring begins, and what was sent from there on over whole periods, between two steps.
+        # The step and counts at which measuring begins, and the traffic since then over whole periods.
         self._begin: tuple[int, _Sent] | None = None
         self._measured: tuple[int, int, _Sent] | None = None
         self._watch.of_step = None
 
     def begin_step(self, step: int) -> None:
-        """Note what was sent before a step, by optimizers' steps too."""
+        """Note the traffic before a step, including the traffic of optimizers' steps."""
         now = _Sent(*(getattr(self._running.counters, name) for name in _Sent._fields))
         if self._first < 0:
             self._first, self._before = step, now
@@ -136,7 +136,7 @@ class Forecaster:
         is_alone = is_local(bound, step)
         self._is_seldom |= self._first < step and 0 <= self._local.stepped_after < step
         if hook is None or hook is not self._hook or is_alone is not self._is_alone or self._changes_now(step):
-            # The first step is by itself: DDP builds its buckets anew after it, and a hook flushes another's residual.
+            # The first step is left out: DDP rebuilds its buckets after it, and a hook flushes another's residual.
             self._hook, self._is_alone, self._phase = hook, is_alone, step
             self._begin = self._measured = None
             self._changes = {} if hook is None else _changes(hook, bound)
@@ -177,7 +177,7 @@ class Forecaster:
 
     @property
     def _averages_now(self) -> bool:
-        """Whether the hook averages models in this phase; one that takes turns with others may."""
+        """Whether the hook averages models in this phase; in a schedule, some phases may average gradients."""
         bound, hook = self._running.bound, self._hook
         if not averages_models(bound) or hook is None:
             return False
@@ -185,7 +185,7 @@ class Forecaster:
         return self._is_alone or not (is_late or _has_phases(hook))
 
     def _period(self, hook: CommHook) -> int:
-        """Steps after which what is sent repeats. Of optimizers that take turns each counts its own."""
+        """Number of steps after which the traffic repeats. If optimizers take turns, each counts its own steps."""
         if self._averages_now:
             return hook.repeats_after() * max(1, self._local.num_optimizers)
         # Before ranks step alone only half iterations of PowerSGD repeat.
