@@ -1,10 +1,10 @@
-"""Named ranges in the traces of PyTorch's profilers: what a hook does, and for how long.
+"""Named ranges in the traces of PyTorch's profilers: the operations of a hook, and their durations.
 
 * `commhooks::<hook>::reduce`: the reduction of a bucket, from one wait to the next, with FSDP of a unit.
 * `commhooks::<hook>::average`: an averaging of models, or of optimizers' states.
 * `commhooks::<codec>::encode`, `commhooks::<codec>::decode`: the work of a codec.
 * `commhooks::all_reduce`, `::all_gather`, `::all_to_all`, `::reduce_scatter`: the wait for a collective; the same with
-  `::begin`: what is done to begin it.
+  `::begin`: the work to begin it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Codecs: numbers as bytes, block by block. What a codec is, and what runs it in one group of ranks.
+"""Codecs: numbers as bytes, block by block. The base class of codecs, and the functions that run a codec in a group.
 
 Legend: b blocks of s elements each; k payloads of the same elements, from as many ranks.
 """
@@ -33,7 +33,7 @@ class Codec(ABC):
 
     Attributes:
         block_size: elements with common scales; `None`: each row of the input is a block.
-        num_scales: float32 numbers that a block carries beside its codes.
+        num_scales: float32 numbers that a block carries in addition to its codes.
         code_dtype: dtype of one byte in which codes are computed.
     """
 
@@ -138,8 +138,8 @@ class Kernels:
         self._no_seed: dict[torch.device, Tensor] = {}
         if compiled:
             for function in (_encode, _encode_with_residual, _encode_mean, _decode_mean):
-                # A code object of its own: PyTorch compiles each for a few kinds of arguments only, and takes for
-                # variable what has varied among those of the same name.
+                # A code object of its own: PyTorch compiles each for a few kinds of arguments only, and treats a size
+                # as dynamic if it has varied among code objects of the same name.
                 name = f"{function.__name__}_{zlib.crc32(repr(codec).encode())}"
                 own = types.FunctionType(function.__code__.replace(co_name=name), function.__globals__)
                 self._functions[function] = torch.compile(own, fullgraph=True)
@@ -158,10 +158,10 @@ class Kernels:
 
     def _run(self, function: Callable[..., Any], size: Tensor, *args: Tensor) -> Any:
         is_compiled = size.dtype == torch.float32 and size.numel() >= _FEW_ELEMENTS and function in self._functions
-        # PyTorch would compile anew for a single block.
+        # PyTorch would recompile for a single block.
         if is_compiled and (size.shape[0] > 1 or self.codec.block_size is None):
             function = self._functions[function]
-        with torch.no_grad():  # or PyTorch would compile anew for where it is called with gradients
+        with torch.no_grad():  # or PyTorch would recompile for calls with gradients enabled
             return function(self.codec, *args)
 
     def encode(self, numbers: Tensor, residual: Tensor | None, factor: Tensor, seed: Tensor) -> Tensor:
@@ -169,8 +169,8 @@ class Kernels:
 
         Args:
             numbers: shape `(b, s)`, float32 or float64.
-            residual: with error feedback, what is added to `numbers * factor` before, and what the payload leaves out
-                afterwards; shape `(b, s)`.
+            residual: with error feedback, the residual, shape `(b, s)`: it is added to `numbers * factor` and then
+                replaced by the encoding error of the payload.
             factor: one element.
             seed: see `Codec.quantize`.
         """
@@ -180,7 +180,7 @@ class Kernels:
             return pack(*self._run(_encode_with_residual, numbers, residual, numbers, factor, seed))
 
     def encode_mean(self, mean: Tensor, residual: Tensor | None, factor: Tensor, seed: Tensor) -> Tensor:
-        """Payload of a mean, as `encode`; what it leaves out, times `factor`, is added to `residual`."""
+        """Payload of a mean, as `encode`; its encoding error, times `factor`, is added to `residual`."""
         with named(self._name, "encode"):
             if residual is None:
                 return pack(*self._run(_encode, mean, mean, seed))
@@ -203,7 +203,7 @@ class Kernels:
         Args:
             device: of the tensors.
             num_payloads: how many payloads are decoded together.
-            feedback: whether what is left out is asked for.
+            feedback: whether `encode` and `encode_mean` get a residual.
             num_rows: blocks at a time, where each row is one.
         """
         codec, size = self.codec, self.codec.block_size
@@ -230,7 +230,7 @@ class Kernels:
             self._functions[function](codec, *args)
 
 
-# What `compiled` was asked for.
+# Arguments of earlier calls of `compiled`.
 _compiled: set[Hashable] = set()
 
 
@@ -251,7 +251,7 @@ def compiled(
         return None
     try:
         kernels = _kernels(codec)
-        # The comm thread has no gradients and no autocast either; PyTorch would compile anew for another mode.
+        # The comm thread has no gradients and no autocast either; PyTorch would recompile for another mode.
         with torch.no_grad(), torch.autocast(device.type, enabled=False), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # PyTorch uses deprecated parts of itself
             what = codec, device, frozenset(num_payloads), feedback, num_rows

@@ -12,7 +12,7 @@ from lightning_commhooks.basics.announce import announce
 
 _logger = logging.getLogger("lightning_commhooks")
 
-# Seconds; with less nobody wonders what a program does.
+# Seconds; a shorter pause needs no explanation.
 LONG = 2.0
 
 

@@ -66,7 +66,7 @@ class Int4Codec(Codec):
         block_size: elements with a common scale, a multiple of 8; a power of 2 with a rotation.
         rounding: `"nearest"`, or `"stochastic"`, whose error is 0 on average and larger in each number.
         rotation: `"hadamard"`: multiply each block by a Hadamard matrix with random signs first, which spreads
-            an outlier over the block, so that it does not take the levels of the others; the error is then bounded by
+            an outlier over the block, so that the other elements do not lose levels to it; the error is then bounded by
             s levels of the rotated block in a single number, by s/2 in the norm of a block of s. As in QuIP#, Tseng et
             al. 2024, https://arxiv.org/abs/2402.04396, section 3. Costs two matrix products, whose rounding depends on
             the number of blocks, so that results depend a little on DDP's buckets; and a block with a magnitude above
@@ -296,7 +296,7 @@ def largest(blocks: Tensor) -> Tensor:
 
 def scale_of(extent: Tensor, num_levels: float) -> tuple[Tensor, Tensor]:
     """`extent / num_levels`, 0 where that is too small, and a number above 0 to divide by."""
-    # Compilers may multiply by the inverse in place of a division by a constant. In float64 both round to the same.
+    # Compilers may multiply by the inverse instead of dividing by a constant. In float64 both round to the same.
     scale = (extent.double() / num_levels).to(extent.dtype)
     scale = torch.where(scale < SMALLEST_SCALE, 0.0, scale)
     return scale, torch.where(scale == 0, 1.0, scale)
@@ -315,7 +315,8 @@ def uniform(like: Tensor, seed: Tensor) -> Tensor:
 
     No generator: a stream of random numbers that is a function of position needs no state, no order of calls and no
     pass over memory. Multiply-xorshift rounds (Mueller's `hash`, https://github.com/h2database/h2database, which
-    Wellons 2018, https://nullprogram.com/blog/2018/07/31/, compares with others) on the position and on the seed.
+    Wellons 2018, https://nullprogram.com/blog/2018/07/31/, compares with other hash functions) on the position and on
+    the seed.
 
     Args:
         like: of any shape, fewer than 2^31 elements.

@@ -1,4 +1,4 @@
-"""Nodes as ranks: collectives in which what leaves a node is what one rank sends, not all of its ranks."""
+"""Nodes as ranks: collectives in which a node sends the traffic of one rank, not of all its ranks."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class ByNode:
         across: the ranks of the same number on each node.
 
     Attributes:
-        is_ordered: see `Direct`, as the others.
-        latency: between nodes.
+        is_ordered: see `Direct`.
+        latency: latency between nodes.
         size: number of nodes.
         rank: this node.
     """

@@ -1,4 +1,4 @@
-"""Forks of a process that has a hook, such as the workers of a `DataLoader`: what they must not destroy or use.
+"""Forks of a process that has a hook, such as `DataLoader` workers: objects that they must not destroy or use.
 
 A fork has a copy of every object of its parent, but no thread other than the one that forked. The destructor of a
 process group joins its threads and shuts connections down, which are the parent's: in a fork it crashes, hangs, or ends
@@ -18,7 +18,7 @@ _kept: WeakSet[Any] = WeakSet()
 
 
 def keep_in_forks(thing: object) -> None:
-    """Let each fork of this process keep an object until it ends, the end of the interpreter included."""
+    """Keep an object alive in each fork of this process until the fork ends, including interpreter shutdown."""
     _kept.add(thing)
 
 

@@ -39,7 +39,7 @@ Kind = Literal["all_reduce", "all_gather", "all_to_all", "reduce_scatter"]
 
 
 class Transport(Protocol):
-    """How tensors get from rank to rank: `Backend`, `Direct` and others. Its methods are described there."""
+    """How tensors get from rank to rank; see the implementations, such as `Backend` and `Direct`, for the methods."""
 
     is_ordered: bool
     latency: float
@@ -134,7 +134,7 @@ class Group:
         self._are_alike: bool = are_alike
         self._everyone = everyone
         self.codec: Codec | None = None
-        # The bucket that this is for; `None`: what is done between buckets.
+        # The bucket that this is for; `None`: work between buckets.
         self._number: int | None = None
         # Shared by all groups of the same ranks.
         self._connections = connections if connections is not None else []
@@ -196,7 +196,7 @@ class Group:
             return self.all_gather_numbers(numbers)
 
     def release(self) -> list[dist.ProcessGroup | None]:
-        """Let go of the process group, so that its threads end when nobody else has it.
+        """Release the process group, so that its threads end when no other reference to it is left.
 
         Returns:
             the process groups of subgroups.
@@ -346,7 +346,7 @@ class Group:
     def all_reduce_in_float32(self, half: Tensor) -> Steps[Tensor]:
         """Sum over ranks of a 16-bit tensor, shape `(n,)`, in its dtype but rounded once only.
 
-        Each rank receives its share from all others, sums it in float32 and sends the sum: an all-to-all and an
+        Each rank receives its share from every other rank, sums it in float32 and sends the sum: an all-to-all and an
         all-gather, the same bytes as a ring all-reduce. Direct messages do so anyway.
         """
         if not self.is_ordered:
@@ -527,17 +527,17 @@ class Group:
         """Replace the numbers of each chunk by their mean over ranks, encoded on the way, equal on all ranks.
 
         Two-shot, as CGX (Markov et al. 2022, https://arxiv.org/abs/2111.08617) and ZeRO++ (Wang et al. 2023,
-        https://arxiv.org/abs/2306.10209, section 3.3) do it: each rank receives its share of all chunks from the
-        others, sums it in at least float32, encodes the mean and sends it to all; 2(w-1)/w of the encoded size. Two
-        ranks send all to each other instead, the same bytes and one rounding less. Encoding and decoding of one chunk
-        go on while others are under way.
+        https://arxiv.org/abs/2306.10209, section 3.3) do it: each rank receives its share of all chunks from every
+        other rank, sums it in at least float32, encodes the mean and sends it to all; 2(w-1)/w of the encoded size. Two
+        ranks send all to each other instead, the same bytes and one rounding less. One chunk is encoded or decoded
+        while other chunks are under way.
 
         Args:
             chunks: the same on every rank.
             kernels: of this group.
-            loss_scale: what numbers are divided by before they are added to the residual, and the mean multiplied by.
-            scale: what numbers are multiplied by, those with error feedback only.
-            two_shot: whether there are two; if not, each rank sends all to all others, (w-1) times the encoded size.
+            loss_scale: divisor of the numbers before they are added to the residual, and factor of the mean.
+            scale: factor of the numbers, with error feedback only.
+            two_shot: whether to do so; if not, each rank sends all to every other rank, (w-1) times the encoded size.
 
         Returns:
             whether all means are finite before they are multiplied, boolean, one element.

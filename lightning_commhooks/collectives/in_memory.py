@@ -1,4 +1,4 @@
-"""Any number of ranks in one process: their computations go on by turns and exchange tensors in memory.
+"""Any number of ranks in one process: their computations take turns and exchange tensors in memory.
 
 No processes, threads or sockets. Nothing depends on chance, and ranks that would wait for each other for ever are found
 out at once. Nothing about time can be learned.
@@ -26,7 +26,7 @@ _Way = tuple[int, int, int]
 
 
 class StuckError(RuntimeError):
-    """All ranks wait for what nobody sends, or expect something else than is sent."""
+    """All ranks wait for tensors that no rank sends, or a rank expects tensors other than those sent."""
 
 
 class _Message:
@@ -36,7 +36,7 @@ class _Message:
         self.text, self.is_done = text, is_done
 
     def wait(self) -> None:
-        """Do not wait: nobody would send it meanwhile.
+        """Return at once: no rank would send it during a wait.
 
         Raises:
             StuckError: it is not there.
@@ -91,9 +91,9 @@ class _Backend:
 
 
 def groups_in_memory(size: int, device: torch.device | str = "cpu") -> list[Group]:
-    """The groups of so many ranks of this process, each on a node of its own, with counters of its own.
+    """Return the groups of `size` ranks in this process, each with its own node and its own counters.
 
-    What ranks agree on by calls that block, as in `bind`, has to be the same on all of them.
+    Values that ranks agree on in blocking calls, as in `bind`, have to be the same on all of them.
     """
     post = _Post()
     groups = []
@@ -108,7 +108,7 @@ def run_together(ranks: Sequence[Callable[[], Steps[T]]], seed: int = 0) -> list
 
     Raises:
         StuckError: they would wait for ever.
-        Exception: what the first rank that failed has raised.
+        Exception: the error of the first rank that failed.
     """
     chance = random.Random(seed)
     results: dict[int, T] = {}

@@ -1,8 +1,9 @@
-"""Computations that wait for other ranks, as generators: they yield what they wait for, and never wait themselves.
+"""Computations that wait for other ranks, as generators: they yield their waits, and never wait themselves.
 
     total = yield from ranks.all_reduce_(tensor)
 
-Whoever advances a generator waits for what it yields: an engine for many of them beside each other, `finish` for one.
+The code that advances a generator waits for the works that it yields: an engine for many generators at a time, `finish`
+for one.
 """
 
 from __future__ import annotations
@@ -33,12 +34,12 @@ class Work(Protocol):
 
 @dataclass(frozen=True)
 class Wait:
-    """Works that have to be done before a computation goes on.
+    """Works that have to be done before a computation continues.
 
     Attributes:
         works: all of them.
         name: of the collective, for the traces of profilers.
-        is_uniform: whether all ranks wait here, and as often as the others.
+        is_uniform: whether all ranks wait here, and equally often.
     """
 
     works: Sequence[Work]
@@ -57,15 +58,15 @@ class Wait:
             waiting_threads.discard(thread)
 
 
-# A computation that yields what must be done before it goes on.
+# A computation that yields each `Wait` that must end before it continues.
 Steps = Generator[Wait, None, T]
 
 
 def checked(steps: Steps[T], hook: object, method: str) -> Steps[T]:
-    """Return what a hook's method has returned.
+    """Return the result of a hook's method if it is a generator.
 
     Raises:
-        TypeError: that is no generator, so nothing would wait for its collectives.
+        TypeError: it is not a generator, so nothing would wait for its collectives.
     """
     if not isinstance(steps, Generator):
         raise TypeError(
@@ -80,7 +81,7 @@ def advance(steps: Generator[Any, None, T], failure: BaseException | None = None
 
     Args:
         steps: the computation.
-        failure: of its last wait. It is raised in the computation, which tells what it was about.
+        failure: error of its last wait. It is raised in the computation, which adds context to it.
 
     Raises:
         TypeError: raised in the computation if it yields something else.
@@ -107,8 +108,8 @@ def finish(steps: Steps[T], waiting: Callable[[], AbstractContextManager[object]
     """Run a computation to its end, waiting in this thread.
 
     Args:
-        steps: the computation. What fails in a wait is raised there: it tells what it was about.
-        waiting: makes what is entered for each wait, as to time it.
+        steps: the computation. An error in a wait is raised in it, and it adds context to the error.
+        waiting: makes a context manager that is entered for each wait, for example to time it.
     """
     failure: Exception | None = None
     while True:

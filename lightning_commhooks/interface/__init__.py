@@ -1,1 +1,1 @@
-"""Hooks: what they are asked and told."""
+"""The interface of hooks."""

@@ -22,8 +22,8 @@ class AveragesModels(BoundHook):
         averages_models: whether it ever does; wrappers may not.
         average_buffers: whether running statistics of normalization layers are averaged with the parameters. DDP then
             does not broadcast buffers while ranks step alone.
-        from_start: what happens from `start_localSGD_iter` on, for forecasts; `None`: what did before, on these ranks.
-            Ends with `ALONE` unless all ranks go on averaging gradients.
+        from_start: the change at `start_localSGD_iter`, as text for forecasts; `None`: nothing changes on these ranks.
+            Ends with `ALONE` unless all ranks continue to average gradients.
     """
 
     averages_models: bool = True

@@ -1,4 +1,4 @@
-"""The state of a hook together with what it is recognized by: for checkpoints, and for hooks made of hooks."""
+"""The state of a hook with its name and options, to recognize it: for checkpoints, and for hooks made of hooks."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ def load_hook(
     reader: StateReader,
     has: Callable[[str], bool] = lambda name: True,
 ) -> None:
-    """Let a hook load what [`save_hook`][] returned.
+    """Load a result of [`save_hook`][] into a hook.
 
     Args:
-        saved: what was saved.
-        hook: its configuration.
+        saved: the result of `save_hook`.
+        hook: configuration of the hook.
         bound: the hook.
-        reader: of the whole state.
+        reader: reader of the whole state.
         has: whether a parameter of the model, by name, is one of this hook's.
     """
     if not isinstance(saved, Mapping) or not {"name", "options", "state"} <= saved.keys():

@@ -75,7 +75,7 @@ def get_hook_class(name: str) -> type[CommHook]:
             the class does as well.
 
     Raises:
-        ValueError: there is no such hook; the message has the known names and the closest one. Or the entry
+        ValueError: there is no such hook, and the message has the known names and the closest one; or the entry
             point of that name is not a `CommHook` class.
     """
     if (own := _classes.get(_aliases.get(name, name))) is not None:

@@ -83,7 +83,7 @@ def _fields_of(hook: CommHook) -> dict[str, Any]:
 
 @functools.singledispatch
 def at_once(hook: CommHook) -> CommHook:
-    """The same hook beginning with what it does in the long run, and the last phase of a schedule."""
+    """The same hook as it runs in the long run: each start is 0, and of a schedule only the last phase is left."""
     return _changed(hook, {name: 0 for owner, name, _ in late_starts(hook) if owner is hook}, at_once)
 
 
@@ -100,7 +100,7 @@ def begun_at(hook: CommHook, step: int) -> CommHook:
 
 
 def with_rank(hook: CommHook, times: int) -> CommHook:
-    """The same hook with each rank of an approximation so many times as high."""
+    """The same hook with each rank of an approximation multiplied by `times`."""
     fields = _fields_of(hook)
     return _changed(hook, {RANK: times * fields[RANK]} if RANK in fields else {}, lambda inner: with_rank(inner, times))
 

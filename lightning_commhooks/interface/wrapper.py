@@ -28,14 +28,14 @@ from lightning_commhooks.interface.state import StateReader, StateWriter
 
 
 class BoundWrapper(AveragesModels):
-    """A hook made of hooks: what is the same for one inside and for several.
+    """A hook made of hooks: the common part of wrappers of one hook and of several hooks.
 
     Args:
         inner: the hooks inside.
-        hooks: what they were made of, by what they are called in a state; empty: it is that of the only one inside.
+        hooks: their configurations by key in a state; empty: the state of the only hook inside is the wrapper's state.
 
     Attributes:
-        mixes_averages: whether it averages gradients of some parameters and models of others, in one step.
+        mixes_averages: whether it averages, in one step, gradients of some parameters and models of other parameters.
     """
 
     mixes_averages: bool
@@ -116,7 +116,7 @@ class BoundWrapper(AveragesModels):
 
 
 class BoundAround(BoundWrapper):
-    """Does what the hook inside does; subclasses change what it gets to see."""
+    """Forwards all calls to the hook inside; subclasses change the input of that hook."""
 
     def __init__(self, inner: BoundHook, hook: CommHook | None = None) -> None:
         super().__init__([inner], {} if hook is None else {0: hook})
@@ -125,7 +125,7 @@ class BoundAround(BoundWrapper):
         self._inner = inner
 
     def wrap_inner(self, wrap: Callable[[BoundHook], BoundHook]) -> None:
-        """Let another hook stand around the one inside, which keeps its state."""
+        """Wrap the hook inside in another hook; the hook inside keeps its state."""
         self._inner = wrap(self._inner)
 
     def _at_work(self) -> Sequence[BoundHook]:
@@ -140,7 +140,7 @@ class BoundAround(BoundWrapper):
         return self._inner.reduce(bucket, ranks)
 
     def _reduce_scaled(self, bucket: Bucket, factor: Number, ranks: Group) -> Steps[Tensor | None]:
-        """Let the hook inside reduce gradients times `factor`, in a pass that it makes anyway if it does."""
+        """Reduce gradients times `factor` by the hook inside, which multiplies in a pass of its own if it can."""
         if self._inner.scales_gradients:
             return self._inner.reduce(dataclasses.replace(bucket, scale=factor), ranks)
         scale_(bucket.flat, factor)
@@ -166,7 +166,7 @@ class BoundAround(BoundWrapper):
 
 
 def after_optimizer_step(hook: BoundHook, stepped: OptimizerStep) -> None:
-    """Let a hook average models; those that ranks changed alone in an earlier phase of a schedule are averaged too."""
+    """Average models by a hook, including models that diverged between ranks in an earlier phase of a schedule."""
     if isinstance(hook, AveragesModels):
         hook.after_optimizer_step(stepped)
     if ends_local_steps(hook, stepped):

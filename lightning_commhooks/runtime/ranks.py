@@ -37,7 +37,7 @@ class Ranks:
 
     Attributes:
         engine: runs the hook.
-        beside: runs what goes on beside training.
+        beside: runs computations in the background of training.
         group: the ranks.
     """
 
@@ -62,7 +62,7 @@ class Ranks:
 
     @classmethod
     def of_source(cls, running: RunningHook, make_group: Callable[[Counters], Group] | None) -> Ranks:
-        """Those of the source of a hook; `make_group` makes their collectives instead."""
+        """Make the ranks of a hook's source; `make_group`, if given, makes their collectives."""
         process_group, device, counters = running.source.process_group, running.source.device, running.counters
         connections, is_awaited = AllConnections(), running.source.is_awaited
         if running.source.ranks_change:
@@ -81,16 +81,16 @@ class Ranks:
 
     @classmethod
     def of_members(cls, running: RunningHook, own: OwnGroup) -> Ranks:
-        """Those of a group that somebody else has made for the hook, and takes away again."""
+        """Make the ranks of a group whose lifetime the caller manages."""
         connections = AllConnections()
         group = Group.of(own, running.counters, running.source.device, connections)
         group.global_rank = group.rank
         return cls(running, group, connections, False, own.process_group)
 
     def connect(self, running: RunningHook) -> None:
-        """Let a failure end what other ranks wait for, once the hook is bound.
+        """Make a failure end the waits of other ranks, once the hook is bound.
 
-        Not before: options that do not fit are no reason to take DDP's own group away.
+        Not before: options that do not fit are no reason to abort DDP's own group.
         """
         if self._owned is None and not (running.source.is_awaited or running.source.ranks_change):
             self._connections.append(connections_of(running.source.process_group))
@@ -104,7 +104,7 @@ class Ranks:
         self.beside.close()
 
     def release(self) -> None:
-        """Let go of connections; those that wait for this rank fail."""
+        """Release connections; peers that wait for this rank fail."""
         destroy([self._owned, *self.group.release()])
         self._owned = None
         # Otherwise a process ends soon.

@@ -1,4 +1,4 @@
-"""A hook where it runs: what the parts of a runtime share."""
+"""A hook at run time, as the parts of a runtime share it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class RunningHook:
     Attributes:
         method: the configuration that users and checkpoints know, without the division of accumulated gradients.
         source: where its buckets come from.
-        model: it, if it is there.
+        model: returns the model, or `None` if it is gone.
         is_alone: whether there are no other ranks to train with, and there will be none.
         num_steps: of the run, by which starts were determined that depend on it: `None` before, 0 if it is not known.
     """
@@ -45,7 +45,7 @@ class RunningHook:
         self.configure(config)
         self.counters = Counters()
         self.clock = StepClock(self.counters, end_step, self._break_off)
-        # None of a user's own function.
+        # None for a user's own function.
         self._engine: Engine | None = None
 
     def configure(self, config: CommHook) -> None:
@@ -67,9 +67,9 @@ class RunningHook:
         raise_if_fork_of(self._process)
 
     def aborting(self) -> AbstractContextManager[None]:
-        """For what this thread does while peers may wait for it already: whatever raises within ends all ranks.
+        """A context for work of this thread while peers may already wait for it: an exception in it ends all ranks.
 
-        Of a user's own function nothing can be aborted: its collectives are the user's.
+        With a user's own function nothing can be aborted: its collectives are the user's.
         """
         if self._engine is None:
             self.raise_if_forked()
@@ -88,7 +88,7 @@ class RunningHook:
             in_step: whether it is a part of a step, which all ranks take.
 
         Raises:
-            HookError: the function failed, or what ran before.
+            HookError: the function failed, or earlier work did.
         """
         if self._engine is None:
             self.raise_if_forked()
@@ -110,7 +110,7 @@ class RunningHook:
         self._engine.break_off(HookError(text))
 
     def commit(self) -> None:
-        """Let the hook take over what its last step left, before anybody reads it: see `FiniteSteps.commit`."""
+        """Tell the hook whether its last step was finite, before its state is read: see `FiniteSteps.commit`."""
 
     def _named(self, function: Callable[[], T]) -> T:
         try:
@@ -127,8 +127,8 @@ class RunningHook:
         return HookError(f"{text}{reason} ({error})" if reason else f"{text}{error}")
 
     def _tell_peers(self, reason: str) -> None:
-        """Let other ranks say why they fail, before they do."""
+        """Tell other ranks why they will fail, before they do."""
 
     def _peers_reason(self) -> str:
-        """What another rank has found out about why ranks fail; empty if nothing."""
+        """The reason that another rank has given for the failure; empty if there is none."""
         return ""

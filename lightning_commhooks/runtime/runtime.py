@@ -61,13 +61,13 @@ _UNKNOWN_OF_FUNCTIONS = (
 
 
 class Runtime(RunningHook):
-    """A bound hook, its engine and its counts, on whatever buckets its source hands over.
+    """A bound hook, its engine and its counts, for the buckets that its source hands over.
 
-    Arguments are those of `attach`. `make_group` makes the collectives of the hook in place of those of the source's
-    ranks, to count by the counters that it gets.
+    Arguments are those of `attach`. `make_group` makes the hook's collectives, which count with the given counters and
+    replace the collectives of the source's ranks.
     """
 
-    # None of a user's own function.
+    # None for a user's own function.
     _ranks: Ranks | None = None
 
     def __init__(
@@ -134,7 +134,7 @@ class Runtime(RunningHook):
         ranks.connect(self)
 
     def decide(self, committed: bool) -> None:
-        """Let the hook take over a step that ranks have voted on, or let go of it."""
+        """Commit or discard a step that ranks have voted on."""
         self.clock.abandon()
         with torch.no_grad():
             self._steps.decide(committed)
@@ -158,7 +158,7 @@ class Runtime(RunningHook):
                 warnings.warn(text, stacklevel=4)
 
     def begin_together(self, what: str) -> None:
-        """End the last step, and wait until all ranks have called what they do together next. Collective.
+        """End the last step, and wait until all ranks have called their next joint operation. Collective.
 
         A rank that waits for this one in a backward, or in an average after an optimizer's step, will not call it.
 
@@ -166,7 +166,7 @@ class Runtime(RunningHook):
             HookError: on this rank; there is such a one, which gets an error too.
         """
         self.clock.end()
-        # With different numbers of steps, a rank cannot tell who will not come: each average compares what ranks do.
+        # With uneven numbers of steps, a rank cannot tell which ranks will not come: each average compares operations.
         if self._engine is None or self.source.ranks_change or self.method.is_uneven or self.is_closed:
             return
         with self.aborting():
@@ -227,7 +227,7 @@ class Runtime(RunningHook):
                 )
 
     def reset(self) -> None:
-        """Let the hook begin anew, at step 0, with the same model on all ranks. Collective."""
+        """Reset the hook to step 0, with the same model on all ranks. Collective."""
         self.begin_together("reset_state()")
         self.call(self.local.models.average_what_differs_)
         self.begin_at(self.bind_again(), 0)
@@ -249,7 +249,7 @@ class Runtime(RunningHook):
                 raise self.failed(group, "in bind()", error) from error
 
     def begin_at(self, fresh: BoundHook, steps: int, num_steps: dict[str, int] | None = None) -> None:
-        """Go on with another runtime object, after so many steps; see `LocalSteps.begin_at`."""
+        """Continue with another runtime object, after `steps` steps; see `LocalSteps.begin_at`."""
         self.bound = fresh
         self.clock.steps, self._begun = steps, -1
         self.watch.end_step()
@@ -281,7 +281,7 @@ class Runtime(RunningHook):
                     self.commit()
 
     def load(self, state: object, strict: bool) -> None:
-        """Take over a saved state, on all ranks or none; warn of what is left out because it does not fit.
+        """Load a saved state, on all ranks or none; warn of entries that are left out because they do not fit.
 
         Raises:
             StateError: see `checkpoint.load`. The hook is as it was before.
@@ -318,7 +318,7 @@ class Runtime(RunningHook):
     def bucket(
         self, flat: Tensor, slots: tuple[Slot, ...], index: int, is_last: bool, step: int, unused: frozenset[str] | None
     ) -> Bucket:
-        """Add what the source does not know: by what gradients are scaled, and how often they were accumulated."""
+        """Make a bucket, with the loss scale and accumulation of its gradients, which the source does not know."""
         accumulated = None
         if self.micro_batches is not None:
             accumulated = self.micro_batches.of_step(step, is_last)
@@ -354,7 +354,7 @@ class Runtime(RunningHook):
     def run(
         self, bucket: Bucket, group: Group, reduce: Callable[[Group], Steps[Tensor]], is_last: bool = True
     ) -> Future[Tensor]:
-        """Let the engine run what reduces a bucket among some ranks, in a channel of its own.
+        """Reduce a bucket among some ranks on the engine, in a channel of its own.
 
         Args:
             bucket: the gradients.
@@ -365,7 +365,7 @@ class Runtime(RunningHook):
         number = next(self._numbers)
 
         def explained() -> Steps[Tensor]:
-            # 0 is the channel of what is done between buckets.
+            # Channel 0 is for work between buckets.
             ranks = group.for_bucket(1 + number)
             try:
                 return (yield from reduce(ranks))
@@ -440,7 +440,7 @@ class Runtime(RunningHook):
         return self._engine is not None and self._engine.has_failed
 
     def close(self) -> None:
-        """Release thread, process group and memory; warn of what the user should know. Once."""
+        """Release thread, process group and memory; give the user the closing warnings. Once."""
         if self._close_with_model is not None:
             self._close_with_model()
         elif not self.is_closed:
@@ -471,7 +471,7 @@ class Runtime(RunningHook):
             warnings.warn(text, stacklevel=5)
 
     def _is_broken_off(self) -> bool:
-        """Whether an error or a signal has ended training; one that nobody has caught is known when Python exits."""
+        """Whether an error or a signal has ended training; an uncaught one is known when Python exits."""
         return self.has_failed or sys.exc_info()[0] is not None or getattr(sys, "last_type", None) is not None
 
     def _closing_advice(self) -> list[str]:
@@ -488,7 +488,7 @@ class Runtime(RunningHook):
             return []
         if max(steps, ran) < FEWEST_STEPS:
             reason = self.bound.inactive_reason(ANY_LATER_STEP)
-        # After a state was loaded, they are counted anew.
+        # After a state is loaded, the count in this process differs.
         here = "" if steps == ran else f" ({ran:,} in this process)"
         return [] if reason is None else [f"training ended after {text_of_steps(steps)}{here}, and {reason}"]
 

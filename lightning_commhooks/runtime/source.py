@@ -41,13 +41,13 @@ class Source(ABC):
 
     Attributes:
         refused: options of `attach` that do not fit, and why.
-        kept: those that the source itself needs.
+        kept: options of `attach` that the source itself needs.
         limits: why a hook does nothing here but reduce gradients, and what to use; empty if it does more.
         is_awaited: whether buckets are reduced where they are handed over, in process groups of the source's own.
         quorum: the ranks that train the model, if they come and go.
-        device: of the gradients.
+        device: device of the gradients.
         layout: names of the parameters.
-        options: what was given of those that are kept.
+        options: the kept options that were given.
     """
 
     refused: ClassVar[Mapping[str, str]] = {}
@@ -80,7 +80,7 @@ class Source(ABC):
 
     @abstractmethod
     def resolve_hook(self, hook: object) -> CommHook | DDPHook:
-        """Check what a user passed as `hook=`, with the options; raises a `ValueError`."""
+        """Check the value that a user passed as `hook=`, with the options; raises a `ValueError`."""
 
     @abstractmethod
     def check(self, model: nn.Module) -> None:
@@ -109,7 +109,7 @@ class Source(ABC):
         return value
 
     def gradients(self, reduced: Sequence[Tensor]) -> Sequence[Tensor]:
-        """The gradients that the optimizer gets of what was reduced, when the step ends."""
+        """Return the gradients that the optimizer gets, from the reduced ones, when the step ends."""
         return reduced
 
     def metrics(self) -> dict[str, float]:
@@ -120,4 +120,4 @@ class Source(ABC):
         """Called at the end of each synchronized backward."""
 
     def close(self) -> None:  # noqa: B027  # optional to override
-        """Let go of the model."""
+        """Release the model."""

@@ -47,7 +47,7 @@ class StepClock:
         self._static_backward: int | None = None
         # The number that autograd gave the last backward of a source that does not say where one begins.
         self._backward = -1
-        # That of the last backward in which a bucket of this step was handed over.
+        # The number of the last backward in which a bucket of this step was handed over.
         self._watched = -1
         self.steps = 0
 
@@ -125,7 +125,7 @@ class StepClock:
         self._counters.timing.begin_step(self.steps - 1)
 
     def abandon(self) -> None:
-        """Let go of the present step, if it has not ended."""
+        """Abandon the present step, if it has not ended."""
         self._previous_index, self._is_open = None, False
 
     def end(self, *, in_time: bool = False) -> None:

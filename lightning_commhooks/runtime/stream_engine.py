@@ -17,7 +17,7 @@ from lightning_commhooks.runtime.engine import Engine, T
 
 
 class InlineEngine(Engine):
-    """Runs a hook to its end, in the thread and on the stream that hand a bucket over: who does so waits for it."""
+    """Runs a hook to its end, in the thread and on the stream that hand a bucket over and wait for the hook."""
 
     def submit(self, reduce: Callable[[], Steps[Tensor]], device: torch.device, is_last: bool) -> Future[Tensor]:
         self.raise_if_unusable()
@@ -28,7 +28,7 @@ class InlineEngine(Engine):
                 future.set_result(finish(reduce(), self._timing.comm))
             return future
 
-        # Not as a subclass does what goes on beside the backward.
+        # Not the method of a subclass: this work runs in parallel with the backward.
         return Engine.run_inline(self, run)
 
     def call(self, function: Callable[[], T], in_step: bool = False) -> T:
@@ -39,10 +39,10 @@ class InlineEngine(Engine):
 class StreamEngine(InlineEngine):
     """A side stream, for CUDA tensors on NCCL: the hook's kernels and collectives queue up on it, inline.
 
-    Waiting for a collective blocks the side stream only, so that the backward goes on beside it. The stream has high
-    priority: a device serves kernels in the order in which they were launched, and the host has usually launched the
-    rest of the backward long before the device comes to what a hook computes of a bucket, for which other ranks wait.
-    (NCCL's own stream has the priority that the process group gives it.)
+    Waiting for a collective blocks the side stream only, so the backward continues in parallel. The stream has high
+    priority: a device serves kernels in the order of their launches, and the host has usually launched the rest of the
+    backward long before the device reaches a hook's kernels for a bucket, for which other ranks wait. (NCCL's own
+    stream has the priority that the process group gives it.)
 
     Args:
         device: of the gradients.

@@ -54,7 +54,7 @@ class _Bucket:
         self.ready = _record(device)
         self.steps: Steps[Tensor] | None = None
         self.waits: Wait | None = None
-        # Of the last wait.
+        # Failure of the last wait.
         self.failure: BaseException | None = None
         # Its value is None after a failure.
         self.reduced: Future[Tensor | None] = Future(devices=[device] if device.type == "cuda" else None)
@@ -72,11 +72,11 @@ class _Bucket:
 
 
 class ThreadEngine(Engine):
-    """One thread computes, for CPU tensors and for gloo; whatever waits for other ranks lets other buckets go on.
+    """One thread computes, for CPU tensors and for gloo; while a bucket waits for other ranks, other buckets continue.
 
-    By direct messages, buckets go on in whatever order their waits end: other threads wait. Collectives of gloo itself
-    have to begin in one order on all ranks, so there a bucket goes on when the next ones arrive, by a fixed rule: each
-    earlier one goes one wait further, and with `BUCKETS_AT_ONCE` all do so until one ends.
+    With direct messages, buckets continue in the order in which their waits end: other threads wait. Gloo's own
+    collectives must begin in one order on all ranks, so there a bucket continues when the next ones arrive, by a fixed
+    rule: each earlier bucket advances by one wait, and with `BUCKETS_AT_ONCE` buckets all advance until one ends.
 
     An interruption (Ctrl-C, a signal handler that raises) of the main thread while it waits for work is a failure, too,
     and so is a wait that does not end though a peer is gone.
@@ -101,7 +101,7 @@ class ThreadEngine(Engine):
         _let_gloo_finish_at_exit()
         _close_before_threads_are_joined()
         self._is_ordered = is_ordered
-        # Buckets and calls whose results somebody may wait for.
+        # Buckets and calls whose results a thread may wait for.
         self._unfinished: set[_Bucket] = set()
         self._called: set[HostFuture[Any]] = set()
         self._books = threading.Lock()
@@ -182,7 +182,7 @@ class ThreadEngine(Engine):
         return result
 
     def handle(self, job: _Bucket | Callable[[], object]) -> None:
-        """Do what is to be done next; called in the engine's thread."""
+        """Process the next job; called in the engine's thread."""
         if not isinstance(job, _Bucket):
             self._calls.append(job)
         elif job.steps is None:
@@ -202,7 +202,7 @@ class ThreadEngine(Engine):
                     self._wait_and_advance(bucket)
         everything = not isinstance(job, _Bucket) or job.is_last
         while len(self._under_way) >= (1 if everything else BUCKETS_AT_ONCE):
-            # In turns: what the others begin is under way while one is waited for.
+            # In turns: while one is waited for, the collectives of the remaining buckets are under way.
             for bucket in [*self._under_way]:
                 self._wait_and_advance(bucket)
 
@@ -286,7 +286,7 @@ class ThreadEngine(Engine):
         """End what waits for a peer that is gone; the threads that wait stay until gloo lets them go."""
         lost = ConnectionError("another rank is gone")
         if self._computing.acquire(timeout=PATIENCE_SECONDS):
-            # Their computation tells what it was about.
+            # Their computations add context to the error.
             for bucket in tuple(self._under_way):
                 bucket.failure = lost
                 self._advance(bucket)
@@ -314,7 +314,7 @@ class ThreadEngine(Engine):
         with self._books:
             breaks_off = self._more_follow and bool(self._unfinished)
         if breaks_off:
-            # Peers have handed over other buckets: what goes on here would not match what goes on there.
+            # Peers have handed over other buckets: this rank's collectives would not match theirs.
             self.break_off(HookError("the communication hook was closed in the middle of a backward"))
         ended = threading.Event()
         self._jobs.put(ended.set)
@@ -328,7 +328,7 @@ class ThreadEngine(Engine):
         self._watch.join()
         # Gloo would wait 10 ms for each connection that is still open when it closes it.
         self._connections.abort()
-        # Once more, at exit or when a backward comes too late, it might be somebody else's ports.
+        # A second abort, at exit or in a late backward, might hit ports that are in use again elsewhere.
         self._connections = Connections()
         _open_engines.discard(self)
 
@@ -346,7 +346,7 @@ class ThreadEngine(Engine):
 
 
 def _start(function: Callable[..., None], *args: object) -> threading.Thread:
-    """A daemon: at exit, engines are closed before threads are joined, and nobody waits for one that gloo holds."""
+    """Start a daemon: at exit, engines are closed before threads are joined; a thread held by gloo is not joined."""
     thread = threading.Thread(target=function, args=args, name="lightning_commhooks", daemon=True)
     thread.start()
     return thread
@@ -360,13 +360,13 @@ def _run(engine: weakref.ref[ThreadEngine], jobs: queue.SimpleQueue[_Bucket | Ca
             if own is not None:
                 try:
                     own.handle(job)
-                except BaseException as failure:  # or whoever waits for this thread would wait for ever
+                except BaseException as failure:  # or waits for this thread would never end
                     own.fail(failure)
             del own, job  # they hold results
 
 
 def _record(device: torch.device) -> torch.cuda.Event | None:
-    """Event of what the caller's stream has to do before the work, on CUDA."""
+    """On CUDA, record an event after the work so far on the caller's stream, for the engine to wait for."""
     return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
 
 

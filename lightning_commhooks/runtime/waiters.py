@@ -1,4 +1,4 @@
-"""Threads that wait beside the engine's: for works of buckets, and for a peer that is gone."""
+"""Threads that wait in addition to the engine's: for works of buckets, and for a peer that is gone."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable
 from typing import Protocol
 
-# A wait goes on for so long after a peer is gone, if nothing arrives meanwhile from the others either.
+# How long a wait continues after a peer is gone, if nothing arrives from the remaining peers either.
 PATIENCE_SECONDS = 2.0
 _CHECK_SECONDS = 0.25
 
@@ -40,7 +40,7 @@ class Waiters:
         return any(thread.ident in threads for thread in tuple(self._threads))
 
     def end(self) -> list[threading.Thread]:
-        """Let threads end, each when its function is done, and return them."""
+        """Make the threads end, each when its function is done, and return them."""
         for _ in self._threads:
             self._functions.put(None)
         return self._threads
