@@ -108,7 +108,7 @@ def finish(steps: Steps[T], waiting: Callable[[], AbstractContextManager[object]
     """Run a computation to its end, waiting in this thread.
 
     Args:
-        steps: the computation. An error in a wait is raised in it, and it adds context to the error.
+        steps: the computation. An error in a wait is raised in the computation, which adds context to it.
         waiting: makes a context manager that is entered for each wait, for example to time it.
     """
     failure: Exception | None = None

@@ -140,7 +140,7 @@ class BoundAround(BoundWrapper):
         return self._inner.reduce(bucket, ranks)
 
     def _reduce_scaled(self, bucket: Bucket, factor: Number, ranks: Group) -> Steps[Tensor | None]:
-        """Reduce gradients times `factor` by the hook inside, which multiplies in a pass of its own if it can."""
+        """Reduce gradients times `factor` with the hook inside, which multiplies in a pass of its own if it can."""
         if self._inner.scales_gradients:
             return self._inner.reduce(dataclasses.replace(bucket, scale=factor), ranks)
         scale_(bucket.flat, factor)
@@ -166,7 +166,7 @@ class BoundAround(BoundWrapper):
 
 
 def after_optimizer_step(hook: BoundHook, stepped: OptimizerStep) -> None:
-    """Average models by a hook, including models that diverged between ranks in an earlier phase of a schedule."""
+    """Average models with a hook, including models that diverged between ranks in an earlier phase of a schedule."""
     if isinstance(hook, AveragesModels):
         hook.after_optimizer_step(stepped)
     if ends_local_steps(hook, stepped):

@@ -29,7 +29,7 @@ class Watch:
         sampler: estimates errors; `None`: errors are not measured.
         of_step: one step, the same on all ranks, and the sampler that estimates the error of that step alone.
         step: the last step in which buckets were reduced here, counted from 0; -1 before the first one.
-        why: the reason that the hook gave in that step for not compressing; `None`: it compresses.
+        why: the reason that the hook gave in that step for not compressing; `None`: it gave none.
     """
 
     def __init__(self) -> None:

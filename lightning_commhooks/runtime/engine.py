@@ -1,7 +1,7 @@
 """Runs the reductions of hooks during the backward pass: see [`ThreadEngine`][] and [`StreamEngine`][].
 
-A hook is a generator that yields its waits. Buckets are numbered in the order in which DDP hands them over,
-which is the same on all ranks; each communicates in a channel of that number.
+The reduction of a bucket is a generator that yields its waits. Buckets are numbered in the order in which DDP hands
+them over, which is the same on all ranks; each communicates in a channel of that number.
 """
 
 from __future__ import annotations

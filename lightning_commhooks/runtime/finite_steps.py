@@ -48,7 +48,7 @@ class FiniteSteps:
         self._finite, self._reduced = [], []
 
     def drop(self) -> None:
-        """Release all steps, for good."""
+        """Release the present step and the pending one, for good."""
         self.forget()
         self.pending = None
 

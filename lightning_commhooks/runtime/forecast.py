@@ -118,7 +118,7 @@ class Forecaster:
         self._is_alone = self._is_seldom = False
         # Steps at which it changes, and the options, as `start_powerSGD_iter`, by which it does.
         self._changes: dict[int, str] = {}
-        # The step and counts at which measuring begins, and the traffic since then over whole periods.
+        # Step and counts where measuring begins; then two steps, whole periods apart, and the traffic between them.
         self._begin: tuple[int, _Sent] | None = None
         self._measured: tuple[int, int, _Sent] | None = None
         self._watch.of_step = None

@@ -440,7 +440,7 @@ class Runtime(RunningHook):
         return self._engine is not None and self._engine.has_failed
 
     def close(self) -> None:
-        """Release thread, process group and memory; give the user the closing warnings. Once."""
+        """Release thread, process group and memory; issue the closing warnings. Once."""
         if self._close_with_model is not None:
             self._close_with_model()
         elif not self.is_closed:

@@ -360,7 +360,7 @@ def _run(engine: weakref.ref[ThreadEngine], jobs: queue.SimpleQueue[_Bucket | Ca
             if own is not None:
                 try:
                     own.handle(job)
-                except BaseException as failure:  # or waits for this thread would never end
+                except BaseException as failure:  # or the waits for this thread would never end
                     own.fail(failure)
             del own, job  # they hold results
 
