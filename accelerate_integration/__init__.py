@@ -3,7 +3,7 @@
 `Accelerator(kwargs_handlers=[CommHookKwargs(hook="powersgd")])`
 `use_comm_hook(trainer, "powersgd")`
 `use_comm_hook(accelerator, "bf16")` with FSDP, after `prepare`
-`CommHookTracker(accelerator, handler)` logs what a hook does
+`CommHookTracker(accelerator, handler)` logs the metrics of a hook
 """
 
 try:

@@ -43,21 +43,20 @@ class CommHookKwargs(DistributedDataParallelKwargs):
     Args:
         hook: name of a hook (`lightning_commhooks.available_hooks()`, or Accelerate's own spellings such as
             `"power_sgd"` and `DDPCommunicationHookType.POWER_SGD`), a configured hook, or a DDP hook function. By
-            default what the environment variable `COMMHOOKS_HOOK` names, with the options in `COMMHOOKS_OPTIONS`, a
-            JSON object.
+            default, the hook named by the environment variable `COMMHOOKS_HOOK`, with the options in
+            `COMMHOOKS_OPTIONS`, a JSON object.
         hook_state: the state of such a function.
-        exact_state: save what differs between ranks for each of them, so that a run resumes bit by bit on CPU.
-        strict_state: whether hook state that does not fit is an error in `load_state`. If not, what does not fit begins
-            anew, with a warning.
-        resync: of hooks that average models. `save_state` and everything after `wait_for_everyone` see the
-            average. If not set, each rank goes on from its own model in the next forward that trains; if set, from the
-            average.
-        accumulation: what gradients are divided by that are accumulated over micro-batches: `"framework"`: by
-            `gradient_accumulation_steps`, as `accelerator.backward` does, also in a shorter last window. `"mean"`: by
-            the micro-batches that there were. `"sum"`, an integer or `"weighted"`: see [`ScaleByGradAccumulation`][].
-        fault_tolerance: make this `Accelerator`, of one process, a replica of several, of which some may die and come
-            back while the others go on: see [`FaultTolerance`][] and "When workers die". The dataset is shared out, and
-            a step that replicas do not commit is one that Accelerate calls skipped.
+        exact_state: save state that differs between ranks for every rank, so that a run resumes bit for bit on CPU.
+        strict_state: whether hook state that does not fit is an error in `load_state`. If not, the state that does not
+            fit is reset, with a warning.
+        resync: for hooks that average models. `save_state` and everything after `wait_for_everyone` see the average. If
+            not set, each rank continues from its own model in the next forward that trains; if set, from the average.
+        accumulation: divisor of gradients that are accumulated over micro-batches. `"framework"`:
+            `gradient_accumulation_steps`, as in `accelerator.backward`, also in a shorter last window. `"mean"`: the
+            actual number of micro-batches. `"sum"`, an integer or `"weighted"`: see [`ScaleByGradAccumulation`][].
+        fault_tolerance: make this `Accelerator`, of one process, one of several replicas, of which some may die and
+            come back while the rest continue: see [`FaultTolerance`][] and "When workers die". The dataset is shared
+            out, and a step that replicas do not commit is one that Accelerate calls skipped.
         num_steps: optimizer steps that training has in all, for starts that are fractions of it and the default start
             of hooks that are given by name: see [`attach`][]. A `transformers.Trainer` knows it.
         comm_hook, comm_wrapper, comm_state_option: Accelerate's own fields, translated: `comm_hook=POWER_SGD,

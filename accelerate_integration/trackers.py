@@ -23,7 +23,7 @@ _OF_TRAINER = [field.name for field in dataclasses.fields(MonitorOptions) if fie
 
 
 class CommHookTracker:
-    """Logs what communication hooks do by `accelerator.log`, to all trackers.
+    """Logs the metrics of communication hooks with `accelerator.log`, to all trackers.
 
     For example::
 
@@ -39,21 +39,21 @@ class CommHookTracker:
 
     Collective: make it on all ranks, after `prepare`. The values are those of `lightning_commhooks.Monitor.values`, of
     the main process. With several models each has a number, `comm/0/bytes_sent`. In a single process there is nothing
-    to log. After the first steps one line says what the hook will do, and a warning if next to nothing will be
-    compressed. `accelerator.end_training` logs what is left and prints the closing line.
+    to log. After the first steps, one line reports the hook's expected effect, and a warning follows if next to nothing
+    will be compressed. `accelerator.end_training` logs the remaining values and prints the closing line.
 
     Args:
         accelerator: after `prepare`.
-        handler: the `CommHookKwargs` it was made with, or what `use_comm_hook` returned.
-        every_n_steps: log once in so many synchronized backwards; with several models, of any of them.
-        error_every_n_steps: sample the error of averaged gradients so often, at the cost of an all-reduce of
-            `error_numel` numbers; 0: never.
+        handler: the accelerator's `CommHookKwargs`, or the handler that `use_comm_hook` returned.
+        every_n_steps: interval between log entries, in synchronized backwards; with several models, of any of them.
+        error_every_n_steps: interval between samples of the error of averaged gradients, at the cost of an all-reduce
+            of `error_numel` numbers; 0: never.
         error_numel: number of gradient elements to estimate the error from; `None`: all.
         closing_line: whether `end_training` prints one line: bytes sent and saved, seconds saved against plain DDP (an
             estimate), and steps that were not compressed, with the reason.
         measure_link: whether to measure the network for that estimate now, for half a second.
-        num_steps: synchronized backwards of a model that are to come from now on, for the line after the first steps.
-            Accelerate does not know them.
+        num_steps: number of a model's synchronized backwards from now on, for the line after the first steps.
+            Accelerate does not know it.
 
     Raises:
         ValueError: a value is out of range, or no model was prepared.

@@ -57,16 +57,17 @@ def use_comm_hook(
     monitor: bool | Mapping[str, Any] = False,
     shard_hook: str | CommHook | None = None,
 ) -> CommHookKwargs | FSDPCommHook:
-    """Let a `transformers.Trainer` average gradients with a communication hook.
+    """Attach a communication hook that averages the gradients of a `transformers.Trainer`.
 
     One line between the trainer's construction and `trainer.train()`. Checkpoints of the trainer have the hook's state,
-    and `train(resume_from_checkpoint=...)` takes it over. With hooks that average models, evaluation and checkpoints
-    see the average, and the model is the average after `train()`.
+    and `train(resume_from_checkpoint=...)` restores it. With hooks that average models, evaluation and checkpoints see
+    the average, and the model is the average after `train()`.
 
-    Or let an `Accelerator` with an FSDP plugin, version 1 or 2, do so: one line after `accelerator.prepare(...)`.
+    Also takes an `Accelerator` with an FSDP plugin, version 1 or 2: one line after `accelerator.prepare(...)`.
 
     Args:
-        trainer: the trainer; DDP settings of its `TrainingArguments` hold. Or the accelerator, without further options.
+        trainer: the trainer; DDP settings of its `TrainingArguments` hold. Alternatively, the accelerator, without
+            further options.
         hook: see [`CommHookKwargs`][], and with FSDP [`attach`][].
         hook_state: see there.
         exact_state: see there.
@@ -75,15 +76,16 @@ def use_comm_hook(
         accumulation: see there. The trainer divides by the micro-batches that there are, also in a shorter last window,
             and where it can by their tokens instead (`num_items_in_batch`), so that `"mean"` has nothing to change.
             `"sum"` and `"weighted"` need a loss that it does not divide by tokens.
-        monitor: whether to add what the hook does to the trainer's log, at `logging_steps` and when training ends, and
-            to print a closing line. Or a dict with some of the options `error_every_n_steps`, `error_numel`,
-            `closing_line` and `measure_link`: see [`CommHookTracker`][], which is also for an accelerator.
+        monitor: whether to add the hook's metrics to the trainer's log, at `logging_steps` and when training ends, and
+            to print a closing line. Alternatively, a dict with some of the options `error_every_n_steps`,
+            `error_numel`, `closing_line` and `measure_link`: see [`CommHookTracker`][], which is also for an
+            accelerator.
 
         shard_hook: with FSDP 2 and `ParallelismConfig(dp_replicate_size=2)` or more, where `hook` is the one between
             replicas, the hook of the reduce-scatter within a replica: see [`attach`][].
 
     Returns:
-        the handler, whose `attachments[-1].metrics()` tell what was sent.
+        the handler, whose `attachments[-1].metrics()` report the bytes sent.
 
     Raises:
         ValueError: see `CommHookKwargs` and `attach`; `monitor` has other options; the trainer has a hook already,

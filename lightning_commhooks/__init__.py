@@ -125,7 +125,7 @@ if find_spec("pytorch_lightning") is not None:
         "CompressedFSDPStrategyPL",
         "CompressedModelParallelStrategyPL",
     ]
-# Looking for `ray.train` would import Ray. The others are what it refuses to be imported without.
+# Looking for `ray.train` would import Ray. The other packages are its requirements.
 if (_found("lightning") or _found("pytorch_lightning")) and _found("ray", "fsspec", "pandas", "pyarrow", "requests"):
     __all__ += ["CompressedRayDDPStrategy"]
 

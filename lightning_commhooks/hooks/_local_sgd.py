@@ -28,21 +28,21 @@ _AS_MANY = 1.005
 
 @dataclass(frozen=True, kw_only=True)
 class LocalSGDConfig(CommHook):
-    """Options of all of them.
+    """Options that these hooks share.
 
     Args:
         start_localSGD_iter: number of first steps of each optimizer in which gradients are averaged over all ranks, or
             a fraction of the run, as 0.1, where its length is known; or `"auto"`: see [`PowerSGD`][]. PyTorch counts
             backwards.
         post_local_gradient_allreduce: average gradients over the subgroup later on; if not, send none at all.
-        subgroup_size: ranks in a subgroup: the first so many, the next so many; the last one is smaller if they do not
-            divide evenly. `None`: the ranks of one node.
-        average_buffers: average running statistics of normalization layers with the parameters, `running_*` as of
-            BatchNorm. Other buffers become those of rank 0 when all ranks average, if DDP has `broadcast_buffers=True`;
-            otherwise each rank keeps its own. DDP's broadcast in each forward is off then while ranks step alone. If
-            not, it stays as it is.
-        optimizer_state: what happens to momenta and the like when models are averaged. `"keep"`: each rank keeps its
-            own. `"average"`: averaged too. `"reset"`: forgotten.
+        subgroup_size: number of ranks in a subgroup, which consists of consecutive ranks; the last subgroup is smaller
+            if the ranks do not divide evenly. `None`: the ranks of one node.
+        average_buffers: average the running statistics of normalization layers (`running_*`, as in BatchNorm) with the
+            parameters. Other buffers are set to rank 0's when all ranks average, if DDP has `broadcast_buffers=True`;
+            otherwise each rank keeps its own. DDP's broadcast in each forward is then off while ranks step alone.
+            `False` leaves that broadcast as it is.
+        optimizer_state: treatment of optimizer state, such as momenta, when models are averaged. `"keep"`: each rank
+            keeps its own. `"average"`: averaged too. `"reset"`: discarded.
 
     Attributes:
         together_from_start: what `start_localSGD_iter` begins where all ranks average gradients at every step; `None`:
@@ -77,7 +77,7 @@ class LocalSGDConfig(CommHook):
 
     @abstractmethod
     def bytes_of_averages(self, num_ranks: int) -> float:
-        """Bytes that averages of models send in a step, over those of an all-reduce of the gradients."""
+        """Bytes per step that averaging models sends, relative to an all-reduce of the gradients."""
 
 
 class BoundLocalSGD(AveragesModels):
@@ -125,7 +125,7 @@ class BoundLocalSGD(AveragesModels):
             )
         largest = max(map(len, self._subgroups()))
         sent = ring_share(largest, size) + averages
-        # Of nodes with several ranks what counts is what leaves them.
+        # With several nodes of several ranks, only traffic between nodes counts.
         if sent <= _AS_MANY or len(self.group.nodes()) not in (1, size):
             return None
         return (

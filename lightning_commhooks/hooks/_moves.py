@@ -35,7 +35,7 @@ def moves_of(parameters: Mapping[str, Tensor], anchors: Mapping[str, Tensor], st
 
     Args:
         parameters: by name.
-        anchors: where they are in the common model. What was in no backward has none.
+        anchors: their values in the common model. Parameters that were in no backward have none.
         step: number of outer steps before.
     """
     buckets: dict[torch.dtype, list[str]] = {}
@@ -134,7 +134,7 @@ class Moves:
                 yield slot.name, slot.view(bucket.flat).view(-1)
 
     def release(self) -> None:
-        """Let go of all tensors."""
+        """Release all tensors."""
         self.under_way = {}
         self.inner.release()
 
@@ -156,10 +156,10 @@ def pseudo_gradient_hook(given: PseudoGradient | CommHook, error_feedback: bool)
 
     Args:
         given: its name, of those above, or itself.
-        error_feedback: whether what it leaves out is added to the next pseudo-gradient.
+        error_feedback: whether its compression error is added to the next pseudo-gradient.
 
     Raises:
-        ValueError: there is no such name; a hook that averages no gradients, or begins late; no such error feedback.
+        ValueError: unknown name; a hook that averages no gradients, or starts late; no such error feedback.
     """
     if isinstance(given, CommHook):
         return _checked(given, error_feedback)

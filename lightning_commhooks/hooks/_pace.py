@@ -13,15 +13,15 @@ from lightning_commhooks.collectives.group import Group
 class Pace:
     """Steps of one period after another, each as many as this rank can take in `seconds`.
 
-    How many is known when a period begins, by how long those of the one before took, so that ranks that step together
-    agree on it without a message in each step. Dynamic local updates, Liu et al. 2024,
+    The number of steps is set when a period begins, from the duration of the previous period's steps, so that ranks
+    that step together agree on it without a message in each step. Dynamic local updates, Liu et al. 2024,
     https://arxiv.org/abs/2401.09135, section 5, which give every worker a share of the fastest one's steps.
 
     Args:
         group: all ranks.
-        together: those that average gradients with this one in each step; the slowest of them counts.
+        together: the ranks that average gradients with this one in each step; the slowest of them sets the number.
         first: steps of the first period, which measures how long they take.
-        seconds: that a period is to take.
+        seconds: intended duration of a period.
 
     Attributes:
         length: steps of this period.
@@ -46,7 +46,7 @@ class Pace:
             self._first = self._last
 
     def end(self) -> float:
-        """End the period, on all ranks alike; returns this rank's weight in the mean, by its steps: 1 on average."""
+        """End the period on all ranks; returns this rank's weight in the mean, by its steps: 1 on average."""
         microseconds = (self._last - self._first) * 1e6 / max(1, self.taken - 1)
         told = self._group.all_gather_quietly([self.taken, int(microseconds)])
         weight = self.taken * len(told) / sum(steps for steps, _ in told)

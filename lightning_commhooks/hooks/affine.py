@@ -46,12 +46,13 @@ class QuantizePerTensor(_Quantize):
 
     PyTorch's `quantization_pertensor_hook` with its numerics, on CPU too. Differs from it in that it sends a quarter of
     float32's bytes at any number of ranks, not w/8 times them, unless asked to; in that range and levels travel
-    together; and in that small gradients do not become zero because the scale has a lower limit (see `AffineCodec`).
-    No error feedback: `Int8` has it, and blocks, so that one large gradient does not take the levels of all others.
+    together; and in that small gradients do not become zero because the scale has a lower limit (see `AffineCodec`). No
+    error feedback: `Int8` has it, and divides gradients into blocks, so that one large gradient does not use up the
+    levels of all the rest.
 
     Args:
         protocol: `"two_shot"`: each rank receives its share of all gradients, sums it and sends it on; with more than
-            two ranks, a range is that of a share, and the mean is rounded once more. `"all_gather"`: each rank sends
+            two ranks, each share has its own range, and the mean is rounded once more. `"all_gather"`: each rank sends
             all to all, as PyTorch's.
 
     Raises:

@@ -46,20 +46,20 @@ class _BoundAllReduce(BoundHook):
 def reduce_scatter(
     bucket: Bucket, out: Tensor, ranks: Group, dtype: torch.dtype | None = None, in_float32: bool = False
 ) -> Steps[None]:
-    """Divide, send, sum, divide: `fp16_compress_hook` and the like of FSDP's `default_hooks`, on CPU too.
+    """Divide, send, sum, divide: `fp16_compress_hook` and similar hooks of FSDP's `default_hooks`, on CPU too.
 
     Differs from PyTorch's in that the first division comes before the cast to 16 bit and the second after the cast
     back, so that neither rounds or overflows.
 
     Error of one element, in units of the mean magnitude over ranks: 2^-11 in float16, 2^-8 in bfloat16, where sums are
-    in float32. Sums in 16 bit round as much again up to w times. In float16, what is below 6e-5 times the first divisor
-    has errors of up to 3e-8 times it.
+    in float32. Sums in 16 bit round as much again up to w times. In float16, values below 6e-5 times the first divisor
+    have errors of up to 3e-8 times it.
 
     Args:
         bucket: gradients, shape `(w * n,)`, n elements for each rank in turn. They may be overwritten.
         out: shape `(n,)`, any floating-point dtype: for this rank's share of the average, times `bucket.scale`.
         ranks: the collectives for this bucket.
-        dtype: of the numbers that are sent; `None`: that of the gradients.
+        dtype: of the numbers that are sent; `None`: the gradients' dtype.
         in_float32: whether 16-bit numbers are summed in float32. If not, it is up to the backend.
     """
     flat, factor = bucket.flat, bucket.scale / ranks.size
@@ -83,7 +83,7 @@ def predivide_factor(size: int) -> int:
     """Return the divisor of gradients before they are summed over `size` ranks, so that 16 bit hold them and their sum.
 
     About the square root of `size`, a power of 2: `DefaultState._get_gradient_predivide_factor` of
-    `torch.distributed.algorithms._comm_hooks.default_hooks`. What is left to divide by comes after the sum.
+    `torch.distributed.algorithms._comm_hooks.default_hooks`. The remaining division follows the sum.
     """
     factor = 1
     while size % factor == 0 and size / factor > factor:

@@ -41,9 +41,10 @@ class ChunkedTopK(CommHook):
     Args:
         k: how many numbers of each chunk are sent, a multiple of 8; 64 of 4,096 are 1.6%.
         chunk_size: consecutive elements of a chunk, at most 4,096. Each parameter begins one.
-        decay: what residuals are multiplied by before each step. Below 1 numbers that wait for long are forgotten in
-            part, which takes the place of momentum; 1 forgets nothing.
-        compress_1d: also encode biases and the like. Gradients of fewer elements than a chunk are never encoded.
+        decay: factor by which residuals are multiplied before each step. Below 1, numbers that wait for long are
+            forgotten in part, which replaces momentum; 1 forgets nothing.
+        compress_1d: also encode biases and other one-dimensional parameters. Gradients of fewer elements than a chunk
+            are never encoded.
 
     Raises:
         ValueError: a value is out of range.

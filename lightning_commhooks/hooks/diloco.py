@@ -1,4 +1,4 @@
-"""DiLoCo: ranks step alone; an outer optimizer moves the common model by what they did."""
+"""DiLoCo: ranks step alone; an outer optimizer moves the common model by the mean of their moves."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ from lightning_commhooks.interface.state import Shapes, StateReader, StateWriter
 @register
 @dataclass(frozen=True, kw_only=True)
 class DiLoCo(LocalSGDConfig):
-    """Let ranks step alone, and let an outer Nesterov optimizer use the mean of what they did as its gradient.
+    """Step alone on each rank, and give the mean of the ranks' moves to an outer Nesterov optimizer as its gradient.
 
     DiLoCo, Douillard et al. 2023, https://arxiv.org/abs/2311.08105, algorithm 1: every `period` steps of the inner
     optimizer, which is the user's, the pseudo-gradient is how far the ranks have moved on average, and
     `torch.optim.SGD(lr=outer_lr, momentum=outer_momentum, nesterov=nesterov)` moves the common model, from which all
-    ranks go on. Inner optimizers keep their state, as in the paper.
+    ranks continue. Inner optimizers keep their state, as in the paper.
 
     With `fragments` above 1, `delay` and `mixing` it is Streaming DiLoCo, Douillard et al. 2025,
     https://arxiv.org/abs/2501.18512, section 2: the model is averaged in parts, at different steps, and while ranks
-    train on; as in torchft, a pseudo-gradient is the distance from the common model. With `eager` it is that of Kale
-    et al. 2025, https://arxiv.org/abs/2502.12996. With `pseudo_gradient="topk"`, `outer_momentum=0` and `outer_lr=1` it
-    is SparseLoCo, Sarfi et al. 2025, https://arxiv.org/abs/2508.15706: see [`ChunkedTopK`][].
+    train on; as in torchft, a pseudo-gradient is the distance from the common model. With `eager` it is the variant of
+    Kale et al. 2025, https://arxiv.org/abs/2502.12996. With `pseudo_gradient="topk"`, `outer_momentum=0` and
+    `outer_lr=1` it is SparseLoCo, Sarfi et al. 2025, https://arxiv.org/abs/2508.15706: see [`ChunkedTopK`][].
 
     Sends 2(w-1)/w times the parameters every `period` steps, half of it with `"bf16"`, a quarter with `"int8"`,
     a seventh with `"int4"`, a fourteenth with `"int2"`; with `"topk"` a 137th for two ranks. Needs memory for the
@@ -52,32 +52,32 @@ class DiLoCo(LocalSGDConfig):
         outer_lr: learning rate of the outer optimizer; 1 without momentum averages models.
         outer_momentum: its momentum.
         nesterov: whether that is Nesterov momentum.
-        pseudo_gradient: what a rank's move is sent as: `"fp32"`, in the parameters' precision, at least float32; or
-            `"bf16"`, each rank's move rounded once, summed in float32 and rounded once more; or `"int8"`, `"int4"`
-            or `"int2"`, the same with blocks (`Int8Codec` and so on), but for parameters that do not fill one; or
-            `"topk"`, the largest numbers alone. Or another hook that averages gradients, such as
-            `PowerSGD(start_powerSGD_iter=0)` or `ChunkedTopK(k=128)`, with options of its own; its steps are outer
-            steps.
-        error_feedback: with integers, add what rounding left out to the next move. Needs memory of the size of the
+        pseudo_gradient: format in which a rank's move is sent: `"fp32"`, in the parameters' precision, at least
+            float32; or `"bf16"`, each rank's move rounded once, summed in float32 and rounded once more; or `"int8"`,
+            `"int4"` or `"int2"`, the same with blocks (`Int8Codec` and so on), but for parameters that do not fill one;
+            or `"topk"`, only the largest numbers. Also takes a hook that averages gradients, such as
+            `PowerSGD(start_powerSGD_iter=0)` or `ChunkedTopK(k=128)`, with its own options; its steps are outer steps.
+        error_feedback: with integers, add the rounding error to the next move. Needs memory of the size of the
             parameters. `"topk"` always does.
         fragments: parts, of about the same size, in which the parameters of an optimizer are averaged, each once in a
-            period. At most `period`. A single parameter is not divided, so there are fewer parts when it is larger
-            than they should be.
-        delay: number of steps for which an average is under way, while ranks train on: it begins so many steps before
-            it is taken over. At most `period`. 0: ranks wait for it. What is under way when training ends is not taken
-            over: models are averaged then anyway.
-        mixing: share of a rank's own model in what it goes on with, the rest being the common model (`alpha` in the
-            paper). `None`: 0.5 with a `delay` below the period, as in the paper; otherwise 0, which means that ranks go
-            on from the common model. With 0, what ranks learn within `delay` is lost, unless that is the period.
-        eager: apply 1/w of a rank's own move at once, and that of the others a period later. `delay` is the period.
+            period. At most `period`. A single parameter is not divided, so there are fewer parts if one parameter is
+            larger than a part should be.
+        delay: number of steps for which an average is in flight while ranks continue to train: it begins that many
+            steps before it is applied. At most `period`. 0: ranks wait for it. An average in flight when training ends
+            is not applied: models are averaged then anyway.
+        mixing: share of a rank's own model in the model with which it continues; the rest is the common model (`alpha`
+            in the paper). `None`: 0.5 with a `delay` below the period, as in the paper; otherwise 0, which means that
+            ranks continue from the common model. With 0, the ranks' steps within `delay` are lost, unless `delay` is
+            the period.
+        eager: apply 1/w of a rank's own move at once, and the other ranks' moves a period later. `delay` is the period.
         period_seconds: for ranks of different speed: a rank's period has as many steps as it can take in that time, and
             its move counts by its steps, as in dynamic local updates, Liu et al. 2024,
             https://arxiv.org/abs/2401.09135, section 5. The first period has `period` steps, by which a rank learns how
             long they take. Then all ranks evaluate, save and end after the same outer step, not after the same step:
             `metrics()["averagings"]` counts them. Not with `fragments`, `delay` and `eager`, in the Trainer and
             Accelerate, with a `GradScaler` or several optimizers. `None`: `period` steps on all ranks.
-        post_local_gradient_allreduce: average gradients over the subgroup at every step, so that a node is what the
-            paper calls a worker; if not, each rank is one.
+        post_local_gradient_allreduce: average gradients over the subgroup at every step, so that a node is one worker
+            in the paper's sense; if not, each rank is one.
         subgroup_size: ranks in a subgroup that averages gradients; `None`: the ranks of one node.
         average_buffers: see `PostLocalSGD`. Buffers are averaged at the end of a period, whatever `fragments` is.
 
@@ -248,7 +248,7 @@ class _BoundDiLoCo(BoundLocalSGD):
             self._outer_step(stepped, shares)
 
     def _begin(self, k: int, outer: int, stepped: OptimizerStep) -> dict[str, Tensor]:
-        """Begin to average what ranks did; with `eager`, returns what this rank adds to the mean."""
+        """Begin to average the ranks' moves; with `eager`, returns this rank's part of the mean."""
         anchors = {name: self.memory[name]["anchor"] for name in stepped.parameters if name in self.memory}
         moves, shares = moves_of(stepped.parameters, anchors, outer), {}
         if self._config.eager:
@@ -257,7 +257,7 @@ class _BoundDiLoCo(BoundLocalSGD):
         return shares
 
     def _finish(self, optimizer: str, k: int) -> None:
-        """Wait for an average that is under way; what is not taken over yet is memory like the rest."""
+        """Wait for an average in flight, and store it in `memory` until it is applied."""
         for name, mean in self._moves.end(optimizer, k):
             self.memory[name]["average"] = mean
 
@@ -266,7 +266,7 @@ class _BoundDiLoCo(BoundLocalSGD):
             entry = self.memory.get(name, {})
             gradient = entry.pop("average", None)
             if name in shares:
-                # The mean of a period ago, with this rank's move of now in place of that of then.
+                # The mean of a period ago, with this rank's share in it replaced by its present one.
                 before = entry.get("share")
                 gradient = shares[name].clone() if gradient is None else gradient.add_(shares[name])
                 entry["share"] = shares[name]
@@ -274,7 +274,7 @@ class _BoundDiLoCo(BoundLocalSGD):
                     gradient.sub_(before)
             if gradient is not None:
                 self._step_anchor(entry, gradient)
-            # After a period's delay nothing may be sent twice, also not what is under way for the first time.
+            # With a delay of a whole period no move may be sent twice, not even the first, which is still in flight.
             if gradient is not None or (entry and self._delay == self._config.period):
                 self._go_on_from(entry["anchor"], flat_view(p))
         average_([p for name, p in stepped.parameters.items() if name not in self.memory], self.group)

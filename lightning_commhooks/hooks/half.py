@@ -27,7 +27,7 @@ class _Half(CommHook):
             16-bit gradients, sums it in float32 and sends the mean in 16 bit; the same bytes, and one
             rounding of the sum instead of w-1.
         hierarchy: `"node"`: average gradients in full within each node and compress between nodes, so that a node sends
-            what one rank would. Each node needs the same number of ranks. `None`: among all ranks.
+            as much as one rank would. Each node needs the same number of ranks. `None`: among all ranks.
     """
 
     dtype: ClassVar[torch.dtype]
@@ -85,7 +85,7 @@ class _BoundHalf(BoundHook):
         super().__init__(group)
         self._dtype = dtype
         self._in_float32 = in_float32
-        # Whether gradients were larger than what is sent of them.
+        # Whether gradients were larger than their payload.
         self._shrank: set[bool] = set()
 
     def reduce(self, bucket: Bucket, ranks: Group) -> Steps[None]:

@@ -22,7 +22,7 @@ _MANY_STEPS = 10_000
 @register
 @dataclass(frozen=True, kw_only=True)
 class HierarchicalLocalSGD(LocalSGDConfig):
-    """Let ranks step alone after a warm-up, and average models in larger groups the more seldom.
+    """After a warm-up, step alone on each rank and average models in groups: the larger the group, the less often.
 
     Lin et al. 2018, https://arxiv.org/abs/1808.07217, section 5; PyTorch's `HierarchicalModelAverager` together with
     `post_localSGD_hook`. When several periods end at once, only the longest one's group averages. Differs from PyTorch

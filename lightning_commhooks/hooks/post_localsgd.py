@@ -16,7 +16,7 @@ from lightning_commhooks.interface.registry import register
 @register
 @dataclass(frozen=True, kw_only=True)
 class PostLocalSGD(LocalSGDConfig):
-    """Let ranks (or nodes) step alone after a warm-up, and average their models after every `period` steps.
+    """After a warm-up, step alone on each rank (or node) and average the models after every `period` steps.
 
     Post-local SGD of Lin et al. 2018, https://arxiv.org/abs/1808.07217. PyTorch's `post_localSGD_hook` and
     `PeriodicModelAverager` in one. Differs from them in that each optimizer counts its own steps, for the start too,

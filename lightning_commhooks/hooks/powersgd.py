@@ -37,7 +37,7 @@ from lightning_commhooks.interface.state import Shapes
 
 logger = logging.getLogger(__name__)
 
-# 1 MB of float32: half of what a core's second-level cache holds on common servers.
+# 1 MB of float32: half of a core's second-level cache on common servers.
 _BLOCK_NUMEL = 2**18
 
 Config = TypeVar("Config", bound="type[LowRankConfig]")
@@ -64,24 +64,24 @@ def takes_aliases(config: Config) -> Config:
 class LowRankConfig(CommHook):
     """Options of PyTorch's `PowerSGDState` that `powersgd` and `batched_powersgd` share, same names and defaults.
 
-    `num_iters_per_step=1` is that of the authors' package, https://github.com/epfml/powersgd, beginning with P; 2 is
-    what PyTorch's hook does, where theirs would send the sum of two approximations.
+    `num_iters_per_step=1` follows the authors' package, https://github.com/epfml/powersgd, beginning with P; 2 follows
+    PyTorch's hook, where the authors' would send the sum of two approximations.
 
     Args:
         num_iters_per_step: 2 makes a whole power iteration in each step, as PyTorch does: P, then Q. 1 makes half of
-            one, in turn P with the Q of the step before, and Q with the P of the step before: half the bytes, one
-            all-reduce in place of two, and one product less.
-        use_error_feedback: add what compression left out to the next step's gradient. Needs memory of
-            the size of the gradients, at least float32.
+            one, in turn P with the previous step's Q, and Q with the previous step's P: half the bytes, one all-reduce
+            instead of two, and one product less.
+        use_error_feedback: add the compression error to the next step's gradient. Needs memory of the size of the
+            gradients, at least float32.
         warm_start: begin each step's power iteration where the last one ended. `num_iters_per_step=1`
             needs it.
-        orthogonalization_epsilon: a row of Q (or P) whose norm is at most this fraction of the longest is drawn
-            anew. Relative, unlike PyTorch's; 0 renews rows that are exactly zero, which is enough.
+        orthogonalization_epsilon: a row of Q (or P) whose norm is at most this fraction of the longest is drawn again.
+            Relative, unlike PyTorch's; 0 replaces only rows that are exactly zero, which is enough.
         random_seed: of the random start. The global random state is not touched.
-        compression_stats_logging_frequency: log the compression rate every so many steps once compression
-            has begun.
+        compression_stats_logging_frequency: interval, in steps, at which the compression rate is logged once
+            compression has begun.
         hierarchy: `"node"`: average gradients in full within each node and compress between nodes, so that a node sends
-            what one rank would. Each node needs the same number of ranks. `None`: among all ranks.
+            as much as one rank would. Each node needs the same number of ranks. `None`: among all ranks.
     """
 
     option_aliases: ClassVar[Mapping[str, str]] = {"rank": "matrix_approximation_rank", "start": "start_powerSGD_iter"}
@@ -369,7 +369,7 @@ class _Matrices:
 
     @property
     def keys(self) -> list[str]:
-        """Names of the matrices: those of their parameters."""
+        """Names of the matrices: their parameters' names."""
         return ["\n".join(slot.name for slot in slots) for slots in self.slots]
 
     def _of(self, flat: Tensor) -> list[Tensor]:
@@ -434,8 +434,8 @@ def _sent_is_finite(p: Tensor, q: Tensor, dtype: torch.dtype) -> Tensor:
 def random_factors(keys: Sequence[str], shape: Sequence[int], like: Tensor, seed: int, step: int) -> Tensor:
     """Standard normal numbers for each key, dtype and device of `like`, the same on all ranks and devices.
 
-    They depend on names of parameters, so that no order of buckets matters, on the seed, and on the step where they are
-    drawn anew at each.
+    They depend on the parameters' names, so that the order of buckets does not matter, on the seed, and on the step if
+    they are drawn again at each step.
     """
     generator = torch.Generator()
     factors = torch.empty(len(keys), *shape)
@@ -460,7 +460,7 @@ def orthonormal_basis(rows: Tensor) -> Tensor:
 def revived(rows: Tensor, fresh: Tensor, epsilon: float) -> Tensor:
     """Rows of factors, with fresh ones for the dead: shorter than `epsilon` times the longest of their matrix, or zero.
 
-    Those of a matrix that was zero at the last step could give P = 0 for ever after.
+    The rows of a matrix that was zero at the last step could give P = 0 forever after.
     """
     norm = torch.linalg.vector_norm(rows, ord=1, dim=2, keepdim=True)
     alive = norm > (epsilon * norm.amax(dim=1, keepdim=True) if epsilon else 0)

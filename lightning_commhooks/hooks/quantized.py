@@ -29,7 +29,7 @@ from lightning_commhooks.interface.precision import all_finite, to_gradient, wor
 from lightning_commhooks.interface.registry import register
 from lightning_commhooks.interface.state import Shapes
 
-# A gradient of fewer elements is copied together with others.
+# Gradients of fewer elements are copied together.
 _ALONE_NUMEL = 2**17
 
 
@@ -38,14 +38,14 @@ class CodecConfig(CommHook):
     """Options of hooks that encode gradients and have error feedback.
 
     Args:
-        use_error_feedback: add what encoding left out to the next step's gradient, and mean. Needs memory of the size
-            of the gradients, at least float32.
-        compress_1d: also encode biases and the like. They are few, and what norms have in them is sensitive. Gradients
-            of fewer elements than a block are never encoded.
+        use_error_feedback: add encoding errors to the next step's gradient, and to the next mean. Needs memory of the
+            size of the gradients, at least float32.
+        compress_1d: also encode biases and other one-dimensional parameters. They are few, and those of normalization
+            layers are sensitive. Gradients of fewer elements than a block are never encoded.
         min_bytes: buckets with fewer bytes of gradients to encode are averaged in full, which is faster.
         random_seed: of stochastic rounding. The global random state is not touched.
         hierarchy: `"node"`: average gradients in full within each node and compress between nodes, so that a node sends
-            what one rank would. Each node needs the same number of ranks. `None`: among all ranks.
+            as much as one rank would. Each node needs the same number of ranks. `None`: among all ranks.
     """
 
     use_error_feedback: bool = True
@@ -138,7 +138,8 @@ class Int4(CodecConfig):
 class FP8(CodecConfig):
     """Average gradients as blocks of 8-bit floating-point numbers with a scale each, with error feedback.
 
-    As `Int8`, at the same size; small gradients beside large ones are more precise and large ones less. See `FP8Codec`.
+    Like `Int8`, at the same size; small gradients next to large ones are more precise, and large ones less. See
+    `FP8Codec`.
 
     Args:
         format: `"e4m3"`, 4 significant bits, or `"e5m2"`, 3 of them and a wider range.
@@ -189,9 +190,9 @@ class Int2(CodecConfig):
 class CodecFeedback(ErrorFeedback):
     """Error feedback at both ends of a two-shot average.
 
-    What a rank's payload leaves out is its residual. What the payload of the mean leaves out is added, times the number
-    of ranks, to the residual of the rank that sends it, so that it is in the next mean. DoubleSqueeze has a second
-    memory for it (Tang et al. 2019, https://arxiv.org/abs/1905.05957, algorithm 1).
+    The encoding error of a rank's payload is its residual. The encoding error of the mean is multiplied by the number
+    of ranks and added to the residual of the rank that sends it, so that the next mean includes it. DoubleSqueeze has a
+    second memory for it (Tang et al. 2019, https://arxiv.org/abs/1905.05957, algorithm 1).
     """
 
     hook: CodecConfig
@@ -360,13 +361,13 @@ def places_of(slots: Sequence[Slot], block_size: int | None, num_owners: int) ->
 
 
 class EncodedResidual:
-    """What a rank has not sent yet of gradients that are reduced together, in 8 bits: LoCo, error feedback for shards.
+    """A rank's residual of gradients that are reduced together, in 8 bits: LoCo, error feedback for shards.
 
-    Xie et al. 2024, https://arxiv.org/abs/2407.04480, section 3. The residual is of the whole gradient, before it is
-    sharded, and float32 would take what sharding saves. Differs from LoCo in that all of the residual is added to the
-    next gradient, not a moving average of it; that it has a scale for each block; and that it is not reset now and
-    then: a block with inf or NaN begins anew. What rounding the residual leaves out, at most its block's largest
-    magnitude over 254, is lost.
+    Xie et al. 2024, https://arxiv.org/abs/2407.04480, section 3. The residual covers the whole gradient, before it is
+    sharded, and in float32 it would take the memory that sharding saves. Differs from LoCo in that the whole residual
+    is added to the next gradient, not a moving average of it; that it has a scale for each block; and that it is not
+    reset now and then: only a block with inf or NaN is reset. The rounding error of the residual, at most its block's
+    largest magnitude over 254, is lost.
 
     Args:
         block_size: elements with a common scale.
@@ -388,7 +389,7 @@ class EncodedResidual:
         return own
 
     def keep(self, start: int, own: Tensor) -> None:
-        """Remember what these blocks have left out."""
+        """Store the encoding error of these blocks."""
         own.nan_to_num_(0.0, 0.0, 0.0)
         self._payloads[start] = self._kernels.encode(own, None, self._one, self._kernels.seed(0, own.device))
 
@@ -399,9 +400,9 @@ def reduce_scatter_encoded(
     """Send blocks that a codec has encoded, decode them and sum in float32.
 
     The first of the two shots of `Group.average_encoded_`, as ZeRO++ does it (Wang et al. 2023,
-    https://arxiv.org/abs/2306.10209, section 3.3). Each rank's share begins a block and is filled up with zeros.
-    Encoding and decoding of some blocks go on while others are under way. Error of one element: the mean over ranks of
-    the codec's largest error in its block; with int8, of the largest magnitude of the block over 254.
+    https://arxiv.org/abs/2306.10209, section 3.3). Each rank's share begins a block and is filled up with zeros. Some
+    blocks are encoded and decoded while other blocks are in flight. Error of one element: the mean over ranks of the
+    codec's largest error in its block; with int8, of the largest magnitude of the block over 254.
 
     Args:
         bucket: see `allreduce.reduce_scatter`.

@@ -28,7 +28,7 @@ else:
 
 
 class AverageFirst:
-    """Has models averaged before other callbacks see them; put before a `Callback` in a class's bases."""
+    """Averages models before other callbacks see them; put before a `Callback` in a class's bases."""
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         """Evaluate the average, until the strategy's `on_validation_end`."""
@@ -47,7 +47,7 @@ class AveragesModelsMixin(Strategy):
     _callback_class: ClassVar[type[Any]]
 
     def _looks_at_average(self, resync: bool) -> None:
-        """Begin without an attachment. `resync`: whether ranks go on from the average after they saw it."""
+        """Begin without an attachment. `resync`: whether ranks continue from the average after they saw it."""
         self._resync = resync
         self._callback: Any = None
         self._evaluation = ExitStack()
@@ -78,14 +78,14 @@ class AveragesModelsMixin(Strategy):
         trainer.callbacks.insert(0, self._callback)
 
     def _tell_forecast(self, attachment: Attachment) -> None:
-        """Once the first steps are over, tell what the hook will do in this run."""
+        """Once the first steps are over, report the hook's expected effect on this run."""
         trainer = self.lightning_module.trainer
         if is_trial(trainer) and attachment.num_steps:
             return  # starts are known, and there is nothing to foresee
         attachment.tell_forecast(lambda line: show(trainer, line), steps_left(trainer))
 
     def _is_alone(self) -> bool:
-        """Whether ranks may be at different places of the program, where they cannot average what differs."""
+        """Whether ranks may be at different points of the program, and cannot average together."""
         return handles_signal() or bool(self.lightning_module.trainer.interrupted)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -116,7 +116,7 @@ class AveragesModelsMixin(Strategy):
         return nullcontext()
 
     def begin_evaluation(self) -> None:
-        """Put averages in the place of each rank's own model, for validation while training."""
+        """Replace each rank's own model with the average, for validation during training."""
         attachment = self._averaging()
         if attachment is not None:
             self._evaluation.enter_context(self._averaged(attachment))
@@ -135,9 +135,9 @@ class AveragesModelsMixin(Strategy):
                 attachment.average_optimizer_state(optimizer)
 
     def on_train_end(self) -> None:
-        """End with the average also of what other callbacks have put there."""
+        """End with the average, also of weights that other callbacks have set."""
         super().on_train_end()
-        # StochasticWeightAveraging and its like have put there what each rank had by itself.
+        # StochasticWeightAveraging and similar callbacks have set weights that differ between ranks.
         if (averaging := self._averaging()) is not None:
             averaging.average_weights(everything=True)
         if self._attachment is not None:
@@ -163,7 +163,7 @@ class AveragesModelsMixin(Strategy):
         finally:
             self._evaluation.close()
             callbacks = [] if self._callback is None else self.lightning_module.trainer.callbacks
-            # Lightning's tuner puts others there, which stay when it fails.
+            # Lightning's tuner replaces the callbacks, and does not restore them when it fails.
             if self._callback in callbacks:
                 callbacks.remove(self._callback)
             self._callback = None
@@ -189,14 +189,14 @@ def show(trainer: Any, line: str) -> None:
     bar = trainer.progress_bar_callback
     # Progress bars of users' own need not have `is_enabled`.
     if getattr(bar, "is_enabled", False):
-        # The bar of rich is drawn over what others write to the terminal.
+        # The rich progress bar is drawn over other output on the terminal.
         bar.print(line)
     else:
         rank_zero_info(line)
 
 
 def steps_left(trainer: Any) -> int | None:
-    """Number of optimizer steps to come; `None` if nobody knows, as in manual optimization."""
+    """Number of optimizer steps to come; `None` if unknown, as in manual optimization."""
     if not trainer.lightning_module.automatic_optimization:
         return None
     if any(type(callback).__name__ == "_LRCallback" for callback in trainer.callbacks):

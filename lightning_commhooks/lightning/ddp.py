@@ -29,7 +29,7 @@ CHECKPOINT_KEY = "lightning_commhooks"
 
 
 class CompressedDDPMixin(AveragesModelsMixin):
-    """Lightning's `DDPStrategy` with a communication hook, on CPU and GPU alike.
+    """Lightning's `DDPStrategy` with a communication hook, on CPU and GPU.
 
     `Trainer(strategy=CompressedDDPStrategy(hook="powersgd"))`.
 
@@ -37,19 +37,18 @@ class CompressedDDPMixin(AveragesModelsMixin):
         hook: name of a hook (`lightning_commhooks.available_hooks()`), a configured hook such as
             `PowerSGD(matrix_approximation_rank=4)`, or a DDP hook function `(state, bucket)`.
         hook_state: the state of such a function.
-        exact_state: save what differs between ranks for each of them, so that a run resumes bit by bit on CPU. Makes
-            checkpoints larger by the size of the gradients times the number of ranks, instead of once.
+        exact_state: save state that differs between ranks for every rank, so that a run resumes bit for bit on CPU.
+            Checkpoints grow by the size of the gradients once per rank, instead of once.
         strict_state: whether hook state in a checkpoint that does not fit the model or the hook is an error. If not,
-            what does not fit begins anew, with a warning.
+            the state that does not fit is reset, with a warning.
         resync: with hooks that let ranks step alone, validation and checkpoints have the average of their models. If
-            true, training goes on from that average too, on all ranks, and a run that resumes from a checkpoint is the
-            same as one that went on. If not, each rank goes on from its own model as if nothing was.
-        accumulation: what gradients are divided by that are accumulated over batches: `"framework"`: by
-            `accumulate_grad_batches`, also in the last window of an epoch, which may be shorter, and by nothing in
-            manual optimization. `"mean"`: by the batches that there were. `"sum"`, an integer or `"weighted"`: see
-            [`ScaleByGradAccumulation`][].
-        fault_tolerance: make this Trainer, of one process, a replica of several, of which some may die and come back
-            while the others go on. Every replica runs the same command, with a number of its own. See
+            true, training continues from that average too, on all ranks, and a run resumed from a checkpoint is the
+            same as an uninterrupted one. If not, each rank continues from its own model, as it was before.
+        accumulation: divisor of gradients that are accumulated over batches. `"framework"`: `accumulate_grad_batches`,
+            also in the last window of an epoch, which may be shorter, and none in manual optimization. `"mean"`: the
+            actual number of batches. `"sum"`, an integer or `"weighted"`: see [`ScaleByGradAccumulation`][].
+        fault_tolerance: make this Trainer, of one process, one of several replicas, of which some may die and come back
+            while the rest continue. Every replica runs the same command, with a number of its own. See
             [`FaultTolerance`][] and "When workers die". Sets `find_unused_parameters=True`.
         **kwargs: arguments of `DDPStrategy` and of `torch.nn.parallel.DistributedDataParallel`, without
             `ddp_comm_state`, `ddp_comm_hook`, `ddp_comm_wrapper` and `model_averaging_period`.
@@ -78,7 +77,7 @@ class CompressedDDPMixin(AveragesModelsMixin):
                 raise self._misconfiguration(
                     f"{type(self).__name__} does not take {argument}={kwargs[argument]!r}: {replacement}"
                 )
-        # Lightning hands over to DDP what it does not know, and that is not before training.
+        # Lightning passes unknown arguments on to DDP, but only when training begins.
         bases = type(self).__mro__[type(self).__mro__.index(CompressedDDPMixin) + 1 :]
         known = options_of(*bases, DistributedDataParallel)
         check_options(self, kwargs, known, hook, "DistributedDataParallel")
@@ -89,7 +88,8 @@ class CompressedDDPMixin(AveragesModelsMixin):
                 from lightning_commhooks.torchft.manager import check_options as check_replica
 
                 check_replica(self._hook, {**kwargs, "exact_state": exact_state, "resync": resync})
-                # Or buckets of a replica that joins later would differ. The CLI gives the default of every option.
+                # Otherwise the buckets of a replica that joins later would differ. The CLI gives the default of every
+                # option.
                 kwargs["find_unused_parameters"] = True
         self._hook_state = hook_state
         self._exact_state = exact_state
@@ -99,13 +99,13 @@ class CompressedDDPMixin(AveragesModelsMixin):
         self._looks_at_average(resync)
         # For checkpoints that Lightning writes when the model is out of DDP again.
         self._last_state: dict[str, Any] | None = None
-        # Whether it has what the hook remembers, and after how many steps it was saved.
+        # Whether it has the hook's memory, and after how many steps it was saved.
         self._last_is_whole, self._saved_at = True, -1
         super().__init__(**kwargs)
 
     @property
     def hook(self) -> CommHook | Callable[..., Any]:
-        """The configuration: what a name stands for, or a DDP hook function."""
+        """The hook's configuration, with a name resolved, or a DDP hook function."""
         return self._hook
 
     @property
@@ -119,14 +119,14 @@ class CompressedDDPMixin(AveragesModelsMixin):
 
     @property
     def manager(self) -> Any:
-        """With `fault_tolerance`, the `torchft.Manager` while a fit goes on; `None` before and after."""
+        """With `fault_tolerance`, the `torchft.Manager` during a fit; `None` before and after."""
         return None if self._replica is None else self._replica.manager
 
     def add_weight(self, weight: float | Tensor) -> None:
         """With `accumulation="weighted"`, say how much the present batch counts, as by its number of tokens.
 
         In `training_step`: `self.trainer.strategy.add_weight(num_tokens)`, before `manual_backward` if there is one;
-        the loss is to be a sum over tokens. See `Attachment.add_weight`.
+        the loss must be a sum over tokens. See `Attachment.add_weight`.
 
         Raises:
             MisconfigurationException: no number of at least 0, the strategy has another `accumulation`, or training has
@@ -179,7 +179,7 @@ class CompressedDDPMixin(AveragesModelsMixin):
         return {"num_replicas": options.num_replica_groups, "rank": options.replica_rank}
 
     def setup_optimizers(self, trainer: Any) -> None:
-        """Make the optimizers; with `fault_tolerance`, check that they step alike on all replicas."""
+        """Make the optimizers; with `fault_tolerance`, check that all replicas step in the same way."""
         super().setup_optimizers(trainer)
         if self._replica is not None:
             with refusals_as(self._misconfiguration, self):
@@ -201,7 +201,7 @@ class CompressedDDPMixin(AveragesModelsMixin):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Wrap the model again if parameters were unfrozen, which DDP would not average; then the step itself.
 
-        Before, once the first steps are over, tell what the hook will do in this run.
+        Before the step, once the first steps are over, report the hook's expected effect on this run.
         """
         if self._attachment is not None and not self._attachment.is_closed:
             if self._attachment.unfrozen():
@@ -269,7 +269,7 @@ class CompressedDDPMixin(AveragesModelsMixin):
         )
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
-        """Wait for all ranks; but in Lightning's handler of SLURM's signal, where others may wait elsewhere."""
+        """Wait for all ranks, except in Lightning's handler of SLURM's signal: other ranks may wait elsewhere."""
         if not handles_signal():
             super().barrier(*args, **kwargs)
 
@@ -301,7 +301,7 @@ class CompressedDDPMixin(AveragesModelsMixin):
         """Keep the hook's state for a `Trainer.save_checkpoint()` after training."""
         super().on_train_end()
         if self._attachment is not None and not self._attachment.is_closed and not self._has_saved_this_step():
-            # What differs between ranks takes as long to average as a step without a hook.
+            # Averaging state that differs between ranks takes as long as a step without a hook.
             saves = self.lightning_module.trainer.checkpoint_callbacks
             state = self._attachment.state_dict() if saves else self._attachment.shared_state_dict()
             self._last_state = state if self.is_global_zero else None

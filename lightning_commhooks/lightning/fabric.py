@@ -31,22 +31,21 @@ from lightning_commhooks.wrappers.scale import Accumulation
 
 
 class CompressedDDPFabricStrategy(DDPStrategy):
-    """Fabric's `DDPStrategy` with a communication hook, on CPU and GPU alike.
+    """Fabric's `DDPStrategy` with a communication hook, on CPU and GPU.
 
     `Fabric(strategy=CompressedDDPFabricStrategy(hook="powersgd"))`. Checkpoints by `fabric.save` have the hook's state
-    when there is a model in them, and `fabric.load` takes it over. With hooks that average models, the average is in
-    place in `fabric.save` and after `fabric.barrier()`; each rank's own model is back in the next forward with
-    gradients.
+    if they have a model, and `fabric.load` restores it. With hooks that average models, the average is in place in
+    `fabric.save` and after `fabric.barrier()`; each rank's own model is back in the next forward with gradients.
 
     Args:
         hook: name of a hook (`lightning_commhooks.available_hooks()`), a configured hook such as
             `PowerSGD(matrix_approximation_rank=4)`, or a DDP hook function `(state, bucket)`.
         hook_state: the state of such a function.
-        exact_state: save what differs between ranks for each of them, so that a run resumes bit by bit on CPU.
-        strict_state: whether hook state that does not fit is an error. If not, what does not fit begins anew, with a
-            warning.
-        resync: whether ranks go on from the average after they saw it, instead of from their own models.
-        accumulation: what gradients are divided by that are accumulated with `fabric.no_backward_sync`: see
+        exact_state: save state that differs between ranks for every rank, so that a run resumes bit for bit on CPU.
+        strict_state: whether hook state that does not fit is an error. If not, the state that does not fit is reset,
+            with a warning.
+        resync: whether ranks continue from the average after they saw it, instead of from their own models.
+        accumulation: divisor of gradients that are accumulated with `fabric.no_backward_sync`: see
             [`ScaleByGradAccumulation`][].
         loss_divided_by: what you divide the loss of each micro-batch by before `fabric.backward`, which divides by
             nothing; or a function that returns it.
@@ -91,7 +90,7 @@ class CompressedDDPFabricStrategy(DDPStrategy):
 
     @property
     def hook(self) -> CommHook | Callable[..., Any]:
-        """The configuration: what a name stands for, or a DDP hook function."""
+        """The hook's configuration, with a name resolved, or a DDP hook function."""
         return self._hook
 
     def setup_module(self, module: Module) -> DistributedDataParallel:
@@ -134,7 +133,7 @@ class CompressedDDPFabricStrategy(DDPStrategy):
         super().backward(tensor, module, *args, **kwargs)
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Let hooks that average models know of an optimizer."""
+        """Set an optimizer up, and register it with hooks that average models."""
         optimizer = super().setup_optimizer(optimizer)
         with refusals_as(MisconfigurationException, self):
             self._together.add_optimizer(optimizer)

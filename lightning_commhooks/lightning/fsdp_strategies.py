@@ -54,7 +54,7 @@ class ShardedHookMixin(AveragesModelsMixin):
 
     @property
     def hook(self) -> CommHook:
-        """The configuration: what a name stands for."""
+        """The hook's configuration, with a name resolved."""
         return self._hook
 
     @property
@@ -63,7 +63,7 @@ class ShardedHookMixin(AveragesModelsMixin):
         return self._attachment
 
     def setup(self, trainer: Any) -> None:
-        """Set the model up; attach the hook if it is to be trained."""
+        """Set the model up; attach the hook for training."""
         super().setup(trainer)
         if trainer.state.fn == "fit":
             with refusals_as(self._misconfiguration, self):
@@ -184,17 +184,18 @@ class CompressedModelParallelMixin(ShardedHookMixin):
     `Trainer(strategy=CompressedModelParallelStrategy(hook="powersgd", replicas=4, data_parallel_size=32))`. Apply
     `fully_shard` in the module's `configure_model`, with replicas over
     `mesh=self.device_mesh["replicas", "data_parallel"]`. Each rank then has a share of the hook's state, which is saved
-    in sharded checkpoints, and loaded on whatever numbers of shards and replicas.
+    in sharded checkpoints, and can be loaded on any number of shards and replicas.
 
     Args:
-        hook: with replicas, any hook, between them; a rank that steps alone is a replica then. Without, the hook of the
-            reduce-scatter, as of [`CompressedFSDPStrategy`][], with hooks for all meshes.
-        replicas: of the model, each sharded over `data_parallel_size / replicas` ranks, as those of a node. With more
-            than one the device mesh has a first dimension `"replicas"`, and `"data_parallel"` is that of the shards.
+        hook: with replicas, any hook, between them; a rank that steps alone is a replica then. Otherwise the hook of
+            the reduce-scatter: see [`CompressedFSDPStrategy`][], with hooks for all meshes.
+        replicas: number of replicas of the model, each sharded over `data_parallel_size / replicas` ranks, as on a
+            node. With more than one the device mesh has a first dimension `"replicas"`, and `"data_parallel"` is the
+            dimension of the shards.
         shard_hook: with replicas, the hook of the reduce-scatter within one. `None`: FSDP2's own.
-        exact_state: save what differs between replicas for each of them, as of [`CompressedDDPStrategy`][].
-        resync: with replicas, and hooks that let them step alone, whether they go on from the average after validation
-            and checkpoints, as of [`CompressedDDPStrategy`][].
+        exact_state: save state that differs between replicas for every replica: see [`CompressedDDPStrategy`][].
+        resync: with replicas, and hooks that let them step alone, whether they continue from the average after
+            validation and checkpoints: see [`CompressedDDPStrategy`][].
         **kwargs: arguments of `ModelParallelStrategy`.
 
     Raises:
@@ -235,12 +236,12 @@ class CompressedModelParallelMixin(ShardedHookMixin):
         return resolved
 
     def _attach(self) -> None:
-        # Only what is for replicas averages models.
+        # Only hooks for replicas average models.
         optimizers = (lambda: self.optimizers) if self._replicas > 1 else None
         self._attachment = attach(self.model, self._hook, optimizers=optimizers, **self._of_attach)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Make a step. Before, once the first steps are over, tell what the hook will do in this run."""
+        """Make a step. Before it, once the first steps are over, report the hook's expected effect on this run."""
         if self._replicas > 1 and self._attachment is not None and not self._attachment.is_closed:
             self._tell_forecast(self._attachment)
         return super().training_step(*args, **kwargs)

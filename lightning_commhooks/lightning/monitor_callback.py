@@ -13,23 +13,23 @@ from lightning_commhooks.runtime.monitor import NAMES, PREFIX, MetricName, Monit
 
 
 class CommHookMonitorMixin:
-    """Logs what a communication hook does while it trains, and says at the end what it was good for.
+    """Logs the metrics of a communication hook during training, and sums up its benefit at the end.
 
     `Trainer(strategy=CompressedDDPStrategy(hook="int8"), callbacks=[CommHookMonitor()])`.
 
     To every logger of the Trainer, at the step of `LightningModule.log`: `comm/bytes_sent`, `comm/nonfinite_steps` and,
     of hooks that average models, `comm/averagings` since `fit` began; `comm/compression_ratio`,
     `comm/exposed_ms_per_step` and `comm/codec_ms_per_step` since they were logged last; `comm/relative_error` if it was
-    sampled since then; `comm/residual_norm` now. They are those of rank 0. What is unknown is left out: with a hook
-    function of your own all of it, with FSDP all but bytes and ratio.
+    sampled since then; `comm/residual_norm` now. The values are rank 0's. Unknown values are left out: with a hook
+    function of your own all of them, with FSDP all but bytes and ratio.
 
     A step is a synchronized backward: with gradient accumulation one in several batches, with several optimizers
     several in one batch.
 
     Args:
         every_n_steps: log so often, and once more when training ends.
-        error_every_n_steps: sample the error of averaged gradients so often, at the cost of an all-reduce of
-            `error_numel` numbers; 0: never.
+        error_every_n_steps: interval between samples of the error of averaged gradients, at the cost of an all-reduce
+            of `error_numel` numbers; 0: never.
         error_numel: number of gradient elements to estimate the error from; `None`: all.
         progress_bar: which values to show there, by their names without `comm/`.
         closing_line: whether to show one line when training ends, above the progress bar or in Lightning's log: bytes
@@ -106,7 +106,7 @@ class CommHookMonitorMixin:
         return values
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Log what is left, and the closing line."""
+        """Log the remaining values and the closing line."""
         if trainer.is_global_zero and self._monitor is not None and self._monitor.num_new_steps:
             # The last batch has been counted by now.
             self._log(trainer, self._monitor, trainer.fit_loop.epoch_loop._batches_that_stepped - 1)
@@ -115,7 +115,7 @@ class CommHookMonitorMixin:
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Say the closing line; on CUDA this would wait for collectives that other ranks may have left."""
         if trainer.strategy.root_device.type == "cpu":
-            # What went wrong is to be reported, whatever comes of this.
+            # A failure here must not hide the exception.
             with contextlib.suppress(Exception):
                 self._close(trainer)
 
@@ -126,7 +126,7 @@ class CommHookMonitorMixin:
         show(trainer, monitor.summary())
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Let go of the hook."""
+        """Release the hook."""
         self._monitor = None
 
 

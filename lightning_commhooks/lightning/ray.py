@@ -25,16 +25,16 @@ class CompressedRayDDPStrategy(CompressedDDPStrategy, RayDDPStrategy):
     In the function that a `TorchTrainer` runs on each worker:
     `Trainer(strategy=CompressedRayDDPStrategy(hook="powersgd"), plugins=[RayLightningEnvironment()], devices="auto")`.
 
-    A `RayDDPStrategy` is of `lightning` where that is installed, and of `pytorch_lightning` where only that is; so is
-    this one, and the `Trainer` has to be of the same package.
+    `RayDDPStrategy` uses `lightning` where that is installed, and `pytorch_lightning` where only that is; so does this
+    strategy, and the `Trainer` must be from the same package.
 
     Args:
-        hook: as of [`CompressedDDPStrategy`][], as are all others.
+        hook: see [`CompressedDDPStrategy`][], also for the options below.
         hook_state: the state of a hook function.
-        exact_state: save what differs between ranks for each of them, so that a run resumes bit by bit on CPU.
+        exact_state: save state that differs between ranks for every rank, so that a run resumes bit for bit on CPU.
         strict_state: whether hook state in a checkpoint that does not fit is an error.
-        resync: with hooks that let ranks step alone, whether training goes on from the average after each checkpoint.
-        accumulation: what gradients are divided by that are accumulated over batches.
+        resync: with hooks that let ranks step alone, whether training continues from the average after each checkpoint.
+        accumulation: divisor of gradients that are accumulated over batches.
         **kwargs: arguments of `RayDDPStrategy` and of `torch.nn.parallel.DistributedDataParallel`. Ray makes processes
             and their group: `process_group_backend` and `timeout` are options of its `TorchConfig`, and there is no
             `start_method`.

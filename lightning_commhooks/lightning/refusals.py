@@ -13,7 +13,7 @@ from lightning_commhooks.interface.options import parameters_of
 
 Init = TypeVar("Init", bound=Callable[..., None])
 
-# Arguments of Lightning's strategies that are refused, and what to write in their place.
+# Arguments of Lightning's strategies that are refused, and what to write instead.
 REPLACED = {
     "ddp_comm_hook": "pass it as hook=... (with hook_state=... for a function), or use a hook's name",
     "ddp_comm_state": "pass it as hook_state=..., or set the options of a hook: hook=PowerSGD(...)",

@@ -196,7 +196,7 @@ def source_of_manager(manager: object, model: nn.Module) -> Source:
 
 def source_of(model: nn.Module, replicate_group: dist.ProcessGroup | None = None) -> Source:
     """Where the buckets of a model come from; raises a `ValueError` if it is neither in DDP nor sharded."""
-    # Importing FSDP takes half a second, and whoever has such a model has done so.
+    # Importing FSDP takes half a second; code with such a model has imported it already.
     has_fsdp = "torch.distributed.fsdp" in sys.modules and isinstance(model, nn.Module)
     if has_fsdp and not isinstance(model, DistributedDataParallel) and not is_composable(model):
         from lightning_commhooks.sources import fsdp1, fsdp2, replicas

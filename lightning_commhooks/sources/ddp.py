@@ -35,7 +35,7 @@ from lightning_commhooks.wrappers.scale import Accumulation, ScaleByGradAccumula
 def resolve_hook(
     hook: object, hook_state: object = None, accumulation: Accumulation = "framework"
 ) -> CommHook | DDPHook:
-    """Check what a user passed as `hook=`, `hook_state=` and `accumulation=` of `attach`, without a DDP model."""
+    """Check the arguments `hook=`, `hook_state=` and `accumulation=` of `attach`, without a DDP model."""
     resolved: Any = hook
     if isinstance(hook, (str, CommHook)) or (isinstance(hook, type) and issubclass(hook, CommHook)):
         resolved = get_hook(resolved)  # refuses a class, naming the call to make

@@ -88,7 +88,7 @@ def device_of(model: DistributedDataParallel) -> torch.device:
 
 
 class LostHook:
-    """In a copy of a model in the place of its hook: a forward pre-hook that warns, once, when the copy is trained."""
+    """Replaces the hook in a copy of a model: a forward pre-hook that warns, once, when the copy is trained."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -141,7 +141,7 @@ class Usage:
         self._handles: list[RemovableHandle] = []
 
     def watch(self, parameters: Mapping[str, Tensor]) -> None:
-        """Watch these parameters, by name, instead of others."""
+        """Watch these parameters, by name, instead of the parameters watched so far."""
         for handle in self._handles:
             handle.remove()
         used, self._is_watched = self._used, bool(parameters)

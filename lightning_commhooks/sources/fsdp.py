@@ -114,7 +114,7 @@ def reduce(
         flat: gradients, shape `(w * n,)`, n elements for each rank in turn. May be overwritten.
         out: where to write this rank's share, shape `(n,)`. `None`: they are not sharded, and averaged in place.
         process_group: the ranks.
-        factor: what the sum over ranks is multiplied by, for shares.
+        factor: multiplier of the sum over ranks, for shares.
         residual: of these gradients, for shares, with hooks that have error feedback.
     """
     group, hook = runtime.call(lambda: shares_of(runtime).among(process_group))

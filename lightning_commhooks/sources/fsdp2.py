@@ -57,7 +57,7 @@ class _ReduceScatter:
 
 
 class _Residuals:
-    """What was not sent yet of the gradients of a unit.
+    """The residuals of a unit's gradients.
 
     Args:
         unit: the module.
@@ -66,11 +66,11 @@ class _Residuals:
 
     def __init__(self, unit: FSDPModule, block_size: int) -> None:
         self._unit, self._block_size = weakref.ref(unit), block_size
-        # Of each parameter group, by its number: what is trained of it, and the residual.
+        # By the number of the parameter group: its trained parameters, and the residual.
         self._residuals: dict[int, tuple[list[int], EncodedResidual]] = {}
 
     def of(self, flat: Tensor, num_ranks: int) -> EncodedResidual | None:
-        """Of all gradients of a parameter group. None where some are missing: FSDP2 does not say which."""
+        """Residual of a parameter group's gradients. None where some are missing: FSDP2 does not say which."""
         unit = self._unit()
         groups = _groups_of([unit] if unit is not None else [])
         numels = [_numel(group) * num_ranks for group in groups]
@@ -120,12 +120,12 @@ def _groups_of(modules: Iterable[FSDPModule]) -> list[Any]:
 
 
 def refuse_other_communication(model: nn.Module, *, reduces: bool, gathers: bool) -> None:
-    """Refuse what a hook would replace without a word, or cannot follow; raises a `ValueError`.
+    """Refuse communication that a hook would silently replace, or cannot follow; raises a `ValueError`.
 
     Args:
         model: has units.
-        reduces: whether the hook takes the place of the reduce-scatter.
-        gathers: whether it takes the place of the all-gather.
+        reduces: whether the hook replaces the reduce-scatter.
+        gathers: whether it replaces the all-gather.
     """
     for unit in units(model):
         # From PyTorch 2.15 on. Gradients are reduced after the backward then, when the step of a hook is over.
@@ -207,7 +207,7 @@ class FSDP2(ShardedSource):
         hook = runtime.config
         block_size = hook.codec.block_size if isinstance(hook, CodecConfig) and hook.use_error_feedback else None
         if block_size is not None:
-            EncodedResidual(block_size, self.device)  # compiles now what others are made of in a backward
+            EncodedResidual(block_size, self.device)  # compiles now, not in the first backward
         self._runtime, self._units = runtime, [weakref.ref(unit) for unit in units(model)]
         for unit in units(model):
             residuals = None if block_size is None else _Residuals(unit, block_size)

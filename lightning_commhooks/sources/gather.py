@@ -24,7 +24,7 @@ from lightning_commhooks.sources.sharded_hooks import resolve_sharded_hook
 
 
 def resolve_gather_hook(hook: object) -> CommHook:
-    """Check what a user passed as `gather_hook=`; raises a `ValueError`."""
+    """Check the argument `gather_hook=` of `attach`; raises a `ValueError`."""
     resolved = resolve_sharded_hook(hook)
     if not isinstance(resolved, (BF16, FP16, CodecConfig)) or getattr(resolved, "accumulate_dtype", None) is not None:
         raise ValueError(
@@ -41,8 +41,8 @@ def resolve_gather_hook(hook: object) -> CommHook:
 class Gather:
     """Gathers the parameters of a model in low precision; each rank's own share stays exact.
 
-    What is gathered is what was sent, on the rank that sent it too, so that all ranks compute with the same weights,
-    in forward and backward: quantized weight communication of ZeRO++ (Wang et al. 2023,
+    The gathered weights are the weights as sent, on the sending rank too, so that all ranks compute with the same
+    weights, in forward and backward: quantized weight communication of ZeRO++ (Wang et al. 2023,
     https://arxiv.org/abs/2306.10209, section 3.1), whose blocks are larger.
 
     Args:
@@ -77,7 +77,7 @@ class Gather:
         """
         ranks, kernels = self._among(group)
         self._counters.bytes_dense += (ranks.size - 1) * input_tensor.numel() * max(4, input_tensor.element_size())
-        if not input_tensor.is_floating_point():  # FSDP2 packs what has several dtypes
+        if not input_tensor.is_floating_point():  # FSDP2 packs several dtypes into one tensor
             output_tensor.view(ranks.size, -1).copy_(ranks.finish(ranks.all_gather(input_tensor.clone())))
         elif kernels is None:
             half = input_tensor.to(self._hook.dtype)  # type: ignore[attr-defined]

@@ -57,7 +57,7 @@ class _HookedGroup(dist.ProcessGroup):
             if op == dist.ReduceOp.SUM:  # with float16, a divide factor, or forced: FSDP2 divides by itself
                 share.mul_(self.size())
         except Exception as failure:
-            # PyTorch logs what is raised here, and fails at that, since it does not know this group.
+            # PyTorch would log an exception from here, and fail at that, since it does not know this group.
             self._unit.failure = failure
         return Finished(share.device)
 
@@ -75,7 +75,7 @@ class _Unit:
     """
 
     def __init__(self, group: Any, source: Replicas, names: Mapping[int, str]) -> None:
-        # It holds modules, and whoever has the attachment this.
+        # A weak reference: the group holds modules, and the attachment holds this unit.
         self._group = weakref.ref(group)
         self._source = source
         self._names = names
@@ -86,7 +86,7 @@ class _Unit:
         self.failure: Exception | None = None
 
     def connect(self, runtime: Runtime) -> None:
-        """Let the hook average these parameters' gradients from now on."""
+        """Average these parameters' gradients with the hook from now on."""
         group = self._group()
         assert group is not None
         mesh_info = _with_replicas(group.mesh_info)
@@ -98,7 +98,7 @@ class _Unit:
         post_backward = group.post_backward
 
         def noting(*args: Any) -> None:
-            # What is in the share, FSDP2 tells nobody.
+            # FSDP2 does not report which parameters are in the share.
             self._reduced = tuple(p for p in group.fsdp_params if _is_reduced(p, group))
             post_backward(*args)
             self._reduced = ()
@@ -176,7 +176,7 @@ def _is_reduced(p: Any, group: Any) -> bool:
 
 
 def _replicas_of_group(group: Any) -> dist.ProcessGroup | None:
-    """The ranks between which FSDP2 averages shares of a parameter group; `None` where there are no others."""
+    """The ranks between which FSDP2 averages shares of a parameter group; `None` where there is only one replica."""
     given = getattr(group.mesh_info, "replicate_process_group", None)
     found = given.real if isinstance(given, _HookedGroup) else given
     return found if found is not None and found.size() > 1 else None
@@ -195,14 +195,14 @@ def _shards_of(groups: Iterable[Any]) -> dict[int, dist.ProcessGroup]:
 
 
 class Replicas(Source):
-    """The ranks that hold the same shares of replicas of a model. FSDP2 goes on to do all else.
+    """The ranks that hold the same shares of replicas of a model. FSDP2 does everything else.
 
     The seam is the process group to which FSDP2 gives each reduced share.
 
     Args:
         model: a module in which `fully_shard` or `replicate` was applied to modules.
-        replicate_group: the ranks, if FSDP2 does not average over replicas by itself, or does so for some parameters
-            over others: those whose replicas these are.
+        replicate_group: the ranks, if FSDP2 does not average over replicas by itself, or averages some parameters over
+            different ranks; the hook averages the parameters whose replicas these ranks hold.
     """
 
     refused: ClassVar[Mapping[str, str]] = {
@@ -336,7 +336,7 @@ class Replicas(Source):
         return number.to(value.dtype).view(())
 
     def gradients(self, reduced: Sequence[Tensor]) -> Sequence[Tensor]:
-        # FSDP2 may have cast, added or offloaded what was reduced.
+        # FSDP2 may have cast, added or offloaded the reduced gradients.
         grads = [p.grad for p in self._reduced if p.grad is not None]
         return [own for grad in grads if (own := own_part(grad)).numel()]
 

@@ -20,7 +20,7 @@ def shard_file(attachment: Attachment, folder: str | Path, name: str) -> Path:
 
 
 def save_shard(attachment: Attachment, file: Path) -> None:
-    """Let one of the ranks with the same shard write the state; raises on all if it cannot. Collective."""
+    """Write the state on one of the ranks with the same shard; raises on all if that fails. Collective."""
     state = attachment.state_dict()
     with attachment._runtime.source.agreeing("saving the state of the hook"):
         if attachment.is_first_replica:
@@ -31,7 +31,7 @@ def load_shard(attachment: Attachment, file: Path) -> str | None:
     """Load the state that [`save_shard`][] has written, on this or another number of shards. Collective.
 
     Returns:
-        that the hook begins anew, where no rank has a file.
+        a message that the hook's state is reset, if no rank has a file; otherwise `None`.
 
     Raises:
         HookError: the file of another rank cannot be read.

@@ -9,7 +9,7 @@ from lightning_commhooks.interface.hook import CommHook
 from lightning_commhooks.interface.misplaced import refusal
 from lightning_commhooks.interface.registry import get_hook, get_hook_class
 
-# PyTorch's FSDP has a hook of that name; here each plain hook does what the sharding strategy needs.
+# PyTorch's FSDP has a hook of that name; here each plain hook follows the sharding strategy.
 _SYNONYMS = {"reduce_scatter": "allreduce"}
 # Values that options must have with sharded gradients; a hook that is given by name has them.
 _FLAT = {"compress_1d": True}
@@ -25,10 +25,10 @@ def sharded_hooks() -> list[str]:
 
 
 def resolve_sharded_hook(hook: object, remembers: bool = False) -> CommHook:
-    """Check what a user passed as `hook=`, without a model.
+    """Check the argument `hook=` of `attach`, without a model.
 
     Args:
-        hook: it.
+        hook: the argument.
         remembers: whether it may have error feedback.
 
     Raises:

@@ -48,7 +48,7 @@ class ManagedDDP(DDPSource):
 
     @contextmanager
     def agreeing(self, what: str) -> Iterator[dict[str, object]]:
-        # Nobody else is there yet; replicas compare when a quorum begins.
+        # No other replica is there yet; replicas compare when a quorum begins.
         yield {}
 
     def resolve_hook(self, hook: object) -> CommHook | DDPHook:

@@ -10,21 +10,21 @@ from lightning_commhooks.interface.checks import check_integer
 
 @dataclass(frozen=True)
 class FaultTolerance:
-    """Which replica of a run a `Trainer` or an `Accelerator` is, and how long it waits for the others. Needs torchft.
+    """The place of a `Trainer` or an `Accelerator` among a run's replicas, and its timeouts. Needs torchft.
 
     `pip install 'lightning-commhooks[torchft]'`. The names are those of `torchft.Manager` and
     `torchft.data.DistributedSampler`.
 
     Args:
-        replica_rank: which of the replicas this one is, from 0 on, also when it comes back: it trains on that share of
+        replica_rank: index of this replica, from 0 on, which it keeps when it comes back: it trains on that share of
             the data. `None`: the environment's `REPLICA_GROUP_ID`.
-        num_replica_groups: number of replicas when all are there. `None`: the environment's `NUM_REPLICA_GROUPS`.
-        min_replica_size: with fewer replicas no step, or average of models, is taken; those that are there wait for
-            others.
+        num_replica_groups: number of replicas when all are present. `None`: the environment's `NUM_REPLICA_GROUPS`.
+        min_replica_size: with fewer replicas no step, or average of models, is taken; the present replicas wait for
+            more.
         timeout: seconds that a replica waits for one that neither answers nor closes its connections, in a collective
             and while it hands over its state. One that ends is noticed at once.
-        quorum_timeout: seconds that a replica waits for others when a step begins. Has to be longer than one may stay
-            away, as in a validation of its own; with a hook that averages models, longer than its period of steps.
+        quorum_timeout: seconds that a replica waits for the rest when a step begins. Must be longer than a replica may
+            stay away, as in a validation of its own; with a hook that averages models, longer than its period of steps.
         lighthouse_addr: the lighthouse, `"http://host:29510"`. `None`: the environment's `TORCHFT_LIGHTHOUSE`.
         hostname: name or address by which the other replicas reach this one. `None`: the machine's name.
 

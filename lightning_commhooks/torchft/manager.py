@@ -36,11 +36,11 @@ source_of_manager.register(Manager, managed_source)
 
 
 class ProcessGroupGloo(process_group.ProcessGroupGloo):
-    """`torchft.ProcessGroupGloo`, with a group for hooks beside that of the manager's own collectives.
+    """`torchft.ProcessGroupGloo`, with a group for hooks, apart from the group for the manager's own collectives.
 
     Args:
-        timeout: of making groups and of collectives: how long replicas wait for one that neither answers nor closes its
-            connections, as behind a network that drops everything. One that ends is noticed at once.
+        timeout: for making groups and for collectives: how long replicas wait for one that neither answers nor closes
+            its connections, as behind a network that drops everything. One that ends is noticed at once.
 
     Attributes:
         members: the group of the present quorum; `None` before the first one.
@@ -63,7 +63,7 @@ class ProcessGroupGloo(process_group.ProcessGroupGloo):
 
 
 class _Transport(HTTPTransport[Any]):
-    """Hands a replica's state over under an address that the others reach."""
+    """Hands a replica's state over at an address that the other replicas reach."""
 
     def __init__(self, hostname: str, timeout: timedelta) -> None:
         self._hostname = hostname
@@ -86,22 +86,22 @@ def start_manager(
     hostname: str | None = None,
     **kwargs: Any,
 ) -> Manager:
-    """The `torchft.Manager` of a replica, as [`attach`][] wants it.
+    """The `torchft.Manager` of a replica, as [`attach`][] requires it.
 
-    The replica is all processes of the default process group, as one of torchrun; this one alone where there is none.
-    With several, each of them calls this, and the first one talks to the lighthouse.
+    The replica is all processes of the default process group, as torchrun starts them, or this process alone without
+    such a group. With several, each of them calls this, and the first one talks to the lighthouse.
 
     Args:
         replica_id: the replica's name, which stays when it comes back.
-        state_dict: what a replica that joins is given, beside what the hook remembers; of a sharded model this
-            process's shards, which go to the process that has the same.
-        load_state_dict: takes it over there.
+        state_dict: returns the state that a joining replica receives in addition to the hook's; of a sharded model,
+            this process's shards, which go to the process with the same shards.
+        load_state_dict: loads it there.
         min_replica_size: with fewer replicas no step is committed.
         timeout: seconds that a replica waits for one that neither answers nor closes its connections, in a collective
             and while it hands over its state. Replicas of several processes wait up to twice as long.
-        quorum_timeout: seconds that a replica waits for others when a step begins; with [`DiLoCo`][], an average.
+        quorum_timeout: seconds that a replica waits for the rest when a step begins; with [`DiLoCo`][], an average.
         lighthouse_addr: the lighthouse, `"http://host:29510"`. `None`: the environment's `TORCHFT_LIGHTHOUSE`.
-        hostname: name or address by which the others reach this process. `None`: the machine's name.
+        hostname: name or address by which the other replicas reach this process. `None`: the machine's name.
         **kwargs: other arguments of `torchft.Manager`, such as `init_sync`.
 
     Raises:
@@ -124,7 +124,7 @@ def start_manager(
         state_dict=state_dict,
         min_replica_size=min_replica_size,
         use_async_quorum=False,
-        # A process votes when it has waited for other replicas, and those of its own replica wait for it: two times.
+        # A process votes after it has waited for other replicas, while its own replica waits for it: two timeouts.
         timeout=seconds if world_size == 1 else 3 * seconds,
         quorum_timeout=timedelta(seconds=quorum_timeout),
         connect_timeout=seconds,

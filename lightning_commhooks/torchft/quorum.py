@@ -39,16 +39,16 @@ logger = logging.getLogger(__name__)
 # An option of `attach` that is refused, and why.
 EXACT_STATE = "keeps what differs between ranks, of which replicas ask no others; leave it out with manager="
 
-# What was attached with a manager so far.
+# Runtimes attached with each manager so far.
 _attached: MutableMapping[Any, list[Runtime]] = weakref.WeakKeyDictionary()
-# Characters of a replica's name that others are told.
+# Bytes of a replica's name that the other replicas receive.
 _NAME_BYTES = 32
 # Seconds between an average that failed and the next try, at first and at most; and how many may fail in a row.
 _PAUSE, _LONGEST_PAUSE, _TRIES = 0.05, 1.0, 10
 
 
 def meet(group: Group, device: torch.device) -> None:
-    """Find out whether all have come to the end of what they do together."""
+    """Make sure that all ranks have finished their collectives."""
     group.finish(group.quiet().all_reduce_(torch.zeros(1, device=device)))
 
 
@@ -71,16 +71,16 @@ class Reporting:
 
 
 class Quorum(ChangingRanks):
-    """Replicas of a model whose gradients, or models, a hook averages among those that are there.
+    """Replicas of a model; a hook averages gradients, or models, among those that are present.
 
-    A failure is reported to the manager and raises nothing: the step is not committed, and what the hook remembers is
-    as after a step with inf or NaN. The next quorum has those that are left.
+    A failure is reported to the manager and raises nothing: the step is not committed, and the hook's memory is as
+    after a step with inf or NaN. The next quorum has the remaining replicas.
 
     Args:
         manager: a `torchft.Manager`, with a process group of `lightning_commhooks.torchft`.
 
     Attributes:
-        names: of the replicas that are there.
+        names: of the replicas that are present.
     """
 
     def __init__(self, manager: Any) -> None:
@@ -88,7 +88,7 @@ class Quorum(ChangingRanks):
         # The group that the hook runs among.
         self._members: object | None = None
         self.names: list[str] = []
-        # With a number of this start, since a replica may be back before others have missed it.
+        # With a number of this start, since a replica may return before its absence is noticed.
         self._there: set[tuple[str, int]] = set()
         self._start = int.from_bytes(os.urandom(4), "little")
         # A state that another replica has handed over.
@@ -167,8 +167,8 @@ class Quorum(ChangingRanks):
         """Begin a step, before its gradients are averaged.
 
         Raises:
-            HookError: nobody has asked for the quorum of this step, or for the vote on the last one.
-            ValueError: this replica joins others that have another hook or model.
+            HookError: the quorum of this step, or the vote on the last one, was not requested.
+            ValueError: this replica joins replicas that have another hook or model.
         """
         if self._awaits_vote:
             raise HookError("call manager.should_commit() after each backward, before the optimizer's step")
@@ -222,7 +222,7 @@ class Quorum(ChangingRanks):
         return checkpoint.save_alone(self._runtime, self._runtime.local.models, kind)
 
     def _begin_at_common_model(self) -> None:
-        """Go on as if this replica, which joins, had not moved since the others' last average."""
+        """Begin at the other replicas' last average, as if this joining replica had not moved since."""
         bound = self._runtime.bound
         common = bound.common_model() if averages_models(bound) else {}
         for name, p in self._runtime.layout.trained.items():
@@ -231,20 +231,20 @@ class Quorum(ChangingRanks):
                 own.copy_(common[name].view(own.shape))
 
     def _digest(self) -> int:
-        """Of the weights that replicas are to have alike; 0 if this one is given another's."""
+        """Digest of the weights that must be equal on all replicas; 0 if this replica receives another's."""
         if self._given is not None:
             return 0
         bound = self._runtime.bound
-        # Where replicas step alone, those from which they went on, if the hook keeps them.
+        # Where replicas step alone, their last common weights, if the hook keeps them.
         weights = bound.common_model() if averages_models(bound) else self._runtime.layout.trained
         return 1 + digest_of(weights.values())
 
     def _compare_weights(self, names: list[str], digests: list[int], own: int) -> None:
-        """Find those who committed a step that others lost in its last moment, and went on by themselves.
+        """Find replicas that committed a step which the rest lost at the last moment, and continued alone.
 
         Raises:
-            HookError: there are such, and they will be given the weights of the others.
-            ValueError: that cannot be.
+            HookError: there are such replicas, and they will receive the weights of the rest.
+            ValueError: there are, and they cannot receive them.
         """
         counts = Counter(digest for digest in digests if digest)
         if len(counts) < 2:
@@ -266,7 +266,7 @@ class Quorum(ChangingRanks):
         raise HookError(f"{text}, and takes them over")
 
     def _compare(self, group: Group) -> None:
-        """Compare what members have to have alike, or gloo ends them; tell who came and left."""
+        """Compare the properties that must agree between members, or gloo ends them; report arrivals and departures."""
         runtime, shard = self._runtime, self._runtime.source.shard
         about = repr((describe(runtime.method), runtime.layout.shapes, shard))
         name = self._manager._pg.replica_name[:_NAME_BYTES].encode().ljust(_NAME_BYTES)[:_NAME_BYTES]
@@ -285,7 +285,7 @@ class Quorum(ChangingRanks):
             raise HookError("a process of another replica did not get its shards")
         unlike = [name for name, one in zip(names, told, strict=True) if one[0] != own]
         if unlike:
-            # Those who were there before, and most of those who come, go on when it has gone.
+            # Earlier members, and newcomers in the majority, continue once that replica has left.
             is_new, are_few = self._given is not None or not self._there, 2 * len(unlike) >= len(told)
             kind = ValueError if is_new and are_few else HookError
             raise kind(f"replica {unlike[0]!r} has another hook, other options of it, or another model")
@@ -325,10 +325,10 @@ class Quorum(ChangingRanks):
         return committed
 
     def average(self, stepped: OptimizerStep, average: Callable[[], None]) -> None:
-        """Let replicas average their models, again among those that are left where it fails, until they vote for it.
+        """Average the replicas' models; after a failure, try again among the remaining ones, until they vote for it.
 
         Raises:
-            HookError: it failed often, in a row.
+            HookError: it failed too often in a row.
         """
         bound = self._runtime.bound
         if averages_models(bound) and not bound.communicates_after(stepped):
@@ -353,7 +353,7 @@ class Quorum(ChangingRanks):
         if manager.errored() is None:
             with self.reporting():
                 average()
-                # Or it might have failed for others alone.
+                # Otherwise it might have failed on other replicas only.
                 runtime.call(lambda: meet(runtime.bound.group, runtime.source.device))
         if self._voted():
             return True
@@ -369,7 +369,7 @@ class Quorum(ChangingRanks):
         self._given = state
 
     def metrics(self) -> dict[str, float]:
-        """Of the attachment's metrics those that only replicas have."""
+        """Metrics of the attachment that only replicas have."""
         return {
             "replicas": len(self.names),
             "quorums": self._quorums,

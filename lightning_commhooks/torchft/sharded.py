@@ -1,4 +1,4 @@
-"""Replicas of sharded models that come and go, each of several processes: each averages its share with its like."""
+"""Replicas of sharded models that come and go: a process averages its shards with the same shards of other replicas."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class ManagedReplicas(Replicas):
                 "with manager= the model is sharded over all processes of a replica, on a mesh of one dimension; "
                 "replicas within a replica would die together"
             )
-        # Of this process alone, as long as there are no others.
+        # A group of this process alone, as long as there is no other replica.
         super().__init__(model, dist.ProcessGroup(0, 1))  # type: ignore[call-arg]  # there is such a one
         self.quorum = Quorum(manager)
         # The number that autograd gave the last backward.
@@ -59,7 +59,7 @@ class ManagedReplicas(Replicas):
         self.quorum.check_manager(dist.get_world_size(), dist.get_rank())
 
     def connect(self, model: nn.Module, runtime: Runtime) -> None:
-        # Or some might commit a step that others have lost.
+        # Otherwise some replicas might commit a step that the rest have lost.
         self.quorum.connect(runtime, lambda group: meet(group, self.device))
         super().connect(model, runtime)
 
@@ -77,6 +77,6 @@ class ManagedReplicas(Replicas):
             average()
 
     def close(self) -> None:
-        # The units keep it: without, replicas would go on apart from each other.
+        # The units keep the hook: without it, replicas would diverge.
         self._units.clear()
         super().close()

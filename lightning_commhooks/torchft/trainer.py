@@ -48,7 +48,7 @@ class OwnSteps:
         return {"manager": self.manager, "num_steps": length if length > 0 else None}
 
     def check_optimizers(self) -> None:
-        """Refuse what makes replicas step differently, end at different steps, or meet in one folder.
+        """Refuse settings that make replicas step differently, end at different steps, or share one folder.
 
         Raises:
             ValueError: says what to set instead.
@@ -95,7 +95,7 @@ class OwnSteps:
             )
 
     def begin(self) -> None:
-        """Called before each batch: at the first one, go on from a checkpoint that the Trainer has loaded."""
+        """Called before each batch: at the first one, continue from a checkpoint that the Trainer has loaded."""
         if self._has_begun:
             return
         self._has_begun = True
@@ -124,7 +124,7 @@ class OwnSteps:
         return checked
 
     def _go_on_at(self, num_steps: int) -> None:
-        """Go on where others are who have given it their state."""
+        """Continue at the step of the replicas that handed over their state."""
         progress = self._progress()
         progress.ready += num_steps - progress.completed
         progress.completed = num_steps
@@ -204,7 +204,7 @@ class VotedSteps(OwnSteps):
 
 
 def _once(result: Any) -> Callable[[], Any]:
-    """A closure that has run; an optimizer that asks twice would step by gradients that nobody has voted on."""
+    """A closure that has run; an optimizer that calls it twice would step by gradients without a vote."""
     left = [result]
 
     def closure() -> Any:
