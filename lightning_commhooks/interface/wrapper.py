@@ -124,6 +124,11 @@ class BoundAround(BoundWrapper):
         self.scales_gradients = inner.scales_gradients
         self._inner = inner
 
+    @property
+    def inner(self) -> BoundHook:
+        """The hook inside."""
+        return self._inner
+
     def wrap_inner(self, wrap: Callable[[BoundHook], BoundHook]) -> None:
         """Wrap the hook inside in another hook; the hook inside keeps its state."""
         self._inner = wrap(self._inner)

@@ -23,6 +23,7 @@ from lightning_commhooks.interface.layout import unwrapped
 from lightning_commhooks.interface.state import PerRank
 from lightning_commhooks.interface.user_function import DDPHook, UserFunction
 from lightning_commhooks.runtime import checkpoint
+from lightning_commhooks.runtime.compression import without_pass_on
 from lightning_commhooks.runtime.copies import nothing
 from lightning_commhooks.runtime.forecast import Forecast
 from lightning_commhooks.runtime.runtime import Runtime
@@ -54,14 +55,17 @@ class Attachment:
 
     @property
     def hook(self) -> CommHook | DDPHook:
-        """The configuration: a `CommHook`, with its starts in steps once training has begun; or a user's function."""
+        """The configuration: a `CommHook`, or a user's function.
+
+        Its starts are in steps once the length of the run is known.
+        """
         config = self._runtime.config
         return config.function if isinstance(config, UserFunction) else config
 
     @property
     def bound(self) -> BoundHook | None:
         """The runtime object; `None` for a user's function, and for FSDP, which has one for each group of ranks."""
-        return None if self._runtime.limits else self._runtime.bound
+        return None if self._runtime.limits else without_pass_on(self._runtime.bound)
 
     @property
     def is_closed(self) -> bool:

@@ -107,3 +107,8 @@ def pass_on(bound: BoundHook) -> BoundHook:
         bound.wrap_inner(_Alone)
         return bound
     return _Alone(bound)
+
+
+def without_pass_on(bound: BoundHook) -> BoundHook:
+    """Return the hook's own runtime object, of what `pass_on` has returned."""
+    return bound.inner if isinstance(bound, _Alone) else bound

@@ -183,7 +183,7 @@ class MicroBatches:
 
 
 def _nonzero(parameters: Mapping[str, Tensor]) -> set[str]:
-    """Return the names of the parameters with a nonzero gradient. Synchronizes with the device if there are any."""
+    """Return the names of the parameters with a nonzero gradient. Synchronizes if there is a gradient."""
     grads = {name: p.grad for name, p in parameters.items() if p.grad is not None}
     values = {name: grad._values() if grad.is_sparse else grad for name, grad in grads.items()}
     names = [name for name, value in values.items() if value.numel()]

@@ -130,6 +130,7 @@ class Runtime(RunningHook):
         except BaseException:
             ranks.engine.close()
             ranks.release()
+            self._give_warnings()
             raise
         ranks.connect(self)
 
@@ -151,8 +152,7 @@ class Runtime(RunningHook):
             self._close_with_model.detach()
         self._close_with_model = weakref.finalize(model, self._close)
         # When all ranks are through: a warning may be an error.
-        for warning in self._of_binding:
-            warnings.warn(warning.message, stacklevel=4)
+        self._give_warnings()
         if self.bound.group.rank == 0 and not self.is_alone:
             for text in texts:
                 warnings.warn(text, stacklevel=4)
@@ -235,7 +235,14 @@ class Runtime(RunningHook):
 
     def bind_again(self) -> BoundHook:
         """A new runtime object of the hook, among the same ranks, without its warnings. Collective."""
-        return self._bind(self.bound.group if self._ranks is None else self._ranks.group)
+        bound = self._bind(self.bound.group if self._ranks is None else self._ranks.group)
+        self._of_binding = []
+        return bound
+
+    def _give_warnings(self) -> None:
+        given, self._of_binding = self._of_binding, []
+        for warning in given:
+            warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
 
     def _bind(self, group: Group) -> BoundHook:
         with self.aborting(), warnings.catch_warnings(record=True) as self._of_binding:

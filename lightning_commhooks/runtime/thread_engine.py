@@ -163,8 +163,10 @@ class ThreadEngine(Engine):
                     torch.cuda.current_stream(self._device).wait_event(ready)
                 called.set_result(function())
             except BaseException as failure:
-                self.fail(failure)
-                called.set_exception(failure)
+                try:
+                    self.fail(failure)
+                finally:  # the caller waits for it
+                    called.set_exception(failure)
             finally:
                 if done is not None:
                     done.record(torch.cuda.current_stream(self._device))
@@ -361,7 +363,8 @@ def _run(engine: weakref.ref[ThreadEngine], jobs: queue.SimpleQueue[_Bucket | Ca
                 try:
                     own.handle(job)
                 except BaseException as failure:  # or the waits for this thread would never end
-                    own.fail(failure)
+                    with suppress(BaseException):
+                        own.fail(failure)
             del own, job  # they hold results
 
 

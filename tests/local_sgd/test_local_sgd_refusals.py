@@ -20,7 +20,7 @@ BAD_IN_ALL = [
     ({"start_localSGD_iter": -1}, "start_localSGD_iter must be an integer of at least 0, is -1"),
     (
         {"start_localSGD_iter": 1.5},
-        "start_localSGD_iter must be a step, an integer, or a fraction of the run, as 0.1",
+        "start_localSGD_iter must be a step, an integer, a fraction of the run, as 0.1, or 'auto'",
     ),
     ({"start_localSGD_iter": True}, "start_localSGD_iter must be an integer of at least 0, is True"),
     ({"subgroup_size": 0}, "subgroup_size must be an integer of at least 1, is 0"),
@@ -77,9 +77,10 @@ def test_bad_option_is_refused(make, options, message):
 
 def test_names_and_defaults():
     for name in ("post_localsgd", "post_local_sgd", "post_localSGD"):
-        assert lc.get_hook(name, period=3) == lc.PostLocalSGD(period=3)
+        assert lc.get_hook(name, period=3) == lc.PostLocalSGD(start_localSGD_iter="auto", period=3)
     for name in ("hierarchical_localsgd", "hierarchical_local_sgd"):
-        assert lc.get_hook(name) == lc.HierarchicalLocalSGD(period_group_size_dict={8: None})
+        named = lc.HierarchicalLocalSGD(start_localSGD_iter="auto", period_group_size_dict={8: None})
+        assert lc.get_hook(name) == named
     assert lc.get_hook("diloco") == lc.DiLoCo(start_localSGD_iter=0, period=100, outer_lr=0.7, outer_momentum=0.9)
     unsorted = lc.HierarchicalLocalSGD(period_group_size_dict={8: None, 2: 2})
     assert list(unsorted.period_group_size_dict) == [2, 8]

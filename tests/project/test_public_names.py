@@ -3,6 +3,7 @@
 `python tests/project/test_public_names.py` prints the list.
 """
 
+import functools
 import importlib.util
 import inspect
 import re
@@ -33,7 +34,7 @@ def members_of(cls, public):
         member = inspect.getattr_static(cls, name)
         if isinstance(member, classmethod | staticmethod) or inspect.isfunction(member):
             yield f"{name}{parameters_of(getattr(cls, name))}"
-        elif isinstance(member, property):
+        elif isinstance(member, property | functools.cached_property):
             yield name
 
 

@@ -430,7 +430,7 @@ def _text(function):
 
 
 def test_an_integer_beside_the_division_of_a_framework_warns(run):
-    assert run(_divided_twice) == [["accumulation=4 divides gradients by 4, though"], []]
+    assert run(_divided_twice) == [["accumulation=4 divides gradients by 4, but th"], []]
 
 
 def _divided_twice(rank, world):

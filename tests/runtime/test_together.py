@@ -1,6 +1,8 @@
 """What all ranks have to call, and only some do: an error on all of them that says which ranks are missing."""
 
 import re
+import warnings
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -32,6 +34,36 @@ def attach_on_some(rank, world, hook, attaching):
     # Nothing is left of it that would make the next try fail.
     lc.attach(ddp, "allreduce").close()
     return told
+
+
+@dataclass(frozen=True)
+class Costly(lc.CommHook):
+    """Warns on the first rank where it is bound."""
+
+    name = "costly"
+
+    def bind(self, group):
+        if group.rank == 0:
+            warnings.warn("costs more than it saves", stacklevel=2)
+        return lc.BF16().bind(group)
+
+
+def warnings_of_binding(rank, world):
+    """What is told of a hook that is bound several times; and what ranks do where warnings are errors."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        ddp = DistributedDataParallel(Params(SHAPES))
+        attachment = lc.attach(ddp, Costly())
+        attachment.reset_state()
+        attachment.move_to(DistributedDataParallel(ddp.module))
+        attachment.close()
+    with pytest.raises(UserWarning if rank == 0 else lc.HookError, match="costs more than it saves"):
+        lc.attach(DistributedDataParallel(Params(SHAPES)), Costly())
+    return [str(warning.message) for warning in caught]
+
+
+def test_warnings_of_binding_are_given_once_when_all_ranks_are_bound(run):
+    assert run(warnings_of_binding) == [["costs more than it saves"], []]
 
 
 @pytest.mark.parametrize(

@@ -113,7 +113,7 @@ def names(rank, world):
 
 def test_repr(run):
     assert run(names)[0] == (
-        f"Attachment(hook={lc.PowerSGD()!r}, steps=1)",
+        f"Attachment(hook={lc.get_hook('powersgd')!r}, steps=1)",
         "Attachment(hook='test_copies.own_hook', steps=0)",
     )
 
