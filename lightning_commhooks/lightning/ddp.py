@@ -214,8 +214,8 @@ class CompressedDDPMixin(AveragesModelsMixin):
         unfrozen = self._attachment.unfrozen()
         if self._replica is not None:
             raise self._misconfiguration(
-                f"{unfrozen[0]!r} was unfrozen, and with fault_tolerance= what is trained stays the same: let it "
-                "require gradients from the beginning, with a learning rate of 0"
+                f"{unfrozen[0]!r} was unfrozen; with fault_tolerance= the trained parameters stay the same from the "
+                "first step: require its gradients from the beginning, with a learning rate of 0"
             )
         # DDP gives all ranks the model of rank 0.
         self._attachment.average_weights()
@@ -249,8 +249,8 @@ class CompressedDDPMixin(AveragesModelsMixin):
             return self._last_state
         if self._replica is not None and self._replica.is_between_averages:
             logger.warning(
-                "the checkpoint %s is between averages: it has the model of this replica alone, and no run among "
-                "replicas goes on from it. Save after a multiple of the hook's period of steps",
+                "the checkpoint %s is between averages: it has the model of this replica only, and no run with "
+                "replicas can resume from it. Save after a multiple of the hook's period of steps",
                 filepath,
             )
         state = self._attachment.state_dict()
@@ -262,7 +262,7 @@ class CompressedDDPMixin(AveragesModelsMixin):
     def _tell_that_it_begins_anew(self, filepath: str, fix: str = "") -> None:
         assert self._attachment is not None
         logger.warning(
-            "the checkpoint %s has the step count of hook %r, and nothing of what it remembers: that begins anew%s",
+            "the checkpoint %s has only the step count of hook %r: its memory is reset%s",
             filepath,
             self._attachment.name,
             fix,
@@ -282,7 +282,7 @@ class CompressedDDPMixin(AveragesModelsMixin):
         attachment, self._saved_at = self._attachment, -1
         if attachment is None:
             raise self._misconfiguration(
-                f"{type(self).__name__} has no hook that could take over the checkpoint's state: the model is not in "
+                f"{type(self).__name__} has no hook to load the checkpoint's state: the model is not in "
                 "DistributedDataParallel. A subclass with its own configure_ddp() must call super().configure_ddp()"
             )
         if state:
@@ -293,7 +293,7 @@ class CompressedDDPMixin(AveragesModelsMixin):
         if attachment.has_state and self.is_global_zero:
             warnings.warn(
                 f"the checkpoint has no state of hook {attachment.name!r}: it was saved with another strategy, or with "
-                "save_weights_only=True. The hook begins anew, at step 0",
+                "save_weights_only=True. The hook starts at step 0",
                 stacklevel=2,
             )
 

@@ -226,7 +226,7 @@ class CompressedModelParallelMixin(ShardedHookMixin):
         if self._replicas == 1:
             if given := [name for name, value in self._of_replicas.items() if value]:
                 raise ValueError(
-                    f"{given[0]} is for replicas=2 or more; hook= is that of the reduce-scatter here, stateless"
+                    f"{given[0]} is for replicas=2 or more; here hook= is the stateless hook of the reduce-scatter"
                 )
             return resolve_sharded_hook(hook, remembers=True)
         if (shard_hook := self._of_attach["shard_hook"]) is not None:

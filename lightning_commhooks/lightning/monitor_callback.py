@@ -69,7 +69,7 @@ class CommHookMonitorMixin:
         """Refuse strategies without a communication hook."""
         if stage == "fit" and not hasattr(trainer.strategy, "attachment"):
             raise self._misconfiguration(
-                f"{type(self).__name__} shows what a communication hook does, and {type(trainer.strategy).__name__} "
+                f"{type(self).__name__} shows metrics of a communication hook, and {type(trainer.strategy).__name__} "
                 f"has none: use Trainer(strategy={self._strategy}(hook='powersgd')) or strategy='ddp_powersgd', or "
                 "leave the callback out"
             )

@@ -67,8 +67,8 @@ class ManagedDDP(DDPSource):
             )
         if model.static_graph or not model.find_unused_parameters:
             raise ValueError(
-                "with manager= the model needs find_unused_parameters=True and no static_graph: otherwise DDP builds "
-                "its buckets anew after the first step, and those of a replica that joins later differ. See "
+                "with manager= the model needs find_unused_parameters=True and no static_graph: otherwise DDP rebuilds "
+                "its buckets after the first step, and a joining replica has different buckets. See "
                 "lightning_commhooks.torchft.DistributedDataParallel"
             )
         self.quorum.check_manager(1, 0)

@@ -157,7 +157,7 @@ def check_options(hook: CommHook | DDPHook, options: Mapping[str, Any]) -> None:
     if options.get("resync") and isinstance(without_scale(hook), LocalSGDConfig):
         raise ValueError("resync=True is for averages that ranks make to look at, and replicas make none; leave it out")
     if options.get("exact_state"):
-        raise ValueError("exact_state=True keeps what differs between ranks, which replicas do not ask each other for")
+        raise ValueError("exact_state=True keeps differences between ranks, which replicas do not exchange")
     if options.get("static_graph"):
         raise ValueError(
             "fault_tolerance= does not work with static_graph=True: the buckets of a replica that joins later differ"

@@ -37,7 +37,7 @@ from lightning_commhooks.wrappers.scale import without_scale
 logger = logging.getLogger(__name__)
 
 # An option of `attach` that is refused, and why.
-EXACT_STATE = "keeps what differs between ranks, of which replicas ask no others; leave it out with manager="
+EXACT_STATE = "keeps differences between ranks, which replicas do not exchange; leave it out with manager="
 
 # Runtimes attached with each manager so far.
 _attached: MutableMapping[Any, list[Runtime]] = weakref.WeakKeyDictionary()
@@ -110,8 +110,8 @@ class Quorum(ChangingRanks):
         if given != needed:
             raise ValueError(
                 f"the manager has {given}, and the processes of the model, which are its replica, need {needed}: give "
-                "torchft.Manager these; start_manager() takes those of the default process group, if there is one by "
-                "then"
+                "torchft.Manager these values; start_manager() takes the values of the default process group, if it "
+                "exists by then"
             )
         if getattr(manager, "_use_async_quorum", False):
             raise ValueError(

@@ -61,8 +61,8 @@ class OwnSteps:
         for config in self._strategy.lr_scheduler_configs:
             if config.interval != "step" or config.frequency != 1 or config.reduce_on_plateau:
                 raise ValueError(
-                    f"the scheduler {type(config.scheduler).__name__} counts epochs or batches of this replica, and "
-                    "others have other ones: return {'scheduler': ..., 'interval': 'step'} from "
+                    f"the scheduler {type(config.scheduler).__name__} counts epochs or batches, whose number differs "
+                    "between replicas: return {'scheduler': ..., 'interval': 'step'} from "
                     "configure_optimizers(), without 'frequency', and no ReduceLROnPlateau"
                 )
 
@@ -102,7 +102,7 @@ class OwnSteps:
         if self.is_between_averages:
             raise ValueError(
                 f"the checkpoint is of step {self._progress().completed}, between averages of models, which come after "
-                f"each {self._period} steps: go on from one after an average"
+                f"each {self._period} steps: resume from a checkpoint after an average"
             )
         num_votes = self._progress().completed // self._period
         self.manager.load_state_dict({"step": num_votes, "batches_committed": 0})

@@ -282,7 +282,7 @@ def test_models_and_managers_that_cannot_work_are_refused():
         lc.attach(model, "int8", manager=Manager())
     with pytest.raises(ValueError, match=r"lightning_commhooks.torchft.ProcessGroupGloo"):
         wrapped(Manager(members=False))
-    with pytest.raises(ValueError, match="exact_state keeps what differs between ranks"):
+    with pytest.raises(ValueError, match="exact_state keeps differences between ranks"):
         lc.attach(model, "int8", manager=Manager(), exact_state=True)
     manager = Manager()
     manager._group_world_size = 2

@@ -104,7 +104,7 @@ def test_script_and_commands_of_the_docs(tmp_path):
         ({"hook": "auto"}, "hook='auto' measures one group of ranks"),
         ({"hook": lc.DiLoCo()}, "post_local_gradient_allreduce=True needs ranks that stay"),
         ({"accumulation": "mean"}, "needs accumulation='framework'"),
-        ({"exact_state": True}, "exact_state=True keeps what differs between ranks"),
+        ({"exact_state": True}, "exact_state=True keeps differences between ranks"),
         ({"static_graph": True}, "does not work with static_graph=True"),
     ],
 )

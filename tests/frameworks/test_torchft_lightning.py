@@ -139,7 +139,7 @@ def test_script_and_commands_of_the_docs(tmp_path):
         ({"hook": default_hooks.fp16_compress_hook}, "among replicas use a CommHook"),
         ({"hook": lc.DiLoCo()}, "post_local_gradient_allreduce=True needs ranks that stay"),
         ({"accumulation": "mean"}, "needs accumulation='framework'"),
-        ({"exact_state": True}, "exact_state=True keeps what differs between ranks"),
+        ({"exact_state": True}, "exact_state=True keeps differences between ranks"),
         ({"static_graph": True}, "does not work with static_graph=True"),
         ({"hook": LOCAL, "resync": True}, "resync=True is for averages that ranks make to look at"),
     ],
@@ -241,7 +241,7 @@ def scheduled(**options):
     [
         (lambda: Module(), {"max_epochs": 1}, r"needs Trainer\(max_steps=...\) without max_epochs"),
         (lambda: Module(), {"max_epochs": 1, "max_steps": -1}, r"needs Trainer\(max_steps=...\) without max_epochs"),
-        (lambda: Module(scheduled()), {}, "the scheduler StepLR counts epochs or batches of this replica"),
+        (lambda: Module(scheduled()), {}, "the scheduler StepLR counts epochs or batches, whose number differs"),
         (lambda: Module(scheduled(interval="step", frequency=2)), {}, "the scheduler StepLR counts"),
         (lambda: Module(), {"default_root_dir": None}, "in one folder they delete each other's files"),
         (lambda: Module(), {"default_root_dir": "."}, "in one folder they delete each other's files"),
