@@ -48,14 +48,15 @@ def meet(
     give_up: Callable[[list[int]], str | None] = lambda missing: None,
     timeout: float = math.inf,
 ) -> None:
-    """Wait until all ranks have arrived, before an operation's first collective. Collective, by the store.
+    """Wait until all ranks have arrived, before an operation's first collective. Collective, through the store.
 
-    A collective could match an unrelated one of the missing ranks, and would then hang or end their processes.
+    Without this, a collective could match an unrelated collective of the missing ranks, and hang or end their
+    processes.
 
     Args:
         process_group: the ranks.
         what: the operation, for messages.
-        give_up: gets the missing ranks of the group; returns the reason if they will not arrive.
+        give_up: gets the missing ranks of the group; returns the reason why they will not arrive, if it knows one.
         timeout: seconds to wait for them, except in `attach()`.
 
     Raises:
@@ -143,7 +144,7 @@ class Notes:
 
 
 def num_meetings(process_group: dist.ProcessGroup) -> int:
-    """Return the number of a group's meetings, rank-uniform after each collective operation."""
+    """Return how many meetings a group has had; rank-uniform after each collective operation."""
     return _meetings.get(process_group, 0)
 
 

@@ -1,7 +1,7 @@
-"""The ranks of a hook: collectives with a count of the bytes, averages that are encoded on the way, and subgroups.
+"""The ranks of a hook: collectives that count their bytes, averages of encoded numbers, and subgroups.
 
-Collectives are generators (`steps`): `yield from` them. Counts are payload bytes sent by this rank, on the mean over
-ranks, as under the usual bandwidth-optimal algorithms (Thakur et al. 2005, "Optimization of Collective Communication
+Collectives are generators (`steps`): `yield from` them. Counts are the payload bytes that a rank sends, averaged over
+ranks, under the usual bandwidth-optimal algorithms (Thakur et al. 2005, "Optimization of Collective Communication
 Operations in MPICH"): all-reduce 2(w-1)/w of the payload, all-gather w-1 times the rank's part, all-to-all (w-1)/w of
 the payload.
 """
@@ -32,14 +32,14 @@ from lightning_commhooks.collectives.counters import Counters
 from lightning_commhooks.collectives.gloo_abort import Connections
 from lightning_commhooks.collectives.steps import Steps, Wait, begun, finish, result
 
-# Number of this process's node, as Lightning and Ray, torchrun, and SLURM tell it.
+# Environment variables with the number of this process's node: of Lightning and Ray, of torchrun, and of SLURM.
 _NODE_VARIABLES = ("NODE_RANK", "GROUP_RANK", "SLURM_NODEID")
 T = TypeVar("T")
 Kind = Literal["all_reduce", "all_gather", "all_to_all", "reduce_scatter"]
 
 
 class Transport(Protocol):
-    """How tensors get from rank to rank; see the implementations, such as `Backend` and `Direct`, for the methods."""
+    """Sends tensors between ranks; see the implementations, such as `Backend` and `Direct`, for the methods."""
 
     is_ordered: bool
     latency: float
@@ -57,14 +57,14 @@ class Transport(Protocol):
 
 @dataclass
 class Tally:
-    """Count for one bucket so far.
+    """What this rank has sent for one bucket so far.
 
     Attributes:
-        sent: payload bytes.
-        between_nodes: those of them that left the node.
-        rounds: rounds of messages.
-        numbers: how many numbers this rank gave to collectives, by dtype.
-        numbers_between_nodes: those given to collectives that leave the node.
+        sent: number of payload bytes.
+        between_nodes: number of those bytes that left the node.
+        rounds: number of rounds of messages.
+        numbers: count of the numbers that this rank passed to collectives, by dtype.
+        numbers_between_nodes: count of those passed to collectives that leave the node.
     """
 
     sent: float = 0.0
@@ -77,14 +77,14 @@ class Tally:
 class Group:
     """The ranks that a hook averages over, and their collectives.
 
-    Related groups are made from a group, which stays as it is, by `for_bucket`, `together_with`, `quiet`,
+    Related groups are made from a group, which does not change, by `for_bucket`, `together_with`, `quiet`,
     `not_gradients`, `encoding` and `split`.
 
     Args:
-        transport: how tensors get from rank to rank; `None` for a single process.
-        counters: where bytes are counted; `None`: they are not.
-        device: where the gradients are.
-        process_group: of the same ranks, if there is one.
+        transport: sends tensors between ranks; `None` for a single process.
+        counters: count the bytes; `None`: new counters.
+        device: the device of the gradients.
+        process_group: the process group of the same ranks, if there is one.
         connections: list to which the connections of subgroups are added.
         nodes: ranks by node, if they are known.
         global_rank: this process's rank among all processes, if it is not that of `torch.distributed`.
@@ -96,7 +96,7 @@ class Group:
         size: number of ranks.
         rank: this process's rank among them.
         global_rank: this process's rank among all processes.
-        tally: count of the present bucket.
+        tally: counts of the current bucket.
         codec: the codec of `all_reduce_factors_`; `None`: factors are not encoded.
     """
 
@@ -127,14 +127,14 @@ class Group:
         self.global_rank: int = global_rank
         self.tally = Tally()
         self._is_quiet = everyone is not None
-        # Whether the numbers given to collectives are those of gradients, in whatever form.
+        # Whether the numbers passed to collectives represent gradients, in whatever form.
         self._sends_gradients = True
-        # Whether other subgroups, if this is one, have as many ranks, and so wait as often.
+        # If this is a subgroup: whether all subgroups have equally many ranks, and so wait equally often.
         self._is_uniform = True
         self._are_alike: bool = are_alike
         self._everyone = everyone
         self.codec: Codec | None = None
-        # The bucket that this is for; `None`: work between buckets.
+        # Number of the bucket that this group is for; `None`: work between buckets.
         self._number: int | None = None
         # Shared by all groups of the same ranks.
         self._connections = connections if connections is not None else []
@@ -150,7 +150,7 @@ class Group:
         device: torch.device,
         connections: list[Connections] | None = None,
     ) -> Group:
-        """The ranks of a group for communication threads, whose connections are left in `connections`; see above."""
+        """Create a group for communication threads, and add its connections to `connections`; see above."""
         if connections is not None:
             connections.append(own.connections)
         return cls(own.transport, counters, device, own.process_group, connections)
@@ -161,12 +161,12 @@ class Group:
         return other
 
     def for_bucket(self, number: int) -> Group:
-        """The same ranks for the bucket of that number, equal on all of them, with a tally of its own."""
+        """Return a group of the same ranks, with its own tally, for the bucket of a rank-uniform number."""
         bucket = self._with(_number=number, tally=Tally())
         return bucket.together_with(bucket)
 
     def together_with(self, ranks: Group) -> Group:
-        """These ranks for the bucket of `ranks`, with the same tally."""
+        """Return a group of these ranks for the bucket of `ranks`, with the same tally as `ranks`."""
         transport = self._transport
         return self._with(
             _number=ranks._number,
@@ -177,19 +177,19 @@ class Group:
         )
 
     def quiet(self) -> Group:
-        """The same ranks, without a count of bytes."""
+        """Return a group of the same ranks that does not count bytes."""
         return self._with(_sends_gradients=False, _is_quiet=True)
 
     def not_gradients(self) -> Group:
-        """The same ranks, for numbers that are no gradients, such as weights, or factors of gradients.
+        """Return a group of the same ranks for numbers that are not gradients, such as weights or factors of gradients.
 
-        Their bytes are counted, but they do not count as gradient elements that were sent as they are, whatever their
-        dtype: see `Counters.numel_uncompressed`.
+        Their bytes are counted, but whatever their dtype, they do not count as gradient elements that were sent
+        uncompressed: see `Counters.numel_uncompressed`.
         """
         return self._with(_sends_gradients=False)
 
     def all_gather_quietly(self, numbers: list[int]) -> list[list[int]]:
-        """The numbers of each rank; not counted. Blocks, and waits for the device."""
+        """Return the numbers of each rank, without counting bytes. Blocks, and waits for the device."""
         if self._are_alike:
             return [list(numbers) for _ in range(self.size)]
         with self.counters.paused():
@@ -213,7 +213,7 @@ class Group:
     def nodes(self) -> list[list[int]]:
         """Ranks by node, in order. Collective at the first call.
 
-        Processes are on one node when they have the same host name and their launcher says so.
+        Processes are on one node when they have the same host name and, from their launcher, the same node number.
         """
         if not self._nodes:
             number = next((os.environ[key] for key in _NODE_VARIABLES if key in os.environ), "0")
@@ -223,9 +223,9 @@ class Group:
         return self._nodes
 
     def split(self, subgroups: Sequence[Sequence[int]]) -> Group:
-        """This rank's subgroup, for the same bucket as this group and with the same tally.
+        """Return this rank's subgroup, for the same bucket as this group and with the same tally.
 
-        Collective when these subgroups are asked for the first time, which is in `CommHook.bind`.
+        Collective at the first call with these subgroups, which must be in `CommHook.bind`.
 
         Args:
             subgroups: ranks of this group; each rank is in one subgroup.
@@ -234,9 +234,9 @@ class Group:
         return self if len(key) == 1 else self._subgroup(key)
 
     def for_averages_under_way(self) -> Group:
-        """The same ranks for averages during training, in any order relative to other collectives.
+        """Return a group of the same ranks for averages during training, in any order relative to other collectives.
 
-        Collective when this is asked for the first time, which is in `CommHook.bind`.
+        Collective at the first call, which must be in `CommHook.bind`.
         """
         return self if self.size == 1 else self._subgroup((tuple(range(self.size)),))
 
@@ -250,7 +250,7 @@ class Group:
         nodes = ([i for i, rank in enumerate(own) if rank in node] for node in self._nodes)
         transport, process_group = self._transport.among(own, len(self._subgroups) + 1), None
         if transport is None:
-            # All ranks take part in making groups, also those that are alone.
+            # All ranks take part in making groups, including a rank that is alone in its subgroup.
             name = self.all_gather_quietly([random.SystemRandom().getrandbits(62)])[0][0]
             made = groups.own_subgroup(self.process_group, subgroups, str(name), self.device)
             self._connections.append(made.connections)
@@ -269,7 +269,7 @@ class Group:
         return group
 
     def encoding(self, codec: Codec) -> Group:
-        """The same ranks, with `all_reduce_factors_` encoding. Collective when that codec is asked for first."""
+        """Return a group of the same ranks that encodes factors. Collective at the first call with that codec."""
         if codec not in self._encoding:
             self.kernels(codec, feedback=False, two_shot=True)
             self._encoding[codec] = self._with(codec=codec)
@@ -282,7 +282,7 @@ class Group:
 
     @property
     def is_ordered(self) -> bool:
-        """Whether all ranks have to begin collectives in the same order, those of different buckets too."""
+        """Whether all ranks have to begin collectives in the same order, including those of different buckets."""
         return self._transport is not None and self._transport.is_ordered
 
     @property
@@ -299,7 +299,7 @@ class Group:
         return self._process_group
 
     def finish(self, steps: Steps[T]) -> T:
-        """Run a computation to its end, and wait in this thread, which is timed."""
+        """Run a computation to its end in this thread, and measure the time of its waits."""
         return finish(steps, nullcontext if self.counters.is_evaluating else self.counters.timing.comm)
 
     def ring_bytes(self, tensor: Tensor) -> float:
@@ -307,13 +307,13 @@ class Group:
         return 2 * (self.size - 1) / self.size * tensor.nbytes
 
     def inter_node_share(self, kind: Kind = "all_reduce", around_ring: bool | None = None) -> float:
-        """Share of the bytes of a collective that leave the node of the rank that sends them, on the mean over ranks.
+        """Return the fraction of a collective's bytes that leave the sending rank's node, averaged over ranks.
 
-        0 as long as nodes are not known.
+        It is 0 as long as the nodes are not known.
 
         Args:
-            kind: of collective.
-            around_ring: whether ranks send to their neighbors only; `None`: as they do here.
+            kind: the kind of collective.
+            around_ring: whether ranks send to their neighbors only; `None`: as in this group.
         """
         if len(self._nodes) < 2:
             return 0.0
@@ -344,10 +344,10 @@ class Group:
         return (yield from self.all_reduce_(tensor.div_(self.size / scale)))
 
     def all_reduce_in_float32(self, half: Tensor) -> Steps[Tensor]:
-        """Sum over ranks of a 16-bit tensor, shape `(n,)`, in its dtype but rounded once only.
+        """Return the sum over ranks of a 16-bit tensor, shape `(n,)`, in its dtype but rounded only once.
 
         Each rank receives its share from every other rank, sums it in float32 and sends the sum: an all-to-all and an
-        all-gather, the same bytes as a ring all-reduce. Direct messages do so anyway.
+        all-gather, the same bytes as a ring all-reduce. A transport with direct messages always does so.
         """
         if not self.is_ordered:
             return (yield from self.all_reduce_(half.clone()))
@@ -392,11 +392,11 @@ class Group:
         return self._counted("all_gather", tensor, (self.size - 1) * tensor.nbytes, self._rounds_to_all(), steps)
 
     def expect_all_gather(self, like: Tensor) -> object:
-        """Announce an `all_gather` of tensors like this one, long before there is this rank's, to save a question."""
+        """Announce an `all_gather` of tensors like this one before this rank's is ready; this saves a round trip."""
         return None if self._transport is None or self.size == 1 else self._transport.expect(like)
 
     def all_gather_numbers(self, numbers: list[int], dtype: torch.dtype = torch.int64) -> list[list[int]]:
-        """The numbers of each rank, sent in that dtype. Blocks, and waits for the device."""
+        """Return the numbers of each rank, sent in that dtype. Blocks, and waits for the device."""
         gathered = self.finish(self.all_gather(torch.tensor(numbers, dtype=dtype, device=self.device)))
         numbers_of_ranks: list[list[int]] = gathered.tolist()
         return numbers_of_ranks
@@ -410,10 +410,10 @@ class Group:
         return self._counted("all_to_all", chunks, num_bytes, 1, transport.exchange(chunks))
 
     def reduce_scatter(self, chunks: Tensor, in_float32: bool = False) -> Steps[Tensor]:
-        """Sum over ranks of this rank's row of `chunks`, shape `(w, n)`; a new tensor of shape `(n,)`.
+        """Return the sum over ranks of this rank's row of `chunks`, shape `(w, n)`: a new tensor of shape `(n,)`.
 
-        NCCL sums in the dtype of `chunks`. On CPU, and with `in_float32`, it is an all-to-all, summed here in at least
-        float32: gloo's own reduce-scatter is an all-reduce that throws most of its result away.
+        NCCL sums in the dtype of `chunks`. On CPU, and with `in_float32`, the chunks are sent in an all-to-all and
+        summed here in at least float32: gloo's own reduce-scatter is an all-reduce that throws most of its result away.
         """
         transport = self._transport
         if in_float32 or not chunks.is_cuda or self.size == 1 or not isinstance(transport, Backend):
@@ -424,7 +424,7 @@ class Group:
         return (yield from self._counted("reduce_scatter", chunks, num_bytes, self.size - 1, steps))
 
     def all_reduce_sparse_mean(self, grad: Tensor) -> Steps[Tensor]:
-        """Mean over ranks of a sparse COO tensor: an all-gather of padded indices and values.
+        """Return the mean over ranks of a sparse COO tensor, by an all-gather of padded indices and values.
 
         Reads the number of entries on the host, so on CUDA this synchronizes.
         """
@@ -461,7 +461,7 @@ class Group:
     ) -> Steps[Tensor]:
         """Count the bytes and numbers when a collective begins, and its rounds of messages when it has ended.
 
-        Of collectives that are under way at once for one bucket, rounds are counted once.
+        Rounds that several collectives for one bucket take at the same time are counted once.
         """
         self._note(kind, given)
         if not self._is_quiet:
@@ -486,13 +486,13 @@ class Group:
             yield Wait(waits.works, kind, self._is_uniform)
 
     def num_owners(self, two_shot: bool = True) -> int:
-        """Into how many equal shares `average_encoded_` cuts numbers: 1 if all ranks send all to each other."""
+        """Return the number of equal shares in `average_encoded_`: 1 if each rank sends everything to every other."""
         return self.size if two_shot and self.size > 2 else 1
 
     def kernels(self, codec: Codec, *, feedback: bool, two_shot: bool) -> Kernels:
-        """Functions that run a codec in this group, compiled if that works on all ranks.
+        """Return the functions that run a codec in this group, compiled if that works on all ranks.
 
-        Collective when this is asked for the first time.
+        Collective at the first call with these arguments.
 
         Args:
             codec: the codec.
@@ -505,14 +505,14 @@ class Group:
             own: Kernels | None = Kernels(codec)
             if self.size > 1:
                 own = compiled(codec, self.device, num_payloads, feedback, owners, self.rank == 0)
-            # Sums of a compiled function may be rounded in another way.
+            # A compiled function may round sums differently, so all ranks compile it or none does.
             asked = self._everyone or self
             everywhere = all(is_compiled for (is_compiled,) in asked.all_gather_quietly([int(own is not None)]))
             self._kernels[key] = own if own is not None and everywhere else Kernels(codec)
         return self._kernels[key]
 
     def _num_payloads(self, two_shot: bool) -> set[int]:
-        """How many payloads are decoded together."""
+        """Return the numbers of payloads that may be decoded together."""
         return {self.size} if self.num_owners(two_shot) == 1 else {self.size, 1}
 
     def average_encoded_(
@@ -524,7 +524,7 @@ class Group:
         scale: float | Tensor = 1.0,
         two_shot: bool = True,
     ) -> Steps[Tensor]:
-        """Replace the numbers of each chunk by their mean over ranks, encoded on the way, equal on all ranks.
+        """Replace the numbers of each chunk by their mean over ranks, encoded on the way and equal on all ranks.
 
         Two-shot, as CGX (Markov et al. 2022, https://arxiv.org/abs/2111.08617) and ZeRO++ (Wang et al. 2023,
         https://arxiv.org/abs/2306.10209, section 3.3) do it: each rank receives its share of all chunks from every
@@ -534,13 +534,14 @@ class Group:
 
         Args:
             chunks: the same on every rank.
-            kernels: of this group.
+            kernels: the kernels of this group.
             loss_scale: divisor of the numbers before they are added to the residual, and factor of the mean.
             scale: factor of the numbers, with error feedback only.
-            two_shot: whether to do so; if not, each rank sends all to every other rank, (w-1) times the encoded size.
+            two_shot: whether to use the two-shot algorithm; if not, each rank sends everything to every other rank,
+                (w-1) times the encoded size.
 
         Returns:
-            whether all means are finite before they are multiplied, boolean, one element.
+            whether all means are finite before they are multiplied, as a boolean of one element.
         """
         if not chunks:
             return torch.ones((), dtype=torch.bool, device=self.device)
@@ -557,8 +558,8 @@ class Group:
         """Replace tensors by their means over ranks, without error feedback: see `average_encoded_`.
 
         Args:
-            tensors: of one floating-point dtype; each begins a block. Same shapes on every rank.
-            kernels: of this group, of a codec with a block size.
+            tensors: tensors of one floating-point dtype, with the same shapes on every rank. Each begins a block.
+            kernels: the kernels of this group for a codec with a block size.
         """
         size = kernels.codec.block_size
         assert size is not None
@@ -577,11 +578,11 @@ class Group:
             tensor.copy_(place[: tensor.numel()].view(tensor.shape))
 
     def all_reduce_factors_(self, exact: Sequence[Tensor], factors: Sequence[Tensor]) -> Steps[None]:
-        """Replace each tensor by its sum over ranks; `factors` encoded on the way, if this group has a codec.
+        """Replace each tensor by its sum over ranks; encode `factors` on the way if this group has a codec.
 
         Args:
             exact: as in `all_reduce_coalesced_`.
-            factors: floating-point tensors whose errors the algorithm makes up for, as error feedback does. Those that
+            factors: floating-point tensors whose errors the algorithm compensates, as error feedback does. Those that
                 do not fill a block are not encoded.
         """
         factors_too = self.not_gradients()
@@ -602,10 +603,11 @@ class Group:
     def _begin_averages(
         self, chunks: Sequence[Chunk], kernels: Kernels, factor: Tensor, two_shot: bool
     ) -> Steps[list[Steps[Tensor]]]:
-        """Begin to average chunks, each as soon as there is the next one.
+        """Begin to average chunks: each is encoded while the previous ones are in flight.
 
         Returns:
-            the rest for each: gives payloads, shape `(k, b, bytes of a block)`, of which the chunk is the mean.
+            the rest of the computation for each chunk, which returns payloads, shape `(k, b, bytes of a block)`. Their
+            mean is the average.
         """
         if self.num_owners(two_shot) == 1:
             return [
@@ -630,14 +632,14 @@ class Group:
         return kernels.encode(chunk.numbers, chunk.residual, factor, seed).view(-1)
 
     def _encoded_mean(self, chunk: Chunk, kernels: Kernels, arrived: Tensor) -> Tensor:
-        """The second shot: this rank's share of the mean."""
+        """Return this rank's share of the mean, encoded for the second shot."""
         b, s = chunk.numbers.shape
         one = chunk.numbers.new_ones(())
         mean = chunk.numbers.new_empty((b // self.size, s))
         kernels.decode_mean(arrived.view(self.size, b // self.size, -1), one, mean)
         seed = kernels.seed(chunk.seed + 2**30, self.device)
         own = None if chunk.residual is None else chunk.residual.view(self.size, b // self.size, s)[self.rank]
-        # Times the number of ranks, of which the next mean will be one part.
+        # Times the number of ranks, by which the next mean divides it.
         return kernels.encode_mean(mean, own, one * self.size, seed).view(-1)
 
 
@@ -646,8 +648,8 @@ def counted(gradients: Tensor, ranks: Group) -> Iterator[None]:
     """Count the gradient elements that a hook sends within a `with`: see `Counters.numel_uncompressed`.
 
     Args:
-        gradients: of one bucket, flat, or the values of a sparse one.
-        ranks: the collectives given to the hook.
+        gradients: the flat gradients of one bucket, or the values of a sparse gradient.
+        ranks: the collectives that the hook gets.
     """
     tally, dtype, numel = ranks.tally, gradients.dtype, gradients.numel()
     sent, between = tally.sent, tally.between_nodes

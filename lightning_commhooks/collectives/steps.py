@@ -29,16 +29,16 @@ class Work(Protocol):
     """A collective that is under way, as `torch.distributed` returns it."""
 
     def wait(self) -> object:
-        """Wait until it is done; on NCCL the current stream waits, not the host."""
+        """Wait until the collective is done; on NCCL the current stream waits, not the host."""
 
 
 @dataclass(frozen=True)
 class Wait:
-    """Works that have to be done before a computation continues.
+    """Collectives that must be done before a computation continues.
 
     Attributes:
-        works: all of them.
-        name: of the collective, for the traces of profilers.
+        works: the collectives.
+        name: name of the collective, for profiler traces.
         is_uniform: whether all ranks wait here, and equally often.
     """
 
@@ -47,7 +47,7 @@ class Wait:
     is_uniform: bool = True
 
     def wait(self) -> None:
-        """Wait for all."""
+        """Wait for all of them."""
         thread = threading.get_ident()
         waiting_threads.add(thread)
         try:
@@ -77,14 +77,14 @@ def checked(steps: Steps[T], hook: object, method: str) -> Steps[T]:
 
 
 def advance(steps: Generator[Any, None, T], failure: BaseException | None = None) -> Wait:
-    """Run a computation until it waits; at its end there is a `StopIteration` with the result.
+    """Run a computation until it waits; if it ends, a `StopIteration` has the result.
 
     Args:
         steps: the computation.
         failure: error of its last wait. It is raised in the computation, which adds context to it.
 
     Raises:
-        TypeError: raised in the computation if it yields something else.
+        TypeError: the computation has yielded something other than a `Wait`; raised inside the computation.
     """
     try:
         waits = next(steps) if failure is None else steps.throw(failure)
@@ -127,7 +127,7 @@ def finish(steps: Steps[T], waiting: Callable[[], AbstractContextManager[object]
 
 
 def begun(steps: Steps[T]) -> Steps[T]:
-    """Run a computation until it waits for the first time; returns the rest of it."""
+    """Run a computation until it waits for the first time; return the rest of it."""
     try:
         waits = next(steps)
     except StopIteration as done:
@@ -141,6 +141,6 @@ def _rest(waits: Wait, steps: Steps[T]) -> Steps[T]:
 
 
 def result(value: T) -> Steps[T]:
-    """A computation that has its result already."""
+    """Return a computation that already has its result."""
     return value
     yield  # type: ignore[unreachable]  # makes it a generator

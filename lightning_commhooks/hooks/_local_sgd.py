@@ -1,4 +1,4 @@
-"""The base of hooks that let ranks step alone and average their models."""
+"""Base classes of hooks with local steps, which average the ranks' models."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from lightning_commhooks.interface.python_code import code, earlier
 from lightning_commhooks.interface.start import check_start, start_of
 from lightning_commhooks.interface.state import StateReader
 
-# As many bytes as plain DDP, but for rounding.
+# At most this multiple of plain DDP's bytes counts as equal, to allow for rounding.
 _AS_MANY = 1.005
 
 
@@ -31,22 +31,23 @@ class LocalSGDConfig(CommHook):
     """Options that these hooks share.
 
     Args:
-        start_localSGD_iter: number of first steps of each optimizer in which gradients are averaged over all ranks, or
-            a fraction of the run, as 0.1, where its length is known; or `"auto"`: see [`PowerSGD`][]. PyTorch counts
-            backwards.
-        post_local_gradient_allreduce: average gradients over the subgroup later on; if not, send none at all.
+        start_localSGD_iter: number of initial steps of each optimizer during which gradients are averaged over all
+            ranks; or a fraction of the run, such as 0.1, if its length is known; or `"auto"`: see [`PowerSGD`][].
+            PyTorch counts backward passes instead.
+        post_local_gradient_allreduce: after the initial steps, average gradients over the subgroup; if not, send no
+            gradients at all.
         subgroup_size: number of ranks in a subgroup, which consists of consecutive ranks; the last subgroup is smaller
             if the ranks do not divide evenly. `None`: the ranks of one node.
         average_buffers: average the running statistics of normalization layers (`running_*`, as in BatchNorm) with the
             parameters. Other buffers are set to rank 0's when all ranks average, if DDP has `broadcast_buffers=True`;
-            otherwise each rank keeps its own. DDP's broadcast in each forward is then off while ranks step alone.
-            `False` leaves that broadcast as it is.
+            otherwise each rank keeps its own. DDP's broadcast in each forward is then off during local steps. `False`
+            leaves that broadcast as it is.
         optimizer_state: treatment of optimizer state, such as momenta, when models are averaged. `"keep"`: each rank
             keeps its own. `"average"`: averaged too. `"reset"`: discarded.
 
     Attributes:
-        together_from_start: what `start_localSGD_iter` begins where all ranks average gradients at every step; `None`:
-            nothing.
+        together_from_start: what begins at `start_localSGD_iter` if all ranks continue to average gradients at every
+            step; `None`: nothing.
     """
 
     together_from_start: ClassVar[str | None] = None
@@ -81,7 +82,7 @@ class LocalSGDConfig(CommHook):
 
 
 class BoundLocalSGD(AveragesModels):
-    """Averages gradients over all ranks first, over this rank's subgroup later; knows when an optimizer steps alone.
+    """Averages gradients first over all ranks, and later over this rank's subgroup; knows which steps are local.
 
     Args:
         config: the options.
@@ -100,15 +101,15 @@ class BoundLocalSGD(AveragesModels):
             self.from_start = config.together_from_start if together else f"subgroups of {self._subgroup.size} {ALONE}"
         if group.rank == 0 and (text := self._costs()) is not None:
             warnings.warn(text, stacklevel=2)
-        # Steps that each optimizer has taken since ranks step alone.
+        # Number of steps that each optimizer has taken since local steps began.
         self._num_steps = self.numbers["num_steps"] = {}
         # Number of the first backward after the start, as {"backward": number}; empty before it.
         self._start = self.numbers["start"] = {} if self._first_step else {"backward": 0}
-        # Number of the present backward.
+        # Number of the current backward.
         self._present = -1
 
     def _costs(self) -> str | None:
-        """Why ranks send as much as plain DDP once the hook is at work, or more, and what to write instead."""
+        """Return why ranks will send at least as much as plain DDP after the start, and what to write instead."""
         config, size = self._config, self.group.size
         if self._subgroup is None or size == 1:
             return None
@@ -125,7 +126,7 @@ class BoundLocalSGD(AveragesModels):
             )
         largest = max(map(len, self._subgroups()))
         sent = ring_share(largest, size) + averages
-        # With several nodes of several ranks, only traffic between nodes counts.
+        # If there are several nodes, and not each has a single rank, only traffic between nodes counts.
         if sent <= _AS_MANY or len(self.group.nodes()) not in (1, size):
             return None
         return (
@@ -135,7 +136,7 @@ class BoundLocalSGD(AveragesModels):
         )
 
     def _together(self) -> list[int]:
-        """Ranks that average gradients with this one when ranks step alone."""
+        """Return the ranks, this one included, that average gradients with this one during local steps."""
         if self._subgroup is None:
             return [self.group.rank]
         return next(ranks for ranks in self._subgroups() if self.group.rank in ranks)
@@ -148,21 +149,21 @@ class BoundLocalSGD(AveragesModels):
 
     def begin_backward(self, step: int, num_steps: Mapping[str, int]) -> None:
         self._present = step
-        # Without an optimizer, one step for each backward.
+        # If no optimizer is known, each backward counts as a step.
         if not self._start and self._starts_after(num_steps or {"": step}):
             self._start["backward"] = step
 
     def _starts_after(self, num_steps: Mapping[str, int]) -> bool:
         """Whether each optimizer has taken `start_localSGD_iter` steps.
 
-        An optimizer without a step is left out once another one has taken twice as many, and one that has stepped less
-        often, or is not used any more, once another one has taken ten times as many.
+        An optimizer that has not stepped is ignored once another one has taken twice that many steps. An optimizer that
+        steps less often, or is no longer used, is ignored once another one has taken ten times that many.
         """
         start, most = self._first_step, max(num_steps.values())
         return all(num >= start or most >= (10 if num else 2) * start for num in num_steps.values())
 
     def has_started(self, step: int) -> bool:
-        """Whether a backward comes after `start_localSGD_iter` steps of the optimizers; a guess for a later one."""
+        """Whether a backward comes after `start_localSGD_iter` steps of the optimizers; an estimate for the future."""
         guess = max(self._first_step, self._present + 1)
         return step >= self._start.get("backward", guess)
 
@@ -216,11 +217,11 @@ class BoundLocalSGD(AveragesModels):
 
     @abstractmethod
     def _after_local_step(self, num_steps: int, stepped: OptimizerStep) -> None:
-        """Average models, if it is time to.
+        """Average models if an average is due.
 
         Args:
-            num_steps: steps that this optimizer has taken since ranks step alone, with this one.
-            stepped: its parameters.
+            num_steps: number of steps that this optimizer has taken since local steps began, including this one.
+            stepped: the parameters of the optimizer.
         """
 
     def load_state_dict(self, state: dict[str, Any], reader: StateReader) -> None:
@@ -230,7 +231,7 @@ class BoundLocalSGD(AveragesModels):
         super().load_state_dict({"start": before, **state}, reader)
 
     def _follow_up_optimizer(self, stepped: OptimizerStep, group: Group) -> None:
-        """Do to the state of the stepped parameters what `optimizer_state` says, when `group` has averaged them."""
+        """Treat the optimizer's state as `optimizer_state` says, after `group` has averaged the parameters."""
         if self._config.optimizer_state == "average":
             stepped.models.average_state_(stepped, group)
         elif self._config.optimizer_state == "reset":
@@ -246,10 +247,10 @@ class BoundLocalSGD(AveragesModels):
 
 
 def ring_share(size: int, num_ranks: int) -> float:
-    """Bytes of an all-reduce among `size` ranks, over those of one among all."""
+    """Return the bytes of an all-reduce among `size` ranks, divided by those of one among all ranks."""
     return (1 - 1 / size) / (1 - 1 / num_ranks)
 
 
 def consecutive(num_ranks: int, size: int) -> list[list[int]]:
-    """Ranks in groups of `size`, the last one smaller if they do not divide evenly."""
+    """Divide the ranks into groups of `size`; the last group is smaller if they do not divide evenly."""
     return [list(range(first, min(first + size, num_ranks))) for first in range(0, num_ranks, size)]

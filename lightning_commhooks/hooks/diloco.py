@@ -1,4 +1,4 @@
-"""DiLoCo: ranks step alone; an outer optimizer moves the common model by the mean of their moves."""
+"""DiLoCo: ranks take local steps; an outer optimizer updates the common model by the mean of their changes."""
 
 from __future__ import annotations
 
@@ -29,56 +29,59 @@ from lightning_commhooks.interface.state import Shapes, StateReader, StateWriter
 @register
 @dataclass(frozen=True, kw_only=True)
 class DiLoCo(LocalSGDConfig):
-    """Step alone on each rank, and give the mean of the ranks' moves to an outer Nesterov optimizer as its gradient.
+    """Take local steps on each rank, and give the ranks' mean change to an outer Nesterov optimizer as its gradient.
 
     DiLoCo, Douillard et al. 2023, https://arxiv.org/abs/2311.08105, algorithm 1: every `period` steps of the inner
-    optimizer, which is the user's, the pseudo-gradient is how far the ranks have moved on average, and
-    `torch.optim.SGD(lr=outer_lr, momentum=outer_momentum, nesterov=nesterov)` moves the common model, from which all
+    optimizer, which is the user's, the ranks compute the mean change of their models, the pseudo-gradient. From it,
+    `torch.optim.SGD(lr=outer_lr, momentum=outer_momentum, nesterov=nesterov)` updates the common model, from which all
     ranks continue. Inner optimizers keep their state, as in the paper.
 
     With `fragments` above 1, `delay` and `mixing` it is Streaming DiLoCo, Douillard et al. 2025,
     https://arxiv.org/abs/2501.18512, section 2: the model is averaged in parts, at different steps, and while ranks
-    train on; as in torchft, a pseudo-gradient is the distance from the common model. With `eager` it is the variant of
-    Kale et al. 2025, https://arxiv.org/abs/2502.12996. With `pseudo_gradient="topk"`, `outer_momentum=0` and
+    continue to train; as in torchft, a pseudo-gradient is the difference from the common model. With `eager` it is the
+    variant of Kale et al. 2025, https://arxiv.org/abs/2502.12996. With `pseudo_gradient="topk"`, `outer_momentum=0` and
     `outer_lr=1` it is SparseLoCo, Sarfi et al. 2025, https://arxiv.org/abs/2508.15706: see [`ChunkedTopK`][].
 
-    Sends 2(w-1)/w times the parameters every `period` steps, half of it with `"bf16"`, a quarter with `"int8"`,
-    a seventh with `"int4"`, a fourteenth with `"int2"`; with `"topk"` a 137th for two ranks. Needs memory for the
-    common model and the outer momentum, at least float32 each, and as much again for a fragment while it is averaged;
-    with `eager` or error feedback once more.
+    Sends 2(w-1)/w times the parameters every `period` steps, half of that with `"bf16"`, a quarter with `"int8"`, a
+    seventh with `"int4"`, a fourteenth with `"int2"`; with `"topk"` a 137th for two ranks. Needs memory for the common
+    model and the outer momentum, at least float32 each, and as much again for a fragment while it is averaged; with
+    `eager` or error feedback once more.
 
     Args:
         period: number of steps of the inner optimizer between outer ones. 50 to 500 is usual.
         outer_lr: learning rate of the outer optimizer; 1 without momentum averages models.
-        outer_momentum: its momentum.
-        nesterov: whether that is Nesterov momentum.
-        pseudo_gradient: format in which a rank's move is sent: `"fp32"`, in the parameters' precision, at least
-            float32; or `"bf16"`, each rank's move rounded once, summed in float32 and rounded once more; or `"int8"`,
-            `"int4"` or `"int2"`, the same with blocks (`Int8Codec` and so on), but for parameters that do not fill one;
-            or `"topk"`, only the largest numbers. Also takes a hook that averages gradients, such as
-            `PowerSGD(start_powerSGD_iter=0)` or `ChunkedTopK(k=128)`, with its own options; its steps are outer steps.
-        error_feedback: with integers, add the rounding error to the next move. Needs memory of the size of the
-            parameters. `"topk"` always does.
-        fragments: parts, of about the same size, in which the parameters of an optimizer are averaged, each once in a
-            period. At most `period`. A single parameter is not divided, so there are fewer parts if one parameter is
-            larger than a part should be.
+        outer_momentum: momentum of the outer optimizer.
+        nesterov: whether to use Nesterov momentum.
+        pseudo_gradient: format in which a rank's pseudo-gradient is sent. `"fp32"`: the parameters' precision, at least
+            float32. `"bf16"`: each rank's numbers are rounded once, summed in float32 and rounded once more. `"int8"`,
+            `"int4"` or `"int2"`: the same in blocks (`Int8Codec` and so on), except for parameters that do not fill a
+            block. `"topk"`: only the largest numbers. Also takes a hook that averages gradients, such as
+            `PowerSGD(start_powerSGD_iter=0)` or `ChunkedTopK(k=128)`, with its own options, which count outer steps as
+            steps.
+        error_feedback: with integer formats, add the rounding error to the next pseudo-gradient. Needs memory of the
+            size of the parameters. `"topk"` always has error feedback.
+        fragments: number of parts, of about the same size, into which the parameters of an optimizer are divided; each
+            part is averaged once per period. At most `period`. A single parameter is not divided, so there are fewer
+            parts if one parameter is larger than a part should be.
         delay: number of steps for which an average is in flight while ranks continue to train: it begins that many
             steps before it is applied. At most `period`. 0: ranks wait for it. An average in flight when training ends
             is not applied: models are averaged then anyway.
-        mixing: share of a rank's own model in the model with which it continues; the rest is the common model (`alpha`
-            in the paper). `None`: 0.5 with a `delay` below the period, as in the paper; otherwise 0, which means that
-            ranks continue from the common model. With 0, the ranks' steps within `delay` are lost, unless `delay` is
-            the period.
-        eager: apply 1/w of a rank's own move at once, and the other ranks' moves a period later. `delay` is the period.
-        period_seconds: for ranks of different speed: a rank's period has as many steps as it can take in that time, and
-            its move counts by its steps, as in dynamic local updates, Liu et al. 2024,
-            https://arxiv.org/abs/2401.09135, section 5. The first period has `period` steps, by which a rank learns how
-            long they take. Then all ranks evaluate, save and end after the same outer step, not after the same step:
-            `metrics()["averagings"]` counts them. Not with `fragments`, `delay` and `eager`, in the Trainer and
-            Accelerate, with a `GradScaler` or several optimizers. `None`: `period` steps on all ranks.
+        mixing: weight of a rank's own model in the model with which the rank continues; the rest is the common model
+            (`alpha` in the paper). `None`: 0.5 with a `delay` below the period, as in the paper; otherwise 0, which
+            means that ranks continue from the common model. With 0, the ranks' steps within `delay` are lost, unless
+            `delay` is the period.
+        eager: apply 1/w of a rank's own change at once, and the other ranks' changes a period later. `delay` is the
+            period.
+        period_seconds: for ranks of different speeds: a rank's period has as many steps as the rank can take in that
+            time, and its pseudo-gradient is weighted by its number of steps, as in dynamic local updates, Liu et al.
+            2024, https://arxiv.org/abs/2401.09135, section 5. The first period has `period` steps, from which a rank
+            learns how long a step takes. With this option, all ranks evaluate, save and end after the same outer step,
+            not after the same step: `metrics()["averagings"]` counts outer steps. Does not work with `fragments`,
+            `delay` or `eager`, in the Trainer or Accelerate, or with a `GradScaler` or several optimizers. `None`:
+            `period` steps on all ranks.
         post_local_gradient_allreduce: average gradients over the subgroup at every step, so that a node is one worker
-            in the paper's sense; if not, each rank is one.
-        subgroup_size: ranks in a subgroup that averages gradients; `None`: the ranks of one node.
+            in the paper's sense. If not, each rank is a worker.
+        subgroup_size: number of ranks in a subgroup that averages gradients; `None`: the ranks of one node.
         average_buffers: see `PostLocalSGD`. Buffers are averaged at the end of a period, whatever `fragments` is.
 
     Raises:
@@ -146,7 +149,7 @@ class DiLoCo(LocalSGDConfig):
         if not self.delay and not self.eager:
             return 1
         begin = {((k + 1) * self.period // self.fragments - self.delay) % self.period for k in range(self.fragments)}
-        # Not when a move has just begun to be averaged; best two steps after that.
+        # Not after a step at which an average begins; preferably not after the following step either.
         quiet = [step for step in range(1, self.period + 1) if step % self.period not in begin]
         later = [step for step in quiet if (step - 1) % self.period not in begin]
         return next(iter(later + quiet), 1)
@@ -188,16 +191,16 @@ class _BoundDiLoCo(BoundLocalSGD):
     def _drop_anchors(self, bucket: Bucket) -> None:
         if not self.has_started(bucket.step):
             return
-        # In the backward before the first step alone, ranks are equal.
+        # In the backward before the first local step, the ranks' models are equal.
         for slot in bucket.slots:
             if slot.name not in self.memory:
                 assert slot.parameter is not None
-                # Where the ranks begin to move, flat in memory order.
+                # The parameter before local steps, flat in memory order.
                 self.memory[slot.name] = {"anchor": at_least_float32(slot.parameter).clone()}
 
     def after_optimizer_step(self, stepped: OptimizerStep) -> None:
         if self.has_started(stepped.step) and stepped.optimizer not in self._num_steps:
-            # After a phase of a schedule with local steps, ranks begin at different places.
+            # After a phase of a `Schedule` with local steps, the ranks begin with different models.
             apart = [name for name in stepped.parameters if name in self.memory and name in stepped.models.diverged]
             average_([self.memory[name]["anchor"] for name in apart], self.group)
         super().after_optimizer_step(stepped)
@@ -208,9 +211,9 @@ class _BoundDiLoCo(BoundLocalSGD):
         return any(self._fragments_after(num_steps))
 
     def _fragments_after(self, num_steps: int) -> tuple[list[int], list[int]]:
-        """Numbers of the fragments whose average begins after that many steps, and of those that end."""
+        """Return the fragments whose average begins after that many steps, and those whose average ends then."""
         period, fragments = self._config.period, self._config.fragments
-        # Spread over the period, the last at its end.
+        # Averages end at steps spread over the period; the last one ends with the period.
         left = [((k + 1) * period // fragments - num_steps) % period for k in range(fragments)]
         begin = [k for k in range(fragments) if left[k] == self._delay % period]
         return begin, [k for k in range(fragments) if left[k] == 0]
@@ -248,7 +251,7 @@ class _BoundDiLoCo(BoundLocalSGD):
             self._outer_step(stepped, shares)
 
     def _begin(self, k: int, outer: int, stepped: OptimizerStep) -> dict[str, Tensor]:
-        """Begin to average the ranks' moves; with `eager`, returns this rank's part of the mean."""
+        """Begin to average the ranks' pseudo-gradients; with `eager`, return this rank's share of the mean."""
         anchors = {name: self.memory[name]["anchor"] for name in stepped.parameters if name in self.memory}
         moves, shares = moves_of(stepped.parameters, anchors, outer), {}
         if self._config.eager:
@@ -266,7 +269,7 @@ class _BoundDiLoCo(BoundLocalSGD):
             entry = self.memory.get(name, {})
             gradient = entry.pop("average", None)
             if name in shares:
-                # The mean of a period ago, with this rank's share in it replaced by its present one.
+                # The mean of a period ago, in which this rank's current share replaces its old one.
                 before = entry.get("share")
                 gradient = shares[name].clone() if gradient is None else gradient.add_(shares[name])
                 entry["share"] = shares[name]
@@ -274,7 +277,8 @@ class _BoundDiLoCo(BoundLocalSGD):
                     gradient.sub_(before)
             if gradient is not None:
                 self._step_anchor(entry, gradient)
-            # With a delay of a whole period no move may be sent twice, not even the first, which is still in flight.
+            # With a delay of a whole period, no change may be sent twice, not even the first one, which is still in
+            # flight.
             if gradient is not None or (entry and self._delay == self._config.period):
                 self._go_on_from(entry["anchor"], flat_view(p))
         average_([p for name, p in stepped.parameters.items() if name not in self.memory], self.group)
@@ -294,7 +298,7 @@ class _BoundDiLoCo(BoundLocalSGD):
             own.copy_(torch.lerp(anchor, own.to(anchor.dtype), self._mixing))
 
     def _step_anchor(self, entry: dict[str, Tensor], gradient: Tensor) -> None:
-        """The outer optimizer's step; `gradient` is not needed any more."""
+        """Take the outer optimizer's step, which may overwrite `gradient`."""
         if self._config.outer_momentum:
             old = entry.get("momentum")
             momentum = gradient.clone() if old is None else old.mul_(self._config.outer_momentum).add_(gradient)
@@ -304,7 +308,7 @@ class _BoundDiLoCo(BoundLocalSGD):
         entry["anchor"].sub_(gradient, alpha=self._config.outer_lr)
 
     def kept(self, shapes: list[tuple[int, ...]]) -> Shapes:
-        # Twice as many numbers for a complex parameter.
+        # Any shape, because a complex parameter has twice as many numbers.
         return dict.fromkeys(("anchor", "momentum", "average", "share"))
 
     def common_model(self) -> Mapping[str, Tensor]:
@@ -337,12 +341,12 @@ class _BoundDiLoCo(BoundLocalSGD):
 
 
 def _fragments(parameters: dict[str, Tensor], num: int) -> list[list[str]]:
-    """Names in order, in `num` lists of about the same number of elements; some may be empty."""
+    """Divide the names, in order, into `num` lists with about equally many elements; some may be empty."""
     total = sum(p.numel() for p in parameters.values())
     fragments: list[list[str]] = [[] for _ in range(num)]
     before = 0
     for name, p in parameters.items():
-        # By where its middle lies.
+        # By the position of its middle element.
         fragments[min(num - 1, int((before + p.numel() / 2) * num / max(total, 1)))].append(name)
         before += p.numel()
     return fragments

@@ -16,18 +16,18 @@ from lightning_commhooks.interface.registry import register
 @register
 @dataclass(frozen=True, kw_only=True)
 class PostLocalSGD(LocalSGDConfig):
-    """After a warm-up, step alone on each rank (or node) and average the models after every `period` steps.
+    """After a warm-up, take local steps on each rank (or node), and average the models every `period` steps.
 
-    Post-local SGD of Lin et al. 2018, https://arxiv.org/abs/1808.07217. PyTorch's `post_localSGD_hook` and
-    `PeriodicModelAverager` in one. Differs from them in that each optimizer counts its own steps, for the start too,
-    and only steps that change something; models are averaged after the first `period` steps that ranks take alone, not
-    after the first one already; parameters stay in their storage; parameters without a gradient on some rank are
+    Post-local SGD of Lin et al. 2018, https://arxiv.org/abs/1808.07217. It does the work of PyTorch's
+    `post_localSGD_hook` and `PeriodicModelAverager`, with these differences: each optimizer counts its own steps, for
+    the start too, and only steps that change something; models are averaged after the first `period` local steps, not
+    already after the first one; parameters stay in their storage; parameters without a gradient on some rank are
     averaged too; and buffers are averaged.
 
     Sends 2(w-1)/w times the parameters every `period` steps, and gradients within subgroups only.
 
     Args:
-        period: number of steps of an optimizer between averagings.
+        period: number of steps of an optimizer between averages of the models.
 
     Raises:
         ValueError: a value is out of range, or `subgroup_size` is given though no subgroup averages gradients.

@@ -1,8 +1,9 @@
 """PowerSGD: Vogels et al. 2019, https://arxiv.org/abs/1905.13727, algorithms 1 and 2.
 
-Legend: k matrices of equal shape, n rows, m columns. M, shape `(k, n, m)`: residuals of a rank with its gradients. P,
-`(k, r, n)`, and Q, `(k, r, m)`: equal on all ranks, the mean of M over them is about P^T Q. A wide matrix is multiplied
-by a few rows from the left several times faster than by a few columns from the right.
+Notation: k matrices of equal shape have n rows and m columns each, and their approximations have rank r. M, of shape
+`(k, n, m)`, is a rank's residuals plus its gradients. P, shape `(k, r, n)`, and Q, shape `(k, r, m)`, are equal on all
+ranks; P^T Q approximates the mean of M over the ranks. P and Q are stored as a few long rows because multiplying a wide
+matrix by a few rows from the left is several times faster than by a few columns from the right.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ Config = TypeVar("Config", bound="type[LowRankConfig]")
 
 
 def takes_aliases(config: Config) -> Config:
-    """Class decorator: options may be given by their `LowRankConfig.option_aliases` too."""
+    """Decorate a config class so that its constructor also accepts the names in `LowRankConfig.option_aliases`."""
     init: Any = config.__init__
 
     @functools.wraps(init)
@@ -62,22 +63,24 @@ def takes_aliases(config: Config) -> Config:
 
 @dataclass(frozen=True, kw_only=True)
 class LowRankConfig(CommHook):
-    """Options of PyTorch's `PowerSGDState` that `powersgd` and `batched_powersgd` share, same names and defaults.
+    """Options that `powersgd` and `batched_powersgd` share; those of PyTorch's `PowerSGDState` keep names and defaults.
 
-    `num_iters_per_step=1` follows the authors' package, https://github.com/epfml/powersgd, beginning with P; 2 follows
-    PyTorch's hook, where the authors' would send the sum of two approximations.
+    `num_iters_per_step=1` follows the authors' package, https://github.com/epfml/powersgd, and begins with P. 2 follows
+    PyTorch's hook; with 2, the authors' package would send the sum of two approximations.
 
     Args:
-        num_iters_per_step: 2 makes a whole power iteration in each step, as PyTorch does: P, then Q. 1 makes half of
-            one, in turn P with the previous step's Q, and Q with the previous step's P: half the bytes, one all-reduce
-            instead of two, and one product less.
+        num_iters_per_step: with 2, each step makes a whole power iteration, as in PyTorch: it computes P, then Q. With
+            1, each step makes half an iteration: steps alternate between computing P from the previous step's Q, and Q
+            from the previous step's P. This halves the bytes, and takes one all-reduce instead of two and one matrix
+            product less.
         use_error_feedback: add the compression error to the next step's gradient. Needs memory of the size of the
             gradients, at least float32.
         warm_start: begin each step's power iteration where the last one ended. `num_iters_per_step=1`
             needs it.
-        orthogonalization_epsilon: a row of Q (or P) whose norm is at most this fraction of the longest is drawn again.
-            Relative, unlike PyTorch's; 0 replaces only rows that are exactly zero, which is enough.
-        random_seed: of the random start. The global random state is not touched.
+        orthogonalization_epsilon: a row of Q (or P) is replaced by a random one if its norm is at most this fraction of
+            the largest norm in its matrix. Unlike PyTorch's, it is relative. 0 replaces only rows that are exactly
+            zero, which is enough.
+        random_seed: seed of the random start. The global random state is not touched.
         compression_stats_logging_frequency: interval, in steps, at which the compression rate is logged once
             compression has begun.
         hierarchy: `"node"`: average gradients in full within each node and compress between nodes, so that a node sends
@@ -95,7 +98,7 @@ class LowRankConfig(CommHook):
     random_seed: int = 0
     compression_stats_logging_frequency: int = 10_000
     hierarchy: Hierarchy = None
-    # Last: the order is that in which options are listed.
+    # Last, because options are listed in this order.
     batch_tensors_with_same_shape: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
@@ -126,14 +129,14 @@ class LowRankConfig(CommHook):
 
     @abstractmethod
     def matrices(self, slots: Sequence[Slot]) -> dict[tuple[int, int], list[tuple[Slot, ...]]]:
-        """Cut a bucket into matrices, by their shape `(n, m)`.
+        """Divide the gradients of a bucket into matrices, grouped by their shape `(n, m)`.
 
         Args:
             slots: the gradients, in memory order.
 
         Returns:
-            the gradients of each matrix: neighbours in the bucket, zeros after the last. Gradients in no matrix are
-            sent as they are.
+            by shape, a tuple of gradients for each matrix. They are adjacent in the bucket, and the matrix is padded
+            with zeros after the last one. Gradients in no matrix are sent uncompressed.
         """
 
     def rank(self, n: int, m: int) -> int:
@@ -147,26 +150,26 @@ class LowRankConfig(CommHook):
 class PowerSGD(LowRankConfig):
     """Low-rank gradient compression with error feedback.
 
-    PowerSGD of Vogels et al. 2019, https://arxiv.org/abs/1905.13727, algorithms 1 and 2. Same results as
-    PyTorch's `powerSGD_hook` where that runs. Differs from it in that it works with any number of buckets on
-    gloo, survives zero, rank-deficient, tiny and huge gradients, keeps its memory by parameter name, allows
+    PowerSGD of Vogels et al. 2019, https://arxiv.org/abs/1905.13727, algorithms 1 and 2. Gives the same results as
+    PyTorch's `powerSGD_hook` where that hook runs. Unlike it, this hook works with any number of buckets on gloo,
+    survives zero, rank-deficient, tiny and huge gradients, keeps its memory by parameter name, allows
     `start_powerSGD_iter` below 2, and computes in float32 for 16-bit gradients.
 
-    Sends `(n + m) * rank` numbers instead of `n * m` for a matrix, in two all-reduces per bucket; tensors with
-    fewer than two dimensions and matrices that would not shrink enough travel as they are in the first. With
-    `num_iters_per_step=1` `n * rank` and `m * rank` in turn, in one all-reduce.
+    For each matrix, sends `(n + m) * rank` numbers instead of `n * m`, in two all-reduces per bucket. The first one
+    also sends, uncompressed, the tensors with fewer than two dimensions and the matrices that would not shrink enough.
+    With `num_iters_per_step=1`, steps alternate between `n * rank` and `m * rank` numbers, in one all-reduce.
 
     Args:
         matrix_approximation_rank: rank of the approximation, `rank` for short. 1 to 4 is usual, up to 32 for
             language models.
-        start_powerSGD_iter: number of first steps averaged without compression, `start` for short, because early
-            gradients matter most; or a fraction of the run, as 0.1; or `"auto"`, which the name `"powersgd"` means:
-            1,000 steps, or a tenth of the run if that is sooner. Lightning and `transformers.Trainer` know how long a
-            run is; elsewhere say `attach(num_steps=)`.
+        start_powerSGD_iter: number of initial steps without compression, `start` for short, because early gradients
+            matter most; or a fraction of the run, such as 0.1; or `"auto"`, the value for a hook that is chosen by its
+            name `"powersgd"`: 1,000 steps, or a tenth of the run if that is sooner. Lightning and
+            `transformers.Trainer` know the length of a run; elsewhere, pass `num_steps=` to `attach`.
         min_compression_rate: a matrix of n rows and m columns is compressed when
             `(n + m) * rank * min_compression_rate < n * m`.
         batch_tensors_with_same_shape: multiply matrices of equal shape in one batched product. The result is the same
-            up to rounding. On GPUs always done; on CPU faster for many small layers, slower for large ones.
+            up to rounding. GPUs always do this; on CPU it is faster for many small layers and slower for large ones.
 
     Raises:
         ValueError: a value is out of range.
@@ -196,11 +199,11 @@ class PowerSGD(LowRankConfig):
 
 
 class BoundPowerSGD(ErrorFeedback):
-    """Algorithm 1 for all matrices of a bucket at once; algorithm 2 is `ErrorFeedback`.
+    """Runs algorithm 1 on all matrices of a bucket at once; `ErrorFeedback` implements algorithm 2.
 
     Args:
         group: the collectives the hook may use.
-        hook: its options.
+        hook: the options.
     """
 
     hook: LowRankConfig
@@ -208,7 +211,8 @@ class BoundPowerSGD(ErrorFeedback):
     def __init__(self, group: Group, hook: LowRankConfig) -> None:
         super().__init__(group, hook)
         self._start = start_of(hook, "start_powerSGD_iter")
-        # Elements of gradients, and numbers sent, since compression began; the step of the next message about them.
+        # Number of gradient elements, and of numbers sent, since compression began; and the step of the next log
+        # message.
         self._numel_before = self._numel_after = self._next_report = 0
 
     def average_(self, residual: Tensor | None, bucket: Bucket, ranks: Group) -> Steps[Tensor]:
@@ -228,12 +232,12 @@ class BoundPowerSGD(ErrorFeedback):
     def _factors(
         self, batches: Sequence[_Matrices], residual: Tensor, bucket: Bucket, dense: Tensor, ranks: Group
     ) -> Steps[tuple[list[Tensor], list[Tensor]]]:
-        """P and Q of each batch; `dense` becomes its sum over ranks.
+        """Return P and Q of each batch, and replace `dense` by its sum over ranks.
 
-        With one iteration in a step half of one, as Zhang et al. 2023, https://arxiv.org/abs/2306.08881: P = M Q, and
-        from that in the next step Q = M^T P.
+        With `num_iters_per_step=1`, a step makes half an iteration, as in Zhang et al. 2023,
+        https://arxiv.org/abs/2306.08881: P = M Q, and in the next step Q = M^T P from that P.
         """
-        # P is remembered from the half that made it until the one that makes Q of it.
+        # The memory has P from the step that computes it until the step that computes Q from it.
         makes_q = any("factor_p" in self.memory.get(key, {}) for batch in batches for key in batch.keys)
         last, new = ("factor_p", "factor") if makes_q else ("factor", "factor_p")
         starts = [self._first_factors(batch, last, bucket.step) for batch in batches]
@@ -252,7 +256,7 @@ class BoundPowerSGD(ErrorFeedback):
         return ps, qs
 
     def _first_factors(self, batch: _Matrices, kind: str, step: int) -> Tensor:
-        """Orthonormal factors to begin with: of an earlier step, or random."""
+        """Return the orthonormal factors with which a step begins: those of an earlier step, or random ones."""
         fresh = batch.fresh[kind]
         if not self.hook.warm_start:
             return orthonormal_basis(random_factors(batch.keys, fresh.shape[1:], fresh, self.hook.random_seed, step))
@@ -269,9 +273,12 @@ class BoundPowerSGD(ErrorFeedback):
     def _mean(
         self, factors: Sequence[Tensor], dtype: torch.dtype, ranks: Group, along: Sequence[Tensor] = ()
     ) -> Steps[list[Tensor]]:
-        """Means of factors of gradients of a dtype; `along` becomes its sum, too. `Cast` may have factors encoded."""
+        """Return the means over ranks of the factors of gradients in `dtype`; replace `along` by its sum.
+
+        `Cast` may make the group encode factors.
+        """
         self._numel_after += sum(factor.numel() for factor in factors)
-        # A row's norm may exceed the range of float16 though none of its elements does.
+        # A row's norm may exceed the range of float16 even if none of its elements does.
         wire = torch.bfloat16 if dtype == torch.float16 else dtype
         sent = [factor.div_(self.group.size).to(wire) for factor in factors]
         yield from ranks.all_reduce_factors_(along, sent)
@@ -284,7 +291,7 @@ class BoundPowerSGD(ErrorFeedback):
         return slots
 
     def lay_out(self, bucket: Bucket) -> tuple[list[Slot], list[_Matrices], list[Slot]]:
-        """The gradients of matrices in a bucket, the matrices, and the other gradients."""
+        """Return the gradients that are in matrices, the matrices, and the remaining gradients."""
         hook, batches = self.hook, []
         like = bucket.flat.new_empty(0, dtype=work_dtype(bucket.flat.dtype))
         for (n, m), slots in hook.matrices(bucket.slots).items():
@@ -307,7 +314,7 @@ class BoundPowerSGD(ErrorFeedback):
         return {**factors, "residual": shapes[0]} if self.has_residuals and len(shapes) == 1 else factors
 
     def _report(self, numel: int, numel_rest: int, bucket: Bucket) -> None:
-        """Log at the first compressed step and every `compression_stats_logging_frequency` steps."""
+        """Log the rate at the first compressed step and then every `compression_stats_logging_frequency` steps."""
         self._numel_before += numel
         self._numel_after += numel_rest
         if bucket.is_last and bucket.step >= self._next_report:
@@ -317,7 +324,7 @@ class BoundPowerSGD(ErrorFeedback):
             self._next_report = bucket.step + self.hook.compression_stats_logging_frequency
 
     def compression_stats(self) -> tuple[float, int, int]:
-        """`(rate, numel_before, numel_after)`, as `PowerSGDState.compression_stats`; the rate is 0 until it begins."""
+        """Return `(rate, numel_before, numel_after)`, like `PowerSGDState`; the rate is 0 before compression begins."""
         rate = self._numel_before / self._numel_after if self._numel_after else 0.0
         return rate, self._numel_before, self._numel_after
 
@@ -331,7 +338,7 @@ class BoundPowerSGD(ErrorFeedback):
         how_much = "nothing, no gradient is a matrix that shrinks"
         if share:
             how_much = f"only {share:.2%}, few gradients are matrices that shrink"
-        # The highest rank at which more is compressed: the lower it is, the more.
+        # The highest rank that compresses enough: a lower rank compresses more gradients.
         better = bisect.bisect_left(range(1, rank), -NEXT_TO_NOTHING, key=lambda rank: -self._share(rank))
         return (
             f"hook={hook.name!r} compresses {how_much} enough at matrix_approximation_rank={rank}; "
@@ -339,7 +346,7 @@ class BoundPowerSGD(ErrorFeedback):
         )
 
     def _share(self, rank: int) -> float:
-        """Elements of matrices that would be compressed at that rank, as a part of all; 1 before there are any."""
+        """Return the fraction of elements that would be compressed at that rank; 1 before there are any buckets."""
         hook = self.hook
         if rank != hook.matrix_approximation_rank:
             hook = dataclasses.replace(hook, matrix_approximation_rank=rank)
@@ -353,11 +360,11 @@ class _Matrices:
     """The matrices of one shape in a bucket.
 
     Attributes:
-        slots: the gradients of each, neighbours in the bucket; the matrix has zeros after the last.
-        n: rows.
-        m: columns.
-        at_once: whether to multiply them together, from a copy, and not one after another in blocks of rows.
-        fresh: random factors by kind: `"factor"`, Q, and with half iterations `"factor_p"`, P.
+        slots: the gradients of each matrix, adjacent in the bucket; the matrix is padded with zeros after the last.
+        n: number of rows.
+        m: number of columns.
+        at_once: whether to multiply the matrices together, from a copy; if not, one after another, in blocks of rows.
+        fresh: random factors by kind: `"factor"` is Q; `"factor_p"` is P, only with half iterations.
     """
 
     slots: list[tuple[Slot, ...]]
@@ -369,21 +376,21 @@ class _Matrices:
 
     @property
     def keys(self) -> list[str]:
-        """Names of the matrices: their parameters' names."""
+        """Keys of the matrices in the memory: the names of their parameters, joined by newlines."""
         return ["\n".join(slot.name for slot in slots) for slots in self.slots]
 
     def _of(self, flat: Tensor) -> list[Tensor]:
-        """The gradients of each matrix, one behind the other, as a view of a flat bucket."""
+        """Return the gradients of each matrix, as a contiguous view of a flat bucket."""
         return [flat[slots[0].offset : slots[-1].offset + slots[-1].numel] for slots in self.slots]
 
     def _blocks(self, m: Tensor) -> Iterator[tuple[slice, slice]]:
-        """Rows that stay in the cache until they are multiplied, and their elements."""
+        """Yield blocks of rows that fit into the cache: a slice of the rows, and a slice of their elements."""
         step = max(1, _BLOCK_NUMEL // self.m) if m.is_cpu else self.n
         for first in range(0, self.n, step):
             yield slice(first, first + step), slice(first * self.m, (first + step) * self.m)
 
     def add_and_multiply_(self, residual: Tensor, bucket: Bucket, start: Tensor, makes_q: bool) -> Tensor:
-        """Add the gradients to the residuals, which are M then; returns M Q, or M^T P if `makes_q`."""
+        """Add the gradients to the residuals, which gives M; return M Q, or M^T P if `makes_q`."""
         k, r, _ = start.shape
         product = start.new_zeros((k, r, self.m if makes_q else self.n))
         for i, (m, gradient) in enumerate(zip(self._of(residual), self._of(bucket.flat), strict=True)):
@@ -400,19 +407,19 @@ class _Matrices:
         return product
 
     def multiply(self, residual: Tensor, p: Tensor) -> Tensor:
-        """M^T P, once gradients were added."""
+        """Return M^T P, after `add_and_multiply_`."""
         if self._together is not None:
             return torch.bmm(p, self._together)
         matrices = (m.view(self.n, self.m) for m in self._of(residual))
         return torch.stack([torch.mm(own, m) for own, m in zip(p, matrices, strict=True)])
 
     def write_and_subtract_(self, residual: Tensor, bucket: Bucket, p: Tensor, q: Tensor) -> None:
-        """Write P^T Q to the gradients, times the loss scale, and take it from the residuals as it was rounded."""
+        """Replace the gradients by P^T Q times the loss scale; subtract P^T Q, as rounded there, from the residuals."""
         self._together = None
         for i, (m, gradient) in enumerate(zip(self._of(residual), self._of(bucket.flat), strict=True)):
             scaled = q[i] * bucket.loss_scale
             is_whole = gradient.dtype == q.dtype and gradient.numel() == self.n * self.m
-            # Of one row, a product of matrices takes a third longer.
+            # With rank 1, a matrix product takes a third longer than an elementwise product.
             multiply = torch.mul if len(scaled) == 1 else torch.mm
             for rows, block in self._blocks(m):
                 written, out = gradient[block], gradient[block].view(-1, self.m) if is_whole else None
@@ -423,8 +430,11 @@ class _Matrices:
 
 
 def _sent_is_finite(p: Tensor, q: Tensor, dtype: torch.dtype) -> Tensor:
-    """Whether P^T Q is finite as gradients of that dtype: boolean, one element. One of both has orthonormal rows."""
-    # No element of P^T Q is larger than r times the product of the largest ones.
+    """Return whether P^T Q is finite in a dtype of gradients, as a boolean of one element.
+
+    Either P or Q has orthonormal rows.
+    """
+    # No element of P^T Q is larger than r times the product of the largest elements of P and Q.
     limit = torch.finfo(q.dtype if dtype == torch.float16 else dtype).max
     largest_p, largest_q = (torch.linalg.vector_norm(factor, math.inf) for factor in (p, q))
     finite: Tensor = largest_p * largest_q * q.shape[1] < limit
@@ -432,35 +442,36 @@ def _sent_is_finite(p: Tensor, q: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def random_factors(keys: Sequence[str], shape: Sequence[int], like: Tensor, seed: int, step: int) -> Tensor:
-    """Standard normal numbers for each key, dtype and device of `like`, the same on all ranks and devices.
+    """Return standard normal numbers for each key, in the dtype and on the device of `like`, equal on all ranks.
 
-    They depend on the parameters' names, so that the order of buckets does not matter, on the seed, and on the step if
-    they are drawn again at each step.
+    The numbers do not depend on the device. They depend on the seed, on the parameters' names, so that the order of
+    buckets does not matter, and on the step if they are drawn anew at each step.
     """
     generator = torch.Generator()
     factors = torch.empty(len(keys), *shape)
     for key, factor in zip(keys, factors, strict=True):
         factor.normal_(generator=generator.manual_seed(zlib.crc32(f"{seed}:{step}:{key}".encode())))
-    # Pinned, a copy does not wait for the device.
+    # A copy from pinned memory does not wait for the device.
     return factors.pin_memory().to(like, non_blocking=True) if like.is_cuda else factors.to(like)
 
 
 def orthonormal_basis(rows: Tensor) -> Tensor:
     """An orthonormal basis of the span of each matrix's rows, shape `(k, r, n)`, r <= n; NaN where they are not finite.
 
-    By Householder, which also gives orthonormal rows for dependent, zero, tiny and huge ones: where they span less than
-    r dimensions, the rest of the basis is arbitrary. (PyTorch's Gram-Schmidt divides by zero or loses orthogonality.)
+    Householder reflections also give orthonormal rows for linearly dependent, zero, tiny and huge rows: if the rows
+    span fewer than r dimensions, the rest of the basis is arbitrary. (PyTorch's Gram-Schmidt divides by zero or loses
+    orthogonality.)
     """
-    # Norms are sums of squares: scaling keeps them from overflow and underflow.
+    # Norms are sums of squares, which would overflow or underflow without scaling.
     largest = torch.linalg.vector_norm(rows, math.inf, dim=2, keepdim=True).clamp_min_(torch.finfo(rows.dtype).tiny)
     basis: Tensor = torch.linalg.qr((rows / largest).mT).Q
     return basis.mT.contiguous()
 
 
 def revived(rows: Tensor, fresh: Tensor, epsilon: float) -> Tensor:
-    """Rows of factors, with fresh ones for the dead: shorter than `epsilon` times the longest of their matrix, or zero.
+    """Replace rows that are zero, or at most `epsilon` times as long as their matrix's longest, by `fresh` ones.
 
-    The rows of a matrix that was zero at the last step could give P = 0 forever after.
+    If a matrix was zero in the last step, its rows could make P zero in all later steps.
     """
     norm = torch.linalg.vector_norm(rows, ord=1, dim=2, keepdim=True)
     alive = norm > (epsilon * norm.amax(dim=1, keepdim=True) if epsilon else 0)

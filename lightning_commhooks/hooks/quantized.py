@@ -29,7 +29,7 @@ from lightning_commhooks.interface.precision import all_finite, to_gradient, wor
 from lightning_commhooks.interface.registry import register
 from lightning_commhooks.interface.state import Shapes
 
-# Gradients of fewer elements are copied together.
+# Gradients with fewer elements are copied into common chunks.
 _ALONE_NUMEL = 2**17
 
 
@@ -38,12 +38,12 @@ class CodecConfig(CommHook):
     """Options of hooks that encode gradients and have error feedback.
 
     Args:
-        use_error_feedback: add encoding errors to the next step's gradient, and to the next mean. Needs memory of the
-            size of the gradients, at least float32.
-        compress_1d: also encode biases and other one-dimensional parameters. They are few, and those of normalization
-            layers are sensitive. Gradients of fewer elements than a block are never encoded.
-        min_bytes: buckets with fewer bytes of gradients to encode are averaged in full, which is faster.
-        random_seed: of stochastic rounding. The global random state is not touched.
+        use_error_feedback: add the encoding errors, those of the mean included, to the next step's gradients. Needs
+            memory of the size of the gradients, at least float32.
+        compress_1d: also encode biases and other one-dimensional parameters. They have few elements, and those of
+            normalization layers are sensitive. Gradients with fewer elements than a block are never encoded.
+        min_bytes: buckets with fewer bytes of gradients to encode are averaged uncompressed, which is faster.
+        random_seed: seed of stochastic rounding. The global random state is not touched.
         hierarchy: `"node"`: average gradients in full within each node and compress between nodes, so that a node sends
             as much as one rank would. Each node needs the same number of ranks. `None`: among all ranks.
     """
@@ -60,7 +60,7 @@ class CodecConfig(CommHook):
         check_integer("min_bytes", self.min_bytes, 0)
         check_integer("random_seed", self.random_seed)
         check_hierarchy(self.hierarchy)
-        self.codec  # noqa: B018  # refuses its own options
+        self.codec  # noqa: B018  # raises if its options are invalid
 
     @property
     @abstractmethod
@@ -82,13 +82,14 @@ class CodecConfig(CommHook):
 class Int8(CodecConfig):
     """Average gradients as blocks of 8-bit integers with a scale each, with error feedback.
 
-    A two-shot all-reduce (`Group.average_encoded_`): sends a quarter of what float32 does, at every number of ranks.
-    Gradients are encoded once and their mean once more, unless there are two ranks. Levels and errors: see
+    A two-shot all-reduce (`Group.average_encoded_`) sends a quarter of the bytes of float32, for any number of ranks.
+    Gradients are encoded once and their mean once more, unless there are two ranks. For levels and errors, see
     `Int8Codec`.
 
     Args:
-        block_size: elements with a common scale, a multiple of 8. Sends `1 + 4 / block_size` bytes for a number.
-        rounding: `"nearest"`, or `"stochastic"`, whose error is 0 on average; of use without error feedback.
+        block_size: number of elements that share a scale, a multiple of 8. Sends `1 + 4 / block_size` bytes per
+            element.
+        rounding: `"nearest"`, or `"stochastic"`, whose error is 0 on average; useful without error feedback.
 
     Raises:
         ValueError: a value is out of range.
@@ -109,14 +110,15 @@ class Int8(CodecConfig):
 class Int4(CodecConfig):
     """Average gradients as blocks of 4-bit integers with a scale each, with error feedback.
 
-    A two-shot all-reduce (`Group.average_encoded_`): sends a seventh of what float32 does, at every number of ranks.
-    Gradients are encoded once and their mean once more, unless there are two ranks. Levels and errors: see
+    A two-shot all-reduce (`Group.average_encoded_`) sends a seventh of the bytes of float32, for any number of ranks.
+    Gradients are encoded once and their mean once more, unless there are two ranks. For levels and errors, see
     `Int4Codec`.
 
     Args:
-        block_size: elements with a common scale, a multiple of 8. Sends `1/2 + 4 / block_size` bytes for a number.
-        rounding: `"nearest"`, or `"stochastic"`, whose error is 0 on average; of use without error feedback.
-        rotation: `"hadamard"`: rotate blocks first, which spreads outliers; then `block_size` is a power of 2.
+        block_size: number of elements that share a scale, a multiple of 8. Sends `1/2 + 4 / block_size` bytes per
+            element.
+        rounding: `"nearest"`, or `"stochastic"`, whose error is 0 on average; useful without error feedback.
+        rotation: `"hadamard"`: rotate blocks first, which spreads outliers; `block_size` must then be a power of 2.
 
     Raises:
         ValueError: a value is out of range.
@@ -138,13 +140,14 @@ class Int4(CodecConfig):
 class FP8(CodecConfig):
     """Average gradients as blocks of 8-bit floating-point numbers with a scale each, with error feedback.
 
-    Like `Int8`, at the same size; small gradients next to large ones are more precise, and large ones less. See
-    `FP8Codec`.
+    Like `Int8`, with as many bytes. Small gradients next to large ones are more precise, and large ones are less
+    precise. See `FP8Codec`.
 
     Args:
         format: `"e4m3"`, 4 significant bits, or `"e5m2"`, 3 of them and a wider range.
-        block_size: elements with a common scale, a multiple of 8. Sends `1 + 4 / block_size` bytes for a number.
-        rounding: `"nearest"`, or `"stochastic"`, whose error is 0 on average; of use without error feedback.
+        block_size: number of elements that share a scale, a multiple of 8. Sends `1 + 4 / block_size` bytes per
+            element.
+        rounding: `"nearest"`, or `"stochastic"`, whose error is 0 on average; useful without error feedback.
 
     Raises:
         ValueError: a value is out of range.
@@ -166,13 +169,14 @@ class FP8(CodecConfig):
 class Int2(CodecConfig):
     """Average gradients as signs and one of two magnitudes, with error feedback.
 
-    A two-shot all-reduce (`Group.average_encoded_`): sends a fourteenth of what float32 does, at every number of ranks.
-    Gradients are encoded once and their mean once more, unless there are two ranks. Levels and errors: see
-    `Int2Codec`. Meant for the moves of models in [`DiLoCo`][], which are sent seldom.
+    A two-shot all-reduce (`Group.average_encoded_`) sends a fourteenth of the bytes of float32, for any number of
+    ranks. Gradients are encoded once and their mean once more, unless there are two ranks. For levels and errors, see
+    `Int2Codec`. Meant for the pseudo-gradients of [`DiLoCo`][], which are sent rarely.
 
     Args:
-        block_size: elements with common magnitudes, a multiple of 8. Sends `1/4 + 8 / block_size` bytes for a number.
-        random_seed: has no effect, nothing is random.
+        block_size: number of elements that share the magnitudes, a multiple of 8. Sends `1/4 + 8 / block_size` bytes
+            per element.
+        random_seed: has no effect, since nothing is random.
 
     Raises:
         ValueError: a value is out of range.
@@ -188,7 +192,7 @@ class Int2(CodecConfig):
 
 
 class CodecFeedback(ErrorFeedback):
-    """Error feedback at both ends of a two-shot average.
+    """Error feedback for both encodings of a two-shot average.
 
     The encoding error of a rank's payload is its residual. The encoding error of the mean is multiplied by the number
     of ranks and added to the residual of the rank that sends it, so that the next mean includes it. DoubleSqueeze has a
@@ -201,7 +205,7 @@ class CodecFeedback(ErrorFeedback):
         super().__init__(group, hook)
         self._kernels = group.kernels(hook.codec, feedback=hook.use_error_feedback, two_shot=True)
         self.has_memory = hook.use_error_feedback
-        # Without, nothing is added to gradients before they are encoded.
+        # Without error feedback, nothing is added to gradients before they are encoded.
         self.scales_gradients = hook.use_error_feedback
 
     def average_(self, residual: Tensor | None, bucket: Bucket, ranks: Group) -> Steps[Tensor | None]:
@@ -280,12 +284,12 @@ class CodecFeedback(ErrorFeedback):
 
 @dataclass(frozen=True)
 class Place:
-    """Stretches of gradients that are encoded and sent together, each filled up with zeros to whole blocks.
+    """Contiguous parts of gradients that are encoded and sent together, each padded with zeros to whole blocks.
 
     Attributes:
-        stretches: named by their gradients and first elements.
-        starts: where they begin in the chunk.
-        shape: `(b, s)`, b a multiple of the number of owners.
+        stretches: the parts, each named after its gradient and its first element.
+        starts: the offset of each part in the chunk.
+        shape: `(b, s)`: b blocks of s elements. b is a multiple of the number of owners.
     """
 
     stretches: tuple[Slot, ...]
@@ -293,7 +297,7 @@ class Place:
     shape: tuple[int, int]
 
     def gather(self, flat: Tensor, dtype: torch.dtype) -> Tensor:
-        """Gradients or residuals, shape `(b, s)`: a view of `flat` if they lie so and have that dtype, or a copy."""
+        """Return gradients or residuals, shape `(b, s)`: a view of `flat` if layout and dtype fit, else a copy."""
         numel = self.shape[0] * self.shape[1]
         if len(self.stretches) == 1 and self.stretches[0].numel == numel and flat.dtype == dtype:
             return self.stretches[0].view(flat).view(self.shape)
@@ -311,7 +315,7 @@ class Place:
 
 @dataclass(frozen=True)
 class _Plan:
-    """The gradients of a bucket to encode, where they go, and their bytes; and the rest."""
+    """The gradients of a bucket to encode, their places and their number of bytes; and the remaining gradients."""
 
     slots: list[Slot]
     rest: list[Slot]
@@ -320,14 +324,14 @@ class _Plan:
 
 
 def places_of(slots: Sequence[Slot], block_size: int | None, num_owners: int) -> list[Place]:
-    """Cut gradients into the places of chunks.
+    """Divide gradients into chunks, and return the place of each chunk.
 
-    Each gradient begins a block, so that the content of a block does not depend on the bucket.
+    Each gradient begins a new block, so that the content of a block does not depend on the bucket.
 
     Args:
         slots: the gradients.
-        block_size: elements of a block; `None`: all gradients together are one block for each owner.
-        num_owners: into how many parts, of as many blocks each, every chunk can be cut.
+        block_size: number of elements of a block; `None`: all gradients together form one block for each owner.
+        num_owners: number of parts into which every chunk can be divided, with equally many blocks each.
     """
     size = block_size or -(-sum(slot.numel for slot in slots) // num_owners)
     unit = size * num_owners
@@ -370,19 +374,19 @@ class EncodedResidual:
     largest magnitude over 254, is lost.
 
     Args:
-        block_size: elements with a common scale.
-        device: of the gradients.
+        block_size: number of elements that share a scale.
+        device: the device of the gradients.
     """
 
     def __init__(self, block_size: int, device: torch.device) -> None:
         codec = Int8Codec(block_size=block_size)
         self._kernels = compiled(codec, device, {1}, feedback=False, says=False) or Kernels(codec)
         self._one = torch.ones((), device=device)
-        # By the first block.
+        # The encoded residual, by the number of its first block.
         self._payloads: dict[int, Tensor] = {}
 
     def at(self, start: int, blocks: Tensor) -> Tensor:
-        """The residual of some blocks, shape and dtype of `blocks`."""
+        """Return the residual of some blocks, in the shape and dtype of `blocks`."""
         own = torch.zeros_like(blocks)
         if start in self._payloads:
             self._kernels.decode_mean(self._payloads[start].unsqueeze(0), self._one, own)
@@ -397,20 +401,21 @@ class EncodedResidual:
 def reduce_scatter_encoded(
     bucket: Bucket, out: Tensor, ranks: Group, kernels: Kernels, seed: int, residual: EncodedResidual | None = None
 ) -> Steps[None]:
-    """Send blocks that a codec has encoded, decode them and sum in float32.
+    """Send blocks that a codec has encoded, decode them and sum them in float32.
 
     The first of the two shots of `Group.average_encoded_`, as ZeRO++ does it (Wang et al. 2023,
-    https://arxiv.org/abs/2306.10209, section 3.3). Each rank's share begins a block and is filled up with zeros. Some
-    blocks are encoded and decoded while other blocks are in flight. Error of one element: the mean over ranks of the
-    codec's largest error in its block; with int8, of the largest magnitude of the block over 254.
+    https://arxiv.org/abs/2306.10209, section 3.3). Each rank's share begins a new block and is padded with zeros. Some
+    blocks are encoded and decoded while other blocks are in flight. The error of an element is at most the mean over
+    ranks of the codec's largest error in its block, which for int8 and nearest rounding is the block's largest
+    magnitude divided by 254.
 
     Args:
         bucket: see `allreduce.reduce_scatter`.
         out: see there.
         ranks: see there.
-        kernels: of the same ranks, of a codec with a block size.
-        seed: for random rounding, of this rank and bucket alone. Below 2^30.
-        residual: of these gradients, for error feedback.
+        kernels: the kernels of these ranks for a codec with a block size.
+        seed: seed of stochastic rounding, different for each rank and bucket, below 2^30.
+        residual: the residual of these gradients; `None`: no error feedback.
     """
     size = kernels.codec.block_size
     assert size is not None
@@ -433,7 +438,7 @@ def reduce_scatter_encoded(
 
 
 def _in_blocks(chunks: Tensor, size: int) -> Tensor:
-    """Shape `(w, b, size)`, at least float32: a view where rows are whole blocks, or else a copy."""
+    """Return `chunks` in shape `(w, b, size)`, at least float32: a view if rows are whole blocks, otherwise a copy."""
     w, n = chunks.shape
     dtype = torch.promote_types(chunks.dtype, torch.float32)
     if n % size == 0 and dtype == chunks.dtype:

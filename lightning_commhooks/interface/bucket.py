@@ -46,19 +46,19 @@ class Bucket:
     Attributes:
         flat: shape `(numel,)`, any dtype: this rank's gradients, which `reduce` replaces by the averaged gradients.
         index: position of the bucket in this backward. Never a key of state: DDP rebuilds its buckets.
-        is_last: whether DDP called this the last bucket of the backward. With
-            `skip_all_reduce_unused_params=True` a backward may end without one.
+        is_last: whether DDP marked this bucket as the last one of the backward. With
+            `skip_all_reduce_unused_params=True`, a backward may end without such a bucket.
         step: number of synchronized backwards before this one, rank-uniform.
         slots: the parameters in the bucket, in memory order; together they cover it without gaps.
         unused: names of parameters that this rank did not use, or `None` unless DDP runs with
             `find_unused_parameters=True`. DDP then discards a hook's result for a parameter that no rank used, so a
-            hook must not use up the memory of such a parameter: see `used`. The bucket has the `.grad` that an earlier
-            backward left for it.
+            hook must not use up the memory of such a parameter: see `used`. For it, the bucket contains the `.grad`
+            that an earlier backward left.
         loss_scale: the scale of the `GradScaler`, rank-uniform; a float, or on CUDA a tensor of one element, because
             reading it would synchronize. Memory is in units of the unscaled loss: divide gradients by this value when
             they enter the memory, and multiply them when they leave it.
-        scale: factor to multiply gradients by before they are averaged; not 0, and 1 unless the hook sets
-            `scales_gradients`. A float, or a tensor of one element.
+        scale: factor by which to multiply gradients before they are averaged. It is not 0, and it is 1 unless the hook
+            sets `scales_gradients`. A float, or a tensor of one element.
         accumulated: the micro-batches whose gradients are summed; `None` unless gradients are divided by their number
             or weight (`ScaleByGradAccumulation`).
     """
@@ -75,7 +75,7 @@ class Bucket:
 
     @property
     def divisor(self) -> float | Tensor:
-        """The divisor that scales gradients and converts them to units of the loss, as they enter the memory."""
+        """The divisor of gradients that enter the memory: it applies `scale` and converts them to units of the loss."""
         return self.loss_scale / self.scale
 
     @cached_property

@@ -1,4 +1,4 @@
-"""The two types of every communication method.
+"""The two base classes of every communication method.
 
 * [`CommHook`][]: the configuration that a user writes. Frozen, picklable, without a process group.
 * [`BoundHook`][]: the runtime object. Owns buffers, random numbers and memory.
@@ -59,7 +59,7 @@ class CommHook(ABC):
         __signature__ = _Signature()
 
         def __new__(cls, *args: Any, **options: Any) -> CommHook:
-            # A call without arguments makes a copy, whose fields are set later.
+            # Without arguments, this may be `copy` or `pickle`, which set the fields later.
             if args or options:
                 check_options(cls, args, options)
             return super().__new__(cls)
@@ -71,7 +71,7 @@ class CommHook(ABC):
 
     @property
     def is_uneven(self) -> bool:
-        """Whether ranks take different numbers of steps, so that the rest of a step must not be collective."""
+        """Whether ranks take different numbers of steps, so that no other part of a step may be collective."""
         return False
 
     def check_parameters(self, names: Sequence[str]) -> list[str]:
@@ -167,17 +167,17 @@ class BoundHook(ABC):
     def reduce(self, bucket: Bucket, ranks: Group) -> Steps[Tensor | None]:
         """Replace the gradients of a bucket, `bucket.flat`, by their average over all ranks, in place.
 
-        A generator; one that sends nothing has a `yield` after a `return`.
+        The method is a generator; if it sends nothing, it needs a `yield` after its `return`.
 
         Args:
             bucket: the gradients and their layout.
-            ranks: the collectives for this bucket: the collectives of `self.group`, in the bucket's own channel.
-                Subgroups are `ranks.split(...)`, which `bind` has called before.
+            ranks: the collectives for this bucket: the collectives of `self.group`, in the bucket's own channel. For a
+                subgroup, call `ranks.split(...)` with subgroups that `bind` has created.
 
         Returns:
-            whether the result is finite, as a boolean of one element on the device of the gradients, rank-uniform.
-            With `None` the engine checks the gradients. Useful for hooks with memory that can tell from a smaller
-            tensor.
+            whether the result is finite, as a boolean of one element on the device of the gradients, rank-uniform. If
+            the result is `None`, the engine checks the gradients. Another result is useful for hooks with memory that
+            can derive it from a smaller tensor.
         """
 
     def end_step(self, finite: Tensor) -> None:  # noqa: B027  # optional to override
@@ -216,16 +216,16 @@ class BoundHook(ABC):
     def inactive_reason(self, step: int) -> str | None:
         """Return why this hook does not compress a step, and what to do about it; `None` if it compresses.
 
-        Shown for steps that are not compressed, and as a warning if training ends with such a step. The warning is
-        given after the first steps if the end is foreseen, by a call for the last step when `changes_at()` has no step
-        before it, or else at the end. The method is also called in each step after the step's last bucket, so it may
-        depend on the buckets so far; `None` if there are none yet, as after `load_state_dict`. The text is a clause
-        that names the hook, and optionally a semicolon and advice: `"hook='powersgd' compresses from
-        start_powerSGD_iter=1000 on; let it begin earlier"`.
+        Shown for steps that are not compressed, and as a warning if training ends with such a step. If the end can be
+        foreseen, the warning is given after the first steps: the method is then called for the last step, if
+        `changes_at()` has no step before it. Otherwise it is given at the end. The method is also called in each step
+        after the step's last bucket, so it may depend on the buckets so far; `None` if there are none yet, as after
+        `load_state_dict`. The text is a clause that names the hook, and optionally a semicolon and advice:
+        `"hook='powersgd' compresses from start_powerSGD_iter=1000 on; let it begin earlier"`.
 
         Args:
-            step: number of synchronized backwards before it; `ANY_LATER_STEP` asks for reasons that do not depend on
-                the length of the run.
+            step: number of synchronized backwards before that step; `ANY_LATER_STEP` asks for reasons that do not
+                depend on the length of the run.
         """
         return None
 

@@ -84,13 +84,14 @@ class Models:
 
     Args:
         group: all ranks.
-        optimizers: the optimizers of the model, by the name of each one's first parameter; added when they first step.
+        optimizers: the optimizers of the model, by the name of each one's first parameter; `stepped` adds to them.
         hook: name of the hook, for messages and profiler traces.
 
     Attributes:
         layout: names of the parameters.
         average_buffers: whether averages of the model include running statistics.
-        broadcasts_buffers: whether all ranks get the first rank's other buffers, as with DDP's option.
+        broadcasts_buffers: whether averages copy the first rank's other buffers to all ranks, as with DDP's
+            `broadcast_buffers`.
         diverged: names of parameters that local steps have changed since the last average over all ranks.
         num_steps: steps since the start of training, by optimizer; rank-uniform.
         num_undecided: later steps that may turn out to have changed nothing; rank-uniform.
@@ -98,7 +99,7 @@ class Models:
         begin: begins a computation in a separate group, which runs during training in its own channel, and returns a
             function that waits for it.
         is_swapped: whether the averages temporarily replace this rank's own model.
-        is_shown: whether they do so until training continues, not within a `with`.
+        is_shown: whether they replace it until training continues, rather than within a `with`.
     """
 
     def __init__(self, group: Group, optimizers: dict[str, Optimizer], hook: str) -> None:
@@ -112,9 +113,10 @@ class Models:
         self.num_undecided: dict[str, int] = {}
         self.may_differ = False
         self.begin: Callable[[Group, Callable[[Group], Steps[None]]], Callable[[], None]]
-        # As known to this rank.
+        # Whether a forward has changed this rank's own buffers.
         self._buffers_diverged = False
-        # Whether ranks have to compare buffers at the next average, and whether to include buffers except statistics.
+        # Whether ranks have to compare buffers at the next average, and whether to include those that are not
+        # statistics.
         self._asks_about_buffers = self._watches_others = True
         self._counts_of_steps: set[str] = set()
         self._contents: dict[str, tuple[weakref.ref[Tensor], int, bytes, int]] = {}
@@ -126,7 +128,7 @@ class Models:
         self.is_swapped = self.is_shown = False
 
     def stepped(self, optimizer: Optimizer, step: int) -> OptimizerStep | None:
-        """Describe a step of an optimizer of this model; `None` if it has none of the parameters."""
+        """Describe a step of an optimizer of this model; `None` if the optimizer has no parameter of the model."""
         parameters = parameters_of(optimizer)
         key = next((name for p in parameters if (name := self.layout.name_of(p)) is not None), None)
         if key is None:
@@ -282,13 +284,13 @@ class Models:
             self._states_diverged.difference_update(stepped.parameters)
 
     def reset_state_(self, stepped: OptimizerStep) -> None:
-        """Reset an optimizer's state of the parameters."""
+        """Delete an optimizer's state of its parameters."""
         for parameter in stepped.parameters.values():
             stepped.state.pop(parameter, None)
         self._states_diverged.difference_update(stepped.parameters)
 
     def average_diverged_(self, everything: bool = False) -> None:
-        """Permanently average the tensors that differ; with `everything`, also changes that no optimizer made."""
+        """Permanently average the tensors that differ; with `everything`, also those that no optimizer has changed."""
         if everything:
             self.swap_out()
             self.keep_averages()
@@ -377,7 +379,7 @@ class Models:
         return swap
 
     def swap_out(self, key: str = _MODEL) -> None:
-        """Restore each rank's own model or optimizer state, except tensors changed meanwhile, as by loading weights."""
+        """Restore each rank's own model or optimizer state, except tensors changed meanwhile, as by loading."""
         swap = self._swaps.get(key)
         if swap is not None and swap.is_in:
             swap.exchange()
@@ -441,7 +443,7 @@ class Models:
         if not (self.diverged or self._states_diverged or any(diverged for _, diverged, *_ in told)):
             return {}
         found = self._alike(by_name, self._group, [kinds for kinds, *_ in told], lambda name: name.rpartition("\n")[0])
-        # Averages may have replaced it.
+        # The averages may be in place; then the ranks' own tensors are in the swaps.
         own = {key: tensor for swap in self._swaps.values() for key, tensor in swap.own().items()}
         saved: dict[str, Any] = {"parameters": {}, "buffers": {}, "optimizers": {}}
         for path, tensor in found.items():
@@ -499,7 +501,7 @@ def parameters_of(optimizer: Optimizer) -> list[Tensor]:
 
 
 def _states_of(parameters: Mapping[str, Tensor], state: Mapping[Tensor, Any]) -> dict[str, Tensor]:
-    """Return the floating-point tensors of an optimizer's state, by a string of parameter and key."""
+    """Return the floating-point tensors of an optimizer's state, by parameter name and key, joined by a newline."""
     states = ((name, _floating_point(state.get(p, {}))) for name, p in parameters.items())
     return {f"{name}\n{key}": tensor for name, tensors in states for key, tensor in tensors.items()}
 

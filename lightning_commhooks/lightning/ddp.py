@@ -37,25 +37,25 @@ class CompressedDDPMixin(AveragesModelsMixin):
         hook: name of a hook (`lightning_commhooks.available_hooks()`), a configured hook such as
             `PowerSGD(matrix_approximation_rank=4)`, or a DDP hook function `(state, bucket)`.
         hook_state: the state of such a function.
-        exact_state: save state that differs between ranks for every rank, so that a run resumes bit for bit on CPU.
-            Checkpoints grow by the size of the gradients once per rank, instead of once.
+        exact_state: save the state of every rank where it differs between ranks, so that a run resumes bit for bit on
+            CPU. Checkpoints then grow by the size of the gradients once per rank, instead of once in all.
         strict_state: whether hook state in a checkpoint that does not fit the model or the hook is an error. If not,
             the state that does not fit is reset, with a warning.
-        resync: with hooks that let ranks step alone, validation and checkpoints have the average of their models. If
-            true, training continues from that average too, on all ranks, and a run resumed from a checkpoint is the
+        resync: with hooks that take local steps, validation and checkpoints use the average of the ranks' models. If
+            true, training also continues from that average, on all ranks, and a run resumed from a checkpoint is the
             same as an uninterrupted one. If not, each rank continues from its own model, as it was before.
         accumulation: divisor of gradients that are accumulated over batches. `"framework"`: `accumulate_grad_batches`,
             also in the last window of an epoch, which may be shorter, and none in manual optimization. `"mean"`: the
             actual number of batches. `"sum"`, an integer or `"weighted"`: see [`ScaleByGradAccumulation`][].
-        fault_tolerance: make this Trainer, of one process, one of several replicas, of which some may die and come back
-            while the rest continue. Every replica runs the same command, with a number of its own. See
+        fault_tolerance: make this Trainer, which has one process, one of several replicas. Some of them may die and
+            come back while the rest continue. Every replica runs the same command, with its own number. See
             [`FaultTolerance`][] and "When workers die". Sets `find_unused_parameters=True`.
         **kwargs: arguments of `DDPStrategy` and of `torch.nn.parallel.DistributedDataParallel`, without
             `ddp_comm_state`, `ddp_comm_hook`, `ddp_comm_wrapper` and `model_averaging_period`.
 
     Raises:
-        MisconfigurationException: unknown hook, a function that DDP would refuse, or one of the arguments
-            that `hook` replaces.
+        MisconfigurationException: the hook is unknown or a function that DDP would refuse, or one of the arguments is
+            among those that `hook` replaces.
     """
 
     _replaced: ClassVar[Mapping[str, str]] = REPLACED
@@ -88,8 +88,8 @@ class CompressedDDPMixin(AveragesModelsMixin):
                 from lightning_commhooks.torchft.manager import check_options as check_replica
 
                 check_replica(self._hook, {**kwargs, "exact_state": exact_state, "resync": resync})
-                # Otherwise the buckets of a replica that joins later would differ. The CLI gives the default of every
-                # option.
+                # Otherwise the buckets of a replica that joins later would differ. A given value is replaced, because
+                # the CLI passes the default of every option.
                 kwargs["find_unused_parameters"] = True
         self._hook_state = hook_state
         self._exact_state = exact_state
@@ -97,9 +97,9 @@ class CompressedDDPMixin(AveragesModelsMixin):
         self._fault_tolerance = fault_tolerance
         self._replica: OwnSteps | None = None
         self._looks_at_average(resync)
-        # For checkpoints that Lightning writes when the model is out of DDP again.
+        # The hook's state, for checkpoints that Lightning writes after it has taken the model out of DDP.
         self._last_state: dict[str, Any] | None = None
-        # Whether it has the hook's memory, and after how many steps it was saved.
+        # Whether that state has the hook's memory, and after how many steps it was saved.
         self._last_is_whole, self._saved_at = True, -1
         super().__init__(**kwargs)
 
@@ -110,10 +110,10 @@ class CompressedDDPMixin(AveragesModelsMixin):
 
     @property
     def attachment(self) -> Attachment | None:
-        """The hook at work in the last `fit` of this process, for `metrics()`; `None` before the first.
+        """The attachment of the last `fit` in this process, for example for its `metrics()`; `None` before the first.
 
-        With `start_method` "spawn", "fork" or "forkserver" training happens in other processes: read it there,
-        in a callback or the module.
+        With `start_method` "spawn", "fork" or "forkserver" training happens in other processes: read the attachment
+        there, in a callback or the module.
         """
         return self._attachment
 
@@ -123,14 +123,14 @@ class CompressedDDPMixin(AveragesModelsMixin):
         return None if self._replica is None else self._replica.manager
 
     def add_weight(self, weight: float | Tensor) -> None:
-        """With `accumulation="weighted"`, say how much the present batch counts, as by its number of tokens.
+        """With `accumulation="weighted"`, set the weight of the current batch, such as its number of tokens.
 
         In `training_step`: `self.trainer.strategy.add_weight(num_tokens)`, before `manual_backward` if there is one;
         the loss must be a sum over tokens. See `Attachment.add_weight`.
 
         Raises:
-            MisconfigurationException: no number of at least 0, the strategy has another `accumulation`, or training has
-                not begun.
+            MisconfigurationException: the weight is not a number of at least 0, the strategy has another
+                `accumulation`, or training has not begun.
         """
         if self._attachment is None:
             raise self._misconfiguration(f"{type(self).__name__}.add_weight() is for a training_step; no fit has begun")
@@ -193,13 +193,13 @@ class CompressedDDPMixin(AveragesModelsMixin):
                 self._replica.begin()
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
-        """The optimizer's step; with `fault_tolerance`, if the hook averages gradients, when replicas voted for it."""
+        """Take the optimizer's step; with `fault_tolerance` and averaged gradients, after the replicas' vote."""
         if self._replica is not None:
             closure = self._replica.committed(optimizer, closure)
         return super().optimizer_step(optimizer, closure, *args, **kwargs)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Wrap the model again if parameters were unfrozen, which DDP would not average; then the step itself.
+        """Wrap the model again if parameters were unfrozen, since DDP would not average them; then take the step.
 
         Before the step, once the first steps are over, report the hook's expected effect on this run.
         """
@@ -254,7 +254,7 @@ class CompressedDDPMixin(AveragesModelsMixin):
                 filepath,
             )
         state = self._attachment.state_dict()
-        # Also for another checkpoint, or one after training, if no step comes before.
+        # Reused for another checkpoint, or one after training, if no step comes before it.
         self._saved_at, self._last_is_whole = self._attachment.num_steps, True
         self._last_state = state if self.is_global_zero else None
         return state
@@ -269,12 +269,12 @@ class CompressedDDPMixin(AveragesModelsMixin):
         )
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
-        """Wait for all ranks, except in Lightning's handler of SLURM's signal: other ranks may wait elsewhere."""
+        """Wait for all ranks, except in Lightning's handler of SLURM's signal, where other ranks may wait elsewhere."""
         if not handles_signal():
             super().barrier(*args, **kwargs)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load the state of optimizers and of the hook, when a fit resumes or Lightning's tuner goes back."""
+        """Load the state of optimizers and of the hook, when a fit resumes or Lightning's tuner restores them."""
         super().load_optimizer_state_dict(checkpoint)
         self._load(checkpoint.get(CHECKPOINT_KEY, {}))
 

@@ -57,7 +57,7 @@ class Attachment:
     def hook(self) -> CommHook | DDPHook:
         """The configuration: a `CommHook`, or a user's function.
 
-        Its starts are in steps once the length of the run is known.
+        Starts are converted to steps once the length of the run is known.
         """
         config = self._runtime.config
         return config.function if isinstance(config, UserFunction) else config
@@ -102,8 +102,8 @@ class Attachment:
             * `steps`: synchronized backwards; with FSDP 1, including nested ones of reentrant activation checkpointing.
             * `bytes_sent`: payload bytes that this rank sent for training: gradients, and averages of models by the
               hook. Excludes FSDP's parameters, and bytes that FSDP2 itself sends between replicas.
-            * `bytes_dense`: bytes that it would have sent without a hook, with FSDP in float32.
-            * `bytes_evaluation`: payload bytes that it sent for evaluation and saving: averages of models and of
+            * `bytes_dense`: bytes that this rank would have sent without a hook; with FSDP, in float32.
+            * `bytes_evaluation`: payload bytes that this rank sent for evaluation and saving: averages of models and of
               optimizer state, and the hook's state in checkpoints.
             * `compression_ratio`: `bytes_dense / bytes_sent`.
             * `bytes_sent_between_nodes`, `bytes_evaluation_between_nodes`, `bytes_dense_between_nodes`,
@@ -141,10 +141,10 @@ class Attachment:
             * `steps_not_committed`: steps that were discarded.
             * `lost_ms`: time from the last step before the discarded ones to the next step.
 
-            Numbers that would always be 0 are omitted: bytes between nodes if there is one node, averages of models
-            for hooks that average gradients, and `bytes_evaluation` for those that have no memory either. Bytes and
-            times of a user's function are NaN. FSDP has no times, and no numbers on nodes, evaluation, nonfinite steps
-            and averages.
+            Metrics that would always be 0 are omitted: bytes between nodes if there is one node, averages of models for
+            hooks that average gradients, and `bytes_evaluation` for those that have no memory either. Bytes and times
+            of a user's function are NaN. With FSDP, there are no times, and no metrics on nodes, evaluation, nonfinite
+            steps or averages.
         """
         return self._runtime.metrics()
 
@@ -152,9 +152,9 @@ class Attachment:
         """Sample the error of averaged gradients periodically, as `metrics()["relative_error"]`. Collective.
 
         The error is `|averaged - mean| / |mean|` over all gradients of a step, with the mean of the same gradients in
-        full precision. Error feedback sends the rest later, so a model may learn as well with an error near 1. Local
-        steps have no error. Each sampled step costs an all-reduce of `numel` numbers, which is not counted. Call it
-        outside of a backward.
+        full precision. Error feedback sends the rest later, so even with an error near 1 a model may learn as well.
+        Local steps have no error. Each sampled step costs an all-reduce of `numel` numbers, which is not counted. Call
+        it outside of a backward.
 
         Args:
             every: sample steps whose number is a multiple of this value; 0: no steps.
@@ -213,8 +213,8 @@ class Attachment:
 
         Returns:
             the forecast, which prints as one line. `None` until a whole period was measured, which takes three steps,
-            and again after each change, as at `start_powerSGD_iter`. Also `None` for a user's function, with FSDP, in
-            one process, and before `auto` has chosen. For hooks that average models, a period is the period of
+            and again after each change, such as at `start_powerSGD_iter`. Also `None` for a user's function, with FSDP,
+            in one process, and before `auto` has chosen. For hooks that average models, a period is the period of
             averaging times the number of optimizers.
         """
         if num_steps is not None:
@@ -350,7 +350,7 @@ class Attachment:
 
     @property
     def averages_when_asked(self) -> bool:
-        """Whether it also averages models for evaluation; not with a `manager`, where each replica evaluates itself."""
+        """Whether it also averages models for evaluation; with a `manager`, each replica evaluates its own."""
         return self.averages_models and not self._runtime.source.ranks_change
 
     @property

@@ -31,7 +31,7 @@ CLOSED = (
 
 
 def call_at_end_of_backward(function: Callable[[], None]) -> bool:
-    """Make autograd call `function` after the present backward; outside of one, do nothing and return `False`."""
+    """Make autograd call `function` after the current backward; outside of one, do nothing and return `False`."""
     try:
         torch.autograd.Variable._execution_engine.queue_callback(function)
     except RuntimeError:
@@ -40,7 +40,7 @@ def call_at_end_of_backward(function: Callable[[], None]) -> bool:
 
 
 def call_if_backward_breaks_off(function: Callable[[], None]) -> bool:
-    """Call `function` when the present backward is over if it has raised; outside of one, do nothing, return `False`.
+    """Call `function` after the current backward if it raises; outside of one, do nothing and return `False`.
 
     If a backward raises, autograd releases its callbacks without calling them.
     """
@@ -63,10 +63,10 @@ class Engine(ABC):
     or of code before it (`aborting`), aborts the process group, so that peers need not wait for the group's timeout.
 
     Args:
-        device: of the gradients.
-        connections: of the ranks; called from any thread, perhaps more than once.
-        timing: where the time of work and of waiting is added up.
-        name: of the hook, for the traces of profilers.
+        device: the device of the gradients.
+        connections: the connections of the ranks; their methods are called from any thread, perhaps more than once.
+        timing: adds up the time of work and the time of waiting.
+        name: name of the hook, for profiler traces.
     """
 
     def __init__(self, device: torch.device, connections: Connections, timing: Timing[Any], name: str) -> None:
@@ -80,11 +80,11 @@ class Engine(ABC):
 
     @abstractmethod
     def submit(self, reduce: Callable[[], Steps[Tensor]], device: torch.device, is_last: bool) -> Future[Tensor]:
-        """Reduce a bucket, return a future of its gradients for DDP.
+        """Reduce a bucket, and return a future of its gradients for DDP.
 
         Args:
-            reduce: makes the computation.
-            device: of the bucket.
+            reduce: creates the computation.
+            device: the device of the bucket.
             is_last: whether no other bucket of this backward follows, as far as is known; equal on all ranks.
         """
 
@@ -94,7 +94,7 @@ class Engine(ABC):
 
         Args:
             function: what to run.
-            in_step: whether it is a part of a step, which all ranks take: see `num_turns`.
+            in_step: whether `function` is a part of a step, which all ranks take: see `num_turns`.
 
         Raises:
             HookError: earlier work failed; `function` did not run.
@@ -103,8 +103,8 @@ class Engine(ABC):
     def run_inline(self, function: Callable[[], T]) -> T:
         """Run `function`, which waits for no other rank, in this thread at once, and return its result.
 
-        Without recording and autocast, as work runs, whatever the user's code that asked for it does: within autocast
-        the hook's own products would be rounded.
+        Like other work, it runs without gradient recording and autocast, even if the calling code uses them: autocast
+        would round the hook's own matrix products.
         """
         autocast = torch.autocast(self._device.type, enabled=False)
         with self.aborting(), torch.inference_mode(False), torch.no_grad(), autocast:
@@ -112,7 +112,7 @@ class Engine(ABC):
 
     @contextmanager
     def aborting(self) -> Iterator[None]:
-        """End the work of all ranks when something raises within, in any thread: peers would wait for this one."""
+        """End the work of all ranks if the body raises, in any thread: peers would wait for this rank."""
         try:
             yield
         except BaseException as failure:
@@ -134,7 +134,7 @@ class Engine(ABC):
             self._connections.fail()
 
     def break_off(self, failure: HookError) -> None:
-        """Do no further work, since a backward has raised and peers have handed over other buckets."""
+        """Do no further work, because a backward has raised and peers have handed over other buckets."""
         if self._failure is None:
             # The source's own process group is left to the user, who may have caught this on all ranks.
             self._failure = failure
@@ -162,7 +162,7 @@ class Engine(ABC):
 
     @property
     def num_turns(self) -> int | None:
-        """Number of buckets and calls of steps so far, equal on all ranks; `None` if they tell each other nothing."""
+        """Number of buckets and calls of steps so far, equal on all ranks; `None` if ranks do not exchange it."""
         return None
 
     @property
@@ -171,7 +171,7 @@ class Engine(ABC):
         return False
 
     def raise_if_unusable(self) -> None:
-        """Raise `HookError` if earlier work failed, the engine is closed, a fork asks, or a CUDA graph is captured."""
+        """Raise `HookError` if work has failed, the engine is closed, this is a fork, or a CUDA graph is captured."""
         if self._is_forked:
             raise_if_fork_of(self._process)
         self._raise_if_failed()

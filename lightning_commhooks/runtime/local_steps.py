@@ -1,4 +1,4 @@
-"""Connects optimizers to a hook that averages models: called on the main thread, runs in turn with the hook."""
+"""Connects optimizers to a hook that averages models; called on the main thread, and runs in turn with the hook."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from lightning_commhooks.runtime.optimizers import (
 )
 from lightning_commhooks.runtime.running import RunningHook
 
-# Backwards without an optimizer step before a warning; fewer may be accumulation.
+# Number of backwards without an optimizer step before a warning; fewer may be gradient accumulation.
 MANY_STEPS = 256
 # Advice on where to evaluate the model.
 _OF_ONE_RANK = (
@@ -51,7 +51,7 @@ class LocalSteps:
     Attributes:
         models: the ranks' copies of the model.
         find_optimizers: returns the optimizers; called in each synchronized backward.
-        reported_by_user: whether optimizers may step that are not known yet.
+        reported_by_user: whether optimizers that are not known yet may step.
     """
 
     def __init__(self, running: RunningHook, group: Group, is_scaled: bool = False) -> None:
@@ -69,7 +69,7 @@ class LocalSteps:
         self.models = Models(group, self._optimizers, running.name)
         self.find_optimizers: Callable[[], Iterable[Optimizer]] = list
         self.reported_by_user = False
-        # Whether the user reports steps.
+        # Whether the user reports steps, by `after_step`.
         self._reports = False
         self._warned: set[str] = set()
         self._last_reported = -1
@@ -92,11 +92,11 @@ class LocalSteps:
         self._checked = False
 
     def begin_at(self, steps: int, num_steps: dict[str, int] | None) -> None:
-        """Set the numbers of synchronized backwards and of steps by optimizer; `None`: one step for each backward."""
+        """Set the number of synchronized backwards, and of steps by optimizer; `None`: one step for each backward."""
         self._verdicts.clear()
         self.models.num_undecided.clear()
         known = dict.fromkeys(self._optimizers, steps) if num_steps is None else num_steps
-        # Without optimizers that no longer exist: their steps will never come.
+        # Leave out optimizers that no longer exist: they will never step.
         self.models.num_steps = {key: known.get(key, 0) for key in self._optimizers}
         bound = self._running.bound
         if steps and averages_models(bound):
@@ -230,7 +230,7 @@ class LocalSteps:
     def _num_counted(self, stepped: OptimizerStep, verdict: Verdict) -> int:
         """Return the number of steps to count now, rank-uniform: 0 until a decision depends on it.
 
-        A decision is due if the hook would communicate in case every step changed something.
+        A decision depends on it if the hook would communicate provided that every step changed something.
         """
         key, bound = stepped.optimizer, self._running.bound
         verdicts = self._verdicts.setdefault(key, [])
@@ -242,7 +242,7 @@ class LocalSteps:
         most = dataclasses.replace(stepped, num_steps=len(verdicts))
         communicates = bound.communicates_after(most) or ends_local_steps(bound, most)
         if communicates and not is_local(bound, stepped.step):
-            # Local steps may begin, which depends on the steps of all optimizers.
+            # Local steps may begin, and that depends on the steps of all optimizers.
             self._running.call(lambda: self.count(but=key), True)
         if not self._may_differ(key):
             is_known = all(isinstance(one, bool) for one in verdicts)
@@ -285,7 +285,7 @@ class LocalSteps:
 
     @property
     def stepped_after(self) -> int:
-        """Number of backwards before the last optimizer step; -1 without a step."""
+        """Number of backwards before the last optimizer step, or else before the first one checked; -1 at first."""
         return self._last_reported
 
     @property

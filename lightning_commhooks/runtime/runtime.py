@@ -1,4 +1,4 @@
-"""The runtime of one attachment: between the buckets of a source and a bound hook."""
+"""The runtime of one attachment, which connects the buckets of a source to a bound hook."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ from lightning_commhooks.wrappers.scale import accumulation_of
 
 T = TypeVar("T")
 
-# A run of fewer of the planned steps than this part was broken off; loaders may have a few batches less than is told.
+# A run with less than this fraction of the planned steps was interrupted; a loader may have slightly fewer batches than
+# it reports.
 _MOST = 0.9
 _UNKNOWN_OF_FUNCTIONS = (
     "bytes_sent",
@@ -63,8 +64,8 @@ _UNKNOWN_OF_FUNCTIONS = (
 class Runtime(RunningHook):
     """A bound hook, its engine and its counts, for the buckets that its source hands over.
 
-    Arguments are those of `attach`. `make_group` makes the hook's collectives, which count with the given counters and
-    replace the collectives of the source's ranks.
+    The arguments are those of `attach`. `make_group` creates the hook's collectives, which count with the given
+    counters and replace those of the source's ranks.
     """
 
     # None for a user's own function.
@@ -90,14 +91,14 @@ class Runtime(RunningHook):
         self.is_closed = False
         # Whether training ended as planned; None: unknown.
         self.ended: bool | None = None
-        # Synchronized backwards from the beginning of training to its end, as was told last.
+        # Number of synchronized backwards from the beginning of training to its end, as last announced.
         self._planned: int | None = None
-        # Warnings of the hook when it was bound last.
+        # Warnings that the hook gave when it was last bound.
         self._of_binding: list[warnings.WarningMessage] = []
         self._close_with_model: weakref.finalize[Any, Any] | None = None
         self._notes = Notes(source.process_group, f"hook {num_meetings(source.process_group)}")
         self._of_waits = f"wait/{source.process_group.rank()}"
-        # Of buckets that the source has handed over, equal on all ranks.
+        # Numbers of the buckets that the source hands over, equal on all ranks.
         self._numbers = itertools.count()
         # Number of the last backward that has begun.
         self._begun = -1
@@ -117,7 +118,7 @@ class Runtime(RunningHook):
         self.forecaster = Forecaster(self, self.local, self.watch)
 
     def run_among(self, ranks: Ranks, compare: Callable[[Group], None] = lambda group: None) -> None:
-        """Bind the hook to ranks, from now on, after a comparison. Collective."""
+        """Bind the hook to new ranks, after `compare` among them. Collective."""
         if self._ranks is not None:
             self._ranks.close()
             self._ranks.release()
@@ -141,7 +142,7 @@ class Runtime(RunningHook):
             self._steps.decide(committed)
 
     def connect(self, model: nn.Module) -> None:
-        """Take the buckets of a model that the source has checked, from now on until it is gone. Collective."""
+        """Take the buckets of a model that the source has checked, until the model no longer exists. Collective."""
         self.local.models.layout = self.source.layout
         texts = self.config.check_parameters(list(self.layout.trained))
         if self.micro_batches is not None:
@@ -151,7 +152,7 @@ class Runtime(RunningHook):
         if self._close_with_model is not None:
             self._close_with_model.detach()
         self._close_with_model = weakref.finalize(model, self._close)
-        # When all ranks are through: a warning may be an error.
+        # Only after all ranks have connected: a warning may be raised as an error.
         self._give_warnings()
         if self.bound.group.rank == 0 and not self.is_alone:
             for text in texts:
@@ -163,7 +164,7 @@ class Runtime(RunningHook):
         A rank that waits for this one in a backward, or in an average after an optimizer's step, will not call it.
 
         Raises:
-            HookError: on this rank; there is such a one, which gets an error too.
+            HookError: another rank waits for this one; that rank gets an error too.
         """
         self.clock.end()
         # With uneven numbers of steps, a rank cannot tell which ranks will not come: each average compares operations.
@@ -198,7 +199,7 @@ class Runtime(RunningHook):
         """Determine the starts that depend on the length of the run, once. Collective.
 
         Args:
-            num_steps: synchronized backwards from the beginning of training to its end; `None`: not known.
+            num_steps: number of synchronized backwards from the beginning of training to its end; `None`: unknown.
         """
         self.ended = None
         if num_steps is not None:
@@ -234,7 +235,7 @@ class Runtime(RunningHook):
         self.local.models.restore([], {})
 
     def bind_again(self) -> BoundHook:
-        """A new runtime object of the hook, among the same ranks, without its warnings. Collective."""
+        """Return a new runtime object of the hook, among the same ranks; drop its warnings. Collective."""
         bound = self._bind(self.bound.group if self._ranks is None else self._ranks.group)
         self._of_binding = []
         return bound
@@ -339,7 +340,7 @@ class Runtime(RunningHook):
         return Bucket(flat, index, is_last, step, slots, unused, scale, accumulated=accumulated)
 
     def submit(self, bucket: Bucket, is_late: bool) -> Future[Tensor]:
-        """Average whole gradients: by the hook, with an end of the step, in the ranks of the source.
+        """Average whole gradients with the hook, among the source's ranks, and prepare the end of the step.
 
         Args:
             bucket: the gradients.
@@ -353,7 +354,7 @@ class Runtime(RunningHook):
         """Wait until a bucket is reduced, on CUDA on the current stream; raises a `HookError` if that failed."""
         try:
             reduced.wait()
-        except RuntimeError:  # of the future, around the error
+        except RuntimeError:  # the future has wrapped the error
             assert self._engine is not None
             self._engine.raise_if_unusable()
             raise
@@ -366,7 +367,7 @@ class Runtime(RunningHook):
         Args:
             bucket: the gradients.
             group: the ranks.
-            reduce: makes the computation, in that channel.
+            reduce: creates the computation, for the ranks in that channel.
             is_last: whether no other bucket of this backward follows, as far as is known; equal on all ranks.
         """
         number = next(self._numbers)
@@ -393,7 +394,7 @@ class Runtime(RunningHook):
             _forget_infinities(flat, bucket)
         numbers = flat._values() if flat.is_sparse else flat
         if bucket.slots:  # a rank may have no share of any of these gradients
-            # While ranks step alone their gradients are not meant to be the mean.
+            # In local steps, the gradients are not meant to be the mean.
             samples = [] if is_alone else self.watch.take(bucket)
             with self.watch.watching(bound, bucket, numbers, ranks):
                 if flat.is_sparse:
@@ -420,9 +421,9 @@ class Runtime(RunningHook):
         return {name: value for name, value in metrics.items() if not name.endswith(not_counted)}
 
     def _not_counted(self) -> Iterator[str]:
-        """Endings of metrics that are always 0 with this hook, or on these nodes."""
+        """Yield endings of the names of metrics that are unknown, or always 0, with this hook or on these nodes."""
         if self.source.is_awaited:
-            # Of several steps, whole gradients, or the nodes of each group of FSDP's.
+            # They are about several steps, about whole gradients, or about the nodes of each of FSDP's groups.
             yield from ("_ms", "_steps", "_between_nodes", "bytes_evaluation", "averagings")
             return
         if isinstance(self.method, UserFunction):
@@ -456,7 +457,7 @@ class Runtime(RunningHook):
     def _close(self) -> None:
         self.is_closed = True
         if self.is_forked:
-            return  # all that there is to release is the parent's
+            return  # everything to release belongs to the parent
         self.forecaster.close()
         texts = self.local.close()
         is_broken_off = self._is_broken_off()
@@ -469,7 +470,7 @@ class Runtime(RunningHook):
         self._ranks.close()
         self._notes.forget(self._of_waits)
         self._steps.drop()
-        # All ranks have the same to say.
+        # All ranks have the same warnings, so only rank 0 gives them.
         texts = [] if is_broken_off or self.bound.group.rank else texts + self._closing_advice()
         self._ranks.release()
         self.bound.release()
@@ -482,7 +483,7 @@ class Runtime(RunningHook):
         return self.has_failed or sys.exc_info()[0] is not None or getattr(sys, "last_type", None) is not None
 
     def _closing_advice(self) -> list[str]:
-        """Why the last step was not compressed, if training has ended as planned."""
+        """Return why the last step was not compressed, if training has ended as planned."""
         ran, steps, reason = self.counters.steps, self.watch.step + 1, self.watch.why
         if not steps or averages_models(self.bound):
             # The buckets of FSDP are not watched, and models are averaged after the last bucket.
@@ -508,7 +509,7 @@ def _forget_infinities(flat: Tensor, bucket: Bucket) -> None:
 
 
 def _current_scale(grad_scaler: torch.amp.GradScaler | None) -> float | Tensor:
-    # get_scale() would wait for the device. The scale is None as long as the scaler has scaled nothing.
+    # get_scale() would wait for the device. The scale is None until the scaler has scaled a loss.
     scale: Tensor | None = getattr(grad_scaler, "_scale", None)
     if scale is None:
         return 1.0

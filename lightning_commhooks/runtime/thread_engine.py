@@ -28,9 +28,9 @@ from lightning_commhooks.collectives.timing import Timing
 from lightning_commhooks.runtime.engine import Engine, T
 from lightning_commhooks.runtime.waiters import PATIENCE_SECONDS, Waiters, watch
 
-# Buckets that are under way at once where ranks have to agree on an order.
+# Number of buckets that are under way at the same time if all ranks have to use one order.
 BUCKETS_AT_ONCE = 4
-# How often a wait is seen, four times a second, before other ranks are told.
+# Number of checks, at four a second, that must see a wait last before other ranks are told.
 CHECKS_TO_TELL = 4
 # Work that is under way when an engine closes usually waits for peers.
 GRACE_SECONDS = 1.0
@@ -40,14 +40,14 @@ GRACE_SECONDS = 1.0
 def _let_gloo_finish_at_exit() -> None:
     """At exit, give gloo's threads the time to drop the tensors of their last collective.
 
-    They do so shortly after the collective is done, and need the interpreter for it. If that is shutting down
-    already, the process aborts: "terminate called without an active exception".
+    They do so shortly after the collective is done, and need the interpreter for it. If the interpreter is shutting
+    down already, the process aborts: "terminate called without an active exception".
     """
     atexit.register(time.sleep, 0.05)
 
 
 class _Bucket:
-    """A bucket under way."""
+    """A bucket that is being reduced."""
 
     def __init__(self, reduce: Callable[[], Steps[Tensor]], device: torch.device, is_last: bool) -> None:
         self.reduce, self.is_last = reduce, is_last
@@ -60,7 +60,7 @@ class _Bucket:
         self.reduced: Future[Tensor | None] = Future(devices=[device] if device.type == "cuda" else None)
 
     def go_on(self) -> Tensor | None:
-        """Run to the next wait, or to the end; returns the gradients then."""
+        """Run to the next wait and return `None`, or to the end and return the gradients."""
         assert self.steps is not None
         failure, self.failure, self.waits = self.failure, None, None
         try:
@@ -74,15 +74,16 @@ class _Bucket:
 class ThreadEngine(Engine):
     """One thread computes, for CPU tensors and for gloo; while a bucket waits for other ranks, other buckets continue.
 
-    With direct messages, buckets continue in the order in which their waits end: other threads wait. Gloo's own
-    collectives must begin in one order on all ranks, so there a bucket continues when the next ones arrive, by a fixed
-    rule: each earlier bucket advances by one wait, and with `BUCKETS_AT_ONCE` buckets all advance until one ends.
+    With direct messages, buckets continue in the order in which their waits end, because other threads do the waiting.
+    Gloo's own collectives must begin in one order on all ranks, so there a bucket continues when the next ones arrive,
+    by a fixed rule: each earlier bucket advances by one wait, and with `BUCKETS_AT_ONCE` buckets all advance until one
+    ends.
 
     An interruption (Ctrl-C, a signal handler that raises) of the main thread while it waits for work is a failure, too,
-    and so is a wait that does not end though a peer is gone.
+    and so is a wait that does not end after a peer is gone.
 
     Args:
-        device: of the gradients.
+        device: the device of the gradients.
         connections: see `Engine`.
         timing: see `Engine`.
         name: see `Engine`.
@@ -105,16 +106,18 @@ class ThreadEngine(Engine):
         self._unfinished: set[_Bucket] = set()
         self._called: set[HostFuture[Any]] = set()
         self._books = threading.Lock()
-        # How many buckets and calls of steps there were, equal on all ranks; the numbers of those without a result; the
-        # first of these and how often it was seen to be; and what tells other ranks of it.
+        # Number of buckets and calls of steps so far, equal on all ranks.
         self._num_turns = 0
+        # The numbers of those that have no result yet.
         self._turns: dict[_Bucket | HostFuture[Any], int] = {}
+        # Tells other ranks the lowest of these numbers, if it stays the same for long.
         self.tell_wait: Callable[[int], None] = lambda turn: None
+        # The lowest number at the last check, and how many checks before had the same.
         self._waits: tuple[int, int] = -1, 0
-        # Whether the last bucket that was handed over is not the last one of its backward.
+        # Whether more buckets of the current backward are to come.
         self._more_follow = False
         self._gave_up = False
-        # Held while a bucket is computed.
+        # Held while the computation of a bucket runs.
         self._computing = threading.RLock()
         self._under_way: deque[_Bucket] = deque()
         self._jobs: queue.SimpleQueue[_Bucket | Callable[[], object] | None] = queue.SimpleQueue()
@@ -204,7 +207,7 @@ class ThreadEngine(Engine):
                     self._wait_and_advance(bucket)
         everything = not isinstance(job, _Bucket) or job.is_last
         while len(self._under_way) >= (1 if everything else BUCKETS_AT_ONCE):
-            # In turns: while one is waited for, the collectives of the remaining buckets are under way.
+            # In turns: while this thread waits for one bucket, the collectives of the others are under way.
             for bucket in [*self._under_way]:
                 self._wait_and_advance(bucket)
 
@@ -230,13 +233,13 @@ class ThreadEngine(Engine):
         elif not self._is_ordered:
             self._waiters.submit(functools.partial(self._wait_elsewhere, bucket))
         elif not bucket.waits.is_uniform:
-            # Another rank may have nothing to wait for here, and would be a wait ahead.
+            # Another rank may have no wait here, and would then be one wait ahead.
             self._wait_and_advance(bucket)
 
     def _end(self, bucket: _Bucket, reduced: Tensor | None) -> None:
         with self._books:
             if bucket not in self._unfinished:
-                return  # it was given up
+                return  # given up already
             self._unfinished.remove(bucket)
             self._turns.pop(bucket, None)
         with suppress(ValueError):
@@ -270,7 +273,7 @@ class ThreadEngine(Engine):
         return self._num_turns
 
     def _note_wait(self) -> None:
-        """Tell other ranks of a wait that lasts: one that waits for this one elsewhere learns that neither ends."""
+        """Tell other ranks of a long wait: a rank that waits for this one elsewhere learns that neither will end."""
         with self._books:
             first = min(self._turns.values(), default=-1)
         turn, times = self._waits
@@ -279,13 +282,13 @@ class ThreadEngine(Engine):
             self.tell_wait(first)
 
     def without_a_peer(self) -> object | None:
-        """`None` unless this engine waits, and a peer is gone; then how far it is, to be compared."""
+        """Return `None` unless this engine waits and a peer is gone; then its byte counts, to compare."""
         self._note_wait()
         is_waiting = self._thread.ident in waiting_threads or self._waiters.are_among(waiting_threads)
         return self._connections.without_a_peer() if is_waiting else None
 
     def give_up(self) -> None:
-        """End what waits for a peer that is gone; the threads that wait stay until gloo lets them go."""
+        """End all work that waits for a peer that is gone; the waiting threads stay until gloo releases them."""
         lost = ConnectionError("another rank is gone")
         if self._computing.acquire(timeout=PATIENCE_SECONDS):
             # Their computations add context to the error.
@@ -322,7 +325,7 @@ class ThreadEngine(Engine):
         self._jobs.put(ended.set)
         if not ended.wait(GRACE_SECONDS):
             self._fail(HookError("the communication hook was closed before its work was done"))
-        # First: they hand buckets back, whose futures are still to be set.
+        # The waiters first: they hand back buckets whose futures are still to be set.
         self._join(self._waiters.end())
         self._jobs.put(None)
         self._join([self._thread])
@@ -348,14 +351,14 @@ class ThreadEngine(Engine):
 
 
 def _start(function: Callable[..., None], *args: object) -> threading.Thread:
-    """Start a daemon: at exit, engines are closed before threads are joined; a thread held by gloo is not joined."""
+    """Start a daemon thread: at exit, engines close first and join their threads, except those that gloo holds."""
     thread = threading.Thread(target=function, args=args, name="lightning_commhooks", daemon=True)
     thread.start()
     return thread
 
 
 def _run(engine: weakref.ref[ThreadEngine], jobs: queue.SimpleQueue[_Bucket | Callable[[], object] | None]) -> None:
-    # Without recording, for a backward with create_graph=True.
+    # Record no gradients, even in a backward with create_graph=True.
     with torch.no_grad():
         while (job := jobs.get()) is not None:
             own = engine()

@@ -1,4 +1,4 @@
-"""`attach(model, hook)`: the way from a hook's name to a hook at work."""
+"""`attach(model, hook)`, which attaches a hook to a model."""
 
 from __future__ import annotations
 
@@ -57,7 +57,8 @@ def attach(
     """Average the gradients of a model with a communication hook.
 
     Collective: every rank of the model's process group calls it before the first backward, and with FSDP before the
-    first forward. "Use it" has a table of hooks and options by kind of model; another kind's option is an error.
+    first forward. The page "Use it" has a table of hooks and options by kind of model; an option for another kind is an
+    error.
 
     Args:
         model: a `DistributedDataParallel`, a `FullyShardedDataParallel`, a module to which `fully_shard` was applied,
@@ -76,25 +77,25 @@ def attach(
             [`ScaleByGradAccumulation`][].
         loss_divided_by: the number by which you, or a framework, divide the loss of each micro-batch; or a function
             that returns it, called in each synchronized backward. `accumulation` takes it into account.
-        replicate_group: the ranks that hold the same shares of replicas of the model, with equal weights. The hook
-            averages over them. FSDP2 knows them by itself on a mesh of two dimensions; where parameters have different
-            ones, attach a hook for each, and name them.
+        replicate_group: the ranks that hold the same shard of the model in different replicas, with equal weights. The
+            hook averages over them. With a two-dimensional mesh, FSDP2 knows this group; if parameters have different
+            groups, attach a hook for each group, and pass the group.
         shard_hook: the hook of the reduce-scatter within a replica. `None`: FSDP2's own reduce-scatter.
         gather_hook: the format in which parameters are gathered. All ranks compute with the rounded parameters; the
-            share of each rank stays exact. `None`: that of FSDP2.
-        num_steps: the number of synchronized backwards of the whole training. Starts that are fractions, as
-            `start_powerSGD_iter=0.1`, are a part of it. `"auto"`, the start of a hook that is given by its name, is a
-            tenth of it, if that is sooner than the default. Checkpoints store it, and it stays the same in a run that
-            resumes. `None`: not known, or told before the first backward by `Attachment.tell_forecast`.
+            shard of each rank stays exact. `None`: FSDP2's own format.
+        num_steps: the number of synchronized backwards of the whole training. Starts that are fractions, such as
+            `start_powerSGD_iter=0.1`, are fractions of it. `"auto"`, the start of a hook that is chosen by its name, is
+            a tenth of it, if that is sooner than the default. Checkpoints store it, and it stays the same in a run that
+            resumes. `None`: unknown, or announced before the first backward by `Attachment.tell_forecast`.
         manager: a `torchft.Manager` with a `lightning_commhooks.torchft.ProcessGroupGloo` and `use_async_quorum=False`.
-            The hook averages over the replicas of its present quorum, and the rest continue when one dies. There is one
-            synchronized backward between the manager's `start_quorum` and `should_commit`; with [`DiLoCo`][] and
-            [`PostLocalSGD`][], whose averages replicas vote on, the hook calls both. A joining replica gets the state
-            that all replicas share; its residual is zero.
+            The hook averages over the replicas of its present quorum, and the remaining replicas continue when one
+            dies. There is one synchronized backward between the manager's `start_quorum` and `should_commit`; with
+            [`DiLoCo`][] and [`PostLocalSGD`][], whose averages replicas vote on, the hook calls both. A joining replica
+            gets the state that all replicas share; its residual is zero.
 
     Returns:
-        a handle to metrics, state and the end of the hook. In one process the hook leaves gradients as they are, with a
-        warning, and its memory is still saved and loaded.
+        a handle with which to read metrics, save and load state, and close the hook. In one process the hook leaves
+        gradients as they are, with a warning, and its memory is still saved and loaded.
 
     Raises:
         HookError: another rank raised an error.
@@ -117,7 +118,7 @@ def attach(
     }
     model = cast("nn.Module", unwrapped(model))
     source = source_of(model, replicate_group) if manager is None else source_of_manager(manager, model)
-    # Before anything is made that takes all ranks.
+    # Before anything is created that needs all ranks.
     with source.agreeing(ATTACH) as same:
         source.set_options({name: value for name, value in options.items() if value is not None})
         resolved = source.resolve_hook(hook)
@@ -137,7 +138,7 @@ def attach(
             if optimizers is not None and not callable(optimizers):
                 optimizers = list(optimizers)
                 if attachment.averages_models:
-                    # Before the model has a hook, which DDP does not give back.
+                    # Before the model has the hook, because DDP cannot remove it.
                     for optimizer in optimizers:
                         check_optimizer(optimizer)
             runtime.connect(model)
@@ -148,7 +149,7 @@ def attach(
         runtime.close()
         raise
     if runtime.is_alone and not isinstance(config, UserFunction):
-        # An outer optimizer, as of DiLoCo, works in one process too.
+        # An outer optimizer, such as DiLoCo's, works in one process too.
         what = "averages" if attachment.averages_models else "does"
         warnings.warn(f"hook={runtime.name!r} {what} nothing: training runs in one process", stacklevel=3)
     name = runtime.name if isinstance(config, UserFunction) else code(config)
@@ -167,7 +168,7 @@ def _check(source: Source, config: CommHook, grad_scaler: torch.amp.GradScaler |
 
 
 def _check_uneven(source: Source, model: nn.Module, config: CommHook, grad_scaler: torch.amp.GradScaler | None) -> None:
-    """Refuse whatever is collective in each step, with a hook that lets ranks take different numbers of them."""
+    """Refuse whatever makes each step collective, for a hook that lets ranks take different numbers of steps."""
     reasons = {
         "a sharded model": not isinstance(source, DDPSource),
         "find_unused_parameters=True": getattr(model, "find_unused_parameters", False),
@@ -188,14 +189,14 @@ def _broadcasts_buffers(model: nn.Module, config: CommHook) -> bool:
 
 @functools.singledispatch
 def source_of_manager(manager: object, model: nn.Module) -> Source:
-    """The source of a model among the ranks of a manager; `lightning_commhooks.torchft` registers its own."""
+    """Return the source of a model among a manager's ranks; `lightning_commhooks.torchft` registers its own."""
     raise ValueError(
         f"manager={manager!r} has no group of lightning_commhooks.torchft.ProcessGroupGloo, in which hooks communicate"
     )
 
 
 def source_of(model: nn.Module, replicate_group: dist.ProcessGroup | None = None) -> Source:
-    """Where the buckets of a model come from; raises a `ValueError` if it is neither in DDP nor sharded."""
+    """Return the source of a model's buckets; raise a `ValueError` if the model is neither in DDP nor sharded."""
     # Importing FSDP takes half a second; code with such a model has imported it already.
     has_fsdp = "torch.distributed.fsdp" in sys.modules and isinstance(model, nn.Module)
     if has_fsdp and not isinstance(model, DistributedDataParallel) and not is_composable(model):
@@ -233,9 +234,9 @@ def attach_emulated(
     make_group: Callable[[Counters], Group],
     optimizers: Iterable[Optimizer] = (),
 ) -> Attachment:
-    """Attach a hook to a model whose process group is this rank alone, with other collectives than that group's.
+    """Attach a hook to a model whose process group is this rank alone, with collectives other than that group's.
 
-    `make_group` makes them, to count by the counters it gets.
+    `make_group` creates them; they count with the counters that it gets.
     """
     source = DDPSource(model.process_group)
     source.check(model)

@@ -1,4 +1,4 @@
-"""Buckets of `DistributedDataParallel`'s reducer."""
+"""The buckets of `DistributedDataParallel`'s reducer."""
 
 # No `from __future__ import annotations`: DDP compares the annotations of the hooks that are made here.
 
@@ -54,7 +54,7 @@ def resolve_hook(
 
 
 def check_even(hook: CommHook | DDPHook, framework: str) -> None:
-    """Refuse a hook that lets ranks take different numbers of steps, where a framework has them wait for each other."""
+    """Refuse a hook that lets ranks take different numbers of steps, if a framework makes them wait for others."""
     if isinstance(hook, CommHook) and hook.is_uneven:
         raise ValueError(
             f"{code(hook)} lets ranks take different numbers of steps, and {framework} makes all wait for each other "
@@ -63,12 +63,12 @@ def check_even(hook: CommHook | DDPHook, framework: str) -> None:
 
 
 def hook_name(hook: CommHook | DDPHook) -> str:
-    """Name of a configuration, or `module.function` of a DDP hook function."""
+    """Return the name of a configured hook, or `module.function` for a DDP hook function."""
     return without_scale(hook if isinstance(hook, CommHook) else UserFunction(hook)).name
 
 
 class DDPSource(Source):
-    """The reducer of a DDP model. It takes one hook, for good."""
+    """The reducer of a DDP model, which accepts one hook and cannot remove it."""
 
     refused: ClassVar[Mapping[str, str]] = {
         "replicate_group": "is for fully_shard: DistributedDataParallel averages over its own process_group",
@@ -106,7 +106,7 @@ class DDPSource(Source):
         )
 
     def trampoline(self, runtime: Runtime, model: DistributedDataParallel) -> Trampoline:
-        """The function that DDP calls for each bucket of `model`."""
+        """Return the function that DDP calls for each bucket of `model`."""
         may_be_local = averages_models(runtime.bound)
         watches = model.find_unused_parameters and (may_be_local or runtime.bound.has_memory or self.ranks_change)
         self._usage.watch(self.layout.trained if watches else {})
@@ -115,7 +115,8 @@ class DDPSource(Source):
         self._ddp, self._broadcasts_buffers, self._local = weakref.ref(model), model.broadcast_buffers, runtime.local
         runtime.local.models.broadcasts_buffers = model.broadcast_buffers and not self.ranks_change
         self._skips_last = model.skip_all_reduce_unused_params
-        # In the first step of a static graph DDP gives gradients away before anything can be done at its end.
+        # In the first step of a static graph, DDP hands the gradients on before the step's end, too early to change
+        # them there.
         self._late_step = -1 if model.static_graph else None
         if model.static_graph:
             runtime.clock.expect_static_graph()
@@ -162,7 +163,7 @@ class DDPSource(Source):
         return plain
 
     def watch_local(self, runtime: Runtime, step: int) -> None:
-        """Look after the DDP wrapper while its ranks step alone, if the hook ever lets them."""
+        """Check `join()`, and switch off DDP's broadcast of buffers during local steps if the hook averages buffers."""
         model, bound = self._ddp(), runtime.bound
         assert model is not None
         if model._join_config.enable and not getattr(model, "_divide_by_initial_world_size", True):
@@ -175,12 +176,12 @@ class DDPSource(Source):
                 "join() does not work while ranks step alone: ranks that have run out of data take no optimizer "
                 "steps, after which models are averaged. Give all ranks the same number of batches"
             )
-        # From the next forward on.
+        # This takes effect in the next forward.
         model.broadcast_buffers = self._broadcasts_buffers and not (is_local and bound.average_buffers)
 
     def _before_forward(self, model: DistributedDataParallel, inputs: object) -> None:
         if self._local.keeps_own_buffers:
-            model.broadcast_buffers = False  # also in the first forward of a wrapper, when training resumes
+            model.broadcast_buffers = False  # needed in the first forward of a wrapper, when training resumes
         self._local.before_forward(model.training)
 
     def _warn_of_join(self) -> None:
@@ -207,7 +208,7 @@ class DDPSource(Source):
         )
 
     def _warn_of_unfrozen(self) -> None:
-        # Once in a backward: there may be thousands of frozen parameters.
+        # Called once per backward, because there may be thousands of frozen parameters.
         if "unfrozen" not in self._warned and (names := self.layout.unfrozen()):
             self._warned.add("unfrozen")
             warnings.warn(
