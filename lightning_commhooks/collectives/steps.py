@@ -129,7 +129,7 @@ def finish(steps: Steps[T], waiting: Callable[[], AbstractContextManager[object]
 def begun(steps: Steps[T]) -> Steps[T]:
     """Run a computation until it waits for the first time; return the rest of it."""
     try:
-        waits = next(steps)
+        waits = advance(steps)
     except StopIteration as done:
         return result(done.value)
     return _rest(waits, steps)

@@ -172,13 +172,11 @@ class Engine(ABC):
 
     def raise_if_unusable(self) -> None:
         """Raise `HookError` if work has failed, the engine is closed, this is a fork, or a CUDA graph is captured."""
-        if self._is_forked:
-            raise_if_fork_of(self._process)
+        raise_if_fork_of(self._process)
         self._raise_if_failed()
         if self._closed:
             raise HookError(CLOSED)
-        if self._device.type == "cuda":
-            raise_if_capturing(self._device)
+        raise_if_capturing(self._device)
 
     def close(self) -> None:
         """Wait for submitted work, or abort it if it does not end soon, and release threads."""

@@ -261,8 +261,7 @@ class LocalSteps:
 
     def _may_differ(self, key: str) -> bool:
         """Return whether ranks that average after the same step may have counted different numbers of steps."""
-        are_even = not (self._running.method.is_uneven or self._running.source.ranks_change)
-        return are_even and self._skipped.differ(self._optimizers[key])
+        return self._running.is_even and self._skipped.differ(self._optimizers[key])
 
     def _count(self, key: str) -> int:
         """Count the steps that changed something; if ranks may differ, use the largest count."""

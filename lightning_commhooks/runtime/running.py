@@ -53,6 +53,11 @@ class RunningHook:
         self.config, self.method = config, without_scale(config)
 
     @property
+    def is_even(self) -> bool:
+        """Whether all ranks are known and take the same number of steps."""
+        return not (self.source.ranks_change or self.method.is_uneven)
+
+    @property
     def name(self) -> str:
         """Name of the hook, or `module.function` of a user's own."""
         return self.method.name

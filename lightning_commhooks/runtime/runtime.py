@@ -97,7 +97,6 @@ class Runtime(RunningHook):
         self._of_binding: list[warnings.WarningMessage] = []
         self._close_with_model: weakref.finalize[Any, Any] | None = None
         self._notes = Notes(source.process_group, f"hook {num_meetings(source.process_group)}")
-        self._of_waits = f"wait/{source.process_group.rank()}"
         # Numbers of the buckets that the source hands over, equal on all ranks.
         self._numbers = itertools.count()
         # Number of the last backward that has begun.
@@ -109,8 +108,8 @@ class Runtime(RunningHook):
             self.run_among(ranks := Ranks.of_source(self, make_group))
             group = ranks.group
             self._steps = FiniteSteps(self, grad_scaler)
-        if isinstance(self._engine, ThreadEngine) and not source.ranks_change and not hook.is_uneven:
-            self._engine.tell_wait = self._notes.teller(self._of_waits)
+        if isinstance(self._engine, ThreadEngine) and self.is_even:
+            self._engine.tell_wait = self._notes.teller(_wait_note(source.process_group.rank()))
         self.local = LocalSteps(self, group, grad_scaler is not None and grad_scaler.is_enabled())
         self.local.models.average_buffers = averages_models(self.bound) and self.bound.average_buffers
         if self._ranks is not None:
@@ -168,7 +167,7 @@ class Runtime(RunningHook):
         """
         self.clock.end()
         # With uneven numbers of steps, a rank cannot tell which ranks will not come: each average compares operations.
-        if self._engine is None or self.source.ranks_change or self.method.is_uneven or self.is_closed:
+        if self._engine is None or not self.is_even or self.is_closed:
             return
         with self.aborting():
             try:
@@ -184,7 +183,7 @@ class Runtime(RunningHook):
         if turns is None:
             return None
         for rank in missing:
-            told = self._notes.of(f"wait/{rank}")
+            told = self._notes.of(_wait_note(rank))
             if told and int(told) >= turns:
                 return "gone on to a backward or an optimizer's step, waiting there for this rank"
         return None
@@ -468,7 +467,7 @@ class Runtime(RunningHook):
         if self._ranks is None:
             return
         self._ranks.close()
-        self._notes.forget(self._of_waits)
+        self._notes.forget(_wait_note(self.source.process_group.rank()))
         self._steps.drop()
         # All ranks have the same warnings, so only rank 0 gives them.
         texts = [] if is_broken_off or self.bound.group.rank else texts + self._closing_advice()
@@ -499,6 +498,11 @@ class Runtime(RunningHook):
         # After a state is loaded, the count in this process differs.
         here = "" if steps == ran else f" ({ran:,} in this process)"
         return [] if reason is None else [f"training ended after {text_of_steps(steps)}{here}, and {reason}"]
+
+
+def _wait_note(rank: int) -> str:
+    """Name of the note by which a rank tells its peers of a wait that lasts."""
+    return f"wait/{rank}"
 
 
 def _forget_infinities(flat: Tensor, bucket: Bucket) -> None:
