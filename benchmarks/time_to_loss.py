@@ -3,6 +3,8 @@
     python benchmarks/time_to_loss.py --tune
     python benchmarks/time_to_loss.py > benchmarks/results/time_to_loss.txt
     python benchmarks/time_to_loss.py --low-rank > benchmarks/results/time_to_loss_low_rank.txt
+    python benchmarks/time_to_loss.py --muon --tune
+    python benchmarks/time_to_loss.py --muon > benchmarks/results/time_to_loss_muon.txt
 
 Two hosts (network namespaces) joined by a link of 100 Mbit/s, one process and one core each. A transformer of 0.84 M
 parameters (`language_model.py`) learns Python's documentation character by character with AdamW, whose learning rate
@@ -25,6 +27,13 @@ bf16, in the mean over seeds or with any seed.
 `--low-rank` compares low-rank hooks, ours and PyTorch's, and no others: one launch, in which they take turns, seed by
 seed, always measured anew. Exits with 1 when the best of ours is less than 1.4 times as fast as PyTorch's best, or does
 not get to 2.62 with every seed.
+
+`--muon` compares optimizers in the same way: AdamW, and Muon for the matrices of the blocks with AdamW for the rest,
+both with dense gradients and as the inner optimizer of DiLoCo (MuLoCo, Thérien et al. 2025). Muon's update is scaled to
+the size of AdamW's (`adjust_lr_fn="match_rms_adamw"`), so the same four learning rates are tried for both. DiLoCo has
+`outer_lr=1` and no momentum. Exits with 1 unless MuLoCo in 2 and 4 bits ends below DiLoCo with AdamW in as many bits
+with every seed. `torch.optim.Muon` iterates in bfloat16, which takes many CPUs ten times as long as float32; here it
+iterates in float32.
 """
 
 from __future__ import annotations
@@ -46,7 +55,7 @@ import torch
 import torch.distributed as dist
 from netns import Network, hosts, own_tx_bytes, pin
 from records import RESULTS, Records, command, machine
-from time_to_loss_report import Judge, draw, low_rank_verdict, report, verdict
+from time_to_loss_report import Judge, draw, low_rank_verdict, muon_verdict, report, verdict
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_commhooks as lc
@@ -57,10 +66,11 @@ NUM_VALIDATION = 256  # pieces of text
 WARM_UP_STEPS = 20
 BATCH_SIZE = 1  # pieces of text per rank
 SEEDS, TUNING_SEED = (0, 1, 2), 100
-LEARNING_RATES = (3e-4, 6e-4, 1.2e-3)
+LEARNING_RATES, MORE_LEARNING_RATES = (3e-4, 6e-4, 1.2e-3), (3e-4, 6e-4, 1.2e-3, 2.4e-3)
 # Half a millisecond of traffic: nothing that is sent is hidden in it.
 SLOW, FAST = {"rate": "100mbit", "burst": "16kb"}, {"rate": "10gbit"}
 RECORDS, LOW_RANK_RECORDS = RESULTS / "time_to_loss.json", RESULTS / "time_to_loss_low_rank.json"
+MUON_RECORDS = RESULTS / "time_to_loss_muon.json"
 KEYS = ("tuning", "method", "learning_rate", "seed")
 
 # Share of the machine that other programs may take while a run lasts.
@@ -109,6 +119,30 @@ LOW_RANK: dict[str, str | lc.CommHook | None] = {
     "int8(powersgd), rank 16": lc.Cast(low_rank(16), "int8"),
 }
 
+# For `--muon`: the same with either optimizer. "int2" has the error feedback of the paper, "int4" has none.
+OPTIMIZERS: dict[str, lc.CommHook | None] = {
+    "dense": None,
+    "powersgd": low_rank(4),
+    "int8": lc.Int8(),
+    "diloco, 16": lc.DiLoCo(period=16, **PLAIN),
+    "diloco, 16, int4": lc.DiLoCo(period=16, pseudo_gradient="int4", **PLAIN),
+    "diloco, 16, int2": lc.DiLoCo(period=16, pseudo_gradient="int2", error_feedback=True, **PLAIN),
+}
+MUON = {f"{name}{hook}": OPTIMIZERS[hook] for hook in OPTIMIZERS for name in ("", "muon: ")}
+
+
+def newton_schulz(
+    gradient: torch.Tensor, coefficients: tuple[float, float, float], num_steps: int, eps: float
+) -> torch.Tensor:
+    """The iterations of `torch.optim.Muon` in float32."""
+    a, b, c = coefficients
+    x = gradient.mT if gradient.shape[0] > gradient.shape[1] else gradient
+    x = x / x.norm().clamp(min=eps)
+    for _ in range(num_steps):
+        gram = x @ x.mT
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if gradient.shape[0] > gradient.shape[1] else x
+
 
 class Clock:
     """Seconds, and bytes sent by this rank, while it runs."""
@@ -144,12 +178,22 @@ class Training:
         self.generator = torch.Generator().manual_seed(1000 * seed + dist.get_rank())
         torch.manual_seed(seed)
         self.model = DistributedDataParallel(language_model.LanguageModel(), gradient_as_bucket_view=True)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=learning_rate, fused=True)
-        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda n: min(1, (n + 1) / WARM_UP_STEPS))
-        hook = {**METHODS, **LOW_RANK}[method]
+        of_muon: list[torch.nn.Parameter] = []
+        if method.startswith("muon: "):
+            of_muon = [p for p in self.model.module.blocks.parameters() if p.dim() == 2]
+        rest = [p for p in self.model.parameters() if all(p is not own for own in of_muon)]
+        self.optimizers: list[torch.optim.Optimizer] = [torch.optim.AdamW(rest, lr=learning_rate, fused=True)]
+        if of_muon:
+            torch.optim._muon._zeropower_via_newtonschulz = newton_schulz  # type: ignore[attr-defined]
+            scaled = {"lr": learning_rate, "weight_decay": 0.01, "adjust_lr_fn": "match_rms_adamw"}
+            self.optimizers.append(torch.optim.Muon(of_muon, **scaled))
+        self.schedules = [
+            torch.optim.lr_scheduler.LambdaLR(own, lambda n: min(1, (n + 1) / WARM_UP_STEPS)) for own in self.optimizers
+        ]
+        hook = {**METHODS, **LOW_RANK, **MUON}[method]
         self.attachment: lc.Attachment | None = None
         if isinstance(hook, lc.CommHook):
-            self.attachment = lc.attach(self.model, hook, optimizers=[self.optimizer])
+            self.attachment = lc.attach(self.model, hook, optimizers=self.optimizers)
         elif hook is not None:
             stock.register(self.model, hook)
 
@@ -167,12 +211,12 @@ class Training:
         return points
 
     def step(self) -> None:
-        """Of the optimizer, with a new batch."""
+        """Of the optimizers, with a new batch."""
         batch = self.pieces[torch.randint(len(self.pieces), (BATCH_SIZE,), generator=self.generator)]
-        self.optimizer.zero_grad()
+        self.model.zero_grad()
         self.model(batch[:, :-1], batch[:, 1:]).backward()
-        self.optimizer.step()
-        self.schedule.step()
+        for part in (*self.optimizers, *self.schedules):
+            part.step()
 
     def evaluate(self) -> float:
         """Loss of the average of all ranks' models in nats on the validation pieces, of which each computes a share."""
@@ -215,14 +259,14 @@ def measure(records: Records, methods: list[str], seeds: list[int], tuning: bool
     """Run what is not in the records yet, one launch for each method."""
     with hosts(2, **(FAST if tuning else SLOW)) as network:
         for method in methods:
-            rates = LEARNING_RATES if tuning else [best_learning_rate(records, method)]
+            all_rates = MORE_LEARNING_RATES if method in MUON and records.path == MUON_RECORDS else LEARNING_RATES
+            rates = all_rates if tuning else [best_learning_rate(records, method)]
             runs = [(method, rate, seed) for seed in seeds for rate in rates]
             launch(network, records, [run for run in runs if again or not is_measured(records, tuning, run)], tuning)
 
 
-def measure_in_turns(records: Records, methods: list[str], seeds: list[int]) -> None:
-    """Run all in one launch, seed by seed."""
-    tuned = Records(RECORDS, KEYS)
+def measure_in_turns(records: Records, tuned: Records, methods: list[str], seeds: list[int]) -> None:
+    """Run all in one launch, seed by seed, with the learning rates of `tuned`."""
     with hosts(2, **SLOW) as network:
         runs = [(method, best_learning_rate(tuned, method), seed) for seed in seeds for method in methods]
         launch(network, records, runs, tuning=False)
@@ -262,6 +306,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tune", action="store_true", help="find the learning rates")
     parser.add_argument("--low-rank", action="store_true", help="compare low-rank hooks only")
+    parser.add_argument("--muon", action="store_true", help="compare AdamW and Muon")
     parser.add_argument("--methods", nargs="*", default=list(METHODS), help="some of them only")
     parser.add_argument("--seeds", nargs="*", type=int, default=list(SEEDS))
     parser.add_argument("--again", action="store_true", help="also what is in the records already")
@@ -272,8 +317,15 @@ def main() -> None:
         return
     if args.low_rank:
         records = Records(LOW_RANK_RECORDS, KEYS)
-        measure_in_turns(records, list(LOW_RANK), args.seeds)
+        measure_in_turns(records, Records(RECORDS, KEYS), list(LOW_RANK), args.seeds)
         sys.exit(not print_table(records.rows, low_rank_verdict))
+    if args.muon:
+        records = Records(MUON_RECORDS, KEYS)
+        if args.tune:
+            measure(records, list(MUON), [TUNING_SEED], True, args.again)
+            return
+        measure_in_turns(records, records, list(MUON), args.seeds)
+        sys.exit(not print_table([row for row in records.rows if not row["tuning"]], muon_verdict))
     records = Records(RECORDS, KEYS)
     measure(records, args.methods, [TUNING_SEED] if args.tune else args.seeds, args.tune, args.again)
     if args.tune:

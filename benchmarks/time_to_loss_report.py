@@ -29,8 +29,8 @@ def reached(curve: list[list[float]], target: float = TARGET) -> tuple[float, fl
     return math.inf, math.inf
 
 
-# Of seconds to each target by method and seed.
-Judge = Callable[[dict[str, list[float]], dict[str, list[float]]], bool]
+# Of seconds to each target by method and seed, and of losses at the end.
+Judge = Callable[[dict[str, list[float]], dict[str, list[float]], dict[str, list[float]]], bool]
 
 
 def report(rows: list[dict[str, Any]], judge: Judge) -> bool:
@@ -57,10 +57,10 @@ def report(rows: list[dict[str, Any]], judge: Judge) -> bool:
             f"{statistics.mean(run['curve'][-1][3] for run in of):>10.3f}"
         )
     print()
-    return judge(seconds, to_lower)
+    return judge(seconds, to_lower, {method: [run["curve"][-1][3] for run in of] for method, of in runs.items()})
 
 
-def verdict(seconds: dict[str, list[float]], to_lower: dict[str, list[float]]) -> bool:
+def verdict(seconds: dict[str, list[float]], to_lower: dict[str, list[float]], losses: dict[str, list[float]]) -> bool:
     """Print how many times as fast the best of our hooks is; whether that is enough."""
     best = min((m for m in seconds if m != "dense" and not m.startswith("stock")), key=lambda m: sum(seconds[m]))
     stock_16_bit = min(("stock fp16", "stock bf16"), key=lambda m: sum(seconds[m]))
@@ -77,7 +77,9 @@ def verdict(seconds: dict[str, list[float]], to_lower: dict[str, list[float]]) -
     return ok
 
 
-def low_rank_verdict(seconds: dict[str, list[float]], to_lower: dict[str, list[float]]) -> bool:
+def low_rank_verdict(
+    seconds: dict[str, list[float]], to_lower: dict[str, list[float]], losses: dict[str, list[float]]
+) -> bool:
     """Print how the best low-rank hook of ours compares with PyTorch's best; whether that is enough."""
     low_rank = [method for method in seconds if "powersgd" in method]
     ours, stock = (
@@ -94,6 +96,23 @@ def low_rank_verdict(seconds: dict[str, list[float]], to_lower: dict[str, list[f
         f"and all seeds: {'ok' if holds else 'MISSED'}"
     )
     return holds
+
+
+def muon_verdict(
+    seconds: dict[str, list[float]], to_lower: dict[str, list[float]], losses: dict[str, list[float]]
+) -> bool:
+    """Print by how much Muon lowers the loss of each method; whether it does for DiLoCo in 2 and 4 bits, each seed."""
+    ok = True
+    for method in (m for m in losses if f"muon: {m}" in losses):
+        with_muon = losses[f"muon: {method}"]
+        each = [b - a for a, b in zip(with_muon, losses[method], strict=True)]
+        holds = min(each) > 0
+        ok &= holds or "int" not in method or "diloco" not in method
+        print(
+            f"{method!r}: Muon ends {statistics.mean(each):.3f} below AdamW ({', '.join(f'{e:.3f}' for e in each)} by "
+            f"seed), and {statistics.mean(losses['muon: dense']) - statistics.mean(with_muon):+.3f} below dense Muon"
+        )
+    return ok
 
 
 # What is drawn, and how; the others would lie on top of these.
