@@ -18,9 +18,9 @@ from torch.optim import Optimizer
 from lightning_commhooks.basics.announce import announce
 from lightning_commhooks.runtime.attachment import Attachment
 from lightning_commhooks.runtime.attachments import Attachments
-from lightning_commhooks.runtime.copies import NotCopied, nothing
 from lightning_commhooks.runtime.monitor import closing_line
 from lightning_commhooks.runtime.optimizers import check_optimizer
+from lightning_commhooks.runtime.passes import NotCopied, return_none
 
 FILE_NAME = "lightning_commhooks.bin"
 # Where gradients are not averaged by a hook, whichever it is.
@@ -95,7 +95,7 @@ class AcceleratorEvents:
             replace_method(accelerator, name, getattr(self, name))
 
     def __reduce__(self) -> tuple[Callable[..., None], tuple[()]]:
-        return nothing, ()  # as of the attachments
+        return return_none, ()  # as of the attachments
 
     @property
     def accelerator(self) -> Accelerator:

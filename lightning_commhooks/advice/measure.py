@@ -23,8 +23,8 @@ from lightning_commhooks.advice.emulated import RING_LATENCIES, Emulated, Networ
 from lightning_commhooks.advice.errors import errors_among
 from lightning_commhooks.advice.ranking import Row, amortized, median, merged, unsettled
 from lightning_commhooks.advice.task import Task
+from lightning_commhooks.collectives.counters import DeviceTiming, HostTiming, Timing
 from lightning_commhooks.collectives.steps import finish
-from lightning_commhooks.collectives.timing import DeviceTiming, HostTiming, Timing
 from lightning_commhooks.hooks import AllReduce
 from lightning_commhooks.runtime.attachment import Attachment
 from lightning_commhooks.sources.attach import attach, attach_emulated

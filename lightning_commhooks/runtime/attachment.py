@@ -24,8 +24,8 @@ from lightning_commhooks.interface.state import PerRank
 from lightning_commhooks.interface.user_function import DDPHook, UserFunction
 from lightning_commhooks.runtime import checkpoint
 from lightning_commhooks.runtime.compression import without_pass_on
-from lightning_commhooks.runtime.copies import nothing
 from lightning_commhooks.runtime.forecast import Forecast
+from lightning_commhooks.runtime.passes import return_none
 from lightning_commhooks.runtime.runtime import Runtime
 from lightning_commhooks.wrappers.scale import accumulation_of
 
@@ -51,7 +51,7 @@ class Attachment:
         return f"Attachment(hook={hook!r}, steps={self.num_steps}{', closed' if self.is_closed else ''})"
 
     def __reduce__(self) -> tuple[Callable[..., None], tuple[()]]:
-        return nothing, ()
+        return return_none, ()
 
     @property
     def hook(self) -> CommHook | DDPHook:

@@ -6,7 +6,7 @@ import logging
 import warnings
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -17,7 +17,9 @@ from lightning_commhooks.interface.layout import Layout
 from lightning_commhooks.interface.models import Models
 from lightning_commhooks.interface.state import PerRank, StateError, StateReader, StateWriter
 from lightning_commhooks.runtime.resharding import resharded
-from lightning_commhooks.runtime.running import RunningHook
+
+if TYPE_CHECKING:
+    from lightning_commhooks.runtime.runtime import Runtime
 
 # Users may refer to this name in their logging configuration.
 logger = logging.getLogger(__name__)
@@ -28,7 +30,7 @@ _KEYS = {"format", "steps", "world_size", "per_rank", "parameters", "num_tensors
 _STEPS_ONLY = "none"
 
 
-def save(run: RunningHook, models: Models, kind: PerRank) -> dict[str, Any]:
+def save(run: Runtime, models: Models, kind: PerRank) -> dict[str, Any]:
     """Return a hook's state as tensors and primitives, rank-uniform. Collective."""
     group = run.bound.group
     with group.counters.evaluating():
@@ -38,13 +40,13 @@ def save(run: RunningHook, models: Models, kind: PerRank) -> dict[str, Any]:
         return _complete(run, models, kind, hook, models.state_dict(writer))
 
 
-def save_alone(run: RunningHook, models: Models, kind: PerRank) -> dict[str, Any]:
+def save_alone(run: Runtime, models: Models, kind: PerRank) -> dict[str, Any]:
     """Return one rank's state of a hook: its own, or for a joining replica. Not collective."""
     hook = save_hook(run.method, run.bound, StateWriter(run.bound.group, kind))
     return _complete(run, models, kind, hook, {})
 
 
-def load_alone(saved: Mapping[str, Any], run: RunningHook, bound: BoundHook, models: Models) -> None:
+def load_alone(saved: Mapping[str, Any], run: Runtime, bound: BoundHook, models: Models) -> None:
     """Load a result of [`save_alone`][] from this or another rank into a new runtime object. Not collective.
 
     Raises:
@@ -53,13 +55,13 @@ def load_alone(saved: Mapping[str, Any], run: RunningHook, bound: BoundHook, mod
     _load(_named_as_now(saved, models.layout), run, bound, models, strict=True)
 
 
-def save_steps(run: RunningHook, models: Models) -> dict[str, Any]:
+def save_steps(run: Runtime, models: Models) -> dict[str, Any]:
     """Return only the step count, in the format of [`save`][]. Not collective, and allowed in any thread."""
     return _complete(run, models, _STEPS_ONLY, {}, {})
 
 
 def _complete(
-    run: RunningHook, models: Models, kind: str, hook: dict[str, Any], own_models: dict[str, Any]
+    run: Runtime, models: Models, kind: str, hook: dict[str, Any], own_models: dict[str, Any]
 ) -> dict[str, Any]:
     return {
         "format": FORMAT,
@@ -76,7 +78,7 @@ def _complete(
     }
 
 
-def _of_this_shard(states: Sequence[Any], run: RunningHook, layout: Layout) -> dict[str, Any]:
+def _of_this_shard(states: Sequence[Any], run: Runtime, layout: Layout) -> dict[str, Any]:
     """Return the state of this rank's shard, from the states of all saved shards."""
     if problem := next((found for state in states if (found := _problem(state))), "" if states else "there is none"):
         raise StateError(f"not the states of a communication hook on all shards: {problem}")
@@ -91,7 +93,7 @@ def _of_this_shard(states: Sequence[Any], run: RunningHook, layout: Layout) -> d
 
 
 def load(
-    saved: Any, run: RunningHook, bound: BoundHook, models: Models, strict: bool
+    saved: Any, run: Runtime, bound: BoundHook, models: Models, strict: bool
 ) -> tuple[int, dict[str, int] | None, list[str]]:
     """Load a result of [`save`][] into a new runtime object of a hook. Collective, on the engine.
 
@@ -154,7 +156,7 @@ def _tell_that_it_begins_anew(saved: Mapping[str, Any], hook: CommHook, bound: B
 
 
 def _load(
-    saved: Any, run: RunningHook, bound: BoundHook, models: Models, strict: bool
+    saved: Any, run: Runtime, bound: BoundHook, models: Models, strict: bool
 ) -> tuple[list[str], list[tuple[Tensor, Tensor]]]:
     hook, reader = run.method, StateReader(saved, models.layout.shapes, bound.group, strict)
     if (shard := saved.get("shard", [])) != run.source.shard:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -11,8 +12,23 @@ from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.collectives.steps import Steps
 from lightning_commhooks.interface.bucket import Bucket
 from lightning_commhooks.interface.precision import all_finite, spoil_unless_
-from lightning_commhooks.runtime.on_host import OnHost
-from lightning_commhooks.runtime.running import RunningHook
+
+if TYPE_CHECKING:
+    from lightning_commhooks.runtime.runtime import Runtime
+
+
+class OnHost:
+    """An asynchronous copy of a boolean of one element, which does not block later work of the device."""
+
+    def __init__(self, value: Tensor) -> None:
+        self._copy = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
+        self._copy.copy_(value, non_blocking=True)
+        self._arrived = torch.cuda.current_stream(value.device).record_event()
+
+    def wait(self) -> Tensor:
+        """Wait for the copy and return the boolean, on CPU."""
+        self._arrived.synchronize()
+        return self._copy
 
 
 def _on_its_way(finite: Tensor) -> OnHost | None:
@@ -30,8 +46,8 @@ class FiniteSteps:
         pending: whether a step was finite that has ended except for the hook; `None`: there is no such step.
     """
 
-    def __init__(self, running: RunningHook, grad_scaler: torch.amp.GradScaler | None) -> None:
-        self._running = running
+    def __init__(self, runtime: Runtime, grad_scaler: torch.amp.GradScaler | None) -> None:
+        self._runtime = runtime
         self._grad_scaler = grad_scaler
         self._is_local = False
         self._finite: list[Tensor] = []
@@ -57,22 +73,22 @@ class FiniteSteps:
         finite, self._undecided = self._undecided, None
         self.forget()
         if not committed:
-            self._running.bound.end_step(torch.tensor(False))
+            self._runtime.bound.end_step(torch.tensor(False))
         elif finite is not None:
-            finite = self._running.source.smallest(finite)
-            spoil_unless_(finite, self._running.source.gradients([]))
+            finite = self._runtime.source.smallest(finite)
+            spoil_unless_(finite, self._runtime.source.gradients([]))
             self._take_over(finite.cpu())
 
     def add(
-        self, reduced: Tensor, finite: Tensor | None, bucket: Bucket, is_alone: bool, is_late: bool, ranks: Group
+        self, reduced: Tensor, finite: Tensor | None, bucket: Bucket, is_local: bool, is_late: bool, ranks: Group
     ) -> Steps[None]:
         """Note the averaged gradients of a bucket, and whether they are finite if that is known.
 
-        DDP has not given them to the parameters yet. With `is_late` it will have when the step ends. With `is_alone`
+        DDP has not given them to the parameters yet. With `is_late` it will have when the step ends. With `is_local`
         ranks step alone.
         """
-        has_memory = self._running.bound.has_memory
-        self._is_local = is_alone and (has_memory or self._may_skip())
+        has_memory = self._runtime.bound.has_memory
+        self._is_local = is_local and (has_memory or self._may_skip())
         if has_memory or self._is_local:
             finite = all_finite(reduced) if finite is None else finite
             if self._is_local and is_late:
@@ -96,18 +112,18 @@ class FiniteSteps:
         """
         if not self._finite:
             return
-        with self._running.bound.group.counters.timing.work():
+        with self._runtime.bound.group.counters.timing.work():
             finite, reduced = torch.stack(self._finite).all(), self._reduced
             if self._is_local:
-                group = self._running.bound.group
+                group = self._runtime.bound.group
                 finite = group.finish(self._agreed(finite, group))
-            if not self._running.source.ranks_change:
-                finite = self._running.source.smallest(finite)
+            if self._runtime.source.quorum is None:
+                finite = self._runtime.source.smallest(finite)
             self.forget()
             if in_time:
                 parts = [part for gradients, bucket in reduced for part in _parts(gradients, bucket)]
-                spoil_unless_(finite, self._running.source.gradients(parts))
-            if self._running.source.ranks_change:
+                spoil_unless_(finite, self._runtime.source.gradients(parts))
+            if self._runtime.source.quorum is not None:
                 self._undecided = finite
                 return
             self.pending = _on_its_way(finite)
@@ -127,8 +143,8 @@ class FiniteSteps:
                 self._take_over(finite)
 
     def _take_over(self, finite: Tensor) -> None:
-        self._running.bound.end_step(finite)
-        self._running.counters.nonfinite_steps += int(not finite)
+        self._runtime.bound.end_step(finite)
+        self._runtime.counters.nonfinite_steps += int(not finite)
 
 
 def _parts(gradients: Tensor, bucket: Bucket) -> list[Tensor]:

@@ -6,7 +6,7 @@ import math
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 from weakref import WeakSet
 
 from lightning_commhooks.hooks.quantized import Int8
@@ -18,9 +18,11 @@ from lightning_commhooks.interface.start import RANK, hooks_in, late_starts, sta
 from lightning_commhooks.interface.user_function import UserFunction
 from lightning_commhooks.runtime.compression import Watch
 from lightning_commhooks.runtime.local_steps import LocalSteps
-from lightning_commhooks.runtime.running import RunningHook
 from lightning_commhooks.wrappers.auto import Auto
 from lightning_commhooks.wrappers.schedule import Schedule
+
+if TYPE_CHECKING:
+    from lightning_commhooks.runtime.runtime import Runtime
 
 # Runs of fewer steps are trials: no advice on where a hook should start, or on periods.
 FEWEST_STEPS = 10
@@ -33,7 +35,7 @@ _STEPS_TO_CATCH_UP = 300
 _HIGHER_RANK = 4
 _LOCAL = "start_localSGD_iter"
 # Hooks at work in this process.
-_open: WeakSet[RunningHook] = WeakSet()
+_open: WeakSet[Runtime] = WeakSet()
 # A hook with more options is told by its name.
 _LONGEST_NAME = 80
 
@@ -99,7 +101,7 @@ class Forecaster:
         has_warned: whether the user was warned that next to nothing is compressed.
     """
 
-    def __init__(self, running: RunningHook, local: LocalSteps, watch: Watch) -> None:
+    def __init__(self, running: Runtime, local: LocalSteps, watch: Watch) -> None:
         _open.add(running)
         self._running = running
         self._local = local

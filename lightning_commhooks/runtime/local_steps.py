@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -31,7 +31,6 @@ from lightning_commhooks.runtime.optimizers import (
     state_differs_since_closed,
     warn_if_it_steps_on,
 )
-from lightning_commhooks.runtime.running import RunningHook
 
 # Number of backwards without an optimizer step before a warning; fewer may be gradient accumulation.
 MANY_STEPS = 256
@@ -44,6 +43,9 @@ _OF_ONE_REPLICA = (
     "replicas then"
 )
 
+if TYPE_CHECKING:
+    from lightning_commhooks.runtime.runtime import Runtime
+
 
 class LocalSteps:
     """Reports optimizer steps to a hook, and averages models for evaluation and saving.
@@ -54,7 +56,7 @@ class LocalSteps:
         reported_by_user: whether optimizers that are not known yet may step.
     """
 
-    def __init__(self, running: RunningHook, group: Group, is_scaled: bool = False) -> None:
+    def __init__(self, running: Runtime, group: Group, is_scaled: bool = False) -> None:
         self._running = running
         # Handles of the optimizers that report their steps, and all known optimizers, by their first parameter's name.
         self._handles: dict[Optimizer, list[RemovableHandle]] = {}

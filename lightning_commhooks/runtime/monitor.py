@@ -12,7 +12,7 @@ from lightning_commhooks.interface.checks import check_bool, check_integer
 from lightning_commhooks.interface.error_sample import DEFAULT_NUMEL
 from lightning_commhooks.interface.start import text_of_steps
 from lightning_commhooks.runtime.attachment import Attachment
-from lightning_commhooks.runtime.copies import nothing
+from lightning_commhooks.runtime.passes import return_none
 
 PREFIX = "comm/"
 MetricName = Literal[
@@ -88,7 +88,7 @@ class Monitor:
     """
 
     def __reduce__(self) -> tuple[Callable[..., None], tuple[()]]:
-        return nothing, ()  # like the attachment
+        return return_none, ()  # like the attachment
 
     def __init__(
         self,

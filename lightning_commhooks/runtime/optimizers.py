@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_commhooks.collectives.averaging import own_part
 from lightning_commhooks.interface.models import parameters_of
-from lightning_commhooks.runtime.on_host import OnHost
+from lightning_commhooks.runtime.finite_steps import OnHost
 
 _SHARDED = "keeps its state in shards and exchanges parameters itself at every step, so ranks cannot step alone"
 _REFUSED = {

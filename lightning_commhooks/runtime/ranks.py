@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
+import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
 
 from lightning_commhooks.collectives.backend import Backend
-from lightning_commhooks.collectives.counters import Counters
-from lightning_commhooks.collectives.gloo_abort import AllConnections
+from lightning_commhooks.collectives.counters import Counters, DeviceTiming, NoTiming
+from lightning_commhooks.collectives.gloo_abort import AllConnections, Connections
 from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.collectives.process_groups import (
     OwnGroup,
@@ -17,19 +23,21 @@ from lightning_commhooks.collectives.process_groups import (
     is_enqueued_on_stream,
     own_group,
 )
-from lightning_commhooks.collectives.timing import DeviceTiming, NoTiming
-from lightning_commhooks.runtime.beside import Beside
-from lightning_commhooks.runtime.engine import Engine
-from lightning_commhooks.runtime.running import RunningHook
-from lightning_commhooks.runtime.stream_engine import InlineEngine, StreamEngine
-from lightning_commhooks.runtime.thread_engine import ThreadEngine
+from lightning_commhooks.collectives.steps import Steps
+from lightning_commhooks.runtime.engine import Engine, InlineEngine, StreamEngine, ThreadEngine
+
+if TYPE_CHECKING:
+    from lightning_commhooks.runtime.runtime import Runtime
+
+# At the end of training, a peer that is later than this loses its unfinished averages and gets an error.
+_PATIENCE_SECONDS = 30.0
 
 
 class Ranks:
     """Ranks, with an engine and connections of their own.
 
     Args:
-        running: the hook.
+        runtime: of the hook.
         group: the ranks.
         connections: theirs.
         is_enqueued: whether their collectives are enqueued on a stream, as NCCL's are.
@@ -37,7 +45,7 @@ class Ranks:
 
     Attributes:
         engine: runs the hook.
-        beside: runs computations in the background of training.
+        background: runs computations in the background of training.
         group: the ranks.
     """
 
@@ -45,63 +53,61 @@ class Ranks:
 
     def __init__(
         self,
-        running: RunningHook,
+        runtime: Runtime,
         group: Group,
         connections: AllConnections,
         is_enqueued: bool,
         owned: dist.ProcessGroup | None,
     ) -> None:
         self.group, self._connections, self._owned = group, connections, owned
-        self._others_follow = running.source.ranks_change
-        of_engine = group.device, connections, running.counters.timing, running.name
-        if running.source.is_awaited or running.is_alone:
-            self.engine = InlineEngine(*of_engine)
-        else:
-            self.engine = StreamEngine(*of_engine) if is_enqueued else ThreadEngine(*of_engine, group.is_ordered)
-        self.beside = Beside(running, connections, is_enqueued)
+        self._others_follow = runtime.source.ranks_change
+        timing, is_inline = runtime.counters.timing, runtime.source.is_awaited or runtime.is_alone
+        make_engine = InlineEngine if is_inline else StreamEngine if is_enqueued else _thread_engine(group)
+        self.engine = make_engine(group.device, connections, timing, runtime.name)
+        self.background = Background(runtime, connections, is_enqueued)
 
     @classmethod
-    def of_source(cls, running: RunningHook, make_group: Callable[[Counters], Group] | None) -> Ranks:
+    def of_source(cls, runtime: Runtime, make_group: Callable[[Counters], Group] | None) -> Ranks:
         """Make the ranks of a hook's source; `make_group`, if given, makes their collectives."""
-        process_group, device, counters = running.source.process_group, running.source.device, running.counters
-        connections, is_awaited = AllConnections(), running.source.is_awaited
-        if running.source.ranks_change:
+        process_group, device, counters = runtime.source.process_group, runtime.source.device, runtime.counters
+        connections, is_awaited = AllConnections(), runtime.source.is_awaited
+        if runtime.source.ranks_change:
             counters.timing = NoTiming() if device.type == "cuda" else counters.timing
-            return cls(running, Group(None, counters, device), connections, False, None)
+            return cls(runtime, Group(None, counters, device), connections, False, None)
         is_enqueued = is_enqueued_on_stream(process_group, device)
         if is_awaited or device.type == "cuda":
             counters.timing = DeviceTiming(device) if is_enqueued and not is_awaited else NoTiming()
         owned = None
-        if is_awaited or is_enqueued or running.is_alone:
+        if is_awaited or is_enqueued or runtime.is_alone:
             group = Group(Backend(process_group), counters, device, process_group, connections)
         else:
             own = own_group(process_group, device)
             owned, group = own.process_group, Group.of(own, counters, device, connections)
-        return cls(running, make_group(counters) if make_group else group, connections, is_enqueued, owned)
+        return cls(runtime, make_group(counters) if make_group else group, connections, is_enqueued, owned)
 
     @classmethod
-    def of_members(cls, running: RunningHook, own: OwnGroup) -> Ranks:
+    def of_members(cls, runtime: Runtime, own: OwnGroup) -> Ranks:
         """Make the ranks of a group whose lifetime the caller manages."""
         connections = AllConnections()
-        group = Group.of(own, running.counters, running.source.device, connections)
+        group = Group.of(own, runtime.counters, runtime.source.device, connections)
         group.global_rank = group.rank
-        return cls(running, group, connections, False, own.process_group)
+        return cls(runtime, group, connections, False, own.process_group)
 
-    def connect(self, running: RunningHook) -> None:
+    def connect(self, runtime: Runtime) -> None:
         """Make a failure end the waits of other ranks, once the hook is bound.
 
         Not before: options that do not fit are no reason to abort DDP's own group.
         """
-        if self._owned is None and not (running.source.is_awaited or running.source.ranks_change):
-            self._connections.append(connections_of(running.source.process_group))
-        self._connections.extend(running.source.other_connections)
+        if self._owned is None and not (runtime.source.is_awaited or runtime.source.ranks_change):
+            self._connections.append(connections_of(runtime.source.process_group))
+        self._connections.extend(runtime.source.other_connections)
 
     def close(self) -> None:
         """End the engine."""
         if not self.engine.has_failed:
-            self.beside.drain()
+            self.background.drain()
         self.engine.close()
-        self.beside.close()
+        self.background.close()
 
     def release(self) -> None:
         """Release connections; peers that wait for this rank fail."""
@@ -110,3 +116,91 @@ class Ranks:
         # Otherwise a process ends soon.
         if self._others_follow and not self.engine.is_stuck:
             self._connections.let_go()
+
+
+def _thread_engine(group: Group) -> Callable[..., Engine]:
+    return functools.partial(ThreadEngine, is_ordered=group.is_ordered)
+
+
+class _ConnectionsOfHook(Connections):
+    """Connections that the hook's main engine closes."""
+
+    def __init__(self, connections: Connections) -> None:
+        self._connections = connections
+
+    def abort(self) -> None:
+        pass
+
+    def fail(self) -> None:
+        self._connections.fail()
+
+    def without_a_peer(self) -> object | None:
+        return self._connections.without_a_peer()
+
+
+class Background:
+    """Begins computations in the background of training, one after another.
+
+    Args:
+        runtime: of the hook that they belong to.
+        connections: connections of the hook's engine. A failure here ends the hook on all ranks, and a failure of the
+            hook ends these computations.
+        is_enqueued: whether their collectives are enqueued on a stream, as NCCL's are.
+    """
+
+    def __init__(self, runtime: Runtime, connections: AllConnections, is_enqueued: bool) -> None:
+        self._runtime, self._connections, self._is_enqueued = runtime, connections, is_enqueued
+        self._engine: Engine | None = None
+        # Of computations, equal on all ranks.
+        self._numbers = itertools.count()
+        self._under_way: list[Future[Tensor]] = []
+
+    def begin(self, group: Group, run: Callable[[Group], Steps[None]]) -> Callable[[], None]:
+        """Begin a computation; on all ranks in the same order.
+
+        Args:
+            group: its ranks, of `Group.for_averages_under_way`.
+            run: makes it, in a channel of its own.
+
+        Returns:
+            a function that waits for its end, on CUDA on the current stream, and raises a `HookError` if it failed.
+        """
+        if self._engine is None:
+            make_engine = StreamEngine if self._is_enqueued else _thread_engine(group)
+            connections = _ConnectionsOfHook(self._connections)
+            self._engine = make_engine(group.device, connections, NoTiming(), self._runtime.name)
+        engine, number = self._engine, next(self._numbers)
+
+        def explained() -> Steps[Tensor]:
+            ranks = group.for_bucket(1 + number)
+            try:
+                yield from run(ranks)
+            except Exception as error:
+                failure = self._runtime.failed(ranks, "in an average during training", error)
+                with self._runtime.aborting():  # the hook as well
+                    raise failure from error
+            return Tensor()
+
+        future = engine.submit(explained, group.device, is_last=True)
+        self._under_way = [one for one in self._under_way if not one.done()] + [future]
+
+        def wait() -> None:
+            try:
+                future.wait()
+            except RuntimeError:  # of the future, around the error
+                engine.raise_if_unusable()
+                raise
+
+        return wait
+
+    def drain(self) -> None:
+        """Give computations under way, here and on peers, time to finish before the hook's connections are closed."""
+        begin = time.monotonic()
+        while not all(one.done() for one in self._under_way) and time.monotonic() - begin < _PATIENCE_SECONDS:
+            time.sleep(0.001)
+
+    def close(self) -> None:
+        """End the engine, after the hook's own."""
+        if self._engine is not None:
+            self._engine.close()
+        self._under_way = []

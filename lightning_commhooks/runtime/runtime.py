@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -19,6 +20,7 @@ from lightning_commhooks.collectives.agreement import Notes, meet, num_meetings
 from lightning_commhooks.collectives.backend import Backend
 from lightning_commhooks.collectives.counters import Counters
 from lightning_commhooks.collectives.errors import HookError
+from lightning_commhooks.collectives.forks import raise_if_fork_of
 from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.collectives.process_groups import timeout_of
 from lightning_commhooks.collectives.steps import Steps, checked
@@ -31,16 +33,15 @@ from lightning_commhooks.interface.state import StateError
 from lightning_commhooks.interface.user_function import UserFunction
 from lightning_commhooks.runtime import checkpoint
 from lightning_commhooks.runtime.compression import Watch, pass_on
+from lightning_commhooks.runtime.engine import Engine, ThreadEngine
 from lightning_commhooks.runtime.finite_steps import FiniteSteps
 from lightning_commhooks.runtime.forecast import FEWEST_STEPS, Forecaster
 from lightning_commhooks.runtime.local_steps import LocalSteps
 from lightning_commhooks.runtime.micro_batches import MicroBatches
-from lightning_commhooks.runtime.passes import Passes
+from lightning_commhooks.runtime.passes import Passes, StepClock
 from lightning_commhooks.runtime.ranks import Ranks
-from lightning_commhooks.runtime.running import RunningHook
 from lightning_commhooks.runtime.source import Source
-from lightning_commhooks.runtime.thread_engine import ThreadEngine
-from lightning_commhooks.wrappers.scale import accumulation_of
+from lightning_commhooks.wrappers.scale import accumulation_of, without_scale
 
 T = TypeVar("T")
 
@@ -61,15 +62,29 @@ _UNKNOWN_OF_FUNCTIONS = (
 )
 
 
-class Runtime(RunningHook):
-    """A bound hook, its engine and its counts, for the buckets that its source hands over.
+class Runtime:
+    """A hook at run time: bound to ranks, with an engine, a step count and counters.
 
-    The arguments are those of `attach`. `make_group` creates the hook's collectives, which count with the given
-    counters and replace those of the source's ranks.
+    A bucket passes through `bucket`, `submit` and, on the engine, `_reduce`. A step passes through `_begin_step` and
+    `_end_step`. The arguments are those of `attach`. `make_group`, if given, creates the hook's collectives in place of
+    the source, with these counters.
+
+    Attributes:
+        bound: the hook, bound to its ranks.
+        averages_models: whether it lets ranks step alone and averages their models.
+        config: the configuration, with starts as steps once they are known.
+        source: where its buckets come from.
+        model: returns the model, or `None` if it is gone.
+        is_alone: whether there are no other ranks to train with, and there will be none.
+        num_steps: of the run, by which starts were determined that depend on it: `None` before, 0 if it is not known.
+        ended: whether training ended as planned; `None`: unknown.
     """
 
+    bound: BoundHook
+    averages_models: bool
     # None for a user's own function.
     _ranks: Ranks | None = None
+    _engine: Engine | None = None
 
     def __init__(
         self,
@@ -79,31 +94,36 @@ class Runtime(RunningHook):
         loss_divided_by: Callable[[], float] = lambda: 1,
         make_group: Callable[[Counters], Group] | None = None,
     ) -> None:
-        super().__init__(hook, source, self._end_step)
+        self.source = source
+        self._process = os.getpid()
+        # As given, with starts that may depend on the length of the run.
+        self._original = self.config = hook
+        self.num_steps: int | None = None
+        # The number of steps of the run as last announced.
+        self._planned: int | None = None
+        self.ended: bool | None = None
+        self.model: Callable[[], nn.Module | None] = lambda: None
+        self._close_with_model: weakref.finalize[Any, Any] | None = None
+        self.is_closed = False
         is_whole = source.process_group.size() == 1 and all(size == 1 for _, size in source.shard)
         self.is_alone = is_whole and make_group is None and not source.ranks_change
-        self._given = hook
+        self.counters = Counters()
         self.watch = Watch()
+        self.clock = StepClock(self.counters, self._end_step, self._break_off)
         self.passes = Passes(self.clock)
         is_counted = accumulation_of(hook) != "framework"
         self.micro_batches = MicroBatches(loss_divided_by, self.passes) if is_counted else None
         self._grad_scaler = grad_scaler
-        self.is_closed = False
-        # Whether training ended as planned; None: unknown.
-        self.ended: bool | None = None
-        # Number of synchronized backwards from the beginning of training to its end, as last announced.
-        self._planned: int | None = None
         # Warnings that the hook gave when it was last bound.
-        self._of_binding: list[warnings.WarningMessage] = []
-        self._close_with_model: weakref.finalize[Any, Any] | None = None
+        self._binding_warnings: list[warnings.WarningMessage] = []
         self._notes = Notes(source.process_group, f"hook {num_meetings(source.process_group)}")
         # Numbers of the buckets that the source hands over, equal on all ranks.
         self._numbers = itertools.count()
         # Number of the last backward that has begun.
-        self._begun = -1
+        self._last_backward = -1
         if isinstance(self.method, UserFunction):
             group = Group(Backend(source.process_group), self.counters, source.device, source.process_group)
-            self.bound = hook.bind(group)
+            self._use(hook.bind(group))
         else:
             self.run_among(ranks := Ranks.of_source(self, make_group))
             group = ranks.group
@@ -113,8 +133,43 @@ class Runtime(RunningHook):
         self.local = LocalSteps(self, group, grad_scaler is not None and grad_scaler.is_enabled())
         self.local.models.average_buffers = averages_models(self.bound) and self.bound.average_buffers
         if self._ranks is not None:
-            self.local.models.begin = self._ranks.beside.begin
+            self.local.models.begin = self._ranks.background.begin
         self.forecaster = Forecaster(self, self.local, self.watch)
+
+    def _use(self, bound: BoundHook) -> None:
+        self.bound, self.averages_models = bound, averages_models(bound)
+
+    @property
+    def method(self) -> CommHook:
+        """The configuration that users and checkpoints know, without the division of accumulated gradients."""
+        return without_scale(self.config)
+
+    @property
+    def name(self) -> str:
+        """Name of the hook, or `module.function` of a user's own."""
+        return self.method.name
+
+    @property
+    def group(self) -> Group:
+        """The ranks that the hook runs among at present."""
+        return self.bound.group if self._ranks is None else self._ranks.group
+
+    @property
+    def layout(self) -> Layout:
+        """Names of the model's parameters."""
+        return self.local.models.layout
+
+    @property
+    def is_even(self) -> bool:
+        """Whether all ranks are known and take the same number of steps."""
+        return not (self.source.ranks_change or self.method.is_uneven)
+
+    @property
+    def limits(self) -> str:
+        """Why the hook does nothing but reduce gradients; empty if it does more."""
+        if isinstance(self.method, UserFunction):
+            return f"{self.name} is not a hook of this library: it has no group of ranks and no state to ask for"
+        return self.source.limits
 
     def run_among(self, ranks: Ranks, compare: Callable[[Group], None] = lambda group: None) -> None:
         """Bind the hook to new ranks, after `compare` among them. Collective."""
@@ -126,19 +181,13 @@ class Runtime(RunningHook):
         try:
             ranks.group.nodes()  # so that bytes between them are counted
             compare(ranks.group)
-            self.bound = self._bind(ranks.group)
+            self._use(self._bind(ranks.group))
         except BaseException:
             ranks.engine.close()
             ranks.release()
             self._give_warnings()
             raise
         ranks.connect(self)
-
-    def decide(self, committed: bool) -> None:
-        """Commit or discard a step that ranks have voted on."""
-        self.clock.abandon()
-        with torch.no_grad():
-            self._steps.decide(committed)
 
     def connect(self, model: nn.Module) -> None:
         """Take the buckets of a model that the source has checked, until the model no longer exists. Collective."""
@@ -157,186 +206,27 @@ class Runtime(RunningHook):
             for text in texts:
                 warnings.warn(text, stacklevel=4)
 
-    def begin_together(self, what: str) -> None:
-        """End the last step, and wait until all ranks have called their next joint operation. Collective.
-
-        A rank that waits for this one in a backward, or in an average after an optimizer's step, will not call it.
-
-        Raises:
-            HookError: another rank waits for this one; that rank gets an error too.
-        """
-        self.clock.end()
-        # With uneven numbers of steps, a rank cannot tell which ranks will not come: each average compares operations.
-        if self._engine is None or not self.is_even or self.is_closed:
-            return
-        with self.aborting():
-            try:
-                timeout = timeout_of(self.source.process_group, self.source.device).total_seconds()
-                meet(self.source.process_group, what, self._why_not_here, timeout)
-            except HookError as failure:
-                self._tell_peers(str(failure))
-                raise
-
-    def _why_not_here(self, missing: list[int]) -> str | None:
-        assert self._engine is not None
-        turns = self._engine.num_turns
-        if turns is None:
-            return None
-        for rank in missing:
-            told = self._notes.of(_wait_note(rank))
-            if told and int(told) >= turns:
-                return "gone on to a backward or an optimizer's step, waiting there for this rank"
-        return None
-
-    def _tell_peers(self, reason: str) -> None:
-        self._notes.tell("why", reason)
-
-    def _peers_reason(self) -> str:
-        return self._notes.of("why")
-
-    def expect(self, num_steps: int | None) -> None:
-        """Determine the starts that depend on the length of the run, once. Collective.
-
-        Args:
-            num_steps: number of synchronized backwards from the beginning of training to its end; `None`: unknown.
-        """
-        self.ended = None
-        if num_steps is not None:
-            self._planned = num_steps
-        if self.num_steps is not None or not any(depends_on_length(start) for *_, start in late_starts(self._given)):
-            return
-        self.begin_together("tell_forecast()")
-        self.num_steps = self.call(lambda: self._shortest(num_steps or 0))
-        if self.num_steps:
-            self.configure(started(self._given, self.num_steps))
-            self.begin_at(self.bind_again(), self.clock.steps, self.local.models.num_steps)
-
-    def _shortest(self, num_steps: int) -> int:
-        told = self.bound.group.all_gather_quietly([num_steps])
-        return int(self.source.smallest(torch.tensor(min(own for (own,) in told), device=self.source.device)))
-
-    def _check_starts(self) -> None:
-        starts = [*late_starts(self.config)]
-        if self.num_steps is None and any(depends_on_length(start) for *_, start in starts):
-            self.num_steps = 0
-        for owner, name, start in starts:
-            if isinstance(start, float):
-                raise HookError(
-                    f"{type(owner).__name__}({name}={start}) is a fraction of the run, and how long that is nobody has "
-                    f"said: give attach(..., num_steps=), the number of synchronized backwards, or {name}= a step"
-                )
-
-    def reset(self) -> None:
-        """Reset the hook to step 0, with the same model on all ranks. Collective."""
-        self.begin_together("reset_state()")
-        self.call(self.local.models.average_what_differs_)
-        self.begin_at(self.bind_again(), 0)
-        self.local.models.restore([], {})
-
-    def bind_again(self) -> BoundHook:
-        """Return a new runtime object of the hook, among the same ranks; drop its warnings. Collective."""
-        bound = self._bind(self.bound.group if self._ranks is None else self._ranks.group)
-        self._of_binding = []
-        return bound
-
-    def _give_warnings(self) -> None:
-        given, self._of_binding = self._of_binding, []
-        for warning in given:
-            warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
-
-    def _bind(self, group: Group) -> BoundHook:
-        with self.aborting(), warnings.catch_warnings(record=True) as self._of_binding:
-            warnings.simplefilter("always")
-            try:
-                bound = self.source.bind(self.config, group)
-                return pass_on(bound) if self.is_alone and not self.source.is_awaited else bound
-            except ValueError:
-                raise  # options do not fit these ranks
-            except Exception as error:
-                raise self.failed(group, "in bind()", error) from error
-
-    def begin_at(self, fresh: BoundHook, steps: int, num_steps: dict[str, int] | None = None) -> None:
-        """Continue with another runtime object, after `steps` steps; see `LocalSteps.begin_at`."""
-        self.bound = fresh
-        self.clock.steps, self._begun = steps, -1
-        self.watch.end_step()
-        self.local.begin_at(steps, num_steps)
-        self.forecaster.restart()
-        if self.micro_batches is not None:
-            self.micro_batches.restart()
-
-    def commit(self) -> None:
-        if self._engine is not None and self._steps.pending is not None and not self.is_forked:
-            self._engine.run_inline(lambda: self._named(self._steps.commit))
-
-    @property
-    def layout(self) -> Layout:
-        """Names of the model's parameters."""
-        return self.local.models.layout
-
-    def _end_step(self, in_time: bool) -> None:
-        if self.micro_batches is not None:
-            self.micro_batches.end_step()
-        if in_time:
-            self.source.end_step()
-            self.counters.timing.backward_done()
-        if self._engine is not None:
-            quorum = self.source.quorum
-            with nullcontext() if quorum is None else quorum.reporting():
-                self.call(lambda: self._steps.end(in_time), True)
-                if not in_time:
-                    self.commit()
-
-    def load(self, state: object, strict: bool) -> None:
-        """Load a saved state, on all ranks or none; warn of entries that are left out because they do not fit.
-
-        Raises:
-            StateError: see `checkpoint.load`. The hook is as it was before.
-        """
-        self.begin_together("load_state_dict()")
-        before = self.config
-        num_steps = checkpoint.num_steps_of(state)
-        if num_steps is not None:
-            self.configure(started(self._given, num_steps) if num_steps else self._given)
-        fresh = self.bind_again()
-        loaded = self.call(lambda: self._load(state, fresh, strict))
-        if isinstance(loaded, StateError):
-            self.configure(before)
-            raise loaded
-        self.num_steps = num_steps if num_steps is not None else self.num_steps
-        steps, num_steps_by_optimizer, differences = loaded
-        self.begin_at(fresh, steps, num_steps_by_optimizer)
-        if differences and fresh.group.rank == 0:
-            more = f" and {len(differences) - 5} more" if len(differences) > 5 else ""
-            warnings.warn(
-                f"strict_state=False: not taken over from the state of hook {self.name!r}: "
-                f"{'; '.join(differences[:5])}{more}. Its memory of these begins anew",
-                stacklevel=3,
-            )
-
-    def _load(
-        self, state: object, fresh: BoundHook, strict: bool
-    ) -> tuple[int, dict[str, int] | None, list[str]] | StateError:
-        try:
-            return checkpoint.load(state, self, fresh, self.local.models, strict)
-        except StateError as refusal:
-            return refusal  # all ranks have agreed on it: no failure
-
     def bucket(
         self, flat: Tensor, slots: tuple[Slot, ...], index: int, is_last: bool, step: int, unused: frozenset[str] | None
     ) -> Bucket:
         """Make a bucket, with the loss scale and accumulation of its gradients, which the source does not know."""
+        self.commit()
         accumulated = None
         if self.micro_batches is not None:
             accumulated = self.micro_batches.of_step(step, is_last)
+        if step != self._last_backward:
+            self._begin_step(step)
         scale = _current_scale(self._grad_scaler)
-        if step != self._begun:
-            if self._begun < 0:
-                self._check_starts()
-            self._begun = step
-            self.local.begin_backward(step)
-            self.forecaster.begin_step(step)
         return Bucket(flat, index, is_last, step, slots, unused, scale, accumulated=accumulated)
+
+    def _begin_step(self, step: int) -> None:
+        """Called with the first bucket of each backward."""
+        if self._last_backward < 0:
+            self._check_starts()
+        self._last_backward = step
+        if self.averages_models:
+            self.local.begin_backward(step)
+        self.forecaster.begin_step(step)
 
     def submit(self, bucket: Bucket, is_late: bool) -> Future[Tensor]:
         """Average whole gradients with the hook, among the source's ranks, and prepare the end of the step.
@@ -346,17 +236,7 @@ class Runtime(RunningHook):
             is_late: whether they cannot be changed any more when the step ends.
         """
         is_last = bucket.is_last or self.clock.is_first_of_static_graph
-        assert self._ranks is not None
-        return self.run(bucket, self._ranks.group, lambda ranks: self._reduce(bucket, is_late, ranks), is_last)
-
-    def wait_for(self, reduced: Future[Tensor]) -> None:
-        """Wait until a bucket is reduced, on CUDA on the current stream; raises a `HookError` if that failed."""
-        try:
-            reduced.wait()
-        except RuntimeError:  # the future has wrapped the error
-            assert self._engine is not None
-            self._engine.raise_if_unusable()
-            raise
+        return self.run(bucket, self.group, lambda ranks: self._reduce(bucket, is_late, ranks), is_last)
 
     def run(
         self, bucket: Bucket, group: Group, reduce: Callable[[Group], Steps[Tensor]], is_last: bool = True
@@ -386,7 +266,7 @@ class Runtime(RunningHook):
 
     def _reduce(self, bucket: Bucket, is_late: bool, ranks: Group) -> Steps[Tensor]:
         bound, flat, finite = self.bound, bucket.flat, None
-        is_alone = is_local(bound, bucket.step)
+        ranks_step_alone = self.averages_models and is_local(bound, bucket.step)
         if flat.is_sparse:
             flat = flat.coalesce()
         else:
@@ -394,7 +274,7 @@ class Runtime(RunningHook):
         numbers = flat._values() if flat.is_sparse else flat
         if bucket.slots:  # a rank may have no share of any of these gradients
             # In local steps, the gradients are not meant to be the mean.
-            samples = [] if is_alone else self.watch.take(bucket)
+            samples = [] if ranks_step_alone else self.watch.take(bucket)
             with self.watch.watching(bound, bucket, numbers, ranks):
                 if flat.is_sparse:
                     flat = yield from checked(bound.reduce_sparse(flat, bucket, ranks), bound, "reduce_sparse")
@@ -403,8 +283,252 @@ class Runtime(RunningHook):
                     finite = yield from checked(bound.reduce(bucket, ranks), bound, "reduce")
             for sampler, taken in samples:
                 yield from sampler.compare(taken, flat, bucket, ranks)
-        yield from self._steps.add(numbers, finite, bucket, is_alone, is_late, ranks)
+        if bound.has_memory or ranks_step_alone:
+            yield from self._steps.add(numbers, finite, bucket, ranks_step_alone, is_late, ranks)
         return flat
+
+    def wait_for(self, reduced: Future[Tensor]) -> None:
+        """Wait until a bucket is reduced, on CUDA on the current stream; raises a `HookError` if that failed."""
+        try:
+            reduced.wait()
+        except RuntimeError:  # the future has wrapped the error
+            assert self._engine is not None
+            self._engine.raise_if_unusable()
+            raise
+
+    def _end_step(self, in_time: bool) -> None:
+        """Called once for each step, by the step clock."""
+        if self.micro_batches is not None:
+            self.micro_batches.end_step()
+        if in_time:
+            self.source.end_step()
+            self.counters.timing.backward_done()
+        if self._engine is None:
+            return
+        quorum = self.source.quorum
+        with nullcontext() if quorum is None else quorum.reporting():
+            self.call(lambda: self._steps.end(in_time), True)
+            if not in_time:
+                self.commit()
+
+    def commit(self) -> None:
+        """Tell the hook whether its last step was finite, before its state is read: see `FiniteSteps.commit`."""
+        if self._engine is not None and self._steps.pending is not None and not self.is_forked:
+            self._engine.run_inline(lambda: self._named(self._steps.commit))
+
+    def decide(self, committed: bool) -> None:
+        """Commit or discard a step that ranks have voted on."""
+        self.clock.abandon()
+        with torch.no_grad():
+            self._steps.decide(committed)
+
+    def call(self, function: Callable[[], T], in_step: bool = False) -> T:
+        """Run a function in turn with the hook, after its last step has ended. Whatever it raises ends all ranks.
+
+        Args:
+            function: what to run.
+            in_step: whether it is a part of a step, which all ranks take.
+
+        Raises:
+            HookError: the function failed, or earlier work did.
+        """
+        if self._engine is None:
+            self.raise_if_forked()
+            return function()
+        if self._steps.pending is not None:
+            self._engine.raise_if_unusable()
+            self.commit()
+        return self._engine.call(lambda: self._named(function), in_step)
+
+    @contextmanager
+    def aborting(self) -> Iterator[None]:
+        """For work of this thread while peers may already wait for it: an exception in it ends all ranks.
+
+        With a user's own function nothing can be aborted: its collectives are the user's.
+        """
+        if self._engine is None:
+            self.raise_if_forked()
+            yield
+            return
+        self._engine.raise_if_unusable()
+        try:
+            yield
+        except BaseException as failure:
+            self._engine.fail(failure)
+            raise
+
+    def _named(self, function: Callable[[], T]) -> T:
+        try:
+            return function()
+        except HookError:
+            raise
+        except Exception as error:
+            raise self.failed(self.bound.group, f"after {text_of_steps(self.clock.steps)}", error) from error
+
+    def failed(self, group: Group, where: str, error: Exception) -> HookError:
+        """The error that a user sees for one of the hook."""
+        reason = self._notes.of("why")
+        text = f"communication hook {self.name!r} failed on rank {group.global_rank} {where}: "
+        return HookError(f"{text}{reason} ({error})" if reason else f"{text}{error}")
+
+    def _break_off(self) -> None:
+        """End all ranks, whose collectives would not match this rank's any more, after a backward that has raised."""
+        if self._engine is None or self._engine.has_failed:
+            return
+        text = (
+            f"communication hook {self.name!r}: the backward of step {self.clock.steps - 1} broke off on rank "
+            f"{self.bound.group.global_rank} before all gradients were handed to the hook, and other ranks may have "
+            "handed over more: wrap the model again, on all ranks, and attach a hook to that"
+        )
+        self._notes.tell("why", text)
+        self._engine.break_off(HookError(text))
+
+    @property
+    def is_forked(self) -> bool:
+        """Whether this process is a fork of the one that the hook was attached in."""
+        return os.getpid() != self._process
+
+    def raise_if_forked(self) -> None:
+        """Raise a `HookError` in a fork of the process that the hook was attached in."""
+        raise_if_fork_of(self._process)
+
+    def begin_together(self, what: str) -> None:
+        """End the last step, and wait until all ranks have called their next joint operation. Collective.
+
+        A rank that waits for this one in a backward, or in an average after an optimizer's step, will not call it.
+
+        Raises:
+            HookError: another rank waits for this one; that rank gets an error too.
+        """
+        self.clock.end()
+        # With uneven numbers of steps, a rank cannot tell which ranks will not come: each average compares operations.
+        if self._engine is None or not self.is_even or self.is_closed:
+            return
+        with self.aborting():
+            try:
+                timeout = timeout_of(self.source.process_group, self.source.device).total_seconds()
+                meet(self.source.process_group, what, self._why_not_here, timeout)
+            except HookError as failure:
+                self._notes.tell("why", str(failure))
+                raise
+
+    def _why_not_here(self, missing: list[int]) -> str | None:
+        assert self._engine is not None
+        turns = self._engine.num_turns
+        if turns is None:
+            return None
+        for rank in missing:
+            told = self._notes.of(_wait_note(rank))
+            if told and int(told) >= turns:
+                return "gone on to a backward or an optimizer's step, waiting there for this rank"
+        return None
+
+    def expect(self, num_steps: int | None) -> None:
+        """Determine the starts that depend on the length of the run, once. Collective.
+
+        Args:
+            num_steps: number of synchronized backwards from the beginning of training to its end; `None`: unknown.
+        """
+        self.ended = None
+        if num_steps is not None:
+            self._planned = num_steps
+        if self.num_steps is not None or not any(depends_on_length(start) for *_, start in late_starts(self._original)):
+            return
+        self.begin_together("tell_forecast()")
+        self.num_steps = self.call(lambda: self._shortest(num_steps or 0))
+        if self.num_steps:
+            self.config = started(self._original, self.num_steps)
+            self.begin_at(self.bind_again(), self.clock.steps, self.local.models.num_steps)
+
+    def _shortest(self, num_steps: int) -> int:
+        told = self.bound.group.all_gather_quietly([num_steps])
+        return int(self.source.smallest(torch.tensor(min(own for (own,) in told), device=self.source.device)))
+
+    def _check_starts(self) -> None:
+        starts = [*late_starts(self.config)]
+        if self.num_steps is None and any(depends_on_length(start) for *_, start in starts):
+            self.num_steps = 0
+        for owner, name, start in starts:
+            if isinstance(start, float):
+                raise HookError(
+                    f"{type(owner).__name__}({name}={start}) is a fraction of the run, and the number of training "
+                    f"steps is unknown: give attach(..., num_steps=), the number of synchronized backwards, or {name}= "
+                    "a step"
+                )
+
+    def reset(self) -> None:
+        """Reset the hook to step 0, with the same model on all ranks. Collective."""
+        self.begin_together("reset_state()")
+        self.call(self.local.models.average_what_differs_)
+        self.begin_at(self.bind_again(), 0)
+        self.local.models.restore([], {})
+
+    def bind_again(self) -> BoundHook:
+        """Return a new runtime object of the hook, among the same ranks; drop its warnings. Collective."""
+        bound = self._bind(self.group)
+        self._binding_warnings = []
+        return bound
+
+    def _give_warnings(self) -> None:
+        warned, self._binding_warnings = self._binding_warnings, []
+        for warning in warned:
+            warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
+
+    def _bind(self, group: Group) -> BoundHook:
+        with self.aborting(), warnings.catch_warnings(record=True) as self._binding_warnings:
+            warnings.simplefilter("always")
+            try:
+                bound = self.source.bind(self.config, group)
+                return pass_on(bound) if self.is_alone and not self.source.is_awaited else bound
+            except ValueError:
+                raise  # options do not fit these ranks
+            except Exception as error:
+                raise self.failed(group, "in bind()", error) from error
+
+    def begin_at(self, fresh: BoundHook, steps: int, num_steps: dict[str, int] | None = None) -> None:
+        """Continue with another runtime object, after `steps` steps; see `LocalSteps.begin_at`."""
+        self._use(fresh)
+        self.clock.steps, self._last_backward = steps, -1
+        self.watch.end_step()
+        self.local.begin_at(steps, num_steps)
+        self.forecaster.restart()
+        if self.micro_batches is not None:
+            self.micro_batches.restart()
+
+    def load(self, state: object, strict: bool) -> None:
+        """Load a saved state, on all ranks or none; warn of entries that are left out because they do not fit.
+
+        Raises:
+            StateError: see `checkpoint.load`. The hook is as it was before.
+        """
+        self.begin_together("load_state_dict()")
+        before = self.config
+        num_steps = checkpoint.num_steps_of(state)
+        if num_steps is not None:
+            self.config = started(self._original, num_steps) if num_steps else self._original
+        fresh = self.bind_again()
+        loaded = self.call(lambda: self._load(state, fresh, strict))
+        if isinstance(loaded, StateError):
+            self.config = before
+            raise loaded
+        self.num_steps = num_steps if num_steps is not None else self.num_steps
+        steps, num_steps_by_optimizer, differences = loaded
+        self.begin_at(fresh, steps, num_steps_by_optimizer)
+        if differences and fresh.group.rank == 0:
+            more = f" and {len(differences) - 5} more" if len(differences) > 5 else ""
+            warnings.warn(
+                f"strict_state=False: not taken over from the state of hook {self.name!r}: "
+                f"{'; '.join(differences[:5])}{more}. Its memory of these begins anew",
+                stacklevel=3,
+            )
+
+    def _load(
+        self, state: object, fresh: BoundHook, strict: bool
+    ) -> tuple[int, dict[str, int] | None, list[str]] | StateError:
+        try:
+            return checkpoint.load(state, self, fresh, self.local.models, strict)
+        except StateError as refusal:
+            return refusal  # all ranks have agreed on it: no failure
 
     def metrics(self) -> dict[str, float]:
         """See `Attachment.metrics`."""
@@ -423,23 +547,16 @@ class Runtime(RunningHook):
         """Yield endings of the names of metrics that are unknown, or always 0, with this hook or on these nodes."""
         if self.source.is_awaited:
             # They are about several steps, about whole gradients, or about the nodes of each of FSDP's groups.
-            yield from ("_ms", "_steps", "_between_nodes", "bytes_evaluation", "averagings")
+            yield from ("ms", "timed_steps", "nonfinite_steps", "between_nodes", "bytes_evaluation", "averagings")
             return
         if isinstance(self.method, UserFunction):
             return
         if len(self.bound.group.nodes()) == 1:
-            yield "_between_nodes"
+            yield "between_nodes"
         if not averages_models(self.bound):
             yield from ("averagings", "waited_ms")
             if not self.bound.has_memory:
                 yield "bytes_evaluation"
-
-    @property
-    def limits(self) -> str:
-        """Why the hook does nothing but reduce gradients; empty if it does more."""
-        if isinstance(self.method, UserFunction):
-            return f"{self.name} is not a hook of this library: it has no group of ranks and no state to ask for"
-        return self.source.limits
 
     @property
     def has_failed(self) -> bool:

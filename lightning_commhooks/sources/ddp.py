@@ -2,10 +2,11 @@
 
 # No `from __future__ import annotations`: DDP compares the annotations of the hooks that are made here.
 
+import operator
 import warnings
 import weakref
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.distributed as dist
@@ -13,10 +14,11 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
 
 from lightning_commhooks.basics.ranges import named
 from lightning_commhooks.collectives.errors import HookError
-from lightning_commhooks.interface.averages_models import averages_gradients, averages_models
+from lightning_commhooks.interface.averages_models import AveragesModels, averages_gradients
 from lightning_commhooks.interface.bucket import Bucket
 from lightning_commhooks.interface.hook import CommHook
 from lightning_commhooks.interface.layout import Layout
@@ -24,11 +26,11 @@ from lightning_commhooks.interface.misplaced import given_beside
 from lightning_commhooks.interface.python_code import code
 from lightning_commhooks.interface.registry import get_hook
 from lightning_commhooks.interface.user_function import DDPHook, UserFunction, check_user_hook
-from lightning_commhooks.runtime.copies import NotCopied
 from lightning_commhooks.runtime.engine import CLOSED
+from lightning_commhooks.runtime.passes import NotCopied
 from lightning_commhooks.runtime.runtime import Runtime
 from lightning_commhooks.runtime.source import Source
-from lightning_commhooks.sources.ddp_model import Trampoline, Usage, checked_model, device_of, register
+from lightning_commhooks.sources.ddp_model import Trampoline, checked_model, device_of, register
 from lightning_commhooks.wrappers.scale import Accumulation, ScaleByGradAccumulation, without_scale
 
 
@@ -79,7 +81,11 @@ class DDPSource(Source):
 
     def __init__(self, process_group: dist.ProcessGroup) -> None:
         super().__init__(process_group)
-        self._usage = Usage()
+        # Parameters that got gradients on this rank since the last synchronized backward, with `no_sync()` or not. DDP
+        # knows them, but tells only when hooks have run. `None`: they are not watched.
+        self._used: set[str] | None = None
+        self._handles: list[RemovableHandle] = []
+        self._has_frozen = False
         self._warned: set[str] = set()
 
     def resolve_hook(self, hook: object) -> CommHook | DDPHook:
@@ -93,6 +99,7 @@ class DDPSource(Source):
                 f"the model is on {device}, and the hook was attached to one on {self.device}: attach another"
             )
         self.device, self.layout = device, Layout(ddp.module, ddp.parameters_to_ignore)
+        self._has_frozen = any(not p.requires_grad for p in ddp.module.parameters())
 
     def connect(self, model: nn.Module, runtime: Runtime) -> None:
         assert isinstance(model, DistributedDataParallel)
@@ -101,16 +108,16 @@ class DDPSource(Source):
         runtime.passes.watch(
             model,
             self.layout.trained,
-            synchronizes=lambda ddp: ddp.require_backward_grad_sync,
+            synchronizes=operator.attrgetter("require_backward_grad_sync"),
             not_synchronized=lambda: self._warn_of_second(runtime),
         )
 
     def trampoline(self, runtime: Runtime, model: DistributedDataParallel) -> Trampoline:
         """Return the function that DDP calls for each bucket of `model`."""
-        may_be_local = averages_models(runtime.bound)
-        watches = model.find_unused_parameters and (may_be_local or runtime.bound.has_memory or self.ranks_change)
-        self._usage.watch(self.layout.trained if watches else {})
-        if may_be_local:
+        needs_usage = runtime.averages_models or runtime.bound.has_memory or self.ranks_change
+        watches = model.find_unused_parameters and needs_usage
+        self._watch_usage(self.layout.trained if watches else {})
+        if runtime.averages_models:
             model.register_forward_pre_hook(NotCopied(torch.compiler.disable(self._before_forward)))
         self._ddp, self._broadcasts_buffers, self._local = weakref.ref(model), model.broadcast_buffers, runtime.local
         runtime.local.models.broadcasts_buffers = model.broadcast_buffers and not self.ranks_change
@@ -126,8 +133,7 @@ class DDPSource(Source):
         # Nothing here may hold the model: the model holds this function through its C++ reducer.
         def trampoline(state: object, bucket: GradBucket) -> Future[Tensor]:
             with runtime.aborting():
-                runtime.commit()
-                plain = self._plain(bucket, runtime)
+                plain = self._make_bucket(bucket, runtime)
                 return runtime.submit(plain, is_late=plain.step == self._late_step)
 
         return trampoline
@@ -137,7 +143,7 @@ class DDPSource(Source):
             runtime.raise_if_forked()
             if runtime.is_closed:
                 raise HookError(CLOSED)
-            plain = self._plain(bucket, runtime)
+            plain = self._make_bucket(bucket, runtime)
             flat, group = plain.flat, runtime.bound.group
             group.counters.bytes_dense += group.ring_bytes(flat._values() if flat.is_sparse else flat)
             if flat.is_sparse:
@@ -150,26 +156,30 @@ class DDPSource(Source):
 
         return trampoline
 
-    def _plain(self, bucket: GradBucket, runtime: Runtime) -> Bucket:
+    def _make_bucket(self, bucket: GradBucket, runtime: Runtime) -> Bucket:
         flat, index, is_last = bucket.buffer(), bucket.index(), bucket.is_last()
         slots = self.layout.slots(bucket.parameters(), flat.numel())
-        if index == 0:
+        if index == 0 and self._has_frozen:
             self._warn_of_unfrozen()
         step = runtime.clock.step_of(index, is_last, self._skips_last)
-        plain = runtime.bucket(flat, slots, index, is_last, step, self._usage.unused(slots))
+        unused = None
+        if self._used is not None:
+            unused = frozenset(slot.name for slot in slots if slot.name not in self._used)
+        plain = runtime.bucket(flat, slots, index, is_last, step, unused)
         if self._late_step == -1:
             self._late_step = step
-        self.watch_local(runtime, step)
+        self._check_local(runtime, step)
         return plain
 
-    def watch_local(self, runtime: Runtime, step: int) -> None:
+    def _check_local(self, runtime: Runtime, step: int) -> None:
         """Check `join()`, and switch off DDP's broadcast of buffers during local steps if the hook averages buffers."""
-        model, bound = self._ddp(), runtime.bound
+        model = self._ddp()
         assert model is not None
         if model._join_config.enable and not getattr(model, "_divide_by_initial_world_size", True):
             self._warn_of_join()
-        if not averages_models(bound):
+        if not runtime.averages_models:
             return
+        bound = cast("AveragesModels", runtime.bound)
         is_local = bound.is_local(step)
         if is_local and model._join_config.enable:
             raise HookError(
@@ -218,8 +228,20 @@ class DDPSource(Source):
                 stacklevel=2,
             )
 
+    def _watch_usage(self, parameters: Mapping[str, Tensor]) -> None:
+        """Watch which of these parameters get gradients; costs a call for each parameter and backward."""
+        for handle in self._handles:
+            handle.remove()
+        used: set[str] = set()
+        self._used = used if parameters else None
+        self._handles = [
+            parameter.register_post_accumulate_grad_hook(lambda _, name=name: used.add(name))
+            for name, parameter in parameters.items()
+        ]
+
     def end_step(self) -> None:
-        self._usage.begin()
+        if self._used is not None:
+            self._used.clear()
 
     def close(self) -> None:
-        self._usage.watch({})
+        self._watch_usage({})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -11,12 +11,10 @@ from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.hooks import RemovableHandle
 
 from lightning_commhooks.collectives.errors import raise_if_capturing
-from lightning_commhooks.interface.bucket import Slot
 from lightning_commhooks.interface.layout import unwrapped
-from lightning_commhooks.runtime.copies import NotCopied, nothing
+from lightning_commhooks.runtime.passes import NotCopied, return_none
 
 # Where that `replicate` is; the one of `replicate_with_fsdp` is sharding over one rank.
 _COMPOSABLE = "torch.distributed._composable.replicate"
@@ -126,36 +124,4 @@ def register(
 ) -> None:
     """Give DDP the function that it calls for each bucket, under the name of the hook."""
     model.register_comm_hook(state, _Registered(trampoline, name, is_closed))
-    model.register_forward_pre_hook(NotCopied(nothing, LostHook(name)))
-
-
-class Usage:
-    """Which parameters got gradients on this rank since the last synchronized backward, with `no_sync()` or not.
-
-    DDP knows, but tells only when hooks have run. Costs a call for each parameter and backward.
-    """
-
-    def __init__(self) -> None:
-        self._used: set[str] = set()
-        self._is_watched = False
-        self._handles: list[RemovableHandle] = []
-
-    def watch(self, parameters: Mapping[str, Tensor]) -> None:
-        """Watch these parameters, by name, instead of the parameters watched so far."""
-        for handle in self._handles:
-            handle.remove()
-        used, self._is_watched = self._used, bool(parameters)
-        self._handles = [
-            parameter.register_post_accumulate_grad_hook(lambda _, name=name: used.add(name))
-            for name, parameter in parameters.items()
-        ]
-
-    def begin(self) -> None:
-        """Forget, when a synchronized backward has ended."""
-        self._used.clear()
-
-    def unused(self, slots: Sequence[Slot]) -> frozenset[str] | None:
-        """Names of those that were not used; `None` if none are watched."""
-        if not self._is_watched:
-            return None
-        return frozenset(slot.name for slot in slots if slot.name not in self._used)
+    model.register_forward_pre_hook(NotCopied(return_none, LostHook(name)))

@@ -13,9 +13,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGath
 
 from lightning_commhooks.codecs.codec import Kernels
 from lightning_commhooks.collectives.backend import Backend
-from lightning_commhooks.collectives.counters import Counters
+from lightning_commhooks.collectives.counters import Counters, NoTiming
 from lightning_commhooks.collectives.group import Group
-from lightning_commhooks.collectives.timing import NoTiming
 from lightning_commhooks.hooks import BF16, FP16
 from lightning_commhooks.hooks.quantized import CodecConfig
 from lightning_commhooks.interface.hook import CommHook

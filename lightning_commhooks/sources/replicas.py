@@ -25,7 +25,7 @@ from lightning_commhooks.interface.hook import CommHook
 from lightning_commhooks.interface.layout import Layout
 from lightning_commhooks.interface.registry import get_hook
 from lightning_commhooks.interface.user_function import UserFunction
-from lightning_commhooks.runtime.copies import NotCopied
+from lightning_commhooks.runtime.passes import NotCopied
 from lightning_commhooks.runtime.runtime import Runtime
 from lightning_commhooks.runtime.source import Source
 from lightning_commhooks.sources.finished import Finished
@@ -117,7 +117,6 @@ class _Unit:
     def _average_(self, runtime: Runtime, share: Tensor, slots: tuple[Slot, ...], parts: list[Tensor]) -> None:
         # Rows that fill shares up to the same size are in no bucket.
         flat = share if parts[0].numel() == share.numel() else torch.cat(parts)
-        runtime.commit()
         step, index = runtime.clock.place_in_backward(ends=True)
         self._source.note((p.sharded_param for p in self._reduced), is_first=index == 0)
         bucket = runtime.bucket(flat, slots, index, True, step, None)

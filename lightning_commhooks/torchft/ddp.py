@@ -88,7 +88,7 @@ class ManagedDDP(DDPSource):
                 self._unused = {}
                 quorum.begin_backward()
             with quorum.reporting(), quorum.part_of_step():
-                plain = self._plain(bucket, runtime)
+                plain = self._make_bucket(bucket, runtime)
                 self._note_unused(plain)
                 return self._survived(runtime.submit(plain, is_late=False), flat)
             given_up: Future[Tensor] = Future()

@@ -12,8 +12,8 @@ from lightning_commhooks.collectives.errors import HookError
 from lightning_commhooks.interface.averages_models import averages_models
 from lightning_commhooks.interface.hook import CommHook
 from lightning_commhooks.runtime.engine import CLOSED
+from lightning_commhooks.runtime.passes import current_backward
 from lightning_commhooks.runtime.runtime import Runtime
-from lightning_commhooks.runtime.steps import current_backward
 from lightning_commhooks.sources.replicas import Replicas, replicas_of
 from lightning_commhooks.torchft.quorum import EXACT_STATE, Quorum, check_hook, meet
 

@@ -11,6 +11,7 @@ from driver import SHAPES, attached, backward, distance, full_rank_gradients, me
 
 import lightning_commhooks as lc
 from lightning_commhooks.collectives import process_groups
+from lightning_commhooks.collectives.counters import HostTiming
 from lightning_commhooks.collectives.direct import (
     Direct,
     measure_latency,
@@ -22,9 +23,8 @@ from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.collectives.messages import Messages
 from lightning_commhooks.collectives.process_groups import own_group
 from lightning_commhooks.collectives.steps import Wait, begun, finish
-from lightning_commhooks.collectives.timing import HostTiming
+from lightning_commhooks.runtime.engine import ThreadEngine
 from lightning_commhooks.runtime.runtime import Runtime
-from lightning_commhooks.runtime.thread_engine import ThreadEngine
 
 CPU = torch.device("cpu")
 NEAR, A_LITTLE, FAR = 5e-5, 3e-3, 40e-3

@@ -12,10 +12,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import lightning_commhooks as lc
 from lightning_commhooks.collectives import process_groups
+from lightning_commhooks.collectives.counters import NoTiming
 from lightning_commhooks.collectives.errors import raise_if_capturing
 from lightning_commhooks.collectives.gloo_abort import Connections
-from lightning_commhooks.collectives.timing import NoTiming
-from lightning_commhooks.runtime.stream_engine import InlineEngine
+from lightning_commhooks.runtime.engine import InlineEngine
 
 CUDA = torch.device("cuda", 0)
 

@@ -40,7 +40,7 @@ MUTATIONS = [
     Mutation(
         "start_of_this_run",
         f"{PACKAGE}/runtime/runtime.py",
-        "self.configure(started(self._given, num_steps) if num_steps else self._given)",
+        "self.config = started(self._original, num_steps) if num_steps else self._original",
         "pass",
         "A run that goes on begins to compress by its own length, not by that of the run before.",
         "tests/runtime/test_forecast.py -k 'start_by_the_length'",
@@ -175,7 +175,7 @@ MUTATIONS = [
     ),
     Mutation(
         "step_is_not_finished",
-        f"{PACKAGE}/runtime/thread_engine.py",
+        f"{PACKAGE}/runtime/engine.py",
         "everything = not isinstance(job, _Bucket) or job.is_last",
         "everything = not isinstance(job, _Bucket)",
         "In order, the last buckets of a step are left under way until something else comes.",
@@ -183,17 +183,17 @@ MUTATIONS = [
     ),
     Mutation(
         "earlier_buckets_stand_still",
-        f"{PACKAGE}/runtime/thread_engine.py",
-        "                if bucket is not job:\n",
-        "                if False:\n",
+        f"{PACKAGE}/runtime/engine.py",
+        "            if bucket is not job:\n",
+        "            if False:\n",
         "In order, a bucket goes on when it is the first only.",
         "tests/runtime/test_thread_engine.py -k 'one_wait_further'",
     ),
     Mutation(
         "any_order_of_gloos_collectives",
         f"{PACKAGE}/runtime/ranks.py",
-        "ThreadEngine(*of_engine, group.is_ordered)",
-        "ThreadEngine(*of_engine, False)",
+        "is_ordered=group.is_ordered)",
+        "is_ordered=False)",
         "Gloo's own collectives of several buckets are begun in another order on each rank.",
         "tests/collectives/test_direct.py -k 'average_as_near'",
     ),
@@ -207,7 +207,7 @@ MUTATIONS = [
     ),
     Mutation(
         "one_bucket_at_a_time",
-        f"{PACKAGE}/runtime/thread_engine.py",
+        f"{PACKAGE}/runtime/engine.py",
         "self._waiters.submit(functools.partial(self._wait_elsewhere, bucket))",
         "self._wait_elsewhere(bucket)",
         "While a bucket waits for other ranks, no other goes on.",
@@ -223,7 +223,7 @@ MUTATIONS = [
     ),
     Mutation(
         "side_stream_does_not_wait",
-        f"{PACKAGE}/runtime/stream_engine.py",
+        f"{PACKAGE}/runtime/engine.py",
         "        self._stream.wait_stream(torch.cuda.current_stream(device))\n",
         "",
         "On NCCL buckets are reduced before the backward has filled them.",
@@ -231,7 +231,7 @@ MUTATIONS = [
     ),
     Mutation(
         "nobody_waits_for_the_side_stream",
-        f"{PACKAGE}/runtime/stream_engine.py",
+        f"{PACKAGE}/runtime/engine.py",
         "        torch.cuda.current_stream(self._device).wait_stream(self._stream)\n",
         "",
         "On NCCL what is read after a step may be half written.",
@@ -247,7 +247,7 @@ MUTATIONS = [
     ),
     Mutation(
         "verdict_read_too_soon",
-        f"{PACKAGE}/runtime/on_host.py",
+        f"{PACKAGE}/runtime/finite_steps.py",
         "        self._arrived.synchronize()\n",
         "",
         "Whether a step was bad is read before it has come from the device.",
@@ -255,9 +255,9 @@ MUTATIONS = [
     ),
     Mutation(
         "hook_never_hears_of_its_step",
-        f"{PACKAGE}/sources/ddp.py",
-        "                runtime.commit()\n",
-        "",
+        f"{PACKAGE}/runtime/runtime.py",
+        "        self.commit()\n        accumulated = None\n",
+        "        accumulated = None\n",
         "On CUDA a step begins before the hook has taken over the last one.",
         "tests/runtime/test_late_verdicts.py",
     ),
@@ -279,7 +279,7 @@ MUTATIONS = [
     ),
     Mutation(
         "impatient_with_those_who_send",
-        f"{PACKAGE}/runtime/waiters.py",
+        f"{PACKAGE}/runtime/engine.py",
         "if state is not None and state == before else 0",
         "if state is not None else 0",
         "Ranks that still send each other the end of a sum fail when another has left.",
@@ -287,7 +287,7 @@ MUTATIONS = [
     ),
     Mutation(
         "engine_goes_on_after_a_failure",
-        f"{PACKAGE}/runtime/thread_engine.py",
+        f"{PACKAGE}/runtime/engine.py",
         "            if self._failure is None:\n",
         "            if True:\n",
         "Collectives go on after one has failed, and match those of other steps on peers.",
@@ -295,7 +295,7 @@ MUTATIONS = [
     ),
     Mutation(
         "thread_not_joined",
-        f"{PACKAGE}/runtime/thread_engine.py",
+        f"{PACKAGE}/runtime/engine.py",
         "        self._join([self._thread])\n",
         "",
         "The communication thread outlives close().",
@@ -303,7 +303,7 @@ MUTATIONS = [
     ),
     Mutation(
         "future_never_set",
-        f"{PACKAGE}/runtime/thread_engine.py",
+        f"{PACKAGE}/runtime/engine.py",
         "        self._join(self._waiters.end())\n        self._jobs.put(None)\n",
         "        self._jobs.put(None)\n        self._join(self._waiters.end())\n",
         "Whoever waits for a bucket that is under way when the hook is closed waits for ever.",
@@ -335,7 +335,7 @@ MUTATIONS = [
     ),
     Mutation(
         "step_begins_with_the_first_bucket_of_any_backward",
-        f"{PACKAGE}/runtime/steps.py",
+        f"{PACKAGE}/runtime/passes.py",
         "if begins if last_may_be_skipped else is_last:",
         "if begins:",
         "Reentrant checkpointing ends a step within its backward.",
@@ -343,7 +343,7 @@ MUTATIONS = [
     ),
     Mutation(
         "broken_backward_goes_on",
-        f"{PACKAGE}/runtime/engine.py",
+        f"{PACKAGE}/runtime/passes.py",
         "    broken_off = weakref.finalize(is_done, function)\n",
         "    broken_off = weakref.finalize(is_done, lambda: None)\n",
         "After a backward that has raised on one rank, the others wait for it as long as its process goes on.",
@@ -367,7 +367,7 @@ MUTATIONS = [
     ),
     Mutation(
         "nobody_tells_of_waits",
-        f"{PACKAGE}/runtime/thread_engine.py",
+        f"{PACKAGE}/runtime/engine.py",
         "            self.tell_wait(first)\n",
         "            pass\n",
         "A rank that saves its state alone waits for the others for half an hour.",
@@ -392,8 +392,8 @@ MUTATIONS = [
     Mutation(
         "unfrozen_without_a_word",
         f"{PACKAGE}/sources/ddp.py",
-        "        if index == 0:\n",
-        "        if index < 0:\n",
+        "        if index == 0 and self._has_frozen:\n",
+        "        if False:\n",
         "Parameters that were unfrozen are not averaged, and nobody is told.",
         "tests/runtime/test_checkpoint.py -k unfrozen",
     ),

@@ -17,8 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 import lightning_commhooks as lc
 from lightning_commhooks.collectives.counters import Counters
 from lightning_commhooks.runtime.micro_batches import MicroBatches
-from lightning_commhooks.runtime.passes import Passes
-from lightning_commhooks.runtime.steps import StepClock
+from lightning_commhooks.runtime.passes import Passes, StepClock
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])

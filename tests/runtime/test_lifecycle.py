@@ -121,8 +121,8 @@ _leaked = []
 
 
 def leak_a_thread(rank, world):
-    from lightning_commhooks.collectives.timing import HostTiming
-    from lightning_commhooks.runtime.thread_engine import ThreadEngine
+    from lightning_commhooks.collectives.counters import HostTiming
+    from lightning_commhooks.runtime.engine import ThreadEngine
 
     _leaked.append(ThreadEngine(torch.device("cpu"), Connections(), HostTiming()))
     _leaked[0].call(lambda: None)

@@ -11,7 +11,7 @@ from driver import SHAPES, attached, backward, distance, full_rank_gradients, me
 from local_sgd_driver import ALONE, local
 
 import lightning_commhooks as lc
-from lightning_commhooks.collectives.timing import HostTiming
+from lightning_commhooks.collectives.counters import HostTiming
 from lightning_commhooks.interface.error_sample import DEFAULT_NUMEL
 
 POWERSGD = lc.PowerSGD(start_powerSGD_iter=0, matrix_approximation_rank=2)

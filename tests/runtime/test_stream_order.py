@@ -17,9 +17,9 @@ import lightning_commhooks as lc
 from lightning_commhooks.codecs.codec import Kernels
 from lightning_commhooks.collectives import group, process_groups
 from lightning_commhooks.collectives import steps as steps_module
+from lightning_commhooks.collectives.counters import HostTiming
 from lightning_commhooks.collectives.gloo_abort import Connections
-from lightning_commhooks.collectives.timing import HostTiming
-from lightning_commhooks.runtime import on_host, stream_engine
+from lightning_commhooks.runtime import engine, finite_steps
 
 HOOKS = {
     "allreduce": lc.AllReduce(),
@@ -100,13 +100,13 @@ def test_between_replicas_on_the_stream_of_fsdp2(device, label):
 @pytest.mark.parametrize("label", HOOKS)
 def test_bad_step(device, label, monkeypatch):
     """The host hears of it when the next step begins."""
-    wait, bad = on_host.OnHost.wait, []
+    wait, bad = finite_steps.OnHost.wait, []
 
     def is_bad(self):
         bad.append(bool(wait(self)))
         return torch.tensor(len(bad) % 2 == 0)
 
-    monkeypatch.setattr(on_host.OnHost, "wait", is_bad)
+    monkeypatch.setattr(finite_steps.OnHost, "wait", is_bad)
     with device() as order:
         training = Training(HOOKS[label], PLAIN, order.edges)
         steps(order, training, range(6))
@@ -183,7 +183,7 @@ def test_every_engine_of_nccl_has_the_side_stream(device, monkeypatch, name):
     with device() as order:
         monkeypatch.setattr(process_groups, "backend_for", lambda *_: name)
         training = Training(HOOKS["int8"], PLAIN, order.edges)
-        assert type(training.runtime._engine) is stream_engine.StreamEngine
+        assert type(training.runtime._engine) is engine.StreamEngine
 
 
 def test_a_backend_that_is_not_known_is_refused(device, monkeypatch):
@@ -196,10 +196,7 @@ def test_a_backend_that_is_not_known_is_refused(device, monkeypatch):
 def test_side_stream_comes_first(device):
     """Between kernels that wait, a device takes those of the stream with the higher priority, the lower number."""
     with device():
-        assert (
-            stream_engine.StreamEngine(torch.device("cuda", 0), Connections(), HostTiming(), "hook")._stream.priority
-            < 0
-        )
+        assert engine.StreamEngine(torch.device("cuda", 0), Connections(), HostTiming(), "hook")._stream.priority < 0
 
 
 def test_sees_what_does_not_wait(device, monkeypatch):

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 import lightning_commhooks as lc
+from lightning_commhooks.collectives.counters import HostTiming
 from lightning_commhooks.collectives.gloo_abort import Connections
 from lightning_commhooks.collectives.steps import Wait, finish
-from lightning_commhooks.collectives.timing import HostTiming
-from lightning_commhooks.runtime import thread_engine, waiters
-from lightning_commhooks.runtime.thread_engine import BUCKETS_AT_ONCE, ThreadEngine
+from lightning_commhooks.runtime import engine
+from lightning_commhooks.runtime.engine import BUCKETS_AT_ONCE, ThreadEngine
 
 CPU = torch.device("cpu")
 SECONDS = 10
@@ -206,7 +206,7 @@ def test_what_fails_in_a_wait_is_raised_in_the_computation(peers):
 
 @BOTH
 def test_close_ends_a_bucket_that_never_does(peers, monkeypatch):
-    monkeypatch.setattr(thread_engine, "GRACE_SECONDS", 0.2)
+    monkeypatch.setattr(engine, "GRACE_SECONDS", 0.2)
     future = peers.engine.submit(peers.bucket("a"), CPU)
     begin = time.monotonic()
     peers.engine.close()
@@ -229,7 +229,7 @@ def test_close_waits_for_buckets_that_end(peers):
 
 @BOTH
 def test_close_waits_for_what_is_computed_though_it_takes_long(peers, monkeypatch):
-    monkeypatch.setattr(thread_engine, "GRACE_SECONDS", 0.1)
+    monkeypatch.setattr(engine, "GRACE_SECONDS", 0.1)
 
     def reduce():
         time.sleep(0.5)
@@ -262,8 +262,8 @@ class LostPeers(Peers):
 
 
 def lost_peers(is_ordered, monkeypatch):
-    monkeypatch.setattr(waiters, "PATIENCE_SECONDS", 0.5)
-    monkeypatch.setattr(thread_engine, "GRACE_SECONDS", 0.1)
+    monkeypatch.setattr(engine, "PATIENCE_SECONDS", 0.5)
+    monkeypatch.setattr(engine, "GRACE_SECONDS", 0.1)
     return LostPeers({"is_ordered": is_ordered})
 
 

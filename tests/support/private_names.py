@@ -254,7 +254,7 @@ TORCH = [
     Use("torch._C._distributed_c10d.PrefixStore", (GROUPS, TORCHFT), IMPORTED),
     Use(
         "torch._C._current_graph_task_id",
-        (f"{PACKAGE}/runtime/steps.py",),
+        (PASSES,),
         "every backward with a hook fails",
         _task_has_an_id,
     ),
@@ -277,7 +277,7 @@ TORCH = [
     Use("torch._foreach_norm", (MICRO_BATCHES,), "accumulation cannot tell cleared gradients"),
     Use(
         "torch.autograd.Variable._execution_engine.queue_callback",
-        (f"{PACKAGE}/runtime/engine.py",),
+        (PASSES,),
         "the end of a step is never seen",
     ),
     Use("torch.cuda._sleep", (f"{PACKAGE}/advice/emulated.py",), "`advise` on CUDA fails"),
@@ -290,7 +290,7 @@ TORCH = [
     Use("torch.distributed.fsdp.ShardingStrategy._HYBRID_SHARD_ZERO2", (f"{PACKAGE}/sources/fsdp1.py",), IMPORTED),
     Use(
         "threading._register_atexit",
-        (f"{PACKAGE}/runtime/thread_engine.py",),
+        (f"{PACKAGE}/runtime/engine.py",),
         "a process that failed waits for peers at exit",
     ),
     Use(

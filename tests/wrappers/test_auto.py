@@ -24,7 +24,7 @@ from pool import WorkerError
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_commhooks as lc
-from lightning_commhooks.collectives.timing import HostTiming
+from lightning_commhooks.collectives.counters import HostTiming
 
 INT8 = lc.Int8(min_bytes=0, block_size=128)
 INT4 = lc.Int4(min_bytes=0, compress_1d=True)
