@@ -94,7 +94,8 @@ class Ranks:
         """
         if self._owned is None and not (running.source.is_awaited or running.source.ranks_change):
             self._connections.append(connections_of(running.source.process_group))
-        self._connections.extend(running.source.other_connections)
+        if not running.source.ranks_change:  # the processes of a replica stay connected when another replica ends
+            self._connections.extend(map(connections_of, running.source.shard_groups))
 
     def close(self) -> None:
         """End the engine."""

@@ -2,8 +2,7 @@
 
 # No `from __future__ import annotations`: DDP compares the annotations of the hooks that are made here.
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -46,11 +45,6 @@ class ManagedDDP(DDPSource):
         # Parameters without gradients here in this step, and the means of their gradients.
         self._unused: dict[str, Tensor] = {}
 
-    @contextmanager
-    def agreeing(self, what: str) -> Iterator[dict[str, object]]:
-        # No other replica is there yet; replicas compare when a quorum begins.
-        yield {}
-
     def resolve_hook(self, hook: object) -> CommHook | DDPHook:
         resolved = super().resolve_hook(hook)
         check_hook(resolved)
@@ -84,28 +78,29 @@ class ManagedDDP(DDPSource):
 
         def trampoline(state: object, bucket: GradBucket) -> Future[Tensor]:
             flat = bucket.buffer()
+            averaged: list[Future[Tensor]] = []
+
+            def survived(done: Future[Tensor]) -> Tensor:
+                # DDP ends the process if its future has failed.
+                gradients = [flat]
+                with quorum.reporting():
+                    gradients.append(done.value())
+                return gradients[-1]
+
             if bucket.index() == 0:
                 self._unused = {}
                 quorum.begin_backward()
             with quorum.reporting(), quorum.part_of_step():
                 plain = self._plain(bucket, runtime)
                 self._note_unused(plain)
-                return self._survived(runtime.submit(plain, is_late=False), flat)
+                averaged.append(runtime.submit(plain, is_late=False))
+            if averaged:
+                return averaged[0].then(survived)
             given_up: Future[Tensor] = Future()
             given_up.set_result(flat)
             return given_up
 
         return trampoline
-
-    def _survived(self, reduced: Future[Tensor], flat: Tensor) -> Future[Tensor]:
-        """The gradients, also where that failed: DDP ends the process otherwise."""
-
-        def value(done: Future[Tensor]) -> Tensor:
-            with self.quorum.reporting():
-                return done.value()
-            return flat
-
-        return reduced.then(value)
 
     def _note_unused(self, bucket: Bucket) -> None:
         for slot in bucket.slots:
