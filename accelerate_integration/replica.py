@@ -134,16 +134,14 @@ class AcceleratorReplica(AcceleratorEvents):
         self._verdict = bool(self.manager.should_commit())
         return self._verdict
 
-    def _steps_alone(self) -> bool:
-        return self._attachment is not None and self._attachment.averages_models
-
     def prepare_optimizer(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         optimizer = super().prepare_optimizer(original, *args, **kwargs)
 
         def step(original: Callable[..., Any], closure: Callable[[], Any] | None = None) -> Any:
             if closure is not None:
                 raise ValueError("fault_tolerance= votes on a backward before the optimizer's step, which has one here")
-            if self.manager is not None and self.accelerator.sync_gradients and not self._steps_alone():
+            steps_alone = self._attachment is not None and self._attachment.averages_models
+            if self.manager is not None and self.accelerator.sync_gradients and not steps_alone:
                 committed = self._vote() if self._verdict is None else self._verdict
                 if id(optimizer) in self._stepped:
                     raise HookError(

@@ -249,10 +249,10 @@ class CompressedDDPMixin(AveragesModelsMixin):
             )
         if self._attachment is None or self._attachment.is_closed:
             if not self._last_is_whole and self._last_state is not None and self._attachment is not None:
-                self._tell_that_it_begins_anew(filepath, "; with Trainer(enable_checkpointing=True) it has all")
+                self._warn_of_reset(filepath, "; with Trainer(enable_checkpointing=True) it has all")
             return self._last_state
         if self._is_alone():
-            self._tell_that_it_begins_anew(filepath)
+            self._warn_of_reset(filepath)
             return self._attachment.shared_state_dict()
         if self._has_saved_this_step() and not self._attachment.averages_models:
             return self._last_state
@@ -268,7 +268,7 @@ class CompressedDDPMixin(AveragesModelsMixin):
         self._last_state = state if self.is_global_zero else None
         return state
 
-    def _tell_that_it_begins_anew(self, filepath: str, fix: str = "") -> None:
+    def _warn_of_reset(self, filepath: str, fix: str = "") -> None:
         assert self._attachment is not None
         logger.warning(
             "the checkpoint %s has only the step count of hook %r: its memory is reset%s",

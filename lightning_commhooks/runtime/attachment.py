@@ -39,6 +39,7 @@ class Attachment:
 
     Attributes:
         is_monitored: whether there is a [`Monitor`][] of it.
+        runtime: the hook at work, for this library's own use.
     """
 
     def __init__(self, runtime: Runtime, exact_state: bool) -> None:

@@ -122,7 +122,7 @@ def load(
                 )
             differences = [f"the whole state, {problem}"]
         elif saved["per_rank"] == _STEPS_ONLY:
-            _tell_that_it_begins_anew(saved, run.method, bound)
+            _warn_of_reset(saved, run.method, bound)
         else:
             differences, staged = _load(saved, run, bound, models, strict)
     except Exception as reason:
@@ -147,7 +147,7 @@ def _named_as_now(saved: Any, layout: Layout) -> Any:
     return layout.with_names_of_now(saved)
 
 
-def _tell_that_it_begins_anew(saved: Mapping[str, Any], hook: CommHook, bound: BoundHook) -> None:
+def _warn_of_reset(saved: Mapping[str, Any], hook: CommHook, bound: BoundHook) -> None:
     if (bound.has_memory or averages_models(bound)) and bound.group.rank == 0:
         warnings.warn(
             f"the state of hook {hook.name!r} was saved without averaging over ranks, in a signal handler, after a "
@@ -289,9 +289,9 @@ class _Part:
         self._length = self._shape[self._dim] if self._shape else 0
         # For a sharded parameter, whether the shards cover all of its rows.
         is_whole = not dims or total == parameter.shape[self._dim]
-        others = [_without(self._dim, shape) for shape in (*self._shapes, self._shape) if shape]
+        others = {shape[: self._dim] + shape[self._dim + 1 :] for shape in (*self._shapes, self._shape) if shape}
         is_in_order = self._shape == tuple(own_part(parameter).shape)
-        fits = 0 < self._length <= total - self._start and len(set(others)) == 1
+        fits = 0 < self._length <= total - self._start and len(others) == 1
         self._fits = is_in_order and is_whole and fits
         # A shard without rows loses nothing.
         self.is_lost = self._length > 0 and not self._fits
@@ -303,18 +303,14 @@ class _Part:
         about = zip(tensors, self._shapes, self._lengths, strict=True)
         found = [(tensor, shape, length) for tensor, shape, length in about if tensor is not None]
         nums = {tensor.numel() / math.prod(shape) for tensor, shape, _ in found}
-        if nums in ({1}, {self._num_replicas}):
-            tensor, shape, _ = found[0]
-            return self._cut(tensors, int(nums.pop()), *_form(tensor, shape))
-        return None if all(length in tensor.shape for tensor, _, length in found) else tensors[self._first_shard()]
-
-    def _first_shard(self) -> int:
-        """Return the saved shard with the first row of this one."""
-        ends = itertools.accumulate(self._lengths)
-        return next(i for i, end in enumerate(ends) if self._start < end)
-
-    def _cut(self, tensors: Sequence[Tensor | None], num: int, lead: Sequence[int], is_flat: bool) -> Tensor:
-        like = next(tensor for tensor in tensors if tensor is not None)
+        if nums not in ({1}, {self._num_replicas}):
+            if all(length in tensor.shape for tensor, _, length in found):
+                return None
+            ends = itertools.accumulate(self._lengths)
+            return next(tensor for tensor, end in zip(tensors, ends, strict=True) if self._start < end)
+        num, (like, shape, _) = int(nums.pop()), found[0]
+        is_flat = like.shape[-len(shape) :] != shape
+        lead = like.shape[:-1] if is_flat else like.shape[: -len(shape)]
         whole = [
             (like.new_zeros(num, *shape) if tensor is None else tensor).reshape(num, *shape)
             for tensor, shape in zip(tensors, self._shapes, strict=True)
@@ -322,16 +318,6 @@ class _Part:
         ]
         own = torch.cat(whole, dim=self._dim + 1).narrow(self._dim + 1, self._start, self._length)
         return own.reshape(*lead, *((-1,) if is_flat else self._shape)).clone()
-
-
-def _form(tensor: Tensor, shape: tuple[int, ...]) -> tuple[Sequence[int], bool]:
-    """Return the dimensions before the parameter's, and whether the parameter's are flattened."""
-    is_flat = tensor.shape[-len(shape) :] != shape
-    return (tensor.shape[:-1] if is_flat else tensor.shape[: -len(shape)]), is_flat
-
-
-def _without(dim: int, shape: tuple[int, ...]) -> tuple[int, ...]:
-    return shape[:dim] + shape[dim + 1 :]
 
 
 def _merged(values: Sequence[Any], parts: Mapping[str, _Part], part: _Part | None, lost: list[str]) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -118,20 +117,21 @@ class _Unit:
 
     def average_(self, share: Tensor) -> None:
         """Average this rank's share of the gradients over replicas, on CUDA on the current stream."""
-        assert self._runtime is not None
-        layout = self._layout_of(share)
-        self._source.average_unit(self._runtime, functools.partial(self._average_, self._runtime, share, *layout))
+        runtime, (slots, parts) = self._runtime, self._layout_of(share)
+        assert runtime is not None
 
-    def _average_(self, runtime: Runtime, share: Tensor, slots: tuple[Slot, ...], parts: list[Tensor]) -> None:
-        # Rows that fill shares up to the same size are in no bucket.
-        flat = share if parts[0].numel() == share.numel() else torch.cat(parts)
-        runtime.commit()
-        step, index = runtime.clock.place_in_backward(ends=True)
-        self._source.note((p.sharded_param for p in self._reduced), is_first=index == 0)
-        bucket = runtime.bucket(flat, slots, index, True, step, None)
-        runtime.wait_for(runtime.submit(bucket, is_late=False))
-        if flat is not share:
-            torch._foreach_copy_(parts, list(flat.split([part.numel() for part in parts])))
+        def average() -> None:
+            # Rows that fill shares up to the same size are in no bucket.
+            flat = share if parts[0].numel() == share.numel() else torch.cat(parts)
+            runtime.commit()
+            step, index = runtime.clock.place_in_backward(ends=True)
+            self._source.note((p.sharded_param for p in self._reduced), is_first=index == 0)
+            bucket = runtime.bucket(flat, slots, index, True, step, None)
+            runtime.wait_for(runtime.submit(bucket, is_late=False))
+            if flat is not share:
+                torch._foreach_copy_(parts, list(flat.split([part.numel() for part in parts])))
+
+        self._source.average_unit(runtime, average)
 
     def _layout_of(self, share: Tensor) -> tuple[tuple[Slot, ...], list[Tensor]]:
         """The parameters in a share, and the stretches of it that are theirs."""
@@ -368,10 +368,10 @@ def load_shard(attachment: Attachment, file: Path) -> str | None:
         same["the number of files with the state"] = len(files)
         states = [torch.load(path, weights_only=True, mmap=True) for path in files]
     if not states:
-        return f"hook {attachment.name!r} begins anew: the checkpoint has no state of these shards, {file}"
+        return f"hook {attachment.name!r} is reset: the checkpoint has no state of these shards, {file}"
     is_whole = files == [file]
     if not is_whole and attachment.is_first_replica:
-        logger.info("state of hook %r: saved on %d shards, cut anew for %d", attachment.name, len(files), size)
+        logger.info("state of hook %r: saved on %d shards, resharded for %d", attachment.name, len(files), size)
     attachment.load_state_dict(states[0] if is_whole else states, strict_state=is_whole)
     return None
 

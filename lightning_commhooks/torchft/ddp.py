@@ -16,7 +16,6 @@ from torchft.process_group import ProcessGroupDummy
 from lightning_commhooks.collectives.averaging import flat_view
 from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.interface.averages_models import averages_models
-from lightning_commhooks.interface.bucket import Bucket
 from lightning_commhooks.interface.hook import CommHook
 from lightning_commhooks.interface.user_function import DDPHook
 from lightning_commhooks.runtime.attachment import Attachment
@@ -92,7 +91,8 @@ class ManagedDDP(DDPSource):
                 quorum.begin_backward()
             with quorum.reporting(), quorum.part_of_step():
                 plain = self._plain(bucket, runtime)
-                self._note_unused(plain)
+                unused = [] if flat.is_sparse else [one for one in plain.slots if one.name in (plain.unused or ())]
+                self._unused |= {slot.name: slot.view(flat) for slot in unused}
                 averaged.append(runtime.submit(plain, is_late=False))
             if averaged:
                 return averaged[0].then(survived)
@@ -101,11 +101,6 @@ class ManagedDDP(DDPSource):
             return given_up
 
         return trampoline
-
-    def _note_unused(self, bucket: Bucket) -> None:
-        for slot in bucket.slots:
-            if slot.name in (bucket.unused or ()) and not bucket.flat.is_sparse:
-                self._unused[slot.name] = slot.view(bucket.flat)
 
     def _give_unused(self, group: Group) -> None:
         """Give parameters that got gradients on other replicas only their mean, as DDP does for its own ranks."""
