@@ -13,8 +13,7 @@ except ImportError as error:
         "accelerate_integration needs Accelerate: pip install 'lightning-commhooks[accelerate]'"
     ) from error
 
-from accelerate_integration.kwargs import CommHookKwargs
-from accelerate_integration.prepared_models import FSDPCommHook
+from accelerate_integration.kwargs import CommHookKwargs, FSDPCommHook
 from accelerate_integration.trackers import CommHookTracker
 from accelerate_integration.trainer import CommHookTrainerMixin, use_comm_hook
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any, ClassVar
+from weakref import WeakKeyDictionary
 
 import torch
 from accelerate import Accelerator
@@ -33,6 +34,10 @@ _REFUSED = {
     "FSDP": "FSDP shards the model, so call use_comm_hook(accelerator, hook) after prepare() instead",
     **AVERAGED_ELSEWHERE,
 }
+
+
+# The object of each accelerator that has one.
+_events: WeakKeyDictionary[Accelerator, AcceleratorEvents] = WeakKeyDictionary()
 
 
 def replace_method(target: object, name: str, replacement: Callable[..., Any]) -> None:
@@ -93,6 +98,12 @@ class AcceleratorEvents:
         self.at_end: list[Callable[[], AbstractContextManager[None]]] = []
         for name in self.replaced:
             replace_method(accelerator, name, getattr(self, name))
+        _events[accelerator] = self
+
+    @staticmethod
+    def of(accelerator: Accelerator) -> AcceleratorEvents | None:
+        """Return the object of an accelerator; `None` if nothing of it was replaced."""
+        return _events.get(accelerator)
 
     def __reduce__(self) -> tuple[Callable[..., None], tuple[()]]:
         return return_none, ()  # as of the attachments

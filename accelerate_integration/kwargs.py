@@ -1,4 +1,4 @@
-"""`CommHookKwargs`, a kwargs handler for `accelerate.Accelerator`."""
+"""Handlers of an `accelerate.Accelerator`: `CommHookKwargs`, and `FSDPCommHook` for models that it has sharded."""
 
 from __future__ import annotations
 
@@ -6,18 +6,19 @@ import dataclasses
 import json
 import os
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, cast
-from weakref import WeakKeyDictionary
 
-from accelerate import Accelerator
-from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs
+from accelerate import Accelerator, PartialState
+from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs, DistributedType
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from accelerate_integration.accelerator_events import AcceleratorEvents
+from accelerate_integration.accelerator_events import AVERAGED_ELSEWHERE, AcceleratorEvents
 from accelerate_integration.replica import AcceleratorReplica
 from lightning_commhooks.interface.hook import CommHook
 from lightning_commhooks.interface.misplaced import given_beside, parsed, with_options, wrong_call
@@ -27,12 +28,19 @@ from lightning_commhooks.runtime.attachment import Attachment
 from lightning_commhooks.runtime.attachments import attachment_of
 from lightning_commhooks.sources.attach import attach
 from lightning_commhooks.sources.ddp import check_even, hook_name, resolve_hook
+from lightning_commhooks.sources.fsdp import resolve_sharded_hook
+from lightning_commhooks.sources.replicas import load_shard, replicas_of, save_shard, shard_file
 from lightning_commhooks.torchft.fault_tolerance import FaultTolerance
 from lightning_commhooks.wrappers import Cast
 from lightning_commhooks.wrappers.scale import Accumulation
 
 _NO = DDPCommunicationHookType.NO
 _NOR_DDP = ", and neither has DistributedDataParallelKwargs"
+_NEEDED = "use_comm_hook(accelerator, hook) needs a hook, a name such as 'bf16'"
+_IN_DDP = (
+    "models are in DistributedDataParallel, for which there is Accelerator(kwargs_handlers=[CommHookKwargs("
+    "hook={hook!r})])"
+)
 _REPLACED_FIELDS = ("comm_hook", "comm_wrapper", "comm_state_option")
 
 
@@ -86,10 +94,7 @@ class CommHookKwargs(DistributedDataParallelKwargs):
     num_steps: int | None = None
     fault_tolerance: FaultTolerance | None = None
     attachments: list[Attachment] = field(default_factory=list, init=False, repr=False, compare=False)
-    _events: WeakKeyDictionary[Accelerator, AcceleratorEvents] = field(
-        default_factory=WeakKeyDictionary, init=False, repr=False, compare=False
-    )
-    _replica: AcceleratorReplica | None = field(default=None, init=False, repr=False, compare=False)
+    manager: Any = field(default=None, init=False, repr=False, compare=False)
 
     if not TYPE_CHECKING:
 
@@ -150,11 +155,6 @@ class CommHookKwargs(DistributedDataParallelKwargs):
             made = f"Cast({made}, {DDPCommunicationHookType(self.comm_wrapper).value!r})"
         return f"{text}: write hook={made}"
 
-    @property
-    def manager(self) -> Any:
-        """See above."""
-        return None if self._replica is None else self._replica.manager
-
     def _translated(self) -> CommHook | None:
         """The hook that Accelerate's own fields stand for."""
         options = dict(self.comm_state_option)
@@ -176,7 +176,7 @@ class CommHookKwargs(DistributedDataParallelKwargs):
         caller = sys._getframe(1)
         if not str(caller.f_globals.get("__name__")).startswith("accelerate."):
             return type(self)
-        if caller.f_code is Accelerator.__init__.__code__ and caller.f_locals["self"] not in self._events:
+        if caller.f_code is Accelerator.__init__.__code__ and AcceleratorEvents.of(caller.f_locals["self"]) is None:
             self._check_alone(caller.f_locals["kwargs_handlers"])
             self.events(caller.f_locals["self"])
         return DistributedDataParallelKwargs
@@ -201,9 +201,9 @@ class CommHookKwargs(DistributedDataParallelKwargs):
         )
 
     def __reduce__(self) -> tuple[Callable[..., CommHookKwargs], tuple[Any, ...]]:
-        live = ("attachments", "_events", "_replica")
         # Not by `copyreg.__newobj__`, which asks for `__class__`.
-        return _restored, (type(self), {key: value for key, value in vars(self).items() if key not in live})
+        given = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.init}
+        return _made, (type(self), given)
 
     def to_dict(self, ignore_keys: tuple[str, ...] = _REPLACED_FIELDS) -> dict[str, Any]:
         """The fields that go to `DistributedDataParallel`."""
@@ -212,14 +212,13 @@ class CommHookKwargs(DistributedDataParallelKwargs):
 
     def events(self, accelerator: Accelerator) -> AcceleratorEvents:
         """The object that replaces methods of an accelerator, whose constructor may still run; one for each."""
-        if accelerator not in self._events:
-            hook, options = hook_name(self._config), {"resync": self.resync, "strict_state": self.strict_state}
-            if self.fault_tolerance is None:
-                self._events[accelerator] = AcceleratorEvents(accelerator, hook, **options)
-            else:
-                self._replica = AcceleratorReplica(accelerator, hook, self.fault_tolerance, self._wrapped, **options)
-                self._events[accelerator] = self._replica
-        return self._events[accelerator]
+        events = AcceleratorEvents.of(accelerator)
+        if events is not None:
+            return events
+        hook, options = hook_name(self._config), {"resync": self.resync, "strict_state": self.strict_state}
+        if self.fault_tolerance is None:
+            return AcceleratorEvents(accelerator, hook, **options)
+        return AcceleratorReplica(accelerator, hook, self.fault_tolerance, self._wrapped, **options)
 
     def add_weight(self, weight: float | Tensor, model: DistributedDataParallel | None = None) -> None:
         """With `accumulation="weighted"`, say how much the present micro-batch counts, as by its number of tokens.
@@ -237,17 +236,16 @@ class CommHookKwargs(DistributedDataParallelKwargs):
         """
         attachment_of(model, self.attachments).add_weight(weight)
 
-    def _wrapped(
-        self, manager: Any, module: nn.Module, accelerator: Accelerator
-    ) -> tuple[DistributedDataParallel, Attachment]:
-        """A model among replicas."""
+    def _wrapped(self, manager: Any, module: nn.Module, accelerator: Accelerator) -> Any:
+        """A model among replicas, a `lightning_commhooks.torchft.DistributedDataParallel`."""
         from lightning_commhooks.torchft import DistributedDataParallel as Managed
 
+        self.manager = manager
         options = {**self.to_kwargs(), "hook": self.hook, "num_steps": self.num_steps}
         options.pop("find_unused_parameters", None)
         model = Managed(manager, module, **options)
         self._attached(model.attachment, accelerator)
-        return model, model.attachment
+        return model
 
     def _attached(self, attachment: Attachment, accelerator: Accelerator | None) -> None:
         self.attachments.append(attachment)
@@ -274,10 +272,8 @@ def _shown(hook: object) -> str:
     return code(hook).replace('"', "'") if isinstance(hook, CommHook) else getattr(hook, "__name__", repr(hook))
 
 
-def _restored(kind: type[CommHookKwargs], fields: dict[str, Any]) -> CommHookKwargs:
-    handler = object.__new__(kind)
-    handler.__dict__.update(fields, attachments=[], _events=WeakKeyDictionary(), _replica=None)
-    return handler
+def _made(kind: type[CommHookKwargs], given: dict[str, Any]) -> CommHookKwargs:
+    return kind(**given)
 
 
 def _accelerator_of(caller: FrameType | None) -> Accelerator | None:
@@ -321,3 +317,88 @@ def _as_json(text: str) -> str:
         return ""
     values = (f"{json.dumps(name)}: {value}" for name, value in meant[1].items())
     return f"{{{', '.join(values)}}}"
+
+
+@dataclass(frozen=True)
+class FSDPCommHook:
+    """A hook at work on the models of an `Accelerator`; made by [`use_comm_hook`][].
+
+    Attributes:
+        hook: the configuration.
+        attachments: one for each model prepared so far, in order, for `metrics()`.
+    """
+
+    hook: CommHook
+    attachments: list[Attachment] = field(default_factory=list)
+
+    def events(self, accelerator: Accelerator) -> AcceleratorEvents:
+        """The object that replaces methods of the accelerator."""
+        events = AcceleratorEvents.of(accelerator)
+        assert events is not None, "there is no attachment"
+        return events
+
+
+def attach_to_prepared(
+    accelerator: Accelerator,
+    hook: str | CommHook | Callable[..., Any] | None,
+    options: Sequence[str],
+    shard_hook: str | CommHook | None = None,
+    exact_state: bool = False,
+    resync: bool = False,
+) -> FSDPCommHook:
+    """Attach a hook to all models of an accelerator. Collective."""
+    kind = accelerator.distributed_type
+    given: Any = hook.value if isinstance(hook, DDPCommunicationHookType) else hook
+    if kind == DistributedType.NO:
+        resolved = get_hook(from_environment(_NEEDED) if given is None else given)
+        warnings.warn(
+            f"use_comm_hook(accelerator, hook={resolved.name!r}) does nothing: training runs in one process, and "
+            "attachments stays empty",
+            stacklevel=4,
+        )
+        return FSDPCommHook(resolved)
+    if kind != DistributedType.FSDP:
+        reason = AVERAGED_ELSEWHERE.get(kind.value, _IN_DDP.format(hook=hook))
+        note = "; on CPU, Accelerate does so whatever FSDP plugin it is given" if kind.value == "MULTI_CPU" else ""
+        raise ValueError(f"use_comm_hook(accelerator, {hook!r}) is for FSDP; here {reason}{note}")
+    given = from_environment(_NEEDED) if given is None else given
+    has_replicas = any(map(replicas_of, accelerator._models))
+    of_replicas = {"exact_state": exact_state, "resync": resync}
+    options = [*options, *(name for name, value in of_replicas.items() if value and not has_replicas)]
+    if options:
+        raise ValueError(
+            f"{', '.join(options)}: hooks keep no state of sharded gradients and do not know what they are the sum of; "
+            "leave that out with FSDP"
+        )
+    if not accelerator._models:
+        raise ValueError("the accelerator has no model yet: call use_comm_hook(accelerator, ...) after prepare()")
+    resolved = get_hook(given) if has_replicas else resolve_sharded_hook(given, remembers=True)
+    check_even(resolved, "Accelerate")
+    attachments = [
+        attach(model, resolved, exact_state=exact_state, shard_hook=shard_hook) for model in accelerator._models
+    ]
+    events = _EventsOfShards(accelerator, resolved.name, resync=resync, strict_state=True)
+    for attachment in attachments if has_replicas else ():
+        events.add(attachment)
+    return FSDPCommHook(resolved, attachments)
+
+
+class _EventsOfShards(AcceleratorEvents):
+    """Saves the state of each shard in a file of its own."""
+
+    def check(self) -> None:
+        """A model that is prepared later needs a `use_comm_hook` of its own."""
+
+    def _files(self, folder: str) -> list[tuple[Attachment, Path]]:
+        attachments = enumerate(self._attachments.open())
+        return [(one, shard_file(one, folder, f"comm_hook_{i}")) for i, one in attachments if one.has_state]
+
+    def write(self, folder: str) -> None:
+        for attachment, file in self._files(folder):
+            save_shard(attachment, file)
+
+    def read(self, folder: str) -> None:
+        for attachment, file in self._files(folder):
+            text = load_shard(attachment, file)
+            if text is not None and PartialState().is_main_process:
+                warnings.warn(text, stacklevel=4)

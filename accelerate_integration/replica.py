@@ -31,7 +31,7 @@ class AcceleratorReplica(AcceleratorEvents):
         accelerator: of this process alone.
         hook: see [`AcceleratorEvents`][].
         options: which replica it is.
-        wrap: makes a model of a manager and a module, with a hook.
+        wrap: makes a `torchft.DistributedDataParallel` of this library from a manager and a module.
         resync: see there.
         strict_state: see there.
 
@@ -54,7 +54,7 @@ class AcceleratorReplica(AcceleratorEvents):
         accelerator: Accelerator,
         hook: str,
         options: FaultTolerance,
-        wrap: Callable[[Any, nn.Module, Accelerator], tuple[DistributedDataParallel, Attachment]],
+        wrap: Callable[[Any, nn.Module, Accelerator], Any],
         *,
         resync: bool,
         strict_state: bool,
@@ -105,7 +105,8 @@ class AcceleratorReplica(AcceleratorEvents):
             return prepared
         if self.manager is None:
             self._start()
-        ddp, self._attachment = self._wrap(self.manager, prepared, self.accelerator)
+        ddp = self._wrap(self.manager, prepared, self.accelerator)
+        self._attachment = ddp.attachment
         self._parts.append(prepared)
         if not self._attachment.averages_models:
             ddp.register_forward_pre_hook(NotCopied(torch.compiler.disable(self._before_forward)))
@@ -133,16 +134,14 @@ class AcceleratorReplica(AcceleratorEvents):
         self._verdict = bool(self.manager.should_commit())
         return self._verdict
 
-    def _steps_alone(self) -> bool:
-        return self._attachment is not None and self._attachment.averages_models
-
     def prepare_optimizer(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         optimizer = super().prepare_optimizer(original, *args, **kwargs)
 
         def step(original: Callable[..., Any], closure: Callable[[], Any] | None = None) -> Any:
             if closure is not None:
                 raise ValueError("fault_tolerance= votes on a backward before the optimizer's step, which has one here")
-            if self.manager is not None and self.accelerator.sync_gradients and not self._steps_alone():
+            steps_alone = self._attachment is not None and self._attachment.averages_models
+            if self.manager is not None and self.accelerator.sync_gradients and not steps_alone:
                 committed = self._vote() if self._verdict is None else self._verdict
                 if id(optimizer) in self._stepped:
                     raise HookError(

@@ -11,8 +11,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 
 from accelerate_integration.accelerator_events import replace_method
-from accelerate_integration.kwargs import CommHookKwargs
-from accelerate_integration.prepared_models import FSDPCommHook
+from accelerate_integration.kwargs import CommHookKwargs, FSDPCommHook
 from lightning_commhooks.basics.announce import announce
 from lightning_commhooks.interface.checks import check_integer
 from lightning_commhooks.interface.error_sample import DEFAULT_NUMEL

@@ -10,8 +10,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs, DistributedType
 
 from accelerate_integration.accelerator_events import AcceleratorEvents, replace_method
-from accelerate_integration.kwargs import CommHookKwargs
-from accelerate_integration.prepared_models import FSDPCommHook, attach_to_prepared
+from accelerate_integration.kwargs import CommHookKwargs, FSDPCommHook, attach_to_prepared
 from accelerate_integration.trackers import TrainerMonitor, trainer_options
 from lightning_commhooks.basics.announce import announce
 from lightning_commhooks.interface.hook import CommHook
@@ -169,12 +168,11 @@ class _TrainerEvents:
             for field in dataclasses.fields(DistributedDataParallelKwargs):
                 setattr(handler, field.name, getattr(theirs, field.name))
         accelerator.ddp_handler = handler
-        handler.events(accelerator)
+        handler.events(accelerator).tells_forecast = False  # this object does it, which knows the number of steps
 
+    @property
     def _events(self) -> AcceleratorEvents:
-        events = self._handler.events(self._trainer.accelerator)
-        events.tells_forecast = False
-        return events
+        return self._handler.events(self._trainer.accelerator)
 
     def _recreate(self, original: Callable[[], None]) -> None:
         original()
@@ -190,7 +188,6 @@ class _TrainerEvents:
         state = self._trainer.state
         # Models of earlier trials of a search may still be there.
         for attachment in [each for each in self._handler.attachments if not each.is_closed][-1:]:
-            self._events()
             attachment.tell_forecast(announce, state.max_steps - state.global_step)
         return original(*args, **kwargs)
 
@@ -204,41 +201,41 @@ class _TrainerEvents:
                 "micro-batches (num_items_in_batch): use accumulation='framework', which is the mean over tokens"
             )
         # By tokens, or by the micro-batches: in both cases the sum over micro-batches is a mean.
-        self._events().divided_before = float(trainer.current_gradient_accumulation_steps)
+        self._events.divided_before = float(trainer.current_gradient_accumulation_steps)
         return original(model, inputs, num_items_in_batch)
 
     def _save_and_evaluate(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not (self._trainer.control.should_save or self._trainer.control.should_evaluate):
             return original(*args, **kwargs)
-        with self._events().averaged_models():
+        with self._events.averaged_models():
             return original(*args, **kwargs)
 
     def _evaluate(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with self._events().averaged_models():
+        with self._events.averaged_models():
             return original(*args, **kwargs)
 
     def _save_model(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         # By a callback of the user's. Not averaged here: perhaps only some ranks come by.
-        self._events().warn_if_models_differ("let args.save_steps do it, or save after train()")
+        self._events.warn_if_models_differ("let args.save_steps do it, or save after train()")
         return original(*args, **kwargs)
 
     def _save(self, original: Callable[..., Any], output_dir: str) -> None:
-        with self._events().averaged():
+        with self._events.averaged():
             original(output_dir)
-            self._events().write(output_dir)
+            self._events.write(output_dir)
 
     def _load(self, original: Callable[..., Any], checkpoint: str | None) -> None:
         original(checkpoint)
         if checkpoint is not None:
-            self._events().read(checkpoint)
+            self._events.read(checkpoint)
 
     def _end(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         result = self._finish(original, *args, **kwargs)
-        self._events().tell_what_was_sent()
+        self._events.tell_what_was_sent()
         return result
 
     def _finish(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self._events().average_for_good()
+        self._events.average_for_good()
         for attachment in self._handler.attachments[-1:]:
             attachment.note_end(as_planned=True)
         return original(*args, **kwargs)

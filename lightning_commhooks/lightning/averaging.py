@@ -14,7 +14,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 
 from lightning_commhooks.basics.announce import is_silenced
-from lightning_commhooks.lightning.refusals import refusals_as
+from lightning_commhooks.lightning.refusals import refusals_of
 from lightning_commhooks.runtime.attachment import Attachment
 from lightning_commhooks.runtime.monitor import closing_line
 
@@ -42,7 +42,6 @@ class AverageFirst:
 class AveragesModelsMixin(Strategy):
     """A strategy that has an attachment."""
 
-    _misconfiguration: ClassVar[type[Exception]]
     # An `AverageFirst`.
     _callback_class: ClassVar[type[Any]]
 
@@ -69,7 +68,7 @@ class AveragesModelsMixin(Strategy):
         attachment = self._attachment
         if attachment is None or attachment.is_closed or not attachment.averages_models:
             return
-        with refusals_as(self._misconfiguration, self):
+        with refusals_of(self):
             for optimizer in self.optimizers:
                 attachment.add_optimizer(optimizer)
         if not attachment.averages_when_asked:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 try:
-    from lightning.fabric.utilities.exceptions import MisconfigurationException
     from lightning.pytorch import Callback
     from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
 except ImportError as error:
@@ -22,23 +21,19 @@ class AverageFirstCallback(AverageFirst, Callback):
 
 class CommHookMonitor(CommHookMonitorMixin, Callback):
     __doc__ = CommHookMonitorMixin.__doc__
-    _misconfiguration = MisconfigurationException
     _strategy = "CompressedDDPStrategy"
 
 
 class CompressedDDPStrategy(CompressedDDPMixin, DDPStrategy):
     __doc__ = CompressedDDPMixin.__doc__
-    _misconfiguration = MisconfigurationException
     _callback_class = AverageFirstCallback
 
 
 class CompressedFSDPStrategy(CompressedFSDPMixin, FSDPStrategy):
     __doc__ = CompressedFSDPMixin.__doc__
-    _misconfiguration = MisconfigurationException
     _callback_class = AverageFirstCallback
 
 
 class CompressedModelParallelStrategy(CompressedModelParallelMixin, ModelParallelStrategy):
     __doc__ = CompressedModelParallelMixin.__doc__
-    _misconfiguration = MisconfigurationException
     _callback_class = AverageFirstCallback

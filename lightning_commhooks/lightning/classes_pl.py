@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 try:
-    from lightning_fabric.utilities.exceptions import MisconfigurationException
     from pytorch_lightning import Callback
     from pytorch_lightning.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
 except ImportError as error:
@@ -22,23 +21,19 @@ class AverageFirstCallbackPL(AverageFirst, Callback):
 
 class CommHookMonitorPL(CommHookMonitorMixin, Callback):
     __doc__ = CommHookMonitorMixin.__doc__
-    _misconfiguration = MisconfigurationException
     _strategy = "CompressedDDPStrategyPL"
 
 
 class CompressedDDPStrategyPL(CompressedDDPMixin, DDPStrategy):
     __doc__ = CompressedDDPMixin.__doc__
-    _misconfiguration = MisconfigurationException
     _callback_class = AverageFirstCallbackPL
 
 
 class CompressedFSDPStrategyPL(CompressedFSDPMixin, FSDPStrategy):
     __doc__ = CompressedFSDPMixin.__doc__
-    _misconfiguration = MisconfigurationException
     _callback_class = AverageFirstCallbackPL
 
 
 class CompressedModelParallelStrategyPL(CompressedModelParallelMixin, ModelParallelStrategy):
     __doc__ = CompressedModelParallelMixin.__doc__
-    _misconfiguration = MisconfigurationException
     _callback_class = AverageFirstCallbackPL

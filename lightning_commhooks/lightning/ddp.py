@@ -12,7 +12,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_commhooks.interface.hook import CommHook
 from lightning_commhooks.lightning.averaging import AveragesModelsMixin, handles_signal
-from lightning_commhooks.lightning.refusals import REPLACED, check_options, needs_hook, options_of, refusals_as
+from lightning_commhooks.lightning.refusals import (
+    REPLACED,
+    check_options,
+    misconfigured,
+    needs_hook,
+    options_of,
+    refusals_of,
+)
 from lightning_commhooks.runtime.attachment import Attachment
 from lightning_commhooks.sources.attach import attach
 from lightning_commhooks.sources.ddp import check_even, hook_name, resolve_hook
@@ -21,7 +28,7 @@ from lightning_commhooks.wrappers.hook_name import HookName
 from lightning_commhooks.wrappers.scale import Accumulation
 
 if TYPE_CHECKING:
-    from lightning_commhooks.torchft.trainer import OwnSteps
+    from lightning_commhooks.torchft.trainer import TrainerReplica
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +67,7 @@ class CompressedDDPMixin(AveragesModelsMixin):
 
     _replaced: ClassVar[Mapping[str, str]] = REPLACED
 
-    @needs_hook
+    @needs_hook("powersgd")
     def __init__(
         self,
         hook: CommHook | HookName | Callable[..., Any],
@@ -74,14 +81,14 @@ class CompressedDDPMixin(AveragesModelsMixin):
     ) -> None:
         for argument, replacement in self._replaced.items():
             if kwargs.get(argument) is not None:
-                raise self._misconfiguration(
-                    f"{type(self).__name__} does not take {argument}={kwargs[argument]!r}: {replacement}"
+                raise misconfigured(
+                    self, f"{type(self).__name__} does not take {argument}={kwargs[argument]!r}: {replacement}"
                 )
         # Lightning passes unknown arguments on to DDP, but only when training begins.
         bases = type(self).__mro__[type(self).__mro__.index(CompressedDDPMixin) + 1 :]
         known = options_of(*bases, DistributedDataParallel)
         check_options(self, kwargs, known, hook, "DistributedDataParallel")
-        with refusals_as(self._misconfiguration, self):
+        with refusals_of(self):
             self._hook = resolve_hook(hook, hook_state, accumulation)
             check_even(self._hook, "the Trainer")
             if fault_tolerance is not None:
@@ -95,7 +102,7 @@ class CompressedDDPMixin(AveragesModelsMixin):
         self._exact_state = exact_state
         self._strict_state = strict_state
         self._fault_tolerance = fault_tolerance
-        self._replica: OwnSteps | None = None
+        self._replica: TrainerReplica | None = None
         self._looks_at_average(resync)
         # The hook's state, for checkpoints that Lightning writes after it has taken the model out of DDP.
         self._last_state: dict[str, Any] | None = None
@@ -133,8 +140,8 @@ class CompressedDDPMixin(AveragesModelsMixin):
                 `accumulation`, or training has not begun.
         """
         if self._attachment is None:
-            raise self._misconfiguration(f"{type(self).__name__}.add_weight() is for a training_step; no fit has begun")
-        with refusals_as(self._misconfiguration, self):
+            raise misconfigured(self, f"{type(self).__name__}.add_weight() is for a training_step; no fit has begun")
+        with refusals_of(self):
             self._attachment.add_weight(weight)
 
     def _loss_divided_by(self) -> float:
@@ -149,16 +156,17 @@ class CompressedDDPMixin(AveragesModelsMixin):
         model = self.model
         if self._fault_tolerance is not None:
             if self.world_size > 1:
-                raise self._misconfiguration(
+                raise misconfigured(
+                    self,
                     "with fault_tolerance= a Trainer is one process, and the other replicas are other Trainers: set "
-                    "devices=1 and num_nodes=1"
+                    "devices=1 and num_nodes=1",
                 )
-            from lightning_commhooks.torchft.trainer import replica_of
+            from lightning_commhooks.torchft.trainer import TrainerReplica
 
-            with refusals_as(self._misconfiguration, self):
-                self._replica = replica_of(self._fault_tolerance, self)
+            with refusals_of(self):
+                self._replica = TrainerReplica(self._fault_tolerance, self)
         assert isinstance(model, DistributedDataParallel)
-        with refusals_as(self._misconfiguration, self):
+        with refusals_of(self):
             self._attachment = attach(
                 model,
                 self._hook,
@@ -167,7 +175,7 @@ class CompressedDDPMixin(AveragesModelsMixin):
                 exact_state=self._exact_state,
                 optimizers=lambda: self.optimizers,
                 loss_divided_by=self._loss_divided_by,
-                **({} if self._replica is None else self._replica.of_attach),
+                **({} if self._replica is None else self._replica.attach_options),
             )
 
     @property
@@ -182,15 +190,15 @@ class CompressedDDPMixin(AveragesModelsMixin):
         """Make the optimizers; with `fault_tolerance`, check that all replicas step in the same way."""
         super().setup_optimizers(trainer)
         if self._replica is not None:
-            with refusals_as(self._misconfiguration, self):
-                self._replica.check_optimizers()
+            with refusals_of(self):
+                self._replica.check()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """With `fault_tolerance`, meet the other replicas before a step, if the hook averages gradients."""
         super().on_train_batch_start(batch, batch_idx)
         if self._replica is not None:
-            with refusals_as(self._misconfiguration, self):
-                self._replica.begin()
+            with refusals_of(self):
+                self._replica.begin_batch()
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
         """Take the optimizer's step; with `fault_tolerance` and averaged gradients, after the replicas' vote."""
@@ -213,9 +221,10 @@ class CompressedDDPMixin(AveragesModelsMixin):
         assert self._attachment is not None
         unfrozen = self._attachment.unfrozen()
         if self._replica is not None:
-            raise self._misconfiguration(
+            raise misconfigured(
+                self,
                 f"{unfrozen[0]!r} was unfrozen; with fault_tolerance= the trained parameters stay the same from the "
-                "first step: require its gradients from the beginning, with a learning rate of 0"
+                "first step: require its gradients from the beginning, with a learning rate of 0",
             )
         # DDP gives all ranks the model of rank 0.
         self._attachment.average_weights()
@@ -240,10 +249,10 @@ class CompressedDDPMixin(AveragesModelsMixin):
             )
         if self._attachment is None or self._attachment.is_closed:
             if not self._last_is_whole and self._last_state is not None and self._attachment is not None:
-                self._tell_that_it_begins_anew(filepath, "; with Trainer(enable_checkpointing=True) it has all")
+                self._warn_of_reset(filepath, "; with Trainer(enable_checkpointing=True) it has all")
             return self._last_state
         if self._is_alone():
-            self._tell_that_it_begins_anew(filepath)
+            self._warn_of_reset(filepath)
             return self._attachment.shared_state_dict()
         if self._has_saved_this_step() and not self._attachment.averages_models:
             return self._last_state
@@ -259,7 +268,7 @@ class CompressedDDPMixin(AveragesModelsMixin):
         self._last_state = state if self.is_global_zero else None
         return state
 
-    def _tell_that_it_begins_anew(self, filepath: str, fix: str = "") -> None:
+    def _warn_of_reset(self, filepath: str, fix: str = "") -> None:
         assert self._attachment is not None
         logger.warning(
             "the checkpoint %s has only the step count of hook %r: its memory is reset%s",
@@ -281,12 +290,13 @@ class CompressedDDPMixin(AveragesModelsMixin):
     def _load(self, state: Mapping[str, Any]) -> None:
         attachment, self._saved_at = self._attachment, -1
         if attachment is None:
-            raise self._misconfiguration(
+            raise misconfigured(
+                self,
                 f"{type(self).__name__} has no hook to load the checkpoint's state: the model is not in "
-                "DistributedDataParallel. A subclass with its own configure_ddp() must call super().configure_ddp()"
+                "DistributedDataParallel. A subclass with its own configure_ddp() must call super().configure_ddp()",
             )
         if state:
-            with refusals_as(self._misconfiguration, self):
+            with refusals_of(self):
                 attachment.load_state_dict(state, strict_state=self._strict_state)
             return
         attachment.reset_state()

@@ -12,7 +12,6 @@ from torch.optim import Optimizer
 
 try:
     from lightning.fabric.strategies.ddp import DDPStrategy
-    from lightning.fabric.utilities.exceptions import MisconfigurationException
     from lightning.fabric.wrappers import _FabricModule
 except ImportError as error:
     raise ImportError(
@@ -21,7 +20,7 @@ except ImportError as error:
 
 from lightning_commhooks.interface.hook import CommHook
 from lightning_commhooks.lightning.ddp import CHECKPOINT_KEY
-from lightning_commhooks.lightning.refusals import check_options, needs_hook, options_of, refusals_as
+from lightning_commhooks.lightning.refusals import check_options, needs_hook, options_of, refusals_of
 from lightning_commhooks.runtime.attachment import Attachment
 from lightning_commhooks.runtime.attachments import Attachments, attachment_of
 from lightning_commhooks.sources.attach import attach
@@ -38,12 +37,10 @@ class CompressedDDPFabricStrategy(DDPStrategy):
     `fabric.save` and after `fabric.barrier()`; each rank's own model is back in the next forward with gradients.
 
     Args:
-        hook: name of a hook (`lightning_commhooks.available_hooks()`), a configured hook such as
-            `PowerSGD(matrix_approximation_rank=4)`, or a DDP hook function `(state, bucket)`.
-        hook_state: the state of such a function.
-        exact_state: save state that differs between ranks for every rank, so that a run resumes bit for bit on CPU.
-        strict_state: whether hook state that does not fit is an error. If not, the state that does not fit is reset,
-            with a warning.
+        hook: see [`CompressedDDPStrategy`][].
+        hook_state: see there.
+        exact_state: see there.
+        strict_state: see there.
         resync: whether ranks continue from the average after they saw it, instead of from their own models.
         accumulation: divisor of gradients that are accumulated with `fabric.no_backward_sync`: see
             [`ScaleByGradAccumulation`][].
@@ -60,9 +57,7 @@ class CompressedDDPFabricStrategy(DDPStrategy):
             one rank alone; in `load`, hook state that does not fit.
     """
 
-    _misconfiguration = MisconfigurationException
-
-    @needs_hook
+    @needs_hook("powersgd")
     def __init__(
         self,
         hook: CommHook | HookName | Callable[..., Any],
@@ -77,7 +72,7 @@ class CompressedDDPFabricStrategy(DDPStrategy):
     ) -> None:
         known = options_of(DDPStrategy, DistributedDataParallel)
         check_options(self, kwargs, known, hook, "DistributedDataParallel")
-        with refusals_as(MisconfigurationException, self):
+        with refusals_of(self):
             self._hook = resolve_hook(hook, hook_state, accumulation)
         self._loss_divided_by = loss_divided_by
         self._num_steps = num_steps
@@ -96,7 +91,7 @@ class CompressedDDPFabricStrategy(DDPStrategy):
     def setup_module(self, module: Module) -> DistributedDataParallel:
         """Wrap a module in DDP and register the hook."""
         model = super().setup_module(module)
-        with refusals_as(MisconfigurationException, self):
+        with refusals_of(self):
             attachment = attach(
                 model,
                 self._hook,
@@ -123,7 +118,7 @@ class CompressedDDPFabricStrategy(DDPStrategy):
             MisconfigurationException: see `Attachment.add_weight`; or several models, and none given.
         """
         wrapped = model._forward_module if isinstance(model, _FabricModule) else model
-        with refusals_as(MisconfigurationException, self):
+        with refusals_of(self):
             attachment_of(wrapped, self.attachments).add_weight(weight)
 
     def backward(self, tensor: Tensor, module: Module | None, *args: Any, **kwargs: Any) -> None:
@@ -135,7 +130,7 @@ class CompressedDDPFabricStrategy(DDPStrategy):
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Set an optimizer up, and register it with hooks that average models."""
         optimizer = super().setup_optimizer(optimizer)
-        with refusals_as(MisconfigurationException, self):
+        with refusals_of(self):
             self._together.add_optimizer(optimizer)
         self._optimizers.append(optimizer)
         return optimizer
@@ -160,7 +155,7 @@ class CompressedDDPFabricStrategy(DDPStrategy):
         """Load, and after the models the hooks' state."""
         rest = super().load_checkpoint(path, state, *args, **kwargs)
         if isinstance(state, dict) and _has_model(state):
-            with refusals_as(MisconfigurationException, self):
+            with refusals_of(self):
                 self._together.load_state_dict(rest.pop(CHECKPOINT_KEY, None), str(path))
         return rest
 

@@ -17,13 +17,13 @@ from lightning_commhooks.interface.checks import check_integer
 from lightning_commhooks.interface.hook import CommHook
 from lightning_commhooks.interface.registry import get_hook
 from lightning_commhooks.lightning.averaging import AveragesModelsMixin
-from lightning_commhooks.lightning.refusals import check_options, needs_hook, refusals_as
+from lightning_commhooks.lightning.refusals import check_options, misconfigured, needs_hook, refusals_of
 from lightning_commhooks.runtime.attachment import Attachment
 from lightning_commhooks.sources import fsdp1
 from lightning_commhooks.sources.attach import attach
 from lightning_commhooks.sources.ddp import check_even
-from lightning_commhooks.sources.shard_files import load_shard, save_shard, shard_file
-from lightning_commhooks.sources.sharded_hooks import resolve_sharded_hook
+from lightning_commhooks.sources.fsdp import resolve_sharded_hook
+from lightning_commhooks.sources.replicas import load_shard, save_shard, shard_file
 from lightning_commhooks.wrappers.hook_name import NoHook
 
 ShardedHookName = Literal["allreduce", "reduce_scatter", "fp16", "bf16", "int8", "int4", "fp8"]
@@ -32,22 +32,16 @@ ShardedHookName = Literal["allreduce", "reduce_scatter", "fp16", "bf16", "int8",
 class ShardedHookMixin(AveragesModelsMixin):
     """Attaches a communication hook when the model of a strategy is set up for training."""
 
-    # Name of a hook that works.
-    _example: ClassVar[str] = "bf16"
     # Names of options that Lightning hands over to FSDP when training begins.
     _options_of_fsdp: ClassVar[frozenset[str]] = frozenset()
 
-    def __init__(self, hook: CommHook | str, **kwargs: Any) -> None:
+    def __init__(self, hook: CommHook | str, resync: bool = False, **kwargs: Any) -> None:
+        self._looks_at_average(resync)
+        with refusals_of(self):
+            self._hook = self._resolve(hook)
         known = {*inspect.signature(super().__init__).parameters, *self._options_of_fsdp}
-        # A name with options that it must have is another hook than that name alone.
-        check_options(self, kwargs, known, hook if kwargs.keys() <= known else self._resolved(hook), "FSDP")
-        self._hook = self._resolved(hook)
-        self._looks_at_average(resync=False)
+        check_options(self, kwargs, known, self._hook, "FSDP")
         super().__init__(**kwargs)
-
-    def _resolved(self, hook: CommHook | str) -> CommHook:
-        with refusals_as(self._misconfiguration, self):
-            return self._resolve(hook)
 
     def _resolve(self, hook: CommHook | str) -> CommHook:
         return resolve_sharded_hook(hook)
@@ -66,7 +60,7 @@ class ShardedHookMixin(AveragesModelsMixin):
         """Set the model up; attach the hook for training."""
         super().setup(trainer)
         if trainer.state.fn == "fit":
-            with refusals_as(self._misconfiguration, self):
+            with refusals_of(self):
                 self._attach()
             self._watch_optimizers(trainer)
 
@@ -92,13 +86,13 @@ class CompressedFSDPMixin(ShardedHookMixin):
     _options_of_fsdp = frozenset(inspect.signature(FullyShardedDataParallel).parameters)
     kwargs: dict[str, Any]
 
-    @needs_hook
+    @needs_hook("bf16")
     def __init__(self, hook: CommHook | ShardedHookName | NoHook, **kwargs: Any) -> None:
         super().__init__(hook, **kwargs)
         self._root: FullyShardedDataParallel | None = None
         self._is_hybrid = self.sharding_strategy in fsdp1.HYBRID
         if self._is_hybrid:
-            with refusals_as(self._misconfiguration, self):
+            with refusals_of(self):
                 self._check_hybrid()
 
     def _check_hybrid(self) -> None:
@@ -127,7 +121,7 @@ class CompressedFSDPMixin(ShardedHookMixin):
 
     def _attach(self) -> None:
         if not self._is_hybrid:
-            super()._attach()
+            self._attachment = attach(self.model, self._hook)
         elif self._reduce_dtype is not None:
             fsdp1.check_reduce_dtype(self.model, self._reduce_dtype)
 
@@ -145,9 +139,10 @@ class CompressedFSDPMixin(ShardedHookMixin):
         """The weights, as `state_dict_type` says."""
         is_sharded = any(unit.sharding_strategy.name != "NO_SHARD" for unit in fsdp1.units(self.model))
         if self.root_device.type == "cpu" and self._state_dict_type == "full" and is_sharded:
-            raise self._misconfiguration(
+            raise misconfigured(
+                self,
                 f"{type(self).__name__}: on CPU, PyTorch's FSDP crashes when it gathers a full state dict (it "
-                "frees gathered weights, not copies); set state_dict_type='sharded', or enable_checkpointing=False"
+                "frees gathered weights, not copies); set state_dict_type='sharded', or enable_checkpointing=False",
             )
         return super().lightning_module_state_dict()
 
@@ -205,7 +200,7 @@ class CompressedModelParallelMixin(ShardedHookMixin):
 
     _device_mesh: Any
 
-    @needs_hook
+    @needs_hook("bf16")
     def __init__(
         self,
         hook: CommHook | NoHook | str,
@@ -216,21 +211,19 @@ class CompressedModelParallelMixin(ShardedHookMixin):
         **kwargs: Any,
     ) -> None:
         self._replicas = replicas
-        self._of_attach: dict[str, Any] = {"shard_hook": shard_hook, "exact_state": exact_state}
-        self._of_replicas = {**self._of_attach, "resync": resync}
-        super().__init__(hook, **kwargs)
-        self._resync = resync
+        self._options: dict[str, Any] = {"shard_hook": shard_hook, "exact_state": exact_state}
+        super().__init__(hook, resync, **kwargs)
 
     def _resolve(self, hook: CommHook | str) -> CommHook:
         check_integer("replicas", self._replicas, 1)
         if self._replicas == 1:
-            if given := [name for name, value in self._of_replicas.items() if value]:
+            if given := [name for name, value in {**self._options, "resync": self._resync}.items() if value]:
                 raise ValueError(
                     f"{given[0]} is for replicas=2 or more; here hook= is the stateless hook of the reduce-scatter"
                 )
             return resolve_sharded_hook(hook, remembers=True)
-        if (shard_hook := self._of_attach["shard_hook"]) is not None:
-            resolve_sharded_hook(shard_hook, remembers=True)
+        if self._options["shard_hook"] is not None:
+            resolve_sharded_hook(self._options["shard_hook"], remembers=True)
         resolved = get_hook(hook)
         check_even(resolved, "the Trainer")
         return resolved
@@ -238,7 +231,7 @@ class CompressedModelParallelMixin(ShardedHookMixin):
     def _attach(self) -> None:
         # Only hooks for replicas average models.
         optimizers = (lambda: self.optimizers) if self._replicas > 1 else None
-        self._attachment = attach(self.model, self._hook, optimizers=optimizers, **self._of_attach)
+        self._attachment = attach(self.model, self._hook, optimizers=optimizers, **self._options)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Make a step. Before it, once the first steps are over, report the hook's expected effect on this run."""
@@ -252,8 +245,9 @@ class CompressedModelParallelMixin(ShardedHookMixin):
         if self._replicas > 1:
             num_ranks, num_parts = (self._device_mesh[name].size() for name in ("data_parallel", "tensor_parallel"))
             if num_ranks % self._replicas:
-                raise self._misconfiguration(
-                    f"{type(self).__name__}: replicas={self._replicas} do not divide data_parallel_size={num_ranks}"
+                raise misconfigured(
+                    self,
+                    f"{type(self).__name__}: replicas={self._replicas} do not divide data_parallel_size={num_ranks}",
                 )
             sizes = {"replicas": self._replicas, "data_parallel": num_ranks // self._replicas}
             names = {**sizes, "tensor_parallel": num_parts}

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from lightning_commhooks.interface.error_sample import DEFAULT_NUMEL
 from lightning_commhooks.lightning.averaging import show
-from lightning_commhooks.lightning.refusals import refusals_as
+from lightning_commhooks.lightning.refusals import misconfigured, refusals_of
 from lightning_commhooks.runtime.monitor import NAMES, PREFIX, MetricName, Monitor, MonitorOptions
 
 
@@ -42,7 +42,6 @@ class CommHookMonitorMixin:
         MisconfigurationException: a value is out of range; in `fit`, when the strategy has no communication hook.
     """
 
-    _misconfiguration: ClassVar[type[Exception]]
     _strategy: ClassVar[str]
 
     def __init__(
@@ -54,7 +53,7 @@ class CommHookMonitorMixin:
         closing_line: bool = True,
         measure_link: bool = True,
     ) -> None:
-        with refusals_as(self._misconfiguration, self):
+        with refusals_of(self):
             self._options = MonitorOptions(
                 every_n_steps=every_n_steps,
                 error_every_n_steps=error_every_n_steps,
@@ -68,20 +67,22 @@ class CommHookMonitorMixin:
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Refuse strategies without a communication hook."""
         if stage == "fit" and not hasattr(trainer.strategy, "attachment"):
-            raise self._misconfiguration(
+            raise misconfigured(
+                self,
                 f"{type(self).__name__} shows metrics of a communication hook, and {type(trainer.strategy).__name__} "
                 f"has none: use Trainer(strategy={self._strategy}(hook='powersgd')) or strategy='ddp_powersgd', or "
-                "leave the callback out"
+                "leave the callback out",
             )
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Begin to count. Collective."""
         attachment = trainer.strategy.attachment
         if attachment is None:
-            raise self._misconfiguration(
+            raise misconfigured(
+                self,
                 f"{type(self).__name__} has nothing to show with {type(trainer.strategy).__name__} and "
                 f"sharding_strategy={trainer.strategy.sharding_strategy}: FSDP takes no communication hook there and "
-                "reduces by itself. Leave the callback out, or use sharding_strategy='FULL_SHARD'"
+                "reduces by itself. Leave the callback out, or use sharding_strategy='FULL_SHARD'",
             )
         self._monitor = self._options.monitor(attachment)
 

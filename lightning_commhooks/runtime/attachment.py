@@ -39,10 +39,11 @@ class Attachment:
 
     Attributes:
         is_monitored: whether there is a [`Monitor`][] of it.
+        runtime: the hook at work, for this library's own use.
     """
 
     def __init__(self, runtime: Runtime, exact_state: bool) -> None:
-        self._runtime = runtime
+        self.runtime = runtime
         self._exact_state = exact_state
         self.is_monitored = False
 
@@ -59,37 +60,37 @@ class Attachment:
 
         Starts are converted to steps once the length of the run is known.
         """
-        config = self._runtime.config
+        config = self.runtime.config
         return config.function if isinstance(config, UserFunction) else config
 
     @property
     def bound(self) -> BoundHook | None:
         """The runtime object; `None` for a user's function, and for FSDP, which has one for each group of ranks."""
-        return None if self._runtime.limits else without_pass_on(self._runtime.bound)
+        return None if self.runtime.limits else without_pass_on(self.runtime.bound)
 
     @property
     def is_closed(self) -> bool:
         """Whether `close` was called or the model no longer exists."""
-        return self._runtime.is_closed
+        return self.runtime.is_closed
 
     @property
     def name(self) -> str:
         """Name of the hook, or `module.function` for a user's function."""
-        return self._runtime.name
+        return self.runtime.name
 
     @property
     def is_alone(self) -> bool:
         """Whether training runs in one process, where a hook that averages gradients does not change them."""
-        return self._runtime.is_alone
+        return self.runtime.is_alone
 
     @property
     def num_steps(self) -> int:
         """Synchronized backwards since `attach`; unlike `metrics()`, this never synchronizes with a device."""
-        return self._runtime.counters.steps
+        return self.runtime.counters.steps
 
     def is_attached_to(self, model: nn.Module) -> bool:
         """Return whether the hook is attached to that model."""
-        return self._runtime.model() is unwrapped(model)
+        return self.runtime.model() is unwrapped(model)
 
     def metrics(self) -> dict[str, float]:
         """Return this rank's cumulative metrics. Times exclude a step whose optimizer step has not ended.
@@ -146,7 +147,7 @@ class Attachment:
             of a user's function are NaN. With FSDP, there are no times, and no metrics on nodes, evaluation, nonfinite
             steps or averages.
         """
-        return self._runtime.metrics()
+        return self.runtime.metrics()
 
     def sample_error(self, every: int = 100, numel: int | None = DEFAULT_NUMEL) -> None:
         """Sample the error of averaged gradients periodically, as `metrics()["relative_error"]`. Collective.
@@ -165,13 +166,13 @@ class Attachment:
                 used.
         """
         self._known("sample_error")
-        self._runtime.begin_together("sample_error()")
-        with self._runtime.source.agreeing("sample_error()") as same:
+        self.runtime.begin_together("sample_error()")
+        with self.runtime.source.agreeing("sample_error()") as same:
             check_integer("every", every, 0)
             check_integer("numel", 1 if numel is None else numel, 1)
             same |= {"every": every, "numel": numel}
-        total = sum(map(math.prod, self._runtime.layout.shapes.values()))
-        self._runtime.watch.sampler = ErrorSampler(every, numel, total) if every else None
+        total = sum(map(math.prod, self.runtime.layout.shapes.values()))
+        self.runtime.watch.sampler = ErrorSampler(every, numel, total) if every else None
 
     def measure_link(self, budget: float = 1.5) -> Link:
         """Measure the cost of collectives between these ranks, in about `budget` seconds.
@@ -180,8 +181,8 @@ class Attachment:
         """
         bound = self._known("measure_link")
         check_ranks(bound.group)
-        self._runtime.begin_together("measure_link()")
-        return self._runtime.call(lambda: measure_link(bound.group, budget))
+        self.runtime.begin_together("measure_link()")
+        return self.runtime.call(lambda: measure_link(bound.group, budget))
 
     def residual_norm(self) -> float:
         """Return the Euclidean norm of the residual, in units of unscaled gradients; 0 without error feedback.
@@ -191,15 +192,15 @@ class Attachment:
         bound = self.bound
         if bound is None:
             return math.nan
-        self._runtime.clock.end()
-        return self._runtime.call(lambda: math.hypot(*(residual.norm().item() for residual in bound.residuals())))
+        self.runtime.clock.end()
+        return self.runtime.call(lambda: math.hypot(*(residual.norm().item() for residual in bound.residuals())))
 
     def steps_not_compressed(self) -> dict[str, int]:
         """Return the number of steps that sent at least as many bytes as plain DDP, by reason.
 
         Call it outside of a backward.
         """
-        return self._runtime.watch.not_compressed()
+        return self.runtime.watch.not_compressed()
 
     def forecast(self, num_steps: int | None = None) -> Forecast | None:
         """Forecast the bytes that training will send, from measured steps. Not collective.
@@ -219,7 +220,7 @@ class Attachment:
         """
         if num_steps is not None:
             check_integer("num_steps", num_steps, 1)
-        return self._runtime.forecaster.make(num_steps)
+        return self.runtime.forecaster.make(num_steps)
 
     def tell_forecast(self, say: Callable[[str], None] | None = None, num_left: int | None = None) -> None:
         """Show the forecast on the first rank, and warn there if the hook saves almost nothing or costs accuracy.
@@ -233,8 +234,8 @@ class Attachment:
             num_left: number of synchronized backwards left; `None`: the number is unknown.
         """
         if not self.is_closed:
-            self._runtime.expect(None if num_left is None else self._runtime.clock.steps + num_left)
-            self._runtime.forecaster.tell(say, num_left)
+            self.runtime.expect(None if num_left is None else self.runtime.clock.steps + num_left)
+            self.runtime.forecaster.tell(say, num_left)
 
     def note_end(self, *, as_planned: bool) -> None:
         """State whether training has ended as planned; `close` gives advice on the next run only if it has.
@@ -246,7 +247,7 @@ class Attachment:
             as_planned: `True`: training ended as planned, regardless of the number of steps; `False`: it was
                 interrupted, or was a trial.
         """
-        self._runtime.ended = as_planned
+        self.runtime.ended = as_planned
 
     def compression_stats(self) -> tuple[float, int, int]:
         """Return `(rate, numel_before, numel_after)` since compression began, like `PowerSGDState.compression_stats`.
@@ -261,15 +262,15 @@ class Attachment:
 
     def _known(self, method: str) -> BoundHook:
         """Return the runtime object, or raise for a user's function and FSDP."""
-        if self._runtime.limits:
-            raise ValueError(f"{method}(): {self._runtime.limits}")
-        return self._runtime.bound
+        if self.runtime.limits:
+            raise ValueError(f"{method}(): {self.runtime.limits}")
+        return self.runtime.bound
 
     def _of_ddp(self, method: str) -> Runtime:
         """Return the runtime, or raise for FSDP."""
-        if self._runtime.source.limits:
-            raise ValueError(f"{method}(): {self._runtime.source.limits}")
-        return self._runtime
+        if self.runtime.source.limits:
+            raise ValueError(f"{method}(): {self.runtime.source.limits}")
+        return self.runtime
 
     def state_dict(self) -> dict[str, Any]:
         """Return the hook's state as tensors and primitives, rank-uniform, on CPU.
@@ -334,35 +335,35 @@ class Attachment:
     @property
     def shard(self) -> tuple[int, int]:
         """Index of this rank's shard of a sharded model with replicas, and number of shards; `(0, 1)`: not sharded."""
-        shard = self._runtime.source.shard
+        shard = self.runtime.source.shard
         index = sum(one * math.prod(size for _, size in shard[i + 1 :]) for i, (one, _) in enumerate(shard))
         return index, math.prod(size for _, size in shard)
 
     @property
     def is_first_replica(self) -> bool:
         """Whether this rank should save the state, which is the same on all ranks with the same shard."""
-        return self._runtime.source.process_group.rank() == 0
+        return self.runtime.source.process_group.rank() == 0
 
     @property
     def averages_models(self) -> bool:
         """Whether the hook has local steps and averages models."""
-        return averages_models(self._runtime.bound)
+        return averages_models(self.runtime.bound)
 
     @property
     def averages_when_asked(self) -> bool:
         """Whether it also averages models for evaluation; with a `manager`, each replica evaluates its own."""
-        return self.averages_models and not self._runtime.source.ranks_change
+        return self.averages_models and not self.runtime.source.ranks_change
 
     @property
     def models_differ(self) -> bool:
         """Whether this rank's own model is in place and may differ, as known without communication."""
-        return self._runtime.local.models.differ
+        return self.runtime.local.models.differ
 
     @property
     def has_state(self) -> bool:
         """Whether `state_dict` has more than the step count."""
-        self._runtime.commit()
-        return self._runtime.bound.has_memory or self.averages_models
+        self.runtime.commit()
+        return self.runtime.bound.has_memory or self.averages_models
 
     def add_weight(self, weight: float | Tensor) -> None:
         """Set the weight of the current micro-batch for `accumulation="weighted"`, such as its number of tokens.
@@ -372,12 +373,12 @@ class Attachment:
         element, which does not synchronize on CUDA. Raises a `ValueError` for other weights, or if the hook does not
         use weights.
         """
-        if accumulation_of(self._runtime.config) != "weighted" or self._runtime.micro_batches is None:
+        if accumulation_of(self.runtime.config) != "weighted" or self.runtime.micro_batches is None:
             raise ValueError(
                 f"add_weight() is for accumulation='weighted'; hook {self.name!r} was attached without: "
                 f"ScaleByGradAccumulation(..., accumulation='weighted')"
             )
-        self._runtime.micro_batches.add_weight(weight)
+        self.runtime.micro_batches.add_weight(weight)
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
         """Report each step of an optimizer to the hook, for hooks that average models.
@@ -387,7 +388,7 @@ class Attachment:
         `torch.optim.Optimizer`.
         """
         if self.averages_models:
-            self._runtime.local.add(optimizer, self._runtime.clock.steps)
+            self.runtime.local.add(optimizer, self.runtime.clock.steps)
 
     def after_optimizer_step(self, optimizer: Optimizer) -> None:
         """Report a step of an optimizer that the hook does not know. Collective.
@@ -396,7 +397,7 @@ class Attachment:
         optimizer reports its steps itself, or if `add_optimizer` would reject it.
         """
         if self.averages_models:
-            self._runtime.local.after_step(optimizer)
+            self.runtime.local.after_step(optimizer)
 
     def average_weights(self, *, everything: bool = False) -> None:
         """Permanently average the parameters and buffers that differ between ranks. Collective, outside of a backward.
@@ -406,7 +407,7 @@ class Attachment:
         memory for a copy of the model meanwhile. Does not average the state of optimizers: call
         `average_optimizer_state` before training continues with averaged gradients.
         """
-        self._runtime.local.average(everything)
+        self.runtime.local.average(everything)
 
     def averaged_weights(self) -> AbstractContextManager[None]:
         """Replace each rank's own model by the average within a `with`, and restore it at the end.
@@ -417,26 +418,26 @@ class Attachment:
         are not noticed. No optimizer may step within the `with`. A forward in eval mode outside of it warns once that
         it uses this rank's own model.
         """
-        return self._runtime.local.averaged()
+        return self.runtime.local.averaged()
 
     def show_average(self) -> None:
         """Replace each rank's own model by the average until the next step, or forward with gradients enabled.
 
         Collective; for code without room for a `with`. If the attachment is closed meanwhile, the average stays.
         """
-        self._runtime.local.show_average()
+        self.runtime.local.show_average()
 
     def average_optimizer_state(self, optimizer: Optimizer) -> None:
         """Permanently average the floating-point state of an optimizer that differs between ranks. Collective."""
-        self._runtime.local.average_state(optimizer)
+        self.runtime.local.average_state(optimizer)
 
     def averaged_optimizer_state(self, optimizer: Optimizer) -> AbstractContextManager[None]:
         """Replace each rank's own state of an optimizer by the average within a `with`, like `averaged_weights`."""
-        return self._runtime.local.averaged_state(optimizer)
+        return self.runtime.local.averaged_state(optimizer)
 
     def unfrozen(self) -> list[str]:
         """Return names of parameters that are trained now but were frozen when the model was wrapped: see `move_to`."""
-        return self._runtime.layout.unfrozen()
+        return self.runtime.layout.unfrozen()
 
     def move_to(self, model: DistributedDataParallel) -> None:
         """Move the hook to another DDP wrapper of the same module, with memory, step count and metrics.
@@ -477,4 +478,4 @@ class Attachment:
         steps than `num_steps` or `tell_forecast` announced: see `note_end`. After fewer than 10 steps there is no
         advice on starts and periods. Also warns if an optimizer whose state differs between ranks steps later.
         """
-        self._runtime.close()
+        self.runtime.close()

@@ -181,7 +181,7 @@ class Monitor:
         return text
 
     def _sampled_step(self) -> int:
-        sampler = self.attachment._runtime.watch.sampler
+        sampler = self.attachment.runtime.watch.sampler
         return -1 if sampler is None else sampler.last_finite()[0]
 
     def _seconds_saved(self, steps: int, now: Mapping[str, float], first: Mapping[str, float]) -> float | None:

@@ -100,7 +100,8 @@ class Ranks:
         """
         if self._owned is None and not (runtime.source.is_awaited or runtime.source.ranks_change):
             self._connections.append(connections_of(runtime.source.process_group))
-        self._connections.extend(runtime.source.other_connections)
+        if not runtime.source.ranks_change:  # the processes of a replica stay connected when another replica ends
+            self._connections.extend(map(connections_of, runtime.source.shard_groups))
 
     def close(self) -> None:
         """End the engine."""

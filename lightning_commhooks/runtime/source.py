@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_commhooks.collectives.agreement import raise_on_all_ranks
-from lightning_commhooks.collectives.gloo_abort import Connections
 from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.interface.hook import BoundHook, CommHook
 from lightning_commhooks.interface.layout import Layout
@@ -48,6 +47,9 @@ class Source(ABC):
         device: device of the gradients.
         layout: names of the parameters.
         options: the kept options that were given.
+        hooks: hooks other than the one for gradients, by the option that named them.
+        shard_groups: ranks with the other shards of this replica, which the hook does not average over.
+        shard: index of this rank's shard and number of shards, for each dimension; empty: the whole model.
     """
 
     refused: ClassVar[Mapping[str, str]] = {}
@@ -61,6 +63,9 @@ class Source(ABC):
         self.device = torch.device("cpu")
         self.layout = Layout(nn.Module())
         self.options: Mapping[str, Any] = {}
+        self.hooks: dict[str, CommHook] = {}
+        self.shard_groups: Sequence[dist.ProcessGroup] = ()
+        self.shard: list[list[int]] = []
 
     @property
     def ranks_change(self) -> bool:
@@ -74,9 +79,16 @@ class Source(ABC):
                 raise ValueError(f"{name} {self.refused[name]}")
         self.options = {name: given[name] for name in self.kept if name in given}
 
-    def agreeing(self, what: str) -> AbstractContextManager[dict[str, object]]:
+    @contextmanager
+    def agreeing(self, what: str) -> Iterator[dict[str, object]]:
         """As `raise_on_all_ranks`, among all ranks that train the model together."""
-        return raise_on_all_ranks(self.process_group, what)
+        same: dict[str, object] = {}
+        with ExitStack() as stack:
+            groups = (*self.shard_groups, self.process_group)
+            values = [stack.enter_context(raise_on_all_ranks(group, what)) for group in groups]
+            yield same
+            for one in values:
+                one |= same
 
     @abstractmethod
     def resolve_hook(self, hook: object) -> CommHook | DDPHook:
@@ -94,19 +106,14 @@ class Source(ABC):
     def connect(self, model: nn.Module, runtime: Any) -> None:
         """Hand over buckets to this `Runtime` from now on. Collective."""
 
-    @property
-    def other_connections(self) -> Sequence[Connections]:
-        """Connections to ranks that the hook does not average over, and that would wait for this one."""
-        return []
-
-    @property
-    def shard(self) -> list[list[int]]:
-        """Which shard of the model this rank has, and of how many, for each dimension; empty: all of it."""
-        return []
-
     def smallest(self, value: Tensor) -> Tensor:
-        """The smallest of those ranks' values too, of one element; of booleans, whether all hold. Collective."""
-        return value
+        """The smallest value of all shards of a replica, of one element; of booleans, whether all hold. Collective."""
+        if not self.shard_groups:
+            return value
+        number = value.to(torch.int64, copy=True).view(1)
+        for group in self.shard_groups:
+            dist.all_reduce(number, dist.ReduceOp.MIN, group=group)
+        return number.to(value.dtype).view(())
 
     def gradients(self, reduced: Sequence[Tensor]) -> Sequence[Tensor]:
         """Return the gradients that the optimizer gets, from the reduced ones, when the step ends."""

@@ -131,6 +131,7 @@ def attach(
         is_scaled = grad_scaler is not None and grad_scaler.is_enabled()
         same |= {"hook": config, "exact_state": exact_state, "whether gradients are scaled by grad_scaler": is_scaled}
         same["whether num_steps is given"] = num_steps is not None
+        same |= {name: source.hooks.get(name) for name in ("shard_hook", "gather_hook")}
     runtime = Runtime(config, source, grad_scaler, divided_by)
     attachment = Attachment(runtime, exact_state)
     try:

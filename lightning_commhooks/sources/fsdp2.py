@@ -1,10 +1,9 @@
-"""Modules of `fully_shard`, by `set_custom_reduce_scatter`."""
+"""Modules of `fully_shard`, by `set_custom_reduce_scatter` and `set_custom_all_gather`."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
@@ -16,12 +15,16 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from torch.distributed.tensor import DTensor
 
+from lightning_commhooks.codecs.codec import Kernels
+from lightning_commhooks.collectives.backend import Backend
+from lightning_commhooks.collectives.counters import Counters, NoTiming
+from lightning_commhooks.collectives.group import Group
+from lightning_commhooks.hooks import BF16, FP16
 from lightning_commhooks.hooks.quantized import CodecConfig, EncodedResidual
 from lightning_commhooks.interface.hook import CommHook
 from lightning_commhooks.runtime.runtime import Runtime
 from lightning_commhooks.sources.finished import Finished
-from lightning_commhooks.sources.fsdp import ShardedSource, reduce, shares_of
-from lightning_commhooks.sources.gather import Gather, resolve_gather_hook
+from lightning_commhooks.sources.fsdp import ShardedSource, reduce, resolve_sharded_hook, shares_of
 
 # The last hook of each unit.
 _runtimes: WeakKeyDictionary[FSDPModule, Runtime] = WeakKeyDictionary()
@@ -32,11 +35,15 @@ class _ReduceScatter:
 
     Args:
         runtime: of the hook.
-        residuals: of the unit whose gradients are reduced; `None`: there is no error feedback.
+        unit: the module whose gradients are reduced.
+        block_size: elements with a common scale, if the hook has error feedback.
     """
 
-    def __init__(self, runtime: Runtime, residuals: _Residuals | None = None) -> None:
-        self._runtime, self._residuals = runtime, residuals
+    def __init__(self, runtime: Runtime, unit: FSDPModule | None = None, block_size: int | None = None) -> None:
+        self._runtime, self._block_size = runtime, block_size
+        self._unit = None if unit is None else weakref.ref(unit)
+        # By the number of the parameter group: its trained parameters, and the residual of their gradients.
+        self._residuals: dict[int, tuple[list[int], EncodedResidual]] = {}
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A new tensor for gradients or a share of them."""
@@ -51,41 +58,26 @@ class _ReduceScatter:
         async_op: bool = False,
     ) -> dist.Work | None:
         """Reduce; on CUDA on the current stream, which is FSDP2's stream for this."""
-        residual = None if self._residuals is None else self._residuals.of(input_tensor, group.size())
+        residual = None if self._block_size is None else self._residual(input_tensor, group.size(), self._block_size)
         reduce(self._runtime, input_tensor, output_tensor, group, _factor(op, group.size()), residual)
         return Finished(output_tensor.device) if async_op else None
 
-
-class _Residuals:
-    """The residuals of a unit's gradients.
-
-    Args:
-        unit: the module.
-        block_size: elements with a common scale.
-    """
-
-    def __init__(self, unit: FSDPModule, block_size: int) -> None:
-        self._unit, self._block_size = weakref.ref(unit), block_size
-        # By the number of the parameter group: its trained parameters, and the residual.
-        self._residuals: dict[int, tuple[list[int], EncodedResidual]] = {}
-
-    def of(self, flat: Tensor, num_ranks: int) -> EncodedResidual | None:
+    def _residual(self, flat: Tensor, num_ranks: int, block_size: int) -> EncodedResidual | None:
         """Residual of a parameter group's gradients. None where some are missing: FSDP2 does not say which."""
-        unit = self._unit()
-        groups = _groups_of([unit] if unit is not None else [])
-        numels = [_numel(group) * num_ranks for group in groups]
+        unit = None if self._unit is None else self._unit()
+        trained = [
+            [p for p in group.fsdp_params if p.sharded_param.requires_grad]
+            for group in _groups_of([] if unit is None else [unit])
+        ]
+        # Elements of all gradients that are reduced together, with those that fill up the shares.
+        numels = [num_ranks * sum(p.padded_sharded_param_size.numel() for p in parameters) for parameters in trained]
         if numels.count(flat.numel()) != 1:
             return None
         key = numels.index(flat.numel())
-        trained = [id(p) for p in groups[key].fsdp_params if p.sharded_param.requires_grad]
-        if key not in self._residuals or self._residuals[key][0] != trained:
-            self._residuals[key] = trained, EncodedResidual(self._block_size, flat.device)
+        ids = [*map(id, trained[key])]
+        if key not in self._residuals or self._residuals[key][0] != ids:
+            self._residuals[key] = ids, EncodedResidual(block_size, flat.device)
         return self._residuals[key][1]
-
-
-def _numel(group: Any) -> int:
-    """Elements of a share of all gradients that are reduced together, with what fills it up."""
-    return sum(p.padded_sharded_param_size.numel() for p in group.fsdp_params if p.sharded_param.requires_grad)
 
 
 def _factor(op: Any, size: int) -> float:
@@ -98,6 +90,104 @@ def _factor(op: Any, size: int) -> float:
         # Nothing else gives it away.
         return float(op.__getstate__()[1])
     raise ValueError(f"FSDP2 asks for the reduction {op}; communication hooks know AVG, SUM and PREMUL_SUM")
+
+
+def resolve_gather_hook(hook: object) -> CommHook:
+    """Check the argument `gather_hook=` of `attach`; raises a `ValueError`."""
+    resolved = resolve_sharded_hook(hook)
+    if not isinstance(resolved, (BF16, FP16, CodecConfig)) or getattr(resolved, "accumulate_dtype", None) is not None:
+        raise ValueError(
+            f"gather_hook={hook!r} sends parameters as they are: leave it out, or use 'int8', 'fp8', 'bf16'"
+        )
+    if isinstance(resolved, CodecConfig) and resolved.codec.rounds_at_random:
+        raise ValueError(
+            f"gather_hook={resolved!r} rounds at random, so that a backward would see other weights than its forward: "
+            "set rounding='nearest'"
+        )
+    return resolved
+
+
+class Gather:
+    """Gathers the parameters of a model in low precision; each rank's own share stays exact.
+
+    The gathered weights are the weights as sent, on the sending rank too, so that all ranks compute with the same
+    weights, in forward and backward: quantized weight communication of ZeRO++ (Wang et al. 2023,
+    https://arxiv.org/abs/2306.10209, section 3.1), whose blocks are larger.
+
+    Args:
+        units: the modules of a model to which `fully_shard` was applied.
+        hook: as `resolve_gather_hook` returns it.
+        device: of the parameters.
+    """
+
+    def __init__(self, units: Iterable[FSDPModule], hook: CommHook, device: torch.device) -> None:
+        self._hook, self._device = hook, device
+        self._counters = Counters()
+        self._counters.timing = NoTiming()
+        self._groups: dict[dist.ProcessGroup, tuple[Group, Kernels | None]] = {}
+        self._units = [weakref.ref(unit) for unit in units]
+        for unit in self._units:
+            unit().set_custom_all_gather(self)  # type: ignore[union-attr, arg-type]
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A new tensor for parameters."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        """Gather; on CUDA on the current stream, which is FSDP2's stream for this.
+
+        Args:
+            output_tensor: shape `(w * n,)`, for the shares of all ranks in turn.
+            input_tensor: shape `(n,)`, this rank's share, perhaps in its place in `output_tensor`.
+            group: the ranks.
+            async_op: whether to return a work.
+        """
+        ranks, kernels = self._among(group)
+        self._counters.bytes_dense += (ranks.size - 1) * input_tensor.numel() * max(4, input_tensor.element_size())
+        if not input_tensor.is_floating_point():  # FSDP2 packs several dtypes into one tensor
+            output_tensor.view(ranks.size, -1).copy_(ranks.finish(ranks.all_gather(input_tensor.clone())))
+        elif kernels is None:
+            half = input_tensor.to(self._hook.dtype)  # type: ignore[attr-defined]
+            output_tensor.copy_(ranks.finish(ranks.all_gather(half)).view(-1))
+        else:
+            self._gather_encoded(output_tensor, input_tensor, ranks, kernels)
+        return Finished(output_tensor.device) if async_op else None
+
+    def _among(self, process_group: dist.ProcessGroup) -> tuple[Group, Kernels | None]:
+        if process_group not in self._groups:
+            group = Group(Backend(process_group), self._counters, self._device, process_group)
+            codec = self._hook.codec if isinstance(self._hook, CodecConfig) else None
+            kernels = None if codec is None else group.kernels(codec, feedback=False, two_shot=True)
+            self._groups[process_group] = group, kernels
+        return self._groups[process_group]
+
+    def _gather_encoded(self, out: Tensor, share: Tensor, ranks: Group, kernels: Kernels) -> None:
+        size, numel = kernels.codec.block_size, share.numel()
+        assert size is not None
+        blocks = torch.zeros(-(-numel // size) * size, dtype=torch.float32, device=share.device)
+        blocks[:numel] = share
+        one = blocks.new_ones(())
+        payload = kernels.encode(blocks.view(-1, size), None, one, kernels.seed(0, share.device))
+        gathered = ranks.finish(ranks.all_gather(payload.view(-1)))
+        decoded = blocks.new_empty((ranks.size * payload.shape[0], size))
+        kernels.decode_mean(gathered.view(1, decoded.shape[0], -1), one, decoded)
+        out.view(ranks.size, -1).copy_(decoded.view(ranks.size, -1)[:, :numel])
+
+    def metrics(self) -> dict[str, float]:
+        """Bytes that were sent of parameters, and that float32 takes."""
+        counts = self._counters.as_dict()
+        return {f"gather_{name}": counts[name] for name in ("bytes_sent", "bytes_dense", "compression_ratio")}
+
+    def close(self) -> None:
+        """Leave the gathering to FSDP2 again."""
+        for unit in self._units:
+            if (module := unit()) is not None:
+                module.set_custom_all_gather(DefaultAllGather())
+        for group, _ in self._groups.values():
+            group.release()
+        self._groups.clear()
 
 
 def units(model: nn.Module) -> list[FSDPModule]:
@@ -157,9 +247,9 @@ class FSDP2(ShardedSource):
     }
 
     kept = ("gather_hook",)
+    remembers = True
 
     def __init__(self, model: nn.Module) -> None:
-        self._gather_hook: CommHook | None = None
         self._gather: Gather | None = None
         self._runtime: Runtime | None = None
         self._units: list[weakref.ref[FSDPModule]] = []
@@ -171,21 +261,13 @@ class FSDP2(ShardedSource):
         super().__init__(group)
         self.device = torch.device(meshes[0].device_type if meshes else "cpu")
 
-    remembers: ClassVar[bool] = True
-
     def resolve_hook(self, hook: object) -> CommHook:
-        if (gather_hook := self.options.get("gather_hook")) is not None:
-            self._gather_hook = resolve_gather_hook(gather_hook)
+        if "gather_hook" in self.options:
+            self.hooks["gather_hook"] = resolve_gather_hook(self.options["gather_hook"])
         return super().resolve_hook(hook)
 
-    @contextmanager
-    def agreeing(self, what: str) -> Iterator[dict[str, object]]:
-        with super().agreeing(what) as same:
-            yield same
-            same["gather_hook"] = self._gather_hook
-
     def check(self, model: nn.Module) -> None:
-        refuse_other_communication(model, reduces=True, gathers=self._gather_hook is not None)
+        refuse_other_communication(model, reduces=True, gathers="gather_hook" in self.hooks)
         for unit in units(model):
             previous = _runtimes.get(unit)
             if previous is not None and not previous.is_closed:
@@ -202,16 +284,15 @@ class FSDP2(ShardedSource):
         for mesh in _meshes(model):
             if mesh.ndim == 1:
                 shares_of(runtime).among(mesh.get_group())
-        if self._gather_hook is not None:
-            self._gather = Gather(units(model), self._gather_hook, self.device)
+        if "gather_hook" in self.hooks:
+            self._gather = Gather(units(model), self.hooks["gather_hook"], self.device)
         hook = runtime.config
         block_size = hook.codec.block_size if isinstance(hook, CodecConfig) and hook.use_error_feedback else None
         if block_size is not None:
             EncodedResidual(block_size, self.device)  # compiles now, not in the first backward
         self._runtime, self._units = runtime, [weakref.ref(unit) for unit in units(model)]
         for unit in units(model):
-            residuals = None if block_size is None else _Residuals(unit, block_size)
-            unit.set_custom_reduce_scatter(_ReduceScatter(runtime, residuals))  # type: ignore[arg-type]
+            unit.set_custom_reduce_scatter(_ReduceScatter(runtime, unit, block_size))  # type: ignore[arg-type]
             _runtimes[unit] = runtime
 
     def metrics(self) -> dict[str, float]:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import copy
-import functools
+import logging
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -15,24 +15,31 @@ from torch import Tensor, nn
 from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, HSDPMeshInfo
 from torch.utils.hooks import RemovableHandle
 
-from lightning_commhooks.collectives.agreement import raise_on_all_ranks
 from lightning_commhooks.collectives.averaging import own_part
 from lightning_commhooks.collectives.errors import HookError
-from lightning_commhooks.collectives.process_groups import connections_of
 from lightning_commhooks.interface.averages_models import averages_models
 from lightning_commhooks.interface.bucket import Slot
 from lightning_commhooks.interface.hook import CommHook
 from lightning_commhooks.interface.layout import Layout
 from lightning_commhooks.interface.registry import get_hook
 from lightning_commhooks.interface.user_function import UserFunction
+from lightning_commhooks.runtime.attachment import Attachment
 from lightning_commhooks.runtime.passes import NotCopied
 from lightning_commhooks.runtime.runtime import Runtime
 from lightning_commhooks.runtime.source import Source
 from lightning_commhooks.sources.finished import Finished
-from lightning_commhooks.sources.fsdp2 import FSDP2, param_groups, refuse_other_communication, units
-from lightning_commhooks.sources.gather import Gather, resolve_gather_hook
-from lightning_commhooks.sources.sharded_hooks import resolve_sharded_hook
+from lightning_commhooks.sources.fsdp import resolve_sharded_hook
+from lightning_commhooks.sources.fsdp2 import (
+    FSDP2,
+    Gather,
+    param_groups,
+    refuse_other_communication,
+    resolve_gather_hook,
+    units,
+)
 from lightning_commhooks.wrappers.scale import accumulation_of, without_scale
+
+logger = logging.getLogger(__name__)
 
 _FACTOR = "is for DistributedDataParallel; leave it out and call set_gradient_divide_factor() of the sharded modules"
 
@@ -110,19 +117,20 @@ class _Unit:
 
     def average_(self, share: Tensor) -> None:
         """Average this rank's share of the gradients over replicas, on CUDA on the current stream."""
-        assert self._runtime is not None
-        layout = self._layout_of(share)
-        self._source.average_unit(self._runtime, functools.partial(self._average_, self._runtime, share, *layout))
+        runtime, (slots, parts) = self._runtime, self._layout_of(share)
+        assert runtime is not None
 
-    def _average_(self, runtime: Runtime, share: Tensor, slots: tuple[Slot, ...], parts: list[Tensor]) -> None:
-        # Rows that fill shares up to the same size are in no bucket.
-        flat = share if parts[0].numel() == share.numel() else torch.cat(parts)
-        step, index = runtime.clock.place_in_backward(ends=True)
-        self._source.note((p.sharded_param for p in self._reduced), is_first=index == 0)
-        bucket = runtime.bucket(flat, slots, index, True, step, None)
-        runtime.wait_for(runtime.submit(bucket, is_late=False))
-        if flat is not share:
-            torch._foreach_copy_(parts, list(flat.split([part.numel() for part in parts])))
+        def average() -> None:
+            # Rows that fill shares up to the same size are in no bucket.
+            flat = share if parts[0].numel() == share.numel() else torch.cat(parts)
+            step, index = runtime.clock.place_in_backward(ends=True)
+            self._source.note((p.sharded_param for p in self._reduced), is_first=index == 0)
+            bucket = runtime.bucket(flat, slots, index, True, step, None)
+            runtime.wait_for(runtime.submit(bucket, is_late=False))
+            if flat is not share:
+                torch._foreach_copy_(parts, list(flat.split([part.numel() for part in parts])))
+
+        self._source.average_unit(runtime, average)
 
     def _layout_of(self, share: Tensor) -> tuple[tuple[Slot, ...], list[Tensor]]:
         """The parameters in a share, and the stretches of it that are theirs."""
@@ -187,10 +195,10 @@ def replicas_of(model: nn.Module) -> list[dist.ProcessGroup]:
     return [*{id(one): one for one in found if one is not None}.values()]
 
 
-def _shards_of(groups: Iterable[Any]) -> dict[int, dist.ProcessGroup]:
-    """The groups of ranks that have shards of parameter groups, by `id`."""
-    found = (getattr(group.mesh_info, "shard_process_group", None) for group in groups)
-    return {id(one): one for one in found if one is not None and one.size() > 1}
+def _shards_of(groups: Iterable[Any]) -> list[dist.ProcessGroup]:
+    """The groups of ranks that have shards of parameter groups."""
+    found = dict.fromkeys(getattr(group.mesh_info, "shard_process_group", None) for group in groups)
+    return [one for one in found if one is not None and one.size() > 1]
 
 
 class Replicas(Source):
@@ -226,28 +234,16 @@ class Replicas(Source):
             )
         super().__init__(groups[0] if replicate_group is None else replicate_group)
         self._are_known = bool(groups)
-        # All shards of a replica, for what concerns the whole model; and of parameters that this hook averages.
-        self._shards = _shards_of(param_groups(model))
-        self._own_shards = _shards_of(group for group in param_groups(model) if self._has_replicas(group))
-        self._shard_hook: CommHook | None = None
-        self._gather_hook: CommHook | None = None
+        # The shards of all parameters, while the hook's state has those of the parameters that it averages.
+        self.shard_groups = _shards_of(param_groups(model))
+        own = _shards_of(group for group in param_groups(model) if self._has_replicas(group))
+        self.shard = [[group.rank(), group.size()] for group in own]
         self._gather: Gather | None = None
         # Of that hook.
         self._within: Runtime | None = None
         self._units: list[_Unit] = []
         self._handle: RemovableHandle | None = None
         self._reduced: list[Tensor] = []
-
-    @contextmanager
-    def agreeing(self, what: str) -> Iterator[dict[str, object]]:
-        same: dict[str, object] = {}
-        with ExitStack() as stack:
-            groups = [one for one in (*self._shards.values(), self.process_group) if one.size() > 1]
-            told = [stack.enter_context(raise_on_all_ranks(group, what)) for group in groups]
-            yield same
-            same |= {"shard_hook": self._shard_hook, "gather_hook": self._gather_hook}
-            for one in told:
-                one |= same
 
     def average_unit(self, runtime: Runtime, average: Callable[[], None]) -> None:
         """Average the gradients of a unit."""
@@ -270,17 +266,17 @@ class Replicas(Source):
         if accumulation_of(resolved) != "framework":
             raise ValueError(f"{type(resolved).__name__} {_FACTOR}")
         for name in ("shard_hook", "gather_hook"):
-            if name in self.options and not self._shards:
+            if name in self.options and not self.shard_groups:
                 raise ValueError(f"{name} is for models that are sharded within a replica: leave it out here")
         if "shard_hook" in self.options:
             # The hook within a replica does not hear of votes, and would remember gradients of a step that was lost.
-            self._shard_hook = resolve_sharded_hook(self.options["shard_hook"], remembers=not self.ranks_change)
+            self.hooks["shard_hook"] = resolve_sharded_hook(self.options["shard_hook"], remembers=not self.ranks_change)
         if "gather_hook" in self.options:
-            self._gather_hook = resolve_gather_hook(self.options["gather_hook"])
+            self.hooks["gather_hook"] = resolve_gather_hook(self.options["gather_hook"])
         return resolved
 
     def check(self, model: nn.Module) -> None:
-        refuse_other_communication(model, reduces=self._shard_hook is not None, gathers=self._gather_hook is not None)
+        refuse_other_communication(model, reduces="shard_hook" in self.hooks, gathers="gather_hook" in self.hooks)
         for group in filter(self._has_replicas, param_groups(model)):
             if isinstance(getattr(group.mesh_info, "replicate_process_group", None), _HookedGroup):
                 raise ValueError("the sharded model has a communication hook between its replicas already; close it")
@@ -298,12 +294,12 @@ class Replicas(Source):
         groups = [group for group in param_groups(model) if self._has_replicas(group)]
         names = {id(p): str(self.layout.name_of(p.sharded_param)) for group in groups for p in group.fsdp_params}
         self._units = [_Unit(group, self, names) for group in groups]
-        if self._gather_hook is not None:
-            self._gather = Gather(units(model), self._gather_hook, self.device)
-        if self._shard_hook is not None:
+        if "gather_hook" in self.hooks:
+            self._gather = Gather(units(model), self.hooks["gather_hook"], self.device)
+        if "shard_hook" in self.hooks:
             shards = FSDP2(model)
             shards.check(model)
-            self._within = Runtime(self._shard_hook, shards)
+            self._within = Runtime(self.hooks["shard_hook"], shards)
             self._within.connect(model)
         for unit in self._units:
             unit.connect(runtime)
@@ -312,27 +308,11 @@ class Replicas(Source):
             before = torch.compiler.disable(lambda model, inputs: local.before_forward(model.training))
             self._handle = model.register_forward_pre_hook(NotCopied(before))
 
-    @property
-    def shard(self) -> list[list[int]]:
-        return [[group.rank(), group.size()] for group in self._own_shards.values()]
-
     def metrics(self) -> dict[str, float]:
         found = self._gather.metrics() if self._gather is not None else {}
         within = self._within.metrics() if self._within is not None else {}
         names = ("bytes_sent", "bytes_dense", "compression_ratio")
         return {**found, **{f"shard_{name}": within[name] for name in names if name in within}}
-
-    @property
-    def other_connections(self) -> Sequence[Any]:
-        # A replica that is left when another dies keeps the connections between its processes.
-        return [] if self.ranks_change else [connections_of(group) for group in self._shards.values()]
-
-    def smallest(self, value: Tensor) -> Tensor:
-        # Ranks of a replica have other gradients, and one verdict on them; and one length of the run.
-        number = value.to(torch.int64, copy=True).view(1)
-        for group in self._shards.values():
-            dist.all_reduce(number, dist.ReduceOp.MIN, group=group)
-        return number.to(value.dtype).view(())
 
     def gradients(self, reduced: Sequence[Tensor]) -> Sequence[Tensor]:
         # FSDP2 may have cast, added or offloaded the reduced gradients.
@@ -354,3 +334,53 @@ class Replicas(Source):
         for part in (self._within, self._gather):
             if part is not None:
                 part.close()
+
+
+def shard_file(attachment: Attachment, folder: str | Path, name: str) -> Path:
+    """The file for the shard that this rank has."""
+    index, size = attachment.shard
+    return Path(folder, f"{name}-{index}-of-{size}.pt")
+
+
+def save_shard(attachment: Attachment, file: Path) -> None:
+    """Write the state on one of the ranks with the same shard; raises on all if that fails. Collective."""
+    state = attachment.state_dict()
+    with attachment.runtime.source.agreeing("saving the state of the hook"):
+        if attachment.is_first_replica:
+            torch.save(state, file)
+
+
+def load_shard(attachment: Attachment, file: Path) -> str | None:
+    """Load the state that [`save_shard`][] has written, on this or another number of shards. Collective.
+
+    Returns:
+        a message that the hook's state is reset, if no rank has a file; otherwise `None`.
+
+    Raises:
+        HookError: the file of another rank cannot be read.
+        ValueError: some ranks have a file, and some do not.
+    """
+    _, size = attachment.shard
+    states: list[dict[str, Any]] = []
+    with attachment.runtime.source.agreeing("loading the state of the hook") as same:
+        files = [file] if file.exists() else _files_of_other_shards(file)
+        same["the number of files with the state"] = len(files)
+        states = [torch.load(path, weights_only=True, mmap=True) for path in files]
+    if not states:
+        return f"hook {attachment.name!r} is reset: the checkpoint has no state of these shards, {file}"
+    is_whole = files == [file]
+    if not is_whole and attachment.is_first_replica:
+        logger.info("state of hook %r: saved on %d shards, resharded for %d", attachment.name, len(files), size)
+    attachment.load_state_dict(states[0] if is_whole else states, strict_state=is_whole)
+    return None
+
+
+def _files_of_other_shards(file: Path) -> list[Path]:
+    """Those of all shards of another number, in order; the newest if there are several."""
+    name = file.name.rsplit("-", 3)[0]
+    first_files = sorted(file.parent.glob(f"{name}-0-of-*.pt"), key=lambda path: path.stat().st_mtime, reverse=True)
+    for count in (int(path.stem.rpartition("-")[2]) for path in first_files):
+        files = [file.with_name(f"{name}-{i}-of-{count}.pt") for i in range(count)]
+        if all(path.exists() for path in files):
+            return files
+    return []

@@ -2,8 +2,7 @@
 
 # No `from __future__ import annotations`: DDP compares the annotations of the hooks that are made here.
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -17,7 +16,6 @@ from torchft.process_group import ProcessGroupDummy
 from lightning_commhooks.collectives.averaging import flat_view
 from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.interface.averages_models import averages_models
-from lightning_commhooks.interface.bucket import Bucket
 from lightning_commhooks.interface.hook import CommHook
 from lightning_commhooks.interface.user_function import DDPHook
 from lightning_commhooks.runtime.attachment import Attachment
@@ -45,11 +43,6 @@ class ManagedDDP(DDPSource):
         self.quorum = Quorum(manager)
         # Parameters without gradients here in this step, and the means of their gradients.
         self._unused: dict[str, Tensor] = {}
-
-    @contextmanager
-    def agreeing(self, what: str) -> Iterator[dict[str, object]]:
-        # No other replica is there yet; replicas compare when a quorum begins.
-        yield {}
 
     def resolve_hook(self, hook: object) -> CommHook | DDPHook:
         resolved = super().resolve_hook(hook)
@@ -84,33 +77,30 @@ class ManagedDDP(DDPSource):
 
         def trampoline(state: object, bucket: GradBucket) -> Future[Tensor]:
             flat = bucket.buffer()
+            averaged: list[Future[Tensor]] = []
+
+            def survived(done: Future[Tensor]) -> Tensor:
+                # DDP ends the process if its future has failed.
+                gradients = [flat]
+                with quorum.reporting():
+                    gradients.append(done.value())
+                return gradients[-1]
+
             if bucket.index() == 0:
                 self._unused = {}
                 quorum.begin_backward()
             with quorum.reporting(), quorum.part_of_step():
                 plain = self._make_bucket(bucket, runtime)
-                self._note_unused(plain)
-                return self._survived(runtime.submit(plain, is_late=False), flat)
+                unused = [] if flat.is_sparse else [one for one in plain.slots if one.name in (plain.unused or ())]
+                self._unused |= {slot.name: slot.view(flat) for slot in unused}
+                averaged.append(runtime.submit(plain, is_late=False))
+            if averaged:
+                return averaged[0].then(survived)
             given_up: Future[Tensor] = Future()
             given_up.set_result(flat)
             return given_up
 
         return trampoline
-
-    def _survived(self, reduced: Future[Tensor], flat: Tensor) -> Future[Tensor]:
-        """The gradients, also where that failed: DDP ends the process otherwise."""
-
-        def value(done: Future[Tensor]) -> Tensor:
-            with self.quorum.reporting():
-                return done.value()
-            return flat
-
-        return reduced.then(value)
-
-    def _note_unused(self, bucket: Bucket) -> None:
-        for slot in bucket.slots:
-            if slot.name in (bucket.unused or ()) and not bucket.flat.is_sparse:
-                self._unused[slot.name] = slot.view(bucket.flat)
 
     def _give_unused(self, group: Group) -> None:
         """Give parameters that got gradients on other replicas only their mean, as DDP does for its own ranks."""

@@ -52,24 +52,6 @@ def meet(group: Group, device: torch.device) -> None:
     group.finish(group.quiet().all_reduce_(torch.zeros(1, device=device)))
 
 
-class Reporting:
-    """Tells a manager of a failure within, which ends there; but for one of options, not of ranks that have gone."""
-
-    def __init__(self, manager: Any) -> None:
-        self._manager = manager
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
-        if not isinstance(error, Exception) or isinstance(error, ValueError):
-            return False
-        if self._manager.errored() is None:
-            logger.warning("step %d is not committed: %s", self._manager.current_step(), error)
-            self._manager.report_error(error)
-        return True
-
-
 class Quorum(ChangingRanks):
     """Replicas of a model; a hook averages gradients, or models, among those that are present.
 
@@ -151,9 +133,17 @@ class Quorum(ChangingRanks):
         key = f"lightning_commhooks {len(before)}"
         manager.register_state_dict_fn(key, self._take, lambda: self._own_state("joining"))
 
-    def reporting(self) -> Reporting:
-        """For what fails when replicas are gone."""
-        return Reporting(self._manager)
+    @contextmanager
+    def reporting(self) -> Iterator[None]:
+        """Report a failure within to the manager instead of raising it, except for options that do not fit."""
+        try:
+            yield
+        except ValueError:
+            raise
+        except Exception as error:
+            if self._manager.errored() is None:
+                logger.warning("step %d is not committed: %s", self._manager.current_step(), error)
+                self._manager.report_error(error)
 
     @contextmanager
     def part_of_step(self) -> Iterator[None]:

@@ -6,7 +6,6 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
@@ -17,48 +16,70 @@ from lightning_commhooks.torchft.manager import start_replica
 from lightning_commhooks.wrappers.scale import without_scale
 
 
-def replica_of(options: FaultTolerance, strategy: Any) -> OwnSteps:
-    """What replicas vote on, by the hook of a strategy."""
-    method = without_scale(strategy.hook)
-    if isinstance(method, LocalSGDConfig):
-        return OwnSteps(options, strategy, method.repeats_after())
-    return VotedSteps(options, strategy)
+class TrainerReplica:
+    """The optimizer's steps of a Trainer that is a replica.
 
-
-class OwnSteps:
-    """The optimizer's steps of a Trainer that takes them alone; its hook has replicas average models, and vote on that.
+    Replicas vote on the gradients of each step, which is repeated until they commit it. A step of the Trainer is then
+    a step of all replicas: no batch is lost, and schedulers count right. With a hook that averages models the Trainer
+    steps alone, and the hook has replicas vote on averages.
 
     Args:
-        options: which replica it is.
+        options: the place among the replicas.
         strategy: the Trainer's.
-        period: steps between votes.
 
     Attributes:
         manager: the `torchft.Manager`.
     """
 
-    def __init__(self, options: FaultTolerance, strategy: Any, period: int = 1) -> None:
-        self._strategy, self._period, self._has_begun = strategy, period, False
+    def __init__(self, options: FaultTolerance, strategy: Any) -> None:
+        method = without_scale(strategy.hook)
+        # Steps between votes, where those are on averages of models.
+        self._period = method.repeats_after() if isinstance(method, LocalSGDConfig) else None
+        self._strategy, self._has_begun = strategy, False
+        # Whether the next batch begins a step that replicas vote on.
+        self._is_due = self._period is None
         self.manager = start_replica(options, self._state, self._load)
 
     @property
-    def of_attach(self) -> dict[str, Any]:
+    def attach_options(self) -> dict[str, Any]:
         """Options of `attach`. A replica that joins goes by the length that the run had from its beginning on."""
         length = self._trainer.max_steps
         return {"manager": self.manager, "num_steps": length if length > 0 else None}
 
-    def check_optimizers(self) -> None:
+    def check(self) -> None:
         """Refuse settings that make replicas step differently, end at different steps, or share one folder.
 
         Raises:
             ValueError: says what to set instead.
         """
-        self._check_length(self._trainer)
-        self._check_files(self._trainer)
-        if not self._trainer.lightning_module.automatic_optimization:
+        trainer, strategy, period = self._trainer, self._strategy, self._period
+        if trainer.max_steps < 0 or trainer.max_epochs not in (None, -1):
+            raise ValueError(
+                "fault_tolerance= needs Trainer(max_steps=...) without max_epochs, is "
+                f"max_steps={trainer.max_steps}, max_epochs={trainer.max_epochs}: a replica that joins later has other "
+                "epochs than those that are there"
+            )
+        if trainer.max_steps % (period or 1):
+            raise ValueError(
+                f"max_steps={trainer.max_steps} is no multiple of the hook's period={period}, and replicas have the "
+                "same model after an average only: with fault_tolerance= choose one"
+            )
+        is_here = os.path.realpath(trainer.default_root_dir) == os.path.realpath(os.getcwd())
+        if (trainer.checkpoint_callbacks or trainer.loggers) and is_here:
+            raise ValueError(
+                "with fault_tolerance= each replica saves and logs for itself, and in one folder they delete each "
+                f"other's files: give each a Trainer(default_root_dir=...) of its own, not {os.getcwd()!r}"
+            )
+        if not trainer.lightning_module.automatic_optimization:
             raise ValueError("fault_tolerance= counts and repeats steps, which it cannot in manual optimization")
-        self._check_steps()
-        for config in self._strategy.lr_scheduler_configs:
+        if period is None and any(isinstance(optimizer, LBFGS) for optimizer in strategy.optimizers):
+            raise ValueError("fault_tolerance= votes on each backward, of which a step of LBFGS has several")
+        if period is not None and getattr(strategy.precision_plugin, "scaler", None) is not None:
+            raise ValueError(
+                "a hook that averages models does not work with fault_tolerance= and precision='16-mixed', whose "
+                "scaler has each replica skip other steps: use precision='bf16-mixed'"
+            )
+        for config in strategy.lr_scheduler_configs:
             if config.interval != "step" or config.frequency != 1 or config.reduce_on_plateau:
                 raise ValueError(
                     f"the scheduler {type(config.scheduler).__name__} counts epochs or batches, whose number differs "
@@ -66,54 +87,28 @@ class OwnSteps:
                     "configure_optimizers(), without 'frequency', and no ReduceLROnPlateau"
                 )
 
-    def _check_length(self, trainer: Any) -> None:
-        if trainer.max_steps < 0 or trainer.max_epochs not in (None, -1):
-            raise ValueError(
-                "fault_tolerance= needs Trainer(max_steps=...) without max_epochs, is "
-                f"max_steps={trainer.max_steps}, max_epochs={trainer.max_epochs}: a replica that joins later has other "
-                "epochs than those that are there"
-            )
-        if trainer.max_steps % self._period:
-            raise ValueError(
-                f"max_steps={trainer.max_steps} is no multiple of the hook's period={self._period}, and replicas have "
-                "the same model after an average only: with fault_tolerance= choose one"
-            )
-
-    def _check_files(self, trainer: Any) -> None:
-        is_here = os.path.realpath(trainer.default_root_dir) == os.path.realpath(os.getcwd())
-        if (trainer.checkpoint_callbacks or trainer.loggers) and is_here:
-            raise ValueError(
-                "with fault_tolerance= each replica saves and logs for itself, and in one folder they delete each "
-                f"other's files: give each a Trainer(default_root_dir=...) of its own, not {os.getcwd()!r}"
-            )
-
-    def _check_steps(self) -> None:
-        if getattr(self._strategy.precision_plugin, "scaler", None) is not None:
-            raise ValueError(
-                "a hook that averages models does not work with fault_tolerance= and precision='16-mixed', whose "
-                "scaler has each replica skip other steps: use precision='bf16-mixed'"
-            )
-
-    def begin(self) -> None:
-        """Called before each batch: at the first one, continue from a checkpoint that the Trainer has loaded."""
-        if self._has_begun:
-            return
-        self._has_begun = True
-        if self.is_between_averages:
-            raise ValueError(
-                f"the checkpoint is of step {self._progress().completed}, between averages of models, which come after "
-                f"each {self._period} steps: resume from a checkpoint after an average"
-            )
-        num_votes = self._progress().completed // self._period
-        self.manager.load_state_dict({"step": num_votes, "batches_committed": 0})
+    def begin_batch(self) -> None:
+        """Continue from a checkpoint that the Trainer has loaded; meet the other replicas before a step."""
+        if not self._has_begun:
+            self._has_begun = True
+            if self.is_between_averages:
+                raise ValueError(
+                    f"the checkpoint is of step {self._progress().completed}, between averages of models, which come "
+                    f"after each {self._period} steps: resume from a checkpoint after an average"
+                )
+            num_votes = self._progress().completed // (self._period or 1)
+            self.manager.load_state_dict({"step": num_votes, "batches_committed": 0})
+        if self._is_due:
+            self.manager.start_quorum()
+            self._is_due = False
 
     @property
     def is_between_averages(self) -> bool:
         """Whether this replica has a model of its own."""
-        return bool(self._progress().completed % self._period)
+        return bool(self._progress().completed % (self._period or 1))
 
     def committed(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """The closure of a step, or one in its place that has run."""
+        """Return the closure of a step, for replicas that vote on it one that has run until they committed it."""
 
         def checked() -> Any:
             result = closure()
@@ -121,14 +116,21 @@ class OwnSteps:
                 raise HookError("training_step returned None for a batch, which a replica cannot skip alone")
             return result
 
-        return checked
-
-    def _go_on_at(self, num_steps: int) -> None:
-        """Continue at the step of the replicas that handed over their state."""
-        progress = self._progress()
-        progress.ready += num_steps - progress.completed
-        progress.completed = num_steps
-        self._trainer.fit_loop.epoch_loop._batches_that_stepped = num_steps
+        if self._period is not None:
+            return checked
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        accumulated = _copies(parameters) if self._trainer.accumulate_grad_batches > 1 else []
+        while True:
+            result = checked()
+            if self.manager.should_commit():
+                self._is_due = True
+                return _once(result)
+            step = self.manager.current_step()
+            self.manager.start_quorum()
+            for p, gradient in zip(parameters, accumulated, strict=False):
+                # Those of weights that it has no more do not count.
+                p.grad = gradient if self.manager.current_step() == step else None
+            accumulated = _copies(parameters) if accumulated else []
 
     @property
     def _trainer(self) -> Any:
@@ -148,59 +150,19 @@ class OwnSteps:
         }
 
     def _load(self, state: dict[str, Any]) -> None:
-        strategy = self._strategy
+        strategy, progress = self._strategy, self._progress()
         strategy.lightning_module.load_state_dict(state["module"])
         for optimizer, given in zip(strategy.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(given)
         for config, given in zip(strategy.lr_scheduler_configs, state["lr_schedulers"], strict=True):
             config.scheduler.load_state_dict(given)
         strategy.precision_plugin.load_state_dict(state["precision"])
-        self._go_on_at(state["steps"])
+        progress.ready += state["steps"] - progress.completed
+        progress.completed = self._trainer.fit_loop.epoch_loop._batches_that_stepped = state["steps"]
 
     def close(self) -> None:
-        """Leave the others."""
+        """Leave the other replicas."""
         self.manager.shutdown()
-
-
-class VotedSteps(OwnSteps):
-    """The optimizer's steps of a Trainer, each repeated until the replicas commit it.
-
-    So a step of the Trainer is a step of all replicas: no batch is lost, and schedulers count right.
-    """
-
-    # Whether the next batch begins a step.
-    _is_due = True
-
-    def _check_steps(self) -> None:
-        if any(isinstance(optimizer, LBFGS) for optimizer in self._strategy.optimizers):
-            raise ValueError("fault_tolerance= votes on each backward, of which a step of LBFGS has several")
-
-    def begin(self) -> None:
-        """Meet the other replicas before the first batch of a step."""
-        if self._is_due:
-            super().begin()
-            self._start()
-
-    def _start(self) -> None:
-        self.manager.start_quorum()
-        self._is_due = False
-
-    def committed(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """A closure that has run, as often as it took until the replicas committed its gradients."""
-        closure = super().committed(optimizer, closure)
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        accumulated = _copies(parameters) if self._trainer.accumulate_grad_batches > 1 else []
-        while True:
-            result = closure()
-            if self.manager.should_commit():
-                self._is_due = True
-                return _once(result)
-            step = self.manager.current_step()
-            self._start()
-            for p, gradient in zip(parameters, accumulated, strict=False):
-                # Those of weights that it has no more do not count.
-                p.grad = gradient if self.manager.current_step() == step else None
-            accumulated = _copies(parameters) if accumulated else []
 
 
 def _once(result: Any) -> Callable[[], Any]:
@@ -215,5 +177,5 @@ def _once(result: Any) -> Callable[[], Any]:
     return closure
 
 
-def _copies(parameters: list[torch.nn.Parameter]) -> list[Tensor | None]:
+def _copies(parameters: list[Tensor]) -> list[Tensor | None]:
     return [None if p.grad is None else p.grad.detach().clone() for p in parameters]

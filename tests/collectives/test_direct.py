@@ -387,7 +387,7 @@ def near_and_far(rank, world, hook):
     for context in (contextlib.nullcontext(), as_if()):
         with context, attached(hook) as (ddp, attachment):
             means = [backward(ddp, full_rank_gradients(rank, step, SHAPES)) for step in range(3)]
-            assert attachment._runtime._engine._is_ordered == attachment.bound.group.is_ordered
+            assert attachment.runtime._engine._is_ordered == attachment.bound.group.is_ordered
             found.append((means[-1], attachment.bound.group.is_ordered))
     return found
 

@@ -415,7 +415,7 @@ def test_another_hierarchy_is_refused(hook_class):
 
 
 def test_fsdp_refuses_it():
-    from lightning_commhooks.sources.sharded_hooks import resolve_sharded_hook
+    from lightning_commhooks.sources.fsdp import resolve_sharded_hook
 
     with pytest.raises(ValueError, match=r"BF16\(hierarchy='node'\) does not work with FSDP"):
         resolve_sharded_hook(lc.BF16(hierarchy="node"))

@@ -74,19 +74,15 @@ def bound_of(hook, precision):
     return BOUNDS[hook] + (AUTOCAST if precision == "bf16" else 0)
 
 
-@pytest.mark.parametrize("precision", ["32", "bf16"])
-@pytest.mark.parametrize("hook", HOOKS)
+@pytest.mark.parametrize(
+    ("hook", "precision"), [*((hook, "32") for hook in HOOKS), ("allreduce", "64"), ("allreduce", "bf16")]
+)
 @pytest.mark.parametrize("host", HOSTS)
 def test_mean_with_a_short_last_window(results, host, hook, precision):
     check(results(host), ("mean", hook, precision), expected(), bound_of(hook, precision), hook)
 
 
-@pytest.mark.parametrize("host", HOSTS)
-def test_mean_in_float64(results, host):
-    check(results(host), ("mean", "allreduce", "64"), expected())
-
-
-@pytest.mark.parametrize("precision", ["64", "32", "bf16"])
+@pytest.mark.parametrize("precision", ["64", "bf16"])
 @pytest.mark.parametrize("host", HOSTS)
 def test_framework_is_what_the_host_does_by_itself(results, host, precision):
     by_itself = expected(DIVIDE_BY[host])
@@ -96,10 +92,9 @@ def test_framework_is_what_the_host_does_by_itself(results, host, precision):
         assert error(by_itself, expected()) > 0.15
 
 
-@pytest.mark.parametrize("hook", HOOKS)
-def test_mean_changes_nothing_where_the_trainer_counts_too(results, hook):
+def test_mean_changes_nothing_where_the_trainer_counts_too(results):
     for rank in results("transformers"):
-        mean, framework = (rank[accumulation, hook, "32"]["change"] for accumulation in ("mean", "framework"))
+        mean, framework = (rank[accumulation, "allreduce", "64"]["change"] for accumulation in ("mean", "framework"))
         assert torch.equal(mean, framework)
 
 
@@ -110,7 +105,6 @@ def test_mean_changes_nothing_where_the_trainer_counts_too(results, hook):
         ("lightning", "view", 6),
         ("lightning", "unused", 6),
         ("lightning", "manual", 6),
-        ("lightning", "manual, view", 6),
         ("lightning", "toggled", 6),
         ("fabric", "divided", 6),
         ("accelerate", "view", 6),
@@ -154,14 +148,12 @@ def by_four(window):
     ("host", "label", "divisor", "steps"),
     [
         ("lightning", "sum", by_nothing, 6),
-        ("lightning", "manual, sum", by_nothing, 6),
         ("lightning", "manual, framework", by_nothing, 6),
         ("lightning", "manual, integer", by_four, 6),
         ("fabric", "sum", by_nothing, 6),
         ("fabric", "integer", by_four, 6),
         ("fabric", "divided, framework", by_four, 6),
         ("accelerate", "sum", by_nothing, 6),
-        ("accelerate", "own backward, sum", by_nothing, 6),
         ("transformers", "sum", by_nothing, 6),
     ],
 )

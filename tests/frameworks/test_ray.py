@@ -139,7 +139,10 @@ from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from lightning_commhooks import *
 print(issubclass(CompressedRayDDPStrategy, pl.strategies.DDPStrategy))
 print(issubclass(CompressedRayDDPStrategy._callback_class, pl.Callback))
-print(CompressedRayDDPStrategy._misconfiguration is MisconfigurationException)
+try:
+    CompressedRayDDPStrategy(hook="nothing")
+except MisconfigurationException:
+    print(True)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=alone())
     assert done.stdout.split() == ["True", "True", "True"], done.stderr

@@ -20,7 +20,6 @@ from torchft_replica import PERIOD
 from torchft_runs import (
     NAMES,
     LocalSimulation,
-    Run,
     assert_equals_local_simulation,
     assert_equals_simulation,
     gap_after,
@@ -34,7 +33,7 @@ import lightning_commhooks as lc
 from lightning_commhooks import FaultTolerance
 from lightning_commhooks.collectives.errors import HookError
 from lightning_commhooks.torchft import start_manager
-from lightning_commhooks.torchft.trainer import OwnSteps, _once
+from lightning_commhooks.torchft.trainer import TrainerReplica, _once
 
 LOCAL = lc.DiLoCo(period=4, post_local_gradient_allreduce=False)
 SCALED = [MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))]
@@ -48,10 +47,7 @@ def start(tmp_path):
 @pytest.mark.parametrize(("hook", "micros", "divided_by"), [("int8", 1, 3), ("allreduce", 3, 0)])
 def test_one_dies_and_comes_back(start, hook, micros, divided_by):
     run = start(hook=hook, micros=micros, divided_by=divided_by, of={"two": {"dies": [12, 1]}})
-    run.wait_until(lambda: run.replicas["two"].poll() is not None)
-    run.wait_until(lambda: len(run.steps("one")) > 20)
-    run.start("two", micros=micros)
-    run.wait_until(lambda: len(run.steps("two")) > 20)
+    run.wait_until_it_joins_again("two")
     printed = run.finish()
     assert "replica 'replica_1' left at step 12: 2 go on" in printed["one"], printed["one"]
     assert "replica 'replica_1' joined at step " in printed["three"]
@@ -66,7 +62,7 @@ def test_one_dies_and_comes_back(start, hook, micros, divided_by):
     assert_equals_simulation(run, simulate(run, hook, micros))
 
 
-def test_one_dies_in_an_average_of_models_and_comes_back(start, tmp_path):
+def test_one_dies_in_an_average_of_models_and_comes_back(start):
     """And the run goes on from what one replica has saved, on two of three."""
     run = start(hook="diloco", saves=[10 * PERIOD, 10 * PERIOD + 1], of={"two": {"dies": [12]}})
     run.wait_until_it_is_back("two")
@@ -78,16 +74,7 @@ def test_one_dies_in_an_average_of_models_and_comes_back(start, tmp_path):
             assert line["global_step"] == PERIOD * (line["step"] + 1), "also of who has joined"
             assert line["lr"] == pytest.approx(0.01 / (1 + 0.1 * line["global_step"]))
     assert_equals_local_simulation(run, LocalSimulation(is_scheduled=True), is_first_of_one=True)
-    (tmp_path / "second").mkdir()
-    again = Run("torchft_trainer.py", tmp_path / "second", hook="diloco")
-    try:
-        for name in NAMES:
-            checkpoint = str(tmp_path / f"one-{10 * PERIOD}.ckpt") if name != "three" else None
-            again.start(name, begins_with=list(NAMES), checkpoint=checkpoint)
-        again.wait_until(lambda: len(again.steps("one")) > 5)
-        again.finish(first=10)
-    finally:
-        again.close()
+    again = run.go_on(f"one-{10 * PERIOD}.ckpt", hook="diloco")
     simulation = LocalSimulation(is_scheduled=True)
     assert_equals_local_simulation(run, simulation, is_first_of_one=True, last=9)
     assert_equals_local_simulation(again, simulation, joins=["three"])
@@ -96,27 +83,15 @@ def test_one_dies_in_an_average_of_models_and_comes_back(start, tmp_path):
             assert line["global_step"] == PERIOD * (line["step"] + 1)
 
 
-def test_a_scaler_and_a_checkpoint_of_the_whole_run(start, tmp_path):
+def test_a_scaler_and_a_checkpoint_of_the_whole_run(start):
     """A replica dies while losses are scaled; the run ends, and goes on from what one replica has saved."""
     run = start(hook="powersgd", micros=3, scaler=True, saves=[10], of={"two": {"dies": [12, 0]}})
-    run.wait_until(lambda: run.replicas["two"].poll() is not None)
-    run.start("two")
-    run.wait_until(lambda: len(run.steps("two")) > 20)
+    run.wait_until_it_joins_again("two")
     run.finish()
     simulation = simulate(run, "powersgd", micros=3)
     assert_equals_simulation(run, simulation, lambda step: 1e-9 * 1.12**step)
-    (tmp_path / "second").mkdir()
-    checkpoint = str(tmp_path / "one-10.ckpt")
-    again = Run("torchft_trainer.py", tmp_path / "second", hook="powersgd", micros=3, scaler=True)
-    try:
-        for name in NAMES:
-            again.start(name, begins_with=list(NAMES), checkpoint=checkpoint if name != "three" else None)
-        again.wait_until(lambda: len(again.steps("one")) > 5)
-        again.finish(first=10)
-    finally:
-        again.close()
+    again = run.go_on("one-10.ckpt", hook="powersgd", micros=3, scaler=True)
     for name in NAMES:
-        assert again.steps(name)[0]["step"] == 10, "also who has no checkpoint"
         for line in again.steps(name):
             assert line["lr"] == pytest.approx(0.01 / (1 + 0.1 * (line["step"] + 1)))
 
@@ -157,15 +132,16 @@ def test_a_closure_runs_once():
 
 
 def test_a_run_goes_on_from_a_checkpoint_after_an_average():
-    steps, own = [], object.__new__(OwnSteps)
-    own._period, own._has_begun, own.manager = 4, False, SimpleNamespace(load_state_dict=steps.append)
+    steps, own = [], object.__new__(TrainerReplica)
+    own._period, own._has_begun, own._is_due = 4, False, False
+    own.manager = SimpleNamespace(load_state_dict=steps.append)
     own._progress = lambda: SimpleNamespace(completed=8)
-    own.begin()
-    own.begin()
+    own.begin_batch()
+    own.begin_batch()
     assert steps == [{"step": 2, "batches_committed": 0}]
     own._has_begun, own._progress = False, lambda: SimpleNamespace(completed=6)
     with pytest.raises(ValueError, match="the checkpoint is of step 6, between averages of models, which come after"):
-        own.begin()
+        own.begin_batch()
     with pytest.raises(HookError, match="training_step returned None for a batch"):
         own.committed(None, lambda: None)()
 

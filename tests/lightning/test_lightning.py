@@ -17,8 +17,10 @@ pytest.importorskip("lightning")
 from forks import FOLDER, FORKS, alone, free_port, run_ranks
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from traces import named, read
 
 import lightning_commhooks as lc
+from lightning_commhooks.lightning.refusals import misconfigured
 
 RUNNER = FOLDER / "lightning_runner.py"
 
@@ -68,7 +70,7 @@ def finish(process, timeout=150):
 @pytest.fixture(scope="module")
 def hooks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("hooks")
-    return launch(folder, "names", "configured", "functions", "strings", "copied")
+    return launch(folder, "names", "configured", "functions", "strings", "copied", "profiled")
 
 
 @pytest.fixture(scope="module")
@@ -127,6 +129,25 @@ def test_copied_callbacks_that_hold_the_trainer(hooks):
     (said,) = hooks("copied-said")["said"]
     assert "'post_localsgd', which is not copied" in said
     assert hooks("copied-said", 1)["said"] == []
+
+
+def test_profiler_of_lightning_has_ranges(hooks):
+    """Reductions, on one thread, with what is in them, and averages of models."""
+    traces = {
+        name: [read(path)[0] for path in (hooks.out / f"profiled-{name}").glob("*.json")]
+        for name in ("int8", "post_localsgd")
+    }
+    found = [ranges for ranges in traces["int8"] if named(ranges, "int8", "reduce")]
+    assert len(found) == 2
+    for ranges in found:
+        reductions = named(ranges, "int8", "reduce")
+        assert len({each.thread for each in reductions}) == 1
+        for kind in ("encode", "decode"):
+            parts = named(ranges, "int8", kind)
+            assert len(parts) >= 3, "steps of the default schedule"
+            assert all(any(part.within(outer) for outer in reductions) for part in parts)
+    averages = [named(ranges, "post_localsgd", "average") for ranges in traces["post_localsgd"]]
+    assert sum(map(bool, averages)) >= 2
 
 
 def test_own_function(hooks):
@@ -317,7 +338,8 @@ def test_classes_are_of_their_package_and_pickle(package):
     for name, base in classes:
         made = getattr(lc, name)
         assert {c.__module__.partition(".")[0] for c in made.__mro__ if c.__name__ == base} == {package}
-        assert made._misconfiguration is importlib.import_module(EXCEPTIONS[package]).MisconfigurationException
+        exception = importlib.import_module(EXCEPTIONS[package]).MisconfigurationException
+        assert type(misconfigured(made.__new__(made), "")) is exception
         if base == "DDPStrategy":
             assert made._callback_class.__mro__[2].__module__.partition(".")[0] == package
         assert pickle.loads(pickle.dumps(made)) is made

@@ -12,7 +12,7 @@ pytest.importorskip("lightning")
 import torch
 from forks import FOLDER, FORKS, PATIENCE, alone, free_port
 
-RUNNER = FOLDER / "slurm_runner.py"
+RUNNER = FOLDER / "lightning_runner.py"
 JOB = "4711"
 STEPS, SIGNALED = 24, 10
 
@@ -24,7 +24,14 @@ class Tasks:
         self.folder = folder
         port = free_port()
         self.processes = [
-            FORKS.start(RUNNER, folder, hook, environment=self._environment(rank, restarts, port)) for rank in range(2)
+            FORKS.start(
+                RUNNER,
+                "lightning.pytorch",
+                folder,
+                f"slurm_{hook}",
+                environment=self._environment(rank, restarts, port),
+            )
+            for rank in range(2)
         ]
 
     def _environment(self, rank, restarts, port):
@@ -65,11 +72,13 @@ class Tasks:
                 printed += "".join(process.printed())
         return printed
 
-    def ended(self, restarts):
-        """What rank 0 wrote at the end, after a check that rank 1 has the same model."""
-        mine, other = (json.loads((self.folder / f"ended-{restarts}.{rank}.json").read_text()) for rank in range(2))
-        assert mine["parameters"] == other["parameters"]
-        return mine
+    def ended(self):
+        """What rank 0 wrote at the beginning and the end, after a check that rank 1 has the same model."""
+        mine, other, begun = (
+            json.loads((self.folder / f"{name}.json").read_text()) for name in ("ended.0", "ended.1", "begun.0")
+        )
+        assert mine["params"] == other["params"]
+        return {**begun, "steps": mine["metrics"]["steps"]}
 
 
 def make_scontrol(folder):
@@ -103,7 +112,7 @@ def test_requeued_job_goes_on_with_the_step_count(tmp_path):
     saved = torch.load(tmp_path / "hpc_ckpt_1.ckpt", weights_only=True)
     assert saved["global_step"] == saved["lightning_commhooks"]["steps"] == SIGNALED
     assert saved["lightning_commhooks"]["hook"] == {}
-    ended = second.ended(restarts=1)
+    ended = second.ended()
     assert ended["global_step"] == ended["state"] == SIGNALED
     assert ended["steps"] == STEPS - SIGNALED
 
@@ -111,5 +120,5 @@ def test_requeued_job_goes_on_with_the_step_count(tmp_path):
 def test_requeued_job_goes_on_from_the_model_of_one_rank(tmp_path):
     second, printed = to_the_end_of_its_time(tmp_path, "post_localsgd")
     assert "the checkpoint has the model of rank 0, which was not averaged" in printed
-    ended = second.ended(restarts=1)
+    ended = second.ended()
     assert ended["global_step"] == ended["state"] == SIGNALED

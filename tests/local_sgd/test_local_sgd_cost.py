@@ -236,7 +236,7 @@ def memory(run, how):
     """Whether averages are in memory after a look, and after training has gone on."""
     run.look()
     run.look_at_state()
-    kept = [weakref.ref(swap) for swap in run.attachment._runtime.local.models._swaps.values()]
+    kept = [weakref.ref(swap) for swap in run.attachment.runtime.local.models._swaps.values()]
     before = [ref() is not None for ref in kept]
     if how == "forward":
         run.ddp(batch(run.rank, 8, "both"))

@@ -247,7 +247,7 @@ def test_nothing_is_kept_by_an_output(run):
 
 def _kept_by_output(rank, world):
     with attached("allreduce", accumulation="mean") as (ddp, attachment):
-        passes = attachment._runtime.passes
+        passes = attachment.runtime.passes
         loss = ddp(micro(rank, 0))
         before = len(passes._uncounted)
         loss.backward()

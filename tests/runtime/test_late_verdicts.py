@@ -106,7 +106,7 @@ def pending(rank, world):
     patch, verdicts, taken = pytest.MonkeyPatch(), [], []
     late(patch, verdicts)
     with attached(HOOKS["powersgd+half"]) as (ddp, attachment):
-        runtime = attachment._runtime
+        runtime = attachment.runtime
         for step in range(2):
             backward(ddp, full_rank_gradients(rank, step, SHAPES))
         taken += [has_p(runtime.bound), runtime._steps.pending is not None]
@@ -144,7 +144,7 @@ def fail_late(rank, world):
     texts = []
     with attached(HOOKS["int8"]) as (ddp, attachment):
         backward(ddp, full_rank_gradients(rank, 0, SHAPES))
-        patch.setattr(type(attachment._runtime.bound), "end_step", Fails.end_step)
+        patch.setattr(type(attachment.runtime.bound), "end_step", Fails.end_step)
         for function in (attachment.metrics, attachment.state_dict):
             with pytest.raises(lc.HookError) as error:
                 function()

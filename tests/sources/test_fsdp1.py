@@ -1,4 +1,4 @@
-"""Hooks for `FullyShardedDataParallel` on CPU: bounds, bytes, PyTorch's own hooks, refusals."""
+"""Hooks for both versions of FSDP on CPU: bounds, bytes, PyTorch's own hooks, refusals."""
 
 import gc
 import types
@@ -13,7 +13,6 @@ from fsdp_driver import (
     INT8,
     NAMES,
     NO_SHARD_IS_DEPRECATED,
-    SHARDED1,
     UNITS,
     WAYS1,
     WAYS2,
@@ -34,15 +33,16 @@ from torch.nn.parallel import DistributedDataParallel
 
 import lightning_commhooks as lc
 from lightning_commhooks.hooks.allreduce import predivide_factor
-from lightning_commhooks.sources.sharded_hooks import resolve_sharded_hook, sharded_hooks
+from lightning_commhooks.sources.fsdp import resolve_sharded_hook, sharded_hooks
 
+WAYS = (*WAYS1, *WAYS2)
 _measured = {}
 
 
 @pytest.fixture
 def results(run, world):
     if world not in _measured:
-        _measured[world] = run(measured, WAYS1, world=world)
+        _measured[world] = run(measured, WAYS, world=world, timeout=120)
     return _measured[world]
 
 
@@ -56,7 +56,7 @@ def bound(label, way, world):
     return UNITS[name] * num_roundings * 1.01
 
 
-@pytest.mark.parametrize("way", WAYS1)
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("label", ["none", "allreduce", "bf16", "fp16", "bf16+float32", "fp16+float32"])
 def test_error_is_within_the_bound(results, world, way, label):
     for result in results:
@@ -67,20 +67,22 @@ def test_error_is_within_the_bound(results, world, way, label):
         assert label in ("none", "allreduce") or relative > limit / world / 4
 
 
-@pytest.mark.parametrize("way", WAYS1)
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(("label", "levels"), [("int8", 254), ("int8+stochastic", 127)])
 def test_error_of_int8(results, way, label, levels):
     for result in results:
         _, absolute = result[way, label]["errors"]
         # Twice where gradients are not sharded, and each time of the largest of a block on each rank.
-        assert 0.1 / levels < absolute <= (1 if way in SHARDED1 else 2) * 1.5 / levels
+        assert 0.1 / levels < absolute <= (2 if way == "NO_SHARD" else 1) * 1.5 / levels
 
 
-@pytest.mark.parametrize("way", WAYS1)
+@pytest.mark.parametrize("way", WAYS)
 def test_bytes(results, world, way):
-    # Each unit is filled up so that all ranks have as much.
+    # Version 1 fills up each unit so that all ranks have as much, version 2 the rows of each parameter.
     numel = 2 * -(-sum(torch.Size(shape).numel() for shape in NAMES.values()) // 2 // world) * world
-    dense = 4 * numel * (world - 1) / world * (1 if way in SHARDED1 else 2)
+    if way in WAYS2:
+        numel = sum(-(-shape[0] // world) * world * torch.Size(shape[1:]).numel() for shape in NAMES.values())
+    dense = 4 * numel * (world - 1) / world * (2 if way == "NO_SHARD" else 1)
     for label, ratio in {"allreduce": 1, "bf16": 2, "fp16+float32": 2, "int8": 4 * 128 / 132}.items():
         metrics = results[0][way, label]["metrics"]
         assert metrics["steps"] == 1

@@ -16,8 +16,8 @@ from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_commhooks as lc
-from lightning_commhooks.runtime import resharding
-from lightning_commhooks.sources import replicas, shard_files
+from lightning_commhooks.runtime import checkpoint
+from lightning_commhooks.sources import replicas
 
 WORLD = 4
 POWERSGD = lc.PowerSGD(start_powerSGD_iter=1, matrix_approximation_rank=2, min_compression_rate=0.1)
@@ -414,22 +414,22 @@ def one_file(rank, world, folder):
     """What is said where the last rank finds a file, and the others do not; and a state that all of them find."""
     with leaving_no_groups():
         attachment = lc.attach(shard2("hybrid", mesh=mesh_of_two()), POWERSGD)
-        shard_files.save_shard(attachment, shard_files.shard_file(attachment, folder, "state"))
+        replicas.save_shard(attachment, replicas.shard_file(attachment, folder, "state"))
         dist.barrier()
-        file = shard_files.shard_file(attachment, folder, "state")
-        found = shard_files.load_shard(attachment, file)
+        file = replicas.shard_file(attachment, folder, "state")
+        found = replicas.load_shard(attachment, file)
         with pytest.raises(
             (ValueError, lc.HookError), match="number of files with the state must be the same on all ranks"
         ) as raised:
-            shard_files.load_shard(attachment, file if rank == world - 1 else file.with_name("lost"))
-        return found, str(raised.value), shard_files.load_shard(attachment, file.with_name("lost"))
+            replicas.load_shard(attachment, file if rank == world - 1 else file.with_name("lost"))
+        return found, str(raised.value), replicas.load_shard(attachment, file.with_name("lost"))
 
 
 def test_only_one_rank_has_the_file(run, tmp_path):
     for found, text, lost in run(one_file, tmp_path, world=WORLD):
         assert found is None
         assert "and 1 on rank 3" in text
-        assert "begins anew" in lost
+        assert "is reset: the checkpoint has no state of these shards" in lost
     assert sorted(file.name for file in tmp_path.iterdir()) == ["state-0-of-2.pt", "state-1-of-2.pt"]
 
 
@@ -451,16 +451,16 @@ def cut_anew(rank, world, folder, sizes, hook):
             model = sharded(mesh)
             optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
             attachment = lc.attach(model, hook, optimizers=[optimizer])
-            file = shard_files.shard_file(attachment, folder, "state")
+            file = replicas.shard_file(attachment, folder, "state")
             if not states:
                 for step in range(5):
                     model(batch(step)).square().mean().backward()
                     optimizer.step()
                     optimizer.zero_grad()
-                shard_files.save_shard(attachment, file)
+                replicas.save_shard(attachment, file)
                 dist.barrier()
             else:
-                assert shard_files.load_shard(attachment, file) is None
+                assert replicas.load_shard(attachment, file) is None
             states.append((attachment.shard, attachment.state_dict(), attachment.num_steps))
             if len(states) == 2 and not attachment.averages_models:
                 model(batch(5)).square().mean().backward()
@@ -531,7 +531,7 @@ def test_rows_of_shards_are_cut_anew(lead, num_before, num_after):
     tensor, q = torch.randn(*lead, 7, 3), torch.zeros(2, 3)
     states = [saved_state(i, num_before, tensor, q) for i in range(num_before)]
     for i, rows in enumerate(ROWS[num_after]):
-        found, lost = resharding.resharded(states, [[i, num_after]], layout_of(rows))
+        found, lost = checkpoint.resharded(states, [[i, num_after]], layout_of(rows))
         assert lost == ["weight\nbias"]
         state = found["state"]
         assert found["options"] == {"a": None, "weight": 1}
@@ -552,7 +552,7 @@ def test_a_shard_whose_gradient_was_not_compressed_has_no_residual():
     tensor = torch.randn(7, 3)
     states = [saved_state(i, 2, tensor, torch.zeros(2, 3)) for i in range(2)]
     del states[1]["hook"]["state"]["entries"]["weight"]
-    found, _ = resharding.resharded(states, [], layout_of(7))
+    found, _ = checkpoint.resharded(states, [], layout_of(7))
     (entry,) = found["state"]["entries"].values()
     assert torch.equal(entry["residual"], torch.cat([tensor[:4], torch.zeros(3, 3)]))
 
@@ -560,7 +560,7 @@ def test_a_shard_whose_gradient_was_not_compressed_has_no_residual():
 def test_another_model_is_not_cut():
     states = [saved_state(i, 2, torch.randn(7, 3), torch.zeros(2, 3)) for i in range(2)]
     for layout in (layout_of(8), layout_of(7, columns=4)):
-        found, lost = resharding.resharded(states, [], layout)
+        found, lost = checkpoint.resharded(states, [], layout)
         assert not found["state"]["entries"]
         assert lost == ["weight", "weight\nbias"]
 

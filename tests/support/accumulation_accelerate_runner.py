@@ -152,7 +152,6 @@ def accelerate_results():
         "sum": Run("sum").train(),
         "integer": warned(Run(WINDOW).train),
         "own backward": OwnBackward().train(),
-        "own backward, sum": OwnBackward("sum").train(),
         "weighted": Run("weighted").train(True),
         "forwards first": ForwardsFirst().train(),
         "forwards first, weighted": ForwardsFirst("weighted").train(True),
@@ -241,12 +240,10 @@ def hf(folder, accumulation="mean", hook="allreduce", precision="64", model_clas
 
 def hf_results(folder):
     results = {run: hf(folder, *run) for run in RUNS}
-    results |= {("framework", hook, "32"): hf(folder, "framework", hook, "32") for hook in HOOKS}
     return results | {
         "sum": hf(folder, "sum"),
         "integer": warned(lambda: hf(folder, WINDOW)),
         "tokens": hf(folder, model_class=WithTokens),
-        "tokens, framework": hf(folder, "framework", model_class=WithTokens),
         "refused: sum": refusal(hf, folder, "sum", model_class=WithTokens),
         "refused: weighted": refusal(hf, folder, "weighted", model_class=WithTokens),
         "refused: no weight": refusal(hf, folder, "weighted"),

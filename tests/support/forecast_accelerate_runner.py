@@ -129,7 +129,6 @@ def main():
         "tracker_beyond": heard(lambda: accelerated(lc.PowerSGD(), num_steps=20, batches=20)),
         "told": heard(lambda: accelerated(FRACTION, num_steps=12, batches=12, told=12)),
         "int8": heard(lambda: accelerated("int8")),
-        "int8_tracker": heard(lambda: accelerated("int8", num_steps=None)),
     }
     for label, arguments in (("refused", ("bf16", -1)), ("not_told", (FRACTION,))):
         try:

@@ -19,8 +19,7 @@ from lightning_commhooks.sources.fsdp import ShardedSource
 # 24 * 41 and 7 are no multiples of 2 or 4 rows or blocks.
 SHAPES = {"matrix": (40, 24), "odd": (41, 24), "vector": (7,), "wide": (16, 512)}
 NAMES = {f"{block}.{name}": shape for block in ("first", "second") for name, shape in SHAPES.items()}
-SHARDED1 = ("FULL_SHARD", "SHARD_GRAD_OP")
-WAYS1 = (*SHARDED1, "NO_SHARD")
+WAYS1 = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
 WAYS2 = ("full", "grad_op")
 INT8 = lc.Int8(min_bytes=0, block_size=128, use_error_feedback=False, compress_1d=True)
 HOOKS = {

@@ -5,22 +5,20 @@
 A way is a sharding strategy of FSDP version 1, or `FSDP2`. Every fit writes `OUT/<label>.<rank>.json`.
 """
 
-import importlib
 import json
 import sys
 import warnings
-from pathlib import Path
 
+import lightning_runner
 import torch
 import torch.distributed as dist
+from lightning_runner import OUT, CompressedDDP, pl
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_commhooks as lc
 
-pl = importlib.import_module(sys.argv[1])
-OUT, NUM_DEVICES = Path(sys.argv[2]), int(sys.argv[3])
+NUM_DEVICES = int(sys.argv[3])
 SUFFIX = "" if sys.argv[1] == "lightning.pytorch" else "PL"
 CompressedFSDP = getattr(lc, f"CompressedFSDPStrategy{SUFFIX}")
 CompressedModelParallel = getattr(lc, f"CompressedModelParallelStrategy{SUFFIX}")
@@ -31,11 +29,7 @@ HOOKS = {
 }
 
 
-class Classifier(pl.LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 4))
-
+class Classifier(lightning_runner.Classifier):
     def configure_model(self):
         if isinstance(self.trainer.strategy, CompressedModelParallel) and not self.is_sharded:
             replicas = "replicas" in self.device_mesh.mesh_dim_names
@@ -47,20 +41,9 @@ class Classifier(pl.LightningModule):
     def is_sharded(self):
         return any(hasattr(p, "full_tensor") for p in self.parameters())
 
-    def training_step(self, batch, batch_idx):
-        return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
-
-    def validation_step(self, batch, batch_idx):
-        self.log("loss", self.training_step(batch, batch_idx), sync_dist=True)
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
 
 def data():
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(64, 16, generator=generator)
-    return DataLoader(TensorDataset(x, x[:, :4].argmax(dim=1)), batch_size=8)
+    return lightning_runner.data(4, batch_size=8)
 
 
 def make_strategy(way, hook):
@@ -95,18 +78,31 @@ def write(label, trainer, **values):
     (OUT / f"{label}.{trainer.global_rank}.json").write_text(json.dumps(values))
 
 
-def fit(label, strategy, **options):
+class Look(pl.Callback):
+    """Keeps the weights at the end, and the losses of validation; saves a checkpoint after some epochs."""
+
+    def __init__(self, saves):
+        self.saves, self.losses, self.params = saves, [], None
+
+    def on_validation_end(self, trainer, module):
+        self.losses.append(float(trainer.callback_metrics["loss"]))
+
+    def on_train_epoch_end(self, trainer, module):
+        if trainer.current_epoch in self.saves:
+            trainer.save_checkpoint(OUT / self.saves[trainer.current_epoch])
+
+    def on_train_end(self, trainer, module):
+        self.params = whole_parameters(trainer.strategy.model)
+
+
+def fit(label, strategy, ckpt_path=None, saves=(), more=lambda trainer: {}, **options):
+    """Train, and write the weights and the losses; `saves` are names of checkpoints by epoch."""
     pl.seed_everything(1)
-    module, trainer = Classifier(), make_trainer(strategy, enable_checkpointing=False, **options)
-    kept = []
-
-    class Look(pl.Callback):
-        def on_train_end(self, trainer, module):
-            kept.append(whole_parameters(trainer.strategy.model))
-
-    trainer.callbacks.append(Look())
-    trainer.fit(module, data(), data())
-    write(label, trainer, params=kept[0], closed=getattr(trainer.strategy, "attachment", None) is None)
+    module, look = Classifier(), Look(dict(saves))
+    options = {"enable_checkpointing": False, "num_sanity_val_steps": 0, **options}
+    trainer = make_trainer(strategy, callbacks=[look], **options)
+    trainer.fit(module, data(), data(), ckpt_path=ckpt_path)
+    write(label, trainer, params=look.params, losses=look.losses, **more(trainer))
     return module, trainer
 
 
@@ -133,32 +129,22 @@ def checkpoint(way):
 def with_replicas():
     """Half of a run and the rest of it from its checkpoint, and the whole run, with a hook between two replicas."""
     hook = lc.PowerSGD(start_powerSGD_iter=1, matrix_approximation_rank=2, min_compression_rate=0.5)
+    sizes = {"data_parallel_size": NUM_DEVICES, "tensor_parallel_size": 1, "replicas": 2}
 
     def strategy():
-        sizes = {"data_parallel_size": NUM_DEVICES, "tensor_parallel_size": 1, "replicas": 2}
         return CompressedModelParallel(hook=hook, shard_hook="bf16", exact_state=True, **sizes)
 
-    class Save(pl.Callback):
-        def on_train_epoch_end(self, trainer, module):
-            if trainer.current_epoch == 0:
-                trainer.save_checkpoint(OUT / "replicas.ckpt")
-
-    _, trainer = fit("replicas-whole", strategy(), max_epochs=2, callbacks=[Save()])
+    _, trainer = fit("replicas-whole", strategy(), max_epochs=2, saves={0: "replicas.ckpt"})
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer.save_checkpoint(OUT / "later.ckpt")
     told = [str(one.message) for one in caught if "state of hook" in str(one.message)]
-    pl.seed_everything(1)
-    kept = []
-
-    class Look(pl.Callback):
-        def on_train_end(self, trainer, module):
-            kept.append(whole_parameters(trainer.strategy.model))
-
-    trainer = make_trainer(strategy(), enable_checkpointing=False, max_epochs=2, callbacks=[Look()])
-    trainer.fit(Classifier(), data(), data(), ckpt_path=OUT / "replicas.ckpt")
     files = sorted(file.name for file in (OUT / "replicas.ckpt").glob("comm_hook*"))
-    write("replicas-resumed", trainer, params=kept[0], files=files, batches=trainer.num_training_batches, told=told)
+
+    def more(trainer):
+        return {"files": files, "batches": trainer.num_training_batches, "told": told}
+
+    fit("replicas-resumed", strategy(), OUT / "replicas.ckpt", more=more, max_epochs=2)
 
 
 def local_between_replicas():
@@ -170,32 +156,11 @@ def local_between_replicas():
         hook = lc.DiLoCo(post_local_gradient_allreduce=False, **local)
         return CompressedModelParallel(hook=hook, **sizes, **options)
 
-    def run(label, strategy, *callbacks, ckpt_path=None):
-        kept, losses = [], []
-
-        class Look(pl.Callback):
-            def on_validation_end(self, trainer, module):
-                losses.append(float(trainer.callback_metrics["loss"]))
-
-            def on_train_end(self, trainer, module):
-                kept.append(whole_parameters(trainer.strategy.model))
-
-        pl.seed_everything(1)
-        options = {"max_epochs": 4, "enable_checkpointing": False, "num_sanity_val_steps": 0}
-        trainer = make_trainer(strategy, callbacks=[*callbacks, Look()], **options)
-        trainer.fit(Classifier(), data(), data(), ckpt_path=ckpt_path)
-        write(label, trainer, params=kept[0], losses=losses)
-
-    class Save(pl.Callback):
-        def on_train_epoch_end(self, trainer, module):
-            if trainer.current_epoch == 1:
-                trainer.save_checkpoint(OUT / "local.ckpt")
-
-    ddp = getattr(lc, f"CompressedDDPStrategy{SUFFIX}")
-    run("local-ddp", ddp(hook=lc.DiLoCo(subgroup_size=NUM_DEVICES // 2, **local)))
-    run("local-replicas", strategy())
-    run("local-whole", strategy(resync=True, exact_state=True), Save())
-    run("local-resumed", strategy(resync=True, exact_state=True), ckpt_path=OUT / "local.ckpt")
+    exact = {"resync": True, "exact_state": True}
+    fit("local-ddp", CompressedDDP(hook=lc.DiLoCo(subgroup_size=NUM_DEVICES // 2, **local)), max_epochs=4)
+    fit("local-replicas", strategy(), max_epochs=4)
+    fit("local-whole", strategy(**exact), max_epochs=4, saves={1: "local.ckpt"})
+    fit("local-resumed", strategy(**exact), OUT / "local.ckpt", max_epochs=4)
 
 
 def refuse_full_checkpoint():

@@ -110,14 +110,8 @@ class Keep(TrainerCallback):
 def whole_and_resumed(name, folder, exact):
     """Train 11 steps, evaluating and saving after 6, in the middle of a period; and again from there."""
     path = f"{folder}/{name}-{exact}"
-    saving = {
-        "save_strategy": "steps",
-        "save_steps": 6,
-        "eval_strategy": "steps",
-        "eval_steps": 6,
-        "save_total_limit": 1,
-    }
-    trainer, handler = make(path, HOOKS[name], exact_state=exact, resync=not exact, **saving)
+    options = {"exact_state": exact, "resync": not exact, "save_total_limit": 1, **every(6)}
+    trainer, handler = make(path, HOOKS[name], **options)
     trainer.add_callback(Keep(f"{path}-kept"))
     trainer.train()
     torch.distributed.barrier()
@@ -153,10 +147,8 @@ def best_model(folder):
     if not has("transformers", "5"):
         for step in (3, 6, 9, 12):  # A rank takes no checkpoint for the best whose folder another one has yet to make.
             os.makedirs(f"{folder}/best/checkpoint-{step}", exist_ok=True)
-    saving = {"save_strategy": "steps", "save_steps": 3, "eval_strategy": "steps", "eval_steps": 3}
-    trainer, handler = make(
-        f"{folder}/best", HOOKS["post_localsgd"], load_best_model_at_end=True, max_steps=9, **saving
-    )
+    options = {"load_best_model_at_end": True, "max_steps": 9, **every(3)}
+    trainer, handler = make(f"{folder}/best", HOOKS["post_localsgd"], **options)
     trainer.train()
     best = min(entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry)
     again = trainer.evaluate()["eval_loss"]

@@ -147,10 +147,11 @@ class Record(pl.Callback):
         )
 
 
-def data(num_batches=NUM_BATCHES):
+def data(num_batches=NUM_BATCHES, batch_size=4):
+    """Batches of two ranks."""
     generator = torch.Generator().manual_seed(1)
-    x = torch.randn(8 * num_batches, 16, generator=generator)
-    return DataLoader(TensorDataset(x, x[:, :4].argmax(dim=1)), batch_size=4, shuffle=False)
+    x = torch.randn(2 * batch_size * num_batches, 16, generator=generator)
+    return DataLoader(TensorDataset(x, x[:, :4].argmax(dim=1)), batch_size=batch_size, shuffle=False)
 
 
 def make_trainer(label, strategy, **options):
@@ -250,6 +251,19 @@ def copied():
     copies.copied(trainer)
 
 
+def profiled():
+    """With Lightning's profiler of all threads; each rank leaves its trace in a folder."""
+    hooks = {
+        "int8": lc.Int8(min_bytes=0, block_size=16),
+        "post_localsgd": lc.PostLocalSGD(start_localSGD_iter=0, post_local_gradient_allreduce=False, period=2),
+    }
+    all_threads = torch.profiler._ExperimentalConfig(profile_all_threads=True)
+    for label, hook in hooks.items():
+        options = {"dirpath": OUT / f"profiled-{label}", "filename": "trace", "experimental_config": all_threads}
+        profiler = importlib.import_module(f"{sys.argv[1]}.profilers").PyTorchProfiler(**options)
+        fit(f"profiled-{label}", CompressedDDP(hook=hook, bucket_cap_mb=0.001), profiler=profiler)
+
+
 def strings():
     fit("string", "ddp_powersgd")
     fit("string-bf16", "ddp_bf16")
@@ -322,6 +336,41 @@ def crash_rank_1():
 
 def late():
     fit("trained", CompressedDDP(hook=POWERSGD), Late)
+
+
+class Requeued(Classifier):
+    """In the first run of a SLURM job rank 0 waits in step 10, and rank 1 for it in its backward, for a signal."""
+
+    def training_step(self, batch, batch_idx):
+        if (os.environ["SLURM_RESTART_COUNT"], self.global_step) == ("0", 10):
+            (OUT / f"there.{self.global_rank}").touch()
+            deadline = time.monotonic() + 120
+            while self.global_rank == 0 and not (OUT / "signaled").exists() and time.monotonic() < deadline:
+                time.sleep(0.01)
+        return self.loss(batch)
+
+
+class Begin(pl.Callback):
+    """Writes where a run begins."""
+
+    def on_train_start(self, trainer, module):
+        steps = trainer.strategy.attachment.state_dict()["steps"]
+        write("begun", trainer.global_rank, global_step=trainer.global_step, state=steps)
+
+
+def slurm(hook):
+    trainer = make_trainer("ended", CompressedDDP(hook=hook), max_epochs=6, default_root_dir=OUT)
+    trainer.callbacks.append(Begin())
+    torch.manual_seed(0)
+    trainer.fit(Requeued(), data())
+
+
+def slurm_powersgd():
+    slurm(lc.PowerSGD(matrix_approximation_rank=2, start_powerSGD_iter=4))
+
+
+def slurm_post_localsgd():
+    slurm(lc.PostLocalSGD(start_localSGD_iter=4, period=4, post_local_gradient_allreduce=False))
 
 
 if __name__ == "__main__":

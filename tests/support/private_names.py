@@ -20,7 +20,6 @@ GROUPS = "lightning_commhooks/collectives/process_groups.py"
 AGREEMENT = f"{PACKAGE}/collectives/agreement.py"
 AVERAGING = "lightning_commhooks/collectives/averaging.py"
 TORCHFT = "lightning_commhooks/torchft/manager.py"
-GATHER = "lightning_commhooks/sources/gather.py"
 FSDP2 = "lightning_commhooks/sources/fsdp2.py"
 REPLICAS = "lightning_commhooks/sources/replicas.py"
 MICRO_BATCHES = "lightning_commhooks/runtime/micro_batches.py"
@@ -372,7 +371,7 @@ TORCH = [
     ),
     Use("__getstate__", (f"{PACKAGE}/sources/fsdp2.py",), "FSDP2 with an even divisor fails", _premultiplies),
     Use("torch._foreach_copy_", (REPLICAS,), "hooks between replicas fail where shares are filled up"),
-    Use("torch.distributed.fsdp._fully_shard._fsdp_collectives.DefaultAllGather", (GATHER, FSDP2), IMPORTED),
+    Use("torch.distributed.fsdp._fully_shard._fsdp_collectives.DefaultAllGather", (FSDP2,), IMPORTED),
     Use("torch.distributed.fsdp._fully_shard._fsdp_collectives.DefaultReduceScatter", (FSDP2,), IMPORTED),
     Use("torch.distributed.fsdp._fully_shard._fsdp_common.DDPMeshInfo", (REPLICAS,), IMPORTED),
     Use("torch.distributed.fsdp._fully_shard._fsdp_common.HSDPMeshInfo", (REPLICAS,), IMPORTED),

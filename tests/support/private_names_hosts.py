@@ -172,7 +172,7 @@ def _tells_overflow(accelerator):
 KWARGS, REPLICA = "accelerate_integration/kwargs.py", "accelerate_integration/replica.py"
 
 ACCELERATE = [
-    Use("._models", ("accelerate_integration/prepared_models.py",), "FSDP: no model is found", _keeps_models),
+    Use("._models", ("accelerate_integration/kwargs.py",), "FSDP: no model is found", _keeps_models),
     Use("._optimizers", ("accelerate_integration/accelerator_events.py",), "hooks are not attached", _keeps_models),
     Use("._dataloaders", (REPLICA,), "fault_tolerance: a prepare() fails", _keeps_data_loaders),
     Use("._is_overflow", (REPLICA,), "silent, fault_tolerance: schedulers go on in a lost step", _tells_overflow),

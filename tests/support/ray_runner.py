@@ -157,7 +157,7 @@ def loop(out, label, checkpoint=None):
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    of_hook = {"comm_hook": of_ddp(model), "nodes": attachment._runtime.bound.group.nodes()}
+    of_hook = {"comm_hook": of_ddp(model), "nodes": attachment.runtime.bound.group.nodes()}
     of_hook["node_rank"] = os.environ.get("NODE_RANK")
     write(out, label, params=numbers(model), **of_hook, **chosen(attachment.metrics()))
     attachment.close()

@@ -1,4 +1,4 @@
-"""One replica of a run with torchft, a process of its own; started by test_torchft.py.
+"""One replica of a run with torchft, a process of its own; started by test_torchft.py. Frameworks share its parts.
 
     python torchft_replica.py FOLDER NAME OPTIONS
 
@@ -37,6 +37,7 @@ DTYPE = torch.float64
 BUCKET_CAP_MB = 0.01
 # Steps between averages of models.
 PERIOD = 4
+NAMES = ("one", "two", "three")
 
 
 @dataclass
@@ -57,6 +58,10 @@ class Options:
         pause: seconds before each local step.
         differs: whether it begins with other weights than the others.
         parts: whether each replica uses parts of the model, has batch norms, several micro-batches and a scaler.
+        micros: of a framework: batches whose gradients are accumulated.
+        scaler: of a framework: whether the loss is scaled.
+        checkpoint: of a framework: begin from that one.
+        saves: of a framework: after how many steps a checkpoint is written.
     """
 
     hook: str = "allreduce"
@@ -72,6 +77,14 @@ class Options:
     loses: int = -1
     pause: float = 0.005
     bad: int = -1
+    micros: int = 1
+    scaler: bool = False
+    checkpoint: str | None = None
+    saves: list = field(default_factory=list)
+
+    @property
+    def is_local(self):
+        return self.hook.startswith("diloco")
 
 
 HOOKS = {
@@ -127,6 +140,61 @@ def factor_of(options, manager):
     return manager.num_participants() / options.divided_by if options.divided_by else 1
 
 
+def fault_tolerance(name):
+    """Of a framework's process."""
+    place = {"replica_rank": NAMES.index(name), "num_replica_groups": 3, "min_replica_size": 2}
+    return lc.FaultTolerance(**place, timeout=5, hostname="127.0.0.1")
+
+
+class Notes:
+    """Writes what a replica was like: a line for each committed step, and one file in the end; reads when that is.
+
+    Args:
+        folder: where to.
+        name: of the replica.
+        is_first: whether this process writes; the others of a replica have the same to say.
+    """
+
+    def __init__(self, folder, name, is_first=True):
+        self.folder, self.name = folder, name
+        self.file = (folder / f"{name}.steps" if is_first else Path(os.devnull)).open("a")
+
+    def meet(self, others):
+        """Wait for the replicas that are to be there before the first step."""
+        (self.folder / f"{self.name}.up").touch()
+        while not all((self.folder / f"{other}.up").exists() for other in others):
+            sleep(0.01)
+
+    @property
+    def num_steps(self):
+        path = self.folder / "last"
+        return int(path.read_text()) if path.exists() else 10**6
+
+    def write(self, step, parameters, attachment, **more):
+        line = {
+            "step": step,
+            "hash": sha1(b"".join(p.detach().numpy().tobytes() for p in parameters)).hexdigest(),
+            "time": time(),
+            "names": [NAMES[int(name[-1])] if "_" in name else name for name in names_of(attachment)],
+            "lost": attachment.metrics()["steps_not_committed"],
+            "process": os.getpid(),
+            "sum": sum(p.sum().item() for p in parameters),
+        }
+        self.file.write(json.dumps(line | more) + "\n")
+        self.file.flush()
+
+    def end(self, parameters, attachment, buckets, **more):
+        end = {"parameters": [p.tolist() for p in parameters], "metrics": attachment.metrics()}
+        (self.folder / f"{self.name}.end").write_text(json.dumps({**end, "buckets": [*buckets.values()], **more}))
+
+
+def run_replica(main):
+    """Run `main` with the folder, the name and the options of the command line."""
+    main(Path(sys.argv[1]), sys.argv[2], Options(**json.loads(sys.argv[3])))
+    sys.stdout.flush()
+    os._exit(0)  # threads of torchft may wait for a lighthouse
+
+
 def watch_buckets(options):
     """Names in each bucket, as they are handed over; ends or stops the process while buckets are under way."""
     submit, buckets = Runtime.submit, {}
@@ -144,13 +212,12 @@ def watch_buckets(options):
     return buckets
 
 
-def main():
-    folder, name, options = Path(sys.argv[1]), sys.argv[2], Options(**json.loads(sys.argv[3]))
+def main(folder, name, options):
     buckets = watch_buckets(options)
     if options.far:
         os.environ["COMMHOOKS_LATENCY_MS"] = "10"
     spoils = []
-    model, is_local = make_model(options.parts), options.hook.startswith("diloco")
+    model, is_local = make_model(options.parts), options.is_local
     rank = 0
     if options.processes > 1:
         dist.init_process_group("gloo", timeout=timedelta(seconds=60))
@@ -197,9 +264,8 @@ def main():
     )
     if options.loses >= 0:
         lose_average(manager, options.loses)
-    (folder / f"{name}.up").touch()
-    while not all((folder / f"{other}.up").exists() for other in options.begins_with):
-        sleep(0.01)
+    notes = Notes(folder, name, is_first=rank == 0)
+    notes.meet(options.begins_with)
     hook = HOOKS[options.hook]
     if options.processes > 1:
         wrapped, attachment = model, lc.attach(model, hook, manager=manager)
@@ -207,52 +273,30 @@ def main():
         options_of_ddp = {"grad_scaler": scaler, "bucket_cap_mb": BUCKET_CAP_MB}
         wrapped = DistributedDataParallel(manager, model, hook=hook, **options_of_ddp)
         attachment = wrapped.attachment
-    # The others of a replica have the same to say.
-    with (folder / f"{name}.steps" if rank == 0 else Path(os.devnull)).open("a") as notes:
-
-        def note(step, num_local, is_skipped=False):
-            numbers = b"".join(p.numpy().tobytes() for p in whole(model))
-            line = {
-                "step": step,
-                "local": num_local,
-                "skipped": is_skipped,
-                "hash": sha1(numbers).hexdigest(),
-                "time": time(),
-                "names": names_of(attachment),
-                "lost": attachment.metrics()["steps_not_committed"],
-                "process": os.getpid(),
-                "sum": sum(p.sum().item() for p in whole(model)),
-            }
-            notes.write(json.dumps(line) + "\n")
-            notes.flush()
-
-        if is_local:
-            attachment.add_optimizer(optimizer)
-            for step, num_local in train_alone(wrapped, optimizer, manager, name, folder, options.pause):
-                note(step, num_local)
-        while manager.current_step() < num_steps(folder / "last"):
-            sleep(0.03)  # a process starts in a few dozen steps
-            manager.start_quorum()
-            optimizer.zero_grad()
-            step, micros = manager.current_step(), 2 if options.parts else 1
-            spoils[:] = [None] if options.spoils and step == options.bad else []
-            for micro in range(micros):
-                which = [(zlib.crc32(f"{name} {step} {micro}".encode()) >> 7) % 3] if options.parts else []
-                with wrapped.no_sync() if micro < micros - 1 else nullcontext():
-                    loss = loss_of(wrapped, *batch(name, step, rank + micro), *which)
-                    scaler.scale(loss * factor_of(options, manager)).backward()
-            if manager.should_commit():
-                is_skipped = step == options.bad and not all(
-                    own_part(p.grad).isfinite().all() for p in model.parameters()
-                )
-                if not is_skipped:
-                    scaler.step(optimizer)
-                    scaler.update()
-                note(step, 0, is_skipped)
-    parameters = [p.tolist() for p in whole(model)]
-    end = {"parameters": parameters, "metrics": attachment.metrics(), "buckets": [*buckets.values()]}
+    if is_local:
+        attachment.add_optimizer(optimizer)
+        for step, num_local in train_alone(wrapped, optimizer, manager, notes, options.pause):
+            notes.write(step, whole(model), attachment, local=num_local)
+    while manager.current_step() < notes.num_steps:
+        sleep(0.03)  # a process starts in a few dozen steps
+        manager.start_quorum()
+        optimizer.zero_grad()
+        step, micros = manager.current_step(), 2 if options.parts else 1
+        spoils[:] = [None] if options.spoils and step == options.bad else []
+        for micro in range(micros):
+            which = [(zlib.crc32(f"{name} {step} {micro}".encode()) >> 7) % 3] if options.parts else []
+            with wrapped.no_sync() if micro < micros - 1 else nullcontext():
+                loss = loss_of(wrapped, *batch(name, step, rank + micro), *which)
+                scaler.scale(loss * factor_of(options, manager)).backward()
+        if manager.should_commit():
+            is_skipped = step == options.bad and not all(own_part(p.grad).isfinite().all() for p in model.parameters())
+            if not is_skipped:
+                scaler.step(optimizer)
+                scaler.update()
+            notes.write(step, whole(model), attachment, local=0, skipped=is_skipped)
+    parameters = whole(model)
     if rank == 0:
-        (folder / f"{name}.end").write_text(json.dumps(end))
+        notes.end(parameters, attachment, buckets)
     manager.shutdown(wait=False)
     attachment.close()
 
@@ -302,14 +346,14 @@ def lose_average(manager, step):
     manager.should_commit = voted
 
 
-def train_alone(wrapped, optimizer, manager, name, folder, pause):
+def train_alone(wrapped, optimizer, manager, notes, pause):
     """Steps of local SGD, whose averages are the manager's steps; yields their numbers and those of local steps."""
     num_local, rank = 0, int(os.environ.get("RANK", 0))
-    while manager.current_step() < num_steps(folder / "last"):
+    while manager.current_step() < notes.num_steps:
         sleep(pause)
         optimizer.zero_grad()
         step = manager.current_step()
-        loss_of(wrapped, *batch(name, step, num_local + 1000 * rank)).backward()
+        loss_of(wrapped, *batch(notes.name, step, num_local + 1000 * rank)).backward()
         optimizer.step()
         num_local += 1
         if manager.current_step() != step:
@@ -317,19 +361,13 @@ def train_alone(wrapped, optimizer, manager, name, folder, pause):
             num_local = 0
 
 
-def num_steps(path):
-    return int(path.read_text()) if path.exists() else 10**6
-
-
 def names_of(attachment):
-    return attachment._runtime.source.quorum.names
+    return attachment.runtime.source.quorum.names
 
 
 if __name__ == "__main__":
     try:
-        main()
+        run_replica(main)
     except ValueError:
         sleep(1)  # until the others have heard why, too
         raise
-    sys.stdout.flush()
-    os._exit(0)  # threads of torchft may wait for a lighthouse

@@ -18,12 +18,10 @@ import pytest
 import torch
 from docs_pages import DOCS, blocks
 from forks import FOLDER, FORKS, PATIENCE, alone, free_port
-from torchft_replica import HOOKS, PERIOD, batch, loss_of, make_model, make_optimizer
+from torchft_replica import HOOKS, NAMES, PERIOD, batch, loss_of, make_model, make_optimizer
 
 from lightning_commhooks.collectives.in_memory import groups_in_memory, run_together
 from lightning_commhooks.interface.bucket import Bucket, Slot
-
-NAMES = ("one", "two", "three")
 
 
 def start_lighthouse(address, *words):
@@ -121,6 +119,29 @@ class Run:
         self.wait_until(lambda: len(self.steps("one")) > 20, may_fail=name if self.others[name] else "")
         self.start(name)
         self.wait_until(lambda: len(self.steps(name)) > 20)
+
+    def wait_until_it_joins_again(self, name, **options):
+        """Wait until a replica has ended, as where `dies` says, start it again, and wait for its steps."""
+        self.wait_until(lambda: self.replicas[name].poll() is not None, may_fail=name)
+        self.wait_until(lambda: len(self.steps("one")) > 20, may_fail=name)
+        self.start(name, **options)
+        self.wait_until(lambda: len(self.steps(name)) > 20)
+
+    def go_on(self, checkpoint, **options):
+        """A run of the same script from a checkpoint, which "three" does not have; it has ended well."""
+        folder = self.folder / "second"
+        folder.mkdir()
+        again = Run(self.script.name, folder, **options)
+        try:
+            for name in NAMES:
+                given = {} if name == "three" else {"checkpoint": str(self.folder / checkpoint)}
+                again.start(name, begins_with=list(NAMES), **given)
+            again.wait_until(lambda: len(again.steps("one")) > 5)
+            again.finish(first=10)
+        finally:
+            again.close()
+        assert all(again.steps(name)[0]["step"] == 10 for name in NAMES), "also who has no checkpoint"
+        return again
 
     def hashes(self):
         """Those of weights that there were after each step."""

@@ -2,19 +2,12 @@
 
     python torchft_trainer.py FOLDER NAME OPTIONS
 
-`OPTIONS` are those of [`Options`][], in JSON. Writes what torchft_replica.py writes.
+See torchft_replica.py.
 """
 
-import json
-import os
-import sys
-from dataclasses import dataclass, field
-from hashlib import sha1
-from pathlib import Path
-from time import sleep, time
+from time import sleep
 
 import torch
-import torchft_replica
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins import MixedPrecision
 from torch.utils.data import DataLoader, TensorDataset
@@ -22,40 +15,19 @@ from torchft_replica import (
     BUCKET_CAP_MB,
     HOOKS,
     PERIOD,
+    Notes,
     batch,
     die_in_average,
     factor_of,
+    fault_tolerance,
     loss_of,
     make_model,
     make_optimizer,
-    num_steps,
+    run_replica,
     watch_buckets,
 )
 
 import lightning_commhooks as lc
-
-NAMES = ("one", "two", "three")
-
-
-@dataclass
-class Options(torchft_replica.Options):
-    """What a run is about.
-
-    Attributes:
-        micros: batches whose gradients are accumulated.
-        scaler: whether the loss is scaled.
-        checkpoint: begin from that one; and after how many steps one is written.
-    """
-
-    micros: int = 1
-    scaler: bool = False
-    checkpoint: str | None = None
-    saves: list = field(default_factory=list)
-
-    @property
-    def period(self):
-        """Steps between votes."""
-        return PERIOD if self.hook.startswith("diloco") else 1
 
 
 class Module(LightningModule):
@@ -66,71 +38,51 @@ class Module(LightningModule):
         self.num_local = 0
 
     def training_step(self, _, batch_idx):
-        sleep(0.02 / self.options.period)  # a process starts in a few dozen steps
+        sleep(0.02 / (PERIOD if self.options.is_local else 1))  # a process starts in a few dozen steps
         self.attempts += 1
         place = self.trainer.global_step, batch_idx % self.options.micros
-        if self.options.period > 1:
+        if self.options.is_local:
             place = self.trainer.strategy.manager.current_step(), self.num_local
         x, y = batch(self.name, *place)
         with torch.autocast("cpu", enabled=False):
             return loss_of(self.model, x, y) * factor_of(self.options, self.trainer.strategy.manager)
 
     def configure_optimizers(self):
-        optimizer = make_optimizer(self, 0 if self.options.period > 1 else 0.9)
+        optimizer = make_optimizer(self, 0 if self.options.is_local else 0.9)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + 0.1 * step))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
-class Notes(Callback):
-    """What each committed step was like; ends training when the file `last` says so."""
+class Noting(Callback):
+    """Writes what each committed step was like, and ends training."""
 
-    def __init__(self, folder, name, options):
-        self.folder, self.name, self.options = folder, name, options
-        self.notes = (folder / f"{name}.steps").open("a")
+    def __init__(self, notes, options):
+        self.notes, self.options = notes, options
 
     def on_train_start(self, trainer, module):
-        (self.folder / f"{self.name}.up").touch()
-        while not all((self.folder / f"{other}.up").exists() for other in self.options.begins_with):
-            sleep(0.01)
+        self.notes.meet(self.options.begins_with)
 
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
         if (batch_idx + 1) % self.options.micros:
             return
         step, attachment = trainer.strategy.manager.current_step(), trainer.strategy.attachment
         if trainer.global_step in self.options.saves:
-            trainer.save_checkpoint(self.folder / f"{self.name}-{trainer.global_step}.ckpt")
+            trainer.save_checkpoint(self.notes.folder / f"{self.notes.name}-{trainer.global_step}.ckpt")
         num_local = module.num_local = module.num_local + 1
-        if trainer.global_step % self.options.period:
+        if trainer.global_step % (PERIOD if self.options.is_local else 1):
             return
         module.num_local = 0
-        line = {
-            "step": step - 1,
-            "hash": sha1(b"".join(p.detach().numpy().tobytes() for p in module.parameters())).hexdigest(),
-            "time": time(),
-            "names": [NAMES[int(name[-1])] for name in torchft_replica.names_of(attachment)],
-            "lost": attachment.metrics()["steps_not_committed"],
-            "process": os.getpid(),
-            "sum": sum(p.sum().item() for p in module.parameters()),
-            "lr": trainer.optimizers[0].param_groups[0]["lr"],
-            "global_step": trainer.global_step,
-            "local": num_local,
-        }
-        self.notes.write(json.dumps(line) + "\n")
-        self.notes.flush()
-        trainer.should_stop = line["step"] + 1 >= num_steps(self.folder / "last")
+        more = {"lr": trainer.optimizers[0].param_groups[0]["lr"], "global_step": trainer.global_step}
+        self.notes.write(step - 1, [*module.parameters()], attachment, local=num_local, **more)
+        trainer.should_stop = step >= self.notes.num_steps
 
 
-def main():
-    folder, name, options = Path(sys.argv[1]), sys.argv[2], Options(**json.loads(sys.argv[3]))
-    buckets = watch_buckets(options)
-    if options.period > 1 and options.dies:
+def main(folder, name, options):
+    buckets, notes = watch_buckets(options), Notes(folder, name)
+    if options.is_local and options.dies:
         die_in_average(options.dies[0])
     strategy = lc.CompressedDDPStrategy(
-        hook=HOOKS[options.hook],
-        fault_tolerance=lc.FaultTolerance(
-            replica_rank=NAMES.index(name), num_replica_groups=3, min_replica_size=2, timeout=5, hostname="127.0.0.1"
-        ),
-        bucket_cap_mb=BUCKET_CAP_MB,
+        hook=HOOKS[options.hook], fault_tolerance=fault_tolerance(name), bucket_cap_mb=BUCKET_CAP_MB
     )
     module = Module(name, options)
     plugins = []
@@ -141,7 +93,7 @@ def main():
         devices=1,
         strategy=strategy,
         plugins=plugins,
-        callbacks=[Notes(folder, name, options)],
+        callbacks=[Noting(notes, options)],
         max_steps=10**6,
         accumulate_grad_batches=options.micros,
         logger=False,
@@ -151,17 +103,9 @@ def main():
     )
     data = DataLoader(TensorDataset(torch.zeros(27)), batch_size=1, shuffle=True)
     trainer.fit(module, data, ckpt_path=options.checkpoint)
-    end = {
-        "parameters": [p.tolist() for p in module.parameters()],
-        "metrics": strategy.attachment.metrics(),
-        "buckets": [*buckets.values()],
-        "attempts": module.attempts,
-        "sampler": vars(trainer.train_dataloader.sampler)["rank"],
-    }
-    (folder / f"{name}.end").write_text(json.dumps(end))
+    more = {"attempts": module.attempts, "sampler": vars(trainer.train_dataloader.sampler)["rank"]}
+    notes.end(module.parameters(), strategy.attachment, buckets, **more)
 
 
 if __name__ == "__main__":
-    main()
-    sys.stdout.flush()
-    os._exit(0)  # threads of torchft may wait for a lighthouse
+    run_replica(main)
