@@ -1,10 +1,10 @@
 """Builds the distributions of a release, and follows the README with the wheel in an empty environment.
 
-    python .ci/release.py --install "torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu"
+    python .ci/release.py --install torch==2.13.0
     python .ci/release.py --outdir /tmp/dist
 
 With `--install`, pip installs these words from the network, PyTorch first, and then the requirements of the wheel.
-Without it nothing is downloaded: the requirements, and theirs, are links to what this Python has installed. In both
+Without it nothing is downloaded: the requirements, and theirs, are links to the packages of this Python. In both
 cases the environment has no other package, and the folder of the commands has nothing but the README's scripts.
 """
 
@@ -27,12 +27,12 @@ STEPS = {"": "train_ddp.py", "lightning": "train_lightning.py", "accelerate": "t
 
 
 class Environment:
-    """An environment that has the wheel, and what the wheel requires.
+    """An environment with the wheel and its requirements.
 
     Args:
         folder: where it is made.
         wheel: the wheel.
-        install: words for `pip install` that install PyTorch from the network; `None` links what this Python has.
+        install: words after `pip install` that install PyTorch from the network; `None` links packages of this Python.
     """
 
     def __init__(self, folder: Path, wheel: Path, install: str | None) -> None:
@@ -123,7 +123,7 @@ def follow_readme(environment: Environment) -> None:
 
 
 def main() -> None:
-    """Build, and test what was built."""
+    """Build the distributions, and test the wheel."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--outdir", type=Path, default=ROOT / "dist", help="where the distributions go")
     parser.add_argument("--install", help="what pip installs first, PyTorch; downloads all requirements")

@@ -54,7 +54,7 @@ def ratio_of(output):
 
 @pytest.fixture(scope="module")
 def followed(tmp_path_factory):
-    """What each command of the README prints where nothing but the wheel and its requirements is installed."""
+    """The output of each command of the README, in an environment with the wheel and its requirements only."""
     pytest.importorskip("build")
     pytest.importorskip("hatchling")
     command = [sys.executable, str(ROOT / ".ci" / "release.py"), "--outdir", str(tmp_path_factory.mktemp("dist"))]

@@ -1,4 +1,4 @@
-"""The page of tested versions has what the suites have written down, and no more."""
+"""The page of tested versions has exactly the records of the suites."""
 
 import json
 import os

@@ -29,7 +29,7 @@ def write(path, suite, passed, failed, skipped, device="CPU"):
         passed: number of tests that passed.
         failed: number of tests that failed, or could not run.
         skipped: number of tests that were skipped, or fail as expected.
-        device: what they ran on.
+        device: name of the device, for tests on GPUs.
     """
     if path is None:
         return
