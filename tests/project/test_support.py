@@ -35,7 +35,7 @@ def test_table():
 
 def test_a_run_writes_its_record(tmp_path):
     test = "tests/docs/test_docs.py::test_two_anchors_of_one_name"
-    environment = {**os.environ, "COMMHOOKS_RECORD": str(tmp_path / "run"), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "COMMHOOKS_RECORD": str(tmp_path / "run"), "PYTEST_ADDOPTS": ""}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", test]
     subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True, timeout=200)
     found = json.loads((tmp_path / "run.json").read_text())
