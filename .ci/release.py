@@ -40,7 +40,7 @@ class Environment:
         self._work = folder / "work"
         self._work.mkdir()
         venv.create(self.folder, with_pip=install is not None, symlinks=True)
-        self._site = Path(sysconfig.get_path("purelib", vars={"base": str(self.folder)}))
+        self._site = Path(sysconfig.get_path("purelib", "posix_prefix", {"base": str(self.folder)}))
         if install is not None:
             self.run(f"pip install --quiet {install}")
         else:

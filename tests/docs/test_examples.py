@@ -182,6 +182,14 @@ def test_replicas_digits(tmp_path):
     check_page("torchft/digits.py", stdout)
 
 
+@pytest.mark.parametrize("model", ["mlp", "gpt", "conv"])
+def test_models_for_advise(tmp_path, model):
+    path = EXAMPLES / "advise" / "models.py"
+    options = ["--bandwidth", "1gbit", "--hooks", "bf16", "--rounds", "1"]
+    stdout, _ = launched("lightning_commhooks", "advise", f"{path}:{model}", *options, cwd=tmp_path)
+    assert "dense (no hook)" in stdout
+
+
 def on_two_nodes(*arguments, cwd):
     """Standard output of both nodes of a command, each of one process under a torchrun of its own."""
     port = free_port()
