@@ -15,6 +15,9 @@ BIN := $(VENV)/bin
 
 export OMP_NUM_THREADS ?= 1
 
+# A name, for a record of versions and results in docs/records/: make test-oldest RECORD=oldest. Then: make docs
+export COMMHOOKS_RECORD = $(RECORD)
+
 .DELETE_ON_ERROR:
 
 .PHONY: demo test test-fast test-oldest test-oldest-fast test-newest test-some coverage mutations peers lint format \
@@ -22,7 +25,7 @@ export OMP_NUM_THREADS ?= 1
 
 # With what the demo needs and no more, unless all is there already.
 demo: $(or $(wildcard $(VENV)/.installed-dev),$(VENV)/.installed-demo)
-	$(BIN)/python examples/demo.py
+	$(BIN)/python examples/lightning/demo.py
 
 # Each file in one of the processes, so that what is launched for its tests is launched once.
 PARALLEL = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
@@ -137,6 +140,7 @@ peers: install
 # The pages in docs/ as HTML: docs/_build/html/index.html. Links within the repository are checked.
 docs: install
 	$(BIN)/python docs/options.py
+	$(BIN)/python docs/support.py
 	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html
 
 # Links to other sites; needs the internet.

@@ -26,6 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -81,8 +82,13 @@ def main() -> None:
 def run(args: argparse.Namespace, found: dict[str, Any]) -> int:
     """Run tests, then benchmarks, which are alone then, or the quality of hooks; write the page. The exit code."""
     # Here: what is above needs no other file.
-    from gpu_page import page
+    from gpu_page import outcomes, page
     from gpu_parts import benchmarks, quality, run_alone, run_together, tests
+
+    sys.path.insert(0, str(ROOT / "tests" / "support"))
+    import record
+
+    recorded = record.take()  # here: the processes of tests write none
 
     begin = time.monotonic()
     args.output.parent.mkdir(parents=True, exist_ok=True)
@@ -102,6 +108,11 @@ def run(args: argparse.Namespace, found: dict[str, Any]) -> int:
             print("Benchmarks, some minutes", file=sys.stderr, flush=True)
             measured = run_alone(benchmarks(), rest, folder, log)
         text = page(found, ran, measured, time.monotonic() - begin)
+        if ran:
+            ended = Counter(outcome for outcome, _ in outcomes(ran).values())
+            counts = [ended[outcome] for outcome in ("passed", "failed", "skipped")]
+            suite = "make gpu" if all(part.code is not None for part in ran) else "make gpu, interrupted"
+            record.write(recorded, suite, *counts, device=found["devices"][0].split(",")[0])
     args.output.write_text(text)
     print(text, end="")
     print(f"\nThis page is {args.output}; all that was printed is beside it, {args.output.with_suffix('.log').name}")

@@ -1,4 +1,4 @@
-"""The pictures in `docs/monitoring.md`: real runs of `examples/monitor_digits.py`, in a terminal and in TensorBoard.
+"""The pictures in `docs/monitoring.md`: real runs of `examples/lightning/monitor.py`, in a terminal and in TensorBoard.
 
 Needs matplotlib, tensorboard and pyte, a terminal emulator.
 
@@ -27,7 +27,7 @@ mpl.use("Agg")
 import matplotlib.pyplot as plt  # after the choice of a backend
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "monitor_digits.py"
+EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "lightning" / "monitor.py"
 COLUMNS, LINES = 132, 50
 HOOKS = ("powersgd", "int8", "post_localsgd")
 TITLES = {
@@ -53,7 +53,7 @@ def run_in_terminal(command: list[str]) -> list[list[tuple[str, str]]]:
         "LINES": str(LINES),
         "TERM": "xterm-256color",
         "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": f"{EXAMPLE.parent.parent}:{EXAMPLE.parent}",
+        "PYTHONPATH": f"{EXAMPLE.parents[2]}:{EXAMPLE.parent}",
         "PYTHONWARNINGS": "ignore",
     }
     process = subprocess.Popen(command, stdin=slave, stdout=slave, stderr=slave, env=environment, close_fds=True)

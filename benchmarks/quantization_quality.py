@@ -4,9 +4,9 @@
     python benchmarks/quantization_quality.py --sharded
 
 Digits: the network of `local_sgd_digits.py` without BatchNorm, AdamW, accuracy on that half of scikit-learn's digits
-that is not for training. Text: the model and text of `examples/hf_trainer_tiny.py` (Python's own documentation,
-character by character), AdamW, loss in nats on a tenth of the text. 4 ranks over gloo; for a seed, all hooks get the
-same data, initial weights and number of steps. Printed for each hook:
+that is not for training. Text: the model and text of `examples/transformers/language_model.py` (Python's own
+documentation, character by character), AdamW, loss in nats on a tenth of the text. 4 ranks over gloo; for a seed, all
+hooks get the same data, initial weights and number of steps. Printed for each hook:
 
 - mean, and of the seeds lowest and highest.
 - vs dense: mean over seeds of the difference to dense with the same seed; for the loss as a fraction of dense's.
@@ -129,8 +129,8 @@ class Text(Run):
     """Characters to the next one."""
 
     def __init__(self, seed: int) -> None:
-        sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
-        import hf_trainer_tiny as example
+        sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples" / "transformers"))
+        import language_model as example
         from transformers import GPT2Config, GPT2LMHeadModel
 
         pieces = example.Text(0, 5000).pieces

@@ -15,8 +15,11 @@ os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
 # Ranks that more processes than processors slow down might seem far from each other, and add up in another order.
 os.environ.setdefault("COMMHOOKS_LATENCY_MS", "0")
 
+import record
 from forks import FOLDER, FOLDERS, FORKS, alone, run_alone
 from pool import Pool, check_no_leaks, read_environment
+
+RECORD = record.take()
 
 sys.path.extend(FOLDERS)
 
@@ -48,6 +51,10 @@ def pytest_configure(config):
 
 def pytest_unconfigure(config):
     FORKS.close()
+
+
+def pytest_terminal_summary(terminalreporter, exitstatus, config):
+    record.of_pytest(RECORD, config, terminalreporter.stats, exitstatus)
 
 
 def pytest_collection_modifyitems(config, items):

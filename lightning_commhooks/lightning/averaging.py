@@ -149,7 +149,7 @@ class AveragesModelsMixin(Strategy):
         if attachment is None or attachment.is_closed or self.global_rank != 0 or is_tuning():
             return
         if (line := closing_line(attachment)) is not None:
-            show(self.lightning_module.trainer, line)
+            show(self.lightning_module.trainer, line, has_ended=True)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_evaluation": ExitStack()}
@@ -181,17 +181,20 @@ def _cloned(state: Any) -> Any:
     return [_cloned(value) for value in state] if isinstance(state, list) else state
 
 
-def show(trainer: Any, line: str) -> None:
-    """Show a line above the progress bar, or in Lightning's log if there is none."""
+def show(trainer: Any, line: str, has_ended: bool = False) -> None:
+    """Show a line above the progress bar, or below after training, or in Lightning's log if there is none."""
     if is_silenced():
         return
     bar = trainer.progress_bar_callback
     # Progress bars of users' own need not have `is_enabled`.
-    if getattr(bar, "is_enabled", False):
+    if not getattr(bar, "is_enabled", False):
+        rank_zero_info(line)
+    elif has_ended:
+        # A progress bar of tqdm prints nothing once it is closed.
+        print(line, flush=True)
+    else:
         # The rich progress bar is drawn over other output on the terminal.
         bar.print(line)
-    else:
-        rank_zero_info(line)
 
 
 def steps_left(trainer: Any) -> int | None:

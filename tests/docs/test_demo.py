@@ -1,16 +1,18 @@
 """What `make demo` runs, briefly; of a file of its own, since it takes long."""
 
 import pytest
-from test_examples import EXAMPLES, launched, needs
+from test_examples import EXAMPLES, check_page, launched, needs
 
 
 @needs("lightning", "sklearn", "rich")
 def test_demo(tmp_path):
-    stdout, stderr = launched(EXAMPLES / "demo.py", "--epochs", "4", cwd=tmp_path, TORCH_COMPILE_DISABLE="0")
+    script = EXAMPLES / "lightning" / "demo.py"
+    stdout, stderr = launched(script, "--epochs", "4", cwd=tmp_path, TORCH_COMPILE_DISABLE="0")
     # Of Triton, in a build of PyTorch for CUDA.
     leaks = ("nanobind: ", " - leaked ", " - ... skipped", "See https://nanobind.")
     assert not [line for line in stderr.splitlines() if not line.startswith(leaks)], "no noise"
     assert "Warning" not in stdout
+    check_page("lightning/demo.py", stdout)
     rows = {}
     for line in stdout.splitlines():
         cells = [cell.strip() for cell in line.split("│")]

@@ -19,7 +19,8 @@ import lightning_commhooks as lc
 from lightning_commhooks import testing
 from lightning_commhooks.interface.registry import get_hook_class
 
-ALL = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "benchmarks" / "README.md", *PAGES]
+OTHERS = ("README", "CHANGELOG", "CONTRIBUTING", "SECURITY", "benchmarks/README", "examples/README")
+ALL = [*(ROOT / f"{name}.md" for name in OTHERS), *PAGES]
 RUN = [ROOT / "README.md", *PAGES]
 WRAPPERS = (lc.Cast, lc.PerParameter, lc.Schedule, lc.ScaleByGradAccumulation)
 needs_frameworks = pytest.mark.skipif(
@@ -177,6 +178,16 @@ def test_each_public_name_is_in_the_reference_once():
     pages = (path.read_text() for path in DOCS.glob("reference/*.md"))
     listed = Counter(name for page in pages for name in re.findall(r"^- `(\w+(?:\.\w+)+)`", page, re.MULTILINE))
     assert listed == Counter(public_names())
+
+
+def test_readthedocs_builds_the_pages_as_make_does():
+    yaml = pytest.importorskip("yaml")
+    (recipe,) = re.findall(r"^docs: install\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    there = yaml.safe_load((ROOT / ".readthedocs.yaml").read_text())["build"]["jobs"]["build"]["html"]
+    names = {"$READTHEDOCS_VIRTUALENV_PATH/bin": "$(BIN)", '"$READTHEDOCS_OUTPUT/html"': "docs/_build/html"}
+    for name, ours in names.items():
+        there = [command.replace(name, ours) for command in there]
+    assert there == recipe.strip().split("\n\t")
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Each example runs in two processes, briefly, as its first lines say; that of Ray in test_ray.py."""
+"""Each example runs briefly, as examples/README.md says, in two processes or more; that of Ray in test_ray.py."""
 
 import importlib.util
 import os
@@ -8,9 +8,11 @@ import subprocess
 import sys
 
 import pytest
-from forks import FORKS, PATIENCE, ROOT, alone, free_port, run_alone, run_ranks
+from forks import DISTRIBUTED, FORKS, PATIENCE, ROOT, alone, free_port, run_alone, run_ranks
 
 EXAMPLES = ROOT / "examples"
+PAGE = (EXAMPLES / "README.md").read_text()
+SCRIPTS = [path for path in sorted(EXAMPLES.rglob("*.py")) if path.parent.name != "topk_plugin"]
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 
 
@@ -53,18 +55,38 @@ def in_new_processes(*command, cwd, path):
     return stdout, stderr
 
 
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: str(path.relative_to(EXAMPLES)))
+def test_page_has_each_example(script):
+    name = str(script.relative_to(EXAMPLES))
+    (row,) = re.findall(rf"^\| \[{re.escape(name)}\]\({re.escape(name)}\) \|.*\| (.+) \|$", PAGE, re.MULTILINE)
+    assert re.match(r"\d+ s\b", row), "its time"
+    assert f"examples/{name}" in script.read_text().replace("\n", " "), "its command, in its first lines"
+    assert re.search(rf"^\$ (python|torchrun|lightning-commhooks) .*examples/{re.escape(name)}", PAGE, re.MULTILINE)
+
+
+def check_page(name, output):
+    """The lines that the page shows below the commands of an example are in its output, except for numbers."""
+    blocks = re.findall(rf"^\$ .*examples/{re.escape(name)}.*\n((?:(?!\$ |```).*\n)*)", PAGE, re.MULTILINE)
+    # Columns are as wide as their numbers, and hashes are numbers too.
+    shown, printed = (re.sub(r"(\b[0-9a-f]{8}\b|[\d.,]| )+", "0", text) for text in ("".join(blocks), output))
+    assert shown, f"the page shows nothing of {name}"
+    assert not [line for line in shown.splitlines() if line not in printed], output
+
+
 @needs("lightning", "sklearn")
 def test_lightning_digits(tmp_path):
-    script = EXAMPLES / "lightning_digits.py"
+    script = EXAMPLES / "lightning" / "digits.py"
     stdout, _ = launched(script, "--hook", "powersgd", "--epochs", "4", cwd=tmp_path)
     assert len(re.findall("^powersgd: ", stdout, re.MULTILINE)) == 1, "one line, of rank 0"
     assert float(re.search(r"([\d.]+)x less than dense", stdout)[1]) > 5
     assert float(re.search(r"test_accuracy\D+(0\.\d+)", stdout)[1]) > 0.8
+    check_page("lightning/digits.py", stdout)
 
 
 @needs("lightning", "sklearn", "tensorboard")
 def test_monitor_digits(tmp_path):
-    stdout, stderr = on_two_ranks(EXAMPLES / "monitor_digits.py", "--epochs", "4", cwd=tmp_path)
+    stdout, stderr = on_two_ranks(EXAMPLES / "lightning" / "monitor.py", "--epochs", "4", cwd=tmp_path)
+    check_page("lightning/monitor.py", (stdout + stderr).replace("s saved against", "s lost against"))
     line = r"Communication hook 'powersgd': [\d.]+ MB sent in 88 steps instead of .* start_powerSGD_iter=40 on\)"
     assert len(re.findall(line, stdout + stderr)) == 1, stdout + stderr
     assert list((tmp_path / "monitor_logs" / "powersgd").rglob("events.out.tfevents.*"))
@@ -72,8 +94,10 @@ def test_monitor_digits(tmp_path):
 
 @needs("lightning", "sklearn")
 def test_fabric_digits(tmp_path):
-    stdout, _ = on_two_ranks(EXAMPLES / "fabric_digits.py", "--hook", "post_localsgd", "--epochs", "6", cwd=tmp_path)
+    script = EXAMPLES / "fabric" / "digits.py"
+    stdout, _ = on_two_ranks(script, "--hook", "post_localsgd", "--epochs", "6", cwd=tmp_path)
     check_line(stdout, "post_localsgd", 1.5)
+    check_page("fabric/digits.py", stdout.replace("post_localsgd", "powersgd"))
 
 
 @needs("accelerate", "sklearn")
@@ -84,13 +108,14 @@ def test_accelerate_digits_with_accelerate_launch_and_the_environment(tmp_path, 
     launch += ["--mixed_precision=no", "--dynamo_backend=no"]
     # Not 0: Accelerate 1.4 gives it to the ranks as it is, and they wait forever.
     launch += [f"--main_process_port={free_port()}"]
-    stdout, _ = launched(*launch, EXAMPLES / "accelerate_digits.py", "--cpu", "--epochs", "6", cwd=tmp_path)
+    stdout, _ = launched(*launch, EXAMPLES / "accelerate" / "digits.py", "--cpu", "--epochs", "6", cwd=tmp_path)
     check_line(stdout, "powersgd", 5)
+    check_page("accelerate/digits.py", stdout)
 
 
 @needs("accelerate", "sklearn")
 def test_accelerate_digits_with_local_sgd(tmp_path):
-    command = [EXAMPLES / "accelerate_digits.py", "--cpu", "--hook", "post_localsgd", "--epochs", "6"]
+    command = [EXAMPLES / "accelerate" / "digits.py", "--cpu", "--hook", "post_localsgd", "--epochs", "6"]
     check_line(on_two_ranks(*command, cwd=tmp_path)[0], "post_localsgd", 1.5)
 
 
@@ -102,46 +127,50 @@ def check_line(stdout, hook, least_ratio):
 
 
 @needs("transformers", "accelerate")
-def test_hf_trainer_tiny(tmp_path):
-    script = EXAMPLES / "hf_trainer_tiny.py"
+def test_language_model_of_transformers(tmp_path):
+    script = EXAMPLES / "transformers" / "language_model.py"
     stdout, _ = on_two_ranks(script, "--hook", "powersgd", "--steps", "50", cwd=tmp_path)
     assert len(re.findall("^powersgd: ", stdout, re.MULTILINE)) == 1
     assert float(re.search(r"loss ([\d.]+) after", stdout)[1]) < 3.3, "4.8 at first"
     assert float(re.search(r"([\d.]+)x less than dense", stdout)[1]) > 1.5
+    check_page("transformers/language_model.py", stdout)
 
 
 @needs("lightning", "sklearn", "jsonargparse")
-@pytest.mark.parametrize("config", sorted((EXAMPLES / "cli").glob("*.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("config", sorted((EXAMPLES / "lightning" / "cli").glob("*.yaml")), ids=lambda path: path.stem)
 def test_cli(tmp_path, config):
     command = ["fit", "--config", config, "--trainer.max_epochs=6", "--trainer.enable_progress_bar=false"]
-    _, stderr = on_two_ranks(EXAMPLES / "cli" / "main.py", *command, cwd=tmp_path)
+    _, stderr = on_two_ranks(EXAMPLES / "lightning" / "cli" / "main.py", *command, cwd=tmp_path)
     assert "Starting with 2 processes" in stderr
     assert "`max_epochs=6` reached" in stderr
+    check_page("lightning/cli/main.py", stderr)
     # 6 epochs have 132 steps, more than the start in two of the files; the name begins after a tenth of them.
     assert "let it begin" not in stderr
 
 
 @needs("sklearn")
 @pytest.mark.parametrize(("hook", "ratio"), [("powersgd", 5), ("diloco", 1.8)])
-def test_ddp_plain(tmp_path, hook, ratio):
-    script = EXAMPLES / "ddp_plain.py"
+def test_plain_ddp_on_digits(tmp_path, hook, ratio):
+    script = EXAMPLES / "pytorch" / "digits.py"
     stdout, _ = on_two_ranks(script, "--hook", hook, "--steps", "100", cwd=tmp_path)
     check_line(stdout, hook, ratio)
+    check_page("pytorch/digits.py", stdout.replace("diloco", "powersgd"))
 
 
 @needs("sklearn")
 def test_sharded_digits(tmp_path):
-    outputs = run_ranks(EXAMPLES / "sharded_digits.py", world=4, cwd=tmp_path, timeout=150)
+    outputs = run_ranks(EXAMPLES / "fsdp" / "digits.py", world=4, cwd=tmp_path, timeout=150)
     # PyTorch 2.10 prints what gloo connects.
     (line,) = re.findall("^loss .*", "".join(stdout for stdout, _ in outputs), re.MULTILINE)
     found = re.fullmatch(r"loss (\d\.\d+); (\d+\.\d)x fewer bytes between replicas", line)
     assert float(found[1]) < 1
     assert float(found[2]) > 5
+    check_page("fsdp/digits.py", line)
 
 
 @needs("lightning", "sklearn", "torchft")
 def test_replicas_digits(tmp_path):
-    stdout, stderr = launched(EXAMPLES / "replicas_digits.py", cwd=tmp_path)
+    stdout, stderr = launched(EXAMPLES / "torchft" / "digits.py", cwd=tmp_path)
     assert "replica 2 was killed at step 60, and is started again" in stdout
     # It may be back before others have missed it.
     left = "replica 'replica_2' left (at step 60: 2|and 'replica_2' joined at step 60: 3) go on"
@@ -150,13 +179,60 @@ def test_replicas_digits(tmp_path):
     found = re.findall(r"replica (\d): step 600, accuracy (0\.9\d|1\.00), weights ([0-9a-f]{8})", stdout)
     assert {rank for rank, *_ in found} == {"0", "1", "2"}, stdout + stderr
     assert len({weights for *_, weights in found}) == 1, stdout
+    check_page("torchft/digits.py", stdout)
 
 
-def test_ddp_plain_without_anything_but_torch(tmp_path):
+@pytest.mark.parametrize("model", ["mlp", "gpt", "conv"])
+def test_models_for_advise(tmp_path, model):
+    path = EXAMPLES / "advise" / "models.py"
+    options = ["--bandwidth", "1gbit", "--hooks", "bf16", "--rounds", "1"]
+    stdout, _ = launched("lightning_commhooks", "advise", f"{path}:{model}", *options, cwd=tmp_path)
+    assert "dense (no hook)" in stdout
+
+
+def on_two_nodes(*arguments, cwd):
+    """Standard output of both nodes of a command, each of one process under a torchrun of its own."""
+    port = free_port()
+    environment = {name: value for name, value in alone(**FORKS.launching()).items() if name not in DISTRIBUTED}
+    words = ["--nnodes=2", "--nproc-per-node=1", "--master-addr=127.0.0.1", f"--master-port={port}"]
+    nodes = [
+        FORKS.start(
+            "torch.distributed.run", *words, f"--node-rank={rank}", *arguments, environment=environment, cwd=cwd
+        )
+        for rank in range(2)
+    ]
+    outputs = []
+    for node in nodes:
+        with node:
+            outputs.append(node.finish(150))
+    assert [node.returncode for node in nodes] == [0, 0], outputs
+    return [stdout for stdout, _ in outputs]
+
+
+@needs("lightning", "sklearn")
+def test_two_machines(tmp_path):
+    script = EXAMPLES / "two_machines" / "train.py"
+    options = ["--hooks", "bf16", "--rounds", "1"]
+    advice, nothing = on_two_nodes(
+        "-m", "lightning_commhooks", "advise", f"{script}:make_model", *options, cwd=tmp_path
+    )
+    assert "2 ranks, each on CPU" in advice
+    assert not nothing
+    first, _ = on_two_nodes(script, "--hook", "int8", "--epochs", "1", cwd=tmp_path)
+    second, nothing = on_two_nodes(script, "--hook", "int8", "--epochs", "2", "--resume", cwd=tmp_path)
+    check_page("two_machines/train.py", advice + first + second)
+    for output, steps in ((first, "int8: step 22, 22 of"), (second, "int8: step 44, 22 of")):
+        assert steps in output
+    assert not re.search("^int8: ", nothing, re.MULTILINE)
+    logged = (tmp_path / "two_machines" / "logs" / "version_1" / "metrics.csv").read_text()
+    assert "comm/compression_ratio" in logged
+
+
+def test_plain_ddp_without_anything_but_torch(tmp_path):
     blocked = ("sklearn", "lightning", "pytorch_lightning", "lightning_fabric", "accelerate", "transformers", "rich")
     for name in blocked:
         (tmp_path / f"{name}.py").write_text(f"raise ImportError('no {name} here')")
     path = f"{tmp_path}{os.pathsep}{ROOT}"
-    script = EXAMPLES / "ddp_plain.py"
+    script = EXAMPLES / "pytorch" / "digits.py"
     stdout, _ = in_new_processes(*TORCHRUN, script, "--hook", "bf16", "--steps", "20", cwd=tmp_path, path=path)
     assert "2.0x less than dense" in stdout

@@ -1,14 +1,16 @@
-"""README followed word for word: its scripts, copied out into an empty directory, start by their first lines."""
+"""README followed word for word, with the wheel in an empty environment; other pages' scripts, by their first lines."""
 
 import re
 import shlex
+import subprocess
+import sys
 
 import pytest
 
 pytest.importorskip("markdown_it")
 
 from docs_pages import DOCS, ROOT, blocks
-from forks import free_port
+from forks import alone, free_port
 from test_examples import launched, needs
 
 README = ROOT / "README.md"
@@ -50,26 +52,38 @@ def ratio_of(output):
     return float(ratio)
 
 
+@pytest.fixture(scope="module")
+def followed(tmp_path_factory):
+    """The output of each command of the README, in an environment with the wheel and its requirements only."""
+    pytest.importorskip("build")
+    pytest.importorskip("hatchling")
+    command = [sys.executable, str(ROOT / ".ci" / "release.py"), "--outdir", str(tmp_path_factory.mktemp("dist"))]
+    environment = alone(PET_MASTER_PORT=str(free_port()), COLUMNS="88")
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return dict(re.findall(r"^\$ (.+)\n((?:[^$].*\n|\n)*)", done.stdout, re.MULTILINE))
+
+
 @needs("lightning", "accelerate")
 @pytest.mark.parametrize("command", SCRIPTS)
-def test_scripts_of_the_readme(tmp_path, command):
-    (tmp_path / command.split()[-1]).write_text(SCRIPTS[command])
-    stdout, stderr = follow(command, tmp_path)
-    check_first_run(command, stdout + stderr)
+def test_scripts_of_the_readme(followed, command):
+    output = followed[command]
+    check_first_run(command, output)
     if "lightning" in command:
-        assert "`Trainer.fit` stopped: `max_steps=200` reached." in stderr
-        assert "Forecast for communication hook PowerSGD(start_powerSGD_iter=20): " in stdout + stderr
-        assert 6 < ratio_of(stdout + stderr) < 7
+        assert "`Trainer.fit` stopped: `max_steps=200` reached." in output
+        assert "Forecast for communication hook PowerSGD(start_powerSGD_iter=20): " in output
+        assert 6 < ratio_of(output) < 7
     else:
-        assert 9 < ratio_of(stdout + stderr) < 10, "20 steps in full of 200"
+        assert 9 < ratio_of(output) < 10, "20 steps in full of 200"
 
 
-def test_headroom_of_the_readme(tmp_path):
-    (made,) = (block for block in blocks(DOCS / "which_hook.md") if "def make_model" in block.text)
-    (tmp_path / "train.py").write_text(made.text)
-    (command,) = re.findall("^lightning-commhooks (headroom .+)$", README.read_text(), re.MULTILINE)
-    stdout, _ = launched("lightning_commhooks", *shlex.split(command, comments=True), cwd=tmp_path)
-    assert "Communication costs " in stdout
+@needs("lightning", "accelerate")
+def test_commands_of_the_readme(followed):
+    commands = re.findall("^lightning-commhooks .+$", README.read_text(), re.MULTILINE)
+    headroom, advise = (followed[command] for command in commands)
+    assert "Communication costs " in headroom
+    assert "dense (no hook)" in advise
+    assert "powersgd" in followed["lightning-commhooks list"]
 
 
 USE = {block.command: block.text for block in blocks(DOCS / "use.md") if block.command}

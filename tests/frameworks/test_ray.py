@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from forks import FOLDER, alone, run_alone
-from test_examples import check_line
+from test_examples import check_line, check_page
 
 MISSING = [
     name for name in ("ray", "pyarrow", "lightning", "accelerate", "sklearn") if importlib.util.find_spec(name) is None
@@ -99,7 +99,9 @@ def test_scripts_of_the_page(ray):
 
 
 def test_example(ray):
-    check_line((ray.out / "example.txt").read_text(), "powersgd", 5)
+    stdout = (ray.out / "example.txt").read_text()
+    check_line(stdout, "powersgd", 5)
+    check_page("ray/digits.py", stdout)
 
 
 @pytest.mark.parametrize(

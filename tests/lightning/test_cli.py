@@ -20,7 +20,7 @@ import lightning_commhooks as lc
 # Lightning calls jsonargparse in a way that it deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
-EXAMPLES = Path(__file__).parents[2] / "examples" / "cli"
+EXAMPLES = Path(__file__).parents[2] / "examples" / "lightning" / "cli"
 STRATEGY = "--trainer.strategy=lightning_commhooks.CompressedDDPStrategy"
 
 

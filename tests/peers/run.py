@@ -8,16 +8,20 @@ Exits with 1 on a difference that `expected.py` does not list, and on one listed
 import argparse
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import accelerate_tests
+import record
 import torch_tests
 from attaching import SETUPS
 from expected import NO_HOOK, WITHOUT, expected_failure
 from processes import Pair
+
+RECORD = record.take()
 
 
 def main():
@@ -40,6 +44,10 @@ def main():
         print(_line(name, row.values()), f"{time.monotonic() - start:6.0f} s", flush=True)
     pair.close()
     _summarize(table, setups, problems)
+    counts = Counter(cell for row in table.values() for cell in row.values())
+    suite = " ".join(["only tests/peers/run.py", *sys.argv[1:]]) if sys.argv[1:] else "make peers"
+    skipped = sum(counts[word] for word in ("no hook", "expected", "skip"))
+    record.write(RECORD, suite, counts["pass"], counts["FAIL"] + counts["STALE"], skipped)
     return 1 if problems else 0
 
 

@@ -16,6 +16,7 @@ import lightning_commhooks as lc
 
 ROOT = Path(__file__).parents[2]
 FLOORS = runpy.run_path(str(ROOT / ".ci/floors.py"))
+RELEASE = runpy.run_path(str(ROOT / ".ci/release.py"))
 PROJECT = FLOORS["tomllib"].loads((ROOT / "pyproject.toml").read_text())
 LOOK = """
 import contextlib, importlib.metadata as metadata, io, json, sys
@@ -79,6 +80,63 @@ def test_installed_wheel(installed):
     allowed = r"(lightning_commhooks|accelerate_integration|lightning_commhooks-[\w.]+\.dist-info|\.\./\.\./bin|bin)/"
     assert [path for path in found["files"] if not re.match(allowed, path)] == []
     assert found["missing"] == []
+
+
+# Names of both packages, with the types that an editor shows; the last line is an error.
+TYPED = """
+from accelerate_integration import CommHookKwargs
+from lightning_commhooks import Attachment, CommHook, PowerSGD, attach, available_hooks
+from torch.nn.parallel import DistributedDataParallel
+
+hook: CommHook = PowerSGD(matrix_approximation_rank=2)
+names: list[str] = [*available_hooks()]
+
+
+def train(model: DistributedDataParallel) -> Attachment:
+    attachment = attach(model, hook)
+    ratio: float = attachment.metrics()["compression_ratio"]
+    print(f"{ratio:.1f}")
+    return attachment
+
+
+handler = CommHookKwargs(hook="powersgd")
+attachments: list[Attachment] = handler.attachments
+PowerSGD(matrix_approximation_rank="two")
+"""
+
+
+# PyTorch and Accelerate have a hundred times the code; the types in question are ours.
+MYPY = """
+[mypy]
+strict = true
+[mypy-torch.*,accelerate.*,transformers.*,numpy.*]
+follow_imports = skip
+"""
+
+
+def test_types_of_the_installed_wheel(built, tmp_path):
+    """A type checker finds `py.typed` of both packages."""
+    pytest.importorskip("mypy")
+    pytest.importorskip("accelerate")
+    (wheel,) = built.glob("*.whl")
+    environment = RELEASE["Environment"](tmp_path, wheel, None)
+    environment.add("accelerate")
+    (tmp_path / "program.py").write_text(TYPED)
+    (tmp_path / "mypy.ini").write_text(MYPY)
+    # Of this Python, which looks into the packages of that one.
+    mypy = [sys.executable, "-m", "mypy", "--python-executable", str(environment.folder / "bin" / "python")]
+    done = subprocess.run([*mypy, "program.py"], cwd=tmp_path, capture_output=True, text=True, timeout=400, check=False)
+    error, summary = done.stdout.splitlines()
+    assert 'Argument "matrix_approximation_rank" to "PowerSGD" has incompatible type "str"' in error, done.stdout
+    assert summary.startswith("Found 1 error in 1 file"), done.stdout + done.stderr
+
+
+def test_version_is_the_same_everywhere():
+    (cited,) = re.findall(r"^version: (.+)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)
+    unreleased, *released = re.findall(r"^## \[(.+?)\](?: - (.+))?$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert unreleased == ("Unreleased", "")
+    assert cited == lc.__version__ == released[0][0]
+    assert all(re.fullmatch(r"\d{4}-\d\d-\d\d", date) for _, date in released)
 
 
 def test_source_distribution_has_everything(built):

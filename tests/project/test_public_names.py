@@ -1,8 +1,11 @@
 """Public names, their parameters and methods, as `public_names.txt` lists them: a change of one is seen in review.
 
+And the classes of warnings, by which users see that a name is deprecated: docs/support.md.
+
 `python tests/project/test_public_names.py` prints the list.
 """
 
+import ast
 import functools
 import importlib.util
 import inspect
@@ -64,6 +67,20 @@ def test_public_names_are_those_of_the_list():
     fix = "python tests/project/test_public_names.py > tests/project/public_names.txt, and an entry in CHANGELOG.md"
     assert [line for line in now if line not in listed] == [], fix
     assert now == listed, fix
+
+
+def test_warnings_have_the_right_class():
+    """`FutureWarning` for what is deprecated, which Python shows to users; `UserWarning`, the default, for the rest."""
+    found, packages = set(), ("lightning_commhooks", "accelerate_integration")
+    for path in (path for package in packages for path in (LIST.parents[2] / package).rglob("*.py")):
+        for call in ast.walk(ast.parse(path.read_text())):
+            if isinstance(call, ast.Call) and ast.unparse(call.func) == "warnings.warn":
+                given = [*call.args[1:2], *(keyword.value for keyword in call.keywords if keyword.arg == "category")]
+                category = ast.unparse(given[0]) if given else "UserWarning"
+                is_deprecated = "deprecat" in ast.unparse(call)
+                assert category == ("FutureWarning" if is_deprecated else "UserWarning"), f"{path}:{call.lineno}"
+                found.add(path.name)
+    assert len(found) > 10
 
 
 if __name__ == "__main__":

@@ -299,7 +299,7 @@ def example(out):
     """What the example prints."""
     sys.argv[1:] = ["--hook", "powersgd", "--epochs", "4", "--storage", str(out / "example")]
     with contextlib.redirect_stdout(io.StringIO()) as printed:
-        runpy.run_path(str(ROOT / "examples" / "ray_digits.py"), run_name="__main__")
+        runpy.run_path(str(ROOT / "examples" / "ray" / "digits.py"), run_name="__main__")
     (out / "example.txt").write_text(printed.getvalue())
 
 

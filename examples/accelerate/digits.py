@@ -2,8 +2,8 @@
 
 In two processes:
 
-    accelerate launch --num_processes 2 --multi_gpu examples/accelerate_digits.py --hook powersgd
-    python -m torch.distributed.run --nproc-per-node 2 examples/accelerate_digits.py --cpu
+    accelerate launch --num_processes 2 --multi_gpu examples/accelerate/digits.py --hook powersgd
+    python -m torch.distributed.run --nproc-per-node 2 examples/accelerate/digits.py --cpu
 
 Without `--hook` the environment variables COMMHOOKS_HOOK and COMMHOOKS_OPTIONS choose it.
 """

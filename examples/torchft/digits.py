@@ -1,7 +1,7 @@
 """Three replicas train on digits with torchft. One is killed and rejoins, and the other two keep training.
 
     pip install 'lightning-commhooks[lightning,torchft]' scikit-learn
-    python examples/replicas_digits.py
+    python examples/torchft/digits.py
 
 Starts all processes on this machine, with a lighthouse. Each replica is a Trainer, with the same command as on a
 separate machine: docs/replicas.md.

@@ -1,6 +1,6 @@
 """Plain PyTorch DDP with a communication hook: needs torch only.
 
-    torchrun --nproc-per-node 2 examples/ddp_plain.py --hook powersgd
+    torchrun --nproc-per-node 2 examples/pytorch/digits.py --hook powersgd
 
 Trains on scikit-learn's digits where it is installed, else on synthetic data.
 """

@@ -2,7 +2,7 @@
 
 In two processes:
 
-    python examples/fabric_digits.py --hook powersgd --devices 2
+    python examples/fabric/digits.py --hook powersgd --devices 2
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ import argparse
 
 import torch
 from lightning.fabric import Fabric
-from lightning_digits import Digits, DigitsData
+from sklearn.datasets import load_digits
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset, random_split
 
 from lightning_commhooks import CompressedDDPFabricStrategy, PostLocalSGD, PowerSGD, available_hooks
 
@@ -36,9 +37,13 @@ def main() -> None:
     fabric.launch()
     fabric.seed_everything(0)
 
-    network, data = Digits().net, DigitsData()
+    x, y = map(torch.as_tensor, load_digits(return_X_y=True))
+    train_set, test_set = random_split(TensorDataset(x.float() / 16, y), [1437, 360])
+    network = nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10))
     model, optimizer = fabric.setup(network, torch.optim.Adam(network.parameters(), lr=1e-3))
-    train, test = fabric.setup_dataloaders(data.train_dataloader(), data.test_dataloader())
+    train, test = fabric.setup_dataloaders(
+        DataLoader(train_set, batch_size=32, shuffle=True, drop_last=True), DataLoader(test_set, batch_size=60)
+    )
     for _ in range(args.epochs):
         for images, labels in train:
             optimizer.zero_grad()

@@ -2,7 +2,7 @@
 
 In two processes:
 
-    python examples/lightning_digits.py --hook powersgd --devices 2
+    python examples/lightning/digits.py --hook powersgd --devices 2
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 In two processes:
 
-    python examples/monitor_digits.py --hook powersgd --devices 2
+    python examples/lightning/monitor.py --hook powersgd --devices 2
     tensorboard --logdir monitor_logs
 """
 
@@ -12,9 +12,9 @@ import argparse
 
 import lightning as L
 import torch
+from digits import Digits, DigitsData
 from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
 from lightning.pytorch.loggers import TensorBoardLogger
-from lightning_digits import Digits, DigitsData
 
 from lightning_commhooks import CommHookMonitor, CompressedDDPStrategy, Int8, PostLocalSGD, PowerSGD
 

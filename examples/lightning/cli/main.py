@@ -2,8 +2,8 @@
 
 Train, or list the options of a hook:
 
-    python examples/cli/main.py fit --config examples/cli/powersgd.yaml
-    python examples/cli/main.py fit --trainer.strategy=lightning_commhooks.CompressedDDPStrategy \
+    python examples/lightning/cli/main.py fit --config examples/lightning/cli/powersgd.yaml
+    python examples/lightning/cli/main.py fit --trainer.strategy=lightning_commhooks.CompressedDDPStrategy \
         --trainer.strategy.hook.help=lightning_commhooks.PowerSGD
 """
 
@@ -15,7 +15,7 @@ from lightning.pytorch.cli import LightningCLI
 import lightning_commhooks  # noqa: F401  # registers the strategy names: --trainer.strategy=ddp_powersgd
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from lightning_digits import Digits, DigitsData
+from digits import Digits, DigitsData
 
 if __name__ == "__main__":
     LightningCLI(Digits, DigitsData, seed_everything_default=0)

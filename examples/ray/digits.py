@@ -3,7 +3,7 @@
 On two workers, of this machine or of the cluster that RAY_ADDRESS names, which restart from the last epoch when one
 of them fails:
 
-    python examples/ray_digits.py --hook powersgd --workers 2
+    python examples/ray/digits.py --hook powersgd --workers 2
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Digits with a sharded model: two replicas, each sharded over two ranks, PowerSGD between them.
 
-    torchrun --nproc_per_node=4 examples/sharded_digits.py
-    torchrun --nproc_per_node=4 examples/sharded_digits.py int8 bf16
+    torchrun --nproc_per_node=4 examples/fsdp/digits.py
+    torchrun --nproc_per_node=4 examples/fsdp/digits.py int8 bf16
 
 The arguments are the hook between replicas and the hook of the reduce-scatter within a replica. On GPUs, use NCCL and
 `"cuda"`.

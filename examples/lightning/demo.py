@@ -2,7 +2,7 @@
 
 `make demo`, or:
 
-    python examples/demo.py
+    python examples/lightning/demo.py
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def train(epochs: int) -> None:
         logging.getLogger(package).setLevel(logging.ERROR)
 
     import lightning as L
-    from lightning_digits import Digits, DigitsData
+    from digits import Digits, DigitsData
 
     from lightning_commhooks import CompressedDDPStrategy, PowerSGD
 

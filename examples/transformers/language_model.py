@@ -2,7 +2,7 @@
 
 The text is this Python's own documentation strings, character by character; nothing is downloaded. In two processes:
 
-    python -m torch.distributed.run --nproc-per-node 2 examples/hf_trainer_tiny.py --hook powersgd
+    python -m torch.distributed.run --nproc-per-node 2 examples/transformers/language_model.py --hook powersgd
 """
 
 from __future__ import annotations
