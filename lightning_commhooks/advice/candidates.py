@@ -145,5 +145,5 @@ def _imported(module: str, attribute: str) -> CommHook:
     except (ImportError, AttributeError) as error:
         raise ValueError(f"--hooks {module}:{attribute}: {error}; options are {module}:name=value") from error
     if not isinstance(found, CommHook):
-        raise ValueError(f"--hooks {module}:{attribute} must be a configured CommHook, is {found!r}")
+        raise ValueError(f"--hooks {module}:{attribute} must be a configured CommHook, got {found!r}")
     return found

@@ -38,7 +38,7 @@ def load_task(spec: str, device: torch.device, seed: int) -> Task:
     """
     module_name, _, attribute = spec.rpartition(":")
     if not module_name or not attribute:
-        raise ValueError(f"the model must be given as module:factory, such as my_module:make, is {spec!r}")
+        raise ValueError(f"the model must be given as module:factory, such as my_module:make, got {spec!r}")
     factory = _attempt(f"{spec}: importing it", lambda: imported(module_name, attribute))
     parts = _parts(spec, factory, seed)
     module = parts["model"]
@@ -48,9 +48,9 @@ def load_task(spec: str, device: torch.device, seed: int) -> Task:
         raise ValueError(f"{spec}() returned a model without trainable parameters")
     batch, loss_fn, options = _first(parts["batch"]), parts.get("loss_fn"), parts.get("ddp") or {}
     if loss_fn is not None and not callable(loss_fn):
-        raise ValueError(f"{spec}(): loss_fn must be a function (output, target) -> loss, is {loss_fn!r}")
+        raise ValueError(f"{spec}(): loss_fn must be a function (output, target) -> loss, got {loss_fn!r}")
     if not isinstance(options, Mapping):
-        raise ValueError(f"{spec}(): ddp must be a dict of arguments of DistributedDataParallel, is {options!r}")
+        raise ValueError(f"{spec}(): ddp must be a dict of arguments of DistributedDataParallel, got {options!r}")
     if loss_fn is not None and not is_lightning(module) and isinstance(batch, (tuple, list)) and len(batch) < 2:
         raise ValueError(
             f"{spec}() returned a loss function and a batch of {len(batch)}, in a {type(batch).__name__}: with "
@@ -110,7 +110,7 @@ def _optimizers(spec: str, given: Any, module: Any) -> list[Optimizer]:
         return [torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=_LEARNING_RATE)]
     if found := list(_optimizers_in(given)):
         return found
-    raise ValueError(f"{spec}: optimizer must be a torch.optim.Optimizer, is {given!r}")
+    raise ValueError(f"{spec}: optimizer must be a torch.optim.Optimizer, got {given!r}")
 
 
 def _optimizers_in(given: object) -> Iterator[Optimizer]:

@@ -28,7 +28,7 @@ def check_hierarchy(value: object) -> None:
         ValueError: the value is not one.
     """
     if value not in (None, "node"):
-        raise ValueError(f"hierarchy must be None or 'node', is {value!r}")
+        raise ValueError(f"hierarchy must be None or 'node', got {value!r}")
 
 
 def bind_by_node(hierarchy: Hierarchy, group: Group, bind: Callable[[Group], BoundHook]) -> BoundHook:

@@ -85,7 +85,7 @@ def get_hook_class(name: str) -> type[CommHook]:
         loaded = others[name].load()
         if not (isinstance(loaded, type) and issubclass(loaded, CommHook)):
             raise ValueError(
-                f"entry point {name!r} of group {ENTRY_POINT_GROUP!r} must be a CommHook class, is {loaded!r}"
+                f"entry point {name!r} of group {ENTRY_POINT_GROUP!r} must be a CommHook class, got {loaded!r}"
             )
         return loaded
     exact = {_plain(known): known for known in (*others, *_aliases, *_classes)}

@@ -20,7 +20,7 @@ RANK = "matrix_approximation_rank"
 def check_start(field: str, value: object) -> None:
     """Refuse anything but a step, a fraction of the run or `"auto"`; raises a `ValueError`."""
     if (isinstance(value, float) and not 0 < value < 1) or (isinstance(value, str) and value != "auto"):
-        raise ValueError(f"{field} must be a step, an integer, a fraction of the run, as 0.1, or 'auto'; is {value!r}")
+        raise ValueError(f"{field} must be a step, an integer, a fraction of the run, as 0.1, or 'auto', got {value!r}")
     if not isinstance(value, (float, str)):
         check_integer(field, value, 0)
 

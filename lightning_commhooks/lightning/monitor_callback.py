@@ -133,7 +133,7 @@ class CommHookMonitorMixin:
 def _checked_names(names: object) -> tuple[MetricName, ...]:
     """Names of values for the progress bar."""
     if isinstance(names, str) or not isinstance(names, Sequence):
-        raise ValueError(f"progress_bar must be a list of names, is {names!r}; () shows nothing")
+        raise ValueError(f"progress_bar must be a list of names, got {names!r}; () shows nothing")
     for name in names:
         if name not in NAMES:
             raise ValueError(f"progress_bar has {name!r}; there are {', '.join(NAMES)}")

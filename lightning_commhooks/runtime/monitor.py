@@ -56,7 +56,7 @@ class MonitorOptions:
         check_integer("error_every_n_steps", self.error_every_n_steps, 0)
         numel = self.error_numel
         if numel is not None and (isinstance(numel, bool) or not isinstance(numel, int) or numel < 1):
-            raise ValueError(f"error_numel must be an integer of at least 1, or None for all elements, is {numel!r}")
+            raise ValueError(f"error_numel must be an integer of at least 1, or None for all elements, got {numel!r}")
         check_bool("closing_line", self.closing_line)
         check_bool("measure_link", self.measure_link)
 

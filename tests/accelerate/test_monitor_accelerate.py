@@ -104,7 +104,7 @@ def test_one_process(tmp_path, capsys):
     accelerator = Accelerator(cpu=True, log_with="tensorboard", project_dir=tmp_path)
     with pytest.raises(ValueError, match=r"monitor is for a transformers.Trainer: CommHookTracker\(accelerator"):
         use_comm_hook(accelerator, "bf16", monitor=True)
-    with pytest.raises(ValueError, match="every_n_steps must be an integer of at least 1, is 0"):
+    with pytest.raises(ValueError, match="every_n_steps must be an integer of at least 1, got 0"):
         CommHookTracker(accelerator, CommHookKwargs(hook="bf16"), every_n_steps=0)
     tracker = CommHookTracker(accelerator, CommHookKwargs(hook="bf16"))
     tracker.log(0)
