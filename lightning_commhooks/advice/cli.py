@@ -17,9 +17,8 @@ import torch
 from lightning_commhooks.advice import launch
 from lightning_commhooks.advice.candidates import DEFAULT, Candidate, candidates
 from lightning_commhooks.advice.listing import listed, text_of_list
-from lightning_commhooks.advice.load import load_task
-from lightning_commhooks.advice.report import text_of
-from lightning_commhooks.advice.study import has_network, study
+from lightning_commhooks.advice.study import has_network, study, text_of
+from lightning_commhooks.advice.task import load_task
 
 _COMMANDS = {
     "headroom": "measure how much a hook can save at most: dense averaging against a hook that sends nothing",

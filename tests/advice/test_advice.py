@@ -14,9 +14,9 @@ import lightning_commhooks as lc
 from lightning_commhooks.advice import study
 from lightning_commhooks.advice.candidates import DEFAULT, candidate, candidates, code, parse
 from lightning_commhooks.advice.emulated import Network
-from lightning_commhooks.advice.load import imported, load_task
-from lightning_commhooks.advice.ranking import Row, amortized, decide, headroom, merged, ranked, unsettled
-from lightning_commhooks.advice.report import text_of
+from lightning_commhooks.advice.ranking import Row, amortized, decide, headroom, merged, unsettled
+from lightning_commhooks.advice.study import text_of
+from lightning_commhooks.advice.task import imported, load_task
 
 CPU = torch.device("cpu")
 
@@ -114,10 +114,6 @@ class TestVerdict:
 
     def test_headroom_is_never_negative(self):
         assert headroom([DENSE, row("noop", 103)]) == 0
-
-    def test_ranked(self):
-        order = ranked([DENSE, row("slow", 120), NOOP, row("fast", 39)])
-        assert [r.label for r in order] == ["noop", "fast", "dense", "slow"]
 
 
 class TestAmortized:
