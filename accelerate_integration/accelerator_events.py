@@ -16,10 +16,10 @@ from accelerate.utils import DistributedType, gather_object, save
 from torch.optim import Optimizer
 
 from lightning_commhooks.basics.announce import announce
+from lightning_commhooks.monitoring import closing_line
 from lightning_commhooks.runtime.attachment import Attachment
 from lightning_commhooks.runtime.attachments import Attachments
 from lightning_commhooks.runtime.copies import NotCopied, nothing
-from lightning_commhooks.runtime.monitor import closing_line
 from lightning_commhooks.runtime.optimizers import check_optimizer
 
 FILE_NAME = "lightning_commhooks.bin"

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from lightning_commhooks.interface.error_sample import DEFAULT_NUMEL
 from lightning_commhooks.lightning.averaging import show
 from lightning_commhooks.lightning.refusals import refusals_as
-from lightning_commhooks.runtime.monitor import NAMES, PREFIX, MetricName, Monitor, MonitorOptions
+from lightning_commhooks.monitoring import NAMES, PREFIX, MetricName, Monitor, MonitorOptions
 
 
 class CommHookMonitorMixin:

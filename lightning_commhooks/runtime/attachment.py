@@ -23,9 +23,9 @@ from lightning_commhooks.interface.layout import unwrapped
 from lightning_commhooks.interface.state import PerRank
 from lightning_commhooks.interface.user_function import DDPHook, UserFunction
 from lightning_commhooks.runtime import checkpoint
-from lightning_commhooks.runtime.compression import without_pass_on
 from lightning_commhooks.runtime.copies import nothing
 from lightning_commhooks.runtime.forecast import Forecast
+from lightning_commhooks.runtime.lone_rank import without_pass_on
 from lightning_commhooks.runtime.runtime import Runtime
 from lightning_commhooks.wrappers.scale import accumulation_of
 
@@ -171,7 +171,7 @@ class Attachment:
             check_integer("numel", 1 if numel is None else numel, 1)
             same |= {"every": every, "numel": numel}
         total = sum(map(math.prod, self._runtime.layout.shapes.values()))
-        self._runtime.watch.sampler = ErrorSampler(every, numel, total) if every else None
+        self._runtime.sampler = ErrorSampler(every, numel, total) if every else None
 
     def measure_link(self, budget: float = 1.5) -> Link:
         """Measure the cost of collectives between these ranks, in about `budget` seconds.
@@ -199,7 +199,7 @@ class Attachment:
 
         Call it outside of a backward.
         """
-        return self._runtime.watch.not_compressed()
+        return self._runtime.forecaster.not_compressed()
 
     def forecast(self, num_steps: int | None = None) -> Forecast | None:
         """Forecast the bytes that training will send, from measured steps. Not collective.

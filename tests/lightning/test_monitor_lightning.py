@@ -19,7 +19,7 @@ from test_lightning import Results, finish, start
 from test_lightning import launch as launch_runner
 
 import lightning_commhooks as lc
-from lightning_commhooks.runtime.monitor import NAMES, NAMES_OF_NODES
+from lightning_commhooks.monitoring import NAMES, NAMES_OF_NODES
 
 RUNNER = FOLDER / "monitor_lightning_runner.py"
 launch = functools.partial(launch_runner, runner=RUNNER)

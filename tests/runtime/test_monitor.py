@@ -12,7 +12,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 import lightning_commhooks as lc
 from lightning_commhooks.collectives.link import Link
-from lightning_commhooks.runtime.monitor import NAMES, NAMES_OF_NODES, MonitorOptions, _size
+from lightning_commhooks.monitoring import NAMES, NAMES_OF_NODES, MonitorOptions, _size
 
 POWERSGD = lc.PowerSGD(start_powerSGD_iter=2, matrix_approximation_rank=2)
 

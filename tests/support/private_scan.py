@@ -7,20 +7,17 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("lightning_commhooks", "accelerate_integration")
 
-# Of our own objects, read from outside of their methods; names of type variables and parts of names.
+# Of our own objects, read from outside of their methods; and parts of names.
 OURS = {
-    "_HookClass",
     "_add",
     "_attach",
     "_attachments",
     "_events",
     "_evaluation",
-    "_iter",
     "_process_group",
     "_runtime",
     "_replica",
     "_finish_step",
-    "_wire",
     "_are_alike",
     "_is_quiet",
     "_sends_gradients",
@@ -28,10 +25,8 @@ OURS = {
     "_number",
     "_transport",
     "_between_nodes",
-    "_per_step",
     "_example",
     "_first",
-    "_first_reasons",
     "_misconfiguration",
     "_target_",
     "_ms",
@@ -39,8 +34,6 @@ OURS = {
     "_begun",
     "_part",
     "_set_members",
-    # Documented, of named tuples.
-    "_fields",
 }
 
 
