@@ -17,9 +17,9 @@ from accelerate.utils import DistributedType, gather_object, save
 from torch.optim import Optimizer
 
 from lightning_commhooks.basics.announce import announce
+from lightning_commhooks.monitoring import closing_line
 from lightning_commhooks.runtime.attachment import Attachment
 from lightning_commhooks.runtime.attachments import Attachments
-from lightning_commhooks.runtime.monitor import closing_line
 from lightning_commhooks.runtime.optimizers import check_optimizer
 from lightning_commhooks.runtime.passes import NotCopied, return_none
 

@@ -15,10 +15,10 @@ from accelerate_integration.kwargs import CommHookKwargs, FSDPCommHook
 from lightning_commhooks.basics.announce import announce
 from lightning_commhooks.interface.checks import check_integer
 from lightning_commhooks.interface.error_sample import DEFAULT_NUMEL
+from lightning_commhooks.monitoring import PREFIX, Monitor, MonitorOptions
 from lightning_commhooks.runtime.attachment import Attachment
-from lightning_commhooks.runtime.monitor import PREFIX, Monitor, MonitorOptions
 
-_OF_TRAINER = [field.name for field in dataclasses.fields(MonitorOptions) if field.name != "every_n_steps"]
+_TRAINER_OPTIONS = [field.name for field in dataclasses.fields(MonitorOptions) if field.name != "every_n_steps"]
 
 
 class CommHookTracker:
@@ -170,10 +170,11 @@ def trainer_options(options: object) -> MonitorOptions:
     """Options that `use_comm_hook(trainer, hook, monitor=...)` stands for."""
     if options is True:
         return MonitorOptions()
-    if not isinstance(options, Mapping) or (unknown := sorted(options.keys() - set(_OF_TRAINER), key=str)):
-        what = f"has {unknown[0]!r}" if isinstance(options, Mapping) else f"is {options!r}"
-        more = ", and how often values are logged is up to TrainingArguments(logging_steps=...)"
-        raise ValueError(f"monitor {what}; it must be True or a dict with some of {', '.join(_OF_TRAINER)}{more}")
+    if not isinstance(options, Mapping) or options.keys() - set(_TRAINER_OPTIONS):
+        raise ValueError(
+            f"monitor must be True or a dict with some of {', '.join(_TRAINER_OPTIONS)}, got {options!r}; "
+            "TrainingArguments(logging_steps=...) says how often values are logged"
+        )
     return MonitorOptions(**options)
 
 

@@ -106,7 +106,7 @@ def main() -> None:
     parser.add_argument("names", nargs="*", default=list(SCENARIOS), help=f"some of {', '.join(SCENARIOS)}")
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
-    from lightning_commhooks.advice.report import text_of
+    from lightning_commhooks.advice.study import text_of
 
     print(f"$ python {shlex.join(sys.argv)}")
     print(f"# torch {torch.__version__}, {datetime.date.today()}, a core for each host, or half of one")

@@ -34,7 +34,7 @@ from netns import hosts, pin
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_commhooks as lc
-from lightning_commhooks.runtime.monitor import MonitorOptions
+from lightning_commhooks.monitoring import MonitorOptions
 
 HOOKS: dict[str, lc.CommHook] = {
     "bf16": lc.BF16(),

@@ -140,7 +140,7 @@ def hosts(
         RuntimeError: not root, no `ip` or `tc`, or a kernel without `sch_tbf`.
     """
     if not 2 <= num <= 4:
-        raise ValueError(f"num must be 2 to 4 hosts, is {num}")
+        raise ValueError(f"num must be 2 to 4 hosts, got {num}")
     if loss and not delay_ms:
         raise ValueError("packets are lost on links with a delay_ms only")
     _remove_leftovers()

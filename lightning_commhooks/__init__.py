@@ -35,9 +35,9 @@ from lightning_commhooks.interface.models import OptimizerStep
 from lightning_commhooks.interface.registry import available_hooks, get_hook, register
 from lightning_commhooks.interface.state import StateError, StateReader, StateWriter
 from lightning_commhooks.lightning import register_strategy_names
+from lightning_commhooks.monitoring import Monitor
 from lightning_commhooks.runtime.attachment import Attachment
 from lightning_commhooks.runtime.forecast import Forecast
-from lightning_commhooks.runtime.monitor import Monitor
 from lightning_commhooks.sources.attach import attach
 from lightning_commhooks.torchft.fault_tolerance import FaultTolerance
 from lightning_commhooks.wrappers import Auto, Cast, PerParameter, ScaleByGradAccumulation, Schedule

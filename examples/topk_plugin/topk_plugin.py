@@ -20,7 +20,7 @@ class TopK(lc.CommHook):
 
     def __post_init__(self):
         if not 0 < self.ratio <= 1:
-            raise ValueError(f"ratio must be above 0 and up to 1, is {self.ratio}")
+            raise ValueError(f"ratio must be above 0 and up to 1, got {self.ratio}")
 
     def bind(self, group):
         return BoundTopK(group, self)

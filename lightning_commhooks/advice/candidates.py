@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_commhooks.advice.load import imported
+from lightning_commhooks.advice.task import imported
 from lightning_commhooks.hooks import DiLoCo, Noop, PostLocalSGD
 from lightning_commhooks.interface.hook import CommHook
 from lightning_commhooks.interface.python_code import code
@@ -38,7 +38,6 @@ class Candidate:
     """One way to average gradients.
 
     Attributes:
-        label: name of the hook, as the user gave it.
         hook: the configuration; `None` for DDP without a hook.
         measured: the configuration that is measured instead: without warm-up, and with a shorter period.
         period_factor: how many times shorter the measured period is.
@@ -69,11 +68,7 @@ class Candidate:
 
 
 def candidates(specs: Iterable[str] | None) -> list[Candidate]:
-    """Return dense, noop and the hooks of these command-line options, each once; `None`: the default hooks.
-
-    Raises:
-        ValueError: see [`parse`][].
-    """
+    """Return dense, noop and the hooks of these command-line options, each once; `None`: the default hooks."""
     usual = [(label, hook) for label, spec in DEFAULT.items() for _, hook in parse(spec)]
     chosen = usual if specs is None else [pair for spec in specs for pair in parse(spec)]
     found = {label: candidate(label, hook) for label, hook in chosen}
@@ -145,5 +140,5 @@ def _imported(module: str, attribute: str) -> CommHook:
     except (ImportError, AttributeError) as error:
         raise ValueError(f"--hooks {module}:{attribute}: {error}; options are {module}:name=value") from error
     if not isinstance(found, CommHook):
-        raise ValueError(f"--hooks {module}:{attribute} must be a configured CommHook, is {found!r}")
+        raise ValueError(f"--hooks {module}:{attribute} must be a configured CommHook, got {found!r}")
     return found

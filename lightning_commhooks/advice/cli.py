@@ -17,9 +17,8 @@ import torch
 from lightning_commhooks.advice import launch
 from lightning_commhooks.advice.candidates import DEFAULT, Candidate, candidates
 from lightning_commhooks.advice.listing import listed, text_of_list
-from lightning_commhooks.advice.load import load_task
-from lightning_commhooks.advice.report import text_of
-from lightning_commhooks.advice.study import has_network, study
+from lightning_commhooks.advice.study import has_network, study, text_of
+from lightning_commhooks.advice.task import load_task
 
 _COMMANDS = {
     "headroom": "measure how much a hook can save at most: dense averaging against a hook that sends nothing",
@@ -95,13 +94,13 @@ def _add_network(command: ArgumentParser) -> None:
 
 def _count(text: str, least: int = 1) -> int:
     if not text.isdecimal() or int(text) < least:
-        raise ArgumentTypeError(f"must be an integer of at least {least}, is {text!r}")
+        raise ArgumentTypeError(f"must be an integer of at least {least}, got {text!r}")
     return int(text)
 
 
 def _magnitude(text: str) -> float:
     if not (number := float(text)) >= 0:
-        raise ArgumentTypeError(f"must be at least 0, is {text!r}")
+        raise ArgumentTypeError(f"must be at least 0, got {text!r}")
     return number
 
 
@@ -109,7 +108,7 @@ def parse_bandwidth(text: str) -> float:
     """Return the bytes per second of `1gbit`, `100 Mbit/s`, `10Gbps` or `1.2GB/s`; reject ambiguous units."""
     found = _BANDWIDTH.fullmatch(text.strip())
     if found is None or float(found["number"]) <= 0:
-        raise ArgumentTypeError(f"must be like 1gbit, 100mbit or 1.2GB/s, is {text!r}")
+        raise ArgumentTypeError(f"must be like 1gbit, 100mbit or 1.2GB/s, got {text!r}")
     if found["unclear"]:
         amount = found["number"] + found["prefix"]
         raise ArgumentTypeError(f"{text!r} is ambiguous: write {amount}bit/s for bits, {amount}B/s for bytes")
@@ -121,7 +120,7 @@ def parse_latency(text: str) -> float:
     """Return the seconds of `0.1ms`, `50us` or `1s`."""
     found = re.fullmatch(r"\s*(\d*\.?\d+)\s*(us|ms|s)\s*", text, re.IGNORECASE)
     if found is None:
-        raise ArgumentTypeError(f"must be like 0.1ms or 50us, is {text!r}")
+        raise ArgumentTypeError(f"must be like 0.1ms or 50us, got {text!r}")
     return float(found[1]) * {"us": 1e-6, "ms": 1e-3, "s": 1.0}[found[2].lower()]
 
 

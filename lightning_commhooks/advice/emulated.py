@@ -47,8 +47,6 @@ class Network:
 
 
 class _InFlight(NamedTuple):
-    """A collective in flight."""
-
     wait: Callable[[], Tensor]
 
 
@@ -112,23 +110,25 @@ class Emulated:
         has_hook: whether a hook sends the gradients; DDP's own all-reduces differ.
         on_stream: whether collectives are queued on the current CUDA stream, as with NCCL.
         clock: a replacement for the module `time`.
-
-    Attributes:
-        is_ordered: see `Direct`.
-        latency: see `Direct`.
-        size: number of ranks.
-        rank: this rank.
+        wire: a wire to share; by default, a new one.
     """
 
     def __init__(
-        self, network: Network, rank: int = 0, *, has_hook: bool = True, on_stream: bool = False, clock: Any = time
+        self,
+        network: Network,
+        rank: int = 0,
+        *,
+        has_hook: bool = True,
+        on_stream: bool = False,
+        clock: Any = time,
+        wire: _Wire | None = None,
     ) -> None:
         is_direct = network.is_far and has_hook and not on_stream
         self.is_ordered, self.latency = not is_direct, network.latency if is_direct else 0.0
         self.size, self.rank = network.world_size, rank
         self._network, self._on_stream = network, on_stream
         self._of_message = network.latency * (1.0 if is_direct or on_stream else RING_LATENCIES)
-        self._wire = _Wire(clock, 0 if has_hook else _BUCKETS_OF_DDP)
+        self._wire = wire or _Wire(clock, 0 if has_hook else _BUCKETS_OF_DDP)
 
     def channel(self, number: int, ranks: object = None) -> Emulated:
         """Return itself: all buckets share the wire."""
@@ -137,9 +137,7 @@ class Emulated:
     def among(self, ranks: Sequence[int], part: int) -> Emulated:
         """Return a transport to some of the ranks, over the same wire."""
         network = Network(self._network.bandwidth, self._network.latency, len(ranks))
-        some = Emulated(network, list(ranks).index(self.rank), on_stream=self._on_stream)
-        some._wire = self._wire
-        return some
+        return Emulated(network, list(ranks).index(self.rank), on_stream=self._on_stream, wire=self._wire)
 
     def num_rounds(self, num_bytes: int) -> int:
         """Return the number of rounds of messages in which a tensor is summed."""

@@ -51,9 +51,6 @@ def errors_among(
 
     A sample of the ranks represents all of them: each has the gradients of its own batch, the same in all steps. All
     processes call this function, and rank 0 gets the result.
-
-    Raises:
-        ValueError: a hook does not support the model or the number of ranks, or the factory gave too few batches.
     """
     num_ranks = num_averaged(world_size, task.gradient_bytes)
     buckets = _buckets(task, [task.batch, *itertools.islice(task.later_batches, num_ranks - 1)])

@@ -38,8 +38,8 @@ _TURN_SECONDS = 0.4
 _MAX_STEPS = 12
 _BURN_IN_MS = 1000.0
 # Limits on the extra rounds while differences are within the noise: a multiple of `--rounds`, and a duration.
-_MOST_ROUNDS = 6
-_MOST_SECONDS = 90.0
+_MAX_ROUNDS = 6
+_MAX_SECONDS = 90.0
 
 
 def measured_network(task: Task) -> Network:
@@ -55,10 +55,7 @@ def measured_network(task: Task) -> Network:
 class Bench:
     """Runs the steps of one task with one hook after another, in the same order on all ranks.
 
-    Args:
-        task: the model.
-        network: the network to emulate; `None`: use the real one.
-        tell: called with the name of each part of the work before it begins.
+    It emulates the network, or uses the real one if there is none.
     """
 
     def __init__(self, task: Task, network: Network | None, tell: Callable[[str], None]) -> None:
@@ -86,9 +83,9 @@ class Bench:
                 expected_ms[label] = self._slowest(rounds_of[label][-1].step_ms)
             rows = {label: self._agreed(merged(rounds)) for label, rounds in rounds_of.items()}
             # One round gives no estimate of the noise.
-            is_last = len(rounds_of[NOOP]) < 2 or self._slowest(time.perf_counter() - begin) > _MOST_SECONDS
+            is_last = len(rounds_of[NOOP]) < 2 or self._slowest(time.perf_counter() - begin) > _MAX_SECONDS
             again = set() if is_last else unsettled([*rows.values()])
-            turns = [one for one in chosen if one.label in again and len(rounds_of[one.label]) < _MOST_ROUNDS * rounds]
+            turns = [one for one in chosen if one.label in again and len(rounds_of[one.label]) < _MAX_ROUNDS * rounds]
         self._task.restore()
         if self._network is not None:
             with warnings.catch_warnings():

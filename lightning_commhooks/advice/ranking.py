@@ -22,18 +22,13 @@ _QUIETER = "measure on a quiet machine, or with more --rounds"
 
 @dataclass
 class Row:
-    """The measurements of one hook.
+    """The measurements of one hook: times and bytes of a step, on the slowest rank; NaN: unknown.
 
     Attributes:
-        label: name of the hook, as the user gave it.
-        code: the hook as Python code.
-        step_ms: milliseconds of a step, on the slowest rank.
-        bytes_sent: bytes per step and rank.
-        bytes_dense: bytes per step and rank with dense averaging.
         spread_ms: standard error of `step_ms` over the rounds that [`merged`][] keeps.
-        exposed_ms: milliseconds of a step in which training waits for communication; NaN: unknown.
-        codec_ms: milliseconds of a step in which the hook computes; NaN: unknown.
-        error: error of one step's averaged gradient, relative to its norm; NaN: the hook averages models.
+        exposed_ms: time in which training waits for communication.
+        codec_ms: time in which the hook computes.
+        error: error of the averaged gradient, relative to its norm; NaN: the hook averages models.
         note: how the measured hook differs from the user's.
     """
 
@@ -65,7 +60,6 @@ class Verdict:
 
     Attributes:
         choice: label of the recommended hook; `None`: do not compress.
-        reason: the reason in one sentence.
         line: code to paste; empty without a choice.
         apart: reasons against the hooks that are never recommended, by label.
         is_noisy: whether no hook is recommended because the difference is within the noise.
@@ -100,10 +94,7 @@ def median(values: list[float]) -> float:
 def amortized(values: list[float], sent: list[float], period_factor: int) -> float:
     """Return the average cost of a step in a period that is `period_factor` times as long as the measured one.
 
-    Args:
-        values: cost of each step, over whole measured periods.
-        sent: bytes sent in each step; the steps that send the least recur in the longer period.
-        period_factor: how many times longer the real period is.
+    The steps that send the least recur in the longer period.
     """
     usual = [value for value, num_bytes in zip(values, sent, strict=True) if num_bytes <= min(sent)]
     common = statistics.median(usual)
@@ -148,11 +139,6 @@ def unsettled(rows: list[Row]) -> set[str]:
         if abs(dense.step_ms - best.step_ms - MIN_GAIN * dense.step_ms) <= noise_ms(dense, best):
             again |= {DENSE, best.label}
     return again
-
-
-def ranked(rows: list[Row]) -> list[Row]:
-    """Sort rows: noop first, which does not train, then the fastest hooks first."""
-    return sorted(rows, key=lambda row: (row.label != NOOP, row.step_ms))
 
 
 def decide(rows: list[Row], max_error: float) -> Verdict:

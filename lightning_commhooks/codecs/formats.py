@@ -84,9 +84,9 @@ class Int4Codec(Codec):
         check_block_size(self.block_size, 8)
         check_rounding(self.rounding)
         if self.rotation not in (None, "hadamard"):
-            raise ValueError(f"rotation must be one of (None, 'hadamard'), is {self.rotation!r}")
+            raise ValueError(f"rotation must be one of (None, 'hadamard'), got {self.rotation!r}")
         if self.rotation and self.block_size & (self.block_size - 1):
-            raise ValueError(f"block_size must be a power of 2 with rotation='hadamard', is {self.block_size}")
+            raise ValueError(f"block_size must be a power of 2 with rotation='hadamard', got {self.block_size}")
 
     def quantize(self, blocks: Tensor, seed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         blocks, extent = self._rotated(blocks)
@@ -252,7 +252,7 @@ class FP8Codec(Codec):
 
     def __post_init__(self) -> None:
         if self.format not in _FORMATS:
-            raise ValueError(f"format must be one of {sorted(_FORMATS)}, is {self.format!r}")
+            raise ValueError(f"format must be one of {sorted(_FORMATS)}, got {self.format!r}")
         check_block_size(self.block_size, 8)
         check_rounding(self.rounding)
 
@@ -279,13 +279,13 @@ class FP8Codec(Codec):
 def check_rounding(rounding: str) -> None:
     """Raise `ValueError` for a rounding that there is not."""
     if rounding not in ROUNDINGS:
-        raise ValueError(f"rounding must be one of {ROUNDINGS}, is {rounding!r}")
+        raise ValueError(f"rounding must be one of {ROUNDINGS}, got {rounding!r}")
 
 
 def check_block_size(block_size: int | None, multiple: int, field: str = "block_size") -> None:
     """Raise `ValueError`, naming the field, unless it is a positive multiple."""
     if isinstance(block_size, bool) or not isinstance(block_size, int) or block_size < 1 or block_size % multiple:
-        raise ValueError(f"{field} must be a positive multiple of {multiple}, is {block_size!r}")
+        raise ValueError(f"{field} must be a positive multiple of {multiple}, got {block_size!r}")
 
 
 def largest(blocks: Tensor) -> Tensor:

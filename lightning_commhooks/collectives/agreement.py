@@ -160,7 +160,7 @@ def _patience() -> float:
     except ValueError:
         seconds = math.nan
     if not seconds > 0:
-        raise ValueError(f"the environment variable {_PATIENCE} must be a number of seconds above 0, is {text!r}")
+        raise ValueError(f"the environment variable {_PATIENCE} must be a number of seconds above 0, got {text!r}")
     return seconds
 
 

@@ -262,7 +262,7 @@ def _slowest(messages: Messages, measured: float) -> float:
     slowest = float(finish(Direct(messages).gather(own)).max())
     if not 0 <= slowest < math.inf:
         raise ValueError(
-            f"the environment variable {_LATENCY} must be a number of milliseconds of at least 0 on all ranks, is "
+            f"the environment variable {_LATENCY} must be a number of milliseconds of at least 0 on all ranks, got "
             f"{os.environ.get(_LATENCY)!r} on this one"
         )
     return slowest

@@ -644,24 +644,28 @@ class Group:
 
 
 @contextmanager
-def counted(gradients: Tensor, ranks: Group) -> Iterator[None]:
+def counted(gradients: Tensor, ranks: Group, dense: float = 0.0) -> Iterator[None]:
     """Count the gradient elements that a hook sends within a `with`: see `Counters.numel_uncompressed`.
 
     Args:
         gradients: the flat gradients of one bucket, or the values of a sparse gradient.
         ranks: the collectives that the hook gets.
+        dense: bytes that an all-reduce of the same gradients sends, to count as well.
     """
-    tally, dtype, numel = ranks.tally, gradients.dtype, gradients.numel()
+    tally, counters, dtype, numel = ranks.tally, ranks.counters, gradients.dtype, gradients.numel()
+    share = ranks.inter_node_share(around_ring=True)
+    counters.bytes_dense += dense
+    counters.bytes_dense_between_nodes += dense * share
     sent, between = tally.sent, tally.between_nodes
     numbers, numbers_between = tally.numbers.copy(), tally.numbers_between_nodes.copy()
     yield
     if tally.sent > sent:
         given = tally.numbers - numbers
-        if 0 < ranks.inter_node_share(around_ring=True) < 1 and tally.between_nodes > between:
+        if 0 < share < 1 and tally.between_nodes > between:
             given = tally.numbers_between_nodes - numbers_between
         as_they_are = sum(num for form, num in given.items() if _is_as_precise(form, dtype))
-        ranks.counters.numel_uncompressed += min(numel, as_they_are)
-        ranks.counters.numel_compressed += max(0, numel - as_they_are)
+        counters.numel_uncompressed += min(numel, as_they_are)
+        counters.numel_compressed += max(0, numel - as_they_are)
 
 
 def _is_as_precise(form: torch.dtype, dtype: torch.dtype) -> bool:

@@ -70,7 +70,7 @@ class LocalSGDConfig(CommHook):
                 "averages gradients over no subgroup; leave one of the two out"
             )
         if self.optimizer_state not in ("keep", "average", "reset"):
-            raise ValueError(f"optimizer_state must be 'keep', 'average' or 'reset', is {self.optimizer_state!r}")
+            raise ValueError(f"optimizer_state must be 'keep', 'average' or 'reset', got {self.optimizer_state!r}")
 
     def changes_at(self) -> set[int]:
         start = start_of(self, "start_localSGD_iter")

@@ -166,7 +166,7 @@ def pseudo_gradient_hook(given: PseudoGradient | CommHook, error_feedback: bool)
     if given not in _HOOKS:
         raise ValueError(
             f"pseudo_gradient must be one of {[*get_args(PseudoGradient)]} or a hook, as "
-            f"PowerSGD(start_powerSGD_iter=0); is {given!r}"
+            f"PowerSGD(start_powerSGD_iter=0), got {given!r}"
         )
     hook = _HOOKS[given]
     if not error_feedback or given == "topk":

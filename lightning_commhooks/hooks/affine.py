@@ -27,7 +27,7 @@ class _Quantize(CommHook):
 
     def __post_init__(self) -> None:
         if self.protocol not in PROTOCOLS:
-            raise ValueError(f"protocol must be one of {PROTOCOLS}, is {self.protocol!r}")
+            raise ValueError(f"protocol must be one of {PROTOCOLS}, got {self.protocol!r}")
         self.codec  # noqa: B018  # refuses its own options
 
     @property

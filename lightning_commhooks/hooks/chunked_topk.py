@@ -61,11 +61,11 @@ class ChunkedTopK(CommHook):
         check_integer("k", self.k, 8)
         check_integer("chunk_size", self.chunk_size, 8)
         if self.chunk_size > _LARGEST_CHUNK:
-            raise ValueError(f"chunk_size must be at most {_LARGEST_CHUNK}, is {self.chunk_size}")
+            raise ValueError(f"chunk_size must be at most {_LARGEST_CHUNK}, got {self.chunk_size}")
         if self.k % 8 or self.k > self.chunk_size:
-            raise ValueError(f"k must be a multiple of 8 up to chunk_size={self.chunk_size}, is {self.k}")
+            raise ValueError(f"k must be a multiple of 8 up to chunk_size={self.chunk_size}, got {self.k}")
         if not isinstance(self.decay, (int, float)) or not 0 < self.decay <= 1:
-            raise ValueError(f"decay must be above 0 and up to 1, is {self.decay!r}")
+            raise ValueError(f"decay must be above 0 and up to 1, got {self.decay!r}")
         check_bool("compress_1d", self.compress_1d)
 
     def compresses(self, shape: Sequence[int]) -> bool:

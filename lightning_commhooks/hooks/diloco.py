@@ -111,13 +111,13 @@ class DiLoCo(LocalSGDConfig):
         check_integer("delay", self.delay, 0)
         for field in ("fragments", "delay"):
             if getattr(self, field) > self.period:
-                raise ValueError(f"{field} must be at most period={self.period}, is {getattr(self, field)}")
+                raise ValueError(f"{field} must be at most period={self.period}, got {getattr(self, field)}")
         if not isinstance(self.outer_lr, (int, float)) or not self.outer_lr > 0:
-            raise ValueError(f"outer_lr must be above 0, is {self.outer_lr!r}")
+            raise ValueError(f"outer_lr must be above 0, got {self.outer_lr!r}")
         if not isinstance(self.outer_momentum, (int, float)) or not 0 <= self.outer_momentum < 1:
-            raise ValueError(f"outer_momentum must be in [0, 1), is {self.outer_momentum!r}")
+            raise ValueError(f"outer_momentum must be in [0, 1), got {self.outer_momentum!r}")
         if self.mixing is not None and (not isinstance(self.mixing, (int, float)) or not 0 <= self.mixing <= 1):
-            raise ValueError(f"mixing must be None or in [0, 1], is {self.mixing!r}")
+            raise ValueError(f"mixing must be None or in [0, 1], got {self.mixing!r}")
         for field in ("nesterov", "error_feedback", "eager"):
             check_bool(field, getattr(self, field))
         if self.eager and (self.delay not in (0, self.period) or self.mixing):
@@ -132,7 +132,7 @@ class DiLoCo(LocalSGDConfig):
     def _check_period_seconds(self) -> None:
         seconds = self.period_seconds
         if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 < seconds < math.inf:
-            raise ValueError(f"period_seconds must be None or above 0, is {seconds!r}")
+            raise ValueError(f"period_seconds must be None or above 0, got {seconds!r}")
         check_integer("period, the first one with period_seconds,", self.period, 2)
         for field, default in (("fragments", 1), ("delay", 0), ("eager", False)):
             if getattr(self, field) != default:

@@ -36,7 +36,7 @@ class _Half(CommHook):
 
     def __post_init__(self) -> None:
         if self.accumulate_dtype not in (None, "float32"):
-            raise ValueError(f"accumulate_dtype must be None or 'float32', is {self.accumulate_dtype!r}")
+            raise ValueError(f"accumulate_dtype must be None or 'float32', got {self.accumulate_dtype!r}")
         check_hierarchy(self.hierarchy)
 
     def bind(self, group: Group) -> BoundHook:

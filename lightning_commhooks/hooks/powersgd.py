@@ -111,14 +111,14 @@ class LowRankConfig(CommHook):
         check_hierarchy(self.hierarchy)
         check_integer("num_iters_per_step", self.num_iters_per_step, 1)
         if self.num_iters_per_step > 2:
-            raise ValueError(f"num_iters_per_step must be 1 or 2, is {self.num_iters_per_step!r}")
+            raise ValueError(f"num_iters_per_step must be 1 or 2, got {self.num_iters_per_step!r}")
         if self.num_iters_per_step == 1 and not self.warm_start:
             raise ValueError(
                 "num_iters_per_step=1 goes on from the factor of the step before: it needs warm_start=True, "
                 "or use num_iters_per_step=2"
             )
         if not isinstance(self.orthogonalization_epsilon, (int, float)) or not 0 <= self.orthogonalization_epsilon < 1:
-            raise ValueError(f"orthogonalization_epsilon must be in [0, 1), is {self.orthogonalization_epsilon!r}")
+            raise ValueError(f"orthogonalization_epsilon must be in [0, 1), got {self.orthogonalization_epsilon!r}")
 
     def changes_at(self) -> set[int]:
         start = start_of(self, "start_powerSGD_iter")
@@ -184,7 +184,7 @@ class PowerSGD(LowRankConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not isinstance(self.min_compression_rate, (int, float)) or not self.min_compression_rate > 0:
-            raise ValueError(f"min_compression_rate must be above 0, is {self.min_compression_rate!r}")
+            raise ValueError(f"min_compression_rate must be above 0, got {self.min_compression_rate!r}")
 
     def bind(self, group: Group) -> BoundHook:
         return bind_by_node(self.hierarchy, group, lambda ranks: BoundPowerSGD(ranks, self))

@@ -11,7 +11,7 @@ def check_integer(field: str, value: object, lowest: int | None = None) -> None:
     """
     if isinstance(value, bool) or not isinstance(value, int) or (lowest is not None and value < lowest):
         least = "" if lowest is None else f" of at least {lowest}"
-        raise ValueError(f"{field} must be an integer{least}, is {value!r}")
+        raise ValueError(f"{field} must be an integer{least}, got {value!r}")
 
 
 def check_bool(field: str, value: object) -> None:
@@ -21,4 +21,4 @@ def check_bool(field: str, value: object) -> None:
         ValueError: the value is not one of them; the message names the field and its value.
     """
     if not isinstance(value, bool):
-        raise ValueError(f"{field} must be True or False, is {value!r}")
+        raise ValueError(f"{field} must be True or False, got {value!r}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -15,19 +14,9 @@ from lightning_commhooks.interface.bucket import Bucket
 DEFAULT_NUMEL = 2**14
 
 
-@dataclass(frozen=True)
-class _Taken:
-    """A sample of this rank's gradients, before they were averaged.
-
-    Attributes:
-        places: indices of the elements in the bucket, shape `(k,)`.
-        values: the elements, in at least float32, shape `(k,)`.
-        weight: number of elements of the bucket that each sampled element represents.
-    """
-
-    places: Tensor
-    values: Tensor
-    weight: float
+# A sample of this rank's gradients, before they were averaged: indices of elements in the bucket, the elements in at
+# least float32, and the number of elements of the bucket that each of them represents.
+Sample = tuple[Tensor, Tensor, float]
 
 
 class ErrorSampler:
@@ -40,13 +29,14 @@ class ErrorSampler:
         every: sample steps whose number is a multiple of this value.
         numel: number of elements to compare in a step, over all buckets; `None`: all elements.
         numel_model: number of elements of all gradients.
+        only: sample this step only; `None`: as `every` says.
 
     Attributes:
         step: the last sampled step; -1 before the first.
     """
 
-    def __init__(self, every: int, numel: int | None, numel_model: int) -> None:
-        self._every = every
+    def __init__(self, every: int, numel: int | None, numel_model: int, only: int | None = None) -> None:
+        self._every, self._only = every, only
         self._fraction = 1.0 if numel is None else min(1.0, numel / max(1, numel_model))
         self.step = -1
         # Sums of squares: of the difference, and of the mean.
@@ -54,9 +44,10 @@ class ErrorSampler:
         # The sums of the last step with finite gradients, and its number.
         self._finite: Tensor | None = None
 
-    def take(self, flat: Tensor, bucket: Bucket) -> _Taken | None:
+    def take(self, flat: Tensor, bucket: Bucket) -> Sample | None:
         """Sample a bucket before it is reduced; `None` in unsampled steps, and for sparse or non-real gradients."""
-        if bucket.step % self._every or flat.is_sparse or not flat.is_floating_point() or not flat.numel():
+        is_sampled = bucket.step % self._every == 0 and self._only in (None, bucket.step)
+        if not is_sampled or flat.is_sparse or not flat.is_floating_point() or not flat.numel():
             return None
         if bucket.step != self.step:
             self._finite = self._latest()
@@ -72,16 +63,17 @@ class ErrorSampler:
         if flat.is_cuda:
             places = places.pin_memory().to(flat.device, non_blocking=True)
         values = flat[places].to(torch.promote_types(flat.dtype, torch.float32))
-        return _Taken(places, values, numel / count)
+        return places, values, numel / count
 
-    def compare(self, taken: _Taken, flat: Tensor, bucket: Bucket, ranks: Group) -> Steps[None]:
+    def compare(self, sample: Sample, flat: Tensor, bucket: Bucket, ranks: Group) -> Steps[None]:
         """Compare the sample with the reduced bucket. Collective: one all-reduce of the sample."""
         # The factor that scaled gradients before they were averaged.
         factor = None if bucket.accumulated is None else bucket.accumulated.factor
-        values = taken.values if factor is None else taken.values * factor
+        places, values, weight = sample
+        values = values if factor is None else values * factor
         mean = yield from ranks.quiet().all_reduce_mean_(values)
-        difference = flat[taken.places].to(mean.dtype) - mean
-        sums = torch.stack([difference.double().square().sum(), mean.double().square().sum()]) * taken.weight
+        difference = flat[places].to(mean.dtype) - mean
+        sums = torch.stack([difference.double().square().sum(), mean.double().square().sum()]) * weight
         self._sums = sums if self._sums is None else self._sums + sums
 
     def _latest(self) -> Tensor | None:

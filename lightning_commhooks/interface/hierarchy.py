@@ -28,7 +28,7 @@ def check_hierarchy(value: object) -> None:
         ValueError: the value is not one.
     """
     if value not in (None, "node"):
-        raise ValueError(f"hierarchy must be None or 'node', is {value!r}")
+        raise ValueError(f"hierarchy must be None or 'node', got {value!r}")
 
 
 def bind_by_node(hierarchy: Hierarchy, group: Group, bind: Callable[[Group], BoundHook]) -> BoundHook:
@@ -42,22 +42,18 @@ def bind_by_node(hierarchy: Hierarchy, group: Group, bind: Callable[[Group], Bou
     Raises:
         ValueError: the nodes have different numbers of ranks.
     """
-    if not _has_levels(hierarchy, group):
-        return bind(group)
-    nodes = nodes_as_ranks(group)
-    return _NodeFirst(bind(nodes), group, nodes)
-
-
-def _has_levels(hierarchy: Hierarchy, group: Group) -> bool:
     if hierarchy is None:
-        return False
+        return bind(group)
     if len(group.nodes()) == 1 and group.size > 1 and group.rank == 0:
         warnings.warn(
             f"hierarchy={hierarchy!r} does nothing: all {group.size} ranks are on one node. If they are not, let their "
             "launcher set NODE_RANK",
             stacklevel=2,
         )
-    return has_levels(group)
+    if not has_levels(group):
+        return bind(group)
+    nodes = nodes_as_ranks(group)
+    return _NodeFirst(bind(nodes), group, nodes)
 
 
 class _NodeFirst(BoundAround):

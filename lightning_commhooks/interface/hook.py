@@ -218,9 +218,9 @@ class BoundHook(ABC):
 
         Shown for steps that are not compressed, and as a warning if training ends with such a step. If the end can be
         foreseen, the warning is given after the first steps: the method is then called for the last step, if
-        `changes_at()` has no step before it. Otherwise it is given at the end. The method is also called in each step
-        after the step's last bucket, so it may depend on the buckets so far; `None` if there are none yet, as after
-        `load_state_dict`. The text is a clause that names the hook, and optionally a semicolon and advice:
+        `changes_at()` has no step before it. Otherwise it is given at the end. The method is called between steps, so
+        it may depend on the buckets so far; `None` if there are none yet, as after `load_state_dict`. The text is a
+        clause that names the hook, and optionally a semicolon and advice:
         `"hook='powersgd' compresses from start_powerSGD_iter=1000 on; let it begin earlier"`.
 
         Args:

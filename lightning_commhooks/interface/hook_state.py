@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from lightning_commhooks.interface.hook import BoundHook, CommHook
+from lightning_commhooks.interface.options import values_of
 from lightning_commhooks.interface.state import StateReader, StateWriter
 
 
 def describe(hook: CommHook) -> dict[str, Any]:
     """A hook's name and options as primitives."""
-    names: list[str] = [field.name for field in dataclasses.fields(hook)] if dataclasses.is_dataclass(hook) else []
-    return {"name": hook.name, "options": {name: _primitive(getattr(hook, name)) for name in names}}
+    return {"name": hook.name, "options": {name: _primitive(value) for name, value in values_of(hook).items()}}
 
 
 def _primitive(value: object) -> Any:

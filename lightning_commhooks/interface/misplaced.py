@@ -125,7 +125,7 @@ def given_beside(hook: object, options: Mapping[str, Any]) -> str:
 
 def refusal(hook: object) -> str:
     """Explain that a value is not a hook, with the line to write if the meaning is clear."""
-    text = f"hook must be a name or a CommHook, is {hook!r}"
+    text = f"hook must be a name or a CommHook, got {hook!r}"
     if isinstance(hook, type):
         needs = issubclass(hook, CommHook) and misfit(hook.__name__, hook, (), {})
         return f"{text}; did you mean {hook.__name__}({'...' if needs else ''})?"

@@ -7,29 +7,25 @@ import re
 from importlib.metadata import EntryPoint, entry_points
 from typing import TypeVar
 
-from lightning_commhooks.interface import options
 from lightning_commhooks.interface.hook import CommHook
-from lightning_commhooks.interface.options import did_you_mean
+from lightning_commhooks.interface.options import did_you_mean, named
 
 ENTRY_POINT_GROUP = "lightning_commhooks.hooks"
 
-_HookClass = TypeVar("_HookClass", bound=type[CommHook])
+HookClass = TypeVar("HookClass", bound=type[CommHook])
 # The arguments in a docstring, and one of them.
 _ARGUMENTS = re.compile(r"^Args:\n((?: {4}.*\n?)+)", re.MULTILINE)
 _ARGUMENT = re.compile(r"^ {4}(\w+): .*\n(?: {5}.*\n)*", re.MULTILINE)
-_classes: dict[str, type[CommHook]] = {}
-_aliases: dict[str, str] = {}
 
 
-def register(hook_class: _HookClass) -> _HookClass:
+def register(hook_class: HookClass) -> HookClass:
     """Class decorator: make a [`CommHook`][] known by its `name` and `aliases`.
 
     Raises:
         ValueError: another class has that name already.
     """
     own = (hook_class.name, *hook_class.aliases)
-    known = {_plain(name): taken for name, taken in _classes.items()}
-    known |= {_plain(alias): _classes[name] for alias, name in _aliases.items()}
+    known = {_plain(name): taken for name, taken in named.items()}
     for name in own:
         taken = known.get(_plain(name))
         if taken is not None and taken is not hook_class:
@@ -37,9 +33,7 @@ def register(hook_class: _HookClass) -> _HookClass:
                 f"the hook name {name!r} is taken by {taken.__module__}.{taken.__qualname__}; capitals and underscores "
                 "make no other name"
             )
-    _classes[hook_class.name] = hook_class
-    _aliases.update(dict.fromkeys(hook_class.aliases, hook_class.name))
-    options.named.update(dict.fromkeys(own, hook_class))
+    named.update(dict.fromkeys(own, hook_class))
     _describe_inherited_options(hook_class)
     return hook_class
 
@@ -64,7 +58,7 @@ def _third_party() -> dict[str, EntryPoint]:
 
 def available_hooks() -> list[str]:
     """Names that `get_hook`, `attach` and every adapter accept, sorted; those of entry points included."""
-    return sorted({*_classes, *_third_party()})
+    return sorted({*(hook_class.name for hook_class in named.values()), *_third_party()})
 
 
 def get_hook_class(name: str) -> type[CommHook]:
@@ -78,22 +72,22 @@ def get_hook_class(name: str) -> type[CommHook]:
         ValueError: there is no such hook, and the message has the known names and the closest one; or the entry
             point of that name is not a `CommHook` class.
     """
-    if (own := _classes.get(_aliases.get(name, name))) is not None:
-        return own
+    hook_class: type[CommHook] | None = named.get(name)
+    if hook_class is not None:
+        return hook_class
     others = _third_party()
     if name in others:
         loaded = others[name].load()
         if not (isinstance(loaded, type) and issubclass(loaded, CommHook)):
             raise ValueError(
-                f"entry point {name!r} of group {ENTRY_POINT_GROUP!r} must be a CommHook class, is {loaded!r}"
+                f"entry point {name!r} of group {ENTRY_POINT_GROUP!r} must be a CommHook class, got {loaded!r}"
             )
         return loaded
-    exact = {_plain(known): known for known in (*others, *_aliases, *_classes)}
+    exact = {_plain(known): known for known in (*others, *named)}
     if _plain(name) in exact:
         return get_hook_class(exact[_plain(name)])
-    known = sorted({*_classes, *others})
-    hint = did_you_mean(name, [*known, *_aliases])
-    raise ValueError(f"unknown hook {name!r}; {hint}available hooks: {', '.join(known)}")
+    hint = did_you_mean(name, [*available_hooks(), *named])
+    raise ValueError(f"unknown hook {name!r}; {hint}available hooks: {', '.join(available_hooks())}")
 
 
 def _plain(name: str) -> str:

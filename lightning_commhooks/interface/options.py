@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-# Classes of hooks by names and aliases, for messages.
-named: dict[str, type] = {}
+# Registered classes of hooks by names and aliases.
+named: dict[str, Any] = {}
 
 
 def parameters_of(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
@@ -64,6 +65,12 @@ def options_of(hook_class: type) -> list[str]:
     if hook_class.__init__ is object.__init__:  # type: ignore[misc]
         return []
     return [*parameters_of(hook_class.__init__)]  # type: ignore[misc]
+
+
+def values_of(hook: Any) -> dict[str, Any]:
+    """Return the options of a hook by name, with their values; of a class that is no dataclass there are none."""
+    fields = dataclasses.fields(hook) if dataclasses.is_dataclass(hook) else ()
+    return {field.name: getattr(hook, field.name) for field in fields}
 
 
 def _of_inner_hooks(name: str, given: object) -> str:

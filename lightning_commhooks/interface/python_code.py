@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from lightning_commhooks.interface.hook import CommHook
 from lightning_commhooks.interface.names import get_hook_class
@@ -16,7 +15,13 @@ def code(hook: CommHook) -> str:
     has_fields: bool = dataclasses.is_dataclass(hook)
     if not has_fields:
         return repr(hook)
-    options = _options(hook)
+    options = {}
+    for field in dataclasses.fields(hook):  # type: ignore[arg-type]
+        value, default = getattr(hook, field.name), field.default
+        if field.default_factory is not dataclasses.MISSING:
+            default = field.default_factory()
+        if field.init and value != default:
+            options[field.name] = value
     if options == auto_starts(type(hook)) and _is_registered(hook):
         return f'"{hook.name}"'
     return f"{type(hook).__name__}({', '.join(f'{key}={_code(value)}' for key, value in options.items())})"
@@ -26,18 +31,6 @@ def earlier(hook: CommHook, num_steps: int) -> str:
     """Advice on a hook that does next to nothing in a run of so many steps, since it starts too late."""
     tenth = num_steps // 10
     return f"let it begin after about a tenth of training, {tenth:,}: hook={code(begun_at(hook, tenth))}"
-
-
-def _options(hook: CommHook) -> dict[str, Any]:
-    """Fields that are not at their defaults."""
-    options = {}
-    for field in dataclasses.fields(hook):  # type: ignore[arg-type]
-        value, default = getattr(hook, field.name), field.default
-        if field.default_factory is not dataclasses.MISSING:
-            default = field.default_factory()
-        if field.init and value != default:
-            options[field.name] = value
-    return options
 
 
 def _code(value: object) -> str:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from lightning_commhooks.interface.checks import check_integer
 from lightning_commhooks.interface.hook import CommHook
+from lightning_commhooks.interface.options import values_of
 
-# The fraction of the run after which "auto" begins, if the length of the run is known and this is sooner than the
-# default of the class.
-_PART = 0.1
+# "auto" begins after this fraction of the run, or at the default step of the class if that is sooner.
+_AUTO_FRACTION = 0.1
 # The option of low-rank hooks that sets the rank.
 RANK = "matrix_approximation_rank"
 
@@ -20,7 +21,7 @@ RANK = "matrix_approximation_rank"
 def check_start(field: str, value: object) -> None:
     """Refuse anything but a step, a fraction of the run or `"auto"`; raises a `ValueError`."""
     if (isinstance(value, float) and not 0 < value < 1) or (isinstance(value, str) and value != "auto"):
-        raise ValueError(f"{field} must be a step, an integer, a fraction of the run, as 0.1, or 'auto'; is {value!r}")
+        raise ValueError(f"{field} must be a step, an integer, a fraction of the run, as 0.1, or 'auto', got {value!r}")
     if not isinstance(value, (float, str)):
         check_integer(field, value, 0)
 
@@ -32,7 +33,7 @@ def text_of_steps(num: int) -> str:
 
 def is_start(field: str) -> bool:
     """Whether an option of a hook is a start, such as `start_powerSGD_iter`."""
-    return field.startswith("start_") and field.endswith("_iter")
+    return re.fullmatch(r"start_\w+_iter", field) is not None
 
 
 def depends_on_length(start: object) -> bool:
@@ -51,7 +52,7 @@ def start_of(hook: Any, field: str, num_steps: int = 0) -> float:
     start = getattr(hook, field)
     if start == "auto":
         default: int = type(hook).__dataclass_fields__[field].default
-        return min(default, int(num_steps * _PART)) if num_steps else default
+        return min(default, int(num_steps * _AUTO_FRACTION)) if num_steps else default
     return int(num_steps * start) if isinstance(start, float) and num_steps else start
 
 
@@ -65,9 +66,13 @@ def auto_starts(hook_class: type) -> dict[str, str]:
 def late_starts(hook: CommHook) -> Iterator[tuple[CommHook, str, float | str]]:
     """Yield the starts above 0 of a hook and of the hooks inside it: the hook, the name and the value of each."""
     for each in hooks_in(hook):
-        for name, value in _fields_of(each).items():
-            if is_start(name) and start_of(each, name):
+        for name, value in values_of(each).items():
+            if _is_late(each, name):
                 yield each, name, value
+
+
+def _is_late(hook: CommHook, option: str) -> bool:
+    return is_start(option) and start_of(hook, option) > 0
 
 
 def hooks_in(hook: CommHook) -> Iterator[CommHook]:
@@ -77,40 +82,42 @@ def hooks_in(hook: CommHook) -> Iterator[CommHook]:
         yield from hooks_in(inner)
 
 
-def _fields_of(hook: CommHook) -> dict[str, Any]:
-    names: list[str] = [field.name for field in dataclasses.fields(hook)] if dataclasses.is_dataclass(hook) else []
-    return {name: getattr(hook, name) for name in names}
-
-
 @functools.singledispatch
 def at_once(hook: CommHook) -> CommHook:
     """Return the hook as it is after all starts: each start is 0, and of a schedule only the last phase is left."""
-    return _changed(hook, {name: 0 for owner, name, _ in late_starts(hook) if owner is hook}, at_once)
+    return changed(hook, lambda own, name, value: 0 if _is_late(own, name) else value, at_once)
 
 
 def started(hook: CommHook, num_steps: int) -> CommHook:
     """Return the hook for a run of `num_steps` synchronized backwards: each start is a step."""
-    starts = {name: start_of(hook, name, num_steps) for owner, name, _ in late_starts(hook) if owner is hook}
-    return _changed(hook, starts, lambda inner: started(inner, num_steps))
+    return changed(hook, lambda own, name, value: start_of(own, name, num_steps) if _is_late(own, name) else value)
 
 
 def begun_at(hook: CommHook, step: int) -> CommHook:
     """Return the hook with each start above 0 set to `step`."""
-    starts = {name: step for owner, name, _ in late_starts(hook) if owner is hook}
-    return _changed(hook, starts, lambda inner: begun_at(inner, step))
+    return changed(hook, lambda own, name, value: step if _is_late(own, name) else value)
 
 
-def with_rank(hook: CommHook, times: int) -> CommHook:
-    """Return the hook with each rank of an approximation multiplied by `times`."""
-    fields = _fields_of(hook)
-    return _changed(hook, {RANK: times * fields[RANK]} if RANK in fields else {}, lambda inner: with_rank(inner, times))
+def changed(
+    hook: CommHook,
+    option: Callable[[CommHook, str, Any], Any],
+    inner: Callable[[CommHook], CommHook] | None = None,
+) -> CommHook:
+    """Return a hook with other options.
 
-
-def _changed(hook: CommHook, changes: dict[str, Any], change: Callable[[CommHook], CommHook]) -> CommHook:
-    """Return a hook with the options in `changes`, and with `change` applied to the hooks inside it."""
-    for name, value in _fields_of(hook).items():
+    Args:
+        hook: the hook.
+        option: returns the new value of an option, from its owner, name and value.
+        inner: changes the hooks inside; by default, their options change in the same way.
+    """
+    change = inner or (lambda hook: changed(hook, option))
+    new: dict[str, Any] = {}
+    for name, value in values_of(hook).items():
         if isinstance(value, CommHook):
-            changes[name] = change(value)
+            new[name] = change(value)
         elif isinstance(value, Mapping) and hook.inner_hooks:
-            changes[name] = {k: change(v) if isinstance(v, CommHook) else v for k, v in value.items()}
-    return dataclasses.replace(hook, **changes) if changes else hook  # type: ignore[type-var]
+            new[name] = {k: change(v) if isinstance(v, CommHook) else v for k, v in value.items()}
+        else:
+            new[name] = option(hook, name, value)
+    new = {name: value for name, value in new.items() if value != getattr(hook, name)}
+    return dataclasses.replace(hook, **new) if new else hook  # type: ignore[type-var]

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from lightning_commhooks.basics.announce import is_silenced
 from lightning_commhooks.lightning.refusals import refusals_of
+from lightning_commhooks.monitoring import closing_line
 from lightning_commhooks.runtime.attachment import Attachment
-from lightning_commhooks.runtime.monitor import closing_line
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from lightning_commhooks.interface.error_sample import DEFAULT_NUMEL
 from lightning_commhooks.lightning.averaging import show
 from lightning_commhooks.lightning.refusals import misconfigured, refusals_of
-from lightning_commhooks.runtime.monitor import NAMES, PREFIX, MetricName, Monitor, MonitorOptions
+from lightning_commhooks.monitoring import NAMES, PREFIX, MetricName, Monitor, MonitorOptions
 
 
 class CommHookMonitorMixin:
@@ -134,7 +134,7 @@ class CommHookMonitorMixin:
 def _checked_names(names: object) -> tuple[MetricName, ...]:
     """Names of values for the progress bar."""
     if isinstance(names, str) or not isinstance(names, Sequence):
-        raise ValueError(f"progress_bar must be a list of names, is {names!r}; () shows nothing")
+        raise ValueError(f"progress_bar must be a list of names, got {names!r}; () shows nothing")
     for name in names:
         if name not in NAMES:
             raise ValueError(f"progress_bar has {name!r}; there are {', '.join(NAMES)}")

@@ -23,8 +23,8 @@ from lightning_commhooks.interface.layout import unwrapped
 from lightning_commhooks.interface.state import PerRank
 from lightning_commhooks.interface.user_function import DDPHook, UserFunction
 from lightning_commhooks.runtime import checkpoint
-from lightning_commhooks.runtime.compression import without_pass_on
 from lightning_commhooks.runtime.forecast import Forecast
+from lightning_commhooks.runtime.lone_rank import without_pass_on
 from lightning_commhooks.runtime.passes import return_none
 from lightning_commhooks.runtime.runtime import Runtime
 from lightning_commhooks.wrappers.scale import accumulation_of
@@ -172,7 +172,7 @@ class Attachment:
             check_integer("numel", 1 if numel is None else numel, 1)
             same |= {"every": every, "numel": numel}
         total = sum(map(math.prod, self.runtime.layout.shapes.values()))
-        self.runtime.watch.sampler = ErrorSampler(every, numel, total) if every else None
+        self.runtime.sampler = ErrorSampler(every, numel, total) if every else None
 
     def measure_link(self, budget: float = 1.5) -> Link:
         """Measure the cost of collectives between these ranks, in about `budget` seconds.
@@ -200,7 +200,7 @@ class Attachment:
 
         Call it outside of a backward.
         """
-        return self.runtime.watch.not_compressed()
+        return self.runtime.forecaster.not_compressed()
 
     def forecast(self, num_steps: int | None = None) -> Forecast | None:
         """Forecast the bytes that training will send, from measured steps. Not collective.

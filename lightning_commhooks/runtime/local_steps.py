@@ -285,11 +285,6 @@ class LocalSteps:
             raise self._running.failed(bound.group, where, error) from error
 
     @property
-    def stepped_after(self) -> int:
-        """Number of backwards before the last optimizer step, or else before the first one checked; -1 at first."""
-        return self._last_reported
-
-    @property
     def num_optimizers(self) -> int:
         """Number of known optimizers of the model."""
         return len(self._optimizers)

@@ -99,7 +99,7 @@ class MicroBatches:
             self._pending = self._pending + (weight if isinstance(weight, Tensor) else float(weight))
             self._num_pending += 1
             return
-        raise ValueError(f"a weight must be a finite number of at least 0, is {weight!r}")
+        raise ValueError(f"a weight must be a finite number of at least 0, got {weight!r}")
 
     def of_step(self, step: int, is_last: bool) -> Accumulated:
         """Return the micro-batches of a synchronized backward; called for each of its buckets.

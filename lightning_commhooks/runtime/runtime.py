@@ -21,22 +21,23 @@ from lightning_commhooks.collectives.backend import Backend
 from lightning_commhooks.collectives.counters import Counters
 from lightning_commhooks.collectives.errors import HookError
 from lightning_commhooks.collectives.forks import raise_if_fork_of
-from lightning_commhooks.collectives.group import Group
+from lightning_commhooks.collectives.group import Group, counted
 from lightning_commhooks.collectives.process_groups import timeout_of
 from lightning_commhooks.collectives.steps import Steps, checked
 from lightning_commhooks.interface.averages_models import averages_models, is_local
 from lightning_commhooks.interface.bucket import Bucket, Slot
+from lightning_commhooks.interface.error_sample import ErrorSampler
 from lightning_commhooks.interface.hook import ANY_LATER_STEP, BoundHook, CommHook
 from lightning_commhooks.interface.layout import Layout
 from lightning_commhooks.interface.start import depends_on_length, late_starts, started, text_of_steps
 from lightning_commhooks.interface.state import StateError
 from lightning_commhooks.interface.user_function import UserFunction
 from lightning_commhooks.runtime import checkpoint
-from lightning_commhooks.runtime.compression import Watch, pass_on
 from lightning_commhooks.runtime.engine import Engine, ThreadEngine
 from lightning_commhooks.runtime.finite_steps import FiniteSteps
 from lightning_commhooks.runtime.forecast import FEWEST_STEPS, Forecaster
 from lightning_commhooks.runtime.local_steps import LocalSteps
+from lightning_commhooks.runtime.lone_rank import pass_on
 from lightning_commhooks.runtime.micro_batches import MicroBatches
 from lightning_commhooks.runtime.passes import Passes, StepClock
 from lightning_commhooks.runtime.ranks import Ranks
@@ -47,7 +48,7 @@ T = TypeVar("T")
 
 # A run with less than this fraction of the planned steps was interrupted; a loader may have slightly fewer batches than
 # it reports.
-_MOST = 0.9
+_COMPLETE = 0.9
 _UNKNOWN_OF_FUNCTIONS = (
     "bytes_sent",
     "bytes_sent_between_nodes",
@@ -108,7 +109,8 @@ class Runtime:
         is_whole = source.process_group.size() == 1 and all(size == 1 for _, size in source.shard)
         self.is_alone = is_whole and make_group is None and not source.ranks_change
         self.counters = Counters()
-        self.watch = Watch()
+        # Estimates errors; None: errors are not measured.
+        self.sampler: ErrorSampler | None = None
         self.clock = StepClock(self.counters, self._end_step, self._break_off)
         self.passes = Passes(self.clock)
         is_counted = accumulation_of(hook) != "framework"
@@ -134,7 +136,7 @@ class Runtime:
         self.local.models.average_buffers = averages_models(self.bound) and self.bound.average_buffers
         if self._ranks is not None:
             self.local.models.begin = self._ranks.background.begin
-        self.forecaster = Forecaster(self, self.local, self.watch)
+        self.forecaster = Forecaster(self, self.local)
 
     def _use(self, bound: BoundHook) -> None:
         self.bound, self.averages_models = bound, averages_models(bound)
@@ -274,15 +276,17 @@ class Runtime:
         numbers = flat._values() if flat.is_sparse else flat
         if bucket.slots:  # a rank may have no share of any of these gradients
             # In local steps, the gradients are not meant to be the mean.
-            samples = [] if ranks_step_alone else self.watch.take(bucket)
-            with self.watch.watching(bound, bucket, numbers, ranks):
+            samplers = () if ranks_step_alone else (self.sampler, self.forecaster.sampler)
+            samples = [(each, each.take(bucket.flat, bucket)) for each in samplers if each is not None]
+            with counted(numbers, ranks, dense=ranks.ring_bytes(numbers)):
                 if flat.is_sparse:
                     flat = yield from checked(bound.reduce_sparse(flat, bucket, ranks), bound, "reduce_sparse")
                     numbers = flat._values()
                 else:
                     finite = yield from checked(bound.reduce(bucket, ranks), bound, "reduce")
             for sampler, taken in samples:
-                yield from sampler.compare(taken, flat, bucket, ranks)
+                if taken is not None:
+                    yield from sampler.compare(taken, flat, bucket, ranks)
         if bound.has_memory or ranks_step_alone:
             yield from self._steps.add(numbers, finite, bucket, ranks_step_alone, is_late, ranks)
         return flat
@@ -487,9 +491,9 @@ class Runtime:
 
     def begin_at(self, fresh: BoundHook, steps: int, num_steps: dict[str, int] | None = None) -> None:
         """Continue with another runtime object, after `steps` steps; see `LocalSteps.begin_at`."""
+        self.forecaster.end_step()
         self._use(fresh)
         self.clock.steps, self._last_backward = steps, -1
-        self.watch.end_step()
         self.local.begin_at(steps, num_steps)
         self.forecaster.restart()
         if self.micro_batches is not None:
@@ -536,8 +540,8 @@ class Runtime:
         metrics = {**self.counters.as_dict(), **self.counters.timing.totals(), **self.source.metrics()}
         if self.source.quorum is not None:
             metrics.update(self.source.quorum.metrics())
-        if self.watch.sampler is not None:
-            metrics["relative_error"] = self.watch.sampler.relative_error
+        if self.sampler is not None:
+            metrics["relative_error"] = self.sampler.relative_error
         if isinstance(self.method, UserFunction):
             metrics.update(dict.fromkeys(_UNKNOWN_OF_FUNCTIONS, math.nan))
         not_counted = tuple(self._not_counted())
@@ -600,17 +604,14 @@ class Runtime:
 
     def _closing_advice(self) -> list[str]:
         """Return why the last step was not compressed, if training has ended as planned."""
-        ran, steps, reason = self.counters.steps, self.watch.step + 1, self.watch.why
-        if not steps or averages_models(self.bound):
-            # The buckets of FSDP are not watched, and models are averaged after the last bucket.
-            steps = steps or self.clock.steps
-            reason = self.bound.inactive_reason(steps - 1) if steps else None
-        has_told = self.is_alone or self.forecaster.has_warned
-        if reason is None or not ran or has_told or self.ended is False:
+        # Unlike the clock's, the forecast's last step stays when a state is loaded; FSDP has no forecast.
+        ran, steps = self.counters.steps, self.forecaster.last_step + 1 or self.clock.steps
+        if not ran or not steps or self.is_alone or self.forecaster.has_warned or self.ended is False:
             return []
-        if self.ended is None and self._planned is not None and steps < _MOST * self._planned:
+        if self.ended is None and self._planned is not None and steps < _COMPLETE * self._planned:
             return []
-        if max(steps, ran) < FEWEST_STEPS:
+        reason = self.bound.inactive_reason(steps - 1)
+        if reason is not None and max(steps, ran) < FEWEST_STEPS:
             reason = self.bound.inactive_reason(ANY_LATER_STEP)
         # After a state is loaded, the count in this process differs.
         here = "" if steps == ran else f" ({ran:,} in this process)"

@@ -162,7 +162,7 @@ def _check(source: Source, config: CommHook, grad_scaler: torch.amp.GradScaler |
     if num_steps is not None:
         check_integer("num_steps", num_steps, 1)
     if grad_scaler is not None and not isinstance(grad_scaler, torch.amp.GradScaler):
-        raise ValueError(f"grad_scaler must be a torch.amp.GradScaler, is {grad_scaler!r}")
+        raise ValueError(f"grad_scaler must be a torch.amp.GradScaler, got {grad_scaler!r}")
     method = without_scale(config)
     if isinstance(method, UserFunction):
         warn_if_broken_here(method.function, backend_for(source.process_group, source.device))
@@ -219,7 +219,7 @@ def _loss_divided_by(value: float | Callable[[], float], config: CommHook) -> Ca
     if callable(value):
         return value
     if not is_positive(value):
-        raise ValueError(f"loss_divided_by must be a positive number or a function, is {value!r}")
+        raise ValueError(f"loss_divided_by must be a positive number or a function, got {value!r}")
     if value != 1 and accumulation_of(config) == "framework":
         warnings.warn(
             f"loss_divided_by={value} does nothing with accumulation='framework', which leaves gradients as they are: "

@@ -34,16 +34,8 @@ def variables_for_shared_gpus(rank: int, num_ranks: int, num_gpus: int, nccl: tu
     """Return the environment variables with which ranks on one machine share its GPUs over NCCL.
 
     Before version 2.30, NCCL rejects a GPU that it finds twice on one host. Each rank then gets its own host name and
-    sends over sockets. Results are correct; times are meaningless, since processes take turns on a GPU.
-
-    Args:
-        rank: the rank.
-        num_ranks: number of ranks.
-        num_gpus: number of GPUs.
-        nccl: version of NCCL.
-
-    Returns:
-        variables by name; none if each rank has its own GPU.
+    sends over sockets. Results are correct; times are meaningless, since processes take turns on a GPU. None are needed
+    if each rank has its own GPU.
     """
     if num_ranks <= num_gpus:
         return {}

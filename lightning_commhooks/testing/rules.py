@@ -11,7 +11,7 @@ import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -51,18 +51,7 @@ class Run(Protocol):
 
 @dataclass(frozen=True)
 class Case:
-    """A hook and its expected properties.
-
-    Attributes:
-        hook: the hook, with options that make it compress within a few steps.
-        error: largest error of one step for matrices of rank 2, as a fraction of the gradients' norm.
-        rounding: largest loss in a step in spite of error feedback, as a fraction of the gradients' norm.
-        bytes_sent: function from the number of ranks to the bytes that a rank sends in the third step, for one float32
-            bucket of `SHAPES`; `None`: any number.
-        depends_on_buckets: whether the result depends on the boundaries of DDP's buckets.
-        goes_on_from_mean: whether a run resumed from the mean of the ranks' memories has to give the same results as
-            an uninterrupted one.
-    """
+    """A hook and its expected properties: the arguments of `check_hook`."""
 
     hook: CommHook
     error: float = 1.0
@@ -78,14 +67,9 @@ def demand(condition: object, broken: str) -> None:
         raise BrokenRule(broken)
 
 
-def largest_norm(world: int, step: int, dtype: torch.dtype = torch.float32) -> float:
-    """Return the largest norm of a rank's gradients."""
-    return max(norm(low_rank_gradients(rank, step, SHAPES, dtype)) for rank in range(world))
-
-
-def largest_norm_of(make: Callable[..., Gradients], world: int, step: int) -> float:
+def largest_norm(make: Callable[..., Gradients], world: int, step: int, dtype: torch.dtype = torch.float32) -> float:
     """Return the largest norm of a rank's gradients that `make` gives."""
-    return max(norm(make(rank, step, SHAPES)) for rank in range(world))
+    return max(norm(make(rank, step, SHAPES, dtype)) for rank in range(world))
 
 
 def check_result(means: list[Gradients], world: int, step: int, bound: float, dtype: torch.dtype) -> None:
@@ -96,7 +80,7 @@ def check_result(means: list[Gradients], world: int, step: int, bound: float, dt
         "from the results of collectives only",
     )
     error = distance(means[0], mean_gradients(low_rank_gradients, world, step, dtype=dtype))
-    error /= largest_norm(world, step, dtype)
+    error /= largest_norm(low_rank_gradients, world, step, dtype)
     demand(
         error <= bound,
         f"in step {step} the result differs from the mean over ranks by {error:.3g} of the gradients' norm, more than "
@@ -117,13 +101,13 @@ def _scale(result: Gradients, mean: Gradients) -> float:
 
 
 # No rule runs more steps than this.
-_MOST_STEPS = 20
+_MAX_STEPS = 20
 
 
 def _first_local_step(rank: int, world: int, hook: CommHook) -> int | None:
     with attached(hook) as (_, attachment):
         assert attachment.bound is not None
-        return next((step for step in range(_MOST_STEPS) if is_local(attachment.bound, step)), None)
+        return next((step for step in range(_MAX_STEPS) if is_local(attachment.bound, step)), None)
 
 
 def ranks_agree_on_the_mean(run: Run, case: Case, world: int) -> None:
@@ -131,7 +115,7 @@ def ranks_agree_on_the_mean(run: Run, case: Case, world: int) -> None:
     local = run(_first_local_step, case.hook, world=world)[0]
     demand(
         local is None,
-        f"step {local} is local, and the rules check averages of gradients in the first {_MOST_STEPS} steps: set an "
+        f"step {local} is local, and the rules check averages of gradients in the first {_MAX_STEPS} steps: set an "
         "option that delays local steps, such as start_localSGD_iter of local SGD",
     )
     means, *_ = run(outputs, case.hook, _equal_gradients, 1, world=world)[0]
@@ -201,8 +185,6 @@ class _WithBadStep:
         means: outputs of the good steps.
         bad: output of the bad step.
         residuals: norms of the residuals before and after the bad step.
-        num_bad: number of bad steps that were counted.
-        has_memory: whether the hook has memory.
     """
 
     means: list[Gradients]
@@ -275,7 +257,7 @@ def bad_steps_leave_nothing_behind(run: Run, case: Case, world: int) -> None:
                 (good.num_bad, one.num_bad) == (0, 1),
                 f"one bad step was counted as {one.num_bad:.0f}, and no bad step as {good.num_bad:.0f}{where}",
             )
-            largest = sum(largest_norm_of(full_rank_gradients, world, t) for t in range(_STEPS))
+            largest = sum(largest_norm(full_rank_gradients, world, t) for t in range(_STEPS))
             for mean, other in zip(one.means, first.means, strict=True):
                 demand(same(mean, other), f"ranks get different results after a bad step{where}")
                 demand(norm(mean) <= 2 * largest, f"a part of a bad step returns in a later step{where}")
@@ -300,15 +282,11 @@ def _scaled_and_not(rank: int, world: int, hook: CommHook) -> list[tuple[list[Gr
                 scaler.scale(torch.ones((), device=device))  # initializes the scale; the loss is in float64 here
                 scaler.update(scale)
                 (ddp(gradients) * scale).backward()
-                means.append({name: _gradient(p).cpu() / scale for name, p in ddp.module.named_parameters()})
+                grads = {name: cast("Tensor", p.grad) for name, p in ddp.module.named_parameters()}
+                means.append({name: grad.cpu() / scale for name, grad in grads.items()})
             assert attachment.bound is not None
             results.append((means, attachment.bound.has_memory))
     return results
-
-
-def _gradient(parameter: Tensor) -> Tensor:
-    assert parameter.grad is not None
-    return parameter.grad
 
 
 def loss_scale_makes_no_difference(run: Run, case: Case, world: int) -> None:
@@ -412,14 +390,17 @@ def bytes_are_counted(run: Run, case: Case, world: int) -> None:
     # The ranks' shares of a sum may differ by an element.
     counted, sent = sum(metrics["bytes_sent"] for metrics, _ in found), sum(sent for _, sent in found)
     demand(
-        _close(counted, sent),
+        math.isclose(counted, sent, rel_tol=1e-6),
         f"{sent:.0f} bytes were sent, and {counted:.0f} counted: send by the group that the hook is given",
     )
     for metrics, _ in found:
         counted = metrics["bytes_sent"]
         if case.bytes_sent is not None:
             stated = case.bytes_sent(world)
-            demand(_close(counted, stated), f"a step sends {counted:.0f} bytes, and bytes_sent says {stated:.0f}")
+            demand(
+                math.isclose(counted, stated, rel_tol=1e-6),
+                f"a step sends {counted:.0f} bytes, and bytes_sent says {stated:.0f}",
+            )
         demand(
             metrics["steps"] == 1 and metrics["collectives"] > 0,
             "no collective was counted: send by the `ranks` argument of reduce, as in `yield from "
@@ -427,10 +408,6 @@ def bytes_are_counted(run: Run, case: Case, world: int) -> None:
         )
         dense = 2 * (world - 1) / world * 4 * numel
         demand(
-            _close(metrics["bytes_dense"], dense),
+            math.isclose(metrics["bytes_dense"], dense, rel_tol=1e-6),
             f"bytes_dense is {metrics['bytes_dense']:.0f}, but plain DDP sends {dense:.0f}",
         )
-
-
-def _close(a: float, b: float) -> bool:
-    return abs(a - b) <= 1e-6 * max(abs(a), abs(b))

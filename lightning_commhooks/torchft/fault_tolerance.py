@@ -63,7 +63,7 @@ class FaultTolerance:
             )
         for name in ("timeout", "quorum_timeout"):
             if not getattr(self, name) > 0:
-                raise ValueError(f"{name} must be a positive number of seconds, is {getattr(self, name)!r}")
+                raise ValueError(f"{name} must be a positive number of seconds, got {getattr(self, name)!r}")
 
 
 def _from_environment(name: str, variable: str) -> int:

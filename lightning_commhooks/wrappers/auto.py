@@ -72,16 +72,16 @@ class Auto(CommHook):
 
     def __post_init__(self) -> None:
         if isinstance(self.candidates, str) or not isinstance(self.candidates, Sequence) or not self.candidates:
-            raise ValueError(f"candidates must be a list of at least one hook, is {self.candidates!r}")
+            raise ValueError(f"candidates must be a list of at least one hook, got {self.candidates!r}")
         candidates = [_candidate(hook) for hook in self.candidates]
         for hook in candidates:
             if candidates.count(hook) > 1:
                 raise ValueError(f"candidates: {hook.name!r} is listed twice")
         object.__setattr__(self, "candidates", tuple(candidates))
         if not isinstance(self.max_error, (int, float)) or not self.max_error > 0:
-            raise ValueError(f"max_error must be above 0, is {self.max_error!r}")
+            raise ValueError(f"max_error must be above 0, got {self.max_error!r}")
         if not isinstance(self.min_gain, (int, float)) or not 0 <= self.min_gain < 1:
-            raise ValueError(f"min_gain must be in [0, 1), is {self.min_gain!r}")
+            raise ValueError(f"min_gain must be in [0, 1), got {self.min_gain!r}")
         for field, lowest in (("warmup_steps", 0), ("timed_steps", 1)):
             check_integer(field, getattr(self, field), lowest)
 

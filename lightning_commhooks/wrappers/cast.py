@@ -53,7 +53,7 @@ class Cast(CommHook):
     def __post_init__(self) -> None:
         object.__setattr__(self, "hook", get_inner_hook(self.hook))
         if self.dtype not in {**_DTYPES, **_CODECS}:
-            raise ValueError(f"dtype must be one of {sorted({**_DTYPES, **_CODECS})}, is {self.dtype!r}")
+            raise ValueError(f"dtype must be one of {sorted({**_DTYPES, **_CODECS})}, got {self.dtype!r}")
         if self.dtype in _CODECS and not _sends_factors(self.hook):
             raise ValueError(
                 f"dtype={self.dtype!r} is for hooks that send factors, such as 'powersgd', but hook is "

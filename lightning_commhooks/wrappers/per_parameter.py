@@ -45,7 +45,7 @@ class PerParameter(CommHook):
     def __post_init__(self) -> None:
         is_mapping = isinstance(self.hooks, Mapping) and all(isinstance(pattern, str) for pattern in self.hooks)
         if not is_mapping or not self.hooks:
-            raise ValueError(f"hooks must be a dict of hooks by pattern, such as {{'*': 'int8'}}, is {self.hooks!r}")
+            raise ValueError(f"hooks must be a dict of hooks by pattern, such as {{'*': 'int8'}}, got {self.hooks!r}")
         hooks = {}
         for pattern, hook in self.hooks.items():
             try:

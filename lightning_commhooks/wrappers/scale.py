@@ -75,7 +75,7 @@ class ScaleByGradAccumulation(CommHook):
         is_count = isinstance(accumulation, int) and not isinstance(accumulation, bool) and accumulation >= 1
         if not is_count and accumulation not in _MODES:
             raise ValueError(
-                f"accumulation must be one of {', '.join(map(repr, _MODES))} or an integer of at least 1, is "
+                f"accumulation must be one of {', '.join(map(repr, _MODES))} or an integer of at least 1, got "
                 f"{accumulation!r}"
             )
 

@@ -86,4 +86,4 @@ def test_the_end_of_a_trainer(results):
 
 
 def test_refusal(results):
-    assert results["refused"] == "num_steps must be an integer of at least 1, is -1"
+    assert results["refused"] == "num_steps must be an integer of at least 1, got -1"

@@ -267,12 +267,12 @@ def test_ranks_that_do_not_find_each_other(monkeypatch, capsys):
         (["list", "bf17"], "error: unknown hook 'bf17'; did you mean 'bf16'? available hooks: all"),
         (["bench", "m:f", "--hooks", "bf17"], "error: --hooks bf17: unknown hook 'bf17'; did you mean 'bf16'"),
         (["headroom", "m:f", "--hooks", "bf16"], "unrecognized arguments: --hooks bf16"),
-        (["headroom", "m:f", "--rounds", "0"], "argument --rounds: must be an integer of at least 1, is '0'"),
+        (["headroom", "m:f", "--rounds", "0"], "argument --rounds: must be an integer of at least 1, got '0'"),
         (["advise", "m:f", "--bandwidth", "fast"], "argument --bandwidth: must be like 1gbit, 100mbit or 1.2GB/s"),
-        (["advise", "m:f", "--latency", "3"], "argument --latency: must be like 0.1ms or 50us, is '3'"),
-        (["advise", "m:f", "--world-size", "1"], "argument --world-size: must be an integer of at least 2, is '1'"),
+        (["advise", "m:f", "--latency", "3"], "argument --latency: must be like 0.1ms or 50us, got '3'"),
+        (["advise", "m:f", "--world-size", "1"], "argument --world-size: must be an integer of at least 2, got '1'"),
         (["advise", "m:f", "--world-size", "8"], "one process has no network to measure: give --bandwidth"),
-        (["advise", "m:f", "--max-error", "-1"], "argument --max-error: must be at least 0, is '-1'"),
+        (["advise", "m:f", "--max-error", "-1"], "argument --max-error: must be at least 0, got '-1'"),
         (
             ["advise", "m:f", "--nproc", "1"],
             "one process sends nothing: use --nproc or torchrun, or predict with `advise --bandw",
@@ -341,7 +341,7 @@ def test_bandwidth_that_may_be_bits_or_bytes(unit):
 
 @pytest.mark.parametrize("text", ["fast", "0gbit", "1.2.3gbit", ".gbit", "1gbyte", "-1gbit", "1"])
 def test_bandwidth_that_is_none(text):
-    with pytest.raises(ArgumentTypeError, match=f"must be like 1gbit, 100mbit or 1.2GB/s, is '{text}'"):
+    with pytest.raises(ArgumentTypeError, match=f"must be like 1gbit, 100mbit or 1.2GB/s, got '{text}'"):
         parse_bandwidth(text)
 
 

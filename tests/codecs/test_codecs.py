@@ -239,7 +239,7 @@ BAD = [
 def test_options_are_validated():
     for make, options, allowed in BAD:
         field, value = next(iter(options.items()))
-        with pytest.raises(ValueError, match=f"{field} must be .*{allowed}.*, is {value!r}"):
+        with pytest.raises(ValueError, match=f"{field} must be .*{allowed}.*, got {value!r}"):
             make(**options)
 
 

@@ -410,7 +410,7 @@ def test_one_node_is_warned_of(run):
 
 @pytest.mark.parametrize("hook_class", [lc.Int8, lc.Int4, lc.FP8, lc.FP16, lc.BF16, lc.PowerSGD, lc.BatchedPowerSGD])
 def test_another_hierarchy_is_refused(hook_class):
-    with pytest.raises(ValueError, match="hierarchy must be None or 'node', is 'rack'"):
+    with pytest.raises(ValueError, match="hierarchy must be None or 'node', got 'rack'"):
         hook_class(hierarchy="rack")
 
 

@@ -169,11 +169,11 @@ def test_names_of_diloco_stand_for_these_hooks():
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"k": 12}, "k must be a multiple of 8 up to chunk_size=4096, is 12"),
-        ({"k": 128, "chunk_size": 64}, "k must be a multiple of 8 up to chunk_size=64, is 128"),
-        ({"chunk_size": 8192}, "chunk_size must be at most 4096, is 8192"),
-        ({"decay": 0}, "decay must be above 0 and up to 1, is 0"),
-        ({"compress_1d": 1}, "compress_1d must be True or False, is 1"),
+        ({"k": 12}, "k must be a multiple of 8 up to chunk_size=4096, got 12"),
+        ({"k": 128, "chunk_size": 64}, "k must be a multiple of 8 up to chunk_size=64, got 128"),
+        ({"chunk_size": 8192}, "chunk_size must be at most 4096, got 8192"),
+        ({"decay": 0}, "decay must be above 0 and up to 1, got 0"),
+        ({"compress_1d": 1}, "compress_1d must be True or False, got 1"),
     ],
 )
 def test_options_are_validated(options, text):

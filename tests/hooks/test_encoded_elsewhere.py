@@ -34,7 +34,7 @@ def test_only_hooks_that_send_factors_can_have_them_in_8_bit():
             lc.Cast(hook, "int8")
     for hook in ("powersgd", BATCHED, lc.Schedule({0: "bf16", 5: POWERSGD}), lc.PerParameter({"*": POWERSGD})):
         lc.Cast(hook, "int8")
-    with pytest.raises(ValueError, match=r"dtype must be one of \['bf16', 'fp16', 'int8'\], is 'int4'"):
+    with pytest.raises(ValueError, match=r"dtype must be one of \['bf16', 'fp16', 'int8'\], got 'int4'"):
         lc.Cast("powersgd", "int4")
 
 

@@ -12,8 +12,11 @@ from lightning_commhooks.sources.ddp import resolve_hook
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: lc.get_hook("powersgd", matrix_approximation_rank=0), "matrix_approximation_rank .* at least 1, is 0"),
-        (lambda: lc.get_hook("powersgd", start_powerSGD_iter=-1), "start_powerSGD_iter .* at least 0, is -1"),
+        (
+            lambda: lc.get_hook("powersgd", matrix_approximation_rank=0),
+            "matrix_approximation_rank .* at least 1, got 0",
+        ),
+        (lambda: lc.get_hook("powersgd", start_powerSGD_iter=-1), "start_powerSGD_iter .* at least 0, got -1"),
         (lambda: lc.get_hook("powersdg"), "unknown hook 'powersdg'; did you mean 'powersgd'\\? available hooks: all"),
         (lambda: lc.get_hook("zzz"), "unknown hook 'zzz'; available hooks"),
         (
@@ -23,7 +26,7 @@ from lightning_commhooks.sources.ddp import resolve_hook
         (lambda: lc.get_hook("noop", rank=2), "its options are: none"),
         (lambda: lc.get_hook(lc.BF16(), accumulate_dtype="float32"), r"write hook=BF16\(accumulate_dtype=.float32.\)"),
         (lambda: lc.get_hook(lc.PowerSGD), r"did you mean PowerSGD\(\)\?"),
-        (lambda: lc.get_hook(3), "hook must be a name or a CommHook, is 3"),
+        (lambda: lc.get_hook(3), "hook must be a name or a CommHook, got 3"),
         (lambda: resolve_hook(lc.PowerSGD), r"did you mean PowerSGD\(\)\?"),
         (lambda: resolve_hook("bf16", hook_state={}), "hook_state={} belongs to a hook function"),
         (lambda: resolve_hook(lc.BF16(), hook_state=1), "set its options instead"),

@@ -54,7 +54,7 @@ def test_sums_in_float32_round_less(run, hook_class, unit):
 @pytest.mark.parametrize("hook_class", [lc.FP16, lc.BF16])
 @pytest.mark.parametrize("value", ["float64", torch.float32, True])
 def test_accumulate_dtype_is_validated(hook_class, value):
-    with pytest.raises(ValueError, match="accumulate_dtype must be None or 'float32', is"):
+    with pytest.raises(ValueError, match="accumulate_dtype must be None or 'float32', got"):
         hook_class(accumulate_dtype=value)
 
 

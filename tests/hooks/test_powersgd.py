@@ -238,7 +238,7 @@ def test_warns_when_no_matrix_shrinks(run):
     ],
 )
 def test_options_are_validated(hook_class, field, value, allowed):
-    with pytest.raises(ValueError, match=f"{field} must be .*{allowed}.*, is {value!r}"):
+    with pytest.raises(ValueError, match=f"{field} must be .*{allowed}.*, got {value!r}"):
         hook_class(**{field: value})
 
 
@@ -250,5 +250,5 @@ def test_half_iterations_need_a_warm_start(hook_class):
 
 @pytest.mark.parametrize("value", [0, -1, float("nan")])
 def test_min_compression_rate_is_validated(value):
-    with pytest.raises(ValueError, match=f"min_compression_rate must be above 0, is {value!r}"):
+    with pytest.raises(ValueError, match=f"min_compression_rate must be above 0, got {value!r}"):
         lc.PowerSGD(min_compression_rate=value)

@@ -104,5 +104,5 @@ def test_options_are_validated():
         (lc.QuantizePerChannel, "protocol", None, r"one of \('two_shot', 'all_gather'\)"),
         *[(lc.QuantizePerChannel, "bucket_size", value, "positive multiple of 4") for value in (0, 6, "8", None)],
     ]:
-        with pytest.raises(ValueError, match=f"{field} must be .*{allowed}.*, is {value!r}"):
+        with pytest.raises(ValueError, match=f"{field} must be .*{allowed}.*, got {value!r}"):
             make(**{field: value})

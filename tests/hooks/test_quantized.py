@@ -160,5 +160,5 @@ def test_options_are_validated():
             ("random_seed", 0.5, "an integer"),
             *extra,
         ]:
-            with pytest.raises(ValueError, match=f"{field} must be .*{allowed}.*, is {value!r}"):
+            with pytest.raises(ValueError, match=f"{field} must be .*{allowed}.*, got {value!r}"):
                 hook(**{field: value})

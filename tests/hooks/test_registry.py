@@ -83,7 +83,7 @@ def test_a_name_as_it_is_comes_first(monkeypatch):
     class Other(lc.CommHook):
         name = "int_8"
 
-    monkeypatch.setitem(names._classes, Other.name, Other)
+    monkeypatch.setitem(names.named, Other.name, Other)
     assert registry.get_hook_class("int8") is lc.Int8
     assert registry.get_hook_class("int_8") is Other
 

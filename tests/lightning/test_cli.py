@@ -220,7 +220,7 @@ def test_an_unknown_option_is_the_first_thing_that_is_wrong_with_the_hook(config
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (POWERSGD_4.replace("4", "0"), "matrix_approximation_rank must be an integer of at least 1, is 0"),
+        (POWERSGD_4.replace("4", "0"), "matrix_approximation_rank must be an integer of at least 1, got 0"),
         (SCHEDULE.replace("0: bf16", "1: bf16"), "no hook for step 0"),
         ("hook: bf16\naccumulation: 0", "accumulation must be one of 'framework', 'mean', 'sum', 'weighted' or an int"),
         (f"accumulation: mean\n{textwrap.dedent(SCALED)}", "accumulation='mean': the hook has an accumulation already"),

@@ -19,7 +19,7 @@ from test_lightning import Results, finish, start
 from test_lightning import launch as launch_runner
 
 import lightning_commhooks as lc
-from lightning_commhooks.runtime.monitor import NAMES, NAMES_OF_NODES
+from lightning_commhooks.monitoring import NAMES, NAMES_OF_NODES
 
 RUNNER = FOLDER / "monitor_lightning_runner.py"
 launch = functools.partial(launch_runner, runner=RUNNER)
@@ -167,11 +167,11 @@ def test_one_process_and_an_exception(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"every_n_steps": 0}, "every_n_steps must be an integer of at least 1, is 0"),
-        ({"error_every_n_steps": 1.5}, "error_every_n_steps must be an integer of at least 0, is 1.5"),
-        ({"progress_bar": "exposed_ms"}, "progress_bar must be a list of names, is 'exposed_ms'"),
+        ({"every_n_steps": 0}, "every_n_steps must be an integer of at least 1, got 0"),
+        ({"error_every_n_steps": 1.5}, "error_every_n_steps must be an integer of at least 0, got 1.5"),
+        ({"progress_bar": "exposed_ms"}, "progress_bar must be a list of names, got 'exposed_ms'"),
         ({"progress_bar": ["comm/exposed_ms"]}, "progress_bar has 'comm/exposed_ms'; there are bytes_sent, compr"),
-        ({"closing_line": 1}, "closing_line must be True or False, is 1"),
+        ({"closing_line": 1}, "closing_line must be True or False, got 1"),
     ],
 )
 def test_constructor_refuses(options, message):

@@ -133,8 +133,8 @@ UNEVEN = lc.DiLoCo(period_seconds=60, post_local_gradient_allreduce=False)
 @pytest.mark.parametrize(
     ("make", "text"),
     [
-        (lambda: lc.DiLoCo(period_seconds=0), "period_seconds must be None or above 0, is 0"),
-        (lambda: lc.DiLoCo(period_seconds=True), "period_seconds must be None or above 0, is True"),
+        (lambda: lc.DiLoCo(period_seconds=0), "period_seconds must be None or above 0, got 0"),
+        (lambda: lc.DiLoCo(period_seconds=True), "period_seconds must be None or above 0, got True"),
         (lambda: lc.DiLoCo(period=1, period_seconds=60), "period, the first one with period_seconds, must be"),
         (lambda: lc.DiLoCo(delay=2, period_seconds=60), "delay=2 does not go with period_seconds=60"),
         (lambda: lc.DiLoCo(fragments=2, period_seconds=60), "fragments=2 does not go with period_seconds=60"),

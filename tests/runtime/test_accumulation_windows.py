@@ -378,7 +378,7 @@ def _with_scaler(rank, world):
     ("make", "text"),
     [
         (lambda: lc.ScaleByGradAccumulation("bf16", "avg"), "accumulation must be one of 'framework', 'mean'"),
-        (lambda: lc.ScaleByGradAccumulation("bf16", 0), "an integer of at least 1, is 0"),
+        (lambda: lc.ScaleByGradAccumulation("bf16", 0), "an integer of at least 1, got 0"),
         (lambda: lc.ScaleByGradAccumulation("bf16", True), "is True"),
         (lambda: lc.ScaleByGradAccumulation("bf17"), "unknown hook 'bf17'"),
         (lambda: lc.ScaleByGradAccumulation(lambda bucket: None), "must take"),
@@ -396,7 +396,7 @@ def test_refusals(make, text):
 def test_refusals_when_attached(run):
     for texts in run(_refusals):
         assert "has an accumulation already" in texts[0]
-        assert "loss_divided_by must be a positive number or a function, is 0" in texts[1]
+        assert "loss_divided_by must be a positive number or a function, got 0" in texts[1]
         assert "add_weight() is for accumulation='weighted'" in texts[2]
         assert "of shape [2]" in texts[3]
         assert "is -1" in texts[4]

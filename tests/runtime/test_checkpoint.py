@@ -355,7 +355,7 @@ def test_compiled_model_trains_alike_and_exchanges_state_with_the_plain_one(run,
 
 def bad_scaler(rank, world):
     with (
-        pytest.raises(ValueError, match=r"grad_scaler must be a torch.amp.GradScaler, is 3"),
+        pytest.raises(ValueError, match=r"grad_scaler must be a torch.amp.GradScaler, got 3"),
         attached(POWERSGD, grad_scaler=3),
     ):
         pass

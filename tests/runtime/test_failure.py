@@ -32,7 +32,7 @@ ERROR_OF_PEERS = {"load_state_dict": "StateError"}
 OWN_MESSAGE = {
     "attach": "unknown hook 'powersdg'",
     "loss_divided_by": "loss_divided_by must return a positive number, returned 0",
-    "sample_error": "every must be an integer of at least 0, is -1",
+    "sample_error": "every must be an integer of at least 0, got -1",
     "measure_link": "not supported between instances of 'float' and 'str'",
     "averaged_weights": "averaged_weights() must be called on all ranks",
 }

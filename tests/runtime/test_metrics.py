@@ -96,9 +96,9 @@ def wrong_options(rank, world):
 def test_wrong_options_of_sampling(run):
     first, *_ = run(wrong_options)
     assert first == [
-        "every must be an integer of at least 0, is -1",
-        "every must be an integer of at least 0, is 1.5",
-        "numel must be an integer of at least 1, is True",
+        "every must be an integer of at least 0, got -1",
+        "every must be an integer of at least 0, got 1.5",
+        "numel must be an integer of at least 1, got True",
     ]
 
 

@@ -12,7 +12,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 import lightning_commhooks as lc
 from lightning_commhooks.collectives.link import Link
-from lightning_commhooks.runtime.monitor import NAMES, NAMES_OF_NODES, MonitorOptions, _size
+from lightning_commhooks.monitoring import NAMES, NAMES_OF_NODES, MonitorOptions, _size
 
 POWERSGD = lc.PowerSGD(start_powerSGD_iter=2, matrix_approximation_rank=2)
 
@@ -195,12 +195,12 @@ def test_sizes(num_bytes, text):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"every_n_steps": 0}, "every_n_steps must be an integer of at least 1, is 0"),
-        ({"every_n_steps": True}, "every_n_steps must be an integer of at least 1, is True"),
-        ({"error_every_n_steps": -1}, "error_every_n_steps must be an integer of at least 0, is -1"),
-        ({"error_numel": 0}, "error_numel must be an integer of at least 1, or None for all elements, is 0"),
-        ({"closing_line": "yes"}, "closing_line must be True or False, is 'yes'"),
-        ({"measure_link": None}, "measure_link must be True or False, is None"),
+        ({"every_n_steps": 0}, "every_n_steps must be an integer of at least 1, got 0"),
+        ({"every_n_steps": True}, "every_n_steps must be an integer of at least 1, got True"),
+        ({"error_every_n_steps": -1}, "error_every_n_steps must be an integer of at least 0, got -1"),
+        ({"error_numel": 0}, "error_numel must be an integer of at least 1, or None for all elements, got 0"),
+        ({"closing_line": "yes"}, "closing_line must be True or False, got 'yes'"),
+        ({"measure_link": None}, "measure_link must be True or False, got None"),
     ],
 )
 def test_options_that_are_refused(options, message):

@@ -8,7 +8,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import lightning_commhooks as lc
 from lightning_commhooks.codecs import codec as codecs
-from lightning_commhooks.runtime.monitor import closing_line
+from lightning_commhooks.monitoring import closing_line
 
 EVERY = {
     **{name: name for name in ("allgather", "auto", "bf16", "chunked_topk", "fp8", "int2", "int4", "int8", "noop")},

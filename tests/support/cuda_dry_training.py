@@ -206,7 +206,7 @@ class Training:
         self._trampoline = torch.no_grad()(source.function)
         self.runtime.local.set_optimizers([self.optimizer])
         # By `Attachment.sample_error` ranks would agree on the numbers.
-        self.runtime.watch.sampler = ErrorSampler(3, 500, 5000)
+        self.runtime.sampler = ErrorSampler(3, 500, 5000)
 
     def step(self, step, waits):
         """Two micro-batches if gradients are scaled by their number, and the optimizer's step."""

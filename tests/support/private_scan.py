@@ -7,29 +7,21 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("lightning_commhooks", "accelerate_integration")
 
-# Of our own objects, read from outside of their methods; names of type variables and parts of names.
+# Of our own objects, read from outside of their methods; and parts of names.
 OURS = {
-    "_HookClass",
     "_attachments",
     "_evaluation",
-    "_iter",
     "_process_group",
-    "_wire",
     "_are_alike",
     "_is_quiet",
     "_sends_gradients",
     "_is_uniform",
     "_number",
     "_transport",
-    "_per_step",
-    "_first",
-    "_first_reasons",
     "_target_",
     "_begun",
     "_part",
     "_set_members",
-    # Documented, of named tuples.
-    "_fields",
 }
 
 

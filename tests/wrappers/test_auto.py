@@ -233,20 +233,20 @@ def test_candidates_that_average_models_are_refused(run):
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ({"candidates": []}, r"candidates must be a list of at least one hook, is \[\]"),
-        ({"candidates": "bf16"}, "candidates must be a list of at least one hook, is 'bf16'"),
+        ({"candidates": []}, r"candidates must be a list of at least one hook, got \[\]"),
+        ({"candidates": "bf16"}, "candidates must be a list of at least one hook, got 'bf16'"),
         ({"candidates": ["bf61"]}, "unknown hook 'bf61'; did you mean 'bf16'"),
-        ({"candidates": 5}, "candidates must be a list of at least one hook, is 5"),
+        ({"candidates": 5}, "candidates must be a list of at least one hook, got 5"),
         ({"candidates": ["bf16", lc.BF16()]}, "'bf16' is listed twice"),
         ({"candidates": ["noop"]}, "'noop' does not average, so the models of the ranks would diverge"),
         ({"candidates": [lc.PerParameter({"*": lc.Cast("powersgd", "bf16")})]}, "compresses from start_powerSGD_iter"),
         ({"candidates": ["auto"]}, "Auto goes around all other hooks"),
         ({"candidates": [lc.PowerSGD()]}, "'powersgd' compresses from start_powerSGD_iter=1000 on only.* set start_"),
         ({"candidates": [lc.Cast("powersgd", "bf16")]}, "compresses from start_powerSGD_iter='auto' on only"),
-        ({"max_error": 0}, "max_error must be above 0, is 0"),
-        ({"min_gain": 1.0}, r"min_gain must be in \[0, 1\), is 1.0"),
-        ({"warmup_steps": -1}, "warmup_steps must be an integer of at least 0, is -1"),
-        ({"timed_steps": 0}, "timed_steps must be an integer of at least 1, is 0"),
+        ({"max_error": 0}, "max_error must be above 0, got 0"),
+        ({"min_gain": 1.0}, r"min_gain must be in \[0, 1\), got 1.0"),
+        ({"warmup_steps": -1}, "warmup_steps must be an integer of at least 0, got -1"),
+        ({"timed_steps": 0}, "timed_steps must be an integer of at least 1, got 0"),
     ],
 )
 def test_wrong_options(options, match):

@@ -33,7 +33,7 @@ def test_wrappers_take_names_and_nest():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: lc.Cast("allreduce", "fp8"), r"dtype must be one of \['bf16', 'fp16', 'int8'\], is 'fp8'"),
+        (lambda: lc.Cast("allreduce", "fp8"), r"dtype must be one of \['bf16', 'fp16', 'int8'\], got 'fp8'"),
         (lambda: lc.Cast("powersdg"), "did you mean 'powersgd'"),
         (lambda: lc.Schedule({}), "no hook for step 0"),
         (lambda: lc.Schedule({5: "bf16"}), r"no hook for step 0, only for \[5\]"),

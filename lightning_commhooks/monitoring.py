@@ -56,7 +56,7 @@ class MonitorOptions:
         check_integer("error_every_n_steps", self.error_every_n_steps, 0)
         numel = self.error_numel
         if numel is not None and (isinstance(numel, bool) or not isinstance(numel, int) or numel < 1):
-            raise ValueError(f"error_numel must be an integer of at least 1, or None for all elements, is {numel!r}")
+            raise ValueError(f"error_numel must be an integer of at least 1, or None for all elements, got {numel!r}")
         check_bool("closing_line", self.closing_line)
         check_bool("measure_link", self.measure_link)
 
@@ -106,8 +106,8 @@ class Monitor:
                 attachment.sample_error(error_every_n_steps, error_numel)
             if measure_link and attachment.bound.group.size > 1:
                 self._link = attachment.measure_link(_LINK_BUDGET)
-        self._first = self._last = self._last_sent = attachment.metrics()
-        self._first_reasons = attachment.steps_not_compressed()
+        self._begin = self._last = self._last_sent = attachment.metrics()
+        self._not_compressed_before = attachment.steps_not_compressed()
         self._sampled = self._sampled_step()
 
     @property
@@ -140,8 +140,8 @@ class Monitor:
         if now["bytes_sent"] > self._last_sent["bytes_sent"]:
             # Local steps may send nothing; their dense bytes then count towards the next averaging.
             self._last_sent = now
-        for total in ("exposed_ms", "codec_ms"):
-            values[f"{total}_per_step"] = _per_timed_step(total, now, last)
+        values["exposed_ms_per_step"] = _mean_of_timed_steps("exposed_ms", now, last)
+        values["codec_ms_per_step"] = _mean_of_timed_steps("codec_ms", now, last)
         sampled, self._sampled = self._sampled, self._sampled_step()
         if sampled == self._sampled:
             values["relative_error"] = math.nan
@@ -151,51 +151,11 @@ class Monitor:
 
     def summary(self) -> str:
         """Summarize training in one line, also after the attachment was closed. Not collective."""
-        now, first = self.attachment.metrics(), self._first
-        steps = int(now["steps"] - first["steps"])
-        sent, dense = now["bytes_sent"] - first["bytes_sent"], now["bytes_dense"] - first["bytes_dense"]
-        text = f"Communication hook {self.attachment.name!r}: "
-        if math.isnan(sent):
-            return f"{text}{text_of_steps(steps)}; the bytes of a hook function are not known"
-        if not dense:
-            return f"{text}nothing to send in {text_of_steps(steps)}"
-        text += f"{_size(sent)} sent in {text_of_steps(steps)} instead of {_size(dense)}{_times(sent, dense)}"
-        if _are_apart(now):
-            sent, dense = (now[key] - first[key] for key in _BETWEEN)
-            text += f", of which {_size(sent)} left the node instead of {_size(dense)}{_times(sent, dense)}"
-        if evaluated := now.get("bytes_evaluation", 0) - first.get("bytes_evaluation", 0):
-            text += f"; evaluation and checkpoints sent {_size(evaluated)} more"
-        saved = self._seconds_saved(steps, now, first)
-        if saved is not None:
-            text += f"; about {abs(saved):,.1f} s {'saved' if saved >= 0 else 'lost'} against plain DDP"
-        reasons = {
-            reason: num - self._first_reasons.get(reason, 0)
-            for reason, num in self.attachment.steps_not_compressed().items()
-        }
-        reasons = {reason: num for reason, num in reasons.items() if num}
-        if reasons:
-            why = [reason if len(reasons) == 1 else f"{num:,}: {reason}" for reason, num in reasons.items()]
-            text += f"; {text_of_steps(sum(reasons.values()))} not compressed ({'; '.join(why)})"
-        if nonfinite := now.get("nonfinite_steps", 0) - first.get("nonfinite_steps", 0):
-            text += f"; {text_of_steps(int(nonfinite))} with inf or NaN"
-        return text
+        return _summary(self.attachment, self._begin, self._not_compressed_before, self._link)
 
     def _sampled_step(self) -> int:
-        sampler = self.attachment.runtime.watch.sampler
+        sampler = self.attachment.runtime.sampler
         return -1 if sampler is None else sampler.last_finite()[0]
-
-    def _seconds_saved(self, steps: int, now: Mapping[str, float], first: Mapping[str, float]) -> float | None:
-        """Return plain DDP's waiting time minus the hook's, both without waiting for slower ranks."""
-        exposed, overlap, codec = (_per_timed_step(k, now, first) for k in ("exposed_ms", "overlap_ms", "codec_ms"))
-        num, dense = ((now[key] - first[key]) / steps for key in ("collectives", "bytes_dense"))
-        # The link is measured among all ranks, without a distinction between nodes.
-        if self._link is None or math.isnan(exposed) or _are_apart(now):
-            return None
-        dense_ms = 1e3 * self._link.seconds(dense)
-        sent = (now["bytes_sent"] - first["bytes_sent"]) / steps
-        wire_ms = 1e3 * num * self._link.seconds(sent / num) if num else 0.0
-        # Exposed time includes waits for slower ranks, which plain DDP would have too.
-        return steps * (max(0.0, dense_ms - overlap) - min(exposed, codec + wire_ms)) / 1e3
 
 
 def closing_line(attachment: Attachment) -> str | None:
@@ -207,12 +167,54 @@ def closing_line(attachment: Attachment) -> str | None:
     """
     if attachment.is_monitored or attachment.is_alone or not attachment.num_steps:
         return None
-    monitor = Monitor(attachment, error_every_n_steps=0, measure_link=False)
-    if math.isnan(monitor._first["bytes_sent"]):
-        return None
+    attachment.is_monitored, now = True, attachment.metrics()
     # Count from the attachment of the hook.
-    monitor._first, monitor._first_reasons = dict.fromkeys(monitor._first, 0.0), {}
-    return monitor.summary()
+    return None if math.isnan(now["bytes_sent"]) else _summary(attachment, dict.fromkeys(now, 0.0), {}, None)
+
+
+def _summary(
+    attachment: Attachment, first: Mapping[str, float], reasons_before: Mapping[str, int], link: Link | None
+) -> str:
+    """Summarize the steps since the metrics `first`."""
+    now = attachment.metrics()
+    steps = int(now["steps"] - first["steps"])
+    sent, dense = now["bytes_sent"] - first["bytes_sent"], now["bytes_dense"] - first["bytes_dense"]
+    text = f"Communication hook {attachment.name!r}: "
+    if math.isnan(sent):
+        return f"{text}{text_of_steps(steps)}; the bytes of a hook function are not known"
+    if not dense:
+        return f"{text}nothing to send in {text_of_steps(steps)}"
+    text += f"{_size(sent)} sent in {text_of_steps(steps)} instead of {_size(dense)}{_times(sent, dense)}"
+    if _are_apart(now):
+        sent, dense = (now[key] - first[key] for key in _BETWEEN)
+        text += f", of which {_size(sent)} left the node instead of {_size(dense)}{_times(sent, dense)}"
+    if evaluated := now.get("bytes_evaluation", 0) - first.get("bytes_evaluation", 0):
+        text += f"; evaluation and checkpoints sent {_size(evaluated)} more"
+    saved = None if link is None else _seconds_saved(link, steps, now, first)
+    if saved is not None:
+        text += f"; about {abs(saved):,.1f} s {'saved' if saved >= 0 else 'lost'} against plain DDP"
+    reasons = {reason: num - reasons_before.get(reason, 0) for reason, num in attachment.steps_not_compressed().items()}
+    reasons = {reason: num for reason, num in reasons.items() if num}
+    if reasons:
+        why = [reason if len(reasons) == 1 else f"{num:,}: {reason}" for reason, num in reasons.items()]
+        text += f"; {text_of_steps(sum(reasons.values()))} not compressed ({'; '.join(why)})"
+    if nonfinite := now.get("nonfinite_steps", 0) - first.get("nonfinite_steps", 0):
+        text += f"; {text_of_steps(int(nonfinite))} with inf or NaN"
+    return text
+
+
+def _seconds_saved(link: Link, steps: int, now: Mapping[str, float], first: Mapping[str, float]) -> float | None:
+    """Return plain DDP's waiting time minus the hook's, both without waiting for slower ranks."""
+    exposed, overlap, codec = (_mean_of_timed_steps(k, now, first) for k in ("exposed_ms", "overlap_ms", "codec_ms"))
+    num, dense = ((now[key] - first[key]) / steps for key in ("collectives", "bytes_dense"))
+    # The link is measured among all ranks, without a distinction between nodes.
+    if math.isnan(exposed) or _are_apart(now):
+        return None
+    dense_ms = 1e3 * link.seconds(dense)
+    sent = (now["bytes_sent"] - first["bytes_sent"]) / steps
+    wire_ms = 1e3 * num * link.seconds(sent / num) if num else 0.0
+    # Exposed time includes waits for slower ranks, which plain DDP would have too.
+    return steps * (max(0.0, dense_ms - overlap) - min(exposed, codec + wire_ms)) / 1e3
 
 
 def _are_apart(now: Mapping[str, float]) -> bool:
@@ -227,7 +229,7 @@ def _ratio(
     return dense / sent if sent else math.nan
 
 
-def _per_timed_step(name: str, now: Mapping[str, float], last: Mapping[str, float]) -> float:
+def _mean_of_timed_steps(name: str, now: Mapping[str, float], last: Mapping[str, float]) -> float:
     steps = now.get("timed_steps", 0) - last.get("timed_steps", 0)
     return (now[name] - last[name]) / steps if steps else math.nan
 
