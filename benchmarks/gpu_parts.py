@@ -106,8 +106,7 @@ class Part:
 def tests(num_cores: int) -> list[Part]:
     """All tests on GPUs; the contract, which is most of them, in as many processes as there are cores for."""
     pytest = ["-m", "pytest", "-p", "pytest_timeout", "-p", "outcomes", "-W", "default", "-q", "-m", "gpu"]
-    files = [["tests/gpu/test_gpu.py", "tests/gpu/test_gpu_steps.py"]]
-    files.append(["tests/gpu/test_fsdp_gpu.py", "tests/gpu/test_gpu_peers.py"])
+    files = [["tests/gpu/test_gpu.py", "tests/gpu/test_fsdp_gpu.py", "tests/gpu/test_gpu_peers.py"]]
     files.append(["tests/gpu/test_gpu_failures.py", "tests/gpu/test_gpu_frameworks.py"])
     files.append(["tests/gpu/test_gpu_training.py"])
     # Two ranks each, at the same time as the processes above. Over NCCL processes take turns on a GPU: more at once do

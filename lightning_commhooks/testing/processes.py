@@ -150,30 +150,66 @@ class Processes:
         """
         prefix = f"call{next(self._numbers)}"
         pipes = [pipe for _, pipe in self._ranks[:world]]
-        for rank, pipe in enumerate(pipes):
-            pipe.send_bytes(pickle.dumps((prefix, rank, world, function, args)))
         start = time.monotonic()
-        deadline = start + 2 * self._seconds
-        replies: dict[int, tuple[bool, Any]] = {}
-        while len(replies) < world:
-            waiting = [pipe for rank, pipe in enumerate(pipes) if rank not in replies]
-            ready = connection.wait(waiting, max(0.0, deadline - time.monotonic()))
-            if not ready:
-                break
-            for rank, pipe in enumerate(pipes):
-                if pipe in ready:
-                    try:
-                        replies[rank] = pickle.loads(pipe.recv_bytes())
-                    except EOFError:
-                        replies[rank] = False, "the process died"
-                    if not replies[rank][0]:
-                        deadline = min(deadline, time.monotonic() + _SECONDS_AFTER_FAILURE)
+        replies = exchange(pipes, prefix, (function, args), 2 * self._seconds, _SECONDS_AFTER_FAILURE)
         took = time.monotonic() - start
         failed = [f"rank {rank}: {text}" for rank, (is_fine, text) in sorted(replies.items()) if not is_fine]
         failed += [f"rank {rank}: no reply after {took:.0f} s" for rank in range(world) if rank not in replies]
         if failed:
             raise RuntimeError("\n".join(failed))
         return [replies[rank][1] for rank in range(world)]
+
+
+def exchange(
+    pipes: list[connection.Connection], prefix: str, what: tuple[Any, ...], seconds: float, after_failure: float
+) -> dict[int, tuple[bool, Any]]:
+    """Let processes that `serve` call `what`, each as one rank, and return their replies by rank.
+
+    A reply says whether the call went well, with its result or the traceback. Ranks that take longer than `seconds`, or
+    `after_failure` seconds longer than one that failed, are missing. Each call needs another `prefix`.
+    """
+    for rank, pipe in enumerate(pipes):
+        pipe.send_bytes(pickle.dumps((prefix, rank, len(pipes), *what)))
+    deadline = time.monotonic() + seconds
+    replies: dict[int, tuple[bool, Any]] = {}
+    while len(replies) < len(pipes):
+        waiting = [pipe for rank, pipe in enumerate(pipes) if rank not in replies]
+        ready = connection.wait(waiting, max(0.0, deadline - time.monotonic()))
+        if not ready:
+            break
+        for rank, pipe in enumerate(pipes):
+            if pipe in ready:
+                try:
+                    replies[rank] = pickle.loads(pipe.recv_bytes())
+                except EOFError:
+                    replies[rank] = False, "the process died"
+                if not replies[rank][0]:
+                    deadline = min(deadline, time.monotonic() + after_failure)
+    return replies
+
+
+def serve(
+    pipe: connection.Connection, port: int, call: Callable[..., Any], after_failure: Callable[[], object] = bool
+) -> None:
+    """Answer what comes through `exchange` until the pipe is closed, with the store at `port`.
+
+    Each time, `call(store, rank, num_ranks, *what)` is called, and `after_failure()` once an error has been sent.
+    """
+    store = _store(port, is_master=False)
+    while True:
+        try:
+            message = pipe.recv_bytes()
+        except EOFError:
+            return
+        try:
+            prefix, *arguments = pickle.loads(message)
+            own = dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]  # documented
+            reply = True, call(own, *arguments)
+        except BaseException as error:
+            reply = False, "".join(traceback.format_exception(error))
+        pipe.send_bytes(pickle.dumps(reply))
+        if not reply[0]:
+            after_failure()
 
 
 def _store(port: int, is_master: bool) -> Any:
@@ -191,31 +227,25 @@ def _work(
         # PyTorch 2.15's backend for NCCL chooses its device by this variable.
         os.environ.setdefault("LOCAL_RANK", str(number))
         use_device(take_gpu(number, size))
-    store = _store(port, is_master=False)
+    timeout = timedelta(seconds=seconds)
+
+    def call(store: Any, rank: int, world: int, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
+        torch.manual_seed(0)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            result = function(rank, world, *args)
+        if dist.is_initialized():
+            dist.barrier(device_ids=None if backend == "gloo" else [torch.cuda.current_device()])
+            dist.destroy_process_group()
+        return result
+
+    def after_failure() -> None:
+        if backend != "gloo":
+            # A failed device cannot be used again, and NCCL could wait for ranks that wait for this one.
+            os._exit(1)
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
     pipe.send_bytes(b"")
-    while True:
-        try:
-            message = pipe.recv_bytes()
-        except EOFError:
-            return
-        try:
-            prefix, rank, world, function, args = pickle.loads(message)
-            own = dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]  # documented
-            timeout = timedelta(seconds=seconds)
-            dist.init_process_group(backend, store=own, rank=rank, world_size=world, timeout=timeout)
-            torch.manual_seed(0)
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                reply = True, function(rank, world, *args)
-            if dist.is_initialized():
-                dist.barrier(device_ids=None if backend == "gloo" else [torch.cuda.current_device()])
-                dist.destroy_process_group()
-        except BaseException as error:
-            reply = False, "".join(traceback.format_exception(error))
-            if backend != "gloo":
-                # A failed device cannot be used again, and NCCL could wait for ranks that wait for this one.
-                pipe.send_bytes(pickle.dumps(reply))
-                os._exit(1)
-            if dist.is_initialized():
-                dist.destroy_process_group()
-        pipe.send_bytes(pickle.dumps(reply))
+    serve(pipe, port, call, after_failure)

@@ -16,7 +16,7 @@ def results(tmp_path_factory):
     """Parameters by framework, rank and hook."""
     folder = tmp_path_factory.mktemp("everywhere")
     for framework in ["plain", *FRAMEWORKS]:
-        run_twice("same_everywhere_runner.py", framework, folder)
+        run_twice("same_everywhere_runner.py", "cpu", framework, folder)
     return {
         framework: [torch.load(folder / f"{framework}-{rank}.pt") for rank in range(2)]
         for framework in ["plain", *FRAMEWORKS]

@@ -11,7 +11,7 @@ pytestmark = [pytest.mark.gpu, needs_one]
 
 @pytest.fixture(scope="module", params=NCCL)
 def results(request):
-    return json.loads(launch_well("fsdp_gpu_runner.py", request.param)[0].splitlines()[-1])
+    return json.loads(launch_well("fsdp_gpu_runner.py", "cuda", request.param)[0].splitlines()[-1])
 
 
 @pytest.mark.parametrize("way", [*WAYS1, *WAYS2])

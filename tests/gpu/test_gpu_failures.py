@@ -11,11 +11,12 @@ SOON = 20 * PATIENCE
 @pytest.mark.parametrize(("device", "backend"), PLACES)
 @pytest.mark.parametrize(("what", "says"), [("raises", "out of numbers"), ("killed", "")])
 def test_others_end_soon(what, says, device, backend):
-    first, last = launch("gpu_failures_runner.py", device, backend, what, timeout=SOON + 30)
-    texts = f"rank 0: {first.errors[-3000:]}\nrank 1: {last.errors[-3000:]}"
-    assert first.output == last.output == "step 3\n", texts
-    assert last.code == (-9 if what == "killed" else 1) or (what == "raises" and last.code), texts
-    assert says in last.errors, texts
-    assert first.code is not None, f"rank 0 still waits after {SOON} s\n{texts}"
-    assert first.code != 0, texts
-    assert first.at - last.at < SOON, texts
+    ranks = launch("gpu_failures_runner.py", device, backend, what, timeout=SOON + 30)
+    (first_code, first_output, first_errors, first_at), (last_code, last_output, last_errors, last_at) = ranks
+    texts = f"rank 0: {first_errors[-3000:]}\nrank 1: {last_errors[-3000:]}"
+    assert first_output == last_output == "step 3\n", texts
+    assert last_code == (-9 if what == "killed" else 1) or (what == "raises" and last_code), texts
+    assert says in last_errors, texts
+    assert first_code is not None, f"rank 0 still waits after {SOON} s\n{texts}"
+    assert first_code != 0, texts
+    assert first_at - last_at < SOON, texts

@@ -1,13 +1,15 @@
-"""Ranks that step alone, replicas of sharded models, and low precision gathers: on CPU, and on CUDA devices the same.
+"""Averages of gradients and models, replicas of sharded models, low precision gathers: on CPU and on CUDA devices.
 
 Ranks may share a device.
 """
 
+import contextlib
 import copy
 
 import pytest
 import torch
 import torch.distributed as dist
+from driver import SHAPES, attached, backward, distance, full_rank_gradients, mean_gradients, norm
 from fsdp_driver import UNITS, errors, leaving_no_groups, reduced, shard2
 from gpu_steps import PLACES, Ranks
 from local_sgd_driver import ALONE, ENDED, TOO_EARLY, local, one_step, params
@@ -184,9 +186,72 @@ def test_fused_optimizer_under_a_scaler(ranks, method):
     assert found == [({2 * PERIOD}, 2, 1, True, True)] * 2
 
 
+# Averages of gradients ---------------------------------------------------------------------------------------
+
+INT8 = lc.Int8(min_bytes=0, block_size=64)
+
+
+def weighted(rank, world, hook, dtype, factor, weights):
+    """The relative error of a gradient over micro-batches, the same on all ranks, with weights on the device."""
+    gradients = {name: factor * g for name, g in full_rank_gradients(0, 0, SHAPES, dtype).items()}
+    with attached(lc.ScaleByGradAccumulation(hook, "weighted"), dtype=dtype) as (ddp, attachment):
+        for weight in weights:
+            attachment.add_weight(torch.tensor(weight, device=model_device()))
+            with contextlib.nullcontext() if weight == weights[-1] else ddp.no_sync():
+                ddp(gradients).backward()
+        found = ddp.module.bias.grad.cpu().float()
+    expected = len(weights) * gradients["bias"].float() / sum(weights)
+    return ((found - expected).norm() / expected.norm()).item()
+
+
+@pytest.mark.parametrize(
+    ("hook", "dtype", "factor", "weights"),
+    [
+        *((hook, torch.float32, 1, (2, 6)) for hook in ("allreduce", "fp16", INT8, POWERSGD)),
+        # The number of tokens is beyond float16.
+        *((hook, torch.float16, 1000, (100_000,)) for hook in ("allreduce", "fp16")),
+    ],
+    ids=str,
+)
+def test_weights_on_the_device(ranks, hook, dtype, factor, weights):
+    assert max(ranks(weighted, hook, dtype, factor, weights, world=2)) <= 1e-2
+
+
+def times_and_errors(rank, world, hook):
+    with attached(hook) as (ddp, attachment):
+        attachment.sample_error(1, None)
+        for step in range(21):
+            means = backward(ddp, full_rank_gradients(rank, step, SHAPES))
+        exact = mean_gradients(full_rank_gradients, world, step, SHAPES)
+        return attachment.metrics(), distance(means, exact) / norm(exact)
+
+
+@pytest.mark.parametrize("hook", ["allreduce", INT8, POWERSGD], ids=str)
+def test_times_and_errors(ranks, hook):
+    """On CUDA one step in ten is timed, by events that nothing waits for."""
+    for metrics, error in ranks(times_and_errors, hook, world=2):
+        assert metrics["timed_steps"] in (3, 21)
+        assert metrics["codec_ms"] > 0
+        assert metrics["exposed_ms"] >= 0
+        assert metrics["relative_error"] == pytest.approx(error, rel=1e-3, abs=1e-6)
+
+
+def chosen(rank, world):
+    with attached(lc.Auto(candidates=["bf16", "int8"], warmup_steps=2, timed_steps=3)) as (ddp, attachment):
+        for step in range(20):
+            backward(ddp, full_rank_gradients(rank, step, SHAPES))
+        return attachment.bound.chosen
+
+
+def test_auto_chooses(ranks):
+    first, second = ranks(chosen, world=2)
+    assert first is not None
+    assert first == second
+
+
 # Sharded models ----------------------------------------------------------------------------------------------
 
-REPLICATED = {"allreduce": "allreduce", "bf16": "bf16", "int8": lc.Int8(min_bytes=0, block_size=64)}
+REPLICATED = {"allreduce": "allreduce", "bf16": "bf16", "int8": INT8}
 
 
 def replicas(rank, world):

@@ -1,37 +1,40 @@
-"""Private names of others: every use is in a table with what breaks, and all of them are there as we know them."""
+"""Private names of others: each that we use exists in what is installed, and does what we think."""
 
 import ast
 import contextlib
 import importlib
+import importlib.util
 import inspect
 
-import private_names
 import private_scan
 import pytest
-from private_names import TORCH, fails
-from private_names_hosts import ACCELERATE, LIGHTNING, OF_TORCHFT, TRANSFORMERS
+from private_names import ACCELERATE, LIGHTNING, TORCH, TORCHFT, TRANSFORMERS, failures, failures_on_ranks, resolve
 
 for framework in ("lightning.pytorch", "pytorch_lightning", "accelerate", "transformers.trainer"):
     with contextlib.suppress(ImportError):
         importlib.import_module(framework)  # here, since they set environment variables
 
-TABLE = [*TORCH, *LIGHTNING, *ACCELERATE, *TRANSFORMERS, *OF_TORCHFT]
-HINT = "enter it in tests/support/private_names*.py with what breaks without it; in private_scan.OURS if it is ours"
+CHECKS = {**TORCH, **LIGHTNING, **ACCELERATE, **TRANSFORMERS, **TORCHFT}
+FOUND = private_scan.private_names(private_scan.sources())
 
 
-def test_every_use_is_in_the_table():
-    found = private_scan.private_names(private_scan.sources())
-    entered = {use.name: set(use.where) for use in TABLE if use.name in found}
-    assert entered == found, HINT
+def test_every_private_attribute_has_a_check():
+    unchecked = {name: files for name, files in FOUND.items() if name.startswith(".") and name not in CHECKS}
+    assert not unchecked, "enter it in tests/support/private_names.py; in private_scan.OURS if it is ours"
 
 
-def test_every_row_is_used():
-    found = private_scan.private_names(private_scan.sources())
-    public = [use for use in TABLE if use.name not in found]
-    texts = {path: (private_scan.ROOT / path).read_text() for use in public for path in use.where}
-    gone = [use.name for use in public for path in use.where if use.name not in texts[path]]
-    private = [use.name for use in public if any(map(private_scan.is_private, use.name.split(".")))]
-    assert (gone, private) == ([], []), "nothing uses these any more: delete their rows"
+def test_every_check_is_for_a_name_that_is_used():
+    text = "".join(map(ast.unparse, private_scan.sources().values())).replace("'", '"')
+    is_private = {name: any(map(private_scan.is_private, name.split("."))) for name in CHECKS}
+    gone = [name for name in CHECKS if name not in (FOUND if is_private[name] else text)]
+    assert not gone, "nothing uses these any more: delete their checks"
+
+
+@pytest.mark.parametrize("path", [name for name in FOUND if not name.startswith(".")])
+def test_every_path_exists(path):
+    if importlib.util.find_spec(path.split(".")[0]) is None:
+        pytest.skip("needs its package")
+    resolve(path)
 
 
 @pytest.mark.parametrize(
@@ -54,31 +57,30 @@ def test_scan(code, name):
 
 
 def test_torch(run):
-    assert run(private_names.missing_on_ranks) == [[], []]
+    assert run(failures_on_ranks) == [[], []]
 
 
 @pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])
 def test_lightning(package, monkeypatch):
     pytest.importorskip(package.split(".")[0])
     monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # what a `Trainer` does
-    assert list(filter(None, (fails(use, package) for use in LIGHTNING))) == []
+    assert failures(LIGHTNING, package) == []
 
 
 def test_accelerate():
     accelerate = pytest.importorskip("accelerate")
     accelerate.state.AcceleratorState._reset_state(True)
     try:
-        assert list(filter(None, (fails(use, accelerate.Accelerator(cpu=True)) for use in ACCELERATE))) == []
+        assert failures(ACCELERATE, accelerate.Accelerator(cpu=True)) == []
     finally:
         accelerate.state.AcceleratorState._reset_state(True)
 
 
 def test_transformers():
     transformers = pytest.importorskip("transformers")
-    source = inspect.getsource(inspect.getmodule(transformers.Trainer))
-    assert list(filter(None, (fails(use, source) for use in TRANSFORMERS))) == []
+    assert failures(TRANSFORMERS, inspect.getsource(inspect.getmodule(transformers.Trainer))) == []
 
 
 def test_torchft():
     pytest.importorskip("torchft")
-    assert list(filter(None, map(fails, OF_TORCHFT))) == []
+    assert failures(TORCHFT) == []

@@ -59,22 +59,6 @@ def _forwards_first(rank, world, accumulation, reverse):
     return errors
 
 
-def test_ranks_whose_windows_differ(run):
-    for found in run(_windows_differ):
-        assert found <= 1e-6
-
-
-def _windows_differ(rank, world):
-    with attached("allreduce", accumulation="mean") as (ddp, _):
-        backwards(ddp, forwards(ddp, range(2 + rank), rank))
-        expected = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in SMALL.items()}
-        for r in range(world):
-            for i in range(2 + r):
-                for name, gradient in micro(r, i).items():
-                    expected[name] += gradient.double() / (2 + r) / world
-        return error(grads(ddp), expected)
-
-
 @pytest.mark.parametrize("order", ["wfwfwfbbb", "fwfwfwbbb", "fffwbwbwb", "fffwwwbbb", "wfwbfwbwfb"])
 def test_weights_in_any_order(run, order):
     """A weight, a forward, a backward."""
@@ -104,7 +88,7 @@ def _weights(rank, world, order):
     return errors
 
 
-@pytest.mark.parametrize("order", ["wfwbfb", "fffwbwbb", "fwffbbb"])
+@pytest.mark.parametrize("order", ["wfwbfb", "fffwbwbb"])
 def test_a_weight_that_is_missing(run, order):
     assert all("have no weight" in text for text in run(_missing, order))
 
@@ -283,14 +267,14 @@ def warned(function, *args):
     return [str(warning.message) for warning in caught if "not averaged over ranks" in str(warning.message)]
 
 
-OF_ALL_KINDS = [
-    *(("allreduce", accumulation) for accumulation in ("mean", "sum", 2)),
-    *((hook, "framework") for hook in ("fp16", "powersgd", "noop", users_function, lc.Schedule({0: "bf16"}))),
-]
-
-
-@pytest.mark.parametrize("passes", [two_losses, two_forwards])
-@pytest.mark.parametrize(("hook", "accumulation"), OF_ALL_KINDS)
+@pytest.mark.parametrize(
+    ("hook", "accumulation", "passes"),
+    [
+        *(("allreduce", "mean", two_losses), ("allreduce", "mean", two_forwards), ("allreduce", 2, two_losses)),
+        *(("powersgd", "framework", two_forwards), ("noop", "framework", two_losses)),
+        *((users_function, "framework", two_losses), (lc.Schedule({0: "bf16"}), "framework", two_losses)),
+    ],
+)
 def test_a_backward_that_averages_nothing_warns_once(run, hook, accumulation, passes):
     for texts in run(_averages_nothing, hook, accumulation, passes):
         (text,) = texts

@@ -156,8 +156,14 @@ def other_dtype(rank, world, saved, loaded):
         return state, attachment.state_dict(), means
 
 
-@pytest.mark.parametrize("loaded", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("saved", [torch.float64, torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("saved", "loaded"),
+    [
+        *((torch.float32, torch.float32), (torch.float64, torch.bfloat16)),
+        *((torch.float32, torch.float16), (torch.float16, torch.float32)),
+    ],
+    ids=str,
+)
 def test_resumes_in_another_precision(run, saved, loaded):
     before, after, means = run(other_dtype, saved, loaded)[0]
     assert means[0]["first"].dtype == loaded
@@ -366,25 +372,6 @@ def bad_scaler(rank, world):
 def test_scaler_that_is_none_or_off(run):
     mean, _ = run(bad_scaler)
     assert all(g.isfinite().all() for g in mean.values())
-
-
-def shared_state(rank, world):
-    with attached(POWERSGD) as (ddp, attachment):
-        for step in range(2):
-            backward(ddp, full_rank_gradients(rank, step, SHAPES))
-        state = attachment.shared_state_dict() if rank == 0 else None
-        states = [state, None]
-        torch.distributed.broadcast_object_list(states, src=0)
-        with ignoring("the state of hook 'powersgd' was saved without averaging"):
-            attachment.load_state_dict(states[0])
-        backward(ddp, full_rank_gradients(rank, 2, SHAPES))
-        return attachment.state_dict()["steps"], states[0]
-
-
-def test_state_without_the_other_ranks(run):
-    (steps, state), _ = run(shared_state)
-    assert steps == 3
-    assert state["hook"] == {}
 
 
 def on_a_subgroup(rank, world):

@@ -15,8 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 import lightning_commhooks as lc
 
 # 4 ranks on 2 cores take about 10 ms a bucket and step.
-WITHOUT = 25
-STEPS = {"plain": 30, "find_unused": 30, "skip_all_reduce_unused": 100}
+WITHOUT = 12
+STEPS = {"plain": 15, "find_unused": 20, "skip_all_reduce_unused": 50}
 NUM_PARAMETERS = {"plain": 8, "find_unused": 8, "skip_all_reduce_unused": 4}
 MODES = {
     "plain": {},
@@ -62,7 +62,7 @@ def train(rank, world, mode, seconds, steps):
     delay = random.Random(rank - 100)
     shapes = {f"p{i}": (24, 24) for i in range(NUM_PARAMETERS[mode])}
     ddp = DistributedDataParallel(Params(shapes), bucket_cap_mb=1e-3, **MODES[mode])
-    hook = Delayed(lc.PowerSGD(start_powerSGD_iter=10, matrix_approximation_rank=1), seconds)
+    hook = Delayed(lc.PowerSGD(start_powerSGD_iter=5, matrix_approximation_rank=1), seconds)
     attachment = lc.attach(ddp, hook)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     metrics, parameters = [], []

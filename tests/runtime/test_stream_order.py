@@ -4,18 +4,14 @@ import contextlib
 
 import pytest
 import torch
-import torch.distributed as dist
 from cuda_dry_replicas import TrainingOfReplicas
-from cuda_dry_run import dry_run
-from cuda_dry_training import GradientEdges, Training, Way
+from cuda_dry_training import Training, Way, without_cuda
 from hooks_under_test import INT8, RANK_2
 from pool import ignoring
-from stream_order import recorded
-from torch.testing._internal.distributed.fake_pg import FakeStore
+from stream_order import Order, recorded
 
 import lightning_commhooks as lc
-from lightning_commhooks.codecs.codec import Kernels
-from lightning_commhooks.collectives import group, process_groups
+from lightning_commhooks.collectives import process_groups
 from lightning_commhooks.collectives import steps as steps_module
 from lightning_commhooks.collectives.counters import HostTiming
 from lightning_commhooks.collectives.gloo_abort import Connections
@@ -32,6 +28,8 @@ HOOKS = {
     "post_localsgd": lc.PostLocalSGD(start_localSGD_iter=2, period=2, post_local_gradient_allreduce=False),
     "diloco": lc.DiLoCo(start_localSGD_iter=2, period=2, fragments=2, post_local_gradient_allreduce=False),
 }
+# One of each kind, for what does not differ between others.
+KINDS = ("int8", "powersgd+half", "schedule", "diloco")
 PLAIN = Way(2, torch.float32)
 
 
@@ -41,17 +39,11 @@ def device(monkeypatch):
 
     @contextlib.contextmanager
     def device(world=2):
-        edges = GradientEdges()
-        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
-        monkeypatch.setattr(group, "compiled", lambda hook_codec, *_: Kernels(hook_codec))
-        monkeypatch.setattr(torch.autograd.graph, "get_gradient_edge", edges)
-        quiet = ignoring("hook=", "training ended after", "Accessing the data pointer of FakeTensor")
-        try:
-            with dry_run(monkeypatch) as waits, recorded(monkeypatch) as order, quiet:
-                order.waits, order.edges = waits, edges
-                yield order
-        finally:
-            dist.destroy_process_group()
+        order = Order()
+        pointers = ignoring("Accessing the data pointer of FakeTensor")
+        with without_cuda(monkeypatch, world, order) as (waits, edges), recorded(monkeypatch, order), pointers:
+            order.waits, order.edges = waits, edges
+            yield order
 
     return device
 
@@ -81,7 +73,7 @@ def test_ordinary_steps_and_what_users_ask_for(device, label, scales):
     assert not order.found, "\n".join(order.found)
 
 
-@pytest.mark.parametrize("label", HOOKS)
+@pytest.mark.parametrize("label", KINDS)
 def test_between_replicas_on_the_stream_of_fsdp2(device, label):
     with device() as order:
         training = TrainingOfReplicas(HOOKS[label], PLAIN, order.edges)
@@ -97,7 +89,7 @@ def test_between_replicas_on_the_stream_of_fsdp2(device, label):
     assert not order.found, "\n".join(order.found)
 
 
-@pytest.mark.parametrize("label", HOOKS)
+@pytest.mark.parametrize("label", ["allreduce", *KINDS])
 def test_bad_step(device, label, monkeypatch):
     """The host hears of it when the next step begins."""
     wait, bad = finite_steps.OnHost.wait, []

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed._tools.fake_collectives  # in PyTorch 2.10, fake tensors have collectives only with it
-from cuda_dry_streams import Event, Stream, Streams
+from cuda_dry_streams import Clocks, Streams
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -189,14 +189,13 @@ def _no_driver():
 
 
 @contextlib.contextmanager
-def dry_run(monkeypatch):
+def dry_run(monkeypatch, clocks=None):
     """Within, tensors are fake and may be on `"cuda"`; the [`Waits`][] that are noted."""
-    waits, streams = Waits(), Streams()
+    waits = Waits()
+    streams = Streams(clocks or Clocks(), waits.note)
     make_future = torch.futures.Future.__init__
     with monkeypatch.context() as patch:
-        for kind in (Stream, Event):
-            patch.setattr(torch.cuda, kind.__name__, type(kind.__name__, (kind,), {"waits": waits}))
-        for name in ("current_stream", "stream"):
+        for name in ("Stream", "Event", "current_stream", "stream"):
             patch.setattr(torch.cuda, name, getattr(streams, name))
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
         patch.setattr(torch.cuda, "synchronize", lambda device=None: waits.note("the device is waited for"))

@@ -1,5 +1,6 @@
 """A run of training on fake tensors, with a stand-in for DDP, whose C++ reads and writes the numbers of tensors."""
 
+import contextlib
 import types
 from collections import OrderedDict
 from dataclasses import dataclass
@@ -7,11 +8,16 @@ from itertools import pairwise
 
 import torch
 import torch.distributed as dist
+from cuda_dry_run import dry_run
+from pool import ignoring
 from torch import nn
 from torch.autograd import Variable
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.hooks import RemovableHandle
 
 import lightning_commhooks as lc
+from lightning_commhooks.codecs.codec import Kernels
+from lightning_commhooks.collectives import group
 from lightning_commhooks.interface.error_sample import ErrorSampler
 from lightning_commhooks.interface.layout import Layout
 from lightning_commhooks.runtime.attachment import Attachment
@@ -43,6 +49,21 @@ class GradBucket:
 
     def parameters(self):
         return self._parameters
+
+
+@contextlib.contextmanager
+def without_cuda(monkeypatch, world, order=None):
+    """A [`dry_run`][] with a process group of this many ranks: the waits, and the [`GradientEdges`][]."""
+    edges = GradientEdges()
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
+    monkeypatch.setattr(group, "compiled", lambda hook_codec, *_: Kernels(hook_codec))
+    monkeypatch.setattr(torch.autograd.graph, "get_gradient_edge", edges)
+    try:
+        # What a hook may say that is used for a few steps.
+        with dry_run(monkeypatch, order) as waits, ignoring("hook=", "training ended after"):
+            yield waits, edges
+    finally:
+        dist.destroy_process_group()
 
 
 class Node:

@@ -1,10 +1,11 @@
 """The process that is forked: `python fork_server.py LISTENER OWNER`, two file descriptors of sockets; see forks.py.
 
-A request is a message with arguments, environment and working directory, and file descriptors: one to answer on, and
-standard streams. The answers are the number of the process, and its exit code in the end. A process that nobody waits
-for any more is killed.
+Each connection is one process: a message with arguments, environment and working directory comes, with the standard
+streams; the answers are the number of the process, and its exit code in the end. A process whose connection is closed
+is killed.
 """
 
+import atexit
 import contextlib
 import gc
 import importlib
@@ -16,22 +17,24 @@ import selectors
 import signal
 import socket
 import sys
+import threading
 import types
 import warnings
 from pathlib import Path
 
-from forks import EXECUTABLE, FOLDERS
+from forks import EXECUTABLE, FOLDER, FOLDERS
 
 PRELOADED = (
     "torch._dynamo",
     "torch.distributed.fsdp",
     "torch.distributed.optim",
-    "lightning.pytorch",
+    "lightning.pytorch.cli",
     "pytorch_lightning",
     "accelerate",
     "transformers.trainer",
+    "transformers.models.gpt2.modeling_gpt2",
     "sklearn.datasets",
-    "lightning_commhooks",
+    "lightning_commhooks.testing",
     "accelerate_integration",
 )
 MESSAGE_BYTES = 1 << 17
@@ -54,46 +57,38 @@ class Server:
                     return request
 
     def _accept(self):
-        control, _ = self._listener.accept()
-        self._selector.register(control, selectors.EVENT_READ, lambda: self._answer(control))
-
-    def _answer(self, control):
-        message, fds, _, _ = socket.recv_fds(control, MESSAGE_BYTES, 4)
-        if not message:
-            self._selector.unregister(control)
-            control.close()
-            return None
-        status = socket.socket(fileno=fds.pop(0))
+        connection, _ = self._listener.accept()
+        message, fds, _, _ = socket.recv_fds(connection, MESSAGE_BYTES, 3)
         pid = os.fork()
         if pid == 0:
             for key in self._selector.get_map().values():
                 os.close(key.fd if isinstance(key.fileobj, int) else key.fileobj.detach())
             self._selector.close()
-            status.close()
+            connection.close()
             return json.loads(message), fds
         for fd in fds:
             os.close(fd)
-        status.sendall(pid.to_bytes(8, "little"))
+        connection.sendall(pid.to_bytes(8, "little"))
         ended = os.pidfd_open(pid)
-        self._selector.register(ended, selectors.EVENT_READ, lambda: self._report(pid, ended, status))
-        self._selector.register(status, selectors.EVENT_READ, lambda: self._kill(pid, status))
+        self._selector.register(ended, selectors.EVENT_READ, lambda: self._report(pid, ended, connection))
+        self._selector.register(connection, selectors.EVENT_READ, lambda: self._kill(pid, connection))
         return None
 
-    def _report(self, pid, ended, status):
+    def _report(self, pid, ended, connection):
         _, code = os.waitpid(pid, 0)
         self._selector.unregister(ended)
         os.close(ended)
-        if status.fileno() != -1:
-            self._selector.unregister(status)
+        if connection.fileno() != -1:
+            self._selector.unregister(connection)
             with contextlib.suppress(OSError):  # nobody waits for it
-                status.sendall(os.waitstatus_to_exitcode(code).to_bytes(8, "little", signed=True))
-            status.close()
+                connection.sendall(os.waitstatus_to_exitcode(code).to_bytes(8, "little", signed=True))
+            connection.close()
 
-    def _kill(self, pid, status):
-        if status.fileno() == -1:
+    def _kill(self, pid, connection):
+        if connection.fileno() == -1:
             return
-        self._selector.unregister(status)
-        status.close()
+        self._selector.unregister(connection)
+        connection.close()
         with contextlib.suppress(ProcessLookupError):
             os.killpg(pid, signal.SIGKILL)
 
@@ -109,18 +104,17 @@ def become(request, fds):
     os.environ.update(request["environment"])
     signal.signal(signal.SIGINT, signal.default_int_handler)
     random.seed()
+    script, *sys.argv[1:] = request["arguments"]
+    sys.path[0] = "" if script == "-c" else request["cwd"]
     sys.path[1:1] = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path not in sys.path]
     sys.executable = os.environ.get(EXECUTABLE, sys.executable)
     if os.environ.get("PYTHONWARNINGS") == "ignore":
         warnings.simplefilter("ignore")
     # Read from the environment when it was imported.
     sys.modules["torch._dynamo"].config.disable = os.environ.get("TORCH_COMPILE_DISABLE") == "1"
-    script, *sys.argv[1:] = request["arguments"]
     if script == "-c":
-        sys.path[0] = ""
         return be_main(script, sys.argv.pop(1))
     if not script.endswith(".py"):
-        sys.path[0] = request["cwd"]
         return runpy.run_module(script, run_name="__main__", alter_sys=True)
     # Scripts that tests write find the tests.
     sys.path[:1] = [str(Path(script).parent), *FOLDERS]
@@ -136,6 +130,15 @@ def be_main(name, code):
     exec(compile(code, name, "exec"), main.__dict__)
 
 
+def end_quickly():
+    """End as the interpreter does, but without clearing modules and libraries, which takes half a second."""
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
 if __name__ == "__main__":
     # pyarrow, which scikit-learn imports where it is installed, starts a thread otherwise.
     os.environ["JE_ARROW_MALLOC_CONF"] = "background_thread:false"
@@ -146,3 +149,6 @@ if __name__ == "__main__":
     gc.freeze()
     assert len(os.listdir("/proc/self/task")) == 1, "forks have no other threads"
     become(*Server(*(socket.socket(fileno=int(fd)) for fd in sys.argv[1:])).serve())
+    # Other scripts, and all that fail, show what the end of the interpreter is like.
+    if Path(sys.argv[0]).parent == FOLDER:
+        end_quickly()

@@ -14,7 +14,7 @@ if __name__ == "__main__":
     while arguments[0] in ("-u", "-m"):
         del arguments[0]
     streams = (sys.stdin, sys.stdout, sys.stderr)
-    fork = Fork(FORKS.connect(), arguments[0], arguments[1:], None, None, ((None,) * 3, streams))
+    fork = Fork(FORKS.address(), arguments[0], arguments[1:], None, None, ((None,) * 3, streams))
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, _: os.kill(fork.pid, number))
     code = fork.wait()

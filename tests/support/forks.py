@@ -1,9 +1,10 @@
 """Processes that begin with PyTorch and the frameworks imported: forks of one that has done nothing else.
 
 Importing Lightning, Accelerate and transformers takes 7 s of processor time for each process, forking 0.01 s. In all
-else a fork is like `python script.py`: arguments, environment, `__main__`, standard streams, a session of its
-own, exit code, and the interpreter ends as it always does. What launchers start with `sys.executable` is a fork as well
-where they are told to (`launching`). What is about starting Python or importing needs new processes, and says so.
+else a fork is like `python script.py`: arguments, environment, `__main__`, standard streams, a session of its own and
+exit code. The interpreter ends as it always does, too, but for scripts of this folder that end well. What launchers
+start with `sys.executable` is a fork as well where they are told to (`launching`). What is about starting Python or
+importing needs new processes, and says so.
 """
 
 import contextlib
@@ -38,7 +39,7 @@ class Forks:
     """The process that is forked; started when it is first needed."""
 
     def __init__(self):
-        self._server = self._control = self._folder = None
+        self._server = self._address = self._folder = None
 
     def start(self, script, *arguments, environment=None, cwd=None, pipes=False):
         """A new process that runs `script`, or the module of that name if it has no suffix.
@@ -50,37 +51,32 @@ class Forks:
             cwd: its working directory.
             pipes: whether its standard streams are pipes to talk through; otherwise `finish` returns what it printed.
         """
-        return Fork(self.connect(), script, arguments, environment, cwd, Fork.pipes() if pipes else Fork.files())
+        return Fork(self.address(), script, arguments, environment, cwd, Fork.pipes() if pipes else Fork.files())
 
     def launching(self):
         """Variables with which what is started as `sys.executable` by a fork is a fork."""
-        self.connect()
         if self._folder is None:
             self._folder = tempfile.TemporaryDirectory()
         program = Path(self._folder.name) / "python"
         command = shlex.join([sys.executable, str(FOLDER / "forked_python.py")])
         program.write_text(f'#!/bin/sh\nexec {command} "$@"\n')
         program.chmod(0o755)
-        return {ADDRESS: self._address, EXECUTABLE: str(program)}
+        return {ADDRESS: self.address(), EXECUTABLE: str(program)}
 
-    def connect(self):
-        """The socket that takes requests."""
+    def address(self):
+        """The address that takes requests, of a process that is started if there is none."""
         if self._server is not None and self._server.poll() is not None:
-            self._server = self._control = None
-        if self._control is None:
+            self._server = self._address = None
+        if self._address is None:
             self._address = os.environ.get(ADDRESS) or self._start_server()
-            self._control = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            self._control.connect(f"\0{self._address}")
-        return self._control
+        return self._address
 
     def share(self):
         """Start it, for the processes that this one will start as well."""
-        os.environ[ADDRESS] = self._start_server()
+        os.environ[ADDRESS] = self.address()
 
     def close(self):
         """End the process that is forked if it was started here."""
-        if self._control is not None:
-            self._control.close()
         if self._server is not None:
             self._owner.close()
             self._server.wait(10)
@@ -103,10 +99,11 @@ class Forks:
 class Fork:
     """A forked process; as much of `subprocess.Popen` as is needed."""
 
-    def __init__(self, control, script, arguments, environment, cwd, streams):
+    def __init__(self, address, script, arguments, environment, cwd, streams):
         self.args = (str(script), *map(str, arguments))
         self.returncode = None
-        self._status, theirs = socket.socketpair()
+        self._server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._server.connect(f"\0{address}")
         ours, given = streams
         self.stdin, self.stdout, self.stderr = ours
         request = {
@@ -114,14 +111,12 @@ class Fork:
             "environment": dict(os.environ if environment is None else environment),
             "cwd": str(cwd or os.getcwd()),
         }
-        fds = [theirs.fileno(), *(stream.fileno() for stream in given)]
-        socket.send_fds(control, [json.dumps(request).encode()], fds)
-        theirs.close()
+        socket.send_fds(self._server, [json.dumps(request).encode()], [stream.fileno() for stream in given])
         for stream in given:
             if stream not in ours:
                 stream.close()
-        self._status.settimeout(30 * PATIENCE)  # the first one waits for the imports
-        answer = self._status.recv(8)
+        self._server.settimeout(30 * PATIENCE)  # the first one waits for the imports
+        answer = self._server.recv(8)
         assert answer, "the process that is forked has died"
         self.pid = int.from_bytes(answer, "little")
 
@@ -149,14 +144,14 @@ class Fork:
             subprocess.TimeoutExpired: it goes on for longer than `timeout` seconds.
         """
         if self.returncode is None:
-            self._status.settimeout(timeout)
+            self._server.settimeout(timeout)
             try:
-                answer = self._status.recv(8)
+                answer = self._server.recv(8)
             except (TimeoutError, BlockingIOError):
                 raise subprocess.TimeoutExpired(self.args, timeout) from None
             assert answer, "the process that is forked has died"
             self.returncode = int.from_bytes(answer, "little", signed=True)
-            self._status.close()
+            self._server.close()
         return self.returncode
 
     def poll(self):
@@ -207,7 +202,25 @@ class Fork:
             if stream is not None:
                 with contextlib.suppress(BrokenPipeError):
                     stream.close()
-        self._status.close()
+        self._server.close()
+
+
+class NewProcess(Fork):
+    """The same of a process that is no fork; its standard streams end in files."""
+
+    def __init__(self, *command, environment=None, cwd=None):
+        (self.stdin, self.stdout, self.stderr), given = self.files()
+        streams = dict(zip(("stdin", "stdout", "stderr"), given, strict=True))
+        self._process = subprocess.Popen(
+            [sys.executable, *map(str, command)], env=environment, cwd=cwd, start_new_session=True, **streams
+        )
+        given[0].close()
+        self.pid, self.returncode = self._process.pid, None
+        self._server = given[0]  # nothing else is to be closed
+
+    def wait(self, timeout=None):
+        self.returncode = self._process.wait(timeout)
+        return self.returncode
 
 
 FORKS = Forks()

@@ -1,6 +1,6 @@
 """Run by `test_fsdp_gpu.py` in each of two processes; rank 0 prints a line of JSON.
 
-python fsdp_gpu_runner.py BACKEND
+python fsdp_gpu_runner.py DEVICE BACKEND
 """
 
 import json
@@ -17,7 +17,7 @@ from lightning_commhooks.testing.processes import take_gpu
 def main():
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     device = take_gpu(rank, world)
-    dist.init_process_group(sys.argv[1])
+    dist.init_process_group(sys.argv[2])
     found = {}
     for name in ("fp16", "bf16"):
         model = shard1("FULL_SHARD", "cuda")

@@ -2,18 +2,13 @@
 
 import contextlib
 import os
-import signal
-import subprocess
-import sys
-import tempfile
 import time
-from dataclasses import dataclass
 
 import pytest
 import torch
 import torch.distributed as dist
 from driver import SHAPES, attached, full_rank_gradients
-from forks import FOLDER, FOLDERS, PATIENCE, ROOT, alone
+from forks import FOLDER, FOLDERS, FORKS, PATIENCE, ROOT, NewProcess, alone
 
 from lightning_commhooks.testing import model
 from lightning_commhooks.testing.processes import Processes
@@ -57,89 +52,51 @@ class Ranks:
             self._processes = None
 
 
-@dataclass
-class Ended:
-    """How a rank of `launch` ended.
+def launch(script, device, *arguments, world=2, timeout=100, **environment):
+    """Run a script of this folder, each rank as if it were alone on a node of its own.
 
-    Attributes:
-        code: its exit code, negative for a signal; `None` if it took too long and was killed.
-        output: what it printed on standard output.
-        errors: the same on standard error.
-        at: when it ended, by `time.monotonic`.
-    """
-
-    code: int | None
-    output: str
-    errors: str
-    at: float
-
-
-def launch(script, *arguments, world=2, timeout=100, **environment):
-    """Run a script of this folder in new processes, each as if it were alone on a node of its own.
-
-    Not as forks: CUDA does not work in a fork of a process that has looked for devices, as frameworks do when they
-    are imported.
+    On CUDA the ranks are new processes: it does not work in a fork of a process that has looked for devices, as
+    frameworks do when they are imported.
 
     Args:
         script: name of the script.
-        arguments: its command line.
+        device: `"cpu"` or `"cuda"`; part of its command line.
+        arguments: the rest of it.
         world: number of processes.
         timeout: seconds that they may take, or `PATIENCE` times as long without a GPU.
         environment: further variables.
 
     Returns:
-        how each rank ended.
+        exit code of each rank, what it printed on standard output and on standard error, and when it ended, by
+        `time.monotonic`; of a rank that took too long, code and time are `None`.
     """
-    timeout *= 1 if torch.cuda.is_available() else PATIENCE
+    start = FORKS.start if device == "cpu" else NewProcess
     path = os.pathsep.join([str(ROOT), *FOLDERS])
-    shared = {**alone(PYTHONPATH=path), "MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": str(world), "LOCAL_RANK": "0"}
+    shared = alone(PYTHONPATH=path, MASTER_ADDR="127.0.0.1", WORLD_SIZE=str(world), LOCAL_RANK="0")
+    shared |= {"LOCAL_WORLD_SIZE": "1", **environment}
     with contextlib.ExitStack() as stack:
-        processes, files = [], []
-        for rank in range(world):
-            files.append([stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(2)])
-            own = {"RANK": str(rank), "NODE_RANK": str(rank), "LOCAL_WORLD_SIZE": "1", **environment}
-            processes.append(
-                subprocess.Popen(
-                    [sys.executable, str(FOLDER / script), *arguments],
-                    stdin=subprocess.DEVNULL,
-                    stdout=files[-1][0],
-                    stderr=files[-1][1],
-                    env={**shared, **own},
-                    start_new_session=True,
-                )
-            )
-            stack.callback(_kill, processes[-1])
-        ended = {}
-        deadline = time.monotonic() + timeout
-        while len(ended) < world and time.monotonic() < deadline:
+        processes, ended = [], [(None, None)] * world
+        for rank in map(str, range(world)):
+            own = {**shared, "RANK": rank, "NODE_RANK": rank}
+            processes.append(stack.enter_context(start(FOLDER / script, device, *arguments, environment=own)))
+            stack.callback(processes[-1].kill)
+        deadline = time.monotonic() + timeout * (PATIENCE if device == "cpu" else 1)
+        while (None, None) in ended and time.monotonic() < deadline:
             for rank, process in enumerate(processes):
-                if rank not in ended and process.poll() is not None:
+                if ended[rank][1] is None and process.poll() is not None:
                     ended[rank] = process.returncode, time.monotonic()
             time.sleep(0.02)
         for process in processes:
-            _kill(process)
-        found = []
-        for rank, (output, errors) in enumerate(files):
-            output.seek(0)
-            errors.seek(0)
-            code, at = ended.get(rank, (None, time.monotonic()))
-            found.append(Ended(code, output.read(), errors.read(), at))
-        return found
+            process.kill()
+        return [(code, *process.printed(), at) for (code, at), process in zip(ended, processes, strict=True)]
 
 
-def _kill(process):
-    if process.poll() is None:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-
-
-def launch_well(script, *arguments, **options):
+def launch_well(script, device, *arguments, **options):
     """Standard output of each rank of `launch`; all of them have to end well."""
-    ranks = launch(script, *arguments, **options)
-    codes = [rank.code for rank in ranks]
-    texts = "\n".join(f"rank {number}: {rank.errors[-3000:]}" for number, rank in enumerate(ranks))
-    assert not any(code != 0 for code in codes), f"{script} {' '.join(arguments)}: exit codes {codes}\n{texts}"
-    return [rank.output for rank in ranks]
+    ranks = launch(script, device, *arguments, **options)
+    texts = "\n".join(f"rank {number}: {errors[-3000:]}" for number, (_, _, errors, _) in enumerate(ranks))
+    assert all(code == 0 for code, *_ in ranks), f"{script} {device} {arguments}: {ranks}\n{texts}"
+    return [output for _, output, *_ in ranks]
 
 
 def step_without_waiting(rank, world, hook):

@@ -20,11 +20,10 @@ class Plain(lc.CommHook):
         return self.bound(group)
 
 
-def hook_of(bound):
-    """The hook of a bound hook; both have the same name, by which a configuration is pickled."""
-    return dataclass(frozen=True, kw_only=True)(
-        type(f"{bound.__name__}Hook", (Plain,), {"bound": bound, "__module__": __name__, "__annotations__": {}})
-    )
+def hook_of(bound, name, base=Plain):
+    """The hook of a bound hook, with the name that it has in the module, by which a configuration is pickled."""
+    names = {"name": name.lower(), "bound": bound, "__module__": bound.__module__, "__annotations__": {}}
+    return dataclass(frozen=True, kw_only=True)(type(name, (base,), names))
 
 
 class InPlace(lc.BoundHook):
@@ -135,4 +134,4 @@ class AverageNoGenerator(lc.ErrorFeedback):
 
 
 for _bound in [own for own in vars().copy().values() if isinstance(own, type) and issubclass(own, lc.BoundHook)]:
-    globals()[f"{_bound.__name__}Hook"] = hook_of(_bound)
+    globals()[f"{_bound.__name__}Hook"] = hook_of(_bound, f"{_bound.__name__}Hook")

@@ -7,26 +7,24 @@ process group over the ranks it asked for, and is checked for what it leaves beh
 import contextlib
 import gc
 import os
-import pickle
 import re
 import sys
 import threading
-import time
-import traceback
 import warnings
 from datetime import timedelta
 from multiprocessing import connection
 
 import torch
 import torch.distributed as dist
-from forks import FOLDER, FORKS, PATIENCE, alone
+from forks import FORKS, PATIENCE, alone
 
 from lightning_commhooks.codecs import codec
 from lightning_commhooks.collectives import group
 from lightning_commhooks.collectives.steps import waiting_threads
+from lightning_commhooks.testing.processes import exchange, serve
 
 SIZE = 4
-WORKER = FOLDER / "pool_worker.py"
+WORKER = "import sys, pool; pool.work(*sys.argv[1:])"
 THREAD_NAME = "lightning_commhooks"
 # A warning of torch.compile about what it looks at itself, after other things were compiled in this process.
 OF_COMPILING = "The .grad attribute of a Tensor that is not a leaf"
@@ -71,7 +69,7 @@ class Pool:
         """
         for _ in range(2):
             replies = self._call_all(function, args, world, timeout)
-            failed = [text for ok, text in replies.values() if not ok]
+            failed = [f"rank {rank}:\n{text}" for rank, (ok, text) in replies.items() if not ok]
             if not failed and len(replies) == world:
                 return [replies[rank][1] for rank in range(world)]
             self._kill()
@@ -85,10 +83,8 @@ class Pool:
         if not self._workers:
             self._start()
         self._num_calls += 1
-        workers = self._workers[:world]
-        for rank, (_, pipe) in enumerate(workers):
-            pipe.send_bytes(pickle.dumps((f"call{self._num_calls}", rank, world, self._call, function, args)))
-        return _collect([pipe for _, pipe in workers], timeout)
+        pipes = [pipe for _, pipe in self._workers[:world]]
+        return exchange(pipes, f"call{self._num_calls}", (self._call, function, args), timeout * PATIENCE, 2 * PATIENCE)
 
     def close(self):
         """Let the workers end by themselves."""
@@ -107,7 +103,9 @@ class Pool:
         with connection.Listener(family="AF_UNIX") as listener:
             for _ in range(self._size):
                 arguments = (listener.address, self._store.port)
-                process = FORKS.start(WORKER, *arguments, environment=alone(PYTHONPATH=path, TORCH_COMPILE_DISABLE="0"))
+                process = FORKS.start(
+                    "-c", WORKER, *arguments, environment=alone(PYTHONPATH=path, TORCH_COMPILE_DISABLE="0")
+                )
                 self._workers.append((process, listener.accept()))
 
     def _kill(self):
@@ -119,45 +117,15 @@ class Pool:
         self._workers = []
 
 
-def _collect(pipes, timeout):
-    """Replies by rank. After a failure the other ranks get a short time to report theirs."""
-    replies, deadline = {}, time.monotonic() + timeout * PATIENCE
-    while len(replies) < len(pipes):
-        waiting = [pipe for rank, pipe in enumerate(pipes) if rank not in replies]
-        ready = connection.wait(waiting, max(0, deadline - time.monotonic()))
-        if not ready:
-            break
-        for pipe in ready:
-            try:
-                reply = pickle.loads(pipe.recv_bytes())
-            except EOFError:
-                reply = (False, f"rank {pipes.index(pipe)}: the process died")
-            replies[pipes.index(pipe)] = reply
-            if not reply[0]:
-                deadline = min(deadline, time.monotonic() + 2 * PATIENCE)
-    return replies
-
-
 def work(address, port):
     """A worker: call what comes from the pool at `address`, until it closes."""
-    pipe = connection.Client(address)
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"
     # Compiling takes seconds, and the gradients of most tests are too small to be given to what was compiled.
     group.compiled = lambda hook_codec, *_: codec.Kernels(hook_codec)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    while True:
-        try:
-            message = pipe.recv_bytes()
-        except EOFError:
-            return
-        rank = "?"
-        try:
-            prefix, rank, world, call, function, args = pickle.loads(message)
-            reply = (True, call(dist.PrefixStore(prefix, store), rank, world, function, args))
-        except BaseException:
-            reply = (False, f"rank {rank}:\n{traceback.format_exc()}")
-        pipe.send_bytes(pickle.dumps(reply))
+    serve(
+        connection.Client(address), int(port), lambda store, rank, world, call, *what: call(store, rank, world, *what)
+    )
 
 
 def call_on_new_group(store, rank, world, function, args):

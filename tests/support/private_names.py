@@ -1,48 +1,21 @@
-"""The private and undocumented names of PyTorch that we use, and what breaks without them."""
+"""What the private and undocumented names of others that we use do, by framework.
+
+A path from a module needs a check only if it could exist and mean something else; a private attribute always needs one.
+"""
 
 import contextlib
 import functools
 import importlib
-import importlib.metadata
+import inspect
+import sys
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp
-from packaging.version import Version
 from torch.nn.parallel import DistributedDataParallel
-
-PACKAGE = "lightning_commhooks"
-GROUPS = "lightning_commhooks/collectives/process_groups.py"
-AGREEMENT = f"{PACKAGE}/collectives/agreement.py"
-AVERAGING = "lightning_commhooks/collectives/averaging.py"
-TORCHFT = "lightning_commhooks/torchft/manager.py"
-FSDP2 = "lightning_commhooks/sources/fsdp2.py"
-REPLICAS = "lightning_commhooks/sources/replicas.py"
-MICRO_BATCHES = "lightning_commhooks/runtime/micro_batches.py"
-PASSES = "lightning_commhooks/runtime/passes.py"
-
-
-@dataclass(frozen=True)
-class Use:
-    """One name.
-
-    Args:
-        name: path from a module, or `.attribute` of an object. Without an underscore: undocumented.
-        where: files that use it.
-        breaks: what happens when it is gone or means something else; "silent" where nobody would be told.
-        check: whether it is there and means what we think; paths need none.
-        since: distribution and version that has it, where not every supported one does.
-    """
-
-    name: str
-    where: tuple[str, ...]
-    breaks: str
-    check: Callable[..., object] | None = None
-    since: tuple[str, str] | None = None
+from versions import has
 
 
 def resolve(path):
@@ -54,23 +27,28 @@ def resolve(path):
     raise ImportError(path)
 
 
-def fails(use, *args):
-    """What is wrong with a name; empty for nothing, and where it is too new to be there."""
-    if use.since and Version(importlib.metadata.version(use.since[0])) < Version(use.since[1]):
-        return ""
-    try:
-        if use.check is None:
-            resolve(use.name)
-        elif not use.check(*args):
-            return f"{use.name} is not what it was: {use.breaks}"
-    except (AttributeError, ImportError, KeyError, TypeError) as error:
-        return f"{use.name} ({type(error).__name__}: {error}): {use.breaks}"
-    return ""
+def failures(checks, *args):
+    """What is wrong with some names, each with its check."""
+    found = []
+    for name, check in checks.items():
+        try:
+            if not check(*args):
+                found.append(f"{name} is not what it was")
+        except (AttributeError, ImportError, KeyError, TypeError) as error:
+            found.append(f"{name} ({type(error).__name__}: {error})")
+    return found
 
 
-def missing_on_ranks(rank, world):
-    """What is wrong with the names of PyTorch, in a process of a gloo group."""
-    return list(filter(None, map(fails, TORCH)))
+def failures_on_ranks(rank, world):
+    """The same of PyTorch, in a process of a gloo group."""
+    return failures(TORCH)
+
+
+def _in_source(path, text):
+    return lambda *_: text in inspect.getsource(resolve(path))
+
+
+# PyTorch -----------------------------------------------------------------------------------------------------
 
 
 def _hook(state, bucket):
@@ -147,6 +125,10 @@ def _fsdp_keeps_its_hook():
     return before is None and model._comm_hook is _reduce and model._comm_hook_state is state
 
 
+def _reduce(state, grad, output=None):
+    """A hook for FSDP."""
+
+
 @functools.cache
 def _fsdp2():
     from torch.distributed.device_mesh import init_device_mesh
@@ -158,23 +140,13 @@ def _fsdp2():
 
 
 def _fsdp2_has(name):
-    def has():
+    def has_it():
         model, state = _fsdp2()
         several = getattr(state, "_fsdp_param_groups", None)
         group = several[0] if several else state._fsdp_param_group
         return any(hasattr(one, name) for one in (model, state, model.weight, group, group.fsdp_params[0]))
 
-    return has
-
-
-def _fsdp2_makes_parameters_later():
-    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
-
-    return "_unsharded_param" in FSDPParam.__annotations__
-
-
-def _reduce(state, grad, output=None):
-    """A hook for FSDP."""
+    return has_it
 
 
 def _sparse():
@@ -216,193 +188,164 @@ def _task_has_an_id():
     return torch._C._current_graph_task_id() == -1 and inside[0] >= 0
 
 
-def _premultiplies():
-    return dist._make_nccl_premul_sum(0.25).__getstate__()[1] == 0.25
-
-
-def _process_group_takes_backends():
-    return all(hasattr(dist.ProcessGroup, name) for name in ("_register_backend", "_set_default_backend"))
-
-
-IMPORTED = "import of the package fails"
-SPARSE = (
-    MICRO_BATCHES,
-    f"{PACKAGE}/runtime/runtime.py",
-    f"{PACKAGE}/sources/ddp.py",
-    "lightning_commhooks/wrappers/auto.py",
-    "lightning_commhooks/wrappers/cast.py",
-    "lightning_commhooks/wrappers/scale.py",
+OF_FSDP2 = (
+    *("._get_fsdp_state", "._fsdp_param_group", "._reduce_scatter_comm", "._all_gather_comm", "._state_ctx"),
+    *("._local_tensor", "mesh_info", "post_forward_mesh_info", "post_backward", "sharded_size", "fsdp_params"),
+    *("sharded_param", "padded_sharded_param_size"),
 )
-RANGES = "lightning_commhooks/basics/ranges.py"
-LAUNCH = "lightning_commhooks/advice/launch.py"
+TORCH = {
+    "torch._C._current_graph_task_id": _task_has_an_id,
+    "torch._dynamo.utils.counters": lambda: isinstance(
+        resolve("torch._dynamo.utils.counters")["inductor"]["fxgraph_cache_miss"], int
+    ),
+    "torch.autograd.profiler._is_profiler_enabled": _says_whether_it_profiles,
+    **dict.fromkeys(("._comm_hooks", "._get_ddp_logging_data"), _tells_its_hook),
+    "._use_python_reducer": _says_python_reducer,
+    "._join_config": _joins,
+    "._divide_by_initial_world_size": _joins_and_tells_by_what_it_divides,
+    "._in_backward_optimizers": _marks_optimizers,
+    **dict.fromkeys(("._get_backend", "._timeout"), _group_keeps_its_timeout),
+    **dict.fromkeys(("._Options", "._devices", "._threads"), _gloo_takes_devices),
+    "._register_backend": lambda: hasattr(dist.ProcessGroup, "_register_backend"),
+    "._set_default_backend": lambda: hasattr(dist.ProcessGroup, "_set_default_backend"),
+    **dict.fromkeys(("._comm_hook", "._comm_hook_state"), _fsdp_keeps_its_hook),
+    "._nnz": lambda: _sparse()._nnz() == 1,
+    "._values": lambda: _sparse()._values().tolist() == [2.0],
+    "._version": _counts_changes,
+    "._base": lambda: (t := torch.ones(2)).view(2, 1)._base is t,
+    "._orig_mod": lambda: next(torch.compile(torch.nn.Linear(1, 1)).named_parameters())[0] == "_orig_mod.weight",
+    "._found_inf_per_device": lambda: hasattr(torch.amp.GradScaler, "_found_inf_per_device"),
+    "._checkpoint_wrapped_module": _checkpoint_wrapper_has_its_module,
+    "._fsdp_wrapped_module": lambda: isinstance(torch.distributed.fsdp.FullyShardedDataParallel.module, property),
+    "._scale": _scaler_has_its_scale,
+    "__getstate__": lambda: dist._make_nccl_premul_sum(0.25).__getstate__()[1] == 0.25,
+    "._unsharded_param": lambda: (
+        "_unsharded_param" in resolve("torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam").__annotations__
+    ),
+    "._fsdp_param_groups": lambda: not has("torch", "2.12") or _fsdp2_has("_fsdp_param_groups")(),
+    **{name: _fsdp2_has(name.lstrip(".")) for name in OF_FSDP2},
+    "set_custom_reduce_scatter": lambda: resolve("torch.distributed.fsdp.FSDPModule.set_custom_reduce_scatter"),
+}
 
-TORCH = [
-    Use(
-        "torch._C._distributed_c10d.GradBucket",
-        (
-            f"{PACKAGE}/sources/ddp.py",
-            f"{PACKAGE}/sources/ddp_model.py",
-            f"{PACKAGE}/torchft/ddp.py",
-            f"{PACKAGE}/interface/user_function.py",
-        ),
-        IMPORTED,
+# Lightning: functions of the package, `lightning.pytorch` or `pytorch_lightning` -----------------------------
+
+QUIET = dict.fromkeys(("logger", "enable_checkpointing", "enable_model_summary", "enable_progress_bar"), False)
+
+
+def _trainer(package):
+    return resolve(f"{package}.Trainer")(accelerator="cpu", **QUIET)
+
+
+def _ddp_strategy(package, **kwargs):
+    return resolve(f"{package}.strategies.DDPStrategy")(**kwargs)
+
+
+def _has(path, name):
+    return lambda package: hasattr(resolve(f"{package}.{path}"), name)
+
+
+def _calls(name, path):
+    """Whether a class calls one of its methods."""
+    return lambda package: f"self.{name}(" in inspect.getsource(resolve(f"{package}.{path}"))
+
+
+def _handles_slurm(package):
+    name = f"{package}.trainer.connectors.signal_connector._SignalConnector._slurm_sigusr_handler_fn"
+    return resolve(name).__code__.co_name == "_slurm_sigusr_handler_fn"
+
+
+def _delays_static_graph(package):
+    name = "_pl_static_graph_delay_done"
+    is_read = f"if self.{name}:" in inspect.getsource(resolve(f"{package}.strategies.DDPStrategy"))
+    return is_read and getattr(_ddp_strategy(package), name) is False
+
+
+LIGHTNING = {
+    "._forward_module": lambda _: (
+        resolve("lightning.fabric.wrappers._FabricModule")(torch.nn.Linear(1, 1), None)._forward_module
     ),
-    Use("torch._C._distributed_c10d.HashStore", (LAUNCH,), "`advise` fails"),
-    Use("torch._C._distributed_c10d.TCPStore", (LAUNCH, TORCHFT), "`--nproc` fails"),
-    Use("torch._C._distributed_c10d.Store", (LAUNCH, GROUPS, AGREEMENT), IMPORTED),
-    Use("torch._C._distributed_c10d.PrefixStore", (GROUPS, TORCHFT), IMPORTED),
-    Use(
-        "torch._C._current_graph_task_id",
-        (PASSES,),
-        "every backward with a hook fails",
-        _task_has_an_id,
+    "._batches_that_stepped": lambda package: _trainer(package).fit_loop.epoch_loop._batches_that_stepped == 0,
+    "._LRCallback": _has("tuner.lr_finder", "_LRCallback"),
+    "._slurm_sigusr_handler_fn": _handles_slurm,
+    "._try_loop_run": lambda package: all(
+        _has(f"tuner.{module}", "_try_loop_run")(package) for module in ("lr_finder", "batch_size_scaling")
     ),
-    Use("torch._dynamo.config.disable", (f"{PACKAGE}/codecs/codec.py",), "quantized hooks fail"),
-    Use(
-        "torch._dynamo.utils.counters",
-        (f"{PACKAGE}/codecs/compiling.py",),
-        "quantized hooks run uncompiled, with a warning",
-        lambda: isinstance(resolve("torch._dynamo.utils.counters")["inductor"]["fxgraph_cache_miss"], int),
+    "interrupted": lambda package: _trainer(package).interrupted is False,
+    "._start_method": lambda package: _ddp_strategy(package, start_method="fork")._start_method == "fork",
+    "._pl_static_graph_delay_done": _delays_static_graph,
+    "._register_ddp_hooks": _calls("_register_ddp_hooks", "strategies.DDPStrategy"),
+    "._setup_model": _calls("_setup_model", "strategies.FSDPStrategy"),
+    "._device_mesh": lambda package: (
+        "_device_mesh" in inspect.getsource(resolve(f"{package}.strategies.ModelParallelStrategy"))
     ),
-    Use("torch._dynamo.mark_dynamic", (f"{PACKAGE}/codecs/codec.py",), "codecs are not compiled, with a warning"),
-    Use("torch._dynamo.mark_static", (f"{PACKAGE}/codecs/codec.py",), "codecs are not compiled, with a warning"),
-    Use(
-        "torch.autograd.profiler._is_profiler_enabled",
-        (RANGES,),
-        "silent: no ranges, or with a new meaning ranges all the time",
-        _says_whether_it_profiles,
+    "._state_dict_type": lambda package: (
+        resolve(f"{package}.strategies.FSDPStrategy")(state_dict_type="sharded")._state_dict_type == "sharded"
     ),
-    Use("torch._foreach_add_", (f"{PACKAGE}/interface/precision.py",), "bad steps fail"),
-    Use("torch._foreach_norm", (MICRO_BATCHES,), "accumulation cannot tell cleared gradients"),
-    Use(
-        "torch.autograd.Variable._execution_engine.queue_callback",
-        (PASSES,),
-        "the end of a step is never seen",
+    '"scaler"': lambda package: (
+        resolve(f"{package}.plugins.precision.MixedPrecision")("bf16-mixed", "cpu").scaler is None
     ),
-    Use("torch.cuda._sleep", (f"{PACKAGE}/advice/emulated.py",), "`advise` on CUDA fails"),
-    Use(
-        "torch.distributed.distributed_c10d._get_default_store",
-        (LAUNCH, GROUPS),
-        "`advise`, hooks on subgroups",
-    ),
-    Use("torch.distributed.distributed_c10d._world.pg_map", (GROUPS,), "closing an attachment fails"),
-    Use("torch.distributed.fsdp.ShardingStrategy._HYBRID_SHARD_ZERO2", (f"{PACKAGE}/sources/fsdp1.py",), IMPORTED),
-    Use(
-        "threading._register_atexit",
-        (f"{PACKAGE}/runtime/engine.py",),
-        "a process that failed waits for peers at exit",
-    ),
-    Use(
-        "sys._getframe",
-        ("accelerate_integration/kwargs.py", f"{PACKAGE}/lightning/averaging.py", f"{PACKAGE}/runtime/optimizers.py"),
-        "as documented",
-    ),
-    Use("os._exit", (LAUNCH, f"{PACKAGE}/testing/processes.py"), "as documented"),
-    Use("._comm_hooks", (f"{PACKAGE}/sources/ddp_model.py",), "a second hook is not refused", _tells_its_hook),
-    Use(
-        "._get_ddp_logging_data",
-        (f"{PACKAGE}/sources/ddp_model.py",),
-        "silent: nobody sees that DDP has no hook",
-        _tells_its_hook,
-    ),
-    Use(
-        "._use_python_reducer",
-        (f"{PACKAGE}/sources/ddp_model.py",),
-        "silent: under torch.compile hooks get gradients instead of buckets",
-        _says_python_reducer,
-    ),
-    Use("._join_config", (f"{PACKAGE}/sources/ddp.py",), "local steps fail; within join() they hang", _joins),
-    Use(
-        "._divide_by_initial_world_size",
-        (f"{PACKAGE}/sources/ddp.py",),
-        "silent: nobody is told that hooks ignore join(divide_by_initial_world_size=False)",
-        _joins_and_tells_by_what_it_divides,
-    ),
-    Use(
-        "._in_backward_optimizers",
-        (f"{PACKAGE}/sources/ddp_model.py",),
-        "refused later, without saying what to do",
-        _marks_optimizers,
-    ),
-    Use("._get_backend", (GROUPS,), "no attachment can be made", _group_keeps_its_timeout),
-    Use("._timeout", (GROUPS, TORCHFT), "silent: hooks wait 30 minutes, whatever was set", _group_keeps_its_timeout),
-    Use("._Options", (GROUPS,), "no hook can be attached to far ranks or to subgroups", _gloo_takes_devices),
-    Use("._devices", (GROUPS,), "silent: one connection between far ranks", _gloo_takes_devices),
-    Use("._threads", (GROUPS,), "hooks on subgroups fail", _gloo_takes_devices),
-    Use("._register_backend", (GROUPS,), "hooks on subgroups fail", _process_group_takes_backends),
-    Use("._set_default_backend", (GROUPS,), "hooks on subgroups fail", _process_group_takes_backends),
-    Use("._comm_hook", (f"{PACKAGE}/sources/fsdp1.py",), "FSDP 1 is refused", _fsdp_keeps_its_hook),
-    Use("._comm_hook_state", (f"{PACKAGE}/sources/fsdp1.py",), "FSDP 1 is refused after close()", _fsdp_keeps_its_hook),
-    Use("._nnz", (f"{PACKAGE}/collectives/group.py",), "sparse gradients fail", lambda: _sparse()._nnz() == 1),
-    Use("._values", SPARSE, "sparse gradients fail", lambda: _sparse()._values().tolist() == [2.0]),
-    Use(
-        "._version",
-        (MICRO_BATCHES, PASSES, f"{PACKAGE}/interface/swap.py", f"{PACKAGE}/runtime/optimizers.py"),
-        "accumulation fails",
-        _counts_changes,
-    ),
-    Use("._base", (PASSES,), "every forward with a hook fails", lambda: (t := torch.ones(2)).view(2, 1)._base is t),
-    Use(
-        "._orig_mod",
-        (f"{PACKAGE}/interface/layout.py",),
-        "silent: state of compiled models is not that of the others",
-        lambda: next(torch.compile(torch.nn.Linear(1, 1)).named_parameters())[0] == "_orig_mod.weight",
-    ),
-    Use(
-        "._found_inf_per_device",
-        (f"{PACKAGE}/runtime/optimizers.py",),
-        "steps that optimizers with a grad_scaler argument skip count",
-        lambda: hasattr(torch.amp.GradScaler, "_found_inf_per_device"),
-    ),
-    Use(
-        "._checkpoint_wrapped_module",
-        (f"{PACKAGE}/interface/layout.py",),
-        "silent: state of models with activation checkpointing is not that of the others",
-        _checkpoint_wrapper_has_its_module,
-    ),
-    Use(
-        "._fsdp_wrapped_module",
-        (f"{PACKAGE}/interface/layout.py",),
-        "silent: old states of such models do not load",
-        lambda: isinstance(torch.distributed.fsdp.FullyShardedDataParallel.module, property),
-    ),
-    Use(
-        "._scale", (f"{PACKAGE}/runtime/runtime.py",), "silent: memory in units of a scaled loss", _scaler_has_its_scale
-    ),
-    Use("__getstate__", (f"{PACKAGE}/sources/fsdp2.py",), "FSDP2 with an even divisor fails", _premultiplies),
-    Use("torch._foreach_copy_", (REPLICAS,), "hooks between replicas fail where shares are filled up"),
-    Use("torch.distributed.fsdp._fully_shard._fsdp_collectives.DefaultAllGather", (FSDP2,), IMPORTED),
-    Use("torch.distributed.fsdp._fully_shard._fsdp_collectives.DefaultReduceScatter", (FSDP2,), IMPORTED),
-    Use("torch.distributed.fsdp._fully_shard._fsdp_common.DDPMeshInfo", (REPLICAS,), IMPORTED),
-    Use("torch.distributed.fsdp._fully_shard._fsdp_common.HSDPMeshInfo", (REPLICAS,), IMPORTED),
-    Use("._local_tensor", (AVERAGING,), "silent: shares taken for whole gradients", _fsdp2_has("_local_tensor")),
-    Use("._unsharded_param", (REPLICAS,), "hooks between replicas fail", _fsdp2_makes_parameters_later),
-    Use(
-        "._fsdp_param_groups",
-        (FSDP2,),
-        "silent: parameters on a mesh of their own have no hook",
-        _fsdp2_has("_fsdp_param_groups"),
-        since=("torch", "2.12"),
-    ),
-    *(
-        Use(name, places, "hooks between replicas are refused or fail", _fsdp2_has(name.lstrip(".")))
-        for places, names in {
-            (FSDP2,): (
-                "._get_fsdp_state",
-                "._fsdp_param_group",
-                "._reduce_scatter_comm",
-                "._all_gather_comm",
-                "._state_ctx",
-            ),
-            (REPLICAS,): ("mesh_info", "post_forward_mesh_info", "post_backward", "sharded_size"),
-            (REPLICAS, FSDP2): ("fsdp_params", "sharded_param", "padded_sharded_param_size"),
-        }.items()
-        for name in names
-    ),
-    Use(
-        "set_custom_reduce_scatter",
-        (f"{PACKAGE}/sources/fsdp2.py",),
-        "FSDP2 is refused",
-        lambda: resolve("torch.distributed.fsdp.FSDPModule.set_custom_reduce_scatter"),
-    ),
-]
+}
+
+# Accelerate: functions of an `Accelerator` -------------------------------------------------------------------
+
+
+def _keeps_models(accelerator):
+    model = torch.nn.Linear(1, 1)
+    model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+    return accelerator._models[-1] is model and isinstance(accelerator._optimizers[-1].optimizer, torch.optim.SGD)
+
+
+def _reads_class_of_handlers(accelerator):
+    """Whether `Accelerator.__init__` itself looks at `handler.__class__`, before it can prepare anything."""
+    base, seen = resolve("accelerate.utils.DistributedDataParallelKwargs"), []
+
+    class Handler(base):
+        @property
+        def __class__(self):
+            seen.append(sys._getframe(1).f_code)
+            return base
+
+    handler = Handler()
+    made = type(accelerator)(cpu=True, kwargs_handlers=[handler])
+    return type(accelerator).__init__.__code__ in seen and made.ddp_handler is handler
+
+
+def _keeps_data_loaders(accelerator):
+    data = accelerator.prepare(torch.utils.data.DataLoader([1, 2]))
+    return accelerator._dataloaders == [data]
+
+
+def _tells_overflow(accelerator):
+    optimizer = accelerator.prepare(torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), 0.1))
+    optimizer._is_overflow = True
+    return optimizer.step_was_skipped and accelerator.optimizer_step_was_skipped
+
+
+ACCELERATE = {
+    **dict.fromkeys(("._models", "._optimizers"), _keeps_models),
+    "._dataloaders": _keeps_data_loaders,
+    "._is_overflow": _tells_overflow,
+    **dict.fromkeys(("__class__", "ddp_handler"), _reads_class_of_handlers),
+}
+
+# Of transformers: whether its `Trainer` calls or has it; of torchft, whether it is in the source of a class ------
+
+CALLED = (
+    *("._wrap_model", "._maybe_log_save_evaluate", "._save_optimizer_and_scheduler", "._load_optimizer_and_scheduler"),
+    *("._load_best_model", "create_accelerator_and_postprocess"),
+)
+HAD = ("current_gradient_accumulation_steps", "model_accepts_loss_kwargs", "compute_loss_func", "loss_is_scaled_for_ga")
+TRANSFORMERS = {
+    **{name: lambda source, name=name: f"self.{name.lstrip('.')}(" in source for name in CALLED},
+    **{
+        name: lambda source, name=name: f"self.{name}" in source
+        for name in HAD
+        if name != "loss_is_scaled_for_ga" or has("transformers", "5.23")
+    },
+}
+OF_MANAGER = ("._pg", "._group_rank", "._group_world_size", "._min_replica_size", "._use_async_quorum")
+TORCHFT = {
+    **{name: _in_source("torchft.Manager.__init__", f"self{name}") for name in OF_MANAGER},
+    "._create_pg": _in_source("torchft.process_group.ProcessGroupWrapper", "self._create_pg("),
+    "._replica_id": _in_source("torchft.process_group.ProcessGroupWrapper", "self._replica_id"),
+}

@@ -1,5 +1,11 @@
-"""Run by `test_same_everywhere.py` in each of two processes: the same training in one of four frameworks."""
+"""The same training in one of several frameworks, in each of two processes, which may be alone on their nodes.
 
+    python same_everywhere_runner.py DEVICE FRAMEWORK FOLDER
+
+Parameters by hook go to a file. `transformers` has a model of its own.
+"""
+
+import os
 import sys
 import warnings
 
@@ -8,7 +14,10 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 
 import lightning_commhooks as lc
+from lightning_commhooks.testing.processes import take_gpu
 
+# Now, since Lightning deletes a variable at the end of a `fit`.
+WORLD, LOCAL = (int(os.environ.get(name, 1)) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
 STEPS = 30
 ALONE = {"start_localSGD_iter": 10, "post_local_gradient_allreduce": False}
 POWERSGD = lc.PowerSGD(start_powerSGD_iter=10, matrix_approximation_rank=2)
@@ -56,55 +65,60 @@ class Batches(Dataset):
         return self.batches[index]
 
 
-def plain(hook):
-    module = Model()
+def places(device):
+    """What Fabric and a `Trainer` are told."""
+    return {"accelerator": {"cuda": "gpu"}.get(device, device), "devices": LOCAL, "num_nodes": WORLD // LOCAL}
+
+
+def plain(hook, device):
+    module = Model().to(device)
     model, optimizer = torch.nn.parallel.DistributedDataParallel(module), make_optimizer(module)
     attachment = lc.attach(model, hook, optimizers=[optimizer])
     for x in Batches(dist.get_rank()):
         optimizer.zero_grad()
-        loss(model, x).backward()
+        loss(model, x.to(device)).backward()
         optimizer.step()
     attachment.average_weights()
     attachment.close()
     return module
 
 
-def accelerate(hook):
+def accelerate(hook, device):
     from accelerate import Accelerator
 
     from accelerate_integration import CommHookKwargs
 
     handler = CommHookKwargs(hook=hook)
-    accelerator = Accelerator(cpu=True, kwargs_handlers=[handler])
+    accelerator = Accelerator(cpu=device == "cpu", kwargs_handlers=[handler])
     module = Model()
     model, optimizer = accelerator.prepare(module, make_optimizer(module))
     for x in Batches(accelerator.process_index):
         optimizer.zero_grad()
-        accelerator.backward(loss(model, x))
+        accelerator.backward(loss(model, x.to(device)))
         optimizer.step()
     accelerator.wait_for_everyone()
     handler.attachments[0].close()
     return module
 
 
-def fabric(hook):
+def fabric(hook, device):
     from lightning.fabric import Fabric
 
     strategy = lc.CompressedDDPFabricStrategy(hook=hook)
-    fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy)
+    fabric = Fabric(**places(device), strategy=strategy)
     fabric.launch()
     module = Model()
     model, optimizer = fabric.setup(module, make_optimizer(module))
     for x in Batches(fabric.global_rank):
         optimizer.zero_grad()
-        fabric.backward(loss(model, x))
+        fabric.backward(loss(model, x.to(device)))
         optimizer.step()
     fabric.barrier()
     strategy.attachments[0].close()
     return module
 
 
-def lightning(hook):
+def lightning(hook, device):
     import lightning as L
 
     class Module(L.LightningModule):
@@ -119,8 +133,7 @@ def lightning(hook):
             return make_optimizer(self.net)
 
     trainer = L.Trainer(
-        accelerator="cpu",
-        devices=2,
+        **places(device),
         strategy=lc.CompressedDDPStrategy(hook=hook),
         max_epochs=1,
         use_distributed_sampler=False,
@@ -134,13 +147,38 @@ def lightning(hook):
     return module
 
 
+def transformers(hook, device):
+    from hf_runner import CONFIG, Counting
+    from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+
+    from accelerate_integration import use_comm_hook
+
+    torch.manual_seed(5)
+    model = GPT2LMHeadModel(GPT2Config(**CONFIG, bos_token_id=0, eos_token_id=0))
+    quiet = {"report_to": [], "save_strategy": "no", "disable_tqdm": True}
+    options = {"max_steps": STEPS, "per_device_train_batch_size": 4, "learning_rate": 2e-2, "logging_steps": 1}
+    arguments = TrainingArguments(sys.argv[3], use_cpu=device == "cpu", dataloader_pin_memory=False, **quiet, **options)
+    trainer = Trainer(model=model, args=arguments, train_dataset=Counting(0, 200))
+    use_comm_hook(trainer, hook)
+    trainer.train()
+    losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
+    assert losses[-1] < losses[0]
+    return model
+
+
 def main():
-    train = {"plain": plain, "accelerate": accelerate, "fabric": fabric, "lightning": lightning}[sys.argv[1]]
+    device, framework, folder = sys.argv[1:]
+    rank = int(os.environ["RANK"])
     warnings.simplefilter("ignore")
-    if train is plain:
-        dist.init_process_group("gloo")
-    results = {name: [p.detach().clone() for p in train(hook).parameters()] for name, hook in HOOKS.items()}
-    torch.save(results, f"{sys.argv[2]}/{sys.argv[1]}-{dist.get_rank()}.pt")
+    if device == "cuda":
+        take_gpu(rank, WORLD)
+    if framework == "plain":
+        dist.init_process_group("gloo" if device == "cpu" else "nccl")
+    found = {}
+    for name, hook in HOOKS.items() if framework != "transformers" else [("powersgd", POWERSGD)]:
+        found[name] = [p.detach().cpu().clone() for p in globals()[framework](hook, device).parameters()]
+    found["backend"] = str(dist.get_backend())
+    torch.save(found, f"{folder}/{framework}-{rank}.pt")
     dist.destroy_process_group()
 
 

@@ -1,12 +1,11 @@
 """Finds what streams of a CUDA device could do in the wrong order, without one: kernels are noted, not run.
 
-Each stream has a vector clock (Fidge 1988, Mattern 1989): what it does comes after what it did, and after what it waits
-for by events. Two kernels of which one writes what the other reads or writes have to be ordered by that, and memory
-that a stream allocated is not to go back to it while another one may be at work on it, as PyTorch's allocator has it.
+Two kernels of which one writes what the other reads or writes have to be ordered by the clocks of their streams, and
+memory that a stream allocated is not to go back to it while another one may be at work on it, as PyTorch's allocator
+has it.
 """
 
 import contextlib
-import itertools
 import types
 import weakref
 from collections import defaultdict
@@ -14,10 +13,11 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
+from cuda_dry_streams import HOST, Clocks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-HOST, NCCL = "host", "nccl"
+NCCL = "nccl"
 COLLECTIVES = ("all_reduce", "all_gather_into_tensor", "all_gather_single", "all_to_all_single", "all_gather")
 
 
@@ -40,42 +40,31 @@ class Storage:
     num_tensors: int = 0
 
 
-class Order(TorchDispatchMode):
+class Order(Clocks, TorchDispatchMode):
     """Notes kernels and the events between streams. Goes around a `FakeTensorMode`.
 
     Attributes:
         found: what is not ordered, one text each.
         during: what the test is about now.
-        kernels: number of kernels, by stream.
         last_collective: clock of the one that was issued last.
     """
 
     def __init__(self):
-        super().__init__()
-        self.found, self.during, self.kernels = [], "", defaultdict(int)
-        self.clocks = defaultdict(lambda: defaultdict(int))
-        self.current = HOST
+        TorchDispatchMode.__init__(self)
+        Clocks.__init__(self)
+        self.found, self.during = [], ""
         self.last_collective = {}
         self._storages = {}
         # Of memory that went back to a stream: who used it last, and when.
         self._free = defaultdict(list)
 
-    def join(self, stream, clock):
-        """Let what a stream does from now on come after what a clock has seen."""
-        own = self.clocks[stream]
-        for other, time in clock.items():
-            own[other] = max(own[other], time)
-
     def launch(self, stream):
-        """Time of the next kernel of a stream, which comes after what the host knows to be over."""
         self.join(stream, self.clocks[HOST])
         for used in self._free.pop(stream, []):
             for other, at in used.items():
                 if self.clocks[stream][other] < at:
                     self.found.append(f"{self.during}: {stream} may use memory again that {other} may be at work on")
-        self.clocks[stream][stream] += 1
-        self.kernels[stream] += 1
-        return self.clocks[stream][stream]
+        return super().launch(stream)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -162,75 +151,18 @@ def _written(func, args, kwargs):
     ]
 
 
-def stand_ins(order):
-    """Classes in place of `torch.cuda.Stream` and `torch.cuda.Event`."""
-    numbers = itertools.count()
-
-    class Stream:
-        def __init__(self, device=None, priority=0):
-            self.device = torch.device("cuda", 0) if device is None else torch.device(device)
-            self.priority = priority
-            self.name = f"stream {next(numbers)}"
-
-        def wait_stream(self, other):
-            order.join(self.name, order.clocks[other.name])
-
-        def wait_event(self, event):
-            order.join(self.name, event.clock)
-
-        def record_event(self, event=None):
-            event = event or Event()
-            event.record(self)
-            return event
-
-        def synchronize(self):
-            order.join(HOST, order.clocks[self.name])
-
-    class Event:
-        def __init__(self, enable_timing=False):
-            self.clock = {}
-
-        def record(self, stream=None):
-            order.launch((stream or torch.cuda.current_stream()).name)
-            self.clock = dict(order.clocks[(stream or torch.cuda.current_stream()).name])
-
-        def query(self):
-            return True
-
-        def synchronize(self):
-            order.join(HOST, self.clock)
-
-        def elapsed_time(self, end):
-            return 1.0
-
-    return Stream, Event
-
-
 @contextlib.contextmanager
-def recorded(monkeypatch):
-    """Within, which is to be within [`dry_run`][], kernels are noted: the [`Order`][], and the stream to begin with."""
-    order = Order()
-    stream_class, event_class = stand_ins(order)
-    current = [stream_class()]
+def recorded(monkeypatch, order):
+    """Within, which is to be within [`dry_run`][] of the same [`Order`][], kernels are noted."""
     set_result, wait = torch.futures.Future.set_result, torch.futures.Future.wait
-
-    @contextlib.contextmanager
-    def stream(entered):
-        current.append(entered)
-        order.current = entered.name
-        try:
-            yield
-        finally:
-            current.pop()
-            order.current = current[-1].name
 
     # As of CUDA futures: who waits for one has its stream wait.
     def set_result_recorded(self, result):
-        self.done = current[-1].record_event()
+        self.done = torch.cuda.current_stream().record_event()
         set_result(self, result)
 
     def wait_recorded(self):
-        current[-1].wait_event(self.done)
+        torch.cuda.current_stream().wait_event(self.done)
         return wait(self)
 
     def waiting(collective):
@@ -256,12 +188,7 @@ def recorded(monkeypatch):
         for name in COLLECTIVES:
             if hasattr(dist, name):
                 patch.setattr(dist, name, waiting(getattr(dist, name)))
-        patch.setattr(torch.cuda, "Stream", stream_class)
-        patch.setattr(torch.cuda, "Event", event_class)
-        patch.setattr(torch.cuda, "current_stream", lambda device=None: current[-1])
-        patch.setattr(torch.cuda, "stream", stream)
         patch.setattr(torch.futures.Future, "set_result", set_result_recorded)
         patch.setattr(torch.futures.Future, "wait", wait_recorded)
-        order.current = current[-1].name
         with order:
-            yield order
+            yield
