@@ -9,7 +9,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from lightning_commhooks.collectives.averaging import check_same, check_same_beside, flat_view
+from lightning_commhooks.collectives.averaging import check_same, check_same_in_background, flat_view
 from lightning_commhooks.collectives.group import Group, counted
 from lightning_commhooks.collectives.steps import Steps
 from lightning_commhooks.hooks._local_sgd import LocalSGDConfig
@@ -63,16 +63,16 @@ class Moves:
     Args:
         group: all ranks.
         encoding: the hook.
-        is_beside: whether ranks train on meanwhile.
+        in_background: whether ranks train on meanwhile.
 
     Attributes:
         inner: the hook, bound.
         under_way: what averages are of that have begun and were not waited for, `(optimizer, fragment)`.
     """
 
-    def __init__(self, group: Group, encoding: CommHook, is_beside: bool) -> None:
-        self._group = group.for_averages_under_way() if is_beside else group
-        self._is_beside = is_beside
+    def __init__(self, group: Group, encoding: CommHook, in_background: bool) -> None:
+        self._group = group.for_averages_under_way() if in_background else group
+        self._in_background = in_background
         self.inner = encoding.bind(self._group)
         self.under_way: dict[tuple[str, int], tuple[Callable[[], None], list[Bucket]]] = {}
 
@@ -86,7 +86,7 @@ class Moves:
         num = sum(len(bucket.slots) for bucket in moves)
         numel = sum(bucket.flat.numel() for bucket in moves)
         what = f"take an outer step of {num} parameters with {numel} elements of {stepped.optimizer!r}"
-        average = self._average_beside if self._is_beside else self._average_now
+        average = self._average_in_background if self._in_background else self._average_now
         self.under_way[stepped.optimizer, fragment] = average(what, moves, stepped, weigh), moves
 
     def _average_now(
@@ -100,14 +100,14 @@ class Moves:
         self._group.finish(self._average(moves, self._group))
         return lambda: None
 
-    def _average_beside(
+    def _average_in_background(
         self, what: str, moves: list[Bucket], stepped: OptimizerStep, weigh: object
     ) -> Callable[[], None]:
         check: list[Callable[[], list[int]]] = []
         about_buffers = stepped.models.about_buffers()
 
         def run(ranks: Group) -> Steps[None]:
-            check.append((yield from check_same_beside(what, ranks, about_buffers)))
+            check.append((yield from check_same_in_background(what, ranks, about_buffers)))
             yield from self._average(moves, ranks)
 
         wait = stepped.models.begin(self._group, run)

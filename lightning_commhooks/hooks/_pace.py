@@ -19,7 +19,7 @@ class Pace:
 
     Args:
         group: all ranks.
-        together: the ranks that average gradients with this one in each step; the slowest of them sets the number.
+        subgroup: the ranks that average gradients with this one in each step; the slowest of them sets the number.
         first: steps of the first period, which measures how long they take.
         seconds: intended duration of a period.
 
@@ -28,8 +28,8 @@ class Pace:
         taken: steps of it that this rank has taken.
     """
 
-    def __init__(self, group: Group, together: Sequence[int], first: int, seconds: float) -> None:
-        self._group, self._together, self._seconds = group, together, seconds
+    def __init__(self, group: Group, subgroup: Sequence[int], first: int, seconds: float) -> None:
+        self._group, self._subgroup, self._seconds = group, subgroup, seconds
         self.length, self.taken = first, 0
         # When the first step of the period ended, and the last one.
         self._first = self._last = 0.0
@@ -38,18 +38,22 @@ class Pace:
         """Count steps of the optimizer, the last of which has just ended."""
         is_first = not self.taken
         self.taken += num_steps
-        if self.taken == self.length and self._group.device.type == "cuda":
+        if self.is_over() and self._group.device.type == "cuda":
             torch.empty(1, device=self._group.device).item()  # the time of this device's work, without the average
         # Before the average: its wait for slower ranks is not part of a step.
         self._last = time.monotonic()
         if is_first:
             self._first = self._last
 
+    def is_over(self, num_steps: int = 0) -> bool:
+        """Return whether the period is over after `num_steps` more steps."""
+        return self.taken + num_steps >= self.length
+
     def end(self) -> float:
         """End the period on all ranks; returns this rank's weight in the mean, by its steps: 1 on average."""
         microseconds = (self._last - self._first) * 1e6 / max(1, self.taken - 1)
         told = self._group.all_gather_quietly([self.taken, int(microseconds)])
         weight = self.taken * len(told) / sum(steps for steps, _ in told)
-        slowest = max(1, *(told[rank][1] for rank in self._together))
+        slowest = max(1, *(told[rank][1] for rank in self._subgroup))
         self.length, self.taken = max(2, round(self._seconds * 1e6 / slowest)), 0
         return weight

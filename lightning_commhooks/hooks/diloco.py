@@ -173,10 +173,10 @@ class _BoundDiLoCo(BoundLocalSGD):
         if self._mixing is None:
             self._mixing = 0.5 if 0 < self._delay < config.period else 0.0
         self._encoding = pseudo_gradient_hook(config.pseudo_gradient, config.error_feedback)
-        self._moves = Moves(group, self._encoding, is_beside=self._delay > 0)
+        self._moves = Moves(group, self._encoding, in_background=self._delay > 0)
         self._pace: Pace | None = None
         if config.period_seconds is not None:
-            self._pace = Pace(group, self._together(), config.period, config.period_seconds)
+            self._pace = Pace(group, self._own_subgroup(), config.period, config.period_seconds)
         if config.eager:
             self.own_kinds = self.own_kinds | {"anchor", "momentum", "share"}
 
@@ -207,7 +207,7 @@ class _BoundDiLoCo(BoundLocalSGD):
 
     def _averages_after(self, num_steps: int, stepped: OptimizerStep) -> bool:
         if self._pace is not None:
-            return self._pace.taken + stepped.num_steps >= self._pace.length
+            return self._pace.is_over(stepped.num_steps)
         return any(self._fragments_after(num_steps))
 
     def _fragments_after(self, num_steps: int) -> tuple[list[int], list[int]]:
@@ -237,7 +237,7 @@ class _BoundDiLoCo(BoundLocalSGD):
         if len({*self._num_steps, stepped.optimizer}) > 1:
             raise ValueError("period_seconds works with one optimizer, and the model has several")
         pace.step(stepped.num_steps)
-        if pace.taken == pace.length:
+        if pace.is_over():
             with stepped.models.averaging():
                 self._average_fragment(0, self.group.counters.averagings, stepped, True, True)
             stepped.models.average_()
@@ -280,15 +280,12 @@ class _BoundDiLoCo(BoundLocalSGD):
             # With a delay of a whole period, no change may be sent twice, not even the first one, which is still in
             # flight.
             if gradient is not None or (entry and self._delay == self._config.period):
-                self._go_on_from(entry["anchor"], flat_view(p))
+                self._continue_from(entry["anchor"], flat_view(p))
         average_([p for name, p in stepped.parameters.items() if name not in self.memory], self.group)
-        if self._mixing or self._config.eager:
-            self.group.counters.averagings += 1
-        else:
-            stepped.models.averaged(stepped.parameters)
+        stepped.models.averaged(stepped.parameters, are_equal=not (self._mixing or self._config.eager))
         self._follow_up_optimizer(stepped, self.group)
 
-    def _go_on_from(self, anchor: Tensor, own: Tensor) -> None:
+    def _continue_from(self, anchor: Tensor, own: Tensor) -> None:
         anchor = anchor.view(own.shape)
         if not self._mixing:
             own.copy_(anchor)

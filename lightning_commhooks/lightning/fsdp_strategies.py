@@ -42,7 +42,7 @@ class ShardedHookMixin(AveragesModelsMixin):
         # A name with options that it must have is another hook than that name alone.
         check_options(self, kwargs, known, hook if kwargs.keys() <= known else self._resolved(hook), "FSDP")
         self._hook = self._resolved(hook)
-        self._looks_at_average(resync=False)
+        self._init_averaging(resync=False)
         super().__init__(**kwargs)
 
     def _resolved(self, hook: CommHook | str) -> CommHook:
@@ -243,7 +243,7 @@ class CompressedModelParallelMixin(ShardedHookMixin):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Make a step. Before it, once the first steps are over, report the hook's expected effect on this run."""
         if self._replicas > 1 and self._attachment is not None and not self._attachment.is_closed:
-            self._tell_forecast(self._attachment)
+            self._show_forecast(self._attachment)
         return super().training_step(*args, **kwargs)
 
     def setup_environment(self) -> None:

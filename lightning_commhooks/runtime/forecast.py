@@ -10,7 +10,7 @@ from typing import NamedTuple
 from weakref import WeakSet
 
 from lightning_commhooks.hooks.quantized import Int8
-from lightning_commhooks.interface.averages_models import ALONE, AveragesModels, averages_models, is_local
+from lightning_commhooks.interface.averages_models import ALONE, AveragesModels
 from lightning_commhooks.interface.error_sample import DEFAULT_NUMEL, ErrorSampler
 from lightning_commhooks.interface.hook import ANY_LATER_STEP, NEXT_TO_NOTHING, CommHook
 from lightning_commhooks.interface.python_code import code, earlier
@@ -133,7 +133,7 @@ class Forecaster:
         # `Auto` sends anything until it has chosen.
         hook: CommHook | None = getattr(bound, "chosen", None) if isinstance(method, Auto) else self._running.config
         # Which backward is the first one that ranks take alone follows from steps of optimizers.
-        is_alone = is_local(bound, step)
+        is_alone = bound.averages_models and bound.is_local(step)
         self._is_seldom |= self._first < step and 0 <= self._local.stepped_after < step
         if hook is None or hook is not self._hook or is_alone is not self._is_alone or self._changes_now(step):
             # The first step is left out: DDP rebuilds its buckets after it, and a hook flushes another's residual.
@@ -179,7 +179,7 @@ class Forecaster:
     def _averages_now(self) -> bool:
         """Whether the hook averages models in this phase; in a schedule, some phases may average gradients."""
         bound, hook = self._running.bound, self._hook
-        if not averages_models(bound) or hook is None:
+        if not bound.averages_models or hook is None:
             return False
         is_late = any(option == _LOCAL and change > self._step for change, option in self._changes.items())
         return self._is_alone or not (is_late or _has_phases(hook))
@@ -189,13 +189,13 @@ class Forecaster:
         if self._averages_now:
             return hook.repeats_after() * max(1, self._local.num_optimizers)
         # Before ranks step alone only half iterations of PowerSGD repeat.
-        return 2 if averages_models(self._running.bound) else hook.repeats_after()
+        return 2 if self._running.bound.averages_models else hook.repeats_after()
 
     def _sample(self, step: int) -> None:
         """Estimate the error of this step, for hooks with memory. All ranks do, since the step is the same on them."""
         running, bound = self._running, self._running.bound
         # Replicas that join have other first steps.
-        if bound.has_memory and not averages_models(bound) and not running.source.ranks_change:
+        if bound.has_memory and not bound.averages_models and not running.source.ranks_change:
             numel = sum(map(math.prod, self._local.models.layout.shapes.values()))
             self._watch.of_step = step, ErrorSampler(1, DEFAULT_NUMEL, numel)
 
@@ -226,7 +226,7 @@ class Forecaster:
         if change is None and self._is_waiting:
             return None
         total = None
-        if num_steps is not None and change is None and not averages_models(bound):
+        if num_steps is not None and change is None and not bound.averages_models:
             total = self._now.plus(self._before, -1).plus(sent, (num_steps - self._step) / (end - begin))
         name = code(method).replace('"', "'")
         name = name if len(name) <= _LONGEST_NAME else f"'{method.name}'"
@@ -294,9 +294,9 @@ class Forecaster:
             # Optimizers count the steps, and each its own.
             is_about = self._is_seldom or self._local.num_optimizers > 1
             return f"{begins} from {'about ' if is_about else ''}step"
-        if is_local(bound, change):
+        if bound.is_local(change):
             return f"{ALONE} from step"
-        comes = "it compresses" if self._changes[change] and not averages_models(bound) else "it sends otherwise"
+        comes = "it compresses" if self._changes[change] and not bound.averages_models else "it sends otherwise"
         return f"{comes} from step"
 
     def _warning(self, num_steps: int | None, sent: _Sent, total: _Sent | None, change: int | None) -> str | None:

@@ -22,7 +22,7 @@ from lightning_commhooks.collectives.errors import HookError
 from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.collectives.process_groups import timeout_of
 from lightning_commhooks.collectives.steps import Steps, checked
-from lightning_commhooks.interface.averages_models import averages_models, is_local
+from lightning_commhooks.interface.averages_models import averages_models
 from lightning_commhooks.interface.bucket import Bucket, Slot
 from lightning_commhooks.interface.hook import ANY_LATER_STEP, BoundHook, CommHook
 from lightning_commhooks.interface.layout import Layout
@@ -386,7 +386,7 @@ class Runtime(RunningHook):
 
     def _reduce(self, bucket: Bucket, is_late: bool, ranks: Group) -> Steps[Tensor]:
         bound, flat, finite = self.bound, bucket.flat, None
-        is_alone = is_local(bound, bucket.step)
+        is_alone = bound.averages_models and bound.is_local(bucket.step)
         if flat.is_sparse:
             flat = flat.coalesce()
         else:

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_commhooks.basics.ranges import named
 from lightning_commhooks.collectives.errors import HookError
-from lightning_commhooks.interface.averages_models import averages_gradients, averages_models
+from lightning_commhooks.interface.averages_models import AveragesModels, averages_models
 from lightning_commhooks.interface.bucket import Bucket
 from lightning_commhooks.interface.hook import CommHook
 from lightning_commhooks.interface.layout import Layout
@@ -168,7 +168,7 @@ class DDPSource(Source):
         assert model is not None
         if model._join_config.enable and not getattr(model, "_divide_by_initial_world_size", True):
             self._warn_of_join()
-        if not averages_models(bound):
+        if not isinstance(bound, AveragesModels) or not bound.averages_models:
             return
         is_local = bound.is_local(step)
         if is_local and model._join_config.enable:
@@ -195,7 +195,7 @@ class DDPSource(Source):
         self._warned.add("join")
 
     def _warn_of_second(self, runtime: Runtime) -> None:
-        averages = averages_gradients(runtime.bound, runtime.clock.steps - 1)
+        averages = runtime.bound.averages_gradients(runtime.clock.steps - 1)
         if "second" in self._warned or not averages or self.process_group.size() == 1:
             return
         self._warned.add("second")

@@ -314,4 +314,4 @@ def other_order(rank, world):
 
 
 def test_ranks_that_average_something_else_are_told(run):
-    assert any("ranks do not average the same" in text for text in run(other_order, timeout=60))
+    assert any("ranks called different averaging operations" in text for text in run(other_order, timeout=60))

@@ -171,30 +171,6 @@ def test_an_error_on_one_rank_and_a_look_within_a_look(run):
     assert same(first, second)
 
 
-def costs(rank, world):
-    """Bytes of evaluation after a look, and after another one before which one rank made a forward."""
-    module = nn.Linear(4, 2).double()
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    with local(module, HOOKS["post"], [optimizer]) as (ddp, attachment), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        ddp(torch.full((1, 4), 1.0 + rank, dtype=torch.float64)).sum().backward()
-        optimizer.step()
-        found = []
-        for _ in range(3):
-            attachment.show_average()
-            with attachment.averaged_weights():
-                found.append(attachment.metrics()["bytes_evaluation"])
-            if rank == 0:
-                with torch.no_grad():
-                    ddp(torch.ones(1, 4, dtype=torch.float64))
-        return found
-
-
-def test_a_forward_on_one_rank_does_not_make_others_send_again(run):
-    for found in run(costs):
-        assert found == [10 * 8] * 3
-
-
 def other_shapes(rank, world, hook):
     """Whether the weights of all ranks are those of a model without a cache; and shapes of the cache in the end."""
 

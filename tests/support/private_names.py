@@ -338,7 +338,7 @@ TORCH = [
     Use("._values", SPARSE, "sparse gradients fail", lambda: _sparse()._values().tolist() == [2.0]),
     Use(
         "._version",
-        (MICRO_BATCHES, PASSES, f"{PACKAGE}/interface/swap.py", f"{PACKAGE}/runtime/optimizers.py"),
+        (MICRO_BATCHES, PASSES, f"{PACKAGE}/interface/models.py", f"{PACKAGE}/runtime/optimizers.py"),
         "accumulation fails",
         _counts_changes,
     ),
