@@ -114,7 +114,7 @@ class Models:
         self._buffers_diverged = False
         # Whether ranks have to compare buffers at the next average, and whether to include those that are not
         # statistics.
-        self._asks_about_buffers = self._watches_others = True
+        self._compares_buffers = self._compares_others = True
         self._counts_of_steps: set[str] = set()
         self._contents: dict[str, tuple[weakref.ref[Tensor], int, bytes, int]] = {}
         self._warned: set[str] = set()
@@ -153,7 +153,7 @@ class Models:
     def regroup(self, group: Group) -> None:
         """Continue with a new group of ranks."""
         self._group = group
-        self._asks_about_buffers = self._watches_others = True
+        self._compares_buffers = self._compares_others = True
 
     @property
     def differ(self) -> bool:
@@ -172,7 +172,7 @@ class Models:
             is_count = is_count_of_steps(owner, buffer)
             if is_statistic(owner, own, buffer):
                 statistics[name] = buffer
-            elif self.broadcasts_buffers or (self._watches_others and not is_count):
+            elif self.broadcasts_buffers or (self._compares_others and not is_count):
                 others[name] = buffer
             self._counts_of_steps.update([name] if is_count else [])
         return statistics, others
@@ -183,7 +183,7 @@ class Models:
         Over all ranks, the first rank's other buffers are also copied to all ranks if `broadcasts_buffers` is set.
         """
         group = group or self._group
-        if names or (self.average_buffers and self._asks_about_buffers):
+        if names or (self.average_buffers and self._compares_buffers):
             with self.averaging():
                 what = f"average {len(names)} parameters from {next(iter(sorted(names)), None)!r} on"
                 tensors, shared = self._agree(what, names, group)
@@ -192,7 +192,7 @@ class Models:
                 count_up(shared)
         self.averaged(names, group)
         if group.size == self._group.size:
-            self._buffers_diverged = self._asks_about_buffers = False
+            self._buffers_diverged = self._compares_buffers = False
 
     def _agree(
         self, what: str, names: Collection[str], group: Group, *, compares: bool = False
@@ -212,7 +212,7 @@ class Models:
         found = {} if compares and len(set(contents)) == 1 else self._alike(tensors, group, kinds)
         return [*found.values()], self._differing(others, contents_of_others)
 
-    def about_buffers(self) -> int:
+    def digest_of_buffers(self) -> int:
         """Return a number to exchange, from which all ranks know whether to compare buffers at the next average.
 
         Does not synchronize with a device unless autograd has counted a change.
@@ -220,9 +220,9 @@ class Models:
         statistics, others = self._buffers()
         return _STATISTICS if statistics else self._content_of(others, samples=False)
 
-    def heard_of_buffers(self, told: Collection[int]) -> None:
-        """Process the results of `about_buffers` on all ranks."""
-        self._asks_about_buffers |= _STATISTICS in told or len(set(told)) > 1
+    def note_digests_of_buffers(self, told: Collection[int]) -> None:
+        """Process the results of `digest_of_buffers` on all ranks."""
+        self._compares_buffers |= _STATISTICS in told or len(set(told)) > 1
 
     def averaging(self) -> AbstractContextManager[object]:
         """Return a profiler range for averages of models and optimizer states."""
@@ -273,7 +273,7 @@ class Models:
                 f"{len(named)} buffers, {named[0]!r} first, differ between ranks and are not averaged, because they "
                 f"are not running statistics of normalization layers: {what_is_done}",
             )
-        self._watches_others = False
+        self._compares_others = False
         return [others[name] for name in found.differ] if self.broadcasts_buffers else []
 
     def _warn_once(self, key: str, text: str) -> None:

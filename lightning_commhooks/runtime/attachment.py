@@ -118,7 +118,7 @@ class Attachment:
               sent in.
             * `nonfinite_steps`: steps that a hook with memory discarded because a gradient was inf or NaN on some rank,
               and local steps that all ranks skipped.
-            * `averagings`: averages of the model, or of a part of it.
+            * `averagings`: averages of the model, or of a fragment of it; averages of several optimizers count once.
 
             Milliseconds, summed over the `timed_steps`, which are all steps, or one in ten on NCCL:
 

@@ -147,7 +147,7 @@ MUTATIONS = [
         "        self.hide(key)\n",
         "        if key in self._own:\n            return\n",
         "A rank that shows an average does not take part in the next one, though another rank has trained on.",
-        "tests/local_sgd/test_local_sgd_alone.py -k 'alone and with_gradients'",
+        "tests/local_sgd/test_local_sgd_shown.py -k 'alone and with_gradients'",
     ),
     Mutation(
         "loaded_weights_overwritten",
@@ -239,7 +239,7 @@ MUTATIONS = [
     ),
     Mutation(
         "steps_do_not_count",
-        f"{HOOKS}/_pace.py",
+        f"{HOOKS}/_pseudo_gradients.py",
         "weight = self.taken * len(told) / sum(steps for steps, _ in told)",
         "weight = 1.0",
         "Ranks that take more steps weigh no more.",
@@ -247,7 +247,7 @@ MUTATIONS = [
     ),
     Mutation(
         "wait_is_part_of_a_step",
-        f"{HOOKS}/_pace.py",
+        f"{HOOKS}/_pseudo_gradients.py",
         "microseconds = (self._last - self._first)",
         "microseconds = (time.monotonic() - self._first)",
         "The wait for slower ranks makes the steps of a fast one longer, so that it takes fewer and fewer.",
@@ -255,7 +255,7 @@ MUTATIONS = [
     ),
     Mutation(
         "fastest_counts",
-        f"{HOOKS}/_pace.py",
+        f"{HOOKS}/_pseudo_gradients.py",
         "slowest = max(1, *",
         "slowest = min(",
         "Ranks that step together take the pace of the fastest one.",

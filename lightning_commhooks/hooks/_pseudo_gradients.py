@@ -1,9 +1,10 @@
-"""How far ranks have moved from the common model, and the mean of it, by a hook: at once, or while they train on."""
+"""Pseudo-gradients of DiLoCo: their means over ranks, immediately or during training, and the length of periods."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Literal, get_args
 
 import torch
@@ -25,18 +26,18 @@ from lightning_commhooks.interface.start import late_starts
 
 
 def at_least_float32(parameter: Tensor) -> Tensor:
-    """A parameter's numbers, flat in memory order."""
+    """Return a parameter's elements, flat in memory order."""
     flat = flat_view(parameter)
     return flat.reshape(-1).to(torch.promote_types(flat.dtype, torch.float32))
 
 
-def moves_of(parameters: Mapping[str, Tensor], anchors: Mapping[str, Tensor], step: int) -> list[Bucket]:
-    """How far this rank is from the common model, a bucket for each dtype.
+def pseudo_gradients_of(parameters: Mapping[str, Tensor], anchors: Mapping[str, Tensor], step: int) -> list[Bucket]:
+    """Return the difference between the common model and this rank's model, a bucket for each dtype.
 
     Args:
-        parameters: by name.
+        parameters: the parameters by name.
         anchors: their values in the common model. Parameters that were in no backward have none.
-        step: number of outer steps before.
+        step: number of earlier outer steps.
     """
     buckets: dict[torch.dtype, list[str]] = {}
     for name in parameters:
@@ -57,17 +58,17 @@ def _bucket(
     return Bucket(flat, index, True, step, tuple(slots))
 
 
-class Moves:
-    """Averages moves by a hook of gradients.
+class PseudoGradients:
+    """Averages pseudo-gradients with a hook that averages gradients.
 
     Args:
         group: all ranks.
         encoding: the hook.
-        in_background: whether ranks train on meanwhile.
+        in_background: whether ranks continue to train meanwhile.
 
     Attributes:
-        inner: the hook, bound.
-        under_way: what averages are of that have begun and were not waited for, `(optimizer, fragment)`.
+        inner: the bound hook.
+        under_way: averages in flight by `(optimizer, fragment)`: a function that waits for the end, and the buckets.
     """
 
     def __init__(self, group: Group, encoding: CommHook, in_background: bool) -> None:
@@ -77,59 +78,63 @@ class Moves:
         self.under_way: dict[tuple[str, int], tuple[Callable[[], None], list[Bucket]]] = {}
 
     def begin(
-        self, fragment: int, moves: list[Bucket], stepped: OptimizerStep, weigh: Callable[[], float] | None = None
+        self, fragment: int, buckets: list[Bucket], stepped: OptimizerStep, weigh: Callable[[], float] | None = None
     ) -> None:
-        """Begin to average moves of an optimizer's parameters, in place.
+        """Begin to average the pseudo-gradients of an optimizer's parameters, in place.
 
-        `weigh` gives this rank's weight, 1 on average, when all ranks are there.
+        Args:
+            fragment: number of the fragment.
+            buckets: the pseudo-gradients.
+            stepped: the optimizer.
+            weigh: returns this rank's weight, 1 on average, once all ranks are there.
         """
-        num = sum(len(bucket.slots) for bucket in moves)
-        numel = sum(bucket.flat.numel() for bucket in moves)
+        num = sum(len(bucket.slots) for bucket in buckets)
+        numel = sum(bucket.flat.numel() for bucket in buckets)
         what = f"take an outer step of {num} parameters with {numel} elements of {stepped.optimizer!r}"
         average = self._average_in_background if self._in_background else self._average_now
-        self.under_way[stepped.optimizer, fragment] = average(what, moves, stepped, weigh), moves
+        self.under_way[stepped.optimizer, fragment] = average(what, buckets, stepped, weigh), buckets
 
     def _average_now(
-        self, what: str, moves: list[Bucket], stepped: OptimizerStep, weigh: Callable[[], float] | None
+        self, what: str, buckets: list[Bucket], stepped: OptimizerStep, weigh: Callable[[], float] | None
     ) -> Callable[[], None]:
-        told = check_same(what, self._group, stepped.models.about_buffers())
-        stepped.models.heard_of_buffers([number for number, *_ in told])
+        told = check_same(what, self._group, stepped.models.digest_of_buffers())
+        stepped.models.note_digests_of_buffers([number for number, *_ in told])
         weight = 1.0 if weigh is None else weigh()
-        for bucket in moves if weight != 1 else ():
+        for bucket in buckets if weight != 1 else ():
             bucket.flat.mul_(weight)
-        self._group.finish(self._average(moves, self._group))
+        self._group.finish(self._average(buckets, self._group))
         return lambda: None
 
     def _average_in_background(
-        self, what: str, moves: list[Bucket], stepped: OptimizerStep, weigh: object
+        self, what: str, buckets: list[Bucket], stepped: OptimizerStep, weigh: object
     ) -> Callable[[], None]:
         check: list[Callable[[], list[int]]] = []
-        about_buffers = stepped.models.about_buffers()
+        digest_of_buffers = stepped.models.digest_of_buffers()
 
         def run(ranks: Group) -> Steps[None]:
-            check.append((yield from check_same_in_background(what, ranks, about_buffers)))
-            yield from self._average(moves, ranks)
+            check.append((yield from check_same_in_background(what, ranks, digest_of_buffers)))
+            yield from self._average(buckets, ranks)
 
         wait = stepped.models.begin(self._group, run)
 
         def wait_and_check() -> None:
             wait()
-            stepped.models.heard_of_buffers(check[0]())
+            stepped.models.note_digests_of_buffers(check[0]())
 
         return wait_and_check
 
-    def _average(self, moves: list[Bucket], ranks: Group) -> Steps[None]:
-        for bucket in moves:
+    def _average(self, buckets: list[Bucket], ranks: Group) -> Steps[None]:
+        for bucket in buckets:
             with counted(bucket.flat, ranks):
                 yield from self.inner.reduce(bucket, ranks)
             # With inf or NaN in it the model is lost as well.
             self.inner.end_step(torch.tensor(True))
 
     def end(self, optimizer: str, fragment: int) -> Iterator[tuple[str, Tensor]]:
-        """Wait for an average, if one is under way; names and means, flat."""
-        wait, moves = self.under_way.pop((optimizer, fragment), (lambda: None, []))
+        """Wait for an average, if one is in flight, and yield names and flat means."""
+        wait, buckets = self.under_way.pop((optimizer, fragment), (lambda: None, []))
         wait()
-        for bucket in moves:
+        for bucket in buckets:
             for slot in bucket.slots:
                 yield slot.name, slot.view(bucket.flat).view(-1)
 
@@ -137,6 +142,55 @@ class Moves:
         """Release all tensors."""
         self.under_way = {}
         self.inner.release()
+
+
+class Pace:
+    """Steps of one period after another, each as many as this rank can take in `seconds`.
+
+    The number of steps is set when a period begins, from the duration of the previous period's steps, so that ranks
+    that step together agree on it without a message in each step. Dynamic local updates, Liu et al. 2024,
+    https://arxiv.org/abs/2401.09135, section 5, which give every worker a share of the fastest one's steps.
+
+    Args:
+        group: all ranks.
+        subgroup: the ranks that average gradients with this one in each step; the slowest of them sets the number.
+        first: steps of the first period, which measures how long they take.
+        seconds: intended duration of a period.
+
+    Attributes:
+        length: steps of this period.
+        taken: steps of it that this rank has taken.
+    """
+
+    def __init__(self, group: Group, subgroup: Sequence[int], first: int, seconds: float) -> None:
+        self._group, self._subgroup, self._seconds = group, subgroup, seconds
+        self.length, self.taken = first, 0
+        # When the first step of the period ended, and the last one.
+        self._first = self._last = 0.0
+
+    def step(self, num_steps: int) -> None:
+        """Count steps of the optimizer, the last of which has just ended."""
+        is_first = not self.taken
+        self.taken += num_steps
+        if self.is_over() and self._group.device.type == "cuda":
+            torch.empty(1, device=self._group.device).item()  # the time of this device's work, without the average
+        # Before the average: its wait for slower ranks is not part of a step.
+        self._last = time.monotonic()
+        if is_first:
+            self._first = self._last
+
+    def is_over(self, num_steps: int = 0) -> bool:
+        """Return whether the period is over after `num_steps` more steps."""
+        return self.taken + num_steps >= self.length
+
+    def end(self) -> float:
+        """End the period on all ranks; returns this rank's weight in the mean, by its steps: 1 on average."""
+        microseconds = (self._last - self._first) * 1e6 / max(1, self.taken - 1)
+        told = self._group.all_gather_quietly([self.taken, int(microseconds)])
+        weight = self.taken * len(told) / sum(steps for steps, _ in told)
+        slowest = max(1, *(told[rank][1] for rank in self._subgroup))
+        self.length, self.taken = max(2, round(self._seconds * 1e6 / slowest)), 0
+        return weight
 
 
 PseudoGradient = Literal["fp32", "bf16", "int8", "int4", "int2", "topk"]
@@ -152,11 +206,11 @@ _HOOKS: dict[str, CommHook] = {
 
 
 def pseudo_gradient_hook(given: PseudoGradient | CommHook, error_feedback: bool) -> CommHook:
-    """The hook that averages pseudo-gradients.
+    """Return the hook that averages pseudo-gradients.
 
     Args:
-        given: its name, of those above, or itself.
-        error_feedback: whether its compression error is added to the next pseudo-gradient.
+        given: the name of a format, or a hook.
+        error_feedback: whether the hook's compression error is added to the next pseudo-gradient.
 
     Raises:
         ValueError: unknown name; a hook that averages no gradients, or starts late; no such error feedback.
