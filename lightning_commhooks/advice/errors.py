@@ -19,7 +19,6 @@ from lightning_commhooks.collectives.in_memory import groups_in_memory, run_toge
 from lightning_commhooks.collectives.steps import Steps
 from lightning_commhooks.hooks import Noop
 from lightning_commhooks.interface.accumulation import Accumulated
-from lightning_commhooks.interface.averages_models import is_local
 from lightning_commhooks.interface.bucket import Bucket, Slot
 from lightning_commhooks.interface.error_sample import ErrorSampler
 from lightning_commhooks.interface.hook import CommHook
@@ -111,7 +110,7 @@ def _run_rank(hook: CommHook, own: list[Bucket], group: Group) -> Steps[list[flo
     samplers = {step: ErrorSampler(1, _SAMPLED_NUMEL, numel) for step in range(_STEPS - _SAMPLED_STEPS, _STEPS)}
     for recorded in own:
         bound = hook.bind(group)
-        if is_local(bound, _STEPS):
+        if bound.is_local(_STEPS):
             return []
         for step in range(_STEPS):
             accumulated = Accumulated(weight=1.0) if accumulation_of(hook) != "framework" else None

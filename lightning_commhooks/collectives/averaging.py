@@ -20,7 +20,7 @@ from lightning_commhooks.collectives.steps import Steps
 # Size of the tensors that are copied together for one collective; larger tensors are sent separately, without a copy.
 CHUNK_BYTES = 2**25
 # Numbers that ranks exchange before they average.
-_NUM_TOLD = 5
+_NUM_TOLD = 3
 
 
 def average_(tensors: Sequence[Tensor], group: Group) -> None:
@@ -170,7 +170,7 @@ def check_same(what: str, group: Group, *numbers: int) -> list[list[int]]:
     return [theirs[: len(numbers)] for _, *theirs in told]
 
 
-def check_same_beside(what: str, group: Group, number: int = 0) -> Steps[Callable[[], list[int]]]:
+def check_same_in_background(what: str, group: Group, number: int = 0) -> Steps[Callable[[], list[int]]]:
     """Run `check_same` with one number in a group for computations during training.
 
     On CUDA, the host does not wait; the returned function raises the error or returns the numbers.
@@ -191,8 +191,9 @@ def check_same_beside(what: str, group: Group, number: int = 0) -> Steps[Callabl
 def _raise_unless_same(digests: list[int], what: str, group: Group) -> None:
     if any(digest != digests[0] for digest in digests):
         raise HookError(
-            f"ranks do not average the same: rank {group.global_rank} is about to {what}. All ranks must take the same "
-            "steps, and evaluate and save together; on one rank alone only after a barrier that shows the average"
+            f"ranks called different averaging operations: rank {group.global_rank} is about to {what}. All ranks must "
+            "take the same steps, and evaluate and save together; one rank alone may evaluate after a barrier only, "
+            "which shows the average"
         )
 
 

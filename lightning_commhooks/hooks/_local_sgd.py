@@ -135,7 +135,7 @@ class BoundLocalSGD(AveragesModels):
             f"alone: hook={alone}; or set a smaller subgroup_size"
         )
 
-    def _together(self) -> list[int]:
+    def _own_subgroup(self) -> list[int]:
         """Return the ranks, this one included, that average gradients with this one during local steps."""
         if self._subgroup is None:
             return [self.group.rank]

@@ -15,8 +15,14 @@ from lightning_commhooks.collectives.averaging import average_, flat_view
 from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.collectives.steps import Steps
 from lightning_commhooks.hooks._local_sgd import BoundLocalSGD, LocalSGDConfig
-from lightning_commhooks.hooks._moves import Moves, PseudoGradient, at_least_float32, moves_of, pseudo_gradient_hook
-from lightning_commhooks.hooks._pace import Pace
+from lightning_commhooks.hooks._pseudo_gradients import (
+    Pace,
+    PseudoGradient,
+    PseudoGradients,
+    at_least_float32,
+    pseudo_gradient_hook,
+    pseudo_gradients_of,
+)
 from lightning_commhooks.interface.bucket import Bucket
 from lightning_commhooks.interface.checks import check_bool, check_integer
 from lightning_commhooks.interface.hook import ANY_LATER_STEP, BoundHook, CommHook
@@ -173,10 +179,10 @@ class _BoundDiLoCo(BoundLocalSGD):
         if self._mixing is None:
             self._mixing = 0.5 if 0 < self._delay < config.period else 0.0
         self._encoding = pseudo_gradient_hook(config.pseudo_gradient, config.error_feedback)
-        self._moves = Moves(group, self._encoding, is_beside=self._delay > 0)
+        self._pseudo_gradients = PseudoGradients(group, self._encoding, in_background=self._delay > 0)
         self._pace: Pace | None = None
         if config.period_seconds is not None:
-            self._pace = Pace(group, self._together(), config.period, config.period_seconds)
+            self._pace = Pace(group, self._own_subgroup(), config.period, config.period_seconds)
         if config.eager:
             self.own_kinds = self.own_kinds | {"anchor", "momentum", "share"}
 
@@ -207,7 +213,7 @@ class _BoundDiLoCo(BoundLocalSGD):
 
     def _averages_after(self, num_steps: int, stepped: OptimizerStep) -> bool:
         if self._pace is not None:
-            return self._pace.taken + stepped.num_steps >= self._pace.length
+            return self._pace.is_over(stepped.num_steps)
         return any(self._fragments_after(num_steps))
 
     def _fragments_after(self, num_steps: int) -> tuple[list[int], list[int]]:
@@ -237,7 +243,7 @@ class _BoundDiLoCo(BoundLocalSGD):
         if len({*self._num_steps, stepped.optimizer}) > 1:
             raise ValueError("period_seconds works with one optimizer, and the model has several")
         pace.step(stepped.num_steps)
-        if pace.taken == pace.length:
+        if pace.is_over():
             with stepped.models.averaging():
                 self._average_fragment(0, self.group.counters.averagings, stepped, True, True)
             stepped.models.average_()
@@ -253,15 +259,16 @@ class _BoundDiLoCo(BoundLocalSGD):
     def _begin(self, k: int, outer: int, stepped: OptimizerStep) -> dict[str, Tensor]:
         """Begin to average the ranks' pseudo-gradients; with `eager`, return this rank's share of the mean."""
         anchors = {name: self.memory[name]["anchor"] for name in stepped.parameters if name in self.memory}
-        moves, shares = moves_of(stepped.parameters, anchors, outer), {}
+        buckets = pseudo_gradients_of(stepped.parameters, anchors, outer)
+        shares: dict[str, Tensor] = {}
         if self._config.eager:
-            shares = {s.name: s.view(b.flat).reshape(-1) / self.group.size for b in moves for s in b.slots}
-        self._moves.begin(k, moves, stepped, self._pace.end if self._pace else None)
+            shares = {s.name: s.view(b.flat).reshape(-1) / self.group.size for b in buckets for s in b.slots}
+        self._pseudo_gradients.begin(k, buckets, stepped, self._pace.end if self._pace else None)
         return shares
 
     def _finish(self, optimizer: str, k: int) -> None:
         """Wait for an average in flight, and store it in `memory` until it is applied."""
-        for name, mean in self._moves.end(optimizer, k):
+        for name, mean in self._pseudo_gradients.end(optimizer, k):
             self.memory[name]["average"] = mean
 
     def _outer_step(self, stepped: OptimizerStep, shares: dict[str, Tensor]) -> None:
@@ -280,15 +287,12 @@ class _BoundDiLoCo(BoundLocalSGD):
             # With a delay of a whole period, no change may be sent twice, not even the first one, which is still in
             # flight.
             if gradient is not None or (entry and self._delay == self._config.period):
-                self._go_on_from(entry["anchor"], flat_view(p))
+                self._continue_from(entry["anchor"], flat_view(p))
         average_([p for name, p in stepped.parameters.items() if name not in self.memory], self.group)
-        if self._mixing or self._config.eager:
-            self.group.counters.averagings += 1
-        else:
-            stepped.models.averaged(stepped.parameters)
+        stepped.models.averaged(stepped.parameters, are_equal=not (self._mixing or self._config.eager))
         self._follow_up_optimizer(stepped, self.group)
 
-    def _go_on_from(self, anchor: Tensor, own: Tensor) -> None:
+    def _continue_from(self, anchor: Tensor, own: Tensor) -> None:
         anchor = anchor.view(own.shape)
         if not self._mixing:
             own.copy_(anchor)
@@ -315,29 +319,29 @@ class _BoundDiLoCo(BoundLocalSGD):
         return {name: entry["anchor"] for name, entry in self.memory.items() if "anchor" in entry}
 
     def residuals(self) -> Iterator[Tensor]:
-        return self._moves.inner.residuals()
+        return self._pseudo_gradients.inner.residuals()
 
     def inactive_reason(self, step: int) -> str | None:
         averagings = self.group.counters.averagings
         asked = ANY_LATER_STEP if step == ANY_LATER_STEP else averagings - 1
-        inner = self._moves.inner.inactive_reason(asked) if averagings else None
+        inner = self._pseudo_gradients.inner.inactive_reason(asked) if averagings else None
         sent = None if inner is None else f"hook={self._config.name!r} sends moves of models as they are: {inner}"
         return super().inactive_reason(step) or sent
 
     def state_dict(self, writer: StateWriter) -> dict[str, Any]:
-        for optimizer, k in list(self._moves.under_way):
+        for optimizer, k in list(self._pseudo_gradients.under_way):
             self._finish(optimizer, k)
-        state, inner = super().state_dict(writer), self._moves.inner
+        state, inner = super().state_dict(writer), self._pseudo_gradients.inner
         return {**state, "pseudo_gradient": save_hook(self._encoding, inner, writer)} if inner.has_memory else state
 
     def load_state_dict(self, state: dict[str, Any], reader: StateReader) -> None:
         super().load_state_dict(state, reader)
-        if self._moves.inner.has_memory:
-            load_hook(state.get("pseudo_gradient"), self._encoding, self._moves.inner, reader)
+        if self._pseudo_gradients.inner.has_memory:
+            load_hook(state.get("pseudo_gradient"), self._encoding, self._pseudo_gradients.inner, reader)
 
     def release(self) -> None:
         super().release()
-        self._moves.release()
+        self._pseudo_gradients.release()
 
 
 def _fragments(parameters: dict[str, Tensor], num: int) -> list[list[str]]:

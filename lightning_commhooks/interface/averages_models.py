@@ -40,15 +40,7 @@ class AveragesModels(BoundHook):
 
     @abstractmethod
     def is_local(self, step: int) -> bool:
-        """Whether the gradients of a step may differ between ranks after `reduce`. Equal on all ranks.
-
-        Args:
-            step: number of synchronized backwards before it; one that has not begun yet is a guess.
-        """
-
-    def averages_gradients(self, step: int) -> bool:
-        """Whether `reduce` averages any gradients of a step, if only over some of the ranks."""
-        return not self.is_local(step)
+        """Return whether the gradients of a step may differ between ranks after `reduce`: see `BoundHook.is_local`."""
 
     @abstractmethod
     def after_optimizer_step(self, stepped: OptimizerStep) -> None:
@@ -73,16 +65,6 @@ class AveragesModels(BoundHook):
 def averages_models(hook: BoundHook) -> TypeGuard[AveragesModels]:
     """Whether a hook averages models, in this step or a later one."""
     return isinstance(hook, AveragesModels) and hook.averages_models
-
-
-def is_local(hook: BoundHook, step: int) -> bool:
-    """Whether ranks step alone: see [`AveragesModels`][]."""
-    return averages_models(hook) and hook.is_local(step)
-
-
-def averages_gradients(hook: BoundHook, step: int) -> bool:
-    """Whether any gradients of a step are averaged, if only over some of the ranks."""
-    return not averages_models(hook) or hook.averages_gradients(step)
 
 
 def common_choice_of_buffers(hooks: list[BoundHook], where: str) -> bool:

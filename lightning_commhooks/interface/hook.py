@@ -146,10 +146,12 @@ class BoundHook(ABC):
         own_kinds: kinds of memory that differ between ranks.
         scales_gradients: whether `reduce` multiplies gradients by `Bucket.scale`, in a pass over them that it makes
             anyway. If not, they are multiplied before.
+        averages_models: whether it is an `AveragesModels`, or a wrapper of one.
     """
 
     has_memory: bool = False
     scales_gradients: bool = False
+    averages_models: bool = False
     own_kinds: frozenset[str] = frozenset({"residual"})
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -208,6 +210,18 @@ class BoundHook(ABC):
         Called once for each parameter when another hook replaces this one (`Schedule`). The default does nothing, which
         suits hooks without error feedback.
         """
+
+    def is_local(self, step: int) -> bool:
+        """Return whether the gradients of a step may differ between ranks after `reduce`; rank-uniform.
+
+        Args:
+            step: number of synchronized backwards before it; one that has not begun yet is a guess.
+        """
+        return False
+
+    def averages_gradients(self, step: int) -> bool:
+        """Return whether `reduce` averages any gradients of a step, if only over some of the ranks."""
+        return not self.is_local(step)
 
     def residuals(self) -> Iterator[Tensor]:
         """Return an iterator over this rank's residuals."""

@@ -6,13 +6,14 @@ import ctypes
 import hashlib
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Container, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
 from lightning_commhooks.basics.ranges import named
@@ -31,14 +32,11 @@ from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.collectives.steps import Steps
 from lightning_commhooks.interface.layout import Layout, is_count_of_steps, is_statistic
 from lightning_commhooks.interface.state import StateReader, StateWriter
-from lightning_commhooks.interface.swap import Swap, count_up, version_of
 
 # Key of the model itself, among the keys of optimizers.
 _MODEL = ""
 # Number of elements of a large buffer to sample for changes that autograd does not count.
 _SAMPLE = 512
-# Flags that ranks exchange before they swap in the averages.
-_IS_CURRENT, _IS_IN, _IS_SHOWN = 1, 2, 4
 # Number that announces buffers which every average includes.
 _STATISTICS = 1
 
@@ -79,8 +77,8 @@ class OptimizerStep:
 class Models:
     """The ranks' copies of one model. Methods that average are collective and run in turn with the hook.
 
-    A rank's own actions, such as a forward, never decide whether it takes part in a collective: `swap_in` exchanges
-    them, and all ranks then act in the same way.
+    Each rank has either its own model in place, or the averages. A rank's own actions, such as a forward, never decide
+    whether it takes part in a collective: models are averaged again each time that averages are shown.
 
     Args:
         group: all ranks.
@@ -98,8 +96,7 @@ class Models:
         may_differ: whether there has been any local step; rank-uniform.
         begin: begins a computation in a separate group, which runs during training in its own channel, and returns a
             function that waits for it.
-        is_swapped: whether the averages temporarily replace this rank's own model.
-        is_shown: whether they replace it until training continues, rather than within a `with`.
+        shows_averages: whether the averages temporarily replace this rank's own model.
     """
 
     def __init__(self, group: Group, optimizers: dict[str, Optimizer], hook: str) -> None:
@@ -117,15 +114,17 @@ class Models:
         self._buffers_diverged = False
         # Whether ranks have to compare buffers at the next average, and whether to include those that are not
         # statistics.
-        self._asks_about_buffers = self._watches_others = True
+        self._compares_buffers = self._compares_others = True
         self._counts_of_steps: set[str] = set()
         self._contents: dict[str, tuple[weakref.ref[Tensor], int, bytes, int]] = {}
         self._warned: set[str] = set()
         # Names of parameters whose optimizer state differs between ranks.
         self._states_diverged: set[str] = set()
-        # Averages of the model and of optimizers' state, in place or kept until training continues.
-        self._swaps: dict[str, Swap] = {}
-        self.is_swapped = self.is_shown = False
+        # Number of averages, by the key of the optimizer whose parameters were averaged.
+        self._num_averages: dict[str, int] = {}
+        # This rank's own model and optimizers' state, while averages are in place.
+        self._own: dict[str, OwnValues] = {}
+        self.shows_averages = False
 
     def stepped(self, optimizer: Optimizer, step: int) -> OptimizerStep | None:
         """Describe a step of an optimizer of this model; `None` if the optimizer has no parameter of the model."""
@@ -139,7 +138,6 @@ class Models:
     def diverge(self, stepped: OptimizerStep) -> None:
         """Record that each rank changed its own model."""
         self.may_differ = True
-        self.forget()
         self.buffers_diverge()
         self.diverged.update(stepped.parameters)
         self.diverge_state(stepped)
@@ -155,20 +153,16 @@ class Models:
     def regroup(self, group: Group) -> None:
         """Continue with a new group of ranks."""
         self._group = group
-        self._asks_about_buffers = self._watches_others = True
+        self._compares_buffers = self._compares_others = True
 
     @property
     def differ(self) -> bool:
         """Whether this rank's own model is in place and may differ, as known without communication."""
-        return not self.is_swapped and bool(self.diverged or (self._buffers_diverged and self._buffers()[0]))
+        return not self.shows_averages and bool(self.diverged or (self._buffers_diverged and self._buffers()[0]))
 
     def state_diverged(self, stepped: OptimizerStep) -> bool:
         """Return whether an optimizer's state differs between ranks."""
         return not self._states_diverged.isdisjoint(stepped.parameters)
-
-    def _tensors(self, names: Container[str]) -> dict[str, Tensor]:
-        # In the order of the model: a set's order differs between ranks.
-        return {name: p for name, p in self.layout.trained.items() if name in names} | self._buffers()[0]
 
     def _buffers(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Return running statistics, and the other buffers that ranks compare."""
@@ -178,7 +172,7 @@ class Models:
             is_count = is_count_of_steps(owner, buffer)
             if is_statistic(owner, own, buffer):
                 statistics[name] = buffer
-            elif self.broadcasts_buffers or (self._watches_others and not is_count):
+            elif self.broadcasts_buffers or (self._compares_others and not is_count):
                 others[name] = buffer
             self._counts_of_steps.update([name] if is_count else [])
         return statistics, others
@@ -189,21 +183,36 @@ class Models:
         Over all ranks, the first rank's other buffers are also copied to all ranks if `broadcasts_buffers` is set.
         """
         group = group or self._group
-        is_of_all = group.size == self._group.size
-        if names or (self.average_buffers and self._asks_about_buffers):
+        if names or (self.average_buffers and self._compares_buffers):
             with self.averaging():
                 what = f"average {len(names)} parameters from {next(iter(sorted(names)), None)!r} on"
-                tensors, others = self._tensors(names), self._buffers()[1] if is_of_all else {}
-                told = check_same(what, group, kinds_of(tensors), self._content_of(others))
-                average_([*self._alike(tensors, group, [kinds for kinds, *_ in told]).values()], group)
-                shared = self._differing(others, [content for _, content, *_ in told])
+                tensors, shared = self._agree(what, names, group)
+                average_(tensors, group)
                 share_(shared, group)
                 count_up(shared)
         self.averaged(names, group)
-        if is_of_all:
-            self._buffers_diverged = self._asks_about_buffers = False
+        if group.size == self._group.size:
+            self._buffers_diverged = self._compares_buffers = False
 
-    def about_buffers(self) -> int:
+    def _agree(
+        self, what: str, names: Collection[str], group: Group, *, compares: bool = False
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the tensors to average and the buffers to copy from the first rank, equal on all ranks. Collective.
+
+        If it `compares`, running statistics without parameters are averaged only if they differ between ranks.
+        """
+        statistics, others = self._buffers()
+        # In the order of the model: a set's order differs between ranks.
+        parameters = {name: p for name, p in self.layout.trained.items() if name in names}
+        tensors, others = parameters | statistics, others if group.size == self._group.size else {}
+        compares = compares and not names
+        content = self._content_of(statistics) if compares else 0
+        told = check_same(what, group, kinds_of(tensors), content, self._content_of(others))
+        kinds, contents, contents_of_others = zip(*told, strict=True)
+        found = {} if compares and len(set(contents)) == 1 else self._alike(tensors, group, kinds)
+        return [*found.values()], self._differing(others, contents_of_others)
+
+    def digest_of_buffers(self) -> int:
         """Return a number to exchange, from which all ranks know whether to compare buffers at the next average.
 
         Does not synchronize with a device unless autograd has counted a change.
@@ -211,18 +220,25 @@ class Models:
         statistics, others = self._buffers()
         return _STATISTICS if statistics else self._content_of(others, samples=False)
 
-    def heard_of_buffers(self, told: Collection[int]) -> None:
-        """Process the results of `about_buffers` on all ranks."""
-        self._asks_about_buffers |= _STATISTICS in told or len(set(told)) > 1
+    def note_digests_of_buffers(self, told: Collection[int]) -> None:
+        """Process the results of `digest_of_buffers` on all ranks."""
+        self._compares_buffers |= _STATISTICS in told or len(set(told)) > 1
 
     def averaging(self) -> AbstractContextManager[object]:
         """Return a profiler range for averages of models and optimizer states."""
         return named(self._hook, "average")
 
-    def averaged(self, names: Collection[str], group: Group | None = None) -> None:
-        """Record that these parameters were averaged, or set to the same values on all ranks."""
-        self._group.counters.averagings += bool(names)
-        if group is None or group.size == self._group.size:
+    def averaged(self, names: Collection[str], group: Group | None = None, *, are_equal: bool = True) -> None:
+        """Record that these parameters were averaged or set to the same values; if not `are_equal`, only partly.
+
+        Optimizers that average in turn count as one average of the model.
+        """
+        before = max(self._num_averages.values(), default=0)
+        for key, optimizer in self._optimizers.items():
+            if not self.layout.trained_among(parameters_of(optimizer)).keys().isdisjoint(names):
+                self._num_averages[key] = self._num_averages.get(key, 0) + 1
+        self._group.counters.averagings += max(self._num_averages.values(), default=0) - before
+        if are_equal and (group is None or group.size == self._group.size):
             self.diverged.difference_update(names)
 
     def _alike(
@@ -257,7 +273,7 @@ class Models:
                 f"{len(named)} buffers, {named[0]!r} first, differ between ranks and are not averaged, because they "
                 f"are not running statistics of normalization layers: {what_is_done}",
             )
-        self._watches_others = False
+        self._compares_others = False
         return [others[name] for name in found.differ] if self.broadcasts_buffers else []
 
     def _warn_once(self, key: str, text: str) -> None:
@@ -277,11 +293,15 @@ class Models:
         """
         group = group or self._group
         with self.averaging():
-            states = _states_of(stepped.parameters, stepped.state)
-            told = check_same(f"average the state of optimizer {stepped.optimizer!r}", group, kinds_of(states))
-            average_([*self._alike(states, group, [kinds for kinds, *_ in told], _owner_of).values()], group)
+            average_(self._agree_on_state(stepped, group), group)
         if group.size == self._group.size:
             self._states_diverged.difference_update(stepped.parameters)
+
+    def _agree_on_state(self, stepped: OptimizerStep, group: Group) -> list[Tensor]:
+        """Return the tensors of an optimizer's state to average, equal on all ranks. Collective."""
+        states = _states_of(stepped.parameters, stepped.state)
+        told = check_same(f"average the state of optimizer {stepped.optimizer!r}", group, kinds_of(states))
+        return [*self._alike(states, group, [kinds for kinds, *_ in told], _owner_of).values()]
 
     def reset_state_(self, stepped: OptimizerStep) -> None:
         """Delete an optimizer's state of its parameters."""
@@ -289,21 +309,20 @@ class Models:
             stepped.state.pop(parameter, None)
         self._states_diverged.difference_update(stepped.parameters)
 
-    def average_diverged_(self, everything: bool = False) -> None:
-        """Permanently average the tensors that differ; with `everything`, also those that no optimizer has changed."""
-        if everything:
-            self.swap_out()
-            self.keep_averages()
-            if self._is_any_bit_different():
-                self.diverged.update(self.layout.trained)
-        self.swap_in()
+    def average_permanently_(self, everything: bool = False) -> None:
+        """Average the tensors that differ; with `everything`, also those that no optimizer has changed."""
+        self.hide()
+        if everything and self._any_bit_differs("average all parameters", self.layout.trained.values()):
+            self.diverged.update(self.layout.trained)
+        self.show_()
         self.averaged(set(self.diverged))
         self._buffers_diverged = False
         self.keep_averages()
 
-    def _is_any_bit_different(self) -> bool:
-        own = digest_of(self._tensors(self.layout.trained).values())
-        return len({digest for digest, *_ in check_same("average all parameters", self._group, own)}) > 1
+    def _any_bit_differs(self, what: str, tensors: Iterable[Tensor]) -> bool:
+        """Return whether tensors, or running statistics, differ between ranks. Collective."""
+        own = digest_of([*tensors, *self._buffers()[0].values()])
+        return len({digest for digest, *_ in check_same(what, self._group, own)}) > 1
 
     def average_what_differs_(self) -> None:
         """Average the weights and optimizer state that local steps have changed, unless they are equal on all ranks."""
@@ -313,119 +332,57 @@ class Models:
             one for o in [*self._optimizers.values()] if (one := self.stepped(o, -1)) and self.state_diverged(one)
         ]
         states = [tensor for one in stepped for tensor in _states_of(one.parameters, one.state).values()]
-        own = digest_of([*self._tensors(self.diverged).values(), *states])
-        if len({digest for digest, *_ in check_same("begin again with the same model", self._group, own)}) > 1:
-            self.average_diverged_()
+        parameters = [p for name, p in self.layout.trained.items() if name in self.diverged]
+        if self._any_bit_differs("begin again with the same model", [*parameters, *states]):
+            self.average_permanently_()
             for one in stepped:
-                self.average_state_diverged_(one)
+                self.average_state_permanently_(one)
 
-    def swap_in(self) -> None:
-        """Replace each rank's own model by the averages until `swap_out`.
+    def show_(self, stepped: OptimizerStep | None = None) -> None:
+        """Replace each rank's own model, or its state of an optimizer, by the averages until `hide`.
 
-        Collective after the first local step. Averages that all ranks have kept are reused.
+        Collective; for the model after the first local step.
         """
-        if self.may_differ or self.diverged:
+        key = _MODEL if stepped is None else stepped.optimizer
+        self.hide(key)
+        if stepped is not None or self.may_differ or self.diverged:
             with self._group.counters.evaluating(), self.averaging():
-                self._look()
-        self.is_swapped = True
+                if stepped is None:
+                    what = f"average {len(self.diverged)} parameters to show the model"
+                    tensors, shared = self._agree(what, self.diverged, self._group, compares=True)
+                else:
+                    tensors, shared = self._agree_on_state(stepped, self._group), []
+                own = OwnValues([*tensors, *shared])
+                average_(tensors, self._group)
+                share_(shared, self._group)
+                own.note_change()
+                self._own[key] = own
+        self.shows_averages |= stepped is None
 
-    def _look(self) -> None:
-        told, swap = self._tell_of_look(), self._swaps.get(_MODEL)
-        if swap is not None and all(flags & _IS_CURRENT for flags, *_ in told):
-            if not swap.is_in:
-                swap.exchange()
-            self.is_shown = all(flags & _IS_SHOWN for flags, *_ in told)
-            return
-        was_shown = all(flags & _IS_SHOWN for flags, *_ in told)
-        has_swap = any(flags & (_IS_CURRENT | _IS_IN) for flags, *_ in told)
-        self.swap_out()
-        self._swaps.pop(_MODEL, None)
-        if has_swap:
-            told = self._tell_of_look()
-        _, kinds, statistics, others, *_ = zip(*told, strict=True)
-        tensors: Mapping[str, Tensor] = {}
-        if self.diverged or len(set(statistics)) > 1:
-            tensors = self._alike(self._tensors(self.diverged), self._group, kinds)
-        shared = self._differing(self._buffers()[1], others)
-        self.is_shown = was_shown and not has_swap
-        if tensors or shared:
-            self._swaps[_MODEL] = self._averages([*tensors.values()], shared)
+    def shows_state(self, stepped: OptimizerStep) -> bool:
+        """Return whether averages temporarily replace this rank's own state of an optimizer."""
+        return stepped.optimizer in self._own
 
-    def _tell_of_look(self) -> list[list[int]]:
-        """Exchange which tensors each rank has in place, and which averages it could swap in."""
-        statistics, others = self._buffers()
-        tensors, swap = self._tensors(self.diverged), self._swaps.get(_MODEL)
-        contents = self._content_of(statistics), self._content_of(others)
-        flags = _IS_SHOWN * self.is_shown
-        if swap is not None:
-            now = swap.is_current([*tensors.values(), *others.values()]), swap.contents[swap.is_in]
-            flags += _IS_IN * swap.is_in + _IS_CURRENT * (now == (True, number_of(repr(contents))))
-        what = f"average {len(self.diverged)} parameters to look at the model"
-        return check_same(what, self._group, flags, kinds_of(tensors), *contents)
-
-    def _averages(self, tensors: list[Tensor], shared: list[Tensor]) -> Swap:
-        """Replace `tensors` by their averages, and `shared` by the first rank's tensors."""
-
-        def put() -> None:
-            average_(tensors, self._group)
-            share_(shared, self._group)
-
-        def contents() -> int:
-            return number_of(repr(tuple(map(self._content_of, self._buffers()))))
-
-        own = contents()
-        swap = Swap([*tensors, *shared], put)
-        swap.contents = own, contents()
-        return swap
-
-    def swap_out(self, key: str = _MODEL) -> None:
+    def hide(self, key: str = _MODEL) -> None:
         """Restore each rank's own model or optimizer state, except tensors changed meanwhile, as by loading."""
-        swap = self._swaps.get(key)
-        if swap is not None and swap.is_in:
-            swap.exchange()
-            if swap.is_outdated:
-                del self._swaps[key]
-        if key == _MODEL:
-            self.is_swapped = self.is_shown = False
+        if (own := self._own.get(key)) is not None:
+            own.restore()
+        self.keep_averages(key)
 
-    def keep_averages(self) -> None:
-        """Make the averages permanent: drop each rank's own model."""
-        self._swaps.pop(_MODEL, None)
-        self.is_swapped = self.is_shown = False
+    def keep_averages(self, key: str = _MODEL) -> None:
+        """Make averages that are shown permanent: drop each rank's own model or optimizer state."""
+        self._own.pop(key, None)
+        self.shows_averages &= key != _MODEL
 
-    def average_state_diverged_(self, stepped: OptimizerStep) -> None:
-        """Average an optimizer's state permanently, as `average_state_` does."""
-        self.swap_state_in(stepped)
-        self._swaps.pop(stepped.optimizer, None)
-        self._states_diverged.difference_update(stepped.parameters)
+    def average_state_permanently_(self, stepped: OptimizerStep) -> None:
+        """Average an optimizer's state as `average_state_` does, but count the bytes as for evaluation."""
+        self.hide(stepped.optimizer)
+        with self._group.counters.evaluating():
+            self.average_state_(stepped)
 
-    def swap_state_in(self, stepped: OptimizerStep) -> bool:
-        """Replace an optimizer's state by its averages; return whether to `swap_out` later."""
-        key = stepped.optimizer
-        swap = self._swaps.get(key)
-        if not self.state_diverged(stepped) or (swap is not None and swap.is_in):
-            return False
-        with self._group.counters.evaluating(), self.averaging():
-            states = _states_of(stepped.parameters, stepped.state)
-            is_kept = swap is not None and swap.is_current(states.values())
-            told = check_same(f"average the state of optimizer {key!r}", self._group, is_kept, kinds_of(states))
-            if swap is not None and all(is_kept for is_kept, *_ in told):
-                swap.exchange()
-            else:
-                self._swaps.pop(key, None)
-                found = [*self._alike(states, self._group, [kinds for _, kinds, *_ in told], _owner_of).values()]
-                self._swaps[key] = Swap(found, lambda: average_(found, self._group))
-        return True
-
-    def paused(self) -> list[Callable[[], None]]:
-        """Ignore changes of the models until the returned functions are called."""
-        return [swap.paused() for swap in self._swaps.values()]
-
-    def forget(self) -> None:
-        """Drop kept averages when training continues; averages in place are dropped once they are swapped out."""
-        self._swaps = {key: swap for key, swap in self._swaps.items() if swap.is_in}
-        for swap in self._swaps.values():
-            swap.is_outdated = True
+    def ignoring_changes(self) -> list[Callable[[], None]]:
+        """Ignore changes of averages that are shown, until the returned functions are called."""
+        return [own.ignoring_changes() for own in self._own.values()]
 
     def state_dict(self, writer: StateWriter) -> dict[str, Any]:
         """Return each rank's own model and optimizer state as far as they differ; empty unless the state is exact."""
@@ -443,8 +400,7 @@ class Models:
         if not (self.diverged or self._states_diverged or any(diverged for _, diverged, *_ in told)):
             return {}
         found = self._alike(by_name, self._group, [kinds for kinds, *_ in told], lambda name: name.rpartition("\n")[0])
-        # The averages may be in place; then the ranks' own tensors are in the swaps.
-        own = {key: tensor for swap in self._swaps.values() for key, tensor in swap.own().items()}
+        own = {key: tensor for values in self._own.values() for key, tensor in values.by_id().items()}
         saved: dict[str, Any] = {"parameters": {}, "buffers": {}, "optimizers": {}}
         for path, tensor in found.items():
             part = own_part(tensor)
@@ -473,7 +429,7 @@ class Models:
     def restore(self, staged: list[tuple[Tensor, Tensor]], saved: Mapping[str, Any]) -> None:
         """Restore each rank's own model, or record that all ranks have loaded the same one."""
         self.keep_averages()
-        self._swaps.clear()
+        self._own.clear()
         for tensor, value in staged:
             tensor.data.copy_(value)
         count_up(tensor for tensor, _ in staged)
@@ -481,6 +437,59 @@ class Models:
         self._buffers_diverged = bool(saved.get("buffers", {}))
         self.may_differ = bool(saved)
         self._states_diverged = {name for states in saved.get("optimizers", {}).values() for name in states}
+
+
+class OwnValues:
+    """A copy of each rank's own values of tensors that are about to hold averages.
+
+    Args:
+        tensors: the tensors, which still have the values.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        self._tensors = [*map(own_part, tensors)]
+        self._copies = [tensor.data.clone() for tensor in self._tensors]
+
+    def note_change(self) -> None:
+        """Tell autograd that the tensors now hold averages, to notice later changes, such as loaded weights."""
+        count_up(self._tensors)
+        self._versions = [version_of(tensor) for tensor in self._tensors]
+
+    def by_id(self) -> dict[int, Tensor]:
+        """Return the copies by the `id` of the tensor."""
+        return {id(tensor): copy for tensor, copy in zip(self._tensors, self._copies, strict=True)}
+
+    def restore(self) -> None:
+        """Restore the values, except in tensors that were changed meanwhile."""
+        restored = [
+            (tensor, copy)
+            for tensor, copy, version in zip(self._tensors, self._copies, self._versions, strict=True)
+            if version_of(tensor) == version and tensor.shape == copy.shape
+        ]
+        for tensor, copy in restored:
+            tensor.data.copy_(copy)
+        count_up(tensor for tensor, _ in restored)
+
+    def ignoring_changes(self) -> Callable[[], None]:
+        """Ignore changes until the returned function is called."""
+        same = [version_of(tensor) == version for tensor, version in zip(self._tensors, self._versions, strict=True)]
+
+        def note_again() -> None:
+            noted = zip(self._tensors, self._versions, same, strict=True)
+            self._versions = [version_of(tensor) if is_same else version for tensor, version, is_same in noted]
+
+        return note_again
+
+
+def count_up(tensors: Iterable[Tensor]) -> None:
+    """Tell autograd of a change, so that it rejects a backward through earlier computations."""
+    # A buffer that was created in inference mode has no version.
+    increment_version([own_part(tensor) for tensor in tensors if not tensor.is_inference()])
+
+
+def version_of(tensor: Tensor) -> int:
+    """Return autograd's count of changes to a tensor; -1 if it does not count."""
+    return -1 if tensor.is_inference() else tensor._version
 
 
 def _matching(

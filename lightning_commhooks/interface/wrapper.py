@@ -14,12 +14,7 @@ from torch import Tensor
 from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.collectives.steps import Steps
 from lightning_commhooks.interface.accumulation import Number, scale_
-from lightning_commhooks.interface.averages_models import (
-    AveragesModels,
-    averages_gradients,
-    averages_models,
-    is_local,
-)
+from lightning_commhooks.interface.averages_models import AveragesModels, averages_models
 from lightning_commhooks.interface.bucket import Bucket
 from lightning_commhooks.interface.hook import BoundHook, CommHook
 from lightning_commhooks.interface.hook_state import load_hook, save_hook
@@ -108,7 +103,7 @@ class BoundWrapper(AveragesModels):
         reader.differs(f"the hook {key} of {type(self).__name__} is there {when} only")
 
     def averages_gradients(self, step: int) -> bool:
-        return any(averages_gradients(hook, step) for hook in self._at_work())
+        return any(hook.averages_gradients(step) for hook in self._at_work())
 
     def release(self) -> None:
         for hook in self._all_inner:
@@ -155,7 +150,7 @@ class BoundAround(BoundWrapper):
         return self._inner.reduce_sparse(grad, bucket, ranks)
 
     def is_local(self, step: int) -> bool:
-        return is_local(self._inner, step)
+        return self._inner.is_local(step)
 
     def after_optimizer_step(self, stepped: OptimizerStep) -> None:
         if isinstance(self._inner, AveragesModels):
@@ -182,7 +177,7 @@ def after_optimizer_step(hook: BoundHook, stepped: OptimizerStep) -> None:
 
 def ends_local_steps(hook: BoundHook, stepped: OptimizerStep) -> bool:
     """Whether gradients are averaged again, and ranks have parameters or momenta of their own from before."""
-    if not stepped.num_steps or stepped.step < 0 or is_local(hook, stepped.step):
+    if not stepped.num_steps or stepped.step < 0 or hook.is_local(stepped.step):
         return False
     is_same = stepped.models.diverged.isdisjoint(stepped.parameters)
     return not is_same or stepped.models.state_diverged(stepped)

@@ -7,7 +7,7 @@ import logging
 import math
 import sys
 import traceback
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from lightning_utilities.core.rank_zero import rank_zero_info
@@ -45,8 +45,8 @@ class AveragesModelsMixin(Strategy):
     # An `AverageFirst`.
     _callback_class: ClassVar[type[Any]]
 
-    def _looks_at_average(self, resync: bool) -> None:
-        """Begin without an attachment. `resync`: whether ranks continue from the average after they saw it."""
+    def _init_averaging(self, resync: bool) -> None:
+        """Begin without an attachment. `resync`: whether ranks continue from averages that were shown."""
         self._resync = resync
         self._callback: Any = None
         self._evaluation = ExitStack()
@@ -76,14 +76,14 @@ class AveragesModelsMixin(Strategy):
         self._callback = self._callback_class()
         trainer.callbacks.insert(0, self._callback)
 
-    def _tell_forecast(self, attachment: Attachment) -> None:
+    def _show_forecast(self, attachment: Attachment) -> None:
         """Once the first steps are over, report the hook's expected effect on this run."""
         trainer = self.lightning_module.trainer
         if is_trial(trainer) and attachment.num_steps:
             return  # starts are known, and there is nothing to foresee
         attachment.tell_forecast(lambda line: show(trainer, line), steps_left(trainer))
 
-    def _is_alone(self) -> bool:
+    def _may_be_elsewhere(self) -> bool:
         """Whether ranks may be at different points of the program, and cannot average together."""
         return handles_signal() or bool(self.lightning_module.trainer.interrupted)
 
@@ -92,33 +92,25 @@ class AveragesModelsMixin(Strategy):
         attachment = self._averaging()
         if attachment is None:
             return super().lightning_module_state_dict()
-        if self._is_alone():
+        if self._may_be_elsewhere():
             logger.warning("the checkpoint has the model of rank %d, which was not averaged", self.global_rank)
             return super().lightning_module_state_dict()
-        with self._averaged(attachment):
+        with attachment.averaged(permanently=self._resync):
             return _cloned(super().lightning_module_state_dict())
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """State of an optimizer for a checkpoint, averaged over ranks where it differs."""
         attachment = self._averaging()
-        if attachment is None or self._is_alone():
+        if attachment is None or self._may_be_elsewhere():
             return super().optimizer_state(optimizer)
-        if self._resync:
-            attachment.average_optimizer_state(optimizer)
-        with attachment.averaged_optimizer_state(optimizer):
+        with attachment.averaged([optimizer], model=False, permanently=self._resync):
             return _cloned(super().optimizer_state(optimizer))
-
-    def _averaged(self, attachment: Attachment) -> AbstractContextManager[None]:
-        if not self._resync:
-            return attachment.averaged_weights()
-        attachment.average_weights()
-        return nullcontext()
 
     def begin_evaluation(self) -> None:
         """Replace each rank's own model with the average, for validation during training."""
         attachment = self._averaging()
         if attachment is not None:
-            self._evaluation.enter_context(self._averaged(attachment))
+            self._evaluation.enter_context(attachment.averaged(permanently=self._resync))
 
     def on_validation_end(self) -> None:
         """Go on from each rank's own model. Checkpoints that callbacks write after validation are done by now."""
@@ -129,9 +121,8 @@ class AveragesModelsMixin(Strategy):
         """Average models, and the state of optimizers, at the end of training."""
         attachment = self._averaging()
         if attachment is not None:
-            attachment.average_weights()
-            for optimizer in self.optimizers:
-                attachment.average_optimizer_state(optimizer)
+            with attachment.averaged(self.optimizers, permanently=True):
+                pass
 
     def on_train_end(self) -> None:
         """End with the average, also of weights that other callbacks have set."""
@@ -141,9 +132,9 @@ class AveragesModelsMixin(Strategy):
             averaging.average_weights(everything=True)
         if self._attachment is not None:
             self._attachment.note_end(as_planned=not is_trial(self.lightning_module.trainer))
-        self._tell_what_was_sent()
+        self._show_closing_line()
 
-    def _tell_what_was_sent(self) -> None:
+    def _show_closing_line(self) -> None:
         """Show one line on all of training, unless a `CommHookMonitor` does."""
         attachment = self._attachment
         if attachment is None or attachment.is_closed or self.global_rank != 0 or is_tuning():
@@ -152,7 +143,7 @@ class AveragesModelsMixin(Strategy):
             show(self.lightning_module.trainer, line, has_ended=True)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_evaluation": ExitStack()}
+        return dict(super().__getstate__(), _evaluation=ExitStack())
 
     def teardown(self) -> None:
         """Close the hook, then tear the strategy down."""

@@ -103,7 +103,7 @@ class CompressedDDPMixin(AveragesModelsMixin):
         self._strict_state = strict_state
         self._fault_tolerance = fault_tolerance
         self._replica: TrainerReplica | None = None
-        self._looks_at_average(resync)
+        self._init_averaging(resync)
         # The hook's state, for checkpoints that Lightning writes after it has taken the model out of DDP.
         self._last_state: dict[str, Any] | None = None
         # Whether that state has the hook's memory, and after how many steps it was saved.
@@ -214,7 +214,7 @@ class CompressedDDPMixin(AveragesModelsMixin):
         if self._attachment is not None and not self._attachment.is_closed:
             if self._attachment.unfrozen():
                 self._wrap_again()
-            self._tell_forecast(self._attachment)
+            self._show_forecast(self._attachment)
         return super().training_step(*args, **kwargs)
 
     def _wrap_again(self) -> None:
@@ -251,7 +251,7 @@ class CompressedDDPMixin(AveragesModelsMixin):
             if not self._last_is_whole and self._last_state is not None and self._attachment is not None:
                 self._warn_of_reset(filepath, "; with Trainer(enable_checkpointing=True) it has all")
             return self._last_state
-        if self._is_alone():
+        if self._may_be_elsewhere():
             self._warn_of_reset(filepath)
             return self._attachment.shared_state_dict()
         if self._has_saved_this_step() and not self._attachment.averages_models:

@@ -145,7 +145,6 @@ class CompressedDDPFabricStrategy(DDPStrategy):
 
     def save_checkpoint(self, path: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         """Save averages, and the hooks' state."""
-        self._together.show_average()  # still there in the barrier that follows
         with self._together.averaged(self._optimizers):
             if _has_model(state):
                 state = {**state, CHECKPOINT_KEY: self._together.state_dict()}

@@ -36,7 +36,7 @@ class ShardedHookMixin(AveragesModelsMixin):
     _options_of_fsdp: ClassVar[frozenset[str]] = frozenset()
 
     def __init__(self, hook: CommHook | str, resync: bool = False, **kwargs: Any) -> None:
-        self._looks_at_average(resync)
+        self._init_averaging(resync)
         with refusals_of(self):
             self._hook = self._resolve(hook)
         known = {*inspect.signature(super().__init__).parameters, *self._options_of_fsdp}
@@ -236,7 +236,7 @@ class CompressedModelParallelMixin(ShardedHookMixin):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Make a step. Before it, once the first steps are over, report the hook's expected effect on this run."""
         if self._replicas > 1 and self._attachment is not None and not self._attachment.is_closed:
-            self._tell_forecast(self._attachment)
+            self._show_forecast(self._attachment)
         return super().training_step(*args, **kwargs)
 
     def setup_environment(self) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 from torch import Tensor, nn
@@ -119,7 +119,7 @@ class Attachment:
               sent in.
             * `nonfinite_steps`: steps that a hook with memory discarded because a gradient was inf or NaN on some rank,
               and local steps that all ranks skipped.
-            * `averagings`: averages of the model, or of a part of it.
+            * `averagings`: averages of the model, or of a fragment of it; averages of several optimizers count once.
 
             Milliseconds, summed over the `timed_steps`, which are all steps, or one in ten on NCCL:
 
@@ -402,21 +402,19 @@ class Attachment:
     def average_weights(self, *, everything: bool = False) -> None:
         """Permanently average the parameters and buffers that differ between ranks. Collective, outside of a backward.
 
-        Sends nothing if the ranks are equal, or if an evaluated average was kept: see `averaged_weights`. With
-        `everything`, averages all parameters if any of them differs, including changes that no optimizer made. Needs
-        memory for a copy of the model meanwhile. Does not average the state of optimizers: call
-        `average_optimizer_state` before training continues with averaged gradients.
+        Sends nothing if the ranks are equal. With `everything`, averages all parameters if any of them differs,
+        including changes that no optimizer made. Needs memory for a copy of the model meanwhile. Does not average the
+        state of optimizers: call `average_optimizer_state` before training continues with averaged gradients.
         """
         self.runtime.local.average(everything)
 
     def averaged_weights(self) -> AbstractContextManager[None]:
         """Replace each rank's own model by the average within a `with`, and restore it at the end.
 
-        For validation and checkpoints. Collective; use it outside of a backward. It needs memory for a copy of the
-        model, which keeps the averages until the next optimizer step or forward that trains. Until then, a second
-        `with`, or `average_weights`, sends nothing, unless the model was changed on some rank; changes by `tensor.data`
-        are not noticed. No optimizer may step within the `with`. A forward in eval mode outside of it warns once that
-        it uses this rank's own model.
+        For validation and checkpoints. Collective; use it outside of a backward. It averages each time, except inside
+        another such `with`, and needs memory for a copy of the model meanwhile. Weights that are loaded within the
+        `with` stay; changes by `tensor.data` are not noticed. No optimizer may step within the `with`. A forward in
+        eval mode outside of it warns once that it uses this rank's own model.
         """
         return self.runtime.local.averaged()
 
@@ -433,7 +431,27 @@ class Attachment:
 
     def averaged_optimizer_state(self, optimizer: Optimizer) -> AbstractContextManager[None]:
         """Replace each rank's own state of an optimizer by the average within a `with`, like `averaged_weights`."""
-        return self.runtime.local.averaged_state(optimizer)
+        return self.runtime.local.averaged([optimizer], model=False)
+
+    def averaged(
+        self, optimizers: Iterable[Optimizer] = (), *, model: bool = True, permanently: bool = False
+    ) -> AbstractContextManager[None]:
+        """Replace each rank's own model and the state of optimizers by the averages within a `with`.
+
+        Collective: see `averaged_weights`, `averaged_optimizer_state` and `average_weights`.
+
+        Args:
+            optimizers: the optimizers.
+            model: whether to replace the model too.
+            permanently: whether training continues from the averages, instead of from each rank's own model and state.
+        """
+        if not permanently:
+            return self.runtime.local.averaged(optimizers, model=model)
+        if model:
+            self.average_weights()
+        for optimizer in optimizers:
+            self.average_optimizer_state(optimizer)
+        return nullcontext()
 
     def unfrozen(self) -> list[str]:
         """Return names of parameters that are trained now but were frozen when the model was wrapped: see `move_to`."""

@@ -36,7 +36,7 @@ class Attachments:
         self._attachments: list[Attachment] = []
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_attachments": []}
+        return dict(vars(self), _attachments=[])
 
     def add(self, attachment: Attachment, optimizers: Iterable[Optimizer]) -> None:
         """Add the attachment of another model, and register its optimizers."""
@@ -67,15 +67,7 @@ class Attachments:
         """Replace models and optimizer state by their averages. Collective."""
         with ExitStack() as stack:
             for attachment in self.averaging():
-                if self._resync:
-                    attachment.average_weights()
-                else:
-                    stack.enter_context(attachment.averaged_weights())
-                for optimizer in optimizers:
-                    if self._resync:
-                        attachment.average_optimizer_state(optimizer)
-                    else:
-                        stack.enter_context(attachment.averaged_optimizer_state(optimizer))
+                stack.enter_context(attachment.averaged(optimizers, permanently=self._resync))
             yield
 
     def show_average(self) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_commhooks.collectives.averaging import own_part
-from lightning_commhooks.interface.averages_models import averages_models, is_local
+from lightning_commhooks.interface.averages_models import averages_models
 from lightning_commhooks.interface.hook import BoundHook, CommHook
 from lightning_commhooks.interface.hook_state import load_hook, save_hook
 from lightning_commhooks.interface.layout import Layout, memory_shape
@@ -38,7 +38,7 @@ def save(run: Runtime, models: Models, kind: PerRank) -> dict[str, Any]:
     """Return a hook's state as tensors and primitives, rank-uniform. Collective."""
     group = run.bound.group
     with group.counters.evaluating():
-        models.may_differ |= run.clock.steps > 0 and is_local(run.bound, run.clock.steps - 1)
+        models.may_differ |= run.clock.steps > 0 and run.bound.is_local(run.clock.steps - 1)
         writer = StateWriter(group, kind)
         hook = save_hook(run.method, run.bound, writer)
         return _complete(run, models, kind, hook, models.state_dict(writer))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from weakref import WeakSet
 
 from lightning_commhooks.hooks.quantized import Int8
-from lightning_commhooks.interface.averages_models import ALONE, AveragesModels, averages_models, is_local
+from lightning_commhooks.interface.averages_models import ALONE, AveragesModels
 from lightning_commhooks.interface.error_sample import DEFAULT_NUMEL, ErrorSampler
 from lightning_commhooks.interface.hook import ANY_LATER_STEP, NEXT_TO_NOTHING, CommHook
 from lightning_commhooks.interface.python_code import code
@@ -162,7 +162,7 @@ class Forecaster:
         # `Auto` sends anything until it has chosen.
         hook: CommHook | None = getattr(bound, "chosen", None) if isinstance(method, Auto) else self._running.config
         # The first local step follows from steps of optimizers.
-        is_alone = is_local(bound, step)
+        is_alone = bound.averages_models and bound.is_local(step)
         has_changed = step in self._changes or (step == self._local_start and not self._starts_alone)
         if hook is None or hook is not self._hook or is_alone is not self._is_alone or has_changed:
             # The first step is left out: DDP rebuilds its buckets after it, and a hook flushes another's residual.
@@ -172,7 +172,7 @@ class Forecaster:
         if self._begin is None:
             # Replicas that join have other first steps.
             is_sampled = step == self._changed_at + 1 and not self._running.source.ranks_change
-            if is_sampled and bound.has_memory and not averages_models(bound):
+            if is_sampled and bound.has_memory and not bound.averages_models:
                 numel = sum(map(math.prod, self._local.models.layout.shapes.values()))
                 self.sampler = ErrorSampler(1, DEFAULT_NUMEL, numel, only=step)
             waits = hook.measured_from() if self._averages else 1
@@ -180,7 +180,7 @@ class Forecaster:
                 self._begin = step, now
             return
         # Before ranks step alone only half iterations of PowerSGD repeat. Each optimizer counts its own steps.
-        period = 2 if averages_models(bound) and not self._averages else hook.repeats_after() * num_optimizers
+        period = 2 if bound.averages_models and not self._averages else hook.repeats_after() * num_optimizers
         sent = now.plus(self._begin[1], -1)
         # Optimizers may step more seldom than the backward ends.
         is_whole = not self._averages or sent.averagings > (self._measured[2].averagings if self._measured else 0)
@@ -238,7 +238,7 @@ class Forecaster:
         later = (c for c in (*self._changes, local) if self.last_step < c < (num_steps or math.inf))
         change = int(first) if (first := min(later, default=None)) is not None else None
         total = error = None
-        if num_steps is not None and change is None and not averages_models(bound):
+        if num_steps is not None and change is None and not bound.averages_models:
             total = self._now.plus(self._before, -1).plus(sent, (num_steps - self.last_step) / (end - begin))
         text = self._line(num_steps, total, change) + ("; of those that leave a node" if sent.is_between_nodes else "")
         warning = self._warning(num_steps, sent, total, change)

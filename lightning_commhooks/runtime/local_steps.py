@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -17,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_commhooks.collectives.errors import HookError
 from lightning_commhooks.collectives.group import Group
-from lightning_commhooks.interface.averages_models import averages_models, is_local
+from lightning_commhooks.interface.averages_models import AveragesModels, averages_models
 from lightning_commhooks.interface.layout import Layout
 from lightning_commhooks.interface.models import Models, OptimizerStep, parameters_of
 from lightning_commhooks.interface.wrapper import after_optimizer_step, ends_local_steps
@@ -67,7 +68,8 @@ class LocalSteps:
         self._verdicts: dict[str, list[Verdict]] = {}
         # Number of backwards at each optimizer's last step.
         self._stepped_at: dict[Optimizer, int] = {}
-        self._go_on: list[Callable[[], None]] = []
+        # Functions that end ignoring a step that only creates state.
+        self._end_ignoring: list[Callable[[], None]] = []
         self.models = Models(group, self._optimizers, running.name)
         self.find_optimizers: Callable[[], Iterable[Optimizer]] = list
         self.reported_by_user = False
@@ -76,8 +78,8 @@ class LocalSteps:
         self._warned: set[str] = set()
         self._last_reported = -1
         self._checked = False
-        # Number of open `with` blocks that show the average.
-        self._looks = 0
+        # Number of open `with` blocks that show the averages.
+        self._num_blocks = 0
 
     def add(self, optimizer: Optimizer, num_steps: int = 0) -> None:
         """Watch an optimizer, which has taken `num_steps` steps before, and the optimizers that it wraps."""
@@ -121,7 +123,7 @@ class LocalSteps:
     def begin_backward(self, step: int) -> None:
         """Prepare for a synchronized backward, when it begins."""
         bound = self._running.bound
-        if not averages_models(bound):
+        if not isinstance(bound, AveragesModels) or not bound.averages_models:
             return
         for optimizer in self.find_optimizers():
             if not self._is_hooked(optimizer):
@@ -164,8 +166,8 @@ class LocalSteps:
                 "hook, optimizers=[]), and Attachment.after_optimizer_step(optimizer) after each of its steps",
             )
 
-    def _is_for_show(self, optimizer: Optimizer) -> bool:
-        """Return whether a step only creates state, as in `torch.distributed.checkpoint`.
+    def _only_creates_state(self, optimizer: Optimizer) -> bool:
+        """Return whether a step is one of `torch.distributed.checkpoint`, which creates an optimizer's state.
 
         Such a step follows no backward, and has a learning rate of 0.
         """
@@ -174,21 +176,19 @@ class LocalSteps:
         return all(float(group.get("lr", 1)) == 0 for group in optimizer.param_groups)
 
     def _before_own_step(self, optimizer: Optimizer, frame: FrameType) -> None:
-        if self._is_for_show(optimizer):
-            self._go_on = self.models.paused()
+        if self._only_creates_state(optimizer):
+            self._end_ignoring = self.models.ignoring_changes()
             return
         self._under_way.begin(optimizer, frame)
         self._skipped.before(optimizer)
-        if not self.models.is_swapped or self.models.stepped(optimizer, -1) is None:
-            return
-        self.models.forget()
-        self.hide_average()
-        with self._running.aborting():
-            self._refuse_while_swapped()
+        if self.models.shows_averages and self.models.stepped(optimizer, -1) is not None:
+            self._hide_unless_in_block()
+            self._refuse_within_block()
 
-    def _refuse_while_swapped(self) -> None:
-        if self.models.is_swapped:
-            raise HookError("an optimizer stepped within averaged_weights(), which is for evaluation and saving")
+    def _refuse_within_block(self) -> None:
+        if self.models.shows_averages:
+            with self._running.aborting():
+                raise HookError("an optimizer stepped within averaged_weights(), which is for evaluation and saving")
 
     def after_step(self, optimizer: Optimizer) -> None:
         """Process a step that the user reports."""
@@ -202,10 +202,10 @@ class LocalSteps:
         self._after_step(optimizer, self._skipped.after(optimizer, {}))
 
     def _after_own_step(self, optimizer: Optimizer, options: Mapping[str, Any]) -> None:
-        if self._is_for_show(optimizer):
-            for go_on in self._go_on:
-                go_on()
-            self._go_on = []
+        if self._only_creates_state(optimizer):
+            for end_ignoring in self._end_ignoring:
+                end_ignoring()
+            self._end_ignoring = []
             return
         self._stepped_at[optimizer] = self._running.counters.steps
         verdict = self._skipped.after(optimizer, options)
@@ -217,17 +217,15 @@ class LocalSteps:
         if stepped is None:
             return
         self._last_reported = self._running.clock.steps
-        self.models.forget()
-        with self._running.aborting():
-            self._refuse_while_swapped()
+        self._refuse_within_block()
         with self._running.counters.timing.wait():
             with self._running.aborting():
                 counted = dataclasses.replace(stepped, num_steps=self._num_counted(stepped, verdict))
             quorum = self._running.source.quorum
             if quorum is None:
-                self._running.call(lambda: self._tell(counted), True)
+                self._running.call(lambda: self._report(counted), True)
             else:
-                quorum.average(counted, lambda: self._running.call(lambda: self._tell(counted), True))
+                quorum.average(counted, lambda: self._running.call(lambda: self._report(counted), True))
 
     def _num_counted(self, stepped: OptimizerStep, verdict: Verdict) -> int:
         """Return the number of steps to count now, rank-uniform: 0 until a decision depends on it.
@@ -243,7 +241,7 @@ class LocalSteps:
             return 0
         most = dataclasses.replace(stepped, num_steps=len(verdicts))
         communicates = bound.communicates_after(most) or ends_local_steps(bound, most)
-        if communicates and not is_local(bound, stepped.step):
+        if communicates and not bound.is_local(stepped.step):
             # Local steps may begin, and that depends on the steps of all optimizers.
             self._running.call(lambda: self.count(but=key), True)
         if not self._may_differ(key):
@@ -259,7 +257,7 @@ class LocalSteps:
             stepped = self.models.stepped(self._optimizers[key], self._running.clock.steps - 1)
             num = self._count(key)
             if stepped is not None:
-                self._tell(dataclasses.replace(stepped, num_steps=num))
+                self._report(dataclasses.replace(stepped, num_steps=num))
 
     def _may_differ(self, key: str) -> bool:
         """Return whether ranks that average after the same step may have counted different numbers of steps."""
@@ -275,7 +273,7 @@ class LocalSteps:
         self.models.num_steps[key] = self.models.num_steps.get(key, 0) + num
         return num
 
-    def _tell(self, stepped: OptimizerStep) -> None:
+    def _report(self, stepped: OptimizerStep) -> None:
         bound = self._running.bound
         try:
             with self._running.counters.timing.work():
@@ -295,49 +293,79 @@ class LocalSteps:
         bound, step = self._running.bound, self._running.clock.steps - 1
         return averages_models(bound) and bound.average_buffers and step >= 0 and bound.is_local(step)
 
-    def _check_together(self) -> None:
-        if self._running.source.ranks_change and self.models.differ:
-            raise ValueError(f"replicas that come and go do not average when one of them asks: {_OF_ONE_REPLICA}")
-
     def average(self, everything: bool = False) -> None:
         """Permanently average the tensors that differ between ranks, or the whole model."""
-        self._begin_look("average_weights()", everything)
+        self._begin("average_weights()", everything)
         if everything or not self._running.source.ranks_change:
-            self._running.call(lambda: self.models.average_diverged_(everything))
+            self._running.call(lambda: self.models.average_permanently_(everything))
+
+    def average_state(self, optimizer: Optimizer) -> None:
+        """Permanently average the state of an optimizer."""
+        if (stepped := self._with_own_state(optimizer)) is not None:
+            self._running.begin_together("average_optimizer_state()")
+            self._running.call(lambda: self.models.average_state_permanently_(stepped))
+
+    @contextmanager
+    def averaged(self, optimizers: Iterable[Optimizer] = (), *, model: bool = True) -> Iterator[None]:
+        """Replace each rank's own model and state of optimizers by the averages within a `with`."""
+        models, was_shown = self.models, self.models.shows_averages
+        states: list[str] = []
+        if model and not self._num_blocks:
+            self._show("averaged_weights()")
+        self._num_blocks += model
+        try:
+            for optimizer in optimizers:
+                stepped = self._with_own_state(optimizer)
+                if stepped is not None and not models.shows_state(stepped):
+                    self._running.begin_together("averaged_optimizer_state()")
+                    self._running.call(functools.partial(models.show_, stepped))
+                    states.append(stepped.optimizer)
+            yield
+        finally:
+            for key in states:
+                models.hide(key)
+            self._num_blocks -= model
+            if model and not (self._num_blocks or was_shown):
+                models.hide()
+
+    def _with_own_state(self, optimizer: Optimizer) -> OptimizerStep | None:
+        """Return an optimizer of the model whose state differs between ranks."""
+        stepped = self.models.stepped(optimizer, -1)
+        return stepped if stepped is not None and self.models.state_diverged(stepped) else None
 
     def show_average(self) -> None:
         """Replace each rank's own model by the averages until the next forward that trains."""
-        if not self._looks:
-            self._look("show_average()")
-            self.models.is_shown = True
+        if not self._num_blocks:
+            self._show("show_average()")
 
-    def _begin_look(self, what: str, everything: bool = False) -> None:
-        self._check_together()
-        step, models = self._running.clock.steps - 1, self.models
-        models.may_differ |= step >= 0 and is_local(self._running.bound, step)
-        if not self._running.source.ranks_change and (everything or models.may_differ or models.diverged):
+    def _show(self, what: str) -> None:
+        self._begin(what)
+        if self._running.source.ranks_change:
+            self.models.shows_averages = True  # the models are equal
+        else:
+            self._running.call(self.models.show_)
+
+    def _begin(self, what: str, everything: bool = False) -> None:
+        """End the last step, and wait for all ranks if models may have to be averaged."""
+        models, ranks_change = self.models, self._running.source.ranks_change
+        if ranks_change and models.differ:
+            raise ValueError(f"replicas that come and go do not average when one of them asks: {_OF_ONE_REPLICA}")
+        step = self._running.clock.steps - 1
+        models.may_differ |= step >= 0 and self._running.bound.is_local(step)
+        if not ranks_change and (everything or models.may_differ or models.diverged):
             self._running.begin_together(what)
         else:  # nothing is sent
             self._running.clock.end()
 
-    def _look(self, what: str) -> None:
-        """Replace each rank's own model by the averages."""
-        self._begin_look(what)
-        if self._running.source.ranks_change:
-            self.models.is_swapped = True  # the models are equal
-        else:
-            self._running.call(self.models.swap_in)
-
-    def hide_average(self) -> None:
+    def _hide_unless_in_block(self) -> None:
         """Restore this rank's own model after `show_average`, as training continues."""
-        if self.models.is_shown and not self._looks:
-            self.models.swap_out()
+        if not self._num_blocks:
+            self.models.hide()
 
     def before_forward(self, is_training: bool) -> None:
         """Process a forward of the DDP model before it begins."""
         if torch.is_grad_enabled():
-            self.models.forget()
-            self.hide_average()
+            self._hide_unless_in_block()
         elif not is_training and self.models.differ:
             fix = _OF_ONE_REPLICA if self._running.source.ranks_change else _OF_ONE_RANK
             self._warn_once(
@@ -353,55 +381,19 @@ class LocalSteps:
             self._warned.add(key)
             warnings.warn(text, stacklevel=2)
 
-    def average_state(self, optimizer: Optimizer) -> None:
-        """Permanently average the state of an optimizer."""
-        stepped = self.models.stepped(optimizer, -1)
-        if stepped is not None and self.models.state_diverged(stepped):
-            self._running.begin_together("average_optimizer_state()")
-            self._running.call(lambda: self.models.average_state_diverged_(stepped))
-
-    @contextmanager
-    def averaged(self) -> Iterator[None]:
-        """Replace each rank's own model by the averages within a `with`."""
-        if not self._looks:
-            self._look("averaged_weights()")
-        self._looks += 1
-        try:
-            yield
-        finally:
-            self._looks -= 1
-            if not (self._looks or self.models.is_shown):
-                self.models.swap_out()
-
-    @contextmanager
-    def averaged_state(self, optimizer: Optimizer) -> Iterator[None]:
-        """Replace each rank's own state of an optimizer by the averages within a `with`."""
-        stepped = self.models.stepped(optimizer, -1)
-        if stepped is not None and self.models.state_diverged(stepped):
-            self._running.begin_together("averaged_optimizer_state()")
-        if stepped is None or not self._running.call(lambda: self.models.swap_state_in(stepped)):
-            yield
-            return
-        try:
-            yield
-        finally:
-            self.models.swap_out(stepped.optimizer)
-
     def close(self) -> list[str]:
         """Release the model and the optimizers; return warnings for the user."""
         diverged = len(self.models.diverged)
         for optimizer in self._handles:
-            stepped = self.models.stepped(optimizer, -1)
-            if stepped is not None and self.models.state_diverged(stepped):
+            if self._with_own_state(optimizer) is not None:
                 warn_if_it_steps_on(optimizer, self._running.name)
         for handle in itertools.chain(*self._handles.values()):
             handle.remove()
         self._handles.clear()
         self._optimizers.clear()
         self._stepped_at.clear()
-        self.models.forget()
         self.models.layout = Layout(nn.Module())
-        if not diverged or self.models.is_swapped:
+        if not diverged or self.models.shows_averages:
             self.models.keep_averages()
             return []
         fix = "call Attachment.average_weights() at the end of training"

@@ -24,7 +24,7 @@ from lightning_commhooks.collectives.forks import raise_if_fork_of
 from lightning_commhooks.collectives.group import Group, counted
 from lightning_commhooks.collectives.process_groups import timeout_of
 from lightning_commhooks.collectives.steps import Steps, checked
-from lightning_commhooks.interface.averages_models import averages_models, is_local
+from lightning_commhooks.interface.averages_models import averages_models
 from lightning_commhooks.interface.bucket import Bucket, Slot
 from lightning_commhooks.interface.error_sample import ErrorSampler
 from lightning_commhooks.interface.hook import ANY_LATER_STEP, BoundHook, CommHook
@@ -268,7 +268,7 @@ class Runtime:
 
     def _reduce(self, bucket: Bucket, is_late: bool, ranks: Group) -> Steps[Tensor]:
         bound, flat, finite = self.bound, bucket.flat, None
-        ranks_step_alone = self.averages_models and is_local(bound, bucket.step)
+        ranks_step_alone = self.averages_models and bound.is_local(bucket.step)
         if flat.is_sparse:
             flat = flat.coalesce()
         else:

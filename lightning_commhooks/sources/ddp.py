@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_commhooks.basics.ranges import named
 from lightning_commhooks.collectives.errors import HookError
-from lightning_commhooks.interface.averages_models import AveragesModels, averages_gradients
+from lightning_commhooks.interface.averages_models import AveragesModels
 from lightning_commhooks.interface.bucket import Bucket
 from lightning_commhooks.interface.hook import CommHook
 from lightning_commhooks.interface.layout import Layout
@@ -205,7 +205,7 @@ class DDPSource(Source):
         self._warned.add("join")
 
     def _warn_of_second(self, runtime: Runtime) -> None:
-        averages = averages_gradients(runtime.bound, runtime.clock.steps - 1)
+        averages = runtime.bound.averages_gradients(runtime.clock.steps - 1)
         if "second" in self._warned or not averages or self.process_group.size() == 1:
             return
         self._warned.add("second")

@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_commhooks.interface.averages_models import is_local
 from lightning_commhooks.interface.hook import CommHook
 from lightning_commhooks.testing.model import (
     SHAPES,
@@ -107,7 +106,7 @@ _MAX_STEPS = 20
 def _first_local_step(rank: int, world: int, hook: CommHook) -> int | None:
     with attached(hook) as (_, attachment):
         assert attachment.bound is not None
-        return next((step for step in range(_MAX_STEPS) if is_local(attachment.bound, step)), None)
+        return next((step for step in range(_MAX_STEPS) if attachment.bound.is_local(step)), None)
 
 
 def ranks_agree_on_the_mean(run: Run, case: Case, world: int) -> None:

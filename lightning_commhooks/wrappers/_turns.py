@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.collectives.steps import Steps
-from lightning_commhooks.interface.averages_models import AveragesModels, is_local
+from lightning_commhooks.interface.averages_models import AveragesModels
 from lightning_commhooks.interface.bucket import Bucket, Slot
 from lightning_commhooks.interface.hook import BoundHook, CommHook
 from lightning_commhooks.interface.models import OptimizerStep
@@ -76,7 +76,7 @@ class BoundSwitch(BoundWrapper):
         return [self._phases[max(self._last_phase.values(), default=0)]]
 
     def is_local(self, step: int) -> bool:
-        return is_local(self._phases[self._phase(step)], step)
+        return self._phases[self._phase(step)].is_local(step)
 
     def after_optimizer_step(self, stepped: OptimizerStep) -> None:
         phase = self._phases[self._phase(max(stepped.step, 0))]

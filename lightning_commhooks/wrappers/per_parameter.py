@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.collectives.steps import Steps
-from lightning_commhooks.interface.averages_models import averages_models, common_choice_of_buffers, is_local
+from lightning_commhooks.interface.averages_models import averages_models, common_choice_of_buffers
 from lightning_commhooks.interface.bucket import Bucket, Slot
 from lightning_commhooks.interface.hook import BoundHook, CommHook
 from lightning_commhooks.interface.models import OptimizerStep
@@ -140,7 +140,7 @@ class _BoundPerParameter(BoundWrapper):
         return hook.reduce_sparse(grad, bucket, ranks)
 
     def is_local(self, step: int) -> bool:
-        return any(is_local(hook, step) for hook in self._hooks)
+        return any(hook.is_local(step) for hook in self._hooks)
 
     def after_optimizer_step(self, stepped: OptimizerStep) -> None:
         for hook in self._hooks:

@@ -14,7 +14,6 @@ from torch import Tensor
 from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.collectives.steps import Steps
 from lightning_commhooks.interface.accumulation import Accumulated, Number, is_one
-from lightning_commhooks.interface.averages_models import is_local
 from lightning_commhooks.interface.bucket import Bucket
 from lightning_commhooks.interface.hook import BoundHook, CommHook
 from lightning_commhooks.interface.registry import get_hook, get_inner_hook
@@ -146,7 +145,7 @@ class _BoundScale(BoundAround):
                 )
             return divided_by / accumulated.num_micro_batches
         total = yield from self._total_weight(accumulated, bucket, ranks)
-        num_ranks = 1 if is_local(self._inner, bucket.step) else self.group.size
+        num_ranks = 1 if self._inner.is_local(bucket.step) else self.group.size
         if isinstance(total, Tensor):
             # A 0-dimensional tensor would multiply 16-bit gradients in 16 bits.
             return torch.where(total == 0, 1.0, num_ranks * divided_by / total).to(torch.float32).view(1)
@@ -168,7 +167,7 @@ class _BoundScale(BoundAround):
         total = torch.zeros(2, dtype=torch.float64, device=self.group.device)
         total[0] += accumulated.weight
         total[1] += accumulated.num_weightless
-        if not is_local(self._inner, bucket.step):
+        if not self._inner.is_local(bucket.step):
             yield from ranks.not_gradients().all_reduce_(total)
         if accumulated.num_weightless or (total.is_cpu and total[1] > 0):
             count = accumulated.num_weightless or f"on another rank {total[1]:g}"

@@ -28,7 +28,7 @@ def lightning(folder):
     pytest.importorskip("lightning")
     from test_lightning import launch
 
-    return launch(folder, "costs", runner=FOLDER / "local_sgd_cost_lightning_runner.py")
+    return launch(folder, "costs", runner=FOLDER / "local_sgd_lightning_runner.py")
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,7 @@ def by_step(rows):
 @pytest.mark.parametrize("resync", [False, True], ids=["back", "resync"])
 @pytest.mark.parametrize("every", [3, 4])
 @pytest.mark.parametrize("name", NAMES)
-def test_lightning_averages_once_where_it_saves_and_validates(folder, name, every, resync):
+def test_what_lightning_sends_to_save_and_to_validate(folder, name, every, resync):
     costs = by_step(lightning(folder)(f"{name}-{every}-{resync}-costs")["costs"])
     whole = ring(LIGHTNING + STATISTICS)
     state = ring(ADAM * LIGHTNING)
@@ -57,15 +57,17 @@ def test_lightning_averages_once_where_it_saves_and_validates(folder, name, ever
         training, evaluation, measured = costs[step]
         is_period = step % PERIOD == 0
         assert training == ((whole + (state if name == "averaged" else 0)) if is_period else 0), step
-        # Saved, validated, saved again if it is the best: once, and not at all what the method has just averaged.
+        # Saved; validated, and saved within that. What the method has just averaged is not sent.
         of_model = 0 if is_period else whole
         of_state = 0 if is_period and name == "averaged" else state
-        assert evaluation == (of_model + of_state if step % every == 0 else 0), step
+        times = 1 if resync else 2
+        assert evaluation == (times * (of_model + of_state) if step % every == 0 else 0), step
         # Besides, ranks agree on a few numbers, and Lightning on when to stop.
         assert training + evaluation <= measured <= training + evaluation + agreed, step
-    # Nothing at the end, where steps, a validation or a checkpoint have averaged already.
-    assert costs["end"][:2] == [0, 0]
-    assert costs["end"][2] <= agreed
+    # The last step has averaged models.
+    of_state = 0 if resync or name == "averaged" else state
+    assert costs["end"][:2] == [0, of_state]
+    assert of_state <= costs["end"][2] <= of_state + agreed
 
 
 def test_lightning_is_counted_alike_on_all_ranks(folder):
@@ -82,7 +84,7 @@ def test_lightning_is_counted_alike_on_all_ranks(folder):
 def runs(part, folder):
     own = folder / part
     own.mkdir()
-    run_twice("local_sgd_cost_accelerate_runner.py", own, part)
+    run_twice("local_sgd_accelerate_runner.py", own, part)
     return [torch.load(own / f"{part}.{rank}.pt") for rank in range(2)]
 
 
@@ -92,7 +94,7 @@ MODEL = 6 * 8 + 8 + 8 * 3 + 3
 @pytest.mark.parametrize("resync", [False, True], ids=["back", "resync"])
 @pytest.mark.parametrize("steps", [6, 8], ids=["between", "period"])
 @pytest.mark.parametrize("name", ["post_localsgd", "averaged"])
-def test_accelerate_averages_once_until_training_goes_on(folder, name, steps, resync):
+def test_what_accelerate_sends_to_save_and_to_evaluate(folder, name, steps, resync):
     state = ring(ADAM * MODEL)
     is_period = steps % PERIOD == 0
     of_model = 0 if is_period else ring(MODEL)
@@ -102,17 +104,18 @@ def test_accelerate_averages_once_until_training_goes_on(folder, name, steps, re
         (_, *trained), *costs = result["costs"]
         assert trained[1] == 0
         assert all(training == 0 for _, training, _ in costs)
-        again = 0 if resync else of_model + of_state
-        expected = [("evaluate", of_model), ("save", of_state), ("save", 0), ("barrier", 0), ("evaluate", 0)]
-        # After a forward that trains.
-        expected += [("save", again), ("save", 0), ("evaluate", 0), ("end", 0)]
+        both = of_model + of_state
+        expected = [("evaluate", of_model), ("save", both), ("save", both), ("barrier", of_model)]
+        expected += [("evaluate", of_model), ("save", both), ("save", both), ("evaluate", of_model), ("end", of_model)]
+        if resync:
+            expected = [(what, {0: of_model, 1: of_state}.get(i, 0)) for i, (what, _) in enumerate(expected)]
         assert [(what, evaluation) for what, _, evaluation in costs] == expected
         assert result["back"] == (is_period or not resync)
 
 
 @pytest.mark.parametrize("every", [3, 4])
 @pytest.mark.parametrize("name", ["post_localsgd", "averaged"])
-def test_transformers_trainer_averages_once_where_it_evaluates_and_saves(folder, name, every):
+def test_what_transformers_trainer_sends_to_evaluate_and_to_save(folder, name, every):
     pytest.importorskip("transformers")
     results = [rank["trainer", name, every] for rank in runs("trainer", folder)]
     assert all(torch.equal(p, results[1]["parameters"][n]) for n, p in results[0]["parameters"].items())
@@ -127,5 +130,5 @@ def test_transformers_trainer_averages_once_where_it_evaluates_and_saves(folder,
             if step % every == 0:
                 of_model = 0 if step % PERIOD == 0 else model
                 of_state = 0 if step % PERIOD == 0 and name == "averaged" else state
-                assert costs[f"evaluate and save {step}"] == [0, of_model + of_state]
+                assert costs[f"evaluate and save {step}"] == [0, 2 * of_model + of_state]
         assert costs["end 12"] == [0, 0]

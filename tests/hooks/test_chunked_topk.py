@@ -159,7 +159,7 @@ def test_moves_are_those_of_sparseloco(run, world, delay):
 
 
 def test_names_of_diloco_stand_for_these_hooks():
-    from lightning_commhooks.hooks._moves import pseudo_gradient_hook
+    from lightning_commhooks.hooks._pseudo_gradients import pseudo_gradient_hook
 
     assert pseudo_gradient_hook("topk", False) == pseudo_gradient_hook("topk", True) == lc.ChunkedTopK(compress_1d=True)
     int2 = lc.Int2(compress_1d=True, min_bytes=0)

@@ -273,7 +273,7 @@ def failing(rank, world, failing, where):
 
     with local(model, lc.DiLoCo(period=4, delay=2, **ALONE), [optimizer]) as (ddp, attachment):
         if rank == failing and where == "beside":
-            attachment.bound._moves.inner.reduce = out_of_numbers
+            attachment.bound._pseudo_gradients.inner.reduce = out_of_numbers
         return error_of(until_it_fails)
 
 
@@ -314,4 +314,4 @@ def other_order(rank, world):
 
 
 def test_ranks_that_average_something_else_are_told(run):
-    assert any("ranks do not average the same" in text for text in run(other_order, timeout=60))
+    assert any("ranks called different averaging operations" in text for text in run(other_order, timeout=60))

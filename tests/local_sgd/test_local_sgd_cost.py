@@ -1,4 +1,4 @@
-"""Cost of averages for evaluation and checkpoints: which are used again, which are made anew, what is counted."""
+"""Cost of averages for evaluation and checkpoints: when ranks average, and what is counted."""
 
 import copy
 import gc
@@ -94,10 +94,11 @@ def look_again(run):
         seen.append(run.look() | moments(run.look_at_state()))
         costs.append(run.sent())
         assert same(own, run.own())
-    run.attachment.average_weights()
-    run.attachment.average_optimizer_state(run.optimizer)
-    seen.append(copied(run.module.state_dict().items()) | moments(run.own()))
-    costs.append(run.sent())
+    for _ in range(2):
+        run.attachment.average_weights()
+        run.attachment.average_optimizer_state(run.optimizer)
+        seen.append(copied(run.module.state_dict().items()) | moments(run.own()))
+        costs.append(run.sent())
     return seen, costs, own
 
 
@@ -105,25 +106,28 @@ def moments(state):
     return {name: value for name, value in state.items() if "exp_avg" in name}
 
 
-def test_a_second_look_sends_nothing_and_sees_the_same(run, world):
+def test_ranks_average_again_each_time_and_see_the_same(run, world):
     results = run(with_a_run, look_again, world=world)
     for seen, costs, own in results:
         assert not same(seen[0], {name: own[name] for name in seen[0]})
         assert all(same(again, results[0][0][0]) for again in seen)
-        # For good nothing is sent either.
-        assert costs == [(0, of_model(world) + of_state(world)), (0, 0), (0, 0), (0, 0)]
+        # Nothing differs after an average that is permanent.
+        assert costs == [(0, of_model(world) + of_state(world))] * 4 + [(0, 0)]
 
 
-def shown(run):
-    """The average is shown, for evaluation; then a checkpoint is saved, another one, and something is evaluated."""
+def evaluated(run):
+    """Two checkpoints are saved within an evaluation, and one while the average is shown."""
+    costs = []
+    with run.attachment.averaged_weights():
+        costs.append(run.sent())
+        for _ in range(2):
+            run.look()
+            run.look_at_state()
+            costs.append(run.sent())
     run.attachment.show_average()
-    costs = [run.sent()]
-    run.look()
-    run.look_at_state()
     costs.append(run.sent())
-    run.look()
-    run.look_at_state()
-    costs.append(run.sent())
+    with run.attachment.averaged([run.optimizer]):
+        costs.append(run.sent())
     own = run.module[0].weight.clone()
     run.ddp(batch(run.rank, 9, "both"))
     costs.append(run.sent())
@@ -131,20 +135,13 @@ def shown(run):
 
 
 def test_checkpoints_within_an_evaluation_send_the_optimizers_state_alone(run):
-    for costs, is_same in run(with_a_run, shown):
-        assert costs == [(0, of_model(2)), (0, of_state(2)), (0, 0), (0, 0)]
+    model, state = of_model(2), of_state(2)
+    for costs, is_same in run(with_a_run, evaluated):
+        assert costs == [(0, model), (0, state), (0, state), (0, model), (0, model + state), (0, 0)]
         assert not is_same, "each rank's own model is back"
 
 
-# Anew -------------------------------------------------------------------------------------------------------
-
-
-def an_optimizers_step(run):
-    run.step()
-
-
-def a_forward_that_trains(run):
-    run.ddp(batch(run.rank, 8, "both"))
+# What was changed -------------------------------------------------------------------------------------------
 
 
 def statistics_without_gradients(run):
@@ -158,16 +155,12 @@ def weights_on_one_rank(run):
         run.module.load_state_dict({n: torch.ones_like(t) if t.is_floating_point() else t for n, t in values})
 
 
-CHANGES = {
-    change.__name__: change
-    for change in (an_optimizers_step, a_forward_that_trains, statistics_without_gradients, weights_on_one_rank)
-}
-
-
-def changed(run, name):
-    run.look()
-    run.sent()
-    CHANGES[name](run)
+def changed(run, change):
+    run.attachment.show_average()
+    change(run)
+    with run.attachment.averaged_weights():
+        pass
+    run.ddp(batch(run.rank, 8, "both"))  # each rank's own is back
     run.sent()
     own = run.own()
     seen = run.look()
@@ -175,9 +168,9 @@ def changed(run, name):
     return own, seen, run.sent()
 
 
-@pytest.mark.parametrize("name", CHANGES)
-def test_what_somebody_has_changed_is_averaged_anew_on_all_ranks(run, world, name):
-    results = run(with_a_run, changed, name, world=world)
+@pytest.mark.parametrize("change", [statistics_without_gradients, weights_on_one_rank])
+def test_what_one_rank_has_changed_is_averaged_on_all_ranks(run, world, change):
+    results = run(with_a_run, changed, change, world=world)
     for own, seen, cost in results:
         assert cost == (0, of_model(world))
         for key, value in seen.items():
@@ -190,22 +183,17 @@ def test_what_somebody_has_changed_is_averaged_anew_on_all_ranks(run, world, nam
 
 
 def loaded_state(run):
-    run.look_at_state()
-    run.sent()
     run.optimizer.load_state_dict(copy.deepcopy(run.optimizer.state_dict()))  # other tensors of the same values
-    run.look_at_state()
-    costs = [run.sent()]
     if run.rank == 1:
         run.optimizer.state[run.module[0].weight]["exp_avg"].zero_()
     own, seen = run.own(), run.look_at_state()
-    costs.append(run.sent())
-    return costs, own, seen
+    return run.sent(), own, seen
 
 
-def test_state_that_was_loaded_is_averaged_anew(run):
+def test_state_that_was_loaded_is_averaged(run):
     results = run(with_a_run, loaded_state)
-    for costs, _, seen in results:
-        assert costs == [(0, of_state(2))] * 2
+    for cost, _, seen in results:
+        assert cost == (0, of_state(2))
         mean = (results[0][1]["0.weight.exp_avg"] + results[1][1]["0.weight.exp_avg"]) / 2
         torch.testing.assert_close(seen["0.weight.exp_avg"], mean, rtol=0, atol=1e-12)
 
@@ -233,24 +221,22 @@ def test_loaded_weights_are_not_overwritten_by_a_ranks_own(run, how):
 
 
 def memory(run, how):
-    """Whether averages are in memory after a look, and after training has gone on."""
-    run.look()
-    run.look_at_state()
-    kept = [weakref.ref(swap) for swap in run.attachment.runtime.local.models._swaps.values()]
-    before = [ref() is not None for ref in kept]
-    if how == "forward":
-        run.ddp(batch(run.rank, 8, "both"))
-    elif how == "step":
-        run.optimizer.step()
+    """Whether each rank's own model and state are in memory while averages are shown, and afterwards."""
+    own = run.attachment.runtime.local.models._own
+    if how == "with":
+        with run.attachment.averaged([run.optimizer]):
+            kept = [weakref.ref(values) for values in own.values()]
     else:
-        run.attachment.close()
+        run.attachment.show_average()
+        kept = [weakref.ref(values) for values in own.values()]
+        run.ddp(batch(run.rank, 8, "both")) if how == "forward" else run.attachment.close()
     gc.collect()
-    return before, [ref() is not None for ref in kept]
+    return len(kept), any(ref() is not None for ref in kept)
 
 
-@pytest.mark.parametrize("how", ["forward", "step", "close"])
-def test_memory_is_free_when_training_goes_on(run, how):
-    assert run(with_a_run, memory, how) == [([True, True], [False, False])] * 2
+@pytest.mark.parametrize("how", ["with", "forward", "close"])
+def test_memory_is_free_afterwards(run, how):
+    assert run(with_a_run, memory, how) == [(1 + (how == "with"), False)] * 2
 
 
 # The method's own averages ----------------------------------------------------------------------------------

@@ -177,7 +177,7 @@ def step_both(rank, world):
 def test_outer_step_of_several_optimizers_counts_each_once(run):
     first, second = run(step_both)
     assert first == second
-    assert first[0] == [0, 2, 2, 4]
+    assert first[0] == [0, 1, 1, 2], "averages of the model, whatever the number of optimizers"
 
 
 class Fails(torch.optim.SGD):

@@ -1,4 +1,4 @@
-"""Scenarios of local SGD with Lightning's real `Trainer`, for test_local_sgd_lightning.py; like lightning_runner.py."""
+"""Scenarios of local SGD with Lightning's real `Trainer`, for test_local_sgd_lightning.py and others."""
 
 import logging
 import os
@@ -8,14 +8,16 @@ from contextlib import nullcontext
 
 import local_sgd_tasks as tasks
 import torch
-from lightning_runner import CompressedDDP, make_trainer, pl, write
+from lightning_runner import OUT, CompressedDDP, make_trainer, pl, write
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import lightning_commhooks as lc
+from lightning_commhooks.testing.rules import _measuring
 
 DEVICES = int(os.environ.get("DEVICES", "2"))
 ALONE = {"start_localSGD_iter": 0, "post_local_gradient_allreduce": False}
 POST = lc.PostLocalSGD(period=4, **ALONE)
+AVERAGED = lc.PostLocalSGD(period=4, optimizer_state="average", **ALONE)
 HOOKS = {
     "post": POST,
     "warmup": lc.PostLocalSGD(period=3, start_localSGD_iter=5, post_local_gradient_allreduce=False),
@@ -169,6 +171,62 @@ def overflows():
         model = GAN(style, overflows=(5, 9, 10, 16))
         train(f"overflows-{style}", strategy, model, batches=18, plugins=[Scaled(scaler)])
         write(f"overflows-{style}-scale", strategy.global_rank, scale=scaler.get_scale())
+
+
+class Costs(pl.Callback):
+    """Bytes sent so far at certain places: of training, of evaluation, and given to PyTorch's collectives.
+
+    Put before the callback that saves.
+    """
+
+    def __init__(self, sent):
+        self._sent = sent
+        self.costs = []
+
+    def note(self, trainer, place):
+        metrics = trainer.strategy.attachment.metrics()
+        counted = metrics["bytes_sent"], metrics.get("bytes_evaluation", 0)
+        self.costs.append([place, trainer.global_step, *counted, sum(self._sent)])
+
+    def on_train_batch_start(self, trainer, *_):
+        self.note(trainer, "train")
+
+    def on_train_batch_end(self, trainer, *_):
+        self.note(trainer, "save")  # after this
+
+    def on_validation_start(self, trainer, *_):
+        self.note(trainer, "validate")
+
+    def on_validation_end(self, trainer, *_):
+        self.note(trainer, "save")
+
+    def on_train_end(self, trainer, *_):
+        self.note(trainer, "end")
+
+
+def costs():
+    for name, hook in {"post": POST, "averaged": AVERAGED}.items():
+        for every in (3, 4):
+            for resync in (False, True):
+                label = f"{name}-{every}-{resync}"
+                by_step = pl.callbacks.ModelCheckpoint(
+                    dirpath=OUT / label, filename="{step}", save_top_k=-1, every_n_train_steps=every
+                )
+                by_loss = pl.callbacks.ModelCheckpoint(
+                    dirpath=OUT / label,
+                    filename="best-{step}",
+                    save_top_k=-1,
+                    monitor="loss",
+                    save_on_train_epoch_end=False,
+                )
+                with _measuring() as sent:
+                    noted = Costs(sent)
+                    strategy, module = CompressedDDP(hook=hook, resync=resync), Regression("adamw", norm=True)
+                    more = [noted, by_step, by_loss]
+                    options = {"validation": VALIDATION, "val_check_interval": every}
+                    trainer = train(label, strategy, module, batches=12, more=more, **options)
+                    noted.note(trainer, "after")
+                write(f"{label}-costs", trainer.global_rank, costs=noted.costs)
 
 
 if __name__ == "__main__":

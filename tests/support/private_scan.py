@@ -9,8 +9,6 @@ PACKAGES = ("lightning_commhooks", "accelerate_integration")
 
 # Of our own objects, read from outside of their methods; and parts of names.
 OURS = {
-    "_attachments",
-    "_evaluation",
     "_process_group",
     "_are_alike",
     "_is_quiet",

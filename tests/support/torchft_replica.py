@@ -28,7 +28,7 @@ from torchft import Manager
 
 import lightning_commhooks as lc
 from lightning_commhooks.collectives.averaging import own_part
-from lightning_commhooks.hooks._moves import Moves
+from lightning_commhooks.hooks._pseudo_gradients import PseudoGradients
 from lightning_commhooks.runtime.runtime import Runtime
 from lightning_commhooks.torchft import DistributedDataParallel, ProcessGroupGloo
 
@@ -323,14 +323,14 @@ class Spoiled(torch.autograd.Function):
 
 def die_in_average(step):
     """Kill this process in the middle of the average after so many that were committed."""
-    begin = Moves.begin
+    begin = PseudoGradients.begin
 
     def begun(self, fragment, moves, stepped, weigh=None):
         if moves[0].step == step + 1:
             os.kill(os.getpid(), signal.SIGKILL)
         return begin(self, fragment, moves, stepped, weigh)
 
-    Moves.begin = begun
+    PseudoGradients.begin = begun
 
 
 def lose_average(manager, step):
