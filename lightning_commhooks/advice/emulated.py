@@ -134,10 +134,10 @@ class Emulated:
         """Return itself: all buckets share the wire."""
         return self
 
-    def among(self, ranks: Sequence[int], part: int) -> Emulated:
+    def among(self, members: Sequence[int], part: int) -> Emulated:
         """Return a transport to some of the ranks, over the same wire."""
-        network = Network(self._network.bandwidth, self._network.latency, len(ranks))
-        some = Emulated(network, list(ranks).index(self.rank), on_stream=self._on_stream)
+        network = Network(self._network.bandwidth, self._network.latency, len(members))
+        some = Emulated(network, list(members).index(self.rank), on_stream=self._on_stream)
         some._wire = self._wire
         return some
 
@@ -174,7 +174,9 @@ class Emulated:
         delay, busy = self._num_messages(kind) * self._of_message, num_bytes / self._network.bandwidth
         if self._on_stream:
             torch.cuda._sleep(int((delay + busy) * _cycles_per_second(tensor.device)))
-            return work()
+            result = work()
+            yield Wait(())
+            return result
         # Receives were posted by `expect`: the messages that announce them have arrived or are in flight.
         early = min(max(0.0, self._wire.clock.perf_counter() - announced), self.latency)
         future = self._wire.begin(delay, busy, work, early)

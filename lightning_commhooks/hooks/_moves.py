@@ -71,7 +71,7 @@ class Moves:
     """
 
     def __init__(self, group: Group, encoding: CommHook, is_beside: bool) -> None:
-        self._group = group.for_averages_under_way() if is_beside else group
+        self._group = group.split([range(group.size)], apart=True) if is_beside else group
         self._is_beside = is_beside
         self.inner = encoding.bind(self._group)
         self.under_way: dict[tuple[str, int], tuple[Callable[[], None], list[Bucket]]] = {}

@@ -59,7 +59,7 @@ class Beside:
         """Begin a computation; on all ranks in the same order.
 
         Args:
-            group: its ranks, of `Group.for_averages_under_way`.
+            group: its ranks, of `Group.split(..., apart=True)`.
             run: makes it, in a channel of its own.
 
         Returns:

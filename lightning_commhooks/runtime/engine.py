@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
-from lightning_commhooks.collectives.errors import HookError, raise_if_capturing
-from lightning_commhooks.collectives.forks import raise_if_fork_of
+from lightning_commhooks.collectives.errors import HookError, raise_if_capturing, raise_if_fork_of
 from lightning_commhooks.collectives.gloo_abort import Connections
 from lightning_commhooks.collectives.steps import Steps
 from lightning_commhooks.collectives.timing import Timing

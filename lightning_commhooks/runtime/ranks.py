@@ -6,13 +6,12 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 
-from lightning_commhooks.collectives.backend import Backend
 from lightning_commhooks.collectives.counters import Counters
 from lightning_commhooks.collectives.gloo_abort import AllConnections
-from lightning_commhooks.collectives.group import Group
+from lightning_commhooks.collectives.group import Backend, Group
 from lightning_commhooks.collectives.process_groups import (
+    BackendConnections,
     OwnGroup,
-    connections_of,
     destroy,
     is_enqueued_on_stream,
     own_group,
@@ -83,8 +82,8 @@ class Ranks:
     def of_members(cls, running: RunningHook, own: OwnGroup) -> Ranks:
         """Make the ranks of a group whose lifetime the caller manages."""
         connections = AllConnections()
-        group = Group.of(own, running.counters, running.source.device, connections)
-        group.global_rank = group.rank
+        rank = own.process_group.rank()
+        group = Group.of(own, running.counters, running.source.device, connections, global_rank=rank)
         return cls(running, group, connections, False, own.process_group)
 
     def connect(self, running: RunningHook) -> None:
@@ -93,7 +92,7 @@ class Ranks:
         Not before: options that do not fit are no reason to abort DDP's own group.
         """
         if self._owned is None and not (running.source.is_awaited or running.source.ranks_change):
-            self._connections.append(connections_of(running.source.process_group))
+            self._connections.append(BackendConnections(running.source.process_group))
         self._connections.extend(running.source.other_connections)
 
     def close(self) -> None:

@@ -10,8 +10,7 @@ from typing import TypeVar
 from torch import nn
 
 from lightning_commhooks.collectives.counters import Counters
-from lightning_commhooks.collectives.errors import HookError
-from lightning_commhooks.collectives.forks import raise_if_fork_of
+from lightning_commhooks.collectives.errors import HookError, raise_if_fork_of
 from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.interface.hook import BoundHook, CommHook
 from lightning_commhooks.interface.start import text_of_steps

@@ -15,11 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.futures import Future
 
-from lightning_commhooks.collectives.agreement import Notes, meet, num_meetings
-from lightning_commhooks.collectives.backend import Backend
+from lightning_commhooks.collectives.agreement import Notes, num_waits, wait_for_all_ranks
 from lightning_commhooks.collectives.counters import Counters
 from lightning_commhooks.collectives.errors import HookError
-from lightning_commhooks.collectives.group import Group
+from lightning_commhooks.collectives.group import Backend, Group
 from lightning_commhooks.collectives.process_groups import timeout_of
 from lightning_commhooks.collectives.steps import Steps, checked
 from lightning_commhooks.interface.averages_models import averages_models, is_local
@@ -96,7 +95,7 @@ class Runtime(RunningHook):
         # Warnings that the hook gave when it was last bound.
         self._of_binding: list[warnings.WarningMessage] = []
         self._close_with_model: weakref.finalize[Any, Any] | None = None
-        self._notes = Notes(source.process_group, f"hook {num_meetings(source.process_group)}")
+        self._notes = Notes(source.process_group, f"hook {num_waits(source.process_group)}")
         # Numbers of the buckets that the source hands over, equal on all ranks.
         self._numbers = itertools.count()
         # Number of the last backward that has begun.
@@ -172,7 +171,7 @@ class Runtime(RunningHook):
         with self.aborting():
             try:
                 timeout = timeout_of(self.source.process_group, self.source.device).total_seconds()
-                meet(self.source.process_group, what, self._why_not_here, timeout)
+                wait_for_all_ranks(self.source.process_group, what, self._why_not_here, timeout)
             except HookError as failure:
                 self._tell_peers(str(failure))
                 raise

@@ -20,8 +20,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from lightning_commhooks.basics.ranges import named
-from lightning_commhooks.collectives.errors import HookError
-from lightning_commhooks.collectives.forks import keep_in_forks
+from lightning_commhooks.collectives.errors import HookError, keep_in_forks
 from lightning_commhooks.collectives.gloo_abort import Connections
 from lightning_commhooks.collectives.steps import Steps, Wait, advance, waiting_threads
 from lightning_commhooks.collectives.timing import Timing

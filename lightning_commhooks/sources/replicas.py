@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_commhooks.collectives.agreement import raise_on_all_ranks
 from lightning_commhooks.collectives.averaging import own_part
 from lightning_commhooks.collectives.errors import HookError
-from lightning_commhooks.collectives.process_groups import connections_of
+from lightning_commhooks.collectives.process_groups import BackendConnections
 from lightning_commhooks.interface.averages_models import averages_models
 from lightning_commhooks.interface.bucket import Slot
 from lightning_commhooks.interface.hook import CommHook
@@ -326,7 +326,7 @@ class Replicas(Source):
     @property
     def other_connections(self) -> Sequence[Any]:
         # A replica that is left when another dies keeps the connections between its processes.
-        return [] if self.ranks_change else [connections_of(group) for group in self._shards.values()]
+        return [] if self.ranks_change else [BackendConnections(group) for group in self._shards.values()]
 
     def smallest(self, value: Tensor) -> Tensor:
         # Ranks of a replica have other gradients, and one verdict on them; and one length of the run.

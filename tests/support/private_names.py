@@ -261,7 +261,7 @@ TORCH = [
     Use("torch._dynamo.config.disable", (f"{PACKAGE}/codecs/codec.py",), "quantized hooks fail"),
     Use(
         "torch._dynamo.utils.counters",
-        (f"{PACKAGE}/codecs/compiling.py",),
+        (f"{PACKAGE}/codecs/codec.py",),
         "quantized hooks run uncompiled, with a warning",
         lambda: isinstance(resolve("torch._dynamo.utils.counters")["inductor"]["fxgraph_cache_miss"], int),
     ),
