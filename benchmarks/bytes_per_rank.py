@@ -22,8 +22,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import lightning_commhooks as lc
-from lightning_commhooks.collectives.backend import Backend
-from lightning_commhooks.collectives.group import Group
+from lightning_commhooks.collectives.group import Backend, Group
 from lightning_commhooks.interface.bucket import Bucket, Slot
 
 WORLDS = (2, 4, 8, 16, 64)

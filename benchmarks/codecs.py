@@ -23,7 +23,7 @@ from netns import pin
 from records import command
 
 from lightning_commhooks.codecs import AffineCodec, FP8Codec, Int4Codec, Int8Codec
-from lightning_commhooks.codecs.codec import Codec, Kernels, compiled, seed_tensor
+from lightning_commhooks.codecs.codec import Codec, Kernels, compiled
 
 NUMEL = {"cpu": 2**23, "cuda": 2**26}
 # Of the bandwidth of a copy, on a GPU.
@@ -72,13 +72,13 @@ def calls(
 ) -> dict[str, tuple[Callable[[], object], float]]:
     """What is measured, with the bytes that it has to move."""
     numbers, old, new = (torch.randn(numel, device=device).view(-1, codec.block_size or numel) for _ in range(3))
-    one, seed = torch.ones((), device=device), seed_tensor(0, device)
+    one, seed = torch.ones((), device=device), 0
     payload = kernels.encode(numbers, None, one, seed)
     both = torch.stack([payload, payload])
     size, full = payload.numel(), 4 * numel
     return {
         "encode": (lambda: kernels.encode(numbers, None, one, seed), full + size),
-        "with feedback": (lambda: kernels.encode(numbers, (old, new), one, seed), 3 * full + size),
+        "with feedback": (lambda: kernels.encode(numbers, old, one, seed), 3 * full + size),
         "decode 2": (lambda: kernels.decode_mean(both, one, new), 2 * size + full),
     }
 

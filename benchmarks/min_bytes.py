@@ -22,8 +22,7 @@ import torch.distributed as dist
 from netns import hosts, pin
 
 import lightning_commhooks as lc
-from lightning_commhooks.collectives.backend import Backend
-from lightning_commhooks.collectives.group import Group
+from lightning_commhooks.collectives.group import Backend, Group
 from lightning_commhooks.interface.bucket import Bucket, Slot
 
 HOOKS = {"float32": lc.AllReduce(), "int8": lc.Int8(min_bytes=0), "int4": lc.Int4(min_bytes=0)}

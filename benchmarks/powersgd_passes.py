@@ -24,20 +24,19 @@ from lightning_commhooks.collectives.group import Group
 WARM_UP, STEPS = 6, 20
 # No device is waited for to know.
 FINITE = torch.tensor(True)
-# By the operator: what it does.
+# The work of each operator.
 PASSES = {
-    "aten::add": "reads memory and gradient, writes the next memory",
-    "aten::addmm_": "in the cache: takes off what was sent last; Q = M^T P in a step that begins with P",
-    "aten::mm": "in the cache: P = M Q in a step that begins with Q; above rank 1, writes P Q^T to the gradient",
+    "aten::add_": "adds the gradient to the residual; in the cache: subtracts the result from the residual",
+    "aten::addmm_": "in the cache: Q = M^T P in a step that begins with P",
+    "aten::mm": "in the cache: P = M Q; reads the residual for Q; above rank 1, writes P Q^T to the gradient",
     "aten::mul": "rank 1: writes P Q^T to the gradient",
-    "aten::bmm": "reads the next memory for Q, in a step of two iterations",
     "aten::linalg_qr": "orthonormal rows",
 }
 # There all matrices of a shape are multiplied at once.
 PASSES_ON_A_GPU = {
-    "aten::add": "reads memory and gradient, writes the next memory",
-    "aten::baddbmm_": "reads and writes the next memory: takes off what was sent last",
-    "aten::bmm": "reads the next memory, for P and for Q, or for one of them",
+    "aten::add_": "adds the gradient to the residual; subtracts the result from the residual",
+    "aten::stack": "copies the residual",
+    "aten::bmm": "reads the copy, for P and for Q, or for one of them",
     "aten::mm": "above rank 1: writes P Q^T to the gradient",
     "aten::mul": "rank 1: writes P Q^T to the gradient",
     "aten::linalg_qr": "orthonormal rows",

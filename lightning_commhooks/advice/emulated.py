@@ -134,10 +134,10 @@ class Emulated:
         """Return itself: all buckets share the wire."""
         return self
 
-    def among(self, ranks: Sequence[int], part: int) -> Emulated:
+    def among(self, members: Sequence[int], part: int) -> Emulated:
         """Return a transport to some of the ranks, over the same wire."""
-        network = Network(self._network.bandwidth, self._network.latency, len(ranks))
-        return Emulated(network, list(ranks).index(self.rank), on_stream=self._on_stream, wire=self._wire)
+        network = Network(self._network.bandwidth, self._network.latency, len(members))
+        return Emulated(network, list(members).index(self.rank), on_stream=self._on_stream, wire=self._wire)
 
     def num_rounds(self, num_bytes: int) -> int:
         """Return the number of rounds of messages in which a tensor is summed."""
@@ -172,7 +172,9 @@ class Emulated:
         delay, busy = self._num_messages(kind) * self._of_message, num_bytes / self._network.bandwidth
         if self._on_stream:
             torch.cuda._sleep(int((delay + busy) * _cycles_per_second(tensor.device)))
-            return work()
+            result = work()
+            yield Wait(())
+            return result
         # Receives were posted by `expect`: the messages that announce them have arrived or are in flight.
         early = min(max(0.0, self._wire.clock.perf_counter() - announced), self.latency)
         future = self._wire.begin(delay, busy, work, early)

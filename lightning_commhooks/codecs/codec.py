@@ -6,22 +6,29 @@ Legend: b blocks of s elements each; k payloads of the same elements, from as ma
 from __future__ import annotations
 
 import functools
+import logging
+import threading
+import time
 import types
 import warnings
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable
-from contextlib import nullcontext
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from lightning_commhooks.basics.announce import announce
 from lightning_commhooks.basics.ranges import named
-from lightning_commhooks.codecs.compiling import said
+
+_logger = logging.getLogger("lightning_commhooks")
 
 # Smaller ones are not worth the call of a compiled function.
 _FEW_ELEMENTS = 2**12
+# Seconds; a shorter pause needs no explanation.
+LONG = 2.0
 
 
 class Codec(ABC):
@@ -61,7 +68,7 @@ class Codec(ABC):
 
     @abstractmethod
     def dequantize(self, codes: Tensor, scales: Tensor) -> Tensor:
-        """Numbers from codes, shape `(..., bytes of codes)`, and scales, `(..., num_scales)`.
+        """Decode codes, shape `(..., bytes of codes)`, and scales, `(..., num_scales)`.
 
         Returns:
             shape `(..., s)`, or more dimensions instead of the last; dtype of `scales`.
@@ -69,12 +76,12 @@ class Codec(ABC):
 
 
 def short_name(codec: Codec) -> str:
-    """The name of its class in lower case, `"int8"` of an `Int8Codec`."""
+    """Return the name of its class in lower case, `"int8"` of an `Int8Codec`."""
     return type(codec).__name__.removesuffix("Codec").lower()
 
 
 def pack(codes: Tensor, scales: Tensor) -> Tensor:
-    """Scales and codes of each block behind one another: shape `(b, 4 * num_scales + bytes of codes)`, uint8."""
+    """Return scales, then codes, of each block: shape `(b, 4 * num_scales + bytes of codes)`, uint8."""
     head = 4 * scales.shape[1]
     payload = codes.new_empty((codes.shape[0], head + codes.shape[1]), dtype=torch.uint8)
     if payload.numel():
@@ -84,14 +91,14 @@ def pack(codes: Tensor, scales: Tensor) -> Tensor:
 
 
 def unpack(codec: Codec, payload: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes, a view of a payload, shape `(..., bytes)`, and a copy of its scales."""
+    """Return the codes, a view of a payload, shape `(..., bytes)`, and a copy of its scales."""
     head = 4 * codec.num_scales
     scales = payload[..., :head].clone(memory_format=torch.contiguous_format)
     return payload[..., head:].view(codec.code_dtype), scales.view(torch.float32)
 
 
 def seed_tensor(seed: int, device: torch.device) -> Tensor:
-    """A seed as a tensor, so that another one is no other constant to compile for."""
+    """Return a seed as a tensor, so that compiled functions do not depend on its value."""
     tensor = torch.tensor(seed % 2**31, dtype=torch.int32)
     # Pinned, a copy does not wait for the device.
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
@@ -144,14 +151,6 @@ class Kernels:
                 own = types.FunctionType(function.__code__.replace(co_name=name), function.__globals__)
                 self._functions[function] = torch.compile(own, fullgraph=True)
 
-    def seed(self, number: int, device: torch.device) -> Tensor:
-        """The seed for `encode`. Codecs that do not round at random get a 0 that is already on the device."""
-        if self.codec.rounds_at_random:
-            return seed_tensor(number, device)
-        if device not in self._no_seed:
-            self._no_seed[device] = torch.zeros((), dtype=torch.int32, device=device)
-        return self._no_seed[device]
-
     def fills_block(self, tensor: Tensor) -> bool:
         """Whether a tensor has the elements of a block, which is sent as a whole."""
         return tensor.numel() >= (self.codec.block_size or 1)
@@ -164,27 +163,34 @@ class Kernels:
         with torch.no_grad():  # or PyTorch would recompile for calls with gradients enabled
             return function(self.codec, *args)
 
-    def encode(self, numbers: Tensor, residual: Tensor | None, factor: Tensor, seed: Tensor) -> Tensor:
-        """Payload of blocks, shape `(b, bytes of a block)`, uint8.
+    def _encoded(self, function: Callable[..., Any], numbers: Tensor, seed: int, *args: Tensor) -> Tensor:
+        # Codecs that do not round at random get a 0 that is already on the device.
+        at_random, device = self.codec.rounds_at_random, numbers.device
+        if not at_random and device not in self._no_seed:
+            self._no_seed[device] = torch.zeros((), dtype=torch.int32, device=device)
+        with named(self._name, "encode"):
+            seeded = seed_tensor(seed, device) if at_random else self._no_seed[device]
+            return pack(*self._run(function, numbers, *args, seeded))
+
+    def encode(self, numbers: Tensor, residual: Tensor | None, factor: Tensor, seed: int) -> Tensor:
+        """Return the payload of blocks, shape `(b, bytes of a block)`, uint8.
 
         Args:
             numbers: shape `(b, s)`, float32 or float64.
             residual: with error feedback, the residual, shape `(b, s)`: it is added to `numbers * factor` and then
                 replaced by the encoding error of the payload.
             factor: one element.
-            seed: see `Codec.quantize`.
+            seed: seed of random rounding.
         """
-        with named(self._name, "encode"):
-            if residual is None:
-                return pack(*self._run(_encode, numbers, numbers, seed))
-            return pack(*self._run(_encode_with_residual, numbers, residual, numbers, factor, seed))
+        if residual is None:
+            return self._encoded(_encode, numbers, seed, numbers)
+        return self._encoded(_encode_with_residual, numbers, seed, residual, numbers, factor)
 
-    def encode_mean(self, mean: Tensor, residual: Tensor | None, factor: Tensor, seed: Tensor) -> Tensor:
-        """Payload of a mean, as `encode`; its encoding error, times `factor`, is added to `residual`."""
-        with named(self._name, "encode"):
-            if residual is None:
-                return pack(*self._run(_encode, mean, mean, seed))
-            return pack(*self._run(_encode_mean, mean, residual, mean, factor, seed))
+    def encode_mean(self, mean: Tensor, residual: Tensor | None, factor: Tensor, seed: int) -> Tensor:
+        """Return the payload of a mean, as `encode`; its encoding error, times `factor`, is added to `residual`."""
+        if residual is None:
+            return self._encoded(_encode, mean, seed, mean)
+        return self._encoded(_encode_mean, mean, seed, residual, mean, factor)
 
     def decode_mean(self, payloads: Tensor, factor: Tensor, out: Tensor) -> Tensor:
         """Write the sum of k payloads, shape `(k, b, bytes)`, times `factor / k` to `out`, shape `(b, s)`.
@@ -240,12 +246,24 @@ def _kernels(codec: Codec) -> Kernels:
 
 
 def compiled(
-    codec: Codec, device: torch.device, num_payloads: set[int], feedback: bool, num_rows: int = 1, says: bool = True
+    codec: Codec,
+    device: torch.device,
+    num_payloads: set[int],
+    feedback: bool,
+    num_rows: int = 1,
+    is_told: bool = True,
 ) -> Kernels | None:
-    """The compiled functions of a codec, once compiled; `None`, with a warning, where that fails.
+    """Compile the functions of a codec; return `None`, with a warning, where that fails.
 
-    Also `None` where compiling is disabled, as by TORCH_COMPILE_DISABLE=1. Arguments: see `Kernels.compile`; and
-    whether to say so, and how long it took, when these are asked for the first time.
+    Also `None` where compiling is disabled, as by TORCH_COMPILE_DISABLE=1.
+
+    Args:
+        codec: the codec.
+        device: see `Kernels.compile`.
+        num_payloads: see there.
+        feedback: see there.
+        num_rows: see there.
+        is_told: whether users are told about the first call with these arguments.
     """
     if torch._dynamo.config.disable:
         return None
@@ -255,13 +273,54 @@ def compiled(
         with torch.no_grad(), torch.autocast(device.type, enabled=False), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # PyTorch uses deprecated parts of itself
             what = codec, device, frozenset(num_payloads), feedback, num_rows
-            with said(f"{codec!r} for {device}") if says and what not in _compiled else nullcontext():
+            with _announced(f"{codec!r} for {device}") if is_told and what not in _compiled else nullcontext():
                 kernels.compile(device, num_payloads, feedback, num_rows)
             _compiled.add(what)
     except Exception as error:
         _warn(f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}")
         return None
     return kernels
+
+
+@contextmanager
+def _announced(what: str) -> Iterator[None]:
+    """Announce that something is compiled or loaded from PyTorch's cache, and afterwards which, and how long it took.
+
+    A log message at level INFO; printed, see `announce`, only if it takes long.
+
+    Args:
+        what: the codec and the device.
+    """
+    before, is_logged = f"preparing {what}", _logger.isEnabledFor(logging.INFO)
+    _logger.info(before)
+    at_length = (
+        f"{before}: PyTorch compiles it, for up to a minute, or loads it from its cache, which takes some seconds too"
+    )
+    timer = threading.Timer(LONG, announce, [at_length])
+    timer.daemon = True
+    begin, missing = time.perf_counter(), _num_missing()
+    if not is_logged:
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        if not is_logged:
+            timer.join()
+    seconds = time.perf_counter() - begin
+    done = f"compiled {what}" if _num_missing() > missing else f"loaded {what} from PyTorch's cache"
+    text = f"{done} in {seconds:.1f} s"
+    if seconds < LONG:
+        _logger.info(text)
+    else:
+        announce(text)
+
+
+def _num_missing() -> int:
+    """Return how many graphs PyTorch has not found in its cache so far."""
+    from torch._dynamo.utils import counters  # takes a second, which `torch.compile` takes anyway
+
+    return int(counters["inductor"]["fxgraph_cache_miss"])
 
 
 @functools.cache

@@ -25,8 +25,8 @@ _DEFAULT_PATIENCE, _SECONDS_TO_WARN = 120.0, 5.0
 _LONGEST_PAUSE, _LONGEST_PAUSE_LATER = 0.05, 1.0
 _SECONDS_TO_ASK = 1.0
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
-# Number of meetings of each group.
-_meetings: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
+# How often all ranks of each group have waited for each other.
+_num_waits: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 
 
 def store_of(process_group: dist.ProcessGroup) -> Store | None:
@@ -42,57 +42,60 @@ def store_of(process_group: dist.ProcessGroup) -> Store | None:
     return store
 
 
-def meet(
+def wait_for_all_ranks(
     process_group: dist.ProcessGroup,
-    what: str,
-    give_up: Callable[[list[int]], str | None] = lambda missing: None,
+    operation: str,
+    why_missing: Callable[[list[int]], str | None] = lambda missing: None,
     timeout: float = math.inf,
 ) -> None:
-    """Wait until all ranks have arrived, before an operation's first collective. Collective, through the store.
+    """Wait until all ranks have called an operation, before its first collective. Collective, through the store.
 
     Without this, a collective could match an unrelated collective of the missing ranks, and hang or end their
     processes.
 
     Args:
         process_group: the ranks.
-        what: the operation, for messages.
-        give_up: gets the missing ranks of the group; returns the reason why they will not arrive, if it knows one.
+        operation: the operation, for messages.
+        why_missing: gets the missing ranks of the group; returns the reason why they will not call it, if it knows one.
         timeout: seconds to wait for them, except in `attach()`.
 
     Raises:
-        HookError: some ranks will not arrive, or do not attach a hook that other ranks attach.
+        HookError: some ranks will not call it, or do not attach a hook that other ranks attach.
     """
     store = store_of(process_group)
     if store is None:
         return
-    number, rank, size = _meetings.get(process_group, 0), process_group.rank(), process_group.size()
-    keys = [f"lightning_commhooks/{number}/{one}" for one in range(size)]
-    store.set(keys[rank], what)
+    number, rank, size = _num_waits.get(process_group, 0), process_group.rank(), process_group.size()
+    prefix = f"lightning_commhooks/{number}"
+    store.set(f"{prefix}/{rank}", operation)
+    if store.add(f"{prefix}/arrived", 1) == size:
+        store.set(f"{prefix}/all", "")
     begin, pause, has_warned, missing = time.monotonic(), 1e-3, False, list(range(size))
-    patience = _patience() if what == ATTACH else timeout
-    while not store.check(keys):
+    patience = _patience() if operation == ATTACH else timeout
+    while not store.check([f"{prefix}/all"]):
         waited = time.monotonic() - begin
         if waited > min(_SECONDS_TO_WARN, patience):
-            missing = [one for one in missing if not store.check([keys[one]])]
+            missing = [one for one in missing if not store.check([f"{prefix}/{one}"])]
+            names = _named(process_group, missing)
             if missing and not has_warned:
-                names = _named(process_group, missing)
-                announce(f"rank {dist.get_rank()} waits in {what} for {names}. {_what_to_write(what)}")
+                announce(f"rank {dist.get_rank()} waits in {operation} for {names}. {_what_to_write(operation)}")
                 has_warned = True
-            reason = f"not called it within {patience:g} s" if waited > patience else give_up(missing)
-            if missing and reason:
-                _forget(store, keys[rank])
-                names = _named(process_group, missing)
+            reason = f"not called it within {patience:g} s" if waited > patience else why_missing(missing)
+            # The last rank may arrive at this moment.
+            if missing and reason and store.add(f"{prefix}/arrived", -1) < size - 1:
+                _forget(store, f"{prefix}/{rank}")
                 has = "has" if len(missing) == 1 else "have"
                 raise HookError(
-                    f"{what} must be called on all ranks, and {names} {has} {reason}. {_what_to_write(what)}"
+                    f"{operation} must be called on all ranks, and {names} {has} {reason}. {_what_to_write(operation)}"
                 )
         time.sleep(pause)
         # Hundreds of ranks may poll one store.
         pause = min(2 * pause, _LONGEST_PAUSE_LATER if has_warned else _LONGEST_PAUSE)
-    _meetings[process_group] = number + 1
-    if number:
-        # All ranks have arrived here, so they have left the previous meeting.
-        _forget(store, f"lightning_commhooks/{number - 1}/{rank}")
+    _num_waits[process_group] = number + 1
+    # The store may outlive the process group.
+    keys = [str(rank), "arrived", "all", "left"] if store.add(f"{prefix}/left", 1) == size else [str(rank)]
+    for key in keys:
+        _forget(store, f"{prefix}/{key}")
 
 
 class Notes:
@@ -143,9 +146,9 @@ class Notes:
             asking.join(_SECONDS_TO_ASK)
 
 
-def num_meetings(process_group: dist.ProcessGroup) -> int:
-    """Return how many meetings a group has had; rank-uniform after each collective operation."""
-    return _meetings.get(process_group, 0)
+def num_waits(process_group: dist.ProcessGroup) -> int:
+    """Return how often the ranks of a group have waited for each other; rank-uniform after collective operations."""
+    return _num_waits.get(process_group, 0)
 
 
 def _forget(store: Store, key: str) -> None:
@@ -169,19 +172,19 @@ def _named(process_group: dist.ProcessGroup, ranks: list[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {names}{' and others' if len(ranks) > 8 else ''}"
 
 
-def _what_to_write(what: str) -> str:
-    if what == ATTACH:
+def _what_to_write(operation: str) -> str:
+    if operation == ATTACH:
         return f"Call it on every rank, not under `if rank == 0:`. If a rank has to be that late, set {_PATIENCE}"
     return "Call it on every rank, and write files under `if rank == 0:` after that"
 
 
 @contextmanager
-def raise_on_all_ranks(process_group: dist.ProcessGroup, what: str) -> Iterator[dict[str, object]]:
+def raise_on_all_ranks(process_group: dist.ProcessGroup, operation: str) -> Iterator[dict[str, object]]:
     """Raise on all ranks when the body raises on one of them. Collective; the body is not.
 
     Args:
         process_group: the ranks.
-        what: the operation in the body, for messages.
+        operation: the operation in the body, for messages.
 
     Yields:
         a dictionary for values that must be the same on all ranks, by name; compared by their printed form.
@@ -195,25 +198,26 @@ def raise_on_all_ranks(process_group: dist.ProcessGroup, what: str) -> Iterator[
         yield same
     except Exception as failure:
         with suppress(RuntimeError):  # a peer has failed too, or has not arrived
-            meet(process_group, what)
-            _gather(process_group, (f"{what} failed on rank {dist.get_rank()}: {failure!r}", {}))
+            wait_for_all_ranks(process_group, operation)
+            _gather(process_group, (f"{operation} failed on rank {dist.get_rank()}: {failure!r}", {}))
         raise
-    meet(process_group, what)
+    wait_for_all_ranks(process_group, operation)
     try:
         told = _gather(process_group, ("", {name: _text(value) for name, value in same.items()}))
     except RuntimeError as lost:
-        raise HookError(f"{what} failed on another rank, which has its own error: {lost}") from lost
+        raise HookError(f"{operation} failed on another rank, which has its own error: {lost}") from lost
     for problem, _ in told:
         if problem:
             raise HookError(problem)
     for rank, (_, theirs) in enumerate(told):
-        for name, text in told[0][1].items():
-            if theirs[name] != text:
-                first, other = (dist.get_global_rank(process_group, i) for i in (0, rank))
+        for name in {**told[0][1], **theirs}:
+            one, other = (_on_one_line(values.get(name, "missing")) for values in (told[0][1], theirs))
+            if one != other:
+                first, second = (dist.get_global_rank(process_group, i) for i in (0, rank))
                 raise ValueError(
-                    f"{what}: {name} must be the same on all ranks, is {_on_one_line(text)} on rank {first} and "
-                    f"{_on_one_line(theirs[name])} on rank {other}. Compare the command lines, configuration files and "
-                    "environment variables of the machines"
+                    f"{operation}: {name} must be the same on all ranks, is {one} on rank {first} and {other} on rank "
+                    f"{second}. Compare the command lines, configuration files and environment variables of the "
+                    "machines"
                 )
 
 

@@ -38,9 +38,9 @@ class ByNode:
         """The same nodes for the bucket that `ranks` are for."""
         # Numbers are counted where they are given to the nodes, not once more for each share of them.
         shares = ranks.not_gradients()
-        return ByNode(self.within.together_with(shares), self.across.together_with(shares))
+        return ByNode(self.within.for_bucket(shares), self.across.for_bucket(shares))
 
-    def among(self, ranks: Sequence[int], part: int) -> None:
+    def among(self, members: Sequence[int], part: int) -> None:
         """Return `None`: nodes are not divided."""
 
     def num_rounds(self, num_bytes: int) -> int:

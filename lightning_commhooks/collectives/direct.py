@@ -13,15 +13,16 @@ import math
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_commhooks.collectives.messages import Messages
 from lightning_commhooks.collectives.steps import Steps, Wait, finish
 
+# Limits: buckets in flight at once, groups of ranks within each, and messages in each before numbers repeat.
+_CHANNELS, _PARTS, _NUMBERS = 2**12, 2**5, 2**13
 # Tensors of these dtypes are summed in float32.
 HALF = (torch.float16, torch.bfloat16)
 # Seconds of latency above which ranks are distant and send directly; below, latency is cheap, and gloo's ring needs
@@ -34,7 +35,7 @@ _MESSAGE_BYTES = 2**18
 # A connection carries one window of bytes per round trip, and starts with a small window after each pause.
 _MAX_CONNECTIONS = 4
 _LATENCY_PER_CONNECTION = 10e-3
-_MOST_SPARE_BYTES = 2**26
+_MAX_SPARE_BYTES = 2**26
 _NUM_PINGS = 4
 # Limits on additional pings, in number and seconds, if ranks seem distant, which may be due to a busy processor.
 _MORE_PINGS = 16
@@ -66,15 +67,10 @@ def num_connections(latency: float) -> int:
     return max(1, min(_MAX_CONNECTIONS, round(latency / _LATENCY_PER_CONNECTION)))
 
 
-@dataclass
-class _Share:
-    """The share of a sum that this rank computes.
+class _Share(NamedTuple):
+    """This rank's share of a sum: its own part, the peers' parts, shape `(w-1, n)`, and their receives.
 
-    Attributes:
-        own: the share of its own tensor, which is replaced by the sum.
-        rows: the shares of the peers' tensors, shape `(w-1, n)`.
-        arriving: the receives of `rows`.
-        number: number of the messages with the sum.
+    The sum replaces `own`; `number` is the number of the messages with the sum.
     """
 
     own: Tensor
@@ -83,15 +79,8 @@ class _Share:
     number: int
 
 
-@dataclass
-class Expected:
-    """A gather that was announced by `Direct.expect`.
-
-    Attributes:
-        gathered: the result, shape `(w, n)`.
-        arriving: the receives of its rows.
-        number: number of the messages.
-    """
+class Expected(NamedTuple):
+    """A gather that `Direct.expect` has announced: the result, shape `(w, n)`, and the receives of its rows."""
 
     gathered: Tensor
     arriving: list[dist.Work]
@@ -99,10 +88,13 @@ class Expected:
 
 
 class Direct:
-    """Collectives by direct messages. Ranks may process the buckets of different channels in any order.
+    """Collectives by direct messages among some ranks of a gloo group that only gloo's own collectives use besides.
+
+    A channel reduces one bucket and has its own message numbers, so that ranks may process their buckets in any order.
+    Within a channel, all ranks begin the same collectives in the same order.
 
     Args:
-        messages: messages among the ranks.
+        backend: all ranks, a `ProcessGroupGloo`. If it has several contexts, messages are distributed over them.
         latency: seconds that a message takes, rank-uniform.
 
     Attributes:
@@ -110,27 +102,72 @@ class Direct:
         latency: seconds that a message takes.
         size: number of ranks.
         rank: this rank.
+        peers: the other ranks, starting with a different one on each rank.
     """
 
     is_ordered = False
 
-    def __init__(self, messages: Messages, latency: float = 0.0) -> None:
+    def __init__(self, backend: Any, latency: float = 0.0) -> None:
         self.latency = latency
-        self.messages = messages
-        self.size, self.rank, self._peers = messages.size, messages.rank, messages.peers
+        self._backend = backend
+        self.size, self.rank, self._members = backend.size(), backend.rank(), list(range(backend.size()))
+        self.peers = _peers_of(self.rank, self.size)
+        self._channel = self._subgroup = self._num_messages = 0
         # Receive buffers for reuse: the system would clear new memory each time.
         self._spare: list[Tensor] = []
 
-    def channel(self, number: int, ranks: object = None) -> Direct:
-        """Return collectives for the bucket of that number, which is rank-uniform."""
+    def _with(self, **changes: object) -> Direct:
         other = copy.copy(self)
-        other.messages = self.messages.channel(number)
+        other.__dict__.update(changes, _num_messages=0)
         return other
 
-    def among(self, ranks: Sequence[int], part: int) -> Direct:
-        """Return collectives of some ranks; see `Messages.among`. Collective, since it measures their latency."""
-        some = self.messages.among(ranks, part)
-        return Direct(some, min(self.latency, measure_latency(some)) if self.latency > FAR else self.latency)
+    def channel(self, number: int, ranks: object = None) -> Direct:
+        """Return the same ranks in another channel, whose number is rank-uniform; the initial channel is 0."""
+        return self._with(_channel=number % _CHANNELS)
+
+    def among(self, members: Sequence[int], part: int) -> Direct:
+        """Return collectives of some of these ranks, including this one. Collective if ranks are far from each other.
+
+        Args:
+            members: the ranks.
+            part: distinguishes overlapping groups of ranks; equal on all of these ranks, at least 1.
+
+        Raises:
+            ValueError: these ranks are a subgroup already, or there are too many groups.
+        """
+        if self._subgroup:
+            raise ValueError("a subgroup cannot be split: split the whole group instead")
+        if part >= _PARTS:
+            raise ValueError(f"a hook can have {_PARTS - 1} divisions into subgroups at most")
+        size, rank, own = len(members), members.index(self.rank), [self._members[i] for i in members]
+        peers = _peers_of(rank, size)
+        some = self._with(size=size, rank=rank, peers=peers, _members=own, _subgroup=part, _spare=[])
+        if self.latency > FAR:
+            some.latency = min(self.latency, measure_latency(some))
+        return some
+
+    def number(self) -> int:
+        """Return the number of the next messages."""
+        self._num_messages += 1
+        return (self._channel * _PARTS + self._subgroup) * _NUMBERS + self._num_messages % _NUMBERS
+
+    def receive(self, places: Sequence[Tensor], number: int) -> list[dist.Work]:
+        """Post a receive from each peer; empty messages are not sent."""
+        pairs = zip(places, self.peers, strict=True)
+        return [self._backend.recv([place], self._members[peer], number) for place, peer in pairs if place.numel()]
+
+    def send(self, tensors: Sequence[Tensor], number: int) -> list[dist.Work]:
+        """Begin to send a contiguous tensor to each peer; do not change it before the send has been waited for."""
+        pairs = zip(tensors, self.peers, strict=True)
+        return [self._backend.send([tensor], self._members[peer], number) for tensor, peer in pairs if tensor.numel()]
+
+    def swap(self, own: Tensor, other: Tensor, distance: int) -> None:
+        """Send a tensor to the rank `distance` places ahead, and receive one from the rank as far behind."""
+        number = self.number()
+        arriving = self._backend.recv([other], self._members[(self.rank - distance) % self.size], number)
+        sent = self._backend.send([own], self._members[(self.rank + distance) % self.size], number)
+        arriving.wait()
+        sent.wait()
 
     def num_rounds(self, num_bytes: int) -> int:
         """Return the number of rounds of messages in which a tensor is summed."""
@@ -149,58 +186,58 @@ class Direct:
             return tensor
         shares, last = [], []
         splits = [piece.tensor_split(self.size) for piece in pieces]
-        sizes = [split[self.rank].numel() * len(self._peers) for split in splits]
+        sizes = [split[self.rank].numel() * len(self.peers) for split in splits]
         memory, received = self._take_memory(flat, sum(sizes))
         for split, place in zip(splits, received.split(sizes), strict=True):
-            number, of_sums, own = self.messages.number(), self.messages.number(), split[self.rank]
-            rows = place.view(len(self._peers), own.numel())
-            arriving = self.messages.receive(list(rows), number)
-            last += self.messages.send([split[peer] for peer in self._peers], number)
-            last += self.messages.receive([split[peer] for peer in self._peers], of_sums)
+            number, of_sums, own = self.number(), self.number(), split[self.rank]
+            rows = place.view(len(self.peers), own.numel())
+            arriving = self.receive(list(rows), number)
+            last += self.send([split[peer] for peer in self.peers], number)
+            last += self.receive([split[peer] for peer in self.peers], of_sums)
             shares.append(_Share(own, rows, arriving, of_sums))
         for share in shares:
             yield Wait(share.arriving)
             self._add_up(share)
-            last += self.messages.send([share.own] * len(self._peers), share.number)
+            last += self.send([share.own] * len(self.peers), share.number)
         yield Wait(last)
         self._give_back(memory)
         return tensor
 
     def expect(self, like: Tensor) -> Expected:
         """Post the receives of a `gather` of tensors like this one early; this saves a round trip."""
-        gathered, number = like.new_empty((self.size, like.numel())), self.messages.number()
-        return Expected(gathered, self.messages.receive([gathered[peer] for peer in self._peers], number), number)
+        gathered, number = like.new_empty((self.size, like.numel())), self.number()
+        return Expected(gathered, self.receive([gathered[peer] for peer in self.peers], number), number)
 
     def gather(self, tensor: Tensor, expected: object = None) -> Steps[Tensor]:
         """Return the contiguous tensors of all ranks, shape `(w, n)`; `expected` is the result of `expect`."""
         announced = expected if isinstance(expected, Expected) else self.expect(tensor)
         own = announced.gathered[self.rank].copy_(tensor.view(-1))
-        yield Wait(announced.arriving + self.messages.send([own] * len(self._peers), announced.number))
+        yield Wait(announced.arriving + self.send([own] * len(self.peers), announced.number))
         return announced.gathered
 
     def exchange(self, chunks: Tensor) -> Steps[Tensor]:
         """Send row i of `chunks`, shape `(w, n)`, to rank i; row i of the result comes from rank i."""
-        received, number = torch.empty_like(chunks), self.messages.number()
-        arriving = self.messages.receive([received[peer] for peer in self._peers], number)
+        received, number = torch.empty_like(chunks), self.number()
+        arriving = self.receive([received[peer] for peer in self.peers], number)
         received[self.rank] = chunks[self.rank]
-        yield Wait(arriving + self.messages.send([chunks[peer] for peer in self._peers], number))
+        yield Wait(arriving + self.send([chunks[peer] for peer in self.peers], number))
         return received
 
     def _swap(self, flat: Tensor, pieces: Sequence[Tensor]) -> Steps[None]:
         """Sum the tensors of two ranks, which exchange them whole."""
         memory, received = self._take_memory(flat, flat.numel())
         places = received.split([piece.numel() for piece in pieces])
-        numbers = [self.messages.number() for _ in pieces]
-        works = [self.messages.receive([place], number) for place, number in zip(places, numbers, strict=True)]
+        numbers = [self.number() for _ in pieces]
+        works = [self.receive([place], number) for place, number in zip(places, numbers, strict=True)]
         for piece, number, own in zip(pieces, numbers, works, strict=True):
-            own += self.messages.send([piece], number)
+            own += self.send([piece], number)
         for piece, place, own in zip(pieces, places, works, strict=True):
             yield Wait(own)
             piece.add_(place)
         self._give_back(memory)
 
     def _add_up(self, share: _Share) -> None:
-        rows = {**dict(zip(self._peers, share.rows, strict=True)), self.rank: share.own}
+        rows = {**dict(zip(self.peers, share.rows, strict=True)), self.rank: share.own}
         in_float32 = share.own.dtype in HALF
         total = rows[0].to(torch.float32) if in_float32 else rows[0]
         for rank in range(1, self.size):
@@ -212,7 +249,7 @@ class Direct:
             share.own.copy_(total)
 
     def _give_back(self, memory: Tensor) -> None:
-        if memory.numel() <= _MOST_SPARE_BYTES:
+        if memory.numel() <= _MAX_SPARE_BYTES:
             self._spare.append(memory)
 
     def _take_memory(self, like: Tensor, numel: int) -> tuple[Tensor, Tensor]:
@@ -224,7 +261,11 @@ class Direct:
         return memory, memory[:num_bytes].view(like.dtype)
 
 
-def measure_latency(messages: Messages) -> float:
+def _peers_of(rank: int, size: int) -> list[int]:
+    return [(rank + distance) % size for distance in range(1, size)]
+
+
+def measure_latency(ranks: Direct) -> float:
     """Measure the latency between the slowest pair of ranks, in seconds; rank-uniform. Collective.
 
     For each pair, it is the shortest time of several single messages: simultaneous messages between all ranks would
@@ -234,32 +275,32 @@ def measure_latency(messages: Messages) -> float:
         ValueError: `COMMHOOKS_LATENCY_MS`, which replaces the measurement, is not a number of milliseconds on some
             rank.
     """
-    if messages.size == 1:
+    if ranks.size == 1:
         return 0.0
-    best = [math.inf] * (messages.size - 1).bit_length()
-    latency = _slowest(messages, _ping(messages, best, _NUM_PINGS))
+    best = [math.inf] * (ranks.size - 1).bit_length()
+    latency = _slowest(ranks, _ping(ranks, best, _NUM_PINGS))
     if latency > FAR:
         num = max(1, min(_MORE_PINGS, int(_PING_SECONDS / (2 * latency * len(best)))))
-        latency = _slowest(messages, _ping(messages, best, num))
+        latency = _slowest(ranks, _ping(ranks, best, num))
     return latency
 
 
-def _ping(messages: Messages, best: list[float], num: int) -> float:
+def _ping(ranks: Direct, best: list[float], num: int) -> float:
     """Update the best round trips at distances of `2**i` ranks; return the largest latency of a message."""
     own, other = torch.zeros(1), torch.zeros(1)
     for i in range(len(best)):
         for _ in range(num):
             begin = time.perf_counter()
-            messages.swap(own, other, 2**i)
+            ranks.swap(own, other, 2**i)
             best[i] = min(best[i], time.perf_counter() - begin)
     # A round trip is a request and a message.
     return max(best) / 2
 
 
-def _slowest(messages: Messages, measured: float) -> float:
+def _slowest(ranks: Direct, measured: float) -> float:
     given = _given_latency()
     own = torch.tensor([measured if given is None else given], dtype=torch.float64)
-    slowest = float(finish(Direct(messages).gather(own)).max())
+    slowest = float(finish(ranks.gather(own)).max())
     if not 0 <= slowest < math.inf:
         raise ValueError(
             f"the environment variable {_LATENCY} must be a number of milliseconds of at least 0 on all ranks, got "

@@ -15,7 +15,7 @@ import socket
 import stat
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 
 import torch
@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 logger = logging.getLogger(__name__)
 
-ADDRESS_BYTES = 128  # size of a listener's address
+_ADDRESS_BYTES = 128  # size of a listener's address
 # Positions in `struct tcp_info`: tcpi_bytes_acked and tcpi_bytes_received.
 _TCP_INFO_BYTES, _BYTES_IN_TCP_INFO = 136, slice(120, 136)
 
@@ -51,30 +51,30 @@ class Connections:
 
 
 class GlooConnections(Connections):
-    """The TCP connections of gloo groups. Does not keep the groups alive.
+    """The TCP connections of a gloo group. Does not keep the group alive.
 
-    Without listeners it cannot identify the groups' connections and does nothing; peers then wait for their timeout.
+    Without listeners it cannot identify the group's connections and does nothing; peers then wait for their timeout.
 
     Args:
-        groups: groups of the same ranks.
+        group: the group.
         mine: addresses on which this rank listens.
-        listeners: addresses on which all ranks listen; every connection of the groups has one of them as an end.
+        num_listeners: number of addresses on which each rank listens.
     """
 
-    def __init__(self, groups: Sequence[dist.ProcessGroup], mine: set[str], listeners: set[str]) -> None:
-        self.groups = [weakref.ref(group) for group in groups]
-        self.mine, self.listeners = mine, listeners
+    def __init__(self, group: dist.ProcessGroup, mine: set[str], num_listeners: int) -> None:
+        self._group: Callable[[], dist.ProcessGroup | None] = weakref.ref(group)
+        # Every connection of the group has a listener of one of its ranks as an end.
+        self._mine, self._listeners = mine, _gather_addresses(group, mine, num_listeners)
         self._kept: list[dist.ProcessGroup] = []
         # Descriptors are reused for other files, which have other inode numbers.
         self._files = {(one.fileno(), os.fstat(one.fileno()).st_ino) for one in self._open()} if mine else set()
 
     def fail(self) -> None:
-        for one in self.groups:
-            if (group := one()) is not None:
-                # Kept even at exit: gloo waits for a group's collectives when it destroys it, and one may never end.
-                ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
-                self._kept.append(group)
-        self.groups.clear()
+        group, self._group = self._group(), lambda: None
+        if group is not None:
+            # Kept even at exit: gloo waits for a group's collectives when it destroys it, and one may never end.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+            self._kept.append(group)
         self.abort()
 
     def let_go(self) -> None:
@@ -99,8 +99,8 @@ class GlooConnections(Connections):
     def _open(self) -> Iterator[socket.socket]:
         for connection in _tcp_sockets():
             try:
-                is_ours = _address(connection.getpeername()) in self.listeners
-                is_ours = is_ours or _address(connection.getsockname()) in self.mine
+                is_ours = _address(connection.getpeername()) in self._listeners
+                is_ours = is_ours or _address(connection.getsockname()) in self._mine
             except OSError:  # a listener, which has to stay open: gloo aborts the process if it cannot listen
                 continue
             if is_ours:
@@ -127,21 +127,7 @@ class AllConnections(Connections, list[Connections]):
         return states if any(state is not None for state in states) else None
 
 
-def with_connections(
-    make: Callable[[Devices], list[dist.ProcessGroup]], make_devices: Callable[[], Devices]
-) -> tuple[list[dist.ProcessGroup], GlooConnections]:
-    """Create gloo groups, and return them with their connections. Collective.
-
-    Args:
-        make: creates the groups of the same ranks.
-        make_devices: creates gloo's devices, one for each network interface, each of which listens.
-    """
-    devices, mine = _listening_devices(make_devices)
-    groups = make(devices)
-    return groups, GlooConnections(groups, mine, _gather_addresses(groups[0], mine, len(devices)))
-
-
-def _listening_devices(make: Callable[[], Devices]) -> tuple[Devices, set[str]]:
+def listening_devices(make: Callable[[], Devices]) -> tuple[Devices, set[str]]:
     """Create devices and return them with their addresses; retry if another thread has begun to listen meanwhile."""
     for _ in range(_ATTEMPTS):
         before = _listening()
@@ -154,8 +140,8 @@ def _listening_devices(make: Callable[[], Devices]) -> tuple[Devices, set[str]]:
 
 
 def _gather_addresses(own: dist.ProcessGroup, mine: set[str], num_listeners: int) -> set[str]:
-    """Gather the addresses of all ranks' listeners; every connection of the group has one of them as an end."""
-    text = bytearray("\n".join(mine).encode().ljust(ADDRESS_BYTES * num_listeners))
+    """Return the addresses of all ranks' listeners."""
+    text = bytearray("\n".join(mine).encode().ljust(_ADDRESS_BYTES * num_listeners))
     gathered = [torch.empty(len(text), dtype=torch.uint8) for _ in range(own.size())]
     dist.all_gather(gathered, torch.frombuffer(text, dtype=torch.uint8), group=own)
     return {address.strip() for part in gathered for address in bytes(part.tolist()).decode().split("\n")} - {""}

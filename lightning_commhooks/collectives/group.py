@@ -1,9 +1,9 @@
 """The ranks of a hook: collectives that count their bytes, averages of encoded numbers, and subgroups.
 
-Collectives are generators (`steps`): `yield from` them. Counts are the payload bytes that a rank sends, averaged over
-ranks, under the usual bandwidth-optimal algorithms (Thakur et al. 2005, "Optimization of Collective Communication
-Operations in MPICH"): all-reduce 2(w-1)/w of the payload, all-gather w-1 times the rank's part, all-to-all (w-1)/w of
-the payload.
+Collectives begin when they are called, and return a generator (`steps`): `yield from` it. Counts are the payload bytes
+that a rank sends, averaged over ranks, under the usual bandwidth-optimal algorithms (Thakur et al. 2005, "Optimization
+of Collective Communication Operations in MPICH"): all-reduce 2(w-1)/w of the payload, all-gather w-1 times the rank's
+part, all-to-all (w-1)/w of the payload.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ import os
 import random
 import socket
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypeVar
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -26,11 +27,11 @@ from torch import Tensor
 from lightning_commhooks.basics.ranges import named
 from lightning_commhooks.codecs.codec import Codec, Kernels, compiled
 from lightning_commhooks.collectives import process_groups as groups
-from lightning_commhooks.collectives.backend import Backend
 from lightning_commhooks.collectives.chunk import CHUNK_NUMEL, Chunk
 from lightning_commhooks.collectives.counters import Counters
+from lightning_commhooks.collectives.direct import Direct
 from lightning_commhooks.collectives.gloo_abort import Connections
-from lightning_commhooks.collectives.steps import Steps, Wait, begun, finish, result
+from lightning_commhooks.collectives.steps import Steps, Wait, finish, result
 
 # Environment variables with the number of this process's node: of Lightning and Ray, of torchrun, and of SLURM.
 _NODE_VARIABLES = ("NODE_RANK", "GROUP_RANK", "SLURM_NODEID")
@@ -39,7 +40,7 @@ Kind = Literal["all_reduce", "all_gather", "all_to_all", "reduce_scatter"]
 
 
 class Transport(Protocol):
-    """Sends tensors between ranks; see the implementations, such as `Backend` and `Direct`, for the methods."""
+    """Sends tensors between ranks; see `Backend` and `Direct` for the methods. Each collective waits at least once."""
 
     is_ordered: bool
     latency: float
@@ -47,7 +48,7 @@ class Transport(Protocol):
     rank: int
 
     def channel(self, number: int, ranks: Any) -> Any: ...
-    def among(self, ranks: Sequence[int], part: int) -> Any: ...
+    def among(self, members: Sequence[int], part: int) -> Any: ...
     def num_rounds(self, num_bytes: int) -> int: ...
     def sum_(self, tensor: Tensor) -> Steps[Tensor]: ...
     def expect(self, like: Tensor) -> Any: ...
@@ -57,10 +58,10 @@ class Transport(Protocol):
 
 @dataclass
 class Tally:
-    """What this rank has sent for one bucket so far.
+    """Counts of this rank for one bucket so far.
 
     Attributes:
-        sent: number of payload bytes.
+        sent: number of payload bytes sent.
         between_nodes: number of those bytes that left the node.
         rounds: number of rounds of messages.
         numbers: count of the numbers that this rank passed to collectives, by dtype.
@@ -74,11 +75,75 @@ class Tally:
     numbers_between_nodes: Counter[torch.dtype] = field(default_factory=Counter)
 
 
+def renamed(name: str, since_2_13: str) -> Callable[..., dist.Work | None]:
+    """Return a collective by its name from PyTorch 2.13 on, or by its older name."""
+    return getattr(dist, since_2_13, None) or getattr(dist, name)  # type: ignore[no-any-return]
+
+
+class Backend:
+    """Collectives that all ranks have to begin in the same order, without channels.
+
+    Args:
+        process_group: the ranks.
+        direct: direct messages among the same ranks on CPU, for subgroups.
+
+    Attributes: see `Direct`. The latency of near ranks is 0.
+    """
+
+    is_ordered = True
+    latency = 0.0
+
+    def __init__(self, process_group: dist.ProcessGroup, direct: Direct | None = None) -> None:
+        self._process_group, self._direct = process_group, direct
+        self.size, self.rank = process_group.size(), process_group.rank()
+
+    def channel(self, number: int, ranks: object = None) -> Backend:
+        """Return itself: all buckets share the same collectives."""
+        return self
+
+    def among(self, members: Sequence[int], part: int) -> Direct | None:
+        """Return collectives of some ranks; `None` if they need their own process group."""
+        return None if self._direct is None else self._direct.among(members, part)
+
+    def num_rounds(self, num_bytes: int) -> int:
+        """Return the number of rounds of messages of a sum: twice around the ring."""
+        return 2 * (self.size - 1)
+
+    def sum_(self, tensor: Tensor) -> Steps[Tensor]:
+        """Replace a contiguous tensor by its sum over ranks."""
+        return self._run(tensor, dist.all_reduce, tensor)
+
+    def expect(self, like: Tensor) -> None:
+        """Do nothing: see `Direct.expect`."""
+
+    def gather(self, tensor: Tensor, expected: object = None) -> Steps[Tensor]:
+        """Return the contiguous tensors of all ranks, shape `(w, n)`."""
+        gathered = tensor.new_empty((self.size, tensor.numel()))
+        all_gather = renamed("all_gather_into_tensor", "all_gather_single")
+        return self._run(gathered, all_gather, gathered.view(-1), tensor)  # gloo takes no rows
+
+    def exchange(self, chunks: Tensor) -> Steps[Tensor]:
+        """Send row i of `chunks`, shape `(w, n)`, to rank i; row i of the result comes from rank i."""
+        received = torch.empty_like(chunks)
+        return self._run(received, dist.all_to_all_single, received, chunks)
+
+    def sum_share(self, chunks: Tensor) -> Steps[Tensor]:
+        """Return the sum over ranks of this rank's row of `chunks`, shape `(w, n)`."""
+        total = chunks.new_empty(chunks.shape[1])
+        reduce_scatter = renamed("reduce_scatter_tensor", "reduce_scatter_single")
+        return self._run(total, reduce_scatter, total, chunks.view(-1))
+
+    def _run(self, result: Tensor, collective: Callable[..., dist.Work | None], *args: object) -> Steps[Tensor]:
+        work = collective(*args, group=self._process_group, async_op=True)
+        assert work is not None
+        yield Wait([work])
+        return result
+
+
 class Group:
     """The ranks that a hook averages over, and their collectives.
 
-    Related groups are made from a group, which does not change, by `for_bucket`, `together_with`, `quiet`,
-    `not_gradients`, `encoding` and `split`.
+    A group does not change: `for_bucket`, `split`, `encoding`, `not_gradients` and `quiet` return related groups.
 
     Args:
         transport: sends tensors between ranks; `None` for a single process.
@@ -88,7 +153,8 @@ class Group:
         connections: list to which the connections of subgroups are added.
         nodes: ranks by node, if they are known.
         global_rank: this process's rank among all processes, if it is not that of `torch.distributed`.
-        are_alike: whether all ranks run in this process; then blocking calls have equal arguments on all ranks.
+        are_alike: see below.
+        is_uniform: whether all ranks wait equally often; those of subgroups of different sizes do not.
         everyone: all ranks, if the ranks of this group are nodes. A group of nodes does not count bytes, and all ranks
             agree on compiled codecs.
 
@@ -96,7 +162,12 @@ class Group:
         size: number of ranks.
         rank: this process's rank among them.
         global_rank: this process's rank among all processes.
-        tally: counts of the current bucket.
+        are_alike: whether all ranks run in this process; then blocking calls have equal arguments on all ranks.
+        transport: sends tensors between ranks; `None` for a single process, and once the hook is closed.
+        bucket: number of the bucket that this group is for; `None`: work between buckets.
+        tally: counts of that bucket.
+        counts_bytes: whether bytes are counted.
+        counts_gradients: whether the numbers passed to collectives are gradients, in whatever form, and are counted.
         codec: the codec of `all_reduce_factors_`; `None`: factors are not encoded.
     """
 
@@ -111,35 +182,31 @@ class Group:
         nodes: list[list[int]] | None = None,
         global_rank: int | None = None,
         are_alike: bool = False,
+        is_uniform: bool = True,
         everyone: Group | None = None,
     ) -> None:
-        self._transport = transport
-        self._process_group = process_group
+        self.transport, self.process_group_or_none = transport, process_group
         self.counters = counters if counters is not None else Counters()
         self.device = torch.device(device)
         self.size: int = transport.size if transport is not None else 1
         self.rank: int = transport.rank if transport is not None else 0
-        self._nodes = nodes or []
         if everyone is not None:
-            global_rank, are_alike = everyone.global_rank, everyone._are_alike
+            global_rank, are_alike = everyone.global_rank, everyone.are_alike
         elif global_rank is None:
             global_rank = dist.get_rank() if transport is not None and dist.is_initialized() else self.rank
         self.global_rank: int = global_rank
+        self.are_alike: bool = are_alike
+        self.bucket: int | None = None
         self.tally = Tally()
-        self._is_quiet = everyone is not None
-        # Whether the numbers passed to collectives represent gradients, in whatever form.
-        self._sends_gradients = True
-        # If this is a subgroup: whether all subgroups have equally many ranks, and so wait equally often.
-        self._is_uniform = True
-        self._are_alike: bool = are_alike
-        self._everyone = everyone
+        self.counts_bytes, self.counts_gradients = everyone is None, True
         self.codec: Codec | None = None
-        # Number of the bucket that this group is for; `None`: work between buckets.
-        self._number: int | None = None
+        self._is_uniform, self._everyone = is_uniform, everyone
         # Shared by all groups of the same ranks.
+        self._nodes = nodes if nodes is not None else []
         self._connections = connections if connections is not None else []
         self._subgroups: dict[tuple[tuple[int, ...], ...], Group] = {}
-        self._encoding: dict[Codec, Group] = {}
+        # Copies that hooks may keep.
+        self._copies: WeakSet[Group] = WeakSet()
         self._kernels: dict[tuple[Codec, bool, bool], Kernels] = {}
 
     @classmethod
@@ -149,36 +216,39 @@ class Group:
         counters: Counters | None,
         device: torch.device,
         connections: list[Connections] | None = None,
+        **options: Any,
     ) -> Group:
-        """Create a group for communication threads, and add its connections to `connections`; see above."""
+        """Create the group of a process group for communication threads, and add its connections to `connections`."""
         if connections is not None:
             connections.append(own.connections)
-        return cls(own.transport, counters, device, own.process_group, connections)
+        is_far = own.direct is not None and own.direct.latency > 0
+        transport = own.direct if is_far else Backend(own.process_group, own.direct)
+        return cls(transport, counters, device, own.process_group, connections, **options)
 
-    def _with(self, **changes: Any) -> Group:
+    def _with(self, **changes: object) -> Group:
         other = copy.copy(self)
         other.__dict__.update(changes)
         return other
 
-    def for_bucket(self, number: int) -> Group:
-        """Return a group of the same ranks, with its own tally, for the bucket of a rank-uniform number."""
-        bucket = self._with(_number=number, tally=Tally())
-        return bucket.together_with(bucket)
+    def for_bucket(self, bucket: int | Group) -> Group:
+        """Return a group of the same ranks for one bucket, whose messages are kept apart from those of other buckets.
 
-    def together_with(self, ranks: Group) -> Group:
-        """Return a group of these ranks for the bucket of `ranks`, with the same tally as `ranks`."""
-        transport = self._transport
-        return self._with(
-            _number=ranks._number,
-            tally=ranks.tally,
-            _is_quiet=self._is_quiet or ranks._is_quiet,
-            _sends_gradients=self._sends_gradients and ranks._sends_gradients,
-            _transport=None if transport is None else transport.channel(ranks._number or 0, ranks),
-        )
+        Args:
+            bucket: the number of the bucket, rank-uniform, or a group for it, which shares its tally.
+        """
+        other = ranks = self._with(bucket=bucket, tally=Tally())
+        if isinstance(bucket, Group):
+            ranks = bucket
+            other.bucket, other.tally = ranks.bucket, ranks.tally
+            other.counts_bytes = self.counts_bytes and ranks.counts_bytes
+            other.counts_gradients = self.counts_gradients and ranks.counts_gradients
+        if other.transport is not None:
+            other.transport = other.transport.channel(ranks.bucket or 0, ranks)
+        return other
 
     def quiet(self) -> Group:
         """Return a group of the same ranks that does not count bytes."""
-        return self._with(_sends_gradients=False, _is_quiet=True)
+        return self._with(counts_gradients=False, counts_bytes=False)
 
     def not_gradients(self) -> Group:
         """Return a group of the same ranks for numbers that are not gradients, such as weights or factors of gradients.
@@ -186,11 +256,11 @@ class Group:
         Their bytes are counted, but whatever their dtype, they do not count as gradient elements that were sent
         uncompressed: see `Counters.numel_uncompressed`.
         """
-        return self._with(_sends_gradients=False)
+        return self._with(counts_gradients=False)
 
     def all_gather_quietly(self, numbers: list[int]) -> list[list[int]]:
         """Return the numbers of each rank, without counting bytes. Blocks, and waits for the device."""
-        if self._are_alike:
+        if self.are_alike:
             return [list(numbers) for _ in range(self.size)]
         with self.counters.paused():
             return self.all_gather_numbers(numbers)
@@ -203,11 +273,10 @@ class Group:
         """
         released: list[dist.ProcessGroup | None] = []
         for group in self._subgroups.values():
-            released += [group._process_group, *group.release()]
-        for group in self._encoding.values():
-            group._process_group = group._transport = None
+            released += [group.process_group_or_none, *group.release()]
+        for group in (self, *self._copies):
+            group.process_group_or_none = group.transport = None
         self._subgroups.clear()
-        self._process_group = self._transport = None
         return released
 
     def nodes(self) -> list[list[int]]:
@@ -219,71 +288,59 @@ class Group:
             number = next((os.environ[key] for key in _NODE_VARIABLES if key in os.environ), "0")
             digest = hashlib.blake2b(f"{socket.gethostname()} {number}".encode(), digest_size=7).digest()
             ids = [node for (node,) in self.all_gather_quietly([int.from_bytes(digest, "big")])]
-            self._nodes = [[rank for rank, i in enumerate(ids) if i == node] for node in dict.fromkeys(ids)]
+            self._nodes += [[rank for rank, i in enumerate(ids) if i == node] for node in dict.fromkeys(ids)]
         return self._nodes
 
-    def split(self, subgroups: Sequence[Sequence[int]]) -> Group:
+    def split(self, subgroups: Sequence[Sequence[int]], apart: bool = False) -> Group:
         """Return this rank's subgroup, for the same bucket as this group and with the same tally.
 
         Collective at the first call with these subgroups, which must be in `CommHook.bind`.
 
         Args:
             subgroups: ranks of this group; each rank is in one subgroup.
+            apart: whether the subgroup's collectives may be in any order relative to this group's, even if both have
+                the same ranks.
         """
         key = tuple(tuple(ranks) for ranks in subgroups)
-        return self if len(key) == 1 else self._subgroup(key)
-
-    def for_averages_under_way(self) -> Group:
-        """Return a group of the same ranks for averages during training, in any order relative to other collectives.
-
-        Collective at the first call, which must be in `CommHook.bind`.
-        """
-        return self if self.size == 1 else self._subgroup((tuple(range(self.size)),))
-
-    def _subgroup(self, key: tuple[tuple[int, ...], ...]) -> Group:
+        if self.size == 1 or (len(key) == 1 and not apart):
+            return self
         if key not in self._subgroups:
-            self._subgroups[key] = self._made(key, next(ranks for ranks in key if self.rank in ranks))
-        return self._subgroups[key] if self._number is None else self._subgroups[key].together_with(self)
+            self._subgroups[key] = self._make_subgroup(key, next(ranks for ranks in key if self.rank in ranks))
+        return self._subgroups[key] if self.bucket is None else self._subgroups[key].for_bucket(self)
 
-    def _made(self, subgroups: tuple[tuple[int, ...], ...], own: tuple[int, ...]) -> Group:
-        assert self._transport is not None
+    def _make_subgroup(self, subgroups: tuple[tuple[int, ...], ...], own: tuple[int, ...]) -> Group:
+        assert self.transport is not None
         nodes = ([i for i, rank in enumerate(own) if rank in node] for node in self._nodes)
-        transport, process_group = self._transport.among(own, len(self._subgroups) + 1), None
-        if transport is None:
-            # All ranks take part in making groups, including a rank that is alone in its subgroup.
-            name = self.all_gather_quietly([random.SystemRandom().getrandbits(62)])[0][0]
-            made = groups.own_subgroup(self.process_group, subgroups, str(name), self.device)
-            self._connections.append(made.connections)
-            transport, process_group = made.transport, made.process_group
-        group = Group(
-            transport,
-            self.counters,
-            self.device,
-            process_group,
-            self._connections,
-            nodes=[node for node in nodes if node],
-            global_rank=self.global_rank,
-            are_alike=self._are_alike,
-        )
-        group._is_uniform = self._is_uniform and len({len(ranks) for ranks in subgroups}) == 1
-        return group
+        options: dict[str, Any] = {
+            "nodes": [node for node in nodes if node],
+            "global_rank": self.global_rank,
+            "are_alike": self.are_alike,
+            "is_uniform": self._is_uniform and len({len(ranks) for ranks in subgroups}) == 1,
+        }
+        transport = self.transport.among(own, len(self._subgroups) + 1)
+        if transport is not None:
+            return Group(transport, self.counters, self.device, None, self._connections, **options)
+        # All ranks take part in making groups, including a rank that is alone in its subgroup.
+        name = self.all_gather_quietly([random.SystemRandom().getrandbits(62)])[0][0]
+        made = groups.own_subgroup(self.process_group, subgroups, str(name), self.device)
+        return Group.of(made, self.counters, self.device, self._connections, **options)
 
     def encoding(self, codec: Codec) -> Group:
         """Return a group of the same ranks that encodes factors. Collective at the first call with that codec."""
-        if codec not in self._encoding:
-            self.kernels(codec, feedback=False, two_shot=True)
-            self._encoding[codec] = self._with(codec=codec)
-        return self._encoding[codec] if self._number is None else self._encoding[codec].together_with(self)
+        self.kernels(codec, feedback=False, two_shot=True)
+        other = self._with(codec=codec)
+        self._copies.add(other)
+        return other
 
     @property
     def latency(self) -> float:
         """Seconds that a message takes between ranks that are far from each other; 0: they are near."""
-        return 0.0 if self._transport is None else self._transport.latency
+        return 0.0 if self.transport is None else self.transport.latency
 
     @property
     def is_ordered(self) -> bool:
         """Whether all ranks have to begin collectives in the same order, including those of different buckets."""
-        return self._transport is not None and self._transport.is_ordered
+        return self.transport is not None and self.transport.is_ordered
 
     @property
     def process_group(self) -> dist.ProcessGroup:
@@ -292,11 +349,11 @@ class Group:
         Raises:
             RuntimeError: there is none, or it was released.
         """
-        if self._process_group is None:
-            if self._transport is None:
+        if self.process_group_or_none is None:
+            if self.transport is None:
                 raise RuntimeError("the process group of this communication hook is gone: the hook was closed")
             raise RuntimeError("these ranks have no process group: they are a subgroup, or emulated")
-        return self._process_group
+        return self.process_group_or_none
 
     def finish(self, steps: Steps[T]) -> T:
         """Run a computation to its end in this thread, and measure the time of its waits."""
@@ -307,9 +364,7 @@ class Group:
         return 2 * (self.size - 1) / self.size * tensor.nbytes
 
     def inter_node_share(self, kind: Kind = "all_reduce", around_ring: bool | None = None) -> float:
-        """Return the fraction of a collective's bytes that leave the sending rank's node, averaged over ranks.
-
-        It is 0 as long as the nodes are not known.
+        """Return the fraction of a collective's bytes that leave the node, averaged over ranks; 0: nodes are unknown.
 
         Args:
             kind: the kind of collective.
@@ -330,18 +385,18 @@ class Group:
 
     def all_reduce_(self, tensor: Tensor) -> Steps[Tensor]:
         """Replace a contiguous `tensor` by its sum over ranks, bit-identical on all of them."""
-        transport = self._transport
+        transport = self.transport
         if transport is None or self.size == 1 or not tensor.numel():
             return result(tensor)
         rounds = transport.num_rounds(tensor.nbytes)
-        return self._counted("all_reduce", tensor, self.ring_bytes(tensor), rounds, transport.sum_(tensor))
+        return self._begin("all_reduce", tensor, self.ring_bytes(tensor), rounds, transport.sum_(tensor))
 
     def all_reduce_mean_(self, tensor: Tensor, scale: float | Tensor = 1.0) -> Steps[Tensor]:
         """Replace a contiguous floating-point `tensor` by `scale` times its mean.
 
         Divides first, so that 16-bit sums fit.
         """
-        return (yield from self.all_reduce_(tensor.div_(self.size / scale)))
+        return self.all_reduce_(tensor.div_(self.size / scale))
 
     def all_reduce_in_float32(self, half: Tensor) -> Steps[Tensor]:
         """Return the sum over ranks of a 16-bit tensor, shape `(n,)`, in its dtype but rounded only once.
@@ -366,17 +421,18 @@ class Group:
         """
         by_dtype: dict[torch.dtype, list[Tensor]] = defaultdict(list)
         for tensor in tensors:
-            by_dtype[tensor.dtype].append(tensor.view(-1))
-        sums = [
-            (flats, self.all_reduce_(flats[0] if len(flats) == 1 else torch.cat(flats))) for flats in by_dtype.values()
-        ]
-        if len(sums) > 1:
-            sums = [(flats, begun(steps)) for flats, steps in sums]
-        for flats, steps in sums:
-            total = yield from steps
-            for flat, own in zip(flats, total.split([flat.numel() for flat in flats]), strict=True):
+            if tensor.numel():
+                by_dtype[tensor.dtype].append(tensor.view(-1))
+        sums = [self.all_reduce_(flats[0] if len(flats) == 1 else torch.cat(flats)) for flats in by_dtype.values()]
+
+        def write() -> Steps[None]:
+            for flats, steps in zip(by_dtype.values(), sums, strict=True):
+                total = yield from steps
                 if len(flats) > 1:
-                    flat.copy_(own)
+                    for flat, own in zip(flats, total.split([flat.numel() for flat in flats]), strict=True):
+                        flat.copy_(own)
+
+        return write()
 
     def all_gather(self, tensor: Tensor, expected: object = None) -> Steps[Tensor]:
         """Gather `tensor`, shape `(n,)`, equal on all ranks, into a new tensor of shape `(w, n)`.
@@ -385,29 +441,27 @@ class Group:
             tensor: this rank's.
             expected: what `expect_all_gather` has returned, if it was called.
         """
-        transport = self._transport
+        transport = self.transport
         if transport is None or self.size == 1:
             return result(tensor.view(1, -1).clone())
-        steps = transport.gather(tensor.contiguous(), expected)
-        return self._counted("all_gather", tensor, (self.size - 1) * tensor.nbytes, self._rounds_to_all(), steps)
+        num_bytes, num_rounds = (self.size - 1) * tensor.nbytes, self.size - 1 if self.is_ordered else 1
+        return self._begin("all_gather", tensor, num_bytes, num_rounds, transport.gather(tensor.contiguous(), expected))
 
     def expect_all_gather(self, like: Tensor) -> object:
         """Announce an `all_gather` of tensors like this one before this rank's is ready; this saves a round trip."""
-        return None if self._transport is None or self.size == 1 else self._transport.expect(like)
+        return None if self.transport is None or self.size == 1 else self.transport.expect(like)
 
-    def all_gather_numbers(self, numbers: list[int], dtype: torch.dtype = torch.int64) -> list[list[int]]:
-        """Return the numbers of each rank, sent in that dtype. Blocks, and waits for the device."""
-        gathered = self.finish(self.all_gather(torch.tensor(numbers, dtype=dtype, device=self.device)))
-        numbers_of_ranks: list[list[int]] = gathered.tolist()
-        return numbers_of_ranks
+    def all_gather_numbers(self, numbers: list[int]) -> list[list[int]]:
+        """Return the integers of each rank. Blocks, and waits for the device."""
+        own = torch.tensor(numbers, dtype=torch.int64, device=self.device)
+        return self.finish(self.all_gather(own)).tolist()
 
     def all_to_all(self, chunks: Tensor) -> Steps[Tensor]:
         """Send row i of `chunks`, shape `(w, n)`, to rank i; row i of the result came from rank i."""
-        transport = self._transport
+        transport = self.transport
         if transport is None or self.size == 1:
             return result(chunks)
-        num_bytes = (self.size - 1) / self.size * chunks.nbytes
-        return self._counted("all_to_all", chunks, num_bytes, 1, transport.exchange(chunks))
+        return self._begin("all_to_all", chunks, self.ring_bytes(chunks) / 2, 1, transport.exchange(chunks))
 
     def reduce_scatter(self, chunks: Tensor, in_float32: bool = False) -> Steps[Tensor]:
         """Return the sum over ranks of this rank's row of `chunks`, shape `(w, n)`: a new tensor of shape `(n,)`.
@@ -415,13 +469,12 @@ class Group:
         NCCL sums in the dtype of `chunks`. On CPU, and with `in_float32`, the chunks are sent in an all-to-all and
         summed here in at least float32: gloo's own reduce-scatter is an all-reduce that throws most of its result away.
         """
-        transport = self._transport
+        transport = self.transport
         if in_float32 or not chunks.is_cuda or self.size == 1 or not isinstance(transport, Backend):
             dtype = torch.promote_types(chunks.dtype, torch.float32)
             return (yield from self.all_to_all(chunks)).sum(dim=0, dtype=dtype)
-        num_bytes = (self.size - 1) / self.size * chunks.nbytes
-        steps = transport.sum_share(chunks)
-        return (yield from self._counted("reduce_scatter", chunks, num_bytes, self.size - 1, steps))
+        num_bytes, steps = self.ring_bytes(chunks) / 2, transport.sum_share(chunks)
+        return (yield from self._begin("reduce_scatter", chunks, num_bytes, self.size - 1, steps))
 
     def all_reduce_sparse_mean(self, grad: Tensor) -> Steps[Tensor]:
         """Return the mean over ranks of a sparse COO tensor, by an all-gather of padded indices and values.
@@ -447,24 +500,22 @@ class Group:
             check_invariants=False,  # said explicitly, or PyTorch warns that it does not check
         ).coalesce()
 
-    def _note(self, kind: Kind, given: Tensor) -> None:
-        if self._sends_gradients:
+    def _count_numbers(self, kind: Kind, given: Tensor) -> None:
+        if self.counts_gradients:
             self.tally.numbers[given.dtype] += given.numel()
             if self.inter_node_share(kind):
                 self.tally.numbers_between_nodes[given.dtype] += given.numel()
 
-    def _rounds_to_all(self) -> int:
-        return self.size - 1 if self.is_ordered else 1
-
-    def _counted(
+    def _begin(
         self, kind: Kind, given: Tensor, num_bytes: float, num_rounds: int, steps: Steps[Tensor]
     ) -> Steps[Tensor]:
-        """Count the bytes and numbers when a collective begins, and its rounds of messages when it has ended.
+        """Begin a collective, count its bytes and numbers, and return the rest of it.
 
-        Rounds that several collectives for one bucket take at the same time are counted once.
+        Its rounds of messages are counted at its end: rounds that several collectives for one bucket take at the same
+        time are counted once.
         """
-        self._note(kind, given)
-        if not self._is_quiet:
+        self._count_numbers(kind, given)
+        if self.counts_bytes:
             between_nodes = num_bytes * self.inter_node_share(kind)
             if self.counters.count(num_bytes, between_nodes):
                 self.tally.sent += num_bytes
@@ -472,18 +523,20 @@ class Group:
             else:
                 num_rounds = 0
         last_round = self.tally.rounds + num_rounds
-        begin = named(kind, "begin")
+        with named(kind, "begin"):
+            waits = next(steps)
+        return self._rest(kind, waits, steps, last_round)
+
+    def _rest(self, kind: Kind, waits: Wait, steps: Steps[Tensor], last_round: int) -> Steps[Tensor]:
         while True:
+            yield Wait(waits.works, kind, self._is_uniform)
             try:
-                with begin:
-                    waits = next(steps)
+                waits = next(steps)
             except StopIteration as done:
-                if not self._is_quiet:
+                if self.counts_bytes:
                     self.counters.rounds += max(0, last_round - self.tally.rounds)
                     self.tally.rounds = max(last_round, self.tally.rounds)
                 return done.value  # type: ignore[no-any-return]
-            begin = nullcontext()
-            yield Wait(waits.works, kind, self._is_uniform)
 
     def num_owners(self, two_shot: bool = True) -> int:
         """Return the number of equal shares in `average_encoded_`: 1 if each rank sends everything to every other."""
@@ -501,19 +554,17 @@ class Group:
         """
         key = codec, feedback, two_shot
         if key not in self._kernels:
-            num_payloads, owners = self._num_payloads(two_shot), self.num_owners(two_shot)
+            owners = self.num_owners(two_shot)
             own: Kernels | None = Kernels(codec)
             if self.size > 1:
+                # Numbers of payloads that are decoded together.
+                num_payloads = {self.size} if owners == 1 else {self.size, 1}
                 own = compiled(codec, self.device, num_payloads, feedback, owners, self.rank == 0)
             # A compiled function may round sums differently, so all ranks compile it or none does.
             asked = self._everyone or self
             everywhere = all(is_compiled for (is_compiled,) in asked.all_gather_quietly([int(own is not None)]))
             self._kernels[key] = own if own is not None and everywhere else Kernels(codec)
         return self._kernels[key]
-
-    def _num_payloads(self, two_shot: bool) -> set[int]:
-        """Return the numbers of payloads that may be decoded together."""
-        return {self.size} if self.num_owners(two_shot) == 1 else {self.size, 1}
 
     def average_encoded_(
         self,
@@ -547,12 +598,36 @@ class Group:
             return torch.ones((), dtype=torch.bool, device=self.device)
         one = chunks[0].numbers.new_ones(())
         way_in, way_out = (one * (scale / loss_scale)).view(()), (one * loss_scale).view(())
+        payloads = (kernels.encode(chunk.numbers, chunk.residual, way_in, chunk.seed) for chunk in chunks)
+        num_payloads = 1
+        if self.num_owners(two_shot) == 1:
+            num_payloads, gathers = self.size, [self.all_gather(payload.view(-1)) for payload in payloads]
+        else:
+            gathers = yield from self._second_shots(chunks, kernels, payloads)
         finite = []
-        means = yield from self._begin_averages(chunks, kernels, way_in, two_shot)
-        for chunk, steps in zip(chunks, means, strict=True):
+        for chunk, gather in zip(chunks, gathers, strict=True):
             factor = way_out if chunk.residual is not None else one
-            finite.append(kernels.decode_mean((yield from steps), factor, chunk.numbers))
+            gathered = (yield from gather).view(num_payloads, len(chunk.numbers), -1)
+            finite.append(kernels.decode_mean(gathered, factor, chunk.numbers))
         return torch.stack(finite).all()
+
+    def _second_shots(
+        self, chunks: Sequence[Chunk], kernels: Kernels, payloads: Iterable[Tensor]
+    ) -> Steps[list[Steps[Tensor]]]:
+        """Average this rank's shares, and begin to send them to all ranks: each while other chunks are in flight."""
+        shots, gathers = [], []
+        for payload in payloads:
+            rows = payload.view(self.size, -1)
+            shots.append((self.all_to_all(rows), self.expect_all_gather(rows[0])))
+        for chunk, (first_shot, expected) in zip(chunks, shots, strict=True):
+            b, s = len(chunk.numbers) // self.size, chunk.numbers.shape[1]
+            one, mean = chunk.numbers.new_ones(()), chunk.numbers.new_empty((b, s))
+            kernels.decode_mean((yield from first_shot).view(self.size, b, -1), one, mean)
+            own = None if chunk.residual is None else chunk.residual.view(self.size, b, s)[self.rank]
+            # Times the number of ranks, by which the next mean divides it.
+            share = kernels.encode_mean(mean, own, one * self.size, chunk.seed + 2**30)
+            gathers.append(self.all_gather(share.view(-1), expected))
+        return gathers
 
     def average_tensors_encoded_(self, tensors: Sequence[Tensor], kernels: Kernels) -> Steps[None]:
         """Replace tensors by their means over ranks, without error feedback: see `average_encoded_`.
@@ -587,60 +662,18 @@ class Group:
         """
         factors_too = self.not_gradients()
         for tensor in exact if self.size > 1 else ():
-            self._note("all_reduce", tensor)
+            self._count_numbers("all_reduce", tensor)
         if self.codec is None or self.size == 1:
             yield from factors_too.all_reduce_coalesced_([*exact, *factors])
             return
         kernels = self.kernels(self.codec, feedback=False, two_shot=True)
         large = [factor for factor in factors if kernels.fills_block(factor)]
         small = [factor for factor in factors if not kernels.fills_block(factor)]
-        sums = begun(factors_too.all_reduce_coalesced_([*exact, *small]))
+        sums = factors_too.all_reduce_coalesced_([*exact, *small])
         yield from self.average_tensors_encoded_(large, kernels)
         for factor in large:
             factor.mul_(self.size)
         yield from sums
-
-    def _begin_averages(
-        self, chunks: Sequence[Chunk], kernels: Kernels, factor: Tensor, two_shot: bool
-    ) -> Steps[list[Steps[Tensor]]]:
-        """Begin to average chunks: each is encoded while the previous ones are in flight.
-
-        Returns:
-            the rest of the computation for each chunk, which returns payloads, shape `(k, b, bytes of a block)`. Their
-            mean is the average.
-        """
-        if self.num_owners(two_shot) == 1:
-            return [
-                begun(self._gather_payloads(chunk, self.size, self._encoded(chunk, kernels, factor)))
-                for chunk in chunks
-            ]
-        shots = []
-        for chunk in chunks:
-            payload = self._encoded(chunk, kernels, factor).view(self.size, -1)
-            shots.append((begun(self.all_to_all(payload)), self.expect_all_gather(payload[0])))
-        means = []
-        for chunk, (first_shot, expected) in zip(chunks, shots, strict=True):
-            share = self._encoded_mean(chunk, kernels, (yield from first_shot))
-            means.append(begun(self._gather_payloads(chunk, 1, share, expected)))
-        return means
-
-    def _gather_payloads(self, chunk: Chunk, num: int, own: Tensor, expected: object = None) -> Steps[Tensor]:
-        return (yield from self.all_gather(own, expected)).view(num, chunk.numbers.shape[0], -1)
-
-    def _encoded(self, chunk: Chunk, kernels: Kernels, factor: Tensor) -> Tensor:
-        seed = kernels.seed(chunk.seed, self.device)
-        return kernels.encode(chunk.numbers, chunk.residual, factor, seed).view(-1)
-
-    def _encoded_mean(self, chunk: Chunk, kernels: Kernels, arrived: Tensor) -> Tensor:
-        """Return this rank's share of the mean, encoded for the second shot."""
-        b, s = chunk.numbers.shape
-        one = chunk.numbers.new_ones(())
-        mean = chunk.numbers.new_empty((b // self.size, s))
-        kernels.decode_mean(arrived.view(self.size, b // self.size, -1), one, mean)
-        seed = kernels.seed(chunk.seed + 2**30, self.device)
-        own = None if chunk.residual is None else chunk.residual.view(self.size, b // self.size, s)[self.rank]
-        # Times the number of ranks, by which the next mean divides it.
-        return kernels.encode_mean(mean, own, one * self.size, seed).view(-1)
 
 
 @contextmanager
@@ -663,11 +696,8 @@ def counted(gradients: Tensor, ranks: Group, dense: float = 0.0) -> Iterator[Non
         given = tally.numbers - numbers
         if 0 < share < 1 and tally.between_nodes > between:
             given = tally.numbers_between_nodes - numbers_between
-        as_they_are = sum(num for form, num in given.items() if _is_as_precise(form, dtype))
+        floats = {form for form in given if form.is_floating_point and dtype.is_floating_point}
+        as_precise = {dtype, *(form for form in floats if form.itemsize >= dtype.itemsize)}
+        as_they_are = sum(num for form, num in given.items() if form in as_precise)
         counters.numel_uncompressed += min(numel, as_they_are)
         counters.numel_compressed += max(0, numel - as_they_are)
-
-
-def _is_as_precise(form: torch.dtype, dtype: torch.dtype) -> bool:
-    are_floating_point = form.is_floating_point and dtype.is_floating_point
-    return form == dtype or (are_floating_point and form.itemsize >= dtype.itemsize)

@@ -7,7 +7,7 @@ out at once. Nothing about time can be learned.
 from __future__ import annotations
 
 import random
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -17,7 +17,6 @@ from torch import Tensor
 from lightning_commhooks.collectives.counters import Counters
 from lightning_commhooks.collectives.direct import Direct
 from lightning_commhooks.collectives.group import Group
-from lightning_commhooks.collectives.messages import Messages
 from lightning_commhooks.collectives.steps import Steps, Wait, advance
 
 T = TypeVar("T")
@@ -45,19 +44,22 @@ class _Message:
             raise StuckError(f"{self.text}, in a call that blocks: `yield from` collectives in memory")
 
 
-class _Post:
-    """Tensors on their way, and places in which they are expected."""
-
-    def __init__(self) -> None:
-        self.sent: dict[_Way, deque[Tensor]] = {}
-        self.expected: dict[_Way, deque[tuple[Tensor, _Message]]] = {}
+_Sent = defaultdict[_Way, deque[Tensor]]
+_Expected = defaultdict[_Way, deque[tuple[Tensor, _Message]]]
 
 
 class _Backend:
-    """A stand-in for a `ProcessGroupGloo` in `Messages`."""
+    """A stand-in for a `ProcessGroupGloo` in `Direct`.
 
-    def __init__(self, post: _Post, rank: int, size: int) -> None:
-        self._post, self._rank, self._size = post, rank, size
+    Args:
+        sent: tensors on their way, shared by all ranks.
+        expected: places in which tensors are expected, shared by all ranks.
+        rank: this rank.
+        size: number of ranks.
+    """
+
+    def __init__(self, sent: _Sent, expected: _Expected, rank: int, size: int) -> None:
+        self._sent, self._expected, self._rank, self._size = sent, expected, rank, size
 
     def rank(self) -> int:
         return self._rank
@@ -67,20 +69,20 @@ class _Backend:
 
     def send(self, tensors: Sequence[Tensor], peer: int, number: int) -> _Message:
         (tensor,), way = tensors, (self._rank, peer, number)
-        if waiting := self._post.expected.get(way):
+        if waiting := self._expected[way]:
             self._deliver(tensor, *waiting.popleft())
         else:
-            self._post.sent.setdefault(way, deque()).append(tensor.clone())
+            self._sent[way].append(tensor.clone())
         return _Message("", True)
 
     def recv(self, tensors: Sequence[Tensor], peer: int, number: int) -> _Message:
         (place,), way = tensors, (peer, self._rank, number)
         text = f"rank {self._rank} waits for {place.numel()} elements of {place.dtype} from rank {peer}"
         message = _Message(text, False)
-        if arrived := self._post.sent.get(way):
+        if arrived := self._sent[way]:
             self._deliver(arrived.popleft(), place, message)
         else:
-            self._post.expected.setdefault(way, deque()).append((place, message))
+            self._expected[way].append((place, message))
         return message
 
     def _deliver(self, tensor: Tensor, place: Tensor, message: _Message) -> None:
@@ -95,16 +97,17 @@ def groups_in_memory(size: int, device: torch.device | str = "cpu") -> list[Grou
 
     Values that ranks agree on in blocking calls, as in `bind`, have to be the same on all of them.
     """
-    post = _Post()
+    sent: _Sent = defaultdict(deque)
+    expected: _Expected = defaultdict(deque)
     groups = []
     for rank in range(size):
-        transport, nodes = Direct(Messages(_Backend(post, rank, size))), [[other] for other in range(size)]
+        transport, nodes = Direct(_Backend(sent, expected, rank, size)), [[other] for other in range(size)]
         groups.append(Group(transport, Counters(), device, nodes=nodes, global_rank=rank, are_alike=True))
     return groups
 
 
-def run_together(ranks: Sequence[Callable[[], Steps[T]]], seed: int = 0) -> list[T]:
-    """Run a computation of each rank to its end, by turns in an arbitrary order; returns the results.
+def run_together(works: Sequence[Callable[[], Steps[T]]], seed: int = 0) -> list[T]:
+    """Run a computation of each rank to its end, by turns in an arbitrary order, and return the results.
 
     Raises:
         StuckError: they would wait for ever.
@@ -113,7 +116,7 @@ def run_together(ranks: Sequence[Callable[[], Steps[T]]], seed: int = 0) -> list
     chance = random.Random(seed)
     results: dict[int, T] = {}
     with torch.no_grad():
-        running = {rank: (make(), Wait(())) for rank, make in enumerate(ranks)}
+        running = {rank: (make(), Wait(())) for rank, make in enumerate(works)}
         while running:
             free = [rank for rank, (_, waits) in running.items() if not _missing(waits)]
             if not free:
@@ -125,7 +128,7 @@ def run_together(ranks: Sequence[Callable[[], Steps[T]]], seed: int = 0) -> list
             except StopIteration as done:
                 results[rank] = done.value
                 del running[rank]
-    return [results[rank] for rank in range(len(ranks))]
+    return [results[rank] for rank in range(len(works))]
 
 
 def _missing(waits: Wait) -> list[str]:

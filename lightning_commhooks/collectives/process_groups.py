@@ -17,12 +17,9 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from lightning_commhooks.collectives import direct
-from lightning_commhooks.collectives.backend import Backend
-from lightning_commhooks.collectives.direct import Direct, measure_latency
-from lightning_commhooks.collectives.forks import keep_in_forks
-from lightning_commhooks.collectives.gloo_abort import Connections, GlooConnections, with_connections
-from lightning_commhooks.collectives.messages import Messages
+from lightning_commhooks.collectives.direct import FAR, Direct, measure_latency, num_connections
+from lightning_commhooks.collectives.errors import keep_in_forks
+from lightning_commhooks.collectives.gloo_abort import Connections, GlooConnections, listening_devices
 
 logger = logging.getLogger(__name__)
 
@@ -46,13 +43,13 @@ class OwnGroup:
 
     Attributes:
         process_group: the group.
-        transport: the collectives: direct messages between ranks that are far from each other, or the backend's own.
         connections: connections between its ranks. Do not keep the group alive.
+        direct: direct messages between the ranks, for CPU tensors over gloo.
     """
 
     process_group: dist.ProcessGroup
-    transport: Backend | Direct
     connections: Connections = dataclasses.field(default_factory=Connections)
+    direct: Direct | None = None
 
     def __post_init__(self) -> None:
         keep_in_forks(self.process_group)
@@ -108,7 +105,7 @@ def own_group(process_group: dist.ProcessGroup, device: torch.device) -> OwnGrou
     """Create a group over the same ranks. Collective."""
     if backend_for(process_group, device) != dist.Backend.GLOO:
         own = _new_group(process_group, device)
-        return OwnGroup(own, Backend(own), connections_of(own))
+        return OwnGroup(own, BackendConnections(own))
     timeout = timeout_of(process_group, device)
     place = process_group.rank(), process_group.size()
     return group_at(_store(_new_name(process_group)), place, device, timeout)
@@ -125,26 +122,21 @@ def group_at(store: Store, place: tuple[int, int], device: torch.device, timeout
     """
     own, connections = _connected_gloo_group(store, place, device, timeout)
     if device.type != "cpu" or own.size() == 1:
-        return OwnGroup(own, Backend(own), connections)
-    messages = _messages(own, device)
+        return OwnGroup(own, connections)
+    direct = Direct(_backend_of(own, device))
     try:
-        latency = measure_latency(messages)
+        latency = measure_latency(direct)
     except ValueError:
         connections.abort()  # or the error's traceback would keep the connections open
         raise
-    num_connections = _COLLECTIVES_AT_ONCE if latency <= direct.FAR else direct.num_connections(latency)
-    if num_connections > 1 and len(_interfaces()) == 1:
+    num = _COLLECTIVES_AT_ONCE if latency <= FAR else num_connections(latency)
+    if num > 1 and len(_interfaces()) == 1:
         first = connections
-        several = PrefixStore("several", store)
-        own, connections = _connected_gloo_group(several, place, device, timeout, num_connections)
+        own, connections = _connected_gloo_group(PrefixStore("several", store), place, device, timeout, num)
         first.abort()
-        messages = _messages(own, device)
-    transport = Backend(own, messages) if latency <= direct.FAR else Direct(messages, latency)
-    return OwnGroup(own, transport, connections)
-
-
-def _messages(own: dist.ProcessGroup, device: torch.device) -> Messages:
-    return Messages(_backend_of(own, device))
+        direct = Direct(_backend_of(own, device))
+    direct.latency = latency if latency > FAR else 0.0
+    return OwnGroup(own, connections, direct)
 
 
 def _interfaces() -> list[str]:
@@ -181,25 +173,11 @@ def _connected_gloo_group(
     store: Store, place: tuple[int, int], device: torch.device, timeout: timedelta, num: int = 1
 ) -> tuple[dist.ProcessGroup, GlooConnections]:
     """Create a group with `num` connections between any two ranks, and return both. Collective."""
-
-    def make(devices: Sequence[dist.ProcessGroupGloo.Device]) -> list[dist.ProcessGroup]:
-        return [_gloo_group(store, place, device, timeout, [one for one in devices for _ in range(num)])]
-
-    (own,), connections = with_connections(make, _devices)
-    return own, connections
-
-
-def _gloo_group(
-    store: Store,
-    place: tuple[int, int],
-    device: torch.device,
-    timeout: timedelta,
-    devices: Sequence[dist.ProcessGroupGloo.Device],
-) -> dist.ProcessGroup:
+    devices, mine = listening_devices(_devices)
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()
     options._timeout = timeout
-    options._devices = list(devices)
+    options._devices = [one for one in devices for _ in range(num)]
     options._threads = _COLLECTIVES_AT_ONCE
     backend = gloo(store, *place, options)
     own = dist.ProcessGroup(store, *place)
@@ -207,11 +185,11 @@ def _gloo_group(
     own._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
     if device.type == "cuda":
         own._register_backend(device, dist.ProcessGroup.BackendType.GLOO, backend)
-    return own
+    return own, GlooConnections(own, mine, len(devices))
 
 
 def _nccl_group(
-    parent: dist.ProcessGroup, store: Store, ranks: Sequence[int], device: torch.device, timeout: timedelta
+    parent: dist.ProcessGroup, store: Store, members: Sequence[int], device: torch.device, timeout: timedelta
 ) -> dist.ProcessGroup:
     """Create a group of some ranks of an NCCL group, with the same backend class. Collective among these ranks.
 
@@ -221,7 +199,7 @@ def _nccl_group(
     backend = _backend_of(parent, device)
     options = type(backend.options)()
     options._timeout = timeout
-    place = ranks.index(parent.rank()), len(ranks)
+    place = members.index(parent.rank()), len(members)
     own = dist.ProcessGroup(store, *place)
     own.bound_device_id = parent.bound_device_id  # the NCCL backend of PyTorch 2.15 needs it to connect
     own._set_default_backend(dist.ProcessGroup.BackendType.NCCL)
@@ -233,8 +211,12 @@ def _store(name: str) -> PrefixStore:
     return PrefixStore(f"lightning_commhooks/{name}/", dist.distributed_c10d._get_default_store())
 
 
-class _BackendConnections(Connections):
-    """Connections of a group without gloo; see [`connections_of`][]."""
+class BackendConnections(Connections):
+    """Connections of a group without gloo. Does not keep the group alive.
+
+    The group is aborted in a separate thread, since NCCL may wait for the device. If the backend cannot abort, nothing
+    happens, and the remaining ranks wait for their timeout.
+    """
 
     def __init__(self, process_group: dist.ProcessGroup) -> None:
         self._group = weakref.ref(process_group)
@@ -249,15 +231,6 @@ def _abort(group: dist.ProcessGroup) -> None:
         group.abort()
     except RuntimeError as error:  # the backend cannot abort
         logger.info("after a failure here, other ranks wait for the timeout of the process group: %s", error)
-
-
-def connections_of(process_group: dist.ProcessGroup) -> Connections:
-    """Return the connections of a group without gloo. Does not keep the group alive.
-
-    The group is aborted in a separate thread, since NCCL may wait for the device. If the backend cannot abort, nothing
-    happens, and the remaining ranks wait for their timeout.
-    """
-    return _BackendConnections(process_group)
 
 
 def _devices() -> list[dist.ProcessGroupGloo.Device]:
@@ -280,28 +253,28 @@ def own_subgroup(
     rank = process_group.rank()
     timeout = timeout_of(process_group, device)
     backend = backend_for(process_group, device)
-    index, ranks = next((i, ranks) for i, ranks in enumerate(subgroups) if rank in ranks)
+    index, members = next((i, members) for i, members in enumerate(subgroups) if rank in members)
     if backend == dist.Backend.GLOO:
         store = PrefixStore(f"{name}/{index}", process_group.get_group_store())
-        own, connections = _connected_gloo_group(store, (ranks.index(rank), len(ranks)), device, timeout)
-        return OwnGroup(own, Backend(own), connections)
+        own, connections = _connected_gloo_group(store, (members.index(rank), len(members)), device, timeout)
+        return OwnGroup(own, connections)
     if backend in _NCCL:
-        own = _nccl_group(process_group, _store(f"{name}/{index}"), ranks, device, timeout)
+        own = _nccl_group(process_group, _store(f"{name}/{index}"), members, device, timeout)
     else:
         world = dist.get_process_group_ranks(process_group)
         is_part = len(world) < dist.get_world_size()
         groups = [
             dist.new_group(
-                [world[i] for i in ranks],
+                [world[i] for i in each],
                 backend=_configured(process_group, device),
                 timeout=timeout,
                 use_local_synchronization=is_part,
             )
-            for ranks in subgroups
-            if not is_part or rank in ranks
+            for each in subgroups
+            if not is_part or rank in each
         ]
         own = next(group for group in groups if group is not dist.GroupMember.NON_GROUP_MEMBER)
-    return OwnGroup(own, Backend(own), connections_of(own))
+    return OwnGroup(own, BackendConnections(own))
 
 
 def destroy(process_groups: Iterable[dist.ProcessGroup | None]) -> None:

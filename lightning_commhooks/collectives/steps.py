@@ -126,20 +126,6 @@ def finish(steps: Steps[T], waiting: Callable[[], AbstractContextManager[object]
             failure = reason
 
 
-def begun(steps: Steps[T]) -> Steps[T]:
-    """Run a computation until it waits for the first time; return the rest of it."""
-    try:
-        waits = advance(steps)
-    except StopIteration as done:
-        return result(done.value)
-    return _rest(waits, steps)
-
-
-def _rest(waits: Wait, steps: Steps[T]) -> Steps[T]:
-    yield waits
-    return (yield from steps)
-
-
 def result(value: T) -> Steps[T]:
     """Return a computation that already has its result."""
     return value

@@ -181,13 +181,13 @@ class BoundLocalSGD(AveragesModels):
     def reduce(self, bucket: Bucket, ranks: Group) -> Steps[None]:
         group = self._group_at(bucket.step)
         if group is not None:
-            yield from group.together_with(ranks).all_reduce_mean_(bucket.flat)
+            yield from group.for_bucket(ranks).all_reduce_mean_(bucket.flat)
 
     def reduce_sparse(self, grad: Tensor, bucket: Bucket, ranks: Group) -> Steps[Tensor]:
         group = self._group_at(bucket.step)
         if group is None:
             return grad.coalesce()
-        return (yield from group.together_with(ranks).all_reduce_sparse_mean(grad))
+        return (yield from group.for_bucket(ranks).all_reduce_sparse_mean(grad))
 
     def after_optimizer_step(self, stepped: OptimizerStep) -> None:
         if stepped.step < 0 or not self.has_started(stepped.step):

@@ -72,7 +72,7 @@ class PseudoGradients:
     """
 
     def __init__(self, group: Group, encoding: CommHook, in_background: bool) -> None:
-        self._group = group.for_averages_under_way() if in_background else group
+        self._group = group.split([range(group.size)], apart=True) if in_background else group
         self._in_background = in_background
         self.inner = encoding.bind(self._group)
         self.under_way: dict[tuple[str, int], tuple[Callable[[], None], list[Bucket]]] = {}

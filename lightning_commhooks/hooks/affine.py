@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, get_args
 
 from lightning_commhooks.codecs import AffineCodec
 from lightning_commhooks.codecs.formats import check_block_size
@@ -18,7 +18,7 @@ from lightning_commhooks.interface.precision import to_gradient, work_dtype
 from lightning_commhooks.interface.registry import register
 
 Protocol = Literal["two_shot", "all_gather"]
-PROTOCOLS = ("two_shot", "all_gather")
+PROTOCOLS = get_args(Protocol)
 
 
 @dataclass(frozen=True, kw_only=True)

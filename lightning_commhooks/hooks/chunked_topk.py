@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_commhooks.codecs.codec import pack, unpack
 from lightning_commhooks.codecs.formats import Int2Codec
 from lightning_commhooks.collectives.group import Group
-from lightning_commhooks.collectives.steps import Steps, begun
+from lightning_commhooks.collectives.steps import Steps
 from lightning_commhooks.interface.bucket import Bucket, Slot
 from lightning_commhooks.interface.checks import check_bool, check_integer
 from lightning_commhooks.interface.error_feedback import ErrorFeedback
@@ -101,7 +101,7 @@ class _BoundChunkedTopK(ErrorFeedback):
         mean, sent = residual.clone(), residual.clone()
         slots, rest = self.plan(bucket)
         exact = torch.cat([residual[:0], *(slot.view(residual).view(-1) for slot in rest)])
-        averaging = begun(ranks.all_reduce_mean_(exact))
+        averaging = ranks.all_reduce_mean_(exact)
         chunks = torch.cat([self._chunks(slot.view(residual)) for slot in slots])
         places = chunks.abs().topk(self.hook.k, dim=1).indices
         codes, scales, values = self._codec.quantize(chunks.gather(1, places), chunks.new_zeros((), dtype=torch.int32))

@@ -20,7 +20,7 @@ from lightning_commhooks.interface.registry import register
 
 @dataclass(frozen=True, kw_only=True)
 class _Half(CommHook):
-    """Options of both.
+    """Options of `FP16` and `BF16`.
 
     Args:
         accumulate_dtype: `None`: one all-reduce in 16 bit. `"float32"`: each rank receives its share of the
@@ -40,8 +40,7 @@ class _Half(CommHook):
         check_hierarchy(self.hierarchy)
 
     def bind(self, group: Group) -> BoundHook:
-        in_float32 = self.accumulate_dtype == "float32"
-        return bind_by_node(self.hierarchy, group, lambda ranks: _BoundHalf(ranks, self.dtype, in_float32))
+        return bind_by_node(self.hierarchy, group, lambda ranks: _BoundHalf(ranks, self))
 
 
 @register
@@ -49,13 +48,11 @@ class _Half(CommHook):
 class FP16(_Half):
     """Average gradients in float16: 11 significant bits, magnitudes from 6e-8 to 65504.
 
-    Differs from PyTorch's `default_hooks.fp16_compress_hook` in one point: the gradient is divided by the
-    number of ranks while it is cast, not after, so that a value up to w times 65504 does not overflow and
-    neither does the sum.
+    Unlike PyTorch's `default_hooks.fp16_compress_hook`, it divides gradients by the number of ranks w before it rounds
+    them, so that values up to w times 65504, and their sum, do not overflow.
 
     Raises:
-        ValueError: `accumulate_dtype` or `hierarchy` is something else; when attached, nodes have different numbers of
-            ranks.
+        ValueError: a value is out of range; when attached, nodes have different numbers of ranks.
     """
 
     name: ClassVar[str] = "fp16"
@@ -67,11 +64,10 @@ class FP16(_Half):
 class BF16(_Half):
     """Average gradients in bfloat16: 8 significant bits, the range of float32.
 
-    As PyTorch's `default_hooks.bf16_compress_hook`, also on CPU, where DDP refuses that one.
+    Works like PyTorch's `default_hooks.bf16_compress_hook`, but also on CPU, where DDP refuses PyTorch's hook.
 
     Raises:
-        ValueError: `accumulate_dtype` or `hierarchy` is something else; when attached, nodes have different numbers of
-            ranks.
+        ValueError: a value is out of range; when attached, nodes have different numbers of ranks.
     """
 
     name: ClassVar[str] = "bf16"
@@ -81,10 +77,9 @@ class BF16(_Half):
 class _BoundHalf(BoundHook):
     scales_gradients = True
 
-    def __init__(self, group: Group, dtype: torch.dtype, in_float32: bool) -> None:
+    def __init__(self, group: Group, hook: _Half) -> None:
         super().__init__(group)
-        self._dtype = dtype
-        self._in_float32 = in_float32
+        self._hook, self._dtype, self._in_float32 = hook, hook.dtype, hook.accumulate_dtype == "float32"
         # Whether gradients were larger than their payload.
         self._shrank: set[bool] = set()
 
@@ -107,5 +102,4 @@ class _BoundHalf(BoundHook):
     def inactive_reason(self, step: int) -> str | None:
         if self._shrank != {False}:
             return None
-        name = FP16.name if self._dtype == FP16.dtype else BF16.name
-        return f"hook={name!r} compresses nothing, gradients are in 16 bit already; use hook='int8'"
+        return f"hook={self._hook.name!r} compresses nothing, gradients are in 16 bit already; use hook='int8'"

@@ -15,7 +15,7 @@ import logging
 import math
 import zlib
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, TypeVar
 
@@ -39,7 +39,7 @@ from lightning_commhooks.interface.state import Shapes
 logger = logging.getLogger(__name__)
 
 # 1 MB of float32: half of a core's second-level cache on common servers.
-_BLOCK_NUMEL = 2**18
+BLOCK_NUMEL = 2**18
 
 Config = TypeVar("Config", bound="type[LowRankConfig]")
 
@@ -114,7 +114,7 @@ class LowRankConfig(CommHook):
             raise ValueError(f"num_iters_per_step must be 1 or 2, got {self.num_iters_per_step!r}")
         if self.num_iters_per_step == 1 and not self.warm_start:
             raise ValueError(
-                "num_iters_per_step=1 goes on from the factor of the step before: it needs warm_start=True, "
+                "num_iters_per_step=1 starts from the factor of the previous step: it needs warm_start=True, "
                 "or use num_iters_per_step=2"
             )
         if not isinstance(self.orthogonalization_epsilon, (int, float)) or not 0 <= self.orthogonalization_epsilon < 1:
@@ -198,6 +198,42 @@ class PowerSGD(LowRankConfig):
         return by_shape
 
 
+@register
+@takes_aliases
+@dataclass(frozen=True, kw_only=True)
+class BatchedPowerSGD(LowRankConfig):
+    """Low-rank compression of whole buckets, ignoring where parameters begin and end.
+
+    PyTorch's `batched_powerSGD_hook`, which fails on an assertion in PyTorch 2.13. It computes fewer and larger
+    products than `powersgd` and also compresses biases, but its accuracy per byte is **much lower**: the rows of a
+    bucket are not the rows of its layers, so their gradients have no low rank. Prefer `powersgd`.
+
+    Sends `2 * ceil(sqrt(numel)) * rank` numbers for a bucket of `numel` elements, in two all-reduces; with
+    `num_iters_per_step=1` half of that, in one.
+
+    Args:
+        matrix_approximation_rank: rank of the approximation, `rank` for short. More than 1 rarely helps here.
+        start_powerSGD_iter: number of initial steps without compression, or a fraction of the run, or `"auto"`: see
+            [`PowerSGD`][].
+
+    Raises:
+        ValueError: a value is out of range.
+    """
+
+    # A bucket has one matrix, padded with zeros.
+    batch_tensors_with_same_shape: ClassVar[bool] = True
+
+    name: ClassVar[str] = "batched_powersgd"
+    aliases: ClassVar[tuple[str, ...]] = ("batched_power_sgd",)
+
+    def bind(self, group: Group) -> BoundHook:
+        return bind_by_node(self.hierarchy, group, lambda ranks: BoundPowerSGD(ranks, self))
+
+    def matrices(self, slots: Sequence[Slot]) -> dict[tuple[int, int], list[tuple[Slot, ...]]]:
+        side = math.isqrt(max(sum(slot.numel for slot in slots), 1) - 1) + 1
+        return {(side, side): [tuple(slots)]}
+
+
 class BoundPowerSGD(ErrorFeedback):
     """Runs algorithm 1 on all matrices of a bucket at once; `ErrorFeedback` implements algorithm 2.
 
@@ -214,6 +250,8 @@ class BoundPowerSGD(ErrorFeedback):
         # Number of gradient elements, and of numbers sent, since compression began; and the step of the next log
         # message.
         self._numel_before = self._numel_after = self._next_report = 0
+        # The results of `_share`, until a bucket has a new plan.
+        self._shares: dict[int, float] = {}
 
     def average_(self, residual: Tensor | None, bucket: Bucket, ranks: Group) -> Steps[Tensor]:
         flat, (_, batches, rest) = bucket.flat, self.plan(bucket)
@@ -237,8 +275,9 @@ class BoundPowerSGD(ErrorFeedback):
         With `num_iters_per_step=1`, a step makes half an iteration, as in Zhang et al. 2023,
         https://arxiv.org/abs/2306.08881: P = M Q, and in the next step Q = M^T P from that P.
         """
+        is_half = self.hook.num_iters_per_step == 1
         # The memory has P from the step that computes it until the step that computes Q from it.
-        makes_q = any("factor_p" in self.memory.get(key, {}) for batch in batches for key in batch.keys)
+        makes_q = is_half and any("factor_p" in self.memory.get(key, {}) for batch in batches for key in batch.keys)
         last, new = ("factor_p", "factor") if makes_q else ("factor", "factor_p")
         starts = [self._first_factors(batch, last, bucket.step) for batch in batches]
         products = [
@@ -246,7 +285,7 @@ class BoundPowerSGD(ErrorFeedback):
             for batch, start in zip(batches, starts, strict=True)
         ]
         factors = yield from self._mean(products, bucket.flat.dtype, ranks, [dense])
-        if self.hook.num_iters_per_step == 1:
+        if is_half:
             self._remember(batches, factors, new)
             return (starts, factors) if makes_q else (factors, starts)
         ps = [orthonormal_basis(p) for p in factors]
@@ -256,7 +295,7 @@ class BoundPowerSGD(ErrorFeedback):
         return ps, qs
 
     def _first_factors(self, batch: _Matrices, kind: str, step: int) -> Tensor:
-        """Return the orthonormal factors with which a step begins: those of an earlier step, or random ones."""
+        """Return the orthonormal factors with which a step begins: an earlier step's, or random ones."""
         fresh = batch.fresh[kind]
         if not self.hook.warm_start:
             return orthonormal_basis(random_factors(batch.keys, fresh.shape[1:], fresh, self.hook.random_seed, step))
@@ -293,6 +332,7 @@ class BoundPowerSGD(ErrorFeedback):
     def lay_out(self, bucket: Bucket) -> tuple[list[Slot], list[_Matrices], list[Slot]]:
         """Return the gradients that are in matrices, the matrices, and the remaining gradients."""
         hook, batches = self.hook, []
+        self._shares = {}
         like = bucket.flat.new_empty(0, dtype=work_dtype(bucket.flat.dtype))
         for (n, m), slots in hook.matrices(bucket.slots).items():
             batch = _Matrices(slots, n, m, hook.batch_tensors_with_same_shape or not like.is_cpu)
@@ -347,12 +387,13 @@ class BoundPowerSGD(ErrorFeedback):
 
     def _share(self, rank: int) -> float:
         """Return the fraction of elements that would be compressed at that rank; 1 before there are any buckets."""
-        hook = self.hook
-        if rank != hook.matrix_approximation_rank:
-            hook = dataclasses.replace(hook, matrix_approximation_rank=rank)
-        slots = [slot for slots, _ in self.plans.values() for slot in slots]
-        matrices = [slot for of in hook.matrices(slots).values() for some in of for slot in some]
-        return sum(slot.numel for slot in matrices) / max(1, sum(slot.numel for slot in slots)) if slots else 1.0
+        if rank not in self._shares:
+            hook = dataclasses.replace(self.hook, matrix_approximation_rank=rank)
+            slots = [slot for slots, _ in self.plans.values() for slot in slots]
+            matrices = [slot for of in hook.matrices(slots).values() for some in of for slot in some]
+            total = sum(slot.numel for slot in slots)
+            self._shares[rank] = sum(slot.numel for slot in matrices) / max(1, total) if slots else 1.0
+        return self._shares[rank]
 
 
 @dataclass
@@ -365,6 +406,7 @@ class _Matrices:
         m: number of columns.
         at_once: whether to multiply the matrices together, from a copy; if not, one after another, in blocks of rows.
         fresh: random factors by kind: `"factor"` is Q; `"factor_p"` is P, only with half iterations.
+        keys: keys of the matrices in the memory: the names of their parameters, joined by newlines.
     """
 
     slots: list[tuple[Slot, ...]]
@@ -374,32 +416,31 @@ class _Matrices:
     fresh: dict[str, Tensor] = field(default_factory=dict)
     _together: Tensor | None = None
 
-    @property
-    def keys(self) -> list[str]:
-        """Keys of the matrices in the memory: the names of their parameters, joined by newlines."""
-        return ["\n".join(slot.name for slot in slots) for slots in self.slots]
+    def __post_init__(self) -> None:
+        self.keys = ["\n".join(slot.name for slot in slots) for slots in self.slots]
 
     def _of(self, flat: Tensor) -> list[Tensor]:
         """Return the gradients of each matrix, as a contiguous view of a flat bucket."""
         return [flat[slots[0].offset : slots[-1].offset + slots[-1].numel] for slots in self.slots]
 
-    def _blocks(self, m: Tensor) -> Iterator[tuple[slice, slice]]:
-        """Yield blocks of rows that fit into the cache: a slice of the rows, and a slice of their elements."""
-        step = max(1, _BLOCK_NUMEL // self.m) if m.is_cpu else self.n
-        for first in range(0, self.n, step):
-            yield slice(first, first + step), slice(first * self.m, (first + step) * self.m)
+    def _rows_at_once(self, flat: Tensor) -> int:
+        """Return the number of rows of a block that fits into the cache."""
+        return max(1, BLOCK_NUMEL // self.m) if flat.is_cpu else self.n
 
     def add_and_multiply_(self, residual: Tensor, bucket: Bucket, start: Tensor, makes_q: bool) -> Tensor:
         """Add the gradients to the residuals, which gives M; return M Q, or M^T P if `makes_q`."""
         k, r, _ = start.shape
-        product = start.new_zeros((k, r, self.m if makes_q else self.n))
+        product, divisor = start.new_zeros((k, r, self.m if makes_q else self.n)), bucket.divisor
+        num = self._rows_at_once(residual)
         for i, (m, gradient) in enumerate(zip(self._of(residual), self._of(bucket.flat), strict=True)):
-            for rows, block in self._blocks(m):
-                add_unscaled_(m[block], gradient[block], bucket.divisor)
+            parts_of_p = (start if makes_q else product)[i].split(num, dim=1)
+            blocks = zip(m.split(num * self.m), gradient.split(num * self.m), parts_of_p, strict=False)
+            for block, own, part_of_p in blocks:
+                add_unscaled_(block, own, divisor)
                 if makes_q and not self.at_once:
-                    product[i].addmm_(start[i][:, rows], m[block].view(-1, self.m))
+                    product[i].addmm_(part_of_p, block.view(-1, self.m))
                 elif not self.at_once:
-                    torch.mm(start[i], m[block].view(-1, self.m).t(), out=product[i][:, rows])
+                    torch.mm(start[i], block.view(-1, self.m).t(), out=part_of_p)
         if self.at_once:
             filled = [pad(m, (0, self.n * self.m - m.numel())).view(self.n, self.m) for m in self._of(residual)]
             self._together = torch.stack(filled)
@@ -416,17 +457,18 @@ class _Matrices:
     def write_and_subtract_(self, residual: Tensor, bucket: Bucket, p: Tensor, q: Tensor) -> None:
         """Replace the gradients by P^T Q times the loss scale; subtract P^T Q, as rounded there, from the residuals."""
         self._together = None
+        num, divisor = self._rows_at_once(residual), -bucket.loss_scale
         for i, (m, gradient) in enumerate(zip(self._of(residual), self._of(bucket.flat), strict=True)):
             scaled = q[i] * bucket.loss_scale
             is_whole = gradient.dtype == q.dtype and gradient.numel() == self.n * self.m
             # With rank 1, a matrix product takes a third longer than an elementwise product.
             multiply = torch.mul if len(scaled) == 1 else torch.mm
-            for rows, block in self._blocks(m):
-                written, out = gradient[block], gradient[block].view(-1, self.m) if is_whole else None
-                product = multiply(p[i][:, rows].t(), scaled, out=out)
+            blocks = zip(m.split(num * self.m), gradient.split(num * self.m), p[i].split(num, dim=1), strict=False)
+            for block, written, part_of_p in blocks:
+                product = multiply(part_of_p.t(), scaled, out=written.view(-1, self.m) if is_whole else None)
                 if not is_whole:
                     written.copy_(to_gradient(product.view(-1)[: written.numel()], written.dtype))
-                add_unscaled_(m[block], written, -bucket.loss_scale)
+                add_unscaled_(block, written, divisor)
 
 
 def _sent_is_finite(p: Tensor, q: Tensor, dtype: torch.dtype) -> Tensor:
@@ -445,7 +487,7 @@ def random_factors(keys: Sequence[str], shape: Sequence[int], like: Tensor, seed
     """Return standard normal numbers for each key, in the dtype and on the device of `like`, equal on all ranks.
 
     The numbers do not depend on the device. They depend on the seed, on the parameters' names, so that the order of
-    buckets does not matter, and on the step if they are drawn anew at each step.
+    buckets does not matter, and on the step.
     """
     generator = torch.Generator()
     factors = torch.empty(len(keys), *shape)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 import zlib
 from abc import abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import ClassVar, Literal
 
 import torch
@@ -18,7 +17,7 @@ from lightning_commhooks.codecs.codec import Codec, Kernels, compiled
 from lightning_commhooks.codecs.formats import Rounding
 from lightning_commhooks.collectives.chunk import CHUNK_NUMEL, Chunk
 from lightning_commhooks.collectives.group import Group
-from lightning_commhooks.collectives.steps import Steps, begun
+from lightning_commhooks.collectives.steps import Steps
 from lightning_commhooks.hooks.allreduce import reduce_scatter
 from lightning_commhooks.interface.bucket import Bucket, Slot
 from lightning_commhooks.interface.checks import check_bool, check_integer
@@ -30,12 +29,15 @@ from lightning_commhooks.interface.registry import register
 from lightning_commhooks.interface.state import Shapes
 
 # Gradients with fewer elements are copied into common chunks.
-_ALONE_NUMEL = 2**17
+_SEPARATE_NUMEL = 2**17
 
 
 @dataclass(frozen=True, kw_only=True)
 class CodecConfig(CommHook):
     """Options of hooks that encode gradients and have error feedback.
+
+    In a two-shot all-reduce (`Group.average_encoded_`), gradients are encoded once and their mean once more, unless
+    there are two ranks.
 
     Args:
         use_error_feedback: add the encoding errors, those of the mean included, to the next step's gradients. Needs
@@ -82,9 +84,7 @@ class CodecConfig(CommHook):
 class Int8(CodecConfig):
     """Average gradients as blocks of 8-bit integers with a scale each, with error feedback.
 
-    A two-shot all-reduce (`Group.average_encoded_`) sends a quarter of the bytes of float32, for any number of ranks.
-    Gradients are encoded once and their mean once more, unless there are two ranks. For levels and errors, see
-    `Int8Codec`.
+    Sends a quarter of the bytes of float32, for any number of ranks. For levels and errors, see `Int8Codec`.
 
     Args:
         block_size: number of elements that share a scale, a multiple of 8. Sends `1 + 4 / block_size` bytes per
@@ -110,9 +110,7 @@ class Int8(CodecConfig):
 class Int4(CodecConfig):
     """Average gradients as blocks of 4-bit integers with a scale each, with error feedback.
 
-    A two-shot all-reduce (`Group.average_encoded_`) sends a seventh of the bytes of float32, for any number of ranks.
-    Gradients are encoded once and their mean once more, unless there are two ranks. For levels and errors, see
-    `Int4Codec`.
+    Sends a seventh of the bytes of float32, for any number of ranks. For levels and errors, see `Int4Codec`.
 
     Args:
         block_size: number of elements that share a scale, a multiple of 8. Sends `1/2 + 4 / block_size` bytes per
@@ -169,9 +167,8 @@ class FP8(CodecConfig):
 class Int2(CodecConfig):
     """Average gradients as signs and one of two magnitudes, with error feedback.
 
-    A two-shot all-reduce (`Group.average_encoded_`) sends a fourteenth of the bytes of float32, for any number of
-    ranks. Gradients are encoded once and their mean once more, unless there are two ranks. For levels and errors, see
-    `Int2Codec`. Meant for the pseudo-gradients of [`DiLoCo`][], which are sent rarely.
+    Sends a fourteenth of the bytes of float32, for any number of ranks. For levels and errors, see `Int2Codec`. Meant
+    for the pseudo-gradients of [`DiLoCo`][], which are sent rarely.
 
     Args:
         block_size: number of elements that share the magnitudes, a multiple of 8. Sends `1/4 + 8 / block_size` bytes
@@ -211,16 +208,16 @@ class CodecFeedback(ErrorFeedback):
     def average_(self, residual: Tensor | None, bucket: Bucket, ranks: Group) -> Steps[Tensor | None]:
         flat, plan, dtype = bucket.flat, self.plan(bucket), work_dtype(bucket.flat.dtype)
         dense = bucket.gather(plan.rest).div_(self.group.size / bucket.scale)
-        averaging = begun(ranks.all_reduce_(dense))
+        averaging = ranks.all_reduce_(dense)
         parts = []
         for place in plan.places:
             own = None if residual is None else place.gather(residual, dtype)
-            parts.append(Chunk(place.gather(flat, dtype), own, self._seed(bucket, place.stretches[0].name)))
+            parts.append(Chunk(place.gather(flat, dtype), own, self._seed(bucket, place.name)))
         finite = yield from ranks.average_encoded_(
             parts, self._kernels, loss_scale=bucket.loss_scale, scale=bucket.scale
         )
         for place, part in zip(plan.places, parts, strict=True):
-            mean = to_gradient(part.numbers, flat.dtype)
+            mean = part.numbers if dtype == flat.dtype else to_gradient(part.numbers, flat.dtype)
             place.scatter(mean, flat)
             if residual is not None and part.residual is not None:
                 if dtype != flat.dtype:
@@ -287,30 +284,30 @@ class Place:
     """Contiguous parts of gradients that are encoded and sent together, each padded with zeros to whole blocks.
 
     Attributes:
-        stretches: the parts, each named after its gradient and its first element.
-        starts: the offset of each part in the chunk.
+        name: the gradient of the first part, and the part's first element in it.
+        parts: for each part, its first element in the bucket, its number of elements, and its offset in the chunk.
         shape: `(b, s)`: b blocks of s elements. b is a multiple of the number of owners.
     """
 
-    stretches: tuple[Slot, ...]
-    starts: tuple[int, ...]
+    name: str
+    parts: tuple[tuple[int, int, int], ...]
     shape: tuple[int, int]
 
     def gather(self, flat: Tensor, dtype: torch.dtype) -> Tensor:
         """Return gradients or residuals, shape `(b, s)`: a view of `flat` if layout and dtype fit, else a copy."""
-        numel = self.shape[0] * self.shape[1]
-        if len(self.stretches) == 1 and self.stretches[0].numel == numel and flat.dtype == dtype:
-            return self.stretches[0].view(flat).view(self.shape)
-        numbers = flat.new_zeros(numel, dtype=dtype)
-        for stretch, start in zip(self.stretches, self.starts, strict=True):
-            numbers[start:][: stretch.numel] = stretch.view(flat)
-        return numbers.view(self.shape)
+        first, num, _ = self.parts[0]
+        if num == self.shape[0] * self.shape[1] and flat.dtype == dtype:
+            return flat[first : first + num].view(self.shape)
+        numbers = flat.new_zeros(self.shape, dtype=dtype)
+        for first, num, offset in self.parts:
+            numbers.view(-1)[offset : offset + num] = flat[first : first + num]
+        return numbers
 
     def scatter(self, numbers: Tensor, flat: Tensor) -> None:
         """Write `numbers`, shape `(b, s)`, to `flat`, if they are not there already."""
-        if numbers.data_ptr() != self.stretches[0].view(flat).data_ptr():
-            for stretch, start in zip(self.stretches, self.starts, strict=True):
-                stretch.view(flat).copy_(numbers.view(-1)[start:][: stretch.numel])
+        if numbers.data_ptr() != flat[self.parts[0][0] :].data_ptr():
+            for first, num, offset in self.parts:
+                flat[first : first + num] = numbers.view(-1)[offset : offset + num]
 
 
 @dataclass(frozen=True)
@@ -335,32 +332,24 @@ def places_of(slots: Sequence[Slot], block_size: int | None, num_owners: int) ->
     """
     size = block_size or -(-sum(slot.numel for slot in slots) // num_owners)
     unit = size * num_owners
-    at_once = max(unit, CHUNK_NUMEL // unit * unit)
+    chunk_numel = max(unit, CHUNK_NUMEL // unit * unit)
     places: list[Place] = []
-    together: list[Slot] = []
-
-    def ends(stretches: Iterable[Slot]) -> list[int]:
-        sizes = (slot.numel if block_size is None else -(-slot.numel // size) * size for slot in stretches)
-        return list(accumulate(sizes, initial=0))
-
-    def add(*stretches: Slot) -> None:
-        *starts, end = ends(stretches)
-        places.append(Place(stretches, tuple(starts), (-(-end // unit) * num_owners, size)))
-
-    def stretch(slot: Slot, first: int, last: int) -> Slot:
-        return Slot(f"{slot.name}:{first}", (last - first,), slot.offset + first)
-
+    # The common chunk of small gradients and ends of gradients.
+    parts: list[tuple[int, int, int]] = []
+    name, filled = "", 0
     for slot in slots:
-        alone = slot.numel // unit * unit if slot.numel >= _ALONE_NUMEL else 0
-        for first in range(0, alone, at_once):
-            add(stretch(slot, first, min(first + at_once, alone)))
-        if slot.numel > alone:
-            together.append(stretch(slot, alone, slot.numel))
-        if ends(together)[-1] >= at_once:
-            add(*together)
-            together = []
-    if together:
-        add(*together)
+        # The elements that fill whole chunks or units.
+        whole = slot.numel // unit * unit if slot.numel >= _SEPARATE_NUMEL else 0
+        for first in range(0, whole, chunk_numel):
+            num = min(chunk_numel, whole - first)
+            places.append(Place(f"{slot.name}:{first}", ((slot.offset + first, num, 0),), (num // size, size)))
+        if (left := slot.numel - whole) > 0:
+            name = name if parts else f"{slot.name}:{whole}"
+            parts.append((slot.offset + whole, left, filled))
+            filled += left if block_size is None else -(-left // size) * size
+        if filled >= chunk_numel or (parts and slot is slots[-1]):
+            places.append(Place(name, tuple(parts), (-(-filled // unit) * num_owners, size)))
+            parts, filled = [], 0
     return places
 
 
@@ -380,7 +369,7 @@ class EncodedResidual:
 
     def __init__(self, block_size: int, device: torch.device) -> None:
         codec = Int8Codec(block_size=block_size)
-        self._kernels = compiled(codec, device, {1}, feedback=False, says=False) or Kernels(codec)
+        self._kernels = compiled(codec, device, {1}, feedback=False, is_told=False) or Kernels(codec)
         self._one = torch.ones((), device=device)
         # The encoded residual, by the number of its first block.
         self._payloads: dict[int, Tensor] = {}
@@ -395,7 +384,7 @@ class EncodedResidual:
     def keep(self, start: int, own: Tensor) -> None:
         """Store the encoding error of these blocks."""
         own.nan_to_num_(0.0, 0.0, 0.0)
-        self._payloads[start] = self._kernels.encode(own, None, self._one, self._kernels.seed(0, own.device))
+        self._payloads[start] = self._kernels.encode(own, None, self._one, 0)
 
 
 def reduce_scatter_encoded(
@@ -427,10 +416,10 @@ def reduce_scatter_encoded(
     for start in starts:
         some = blocks[:, start : start + at_once].reshape(-1, size)
         own = None if residual is None else residual.at(start, some)
-        payload = kernels.encode(some, own, one, kernels.seed(seed + start, ranks.device))
+        payload = kernels.encode(some, own, one, seed + start)
         if residual is not None and own is not None:
             residual.keep(start, own)
-        sent.append(begun(ranks.all_to_all(payload.view(ranks.size, -1))))
+        sent.append(ranks.all_to_all(payload.view(ranks.size, -1)))
     for start, steps in zip(starts, sent, strict=True):
         place = total[start : start + at_once]
         kernels.decode_mean((yield from steps).view(ranks.size, place.shape[0], -1), one, place)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_commhooks.collectives.group import Group
-from lightning_commhooks.collectives.steps import Steps, begun, checked
+from lightning_commhooks.collectives.steps import Steps, checked
 from lightning_commhooks.interface.accumulation import is_one, scale_
 from lightning_commhooks.interface.bucket import Bucket, Slot
 from lightning_commhooks.interface.hook import BoundHook
@@ -160,7 +160,7 @@ class ErrorFeedback(BoundHook):
         # DDP discards a hook's result for a parameter that no rank uses: keep its residual.
         before = {slot: slot.view(residual).clone() for slot in slots if slot.name in bucket.unused}
         used = bucket.used(slots, residual)
-        counting = begun(ranks.not_gradients().all_reduce_(used))
+        counting = ranks.not_gradients().all_reduce_(used)
         finite = yield from self.average_(residual, bucket, ranks)
         yield from counting
         for slot, is_used in zip(slots, used > 0, strict=True):

@@ -76,7 +76,7 @@ class _NodeFirst(BoundAround):
             unused = frozenset(slot.name for slot, num in zip(bucket.slots, used, strict=True) if not num)
         yield from within.all_reduce_mean_(bucket.flat, bucket.scale)
         averaged = dataclasses.replace(bucket, scale=1.0, unused=unused)
-        return (yield from self._inner.reduce(averaged, self._nodes.together_with(ranks)))
+        return (yield from self._inner.reduce(averaged, self._nodes.for_bucket(ranks)))
 
     def load_state_dict(self, state: dict[str, Any], reader: StateReader) -> None:
         # The state may be from another hook or without the option, and differ within a node.

@@ -13,8 +13,7 @@ from torch.optim import Optimizer
 
 from lightning_commhooks.collectives.agreement import raise_on_all_ranks
 from lightning_commhooks.collectives.errors import HookError
-from lightning_commhooks.collectives.link import Link
-from lightning_commhooks.collectives.measure_link import check_ranks, measure_link
+from lightning_commhooks.collectives.link import Link, check_ranks, measure_link
 from lightning_commhooks.interface.averages_models import averages_models
 from lightning_commhooks.interface.checks import check_integer
 from lightning_commhooks.interface.error_sample import DEFAULT_NUMEL, ErrorSampler

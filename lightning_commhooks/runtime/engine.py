@@ -27,8 +27,7 @@ from torch.futures import Future
 
 from lightning_commhooks.basics.ranges import named
 from lightning_commhooks.collectives.counters import Timing
-from lightning_commhooks.collectives.errors import HookError, raise_if_capturing
-from lightning_commhooks.collectives.forks import keep_in_forks, raise_if_fork_of
+from lightning_commhooks.collectives.errors import HookError, keep_in_forks, raise_if_capturing, raise_if_fork_of
 from lightning_commhooks.collectives.gloo_abort import Connections
 from lightning_commhooks.collectives.steps import Steps, Wait, advance, finish, waiting_threads
 

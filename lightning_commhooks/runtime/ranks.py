@@ -12,13 +12,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from lightning_commhooks.collectives.backend import Backend
 from lightning_commhooks.collectives.counters import Counters, DeviceTiming, NoTiming
 from lightning_commhooks.collectives.gloo_abort import AllConnections, Connections
-from lightning_commhooks.collectives.group import Group
+from lightning_commhooks.collectives.group import Backend, Group
 from lightning_commhooks.collectives.process_groups import (
+    BackendConnections,
     OwnGroup,
-    connections_of,
     destroy,
     is_enqueued_on_stream,
     own_group,
@@ -89,8 +88,8 @@ class Ranks:
     def of_members(cls, runtime: Runtime, own: OwnGroup) -> Ranks:
         """Make the ranks of a group whose lifetime the caller manages."""
         connections = AllConnections()
-        group = Group.of(own, runtime.counters, runtime.source.device, connections)
-        group.global_rank = group.rank
+        rank = own.process_group.rank()
+        group = Group.of(own, runtime.counters, runtime.source.device, connections, global_rank=rank)
         return cls(runtime, group, connections, False, own.process_group)
 
     def connect(self, runtime: Runtime) -> None:
@@ -99,9 +98,9 @@ class Ranks:
         Not before: options that do not fit are no reason to abort DDP's own group.
         """
         if self._owned is None and not (runtime.source.is_awaited or runtime.source.ranks_change):
-            self._connections.append(connections_of(runtime.source.process_group))
+            self._connections.append(BackendConnections(runtime.source.process_group))
         if not runtime.source.ranks_change:  # the processes of a replica stay connected when another replica ends
-            self._connections.extend(map(connections_of, runtime.source.shard_groups))
+            self._connections.extend(map(BackendConnections, runtime.source.shard_groups))
 
     def close(self) -> None:
         """End the engine."""
@@ -160,7 +159,7 @@ class Background:
         """Begin a computation; on all ranks in the same order.
 
         Args:
-            group: its ranks, of `Group.for_averages_under_way`.
+            group: its ranks, of `Group.split(..., apart=True)`.
             run: makes it, in a channel of its own.
 
         Returns:

@@ -16,12 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.futures import Future
 
-from lightning_commhooks.collectives.agreement import Notes, meet, num_meetings
-from lightning_commhooks.collectives.backend import Backend
+from lightning_commhooks.collectives.agreement import Notes, num_waits, wait_for_all_ranks
 from lightning_commhooks.collectives.counters import Counters
-from lightning_commhooks.collectives.errors import HookError
-from lightning_commhooks.collectives.forks import raise_if_fork_of
-from lightning_commhooks.collectives.group import Group, counted
+from lightning_commhooks.collectives.errors import HookError, raise_if_fork_of
+from lightning_commhooks.collectives.group import Backend, Group, counted
 from lightning_commhooks.collectives.process_groups import timeout_of
 from lightning_commhooks.collectives.steps import Steps, checked
 from lightning_commhooks.interface.averages_models import averages_models
@@ -118,7 +116,7 @@ class Runtime:
         self._grad_scaler = grad_scaler
         # Warnings that the hook gave when it was last bound.
         self._binding_warnings: list[warnings.WarningMessage] = []
-        self._notes = Notes(source.process_group, f"hook {num_meetings(source.process_group)}")
+        self._notes = Notes(source.process_group, f"hook {num_waits(source.process_group)}")
         # Numbers of the buckets that the source hands over, equal on all ranks.
         self._numbers = itertools.count()
         # Number of the last backward that has begun.
@@ -411,7 +409,7 @@ class Runtime:
         with self.aborting():
             try:
                 timeout = timeout_of(self.source.process_group, self.source.device).total_seconds()
-                meet(self.source.process_group, what, self._why_not_here, timeout)
+                wait_for_all_ranks(self.source.process_group, what, self._why_not_here, timeout)
             except HookError as failure:
                 self._notes.tell("why", str(failure))
                 raise

@@ -9,8 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_commhooks.collectives.agreement import ATTACH, raise_on_all_ranks
-from lightning_commhooks.collectives.backend import Backend
-from lightning_commhooks.collectives.group import Group, counted
+from lightning_commhooks.collectives.group import Backend, Group, counted
 from lightning_commhooks.collectives.steps import Steps
 from lightning_commhooks.hooks import BF16, FP8, FP16, AllReduce, Int4, Int8
 from lightning_commhooks.hooks.quantized import CodecConfig, EncodedResidual

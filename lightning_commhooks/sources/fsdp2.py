@@ -16,9 +16,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGath
 from torch.distributed.tensor import DTensor
 
 from lightning_commhooks.codecs.codec import Kernels
-from lightning_commhooks.collectives.backend import Backend
 from lightning_commhooks.collectives.counters import Counters, NoTiming
-from lightning_commhooks.collectives.group import Group
+from lightning_commhooks.collectives.group import Backend, Group
 from lightning_commhooks.hooks import BF16, FP16
 from lightning_commhooks.hooks.quantized import CodecConfig, EncodedResidual
 from lightning_commhooks.interface.hook import CommHook
@@ -169,7 +168,7 @@ class Gather:
         blocks = torch.zeros(-(-numel // size) * size, dtype=torch.float32, device=share.device)
         blocks[:numel] = share
         one = blocks.new_ones(())
-        payload = kernels.encode(blocks.view(-1, size), None, one, kernels.seed(0, share.device))
+        payload = kernels.encode(blocks.view(-1, size), None, one, 0)
         gathered = ranks.finish(ranks.all_gather(payload.view(-1)))
         decoded = blocks.new_empty((ranks.size * payload.shape[0], size))
         kernels.decode_mean(gathered.view(1, decoded.shape[0], -1), one, decoded)

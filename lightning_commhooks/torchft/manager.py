@@ -20,7 +20,7 @@ except ImportError as error:
         "lightning_commhooks.torchft needs torchft: pip install 'lightning-commhooks[torchft]'"
     ) from error
 
-from lightning_commhooks.collectives.forks import keep_in_forks
+from lightning_commhooks.collectives.errors import keep_in_forks
 from lightning_commhooks.collectives.process_groups import OwnGroup, group_at
 from lightning_commhooks.hooks._local_sgd import LocalSGDConfig
 from lightning_commhooks.interface.hook import CommHook

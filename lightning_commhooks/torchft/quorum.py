@@ -17,8 +17,7 @@ import torch
 
 from lightning_commhooks.basics.announce import announce
 from lightning_commhooks.collectives.averaging import flat_view
-from lightning_commhooks.collectives.errors import HookError
-from lightning_commhooks.collectives.forks import keep_in_forks
+from lightning_commhooks.collectives.errors import HookError, keep_in_forks
 from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.hooks import DiLoCo, PostLocalSGD
 from lightning_commhooks.hooks._local_sgd import LocalSGDConfig

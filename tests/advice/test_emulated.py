@@ -19,7 +19,7 @@ from lightning_commhooks.codecs import Int8Codec
 from lightning_commhooks.codecs.codec import Kernels
 from lightning_commhooks.collectives.chunk import Chunk
 from lightning_commhooks.collectives.counters import Counters
-from lightning_commhooks.collectives.steps import begun, finish
+from lightning_commhooks.collectives.steps import finish
 from lightning_commhooks.sources.attach import attach_emulated
 
 LOCAL = {
@@ -115,7 +115,7 @@ def spent(clock, steps):
 def at_the_same_time(group):
     """What is begun within begins at one moment."""
     go = threading.Event()
-    group._transport._wire._executor.submit(go.wait)
+    group.transport._wire._executor.submit(go.wait)
     yield
     go.set()
 
@@ -162,7 +162,7 @@ def test_rounds_of_far_ranks_are_counted():
 def test_collectives_that_are_begun_follow_one_another():
     with emulated(1000, 0, 2) as (group, clock):
         begin = clock.time
-        gathers = [begun(group.for_bucket(number).all_gather(torch.ones(250))) for number in range(3)]
+        gathers = [group.for_bucket(number).all_gather(torch.ones(250)) for number in range(3)]
         finish(group.all_reduce_(torch.ones(250)))
         assert clock.time - begin == pytest.approx(4.0)
         assert [finish(steps).shape for steps in gathers] == [(2, 250)] * 3
@@ -173,7 +173,7 @@ def test_latencies_pass_at_once(has_hook, end):
     """Of all buckets of a hook, whose bytes follow one another, and of two of plain DDP."""
     with emulated(1000, 1.0, 2, has_hook=has_hook) as (group, clock):
         with at_the_same_time(group):
-            sums = [begun(group.for_bucket(number).all_reduce_(torch.ones(250))) for number in range(6)]
+            sums = [group.for_bucket(number).all_reduce_(torch.ones(250)) for number in range(6)]
         for steps in sums:
             finish(steps)
         assert sum(clock.slept) == pytest.approx(end)

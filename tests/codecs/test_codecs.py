@@ -97,7 +97,7 @@ def test_nothing_is_nothing():
 
 
 def test_what_is_left_out_is_what_decoding_lacks():
-    one, seed = torch.ones(()), torch.tensor(5, dtype=torch.int32)
+    one, seed = torch.ones(()), 5
     for (label, codec), dtype in itertools.product(CODECS.items(), (torch.float32, torch.float64)):
         kernels, generator = Kernels(codec), torch.Generator().manual_seed(1)
         flat = torch.randn(1024, generator=generator, dtype=dtype) * torch.logspace(-40, 2, 1024, dtype=dtype)

@@ -36,7 +36,7 @@ def results(kernels, feedback, numel):
     gradient, residual = (torch.randn(numel, generator=generator).pow(5).view(-1, size) for _ in range(2))
     gradient.view(-1)[::97] *= 1e-39
     mean = torch.empty_like(gradient)
-    third, seed = torch.tensor(1 / 3), torch.tensor(12345, dtype=torch.int32)
+    third, seed = torch.tensor(1 / 3), 12345
     payloads = [kernels.encode(gradient, residual if feedback else None, third, seed)]
     for k in (1, 2):
         payloads.append(kernels.encode(gradient * k, residual if feedback else None, third, seed))

@@ -120,7 +120,7 @@ def test_a_rotated_block_that_overflows_is_not_called_finite():
     blocks = (blocks / blocks.abs().max() * 2.0**127.5).float()
     one, out = torch.ones(()), torch.empty_like(blocks)
     kernels = Kernels(codec)
-    payload = kernels.encode(blocks, None, one, torch.zeros((), dtype=torch.int32))
+    payload = kernels.encode(blocks, None, one, 0)
     finite = kernels.decode_mean(payload.unsqueeze(0), one, out)
     assert blocks.isfinite().all()
     assert finite == out.isfinite().all()

@@ -9,7 +9,6 @@ from pool import compiling
 
 import lightning_commhooks as lc
 from lightning_commhooks.codecs import codec as core
-from lightning_commhooks.codecs import compiling as told
 
 # No other test compiles this one.
 INT8 = lc.Int8(min_bytes=0, block_size=136)
@@ -29,15 +28,15 @@ class Records(logging.Handler):
 
 def said(long, level):
     """What attaching the hook says on standard error and in the log."""
-    printed, records, before = io.StringIO(), Records(), (told.LONG, logger.level)
-    told.LONG = long
+    printed, records, before = io.StringIO(), Records(), (core.LONG, logger.level)
+    core.LONG = long
     logger.setLevel(level)
     logger.addHandler(records)
     try:
         with contextlib.redirect_stderr(printed), compiling(), attached(INT8, SHAPES):
             pass
     finally:
-        told.LONG = before[0]
+        core.LONG = before[0]
         logger.setLevel(before[1])
         logger.removeHandler(records)
     # PyTorch may have something to say, too.

@@ -20,15 +20,24 @@ from lightning_commhooks.collectives.direct import (
     takes_one_round,
 )
 from lightning_commhooks.collectives.group import Group
-from lightning_commhooks.collectives.messages import Messages
 from lightning_commhooks.collectives.process_groups import own_group
-from lightning_commhooks.collectives.steps import Wait, begun, finish
+from lightning_commhooks.collectives.steps import Wait, finish
 from lightning_commhooks.runtime.engine import ThreadEngine
 from lightning_commhooks.runtime.runtime import Runtime
 
 CPU = torch.device("cpu")
 NEAR, A_LITTLE, FAR = 5e-5, 3e-3, 40e-3
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.complex64]
+
+
+def begin(steps):
+    """Run a transport's collective to its first wait, as a group does; returns the rest."""
+
+    def rest(waits):
+        yield waits
+        return (yield from steps)
+
+    return rest(next(steps))
 
 
 def numbers(rank, numel, dtype):
@@ -44,7 +53,7 @@ def numbers(rank, numel, dtype):
 def direct(latency):
     """Direct messages as among ranks that are so far away."""
     own = own_group(dist.group.WORLD, CPU)
-    yield Direct(process_groups._messages(own.process_group, CPU), latency)
+    yield Direct(process_groups._backend_of(own.process_group, CPU), latency)
     dist.barrier()
     process_groups.destroy([own.process_group])
 
@@ -57,7 +66,7 @@ def sums(rank, world, latency):
                 found[dtype, numel] = finish(ranks.sum_(numbers(rank, numel, dtype)))
         found["large"] = finish(ranks.sum_(torch.arange(1_500_000.0) * (rank + 1)))
         # Begun before others are finished, in another order than they are waited for.
-        several = [begun(ranks.sum_(torch.full((n,), rank + 1.0))) for n in (5, 3000, 7)]
+        several = [begin(ranks.sum_(torch.full((n,), rank + 1.0))) for n in (5, 3000, 7)]
         found["several"] = [finish(several[i]) for i in (2, 0, 1)]
     return found
 
@@ -78,7 +87,7 @@ def test_sums(run, world, latency):
 
 def waits_for_a_late_rank(rank, world):
     with direct(0.0) as ranks:
-        total = begun(ranks.sum_(torch.full((1_000_000,), rank + 1.0)))
+        total = begin(ranks.sum_(torch.full((1_000_000,), rank + 1.0)))
         dist.barrier()
         if rank == world - 1:
             time.sleep(0.3)
@@ -106,7 +115,7 @@ def others(rank, world):
     with direct(FAR) as ranks:
         chunks = torch.arange(world * 3).view(world, 3) + 100 * rank
         own = torch.tensor([rank, 0.5], dtype=torch.float64)
-        first, expected = begun(ranks.exchange(chunks)), ranks.expect(own)
+        first, expected = begin(ranks.exchange(chunks)), ranks.expect(own)
         return finish(ranks.gather(own, expected)), finish(first)
 
 
@@ -127,14 +136,14 @@ def test_what_is_chosen():
 
 
 class Nobody:
-    """What `Messages` take for a `ProcessGroupGloo`, of the first of so many ranks."""
+    """A stand-in for a `ProcessGroupGloo` on the first of so many ranks."""
 
     def __init__(self, size):
         self.size, self.rank = (lambda: size), (lambda: 0)
 
 
 def test_messages_of_channels_and_parts_have_numbers_of_their_own():
-    everyone = Messages(Nobody(4))
+    everyone = Direct(Nobody(4))
     parts = [everyone, everyone.among([0, 1], 1), everyone.among([0, 2], 2)]
     channels = [part.channel(number) for part in parts for number in (0, 1, 2, 4095)]
     used = [channel.number() for channel in channels for _ in range(100)]
@@ -149,7 +158,7 @@ def test_messages_of_channels_and_parts_have_numbers_of_their_own():
 def latencies(rank, world):
     with pytest.MonkeyPatch.context() as patch, direct(0.0) as ranks:
         patch.delenv("COMMHOOKS_LATENCY_MS")  # see conftest.py
-        return measure_latency(ranks.messages)
+        return measure_latency(ranks)
 
 
 def test_latency_is_equal_on_all_ranks(run):
@@ -165,7 +174,7 @@ def with_variable(rank, world, texts):
         else:
             patch.setenv("COMMHOOKS_LATENCY_MS", texts[rank])
         try:
-            return measure_latency(ranks.messages)
+            return measure_latency(ranks)
         except ValueError as error:
             return str(error)
 
@@ -186,14 +195,14 @@ def on_interfaces(rank, world, names, latency):
         patch.setenv("GLOO_SOCKET_IFNAME", names)
         patch.setenv("COMMHOOKS_LATENCY_MS", latency)
         own = own_group(dist.group.WORLD, CPU)
-        total = finish(own.transport.sum_(torch.full((1_000_000,), rank + 1.0))).unique().tolist()
+        total = finish(Group.of(own, None, CPU).all_reduce_(torch.full((1_000_000,), rank + 1.0))).unique().tolist()
         begin = time.monotonic()
         if rank == 0:
             own.connections.abort()
         with pytest.raises(RuntimeError):
-            finish(own.transport.sum_(torch.ones(3)))
+            finish(Group.of(own, None, CPU).all_reduce_(torch.ones(3)))
         seconds = time.monotonic() - begin
-        connections = len(own.transport.messages._backend.options._devices)
+        connections = len(own.direct._backend.options._devices)
         dist.barrier()
         process_groups.destroy([own.process_group])
     return total, seconds, connections
@@ -290,8 +299,8 @@ def mixed(number, ranks, subgroups):
     x = own_numbers(ranks.rank, number)
     # From here on pairs number otherwise than all ranks.
     of_pair = yield from pairs.all_gather(x[: number + 1])
-    total, of_all = begun(ranks.all_reduce_(x.clone())), begun(ranks.all_gather(x[: number + 2]))
-    sums = begun(pairs.all_reduce_(x[:7].clone())), begun(across.all_reduce_(x[:5].clone()))
+    total, of_all = ranks.all_reduce_(x.clone()), ranks.all_gather(x[: number + 2])
+    sums = pairs.all_reduce_(x[:7].clone()), across.all_reduce_(x[:5].clone())
     swapped = yield from across.all_to_all(x[:4].view(2, 2))
     found = [of_pair, swapped, (yield from total), (yield from of_all), (yield from sums[0]), (yield from sums[1])]
     return torch.tensor([values for tensor in found for values in _of_rows(tensor)])

@@ -23,7 +23,6 @@ from lightning_commhooks.codecs.codec import Kernels
 from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.collectives.in_memory import StuckError, groups_in_memory, run_together
 from lightning_commhooks.collectives.process_groups import destroy, own_group
-from lightning_commhooks.collectives.steps import begun
 from lightning_commhooks.interface.precision import all_finite
 
 CPU = torch.device("cpu")
@@ -105,7 +104,7 @@ def test_exchanges_what_real_ranks_do(run):
 
 def test_collectives_that_are_begun_together():
     def work(group):
-        begun_ones = [begun(group.all_gather(torch.tensor([group.rank, i]))) for i in range(3)]
+        begun_ones = [group.all_gather(torch.tensor([group.rank, i])) for i in range(3)]
         found = []
         for steps in reversed(begun_ones):
             found.append((yield from steps).tolist())
@@ -126,8 +125,8 @@ def bucket(group, number):
     x = torch.full((40,), 1.0 + group.rank + 100 * number)
     of_half = yield from halves.all_gather(x[:3])
     # From here on halves number otherwise than the others.
-    total, of_parity = begun(ranks.all_reduce_(x.clone())), begun(parities.all_reduce_(x[:5].clone()))
-    in_half = begun(halves.all_reduce_(x[:37].clone()))
+    total, of_parity = ranks.all_reduce_(x.clone()), parities.all_reduce_(x[:5].clone())
+    in_half = halves.all_reduce_(x[:37].clone())
     mean = yield from ranks.all_reduce_mean_(x[:2].clone())
     chunks = torch.arange(group.size).view(-1, 1) + 1000.0 * group.rank + number
     return {

@@ -9,12 +9,10 @@ import torch
 import torch.distributed as dist
 
 from lightning_commhooks.advice.emulated import Emulated, Network, emulated_group
-from lightning_commhooks.collectives import measure_link as measuring
-from lightning_commhooks.collectives.backend import Backend
+from lightning_commhooks.collectives import link as measuring
 from lightning_commhooks.collectives.counters import Counters
-from lightning_commhooks.collectives.group import Group
-from lightning_commhooks.collectives.link import Link
-from lightning_commhooks.collectives.measure_link import measure_link, rising
+from lightning_commhooks.collectives.group import Backend, Group
+from lightning_commhooks.collectives.link import Link, measure_link, rising
 from lightning_commhooks.collectives.process_groups import destroy, own_group
 
 CPU = torch.device("cpu")

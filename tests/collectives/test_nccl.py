@@ -182,7 +182,7 @@ def test_abort_does_not_wait_and_holds_nothing():
             end.wait()
 
     group = Group()
-    abort = process_groups.connections_of(group).abort
+    abort = process_groups.BackendConnections(group).abort
     abort()
     assert begun.wait(10)
     end.set()

@@ -13,11 +13,9 @@ from driver import SHAPES, attached, backward, full_rank_gradients
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_commhooks as lc
-from lightning_commhooks.collectives import direct, process_groups
+from lightning_commhooks.collectives import agreement, direct, process_groups
 from lightning_commhooks.collectives.group import Group
-from lightning_commhooks.collectives.messages import Messages
-from lightning_commhooks.collectives.process_groups import connections_of, destroy, own_group, own_subgroup
-from lightning_commhooks.collectives.steps import finish
+from lightning_commhooks.collectives.process_groups import BackendConnections, destroy, own_group, own_subgroup
 
 CPU = torch.device("cpu")
 
@@ -132,18 +130,19 @@ def of_gloo(rank, world):
     """A sum over a process group of a part of the ranks, as those of tensors on CUDA, and what aborts it."""
     own = own_group(dist.group.WORLD, CPU)
     some = own_subgroup(own.process_group, [[0, 3], [1, 2]], "some", CPU)
-    total = finish(some.transport.sum_(torch.tensor([2.0**rank]))).item()
+    group = Group.of(some, None, CPU)
+    total = group.finish(group.all_reduce_(torch.tensor([2.0**rank]))).item()
     dist.barrier()
     begin = time.monotonic()
-    if some.transport.rank == 0:
+    if group.rank == 0:
         some.connections.abort()
     with pytest.raises(RuntimeError):
-        finish(some.transport.sum_(torch.ones(3)))
+        group.finish(group.all_reduce_(torch.ones(3)))
     seconds = time.monotonic() - begin
     dist.barrier()
     own.connections.abort()
     destroy([own.process_group, some.process_group])
-    return total, some.transport.is_ordered, seconds
+    return total, group.is_ordered, seconds
 
 
 def test_process_groups_of_subgroups(run):
@@ -199,19 +198,19 @@ class Other:
 @pytest.mark.parametrize("error", [None, RuntimeError("Backend mpi does not support abort")])
 def test_other_backends_are_aborted_if_they_can_be(error):
     group = Other(error)
-    connections_of(group).abort()
+    BackendConnections(group).abort()
     deadline = time.monotonic() + 5
     while not group.aborted and time.monotonic() < deadline:
         time.sleep(0.01)
     assert group.aborted == 1
-    gone = connections_of(Other()).abort
+    gone = BackendConnections(Other()).abort
     gone()
 
 
 def busy(rank, world):
     """The latency when a processor is busy for the first pings, and how many pings there were."""
     calls = []
-    swap = Messages.swap
+    swap = direct.Direct.swap
 
     def slow(self, *args):
         calls.append(args)
@@ -222,8 +221,8 @@ def busy(rank, world):
     own = own_group(dist.group.WORLD, CPU)
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("COMMHOOKS_LATENCY_MS", raising=False)
-        patch.setattr(Messages, "swap", slow)
-        latency = direct.measure_latency(process_groups._messages(own.process_group, CPU))
+        patch.setattr(direct.Direct, "swap", slow)
+        latency = direct.measure_latency(direct.Direct(process_groups._backend_of(own.process_group, CPU)))
     dist.barrier()
     destroy([own.process_group])
     return latency, {distance for *_, distance in calls}
@@ -233,3 +232,46 @@ def test_a_processor_that_is_busy_for_a_moment_does_not_make_ranks_far(run):
     for latency, distances in run(busy, world=4):
         assert latency < direct.FAR
         assert distances == {1, 2}, "one message at a time"
+
+
+def differ(rank, world):
+    """Errors of ranks that name different values to compare, and the keys that remain in the store."""
+    number = agreement.num_waits(dist.group.WORLD)
+    with (
+        pytest.raises(ValueError, match="must be the same on all ranks") as raised,
+        agreement.raise_on_all_ranks(dist.group.WORLD, "attach()") as same,
+    ):
+        same["sharded" if rank else "model"] = True
+    keys = [f"lightning_commhooks/{number}/{key}" for key in ("0", "1", "arrived", "all", "left")]
+    return str(raised.value), [key for key in keys if agreement.store_of(dist.group.WORLD).check([key])]
+
+
+def test_ranks_that_name_different_values(run):
+    for message, left in run(differ):
+        assert "model must be the same on all ranks, is True on rank 0 and missing on rank 1" in message
+        assert left == []
+
+
+def arrives_late(rank, world):
+    """Whether rank 0 goes on if its peer arrives while it gives up."""
+    group, number = dist.group.WORLD, agreement.num_waits(dist.group.WORLD)
+    store, prefix = agreement.store_of(group), f"lightning_commhooks/{number}"
+
+    def arrive(missing):
+        store.set(f"{prefix}/1", "")
+        store.add(f"{prefix}/arrived", 1)
+        store.set(f"{prefix}/all", "")
+        return "gone"
+
+    if rank == 0:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(agreement, "_SECONDS_TO_WARN", 0.0)
+            agreement.wait_for_all_ranks(group, "save_checkpoint()", arrive)
+    else:
+        agreement._num_waits[group] = number + 1
+    dist.barrier()
+    return agreement.num_waits(group) - number
+
+
+def test_a_rank_that_arrives_at_the_last_moment(run):
+    assert run(arrives_late) == [1, 1]

@@ -6,7 +6,7 @@ from codec_reference import error_bound
 from gpu_steps import needs_one
 
 from lightning_commhooks.codecs import AffineCodec, FP8Codec, Int4Codec, Int8Codec
-from lightning_commhooks.codecs.codec import Kernels, compiled, seed_tensor
+from lightning_commhooks.codecs.codec import Kernels, compiled
 
 pytestmark = [pytest.mark.gpu, needs_one]
 CODECS = [
@@ -26,7 +26,7 @@ def test_codec(codec):
     device = torch.device("cuda")
     size = codec.block_size or 2**16
     x = torch.randn(2**16, device=device).pow(3).view(-1, size)
-    out, one, seed = torch.empty_like(x), torch.ones((), device=device), seed_tensor(7, device)
+    out, one, seed = torch.empty_like(x), torch.ones((), device=device), 7
     kernels = compiled(codec, device, {1}, feedback=False)
     assert kernels is not None
     for run in (kernels, Kernels(codec)):

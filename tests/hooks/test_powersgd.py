@@ -123,10 +123,10 @@ def test_matrices_in_many_blocks_equal_reference(run, num_iters):
             assert distance(a, b) <= 1e-9 * norm(b)
 
 
-def with_a_bad_step(rank, world, hook, block_numel=algorithm._BLOCK_NUMEL):
+def with_a_bad_step(rank, world, hook, block_numel=algorithm.BLOCK_NUMEL):
     means = []
     with (
-        mock.patch.object(algorithm, "_BLOCK_NUMEL", block_numel),
+        mock.patch.object(algorithm, "BLOCK_NUMEL", block_numel),
         attached(hook, dtype=torch.float64) as (ddp, _),
     ):
         for step in range(STEPS):

@@ -135,16 +135,16 @@ def test_chunks_cover_each_gradient_once(block_size, num_owners):
     assert torch.equal(everything[everything > 0].sort().values, flat)
     for place, own in zip(places, numbers, strict=True):
         assert own.shape[0] % num_owners == 0
-        is_view = own.data_ptr() == place.stretches[0].view(flat).data_ptr()
-        assert is_view == (len(place.stretches) == 1 and place.stretches[0].numel == own.numel())
+        is_view = own.data_ptr() == flat[place.parts[0][0] :].data_ptr()
+        assert is_view == (len(place.parts) == 1 and place.parts[0][1] == own.numel())
         if block_size:
             assert own.numel() <= 2 * CHUNK_NUMEL
-            # A block begins with each gradient and goes on where another stretch of it ends.
-            assert all(start % block_size == 0 for start in place.starts)
-            assert all(int(stretch.name.split(":")[1]) % block_size == 0 for stretch in place.stretches)
+            # Each gradient begins a new block, and so does each part of it.
+            assert all(start % block_size == 0 for _, _, start in place.parts)
+            assert int(place.name.split(":")[1]) % block_size == 0
             place.scatter(own, flat)
             assert torch.equal(flat, torch.arange(1, 1 + flat.numel(), dtype=torch.float32))
             place.scatter(-own.clone(), flat)
-            for stretch in place.stretches:
-                assert (stretch.view(flat) < 0).all()
+            for first, num, _ in place.parts:
+                assert (flat[first : first + num] < 0).all()
             flat.abs_()

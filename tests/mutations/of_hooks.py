@@ -32,7 +32,7 @@ MUTATIONS = [
     Mutation(
         "powersgd_owes_what_it_sent",
         f"{HOOKS}/powersgd.py",
-        "                add_unscaled_(m[block], written, -bucket.loss_scale)\n",
+        "                add_unscaled_(block, written, divisor)\n",
         "",
         "What was sent stays in the residual of PowerSGD.",
         "tests/hooks/test_contract.py -k 'loses_nothing and powersgd'",
@@ -56,8 +56,8 @@ MUTATIONS = [
     Mutation(
         "last_block_only",
         f"{HOOKS}/powersgd.py",
-        "product[i].addmm_(start[i][:, rows], m[block].view(-1, self.m))",
-        "product[i].addmm_(start[i][:, rows], m[block].view(-1, self.m), beta=0)",
+        "product[i].addmm_(part_of_p, block.view(-1, self.m))",
+        "product[i].addmm_(part_of_p, block.view(-1, self.m), beta=0)",
         "Q is made of the last rows of a matrix.",
         "tests/hooks/test_powersgd.py -k 'many_blocks'",
     ),
@@ -240,8 +240,8 @@ MUTATIONS = [
     Mutation(
         "error_of_the_mean_once",
         f"{PACKAGE}/collectives/group.py",
-        "kernels.encode_mean(mean, own, one * self.size, seed)",
-        "kernels.encode_mean(mean, own, one, seed)",
+        "kernels.encode_mean(mean, own, one * self.size, chunk.seed + 2**30)",
+        "kernels.encode_mean(mean, own, one, chunk.seed + 2**30)",
         "Of what the second shot leaves out, a part only reaches the next mean.",
         "tests/collectives/test_two_shot.py -k 'telescopes'",
     ),
@@ -256,8 +256,8 @@ MUTATIONS = [
     Mutation(
         "owner_sums_one_rank",
         f"{PACKAGE}/collectives/group.py",
-        ".view(self.size, b // self.size, -1), one, mean)",
-        ".view(self.size, b // self.size, -1)[:1], one, mean)",
+        ".view(self.size, b, -1), one, mean)",
+        ".view(self.size, b, -1)[:1], one, mean)",
         "The owner of a share takes the first rank's numbers for the mean.",
         "tests/collectives/test_two_shot.py -k 'reference'",
     ),

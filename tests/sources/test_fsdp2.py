@@ -27,8 +27,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceS
 
 import lightning_commhooks as lc
 from lightning_commhooks.codecs import FP8Codec, Int4Codec, Int8Codec
-from lightning_commhooks.collectives.backend import Backend
-from lightning_commhooks.collectives.group import Group
+from lightning_commhooks.collectives.group import Backend, Group
 from lightning_commhooks.hooks import quantized
 from lightning_commhooks.interface.bucket import Bucket
 from lightning_commhooks.sources.fsdp2 import _ReduceScatter, resolve_gather_hook, units

@@ -6,7 +6,6 @@ from typing import ClassVar
 import torch
 
 import lightning_commhooks as lc
-from lightning_commhooks.collectives.steps import begun
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +37,7 @@ class OfACopy(lc.BoundHook):
 
 class InPieces(lc.BoundHook):
     def reduce(self, bucket, ranks):
-        later = [begun(ranks.all_reduce_mean_(slot.view(bucket.flat))) for slot in bucket.slots]
+        later = [ranks.all_reduce_mean_(slot.view(bucket.flat)) for slot in bucket.slots]
         for steps in later:
             yield from steps
 

@@ -9,17 +9,7 @@ PACKAGES = ("lightning_commhooks", "accelerate_integration")
 
 # Of our own objects, read from outside of their methods; and parts of names.
 OURS = {
-    "_process_group",
-    "_are_alike",
-    "_is_quiet",
-    "_sends_gradients",
-    "_is_uniform",
-    "_number",
-    "_transport",
     "_target_",
-    "_begun",
-    "_part",
-    "_set_members",
 }
 
 
