@@ -12,7 +12,7 @@ again; `in_place_floor` moreover adds the gradient to the only memory: no bad st
     python benchmarks/powersgd_step.py > benchmarks/results/powersgd_step.txt
 
 With one thread for each rank and a core of its own, the thread of our engine and the thread of the backward share a
-core and its caches. Options show what this leaves out; `stock`, `whole` and `noop` alone take a third of the time:
+core and its caches. Options show other settings; `stock`, `whole` and `noop` take a third of the time:
 
     python benchmarks/powersgd_step.py --batch 8 --kinds stock whole
     python benchmarks/powersgd_step.py --batch 8 --kinds stock whole --not-pinned
@@ -187,7 +187,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1, help="threads of PyTorch in each rank")
     parser.add_argument("--not-pinned", action="store_true", help="do not pin each rank to one core")
     parser.add_argument("--optimizer", action="store_true", help="step an optimizer, as in training")
-    parser.add_argument("--block", type=int, default=powersgd.BLOCK_NUMEL, help="elements that are to fit in the cache")
+    parser.add_argument("--block", type=int, default=powersgd.BLOCK_NUMEL, help="elements of a block of rows")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--parts", action="store_true", help="print the parts of our steps")
     args = parser.parse_args()

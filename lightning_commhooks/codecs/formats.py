@@ -204,16 +204,13 @@ class AffineCodec(Codec):
     """
 
     num_scales: ClassVar[int] = 2
+    rounding: ClassVar[Rounding] = "nearest"
 
     block_size: int | None = 512
 
     def __post_init__(self) -> None:
         if self.block_size is not None:
             check_block_size(self.block_size, 4)
-
-    @property
-    def rounds_at_random(self) -> bool:
-        return False
 
     def quantize(self, blocks: Tensor, seed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         low, high = blocks.amin(dim=1, keepdim=True).clamp_max(0), blocks.amax(dim=1, keepdim=True).clamp_min(0)

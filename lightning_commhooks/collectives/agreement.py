@@ -69,7 +69,7 @@ def wait_for_all_ranks(
     prefix = f"lightning_commhooks/{number}"
     store.set(f"{prefix}/{rank}", operation)
     if store.add(f"{prefix}/arrived", 1) == size:
-        store.set(f"{prefix}/all", "")
+        store.set(f"{prefix}/all", operation)
     begin, pause, has_warned, missing = time.monotonic(), 1e-3, False, list(range(size))
     patience = _patience() if operation == ATTACH else timeout
     while not store.check([f"{prefix}/all"]):

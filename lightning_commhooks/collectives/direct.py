@@ -298,24 +298,17 @@ def _ping(ranks: Direct, best: list[float], num: int) -> float:
 
 
 def _slowest(ranks: Direct, measured: float) -> float:
-    given = _given_latency()
-    own = torch.tensor([measured if given is None else given], dtype=torch.float64)
+    text = os.environ.get(_LATENCY)
+    try:
+        latency = measured if text is None else float(text) / 1e3
+    except ValueError:
+        latency = math.nan
+    # NaN, so that all ranks notice.
+    own = torch.tensor([latency if latency >= 0 else math.nan], dtype=torch.float64)
     slowest = float(finish(ranks.gather(own)).max())
     if not 0 <= slowest < math.inf:
         raise ValueError(
             f"the environment variable {_LATENCY} must be a number of milliseconds of at least 0 on all ranks, got "
-            f"{os.environ.get(_LATENCY)!r} on this one"
+            f"{text!r} on this one"
         )
     return slowest
-
-
-def _given_latency() -> float | None:
-    """Return the latency that the user sets, or NaN if it is invalid, so that all ranks notice."""
-    text = os.environ.get(_LATENCY)
-    if text is None:
-        return None
-    try:
-        latency = float(text) / 1e3
-    except ValueError:
-        return math.nan
-    return latency if latency >= 0 else math.nan

@@ -164,7 +164,7 @@ class Group:
         global_rank: this process's rank among all processes.
         are_alike: whether all ranks run in this process; then blocking calls have equal arguments on all ranks.
         transport: sends tensors between ranks; `None` for a single process, and once the hook is closed.
-        bucket: number of the bucket that this group is for; `None`: work between buckets.
+        bucket_number: number of the bucket that this group is for; `None`: work between buckets.
         tally: counts of that bucket.
         counts_bytes: whether bytes are counted.
         counts_gradients: whether the numbers passed to collectives are gradients, in whatever form, and are counted.
@@ -196,7 +196,7 @@ class Group:
             global_rank = dist.get_rank() if transport is not None and dist.is_initialized() else self.rank
         self.global_rank: int = global_rank
         self.are_alike: bool = are_alike
-        self.bucket: int | None = None
+        self.bucket_number: int | None = None
         self.tally = Tally()
         self.counts_bytes, self.counts_gradients = everyone is None, True
         self.codec: Codec | None = None
@@ -236,14 +236,14 @@ class Group:
         Args:
             bucket: the number of the bucket, rank-uniform, or a group for it, which shares its tally.
         """
-        other = ranks = self._with(bucket=bucket, tally=Tally())
+        other = ranks = self._with(bucket_number=bucket, tally=Tally())
         if isinstance(bucket, Group):
             ranks = bucket
-            other.bucket, other.tally = ranks.bucket, ranks.tally
+            other.bucket_number, other.tally = ranks.bucket_number, ranks.tally
             other.counts_bytes = self.counts_bytes and ranks.counts_bytes
             other.counts_gradients = self.counts_gradients and ranks.counts_gradients
         if other.transport is not None:
-            other.transport = other.transport.channel(ranks.bucket or 0, ranks)
+            other.transport = other.transport.channel(ranks.bucket_number or 0, ranks)
         return other
 
     def quiet(self) -> Group:
@@ -306,7 +306,7 @@ class Group:
             return self
         if key not in self._subgroups:
             self._subgroups[key] = self._make_subgroup(key, next(ranks for ranks in key if self.rank in ranks))
-        return self._subgroups[key] if self.bucket is None else self._subgroups[key].for_bucket(self)
+        return self._subgroups[key] if self.bucket_number is None else self._subgroups[key].for_bucket(self)
 
     def _make_subgroup(self, subgroups: tuple[tuple[int, ...], ...], own: tuple[int, ...]) -> Group:
         assert self.transport is not None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import os
 import threading
@@ -48,7 +47,7 @@ class OwnGroup:
     """
 
     process_group: dist.ProcessGroup
-    connections: Connections = dataclasses.field(default_factory=Connections)
+    connections: Connections
     direct: Direct | None = None
 
     def __post_init__(self) -> None:

@@ -40,7 +40,7 @@ class CodecConfig(CommHook):
     there are two ranks.
 
     Args:
-        use_error_feedback: add the encoding errors, those of the mean included, to the next step's gradients. Needs
+        use_error_feedback: add the encoding errors, including errors of the mean, to the next step's gradients. Needs
             memory of the size of the gradients, at least float32.
         compress_1d: also encode biases and other one-dimensional parameters. They have few elements, and those of
             normalization layers are sensitive. Gradients with fewer elements than a block are never encoded.
