@@ -84,7 +84,7 @@ class Source(ABC):
         """As `raise_on_all_ranks`, among all ranks that train the model together."""
         same: dict[str, object] = {}
         with ExitStack() as stack:
-            groups = (*self.shard_groups, self.process_group)
+            groups = [group for group in (*self.shard_groups, self.process_group) if group.size() > 1]
             values = [stack.enter_context(raise_on_all_ranks(group, what)) for group in groups]
             yield same
             for one in values:
