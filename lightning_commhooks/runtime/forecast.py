@@ -128,6 +128,8 @@ class Forecaster:
     def restart(self) -> None:
         """Forget all steps: the hook is reset, or resumes from a checkpoint."""
         self.has_warned = False
+        # `Auto` sends anything until it has chosen.
+        self._is_chosen_late = isinstance(self._running.method, Auto)
         # First step in this process, and the change after which the line was shown.
         self._first = self._shown = -1
         self._begin_phase(None, False, -1)
@@ -155,12 +157,11 @@ class Forecaster:
     def begin_step(self, step: int) -> None:
         """Note the counts before a step, which include the counts of optimizers' steps."""
         self.end_step()
-        now, method, bound = self._counts, self._running.method, self._running.bound
+        now, bound = self._counts, self._running.bound
         if self._first < 0:
             self._first, self._before = step, now
         self.last_step, self._now, self._is_counted = step, now, False
-        # `Auto` sends anything until it has chosen.
-        hook: CommHook | None = getattr(bound, "chosen", None) if isinstance(method, Auto) else self._running.config
+        hook: CommHook | None = getattr(bound, "chosen", None) if self._is_chosen_late else self._running.config
         # The first local step follows from steps of optimizers.
         is_alone = bound.averages_models and bound.is_local(step)
         has_changed = step in self._changes or (step == self._local_start and not self._starts_alone)

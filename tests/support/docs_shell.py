@@ -35,7 +35,7 @@ def check_command(words):
 
 
 def _make(arguments):
-    targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
     for target in (argument for argument in arguments if "=" not in argument):
         assert target in targets, f"the Makefile has no target {target!r}"
 
