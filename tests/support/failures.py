@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_commhooks as lc
-from lightning_commhooks.interface import names
+from lightning_commhooks.interface import options
 
 
 class Failing(lc.CommHook):
@@ -263,7 +263,7 @@ def fail_somewhere(rank, world, place):
     if attachment is not None:
         with ignoring("hook='.*' (ended while|never averaged)"):
             attachment.close()
-    names._classes.pop(Failing.name)
+    options.named.pop(Failing.name)
     dist.barrier()
     dist.destroy_process_group(group)
     return outcome
