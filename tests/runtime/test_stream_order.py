@@ -124,7 +124,7 @@ def test_two_models(device):
 def test_failure(device, monkeypatch):
     """It aborts the group; later steps are refused, and nothing is launched for them."""
     aborted = []
-    monkeypatch.setattr(process_groups._BackendConnections, "abort", lambda self: aborted.append(self))
+    monkeypatch.setattr(process_groups.BackendConnections, "abort", lambda self: aborted.append(self))
     with device() as order:
         training = Training(HOOKS["int8"], PLAIN, order.edges)
         steps(order, training, range(2))
@@ -147,7 +147,7 @@ def test_failure(device, monkeypatch):
 
 def test_options_that_do_not_fit_leave_the_group_alone(device, monkeypatch):
     aborted = []
-    monkeypatch.setattr(process_groups._BackendConnections, "abort", lambda self: aborted.append(self))
+    monkeypatch.setattr(process_groups.BackendConnections, "abort", lambda self: aborted.append(self))
 
     def unfit(self, group):
         raise ValueError("subgroup_size=3 on 2 ranks")
