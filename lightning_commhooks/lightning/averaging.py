@@ -181,8 +181,8 @@ def show(trainer: Any, line: str, has_ended: bool = False) -> None:
     if not getattr(bar, "is_enabled", False):
         rank_zero_info(line)
     elif has_ended:
-        # A progress bar of tqdm prints nothing once it is closed.
-        print(line, flush=True)
+        # A progress bar of tqdm prints nothing once it is closed. In one piece, as `announce` does.
+        print(f"{line}\n", end="", flush=True)
     else:
         # The rich progress bar is drawn over other output on the terminal.
         bar.print(line)

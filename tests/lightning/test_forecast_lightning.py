@@ -98,11 +98,11 @@ def test_no_advice_where_training_was_a_trial_or_broke_off(results, label):
 
 
 def test_above_a_progress_bar(results):
-    *lines, closing = results("shown")["shown"]
+    lines, (closing,) = results("shown")["shown"], results("shown")["closing"]
     assert len(lines) == 2
     assert closing.startswith("Communication hook 'powersgd': ")
     assert all(line.startswith(POWERSGD) for line in lines)
-    assert results("bar-said")["lines"] == results("shown", 1)["shown"] == []
+    assert results("bar-said")["lines"] == results("shown", 1)["shown"] == results("shown", 1)["closing"] == []
 
 
 def test_fabric_warns(results):

@@ -4,6 +4,7 @@ python forecast_lightning_runner.py PACKAGE OUT SCENARIO...
 """
 
 import contextlib
+import io
 import logging
 import sys
 import warnings
@@ -119,8 +120,10 @@ def bar():
     trainer.callbacks[:] = [each for each in trainer.callbacks if not isinstance(each, pl.callbacks.ProgressBar)] + [
         progress
     ]
-    fit("bar", None, trainer=trainer)
-    write("shown", trainer.global_rank, shown=shown)
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        fit("bar", None, trainer=trainer)
+    closing = [line for line in printed.getvalue().splitlines() if line.startswith("Communication hook")]
+    write("shown", trainer.global_rank, shown=shown, closing=closing)
 
 
 def fabric():
