@@ -338,7 +338,7 @@ def new_units_and_a_scaler(rank, world):
     [
         (lambda: lc.ScaleByGradAccumulation("bf16", "avg"), "accumulation must be one of 'framework', 'mean'"),
         (lambda: lc.ScaleByGradAccumulation("bf16", 0), "an integer of at least 1, got 0"),
-        (lambda: lc.ScaleByGradAccumulation("bf16", True), "is True"),
+        (lambda: lc.ScaleByGradAccumulation("bf16", True), "got True"),
         (lambda: lc.ScaleByGradAccumulation("bf17"), "unknown hook 'bf17'"),
         (lambda: lc.ScaleByGradAccumulation(lambda bucket: None), "must take"),
         (lambda: lc.Cast(lc.ScaleByGradAccumulation("powersgd")), "goes around all other hooks"),
@@ -358,7 +358,7 @@ def test_refusals_when_attached(run):
         assert "loss_divided_by must be a positive number or a function, got 0" in texts[1]
         assert "add_weight() is for accumulation='weighted'" in texts[2]
         assert "of shape [2]" in texts[3]
-        assert "is -1" in texts[4]
+        assert "got -1" in texts[4]
         assert len(texts) == 7
         assert all("a PerParameter that averages both models and gradients" in text for text in texts[5:])
 
