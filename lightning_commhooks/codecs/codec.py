@@ -142,6 +142,7 @@ class Kernels:
         self.codec = codec
         self._name = short_name(codec)
         self._functions: dict[Callable[..., Any], Callable[..., Any]] = {}
+        self._no_seed: dict[torch.device, Tensor] = {}
         if compiled:
             for function in (_encode, _encode_with_residual, _encode_mean, _decode_mean):
                 # A code object of its own: PyTorch compiles each for a few kinds of arguments only, and treats a size
@@ -163,10 +164,13 @@ class Kernels:
             return function(self.codec, *args)
 
     def _encoded(self, function: Callable[..., Any], numbers: Tensor, seed: int, *args: Tensor) -> Tensor:
+        # Codecs that do not round at random get a 0 that is already on the device.
+        at_random, device = self.codec.rounds_at_random, numbers.device
+        if not at_random and device not in self._no_seed:
+            self._no_seed[device] = torch.zeros((), dtype=torch.int32, device=device)
         with named(self._name, "encode"):
-            if self.codec.rounds_at_random:
-                return pack(*self._run(function, numbers, *args, seed_tensor(seed, numbers.device)))
-            return pack(*self._run(function, numbers, *args, numbers.new_zeros((), dtype=torch.int32)))
+            seeded = seed_tensor(seed, device) if at_random else self._no_seed[device]
+            return pack(*self._run(function, numbers, *args, seeded))
 
     def encode(self, numbers: Tensor, residual: Tensor | None, factor: Tensor, seed: int) -> Tensor:
         """Return the payload of blocks, shape `(b, bytes of a block)`, uint8.

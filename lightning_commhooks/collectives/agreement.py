@@ -72,30 +72,53 @@ def wait_for_all_ranks(
         store.set(f"{prefix}/all", operation)
     begin, pause, has_warned, missing = time.monotonic(), 1e-3, False, list(range(size))
     patience = _patience() if operation == ATTACH else timeout
-    while not store.check([f"{prefix}/all"]):
-        waited = time.monotonic() - begin
-        if waited > min(_SECONDS_TO_WARN, patience):
-            missing = [one for one in missing if not store.check([f"{prefix}/{one}"])]
-            names = _named(process_group, missing)
-            if missing and not has_warned:
-                announce(f"rank {dist.get_rank()} waits in {operation} for {names}. {_what_to_write(operation)}")
-                has_warned = True
-            reason = f"not called it within {patience:g} s" if waited > patience else why_missing(missing)
-            # The last rank may arrive at this moment.
-            if missing and reason and store.add(f"{prefix}/arrived", -1) < size - 1:
+    has_left = False
+    try:
+        while not store.check([f"{prefix}/all"]):
+            waited = time.monotonic() - begin
+            if waited > min(_SECONDS_TO_WARN, patience):
+                missing = [one for one in missing if not store.check([f"{prefix}/{one}"])]
+                names = _named(process_group, missing)
+                if missing and not has_warned:
+                    announce(f"rank {dist.get_rank()} waits in {operation} for {names}. {_what_to_write(operation)}")
+                    has_warned = True
+                reason = f"not called it within {patience:g} s" if waited > patience else why_missing(missing)
+                if missing and reason:
+                    has_left = True
+                    if _leave(store, prefix, size):
+                        _forget(store, f"{prefix}/{rank}")
+                        has = "has" if len(missing) == 1 else "have"
+                        raise HookError(
+                            f"{operation} must be called on all ranks, and {names} {has} {reason}. "
+                            f"{_what_to_write(operation)}"
+                        )
+                    break
+            time.sleep(pause)
+            # Hundreds of ranks may poll one store.
+            pause = min(2 * pause, _LONGEST_PAUSE_LATER if has_warned else _LONGEST_PAUSE)
+    except BaseException:
+        # Such as an interrupt by the user. The next try must not count this rank twice.
+        with suppress(RuntimeError):  # the store may be gone
+            if not has_left and not store.check([f"{prefix}/all"]):
+                store.add(f"{prefix}/arrived", -1)
                 _forget(store, f"{prefix}/{rank}")
-                has = "has" if len(missing) == 1 else "have"
-                raise HookError(
-                    f"{operation} must be called on all ranks, and {names} {has} {reason}. {_what_to_write(operation)}"
-                )
-        time.sleep(pause)
-        # Hundreds of ranks may poll one store.
-        pause = min(2 * pause, _LONGEST_PAUSE_LATER if has_warned else _LONGEST_PAUSE)
+        raise
     _num_waits[process_group] = number + 1
     # The store may outlive the process group.
     keys = [str(rank), "arrived", "all", "left"] if store.add(f"{prefix}/left", 1) == size else [str(rank)]
     for key in keys:
         _forget(store, f"{prefix}/{key}")
+
+
+def _leave(store: Store, prefix: str, size: int) -> bool:
+    """Stop waiting, and return whether this rank may: not if all ranks have arrived meanwhile."""
+    if store.add(f"{prefix}/arrived", -1) >= size - 1:
+        store.set(f"{prefix}/all", "")
+        return False
+    # If another rank stops waiting just when the last one arrives, the number no longer shows that all have arrived;
+    # then one of those two ranks is about to say so.
+    time.sleep(_LONGEST_PAUSE)
+    return not store.check([f"{prefix}/all"])
 
 
 class Notes:

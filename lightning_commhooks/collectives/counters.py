@@ -238,7 +238,8 @@ class Counters:
         numel_overflowed: gradient elements of this rank that are finite, but overflow in the 16 bits they were sent in.
         nonfinite_steps: steps that were set to NaN on all ranks because a gradient was inf or NaN on some rank: with
             hooks that have memory, and in local steps under a scaler.
-        averagings: number of averages of the model, or of a part of it, over ranks.
+        averagings: number of averages of the model, or of a part of it, over ranks; averages of several optimizers of
+            a model count once.
         waited_ms: milliseconds that this rank waited for slower ranks before averages of models.
         timing: times of steps.
         evaluating_threads: threads within `evaluating`.

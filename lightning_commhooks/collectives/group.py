@@ -1,9 +1,11 @@
 """The ranks of a hook: collectives that count their bytes, averages of encoded numbers, and subgroups.
 
-Collectives begin when they are called, and return a generator (`steps`): `yield from` it. Counts are the payload bytes
-that a rank sends, averaged over ranks, under the usual bandwidth-optimal algorithms (Thakur et al. 2005, "Optimization
-of Collective Communication Operations in MPICH"): all-reduce 2(w-1)/w of the payload, all-gather w-1 times the rank's
-part, all-to-all (w-1)/w of the payload.
+Collectives return a generator (`steps`): `yield from` it. `all_reduce_`, `all_reduce_mean_`, `all_reduce_coalesced_`,
+`all_gather` and `all_to_all` begin when they are called; the remaining collectives begin at `yield from`.
+
+Counts are the payload bytes that a rank sends, averaged over ranks, under the usual bandwidth-optimal algorithms
+(Thakur et al. 2005, "Optimization of Collective Communication Operations in MPICH"): all-reduce 2(w-1)/w of the
+payload, all-gather w-1 times the rank's part, all-to-all (w-1)/w of the payload.
 """
 
 from __future__ import annotations
@@ -329,7 +331,8 @@ class Group:
         """Return a group of the same ranks that encodes factors. Collective at the first call with that codec."""
         self.kernels(codec, feedback=False, two_shot=True)
         other = self._with(codec=codec)
-        self._copies.add(other)
+        if self.bucket_number is None:  # hooks keep no group of a bucket
+            self._copies.add(other)
         return other
 
     @property

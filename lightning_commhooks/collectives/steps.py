@@ -70,8 +70,8 @@ def checked(steps: Steps[T], hook: object, method: str) -> Steps[T]:
     """
     if not isinstance(steps, Generator):
         raise TypeError(
-            f"{type(hook).__name__}.{method} is no generator, it returned {type(steps).__name__}: begin each "
-            f"collective by `yield from`, {_AS_IN}; if there is none, end with `return` and a `yield` after it"
+            f"{type(hook).__name__}.{method} is no generator, it returned {type(steps).__name__}: wait for "
+            f"each collective by `yield from`, {_AS_IN}; if there is none, end with `return` and a `yield` after it"
         )
     return steps
 

@@ -30,7 +30,7 @@ _LARGEST_CHUNK = 4096
 class ChunkedTopK(CommHook):
     """Send the `k` largest numbers of each chunk, in 2 bit and with 12 bits for where they are; keep the rest.
 
-    The encoding of SparseLoCo, Sarfi et al. 2025, https://arxiv.org/abs/2508.15706, meant for the moves of models:
+    The encoding of SparseLoCo, Sarfi et al. 2025, https://arxiv.org/abs/2508.15706, meant for pseudo-gradients:
     `DiLoCo(pseudo_gradient="topk", outer_momentum=0, outer_lr=1)`. Differs from it in that chunks are consecutive
     numbers of a parameter, not squares of a matrix, and in the levels of the 2-bit values, which are those of
     [`Int2Codec`][].

@@ -325,7 +325,7 @@ class _BoundDiLoCo(BoundLocalSGD):
         averagings = self.group.counters.averagings
         asked = ANY_LATER_STEP if step == ANY_LATER_STEP else averagings - 1
         inner = self._pseudo_gradients.inner.inactive_reason(asked) if averagings else None
-        sent = None if inner is None else f"hook={self._config.name!r} sends moves of models as they are: {inner}"
+        sent = None if inner is None else f"hook={self._config.name!r} sends pseudo-gradients as they are: {inner}"
         return super().inactive_reason(step) or sent
 
     def state_dict(self, writer: StateWriter) -> dict[str, Any]:

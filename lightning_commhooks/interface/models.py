@@ -120,7 +120,7 @@ class Models:
         self._warned: set[str] = set()
         # Names of parameters whose optimizer state differs between ranks.
         self._states_diverged: set[str] = set()
-        # Number of averages, by the key of the optimizer whose parameters were averaged.
+        # Number of averages of the model after the last average of each optimizer's parameters, by the optimizer's key.
         self._num_averages: dict[str, int] = {}
         # This rank's own model and optimizers' state, while averages are in place.
         self._own: dict[str, OwnValues] = {}
@@ -231,12 +231,14 @@ class Models:
     def averaged(self, names: Collection[str], group: Group | None = None, *, are_equal: bool = True) -> None:
         """Record that these parameters were averaged or set to the same values; if not `are_equal`, only partly.
 
-        Optimizers that average in turn count as one average of the model.
+        Optimizers that average in turn count as one average of the model. An optimizer that is two or more averages
+        behind another one no longer averages in turn with it, so its next average counts.
         """
         before = max(self._num_averages.values(), default=0)
         for key, optimizer in self._optimizers.items():
             if not self.layout.trained_among(parameters_of(optimizer)).keys().isdisjoint(names):
-                self._num_averages[key] = self._num_averages.get(key, 0) + 1
+                own = self._num_averages.get(key, 0)
+                self._num_averages[key] = (own if own + 1 >= before else before) + 1
         self._group.counters.averagings += max(self._num_averages.values(), default=0) - before
         if are_equal and (group is None or group.size == self._group.size):
             self.diverged.difference_update(names)
@@ -353,8 +355,13 @@ class Models:
                 else:
                     tensors, shared = self._agree_on_state(stepped, self._group), []
                 own = OwnValues([*tensors, *shared])
-                average_(tensors, self._group)
-                share_(shared, self._group)
+                try:
+                    average_(tensors, self._group)
+                    share_(shared, self._group)
+                except BaseException:
+                    own.note_change()
+                    own.restore()
+                    raise
                 own.note_change()
                 self._own[key] = own
         self.shows_averages |= stepped is None

@@ -8,7 +8,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import TypeVar
 
 from lightning_commhooks.interface.hook import CommHook
-from lightning_commhooks.interface.options import did_you_mean, named
+from lightning_commhooks.interface.options import did_you_mean, registered
 
 ENTRY_POINT_GROUP = "lightning_commhooks.hooks"
 
@@ -25,7 +25,7 @@ def register(hook_class: HookClass) -> HookClass:
         ValueError: another class has that name already.
     """
     own = (hook_class.name, *hook_class.aliases)
-    known = {_plain(name): taken for name, taken in named.items()}
+    known = {_plain(name): taken for name, taken in registered.items()}
     for name in own:
         taken = known.get(_plain(name))
         if taken is not None and taken is not hook_class:
@@ -33,7 +33,7 @@ def register(hook_class: HookClass) -> HookClass:
                 f"the hook name {name!r} is taken by {taken.__module__}.{taken.__qualname__}; capitals and underscores "
                 "make no other name"
             )
-    named.update(dict.fromkeys(own, hook_class))
+    registered.update(dict.fromkeys(own, hook_class))
     _describe_inherited_options(hook_class)
     return hook_class
 
@@ -58,7 +58,7 @@ def _third_party() -> dict[str, EntryPoint]:
 
 def available_hooks() -> list[str]:
     """Names that `get_hook`, `attach` and every adapter accept, sorted; those of entry points included."""
-    return sorted({*(hook_class.name for hook_class in named.values()), *_third_party()})
+    return sorted({*(hook_class.name for hook_class in registered.values()), *_third_party()})
 
 
 def get_hook_class(name: str) -> type[CommHook]:
@@ -72,7 +72,7 @@ def get_hook_class(name: str) -> type[CommHook]:
         ValueError: there is no such hook, and the message has the known names and the closest one; or the entry
             point of that name is not a `CommHook` class.
     """
-    hook_class: type[CommHook] | None = named.get(name)
+    hook_class: type[CommHook] | None = registered.get(name)
     if hook_class is not None:
         return hook_class
     others = _third_party()
@@ -83,10 +83,10 @@ def get_hook_class(name: str) -> type[CommHook]:
                 f"entry point {name!r} of group {ENTRY_POINT_GROUP!r} must be a CommHook class, got {loaded!r}"
             )
         return loaded
-    exact = {_plain(known): known for known in (*others, *named)}
+    exact = {_plain(known): known for known in (*others, *registered)}
     if _plain(name) in exact:
         return get_hook_class(exact[_plain(name)])
-    hint = did_you_mean(name, [*available_hooks(), *named])
+    hint = did_you_mean(name, [*available_hooks(), *registered])
     raise ValueError(f"unknown hook {name!r}; {hint}available hooks: {', '.join(available_hooks())}")
 
 

@@ -1,4 +1,4 @@
-"""Messages on arguments that a class or a function does not have."""
+"""The table of registered hooks, and messages on arguments that a class or a function does not have."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 # Registered classes of hooks by names and aliases.
-named: dict[str, Any] = {}
+registered: dict[str, Any] = {}
 
 
 def parameters_of(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
@@ -79,7 +79,7 @@ def _of_inner_hooks(name: str, given: object) -> str:
         given = [*given.values()]
     if isinstance(given, (list, tuple)):
         return next(filter(None, (_of_inner_hooks(name, one) for one in given)), "")
-    inner = named.get(given) if isinstance(given, str) else type(given)
+    inner = registered.get(given) if isinstance(given, str) else type(given)
     if inner is None or name not in {*options_of(inner), *getattr(inner, "option_aliases", {})}:
         return ""
     return f"it is an option of the hook inside, {inner.__name__}({name}=...). "

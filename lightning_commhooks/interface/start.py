@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -33,7 +32,7 @@ def text_of_steps(num: int) -> str:
 
 def is_start(field: str) -> bool:
     """Whether an option of a hook is a start, such as `start_powerSGD_iter`."""
-    return re.fullmatch(r"start_\w+_iter", field) is not None
+    return field.startswith("start_") and field.endswith("_iter")
 
 
 def depends_on_length(start: object) -> bool:
@@ -72,7 +71,8 @@ def late_starts(hook: CommHook) -> Iterator[tuple[CommHook, str, float | str]]:
 
 
 def _is_late(hook: CommHook, option: str) -> bool:
-    return is_start(option) and start_of(hook, option) > 0
+    # The start of a third-party hook may be `None`.
+    return is_start(option) and (start_of(hook, option) or 0) > 0
 
 
 def hooks_in(hook: CommHook) -> Iterator[CommHook]:

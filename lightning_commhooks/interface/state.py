@@ -99,7 +99,7 @@ class StateReader:
         if self._strict:
             raise StateError(
                 f"the state of the communication hook does not fit: {problem}{self._options}. With strict_state=False "
-                "entries that do not fit begin anew"
+                "entries that do not fit are reset"
             )
         self.differences.append(problem)
 

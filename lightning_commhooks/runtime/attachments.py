@@ -100,7 +100,7 @@ class Attachments:
                 attachment.reset_state()
             if any(attachment.has_state for attachment in attachments):
                 warnings.warn(
-                    f"{source} has no state of communication hooks: it was saved without them. They begin anew, at "
+                    f"{source} has no state of communication hooks: it was saved without them. They are reset to "
                     "step 0",
                     stacklevel=3,
                 )

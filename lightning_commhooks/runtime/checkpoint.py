@@ -34,47 +34,47 @@ _STEPS_ONLY = "none"
 _NOTHING = object()
 
 
-def save(run: Runtime, models: Models, kind: PerRank) -> dict[str, Any]:
+def save(runtime: Runtime, models: Models, kind: PerRank) -> dict[str, Any]:
     """Return a hook's state as tensors and primitives, rank-uniform. Collective."""
-    group = run.bound.group
+    group = runtime.bound.group
     with group.counters.evaluating():
-        models.may_differ |= run.clock.steps > 0 and run.bound.is_local(run.clock.steps - 1)
+        models.may_differ |= runtime.clock.steps > 0 and runtime.bound.is_local(runtime.clock.steps - 1)
         writer = StateWriter(group, kind)
-        hook = save_hook(run.method, run.bound, writer)
-        return _complete(run, models, kind, hook, models.state_dict(writer))
+        hook = save_hook(runtime.method, runtime.bound, writer)
+        return _complete(runtime, models, kind, hook, models.state_dict(writer))
 
 
-def save_alone(run: Runtime, models: Models, kind: PerRank) -> dict[str, Any]:
+def save_alone(runtime: Runtime, models: Models, kind: PerRank) -> dict[str, Any]:
     """Return one rank's state of a hook: its own, or for a joining replica. Not collective."""
-    hook = save_hook(run.method, run.bound, StateWriter(run.bound.group, kind))
-    return _complete(run, models, kind, hook, {})
+    hook = save_hook(runtime.method, runtime.bound, StateWriter(runtime.bound.group, kind))
+    return _complete(runtime, models, kind, hook, {})
 
 
-def load_alone(saved: Mapping[str, Any], run: Runtime, bound: BoundHook, models: Models) -> None:
+def load_alone(saved: Mapping[str, Any], runtime: Runtime, bound: BoundHook, models: Models) -> None:
     """Load a result of [`save_alone`][] from this or another rank into a new runtime object. Not collective.
 
     Raises:
         StateError: the state does not fit.
     """
-    _load(_named_as_now(saved, models.layout), run, bound, models, strict=True)
+    _load(_named_as_now(saved, models.layout), runtime, bound, models, strict=True)
 
 
-def save_steps(run: Runtime, models: Models) -> dict[str, Any]:
+def save_steps(runtime: Runtime, models: Models) -> dict[str, Any]:
     """Return only the step count, in the format of [`save`][]. Not collective, and allowed in any thread."""
-    return _complete(run, models, _STEPS_ONLY, {}, {})
+    return _complete(runtime, models, _STEPS_ONLY, {}, {})
 
 
 def _complete(
-    run: Runtime, models: Models, kind: str, hook: dict[str, Any], own_models: dict[str, Any]
+    runtime: Runtime, models: Models, kind: str, hook: dict[str, Any], own_models: dict[str, Any]
 ) -> dict[str, Any]:
     return {
         "format": FORMAT,
-        "steps": run.clock.steps,
-        "num_steps": run.num_steps,
+        "steps": runtime.clock.steps,
+        "num_steps": runtime.num_steps,
         "optimizer_steps": dict(models.num_steps),
-        "world_size": run.bound.group.size,
+        "world_size": runtime.bound.group.size,
         "per_rank": kind,
-        "shard": run.source.shard,
+        "shard": runtime.source.shard,
         "parameters": {name: list(shape) for name, shape in models.layout.shapes.items()},
         "num_tensors": _num_tensors(hook, own_models),
         "hook": hook,
@@ -82,14 +82,14 @@ def _complete(
     }
 
 
-def _of_this_shard(states: Sequence[Any], run: Runtime, layout: Layout) -> dict[str, Any]:
+def _of_this_shard(states: Sequence[Any], runtime: Runtime, layout: Layout) -> dict[str, Any]:
     """Return the state of this rank's shard, from the states of all saved shards."""
     if problem := next((found for state in states if (found := _problem(state))), "" if states else "there is none"):
         raise StateError(f"not the states of a communication hook on all shards: {problem}")
     told = [state.get("shard", []) for state in states]
     if told != [[[i, len(states)]] for i in range(len(states))] and told != [[]]:
         raise StateError(f"not the states of all shards in order: they are of {', '.join(map(_told, told))}")
-    shard = run.source.shard
+    shard = runtime.source.shard
     hook, lost = resharded(states, shard, layout)
     parameters = {name: list(shape) for name, shape in layout.shapes.items()}
     own = {"shard": shard, "parameters": parameters, "num_tensors": _num_tensors(hook, {}), "hook": hook, "models": {}}
@@ -97,7 +97,7 @@ def _of_this_shard(states: Sequence[Any], run: Runtime, layout: Layout) -> dict[
 
 
 def load(
-    saved: Any, run: Runtime, bound: BoundHook, models: Models, strict: bool
+    saved: Any, runtime: Runtime, bound: BoundHook, models: Models, strict: bool
 ) -> tuple[int, dict[str, int] | None, list[str]]:
     """Load a result of [`save`][] into a new runtime object of a hook. Collective, on the engine.
 
@@ -115,7 +115,7 @@ def load(
     staged: list[tuple[Tensor, Tensor]] = []
     try:
         if isinstance(saved, (list, tuple)):
-            saved = _of_this_shard([_named_as_now(one, models.layout) for one in saved], run, models.layout)
+            saved = _of_this_shard([_named_as_now(one, models.layout) for one in saved], runtime, models.layout)
         saved = _named_as_now(saved, models.layout)
         if problem := _problem(saved):
             if strict:
@@ -124,9 +124,9 @@ def load(
                 )
             differences = [f"the whole state, {problem}"]
         elif saved["per_rank"] == _STEPS_ONLY:
-            _warn_of_reset(saved, run.method, bound)
+            _warn_of_reset(saved, runtime.method, bound)
         else:
-            differences, staged = _load(saved, run, bound, models, strict)
+            differences, staged = _load(saved, runtime, bound, models, strict)
     except Exception as reason:
         error = str(reason) if isinstance(reason, ValueError) else f"the state cannot be read: {reason!r}"
     digest = -1 if error else 0 if problem else _digest(saved)
@@ -160,13 +160,13 @@ def _warn_of_reset(saved: Mapping[str, Any], hook: CommHook, bound: BoundHook) -
 
 
 def _load(
-    saved: Any, run: Runtime, bound: BoundHook, models: Models, strict: bool
+    saved: Any, runtime: Runtime, bound: BoundHook, models: Models, strict: bool
 ) -> tuple[list[str], list[tuple[Tensor, Tensor]]]:
-    hook, reader = run.method, StateReader(saved, models.layout.shapes, bound.group, strict)
-    if (shard := saved.get("shard", [])) != run.source.shard:
+    hook, reader = runtime.method, StateReader(saved, models.layout.shapes, bound.group, strict)
+    if (shard := saved.get("shard", [])) != runtime.source.shard:
         reader.differs(
-            f"it is of shard {_told(shard)}, and this rank has shard {_told(run.source.shard)}: save the state of each "
-            "shard, and load it on the ranks of that shard, or load a list of the states of all shards"
+            f"it is of shard {_told(shard)}, and this rank has shard {_told(runtime.source.shard)}: save the state of "
+            "each shard, and load it on the ranks of that shard, or load a list of the states of all shards"
         )
         return reader.differences, []
     for name in saved.get("lost", ()):

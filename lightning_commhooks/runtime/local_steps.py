@@ -57,8 +57,8 @@ class LocalSteps:
         reported_by_user: whether optimizers that are not known yet may step.
     """
 
-    def __init__(self, running: Runtime, group: Group, is_scaled: bool = False) -> None:
-        self._running = running
+    def __init__(self, runtime: Runtime, group: Group, is_scaled: bool = False) -> None:
+        self._runtime = runtime
         # Handles of the optimizers that report their steps, and all known optimizers, by their first parameter's name.
         self._handles: dict[Optimizer, list[RemovableHandle]] = {}
         self._optimizers: dict[str, Optimizer] = {}
@@ -70,7 +70,7 @@ class LocalSteps:
         self._stepped_at: dict[Optimizer, int] = {}
         # Functions that end ignoring a step that only creates state.
         self._end_ignoring: list[Callable[[], None]] = []
-        self.models = Models(group, self._optimizers, running.name)
+        self.models = Models(group, self._optimizers, runtime.name)
         self.find_optimizers: Callable[[], Iterable[Optimizer]] = list
         self.reported_by_user = False
         # Whether the user reports steps, by `after_step`.
@@ -102,7 +102,7 @@ class LocalSteps:
         known = dict.fromkeys(self._optimizers, steps) if num_steps is None else num_steps
         # Leave out optimizers that no longer exist: they will never step.
         self.models.num_steps = {key: known.get(key, 0) for key in self._optimizers}
-        bound = self._running.bound
+        bound = self._runtime.bound
         if steps and averages_models(bound):
             before = {key: max(0, num - 1) for key, num in self.models.num_steps.items()}
             bound.begin_backward(steps - 1, before or {"": steps - 1})
@@ -113,7 +113,7 @@ class LocalSteps:
             self.find_optimizers = optimizers
         elif optimizers is not None:
             self.reported_by_user = self._reports = not optimizers
-            for optimizer in optimizers if averages_models(self._running.bound) else ():
+            for optimizer in optimizers if averages_models(self._runtime.bound) else ():
                 self.add(optimizer)
 
     def _is_hooked(self, optimizer: Optimizer) -> bool:
@@ -122,7 +122,7 @@ class LocalSteps:
 
     def begin_backward(self, step: int) -> None:
         """Prepare for a synchronized backward, when it begins."""
-        bound = self._running.bound
+        bound = self._runtime.bound
         if not isinstance(bound, AveragesModels) or not bound.averages_models:
             return
         for optimizer in self.find_optimizers():
@@ -133,14 +133,14 @@ class LocalSteps:
         bound.begin_backward(step, self.models.num_steps)
         self._check_steps()
         # No step is local while there are no other replicas, but they may join.
-        if bound.is_local(step) or self._running.source.ranks_change:
+        if bound.is_local(step) or self._runtime.source.ranks_change:
             self._check_optimizers()
 
     def _check_optimizers(self) -> None:
         if self._checked:
             return
         self._checked = True
-        name, optimizers = self._running.name, {*self._handles, *self._optimizers.values()}
+        name, optimizers = self._runtime.name, {*self._handles, *self._optimizers.values()}
         known = {p for optimizer in optimizers for p in parameters_of(optimizer)}
         unknown = [name for name, p in self.models.layout.trained.items() if p not in known]
         if self.reported_by_user or not unknown:
@@ -155,13 +155,13 @@ class LocalSteps:
         )
 
     def _check_steps(self) -> None:
-        steps = self._running.clock.steps
+        steps = self._runtime.clock.steps
         if self._last_reported < 0:
             self._last_reported = steps
         if steps - self._last_reported > MANY_STEPS:
             self._warn_once(
                 "steps",
-                f"hook {self._running.name!r}: no optimizer that it knows has stepped in {MANY_STEPS} "
+                f"hook {self._runtime.name!r}: no optimizer that it knows has stepped in {MANY_STEPS} "
                 "backwards, so models were not averaged. For one that steps otherwise than by step(): attach(model, "
                 "hook, optimizers=[]), and Attachment.after_optimizer_step(optimizer) after each of its steps",
             )
@@ -171,7 +171,7 @@ class LocalSteps:
 
         Such a step follows no backward, and has a learning rate of 0.
         """
-        if self._stepped_at.get(optimizer, 0) != self._running.counters.steps:
+        if self._stepped_at.get(optimizer, 0) != self._runtime.counters.steps:
             return False
         return all(float(group.get("lr", 1)) == 0 for group in optimizer.param_groups)
 
@@ -187,7 +187,7 @@ class LocalSteps:
 
     def _refuse_within_block(self) -> None:
         if self.models.shows_averages:
-            with self._running.aborting():
+            with self._runtime.aborting():
                 raise HookError("an optimizer stepped within averaged_weights(), which is for evaluation and saving")
 
     def after_step(self, optimizer: Optimizer) -> None:
@@ -207,32 +207,32 @@ class LocalSteps:
                 end_ignoring()
             self._end_ignoring = []
             return
-        self._stepped_at[optimizer] = self._running.counters.steps
+        self._stepped_at[optimizer] = self._runtime.counters.steps
         verdict = self._skipped.after(optimizer, options)
         for ended, own in self._under_way.end(optimizer, verdict):
             self._after_step(ended, own)
 
     def _after_step(self, optimizer: Optimizer, verdict: Verdict) -> None:
-        stepped = self.models.stepped(optimizer, self._running.clock.steps - 1)
+        stepped = self.models.stepped(optimizer, self._runtime.clock.steps - 1)
         if stepped is None:
             return
-        self._last_reported = self._running.clock.steps
+        self._last_reported = self._runtime.clock.steps
         self._refuse_within_block()
-        with self._running.counters.timing.wait():
-            with self._running.aborting():
+        with self._runtime.counters.timing.wait():
+            with self._runtime.aborting():
                 counted = dataclasses.replace(stepped, num_steps=self._num_counted(stepped, verdict))
-            quorum = self._running.source.quorum
+            quorum = self._runtime.source.quorum
             if quorum is None:
-                self._running.call(lambda: self._report(counted), True)
+                self._runtime.call(lambda: self._report(counted), True)
             else:
-                quorum.average(counted, lambda: self._running.call(lambda: self._report(counted), True))
+                quorum.average(counted, lambda: self._runtime.call(lambda: self._report(counted), True))
 
     def _num_counted(self, stepped: OptimizerStep, verdict: Verdict) -> int:
         """Return the number of steps to count now, rank-uniform: 0 until a decision depends on it.
 
         A decision depends on it if the hook would communicate provided that every step changed something.
         """
-        key, bound = stepped.optimizer, self._running.bound
+        key, bound = stepped.optimizer, self._runtime.bound
         verdicts = self._verdicts.setdefault(key, [])
         verdicts.append(verdict)
         self.models.num_undecided[key] = len(verdicts)
@@ -243,25 +243,25 @@ class LocalSteps:
         communicates = bound.communicates_after(most) or ends_local_steps(bound, most)
         if communicates and not bound.is_local(stepped.step):
             # Local steps may begin, and that depends on the steps of all optimizers.
-            self._running.call(lambda: self.count(but=key), True)
+            self._runtime.call(lambda: self.count(but=key), True)
         if not self._may_differ(key):
             is_known = all(isinstance(one, bool) for one in verdicts)
             return self._count(key) if communicates or is_known else 0
         if not communicates:
             return 0
-        return self._running.call(lambda: self._count(key), True)
+        return self._runtime.call(lambda: self._count(key), True)
 
     def count(self, but: str = "") -> None:
         """Count the steps that are not counted yet, as before a state is saved. Collective."""
         for key in sorted(key for key, verdicts in self._verdicts.items() if verdicts and key != but):
-            stepped = self.models.stepped(self._optimizers[key], self._running.clock.steps - 1)
+            stepped = self.models.stepped(self._optimizers[key], self._runtime.clock.steps - 1)
             num = self._count(key)
             if stepped is not None:
                 self._report(dataclasses.replace(stepped, num_steps=num))
 
     def _may_differ(self, key: str) -> bool:
         """Return whether ranks that average after the same step may have counted different numbers of steps."""
-        return self._running.is_even and self._skipped.differ(self._optimizers[key])
+        return self._runtime.is_even and self._skipped.differ(self._optimizers[key])
 
     def _count(self, key: str) -> int:
         """Count the steps that changed something; if ranks may differ, use the largest count."""
@@ -269,18 +269,18 @@ class LocalSteps:
         self.models.num_undecided[key] = 0
         num = sum(one if isinstance(one, bool) else bool(one.wait()) for one in verdicts)
         if self._may_differ(key):
-            num = max(own for (own,) in self._running.bound.group.all_gather_quietly([num]))
+            num = max(own for (own,) in self._runtime.bound.group.all_gather_quietly([num]))
         self.models.num_steps[key] = self.models.num_steps.get(key, 0) + num
         return num
 
     def _report(self, stepped: OptimizerStep) -> None:
-        bound = self._running.bound
+        bound = self._runtime.bound
         try:
-            with self._running.counters.timing.work():
+            with self._runtime.counters.timing.work():
                 after_optimizer_step(bound, stepped)
         except Exception as error:
             where = f"after the optimizer's step {stepped.step} ({stepped.optimizer}, ...)"
-            raise self._running.failed(bound.group, where, error) from error
+            raise self._runtime.failed(bound.group, where, error) from error
 
     @property
     def num_optimizers(self) -> int:
@@ -290,20 +290,20 @@ class LocalSteps:
     @property
     def keeps_own_buffers(self) -> bool:
         """Whether each rank had its own buffers in the last backward."""
-        bound, step = self._running.bound, self._running.clock.steps - 1
+        bound, step = self._runtime.bound, self._runtime.clock.steps - 1
         return averages_models(bound) and bound.average_buffers and step >= 0 and bound.is_local(step)
 
     def average(self, everything: bool = False) -> None:
         """Permanently average the tensors that differ between ranks, or the whole model."""
         self._begin("average_weights()", everything)
-        if everything or not self._running.source.ranks_change:
-            self._running.call(lambda: self.models.average_permanently_(everything))
+        if everything or not self._runtime.source.ranks_change:
+            self._runtime.call(lambda: self.models.average_permanently_(everything))
 
     def average_state(self, optimizer: Optimizer) -> None:
         """Permanently average the state of an optimizer."""
         if (stepped := self._with_own_state(optimizer)) is not None:
-            self._running.begin_together("average_optimizer_state()")
-            self._running.call(lambda: self.models.average_state_permanently_(stepped))
+            self._runtime.begin_together("average_optimizer_state()")
+            self._runtime.call(lambda: self.models.average_state_permanently_(stepped))
 
     @contextmanager
     def averaged(self, optimizers: Iterable[Optimizer] = (), *, model: bool = True) -> Iterator[None]:
@@ -317,8 +317,8 @@ class LocalSteps:
             for optimizer in optimizers:
                 stepped = self._with_own_state(optimizer)
                 if stepped is not None and not models.shows_state(stepped):
-                    self._running.begin_together("averaged_optimizer_state()")
-                    self._running.call(functools.partial(models.show_, stepped))
+                    self._runtime.begin_together("averaged_optimizer_state()")
+                    self._runtime.call(functools.partial(models.show_, stepped))
                     states.append(stepped.optimizer)
             yield
         finally:
@@ -340,22 +340,22 @@ class LocalSteps:
 
     def _show(self, what: str) -> None:
         self._begin(what)
-        if self._running.source.ranks_change:
+        if self._runtime.source.ranks_change:
             self.models.shows_averages = True  # the models are equal
         else:
-            self._running.call(self.models.show_)
+            self._runtime.call(self.models.show_)
 
     def _begin(self, what: str, everything: bool = False) -> None:
         """End the last step, and wait for all ranks if models may have to be averaged."""
-        models, ranks_change = self.models, self._running.source.ranks_change
+        models, ranks_change = self.models, self._runtime.source.ranks_change
         if ranks_change and models.differ:
             raise ValueError(f"replicas that come and go do not average when one of them asks: {_OF_ONE_REPLICA}")
-        step = self._running.clock.steps - 1
-        models.may_differ |= step >= 0 and self._running.bound.is_local(step)
+        step = self._runtime.clock.steps - 1
+        models.may_differ |= step >= 0 and self._runtime.bound.is_local(step)
         if not ranks_change and (everything or models.may_differ or models.diverged):
-            self._running.begin_together(what)
+            self._runtime.begin_together(what)
         else:  # nothing is sent
-            self._running.clock.end()
+            self._runtime.clock.end()
 
     def _hide_unless_in_block(self) -> None:
         """Restore this rank's own model after `show_average`, as training continues."""
@@ -367,10 +367,10 @@ class LocalSteps:
         if torch.is_grad_enabled():
             self._hide_unless_in_block()
         elif not is_training and self.models.differ:
-            fix = _OF_ONE_REPLICA if self._running.source.ranks_change else _OF_ONE_RANK
+            fix = _OF_ONE_REPLICA if self._runtime.source.ranks_change else _OF_ONE_RANK
             self._warn_once(
                 "evaluated",
-                f"hook {self._running.name!r}: a forward in eval mode sees this rank's own model, not the average of "
+                f"hook {self._runtime.name!r}: a forward in eval mode sees this rank's own model, not the average of "
                 f"all: {fix}",
             )
         if is_training and self.keeps_own_buffers:
@@ -386,7 +386,7 @@ class LocalSteps:
         diverged = len(self.models.diverged)
         for optimizer in self._handles:
             if self._with_own_state(optimizer) is not None:
-                warn_if_it_steps_on(optimizer, self._running.name)
+                warn_if_it_steps_on(optimizer, self._runtime.name)
         for handle in itertools.chain(*self._handles.values()):
             handle.remove()
         self._handles.clear()
@@ -397,6 +397,6 @@ class LocalSteps:
             self.models.keep_averages()
             return []
         fix = "call Attachment.average_weights() at the end of training"
-        if self._running.source.ranks_change:
+        if self._runtime.source.ranks_change:
             fix = "end training after an average"
-        return [f"hook={self._running.name!r} ended while {diverged} parameters differed between ranks; {fix}"]
+        return [f"hook={self._runtime.name!r} ended while {diverged} parameters differed between ranks; {fix}"]

@@ -520,7 +520,7 @@ class Runtime:
             more = f" and {len(differences) - 5} more" if len(differences) > 5 else ""
             warnings.warn(
                 f"strict_state=False: not taken over from the state of hook {self.name!r}: "
-                f"{'; '.join(differences[:5])}{more}. Its memory of these begins anew",
+                f"{'; '.join(differences[:5])}{more}. Its memory of these is reset",
                 stacklevel=3,
             )
 
@@ -549,7 +549,7 @@ class Runtime:
         """Yield endings of the names of metrics that are unknown, or always 0, with this hook or on these nodes."""
         if self.source.is_awaited:
             # They are about several steps, about whole gradients, or about the nodes of each of FSDP's groups.
-            yield from ("ms", "timed_steps", "nonfinite_steps", "between_nodes", "bytes_evaluation", "averagings")
+            yield from ("_ms", "timed_steps", "nonfinite_steps", "between_nodes", "bytes_evaluation", "averagings")
             return
         if isinstance(self.method, UserFunction):
             return

@@ -76,7 +76,7 @@ def test_right_hooks_pass(run, bound):
         ("DividedTwice", "is 0.50 times the mean of 2 ranks: divided by group.size twice?"),
         ("NotWritten", "ranks got different results in step 0: write the same numbers to bucket.flat on all ranks"),
         ("Alone", "step 0 is local, and the rules check averages of gradients in the first 20 steps"),
-        ("NoGenerator", "NoGenerator.reduce is no generator, it returned NoneType: begin each collective by"),
+        ("NoGenerator", "NoGenerator.reduce is no generator, it returned NoneType: wait for each collective by"),
         ("YieldsGenerator", "YieldsGenerator.reduce yields generator: write `yield from`, not `yield`"),
         ("NoPair", "NoPair.average returned Tensor: end with `return mean, sent`"),
         ("AverageNoGenerator", "AverageNoGenerator.average is no generator, it returned tuple"),

@@ -7,7 +7,7 @@ import pytest
 
 import lightning_commhooks as lc
 from lightning_commhooks.interface.python_code import code
-from lightning_commhooks.interface.start import auto_starts, late_starts, started
+from lightning_commhooks.interface.start import at_once, auto_starts, begun_at, late_starts, started
 
 BY_CLASS = {
     "powersgd": (lc.PowerSGD, "start_powerSGD_iter", 1000),
@@ -59,3 +59,25 @@ class OfOthers:
 def test_a_name_is_auto_where_the_type_of_the_option_allows_it():
     assert auto_starts(OfOthers) == {"start_other_iter": "auto"}
     assert auto_starts(lc.Int8) == {}
+
+
+@dataclass(frozen=True)
+class MayNeverStart(lc.CommHook):
+    name = "may_never_start"
+
+    start_iter: int | None = None
+    start_other_iter: int | None = None
+
+    def bind(self, group):
+        return lc.BF16().bind(group)
+
+
+def test_a_start_may_be_none():
+    assert [*late_starts(MayNeverStart())] == []
+    assert at_once(MayNeverStart()) == started(MayNeverStart(), 100) == begun_at(MayNeverStart(), 7) == MayNeverStart()
+
+
+def test_any_option_from_start_to_iter_is_a_start():
+    hook = MayNeverStart(start_iter=5)
+    assert [*late_starts(hook)] == [(hook, "start_iter", 5)]
+    assert at_once(hook) == MayNeverStart(start_iter=0)

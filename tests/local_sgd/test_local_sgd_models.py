@@ -25,7 +25,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import lightning_commhooks as lc
 from lightning_commhooks.collectives import averaging
+from lightning_commhooks.collectives.counters import Counters
+from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.interface import models
+from lightning_commhooks.interface.layout import Layout
 
 EVERY_STEP = lc.PostLocalSGD(period=1, **ALONE)
 NEVER = lc.PostLocalSGD(period=1000, **ALONE)
@@ -365,3 +368,39 @@ def test_any_bit_of_a_large_parameter(monkeypatch):
     assert not copies._any_bit_differs("", copies.layout.trained.values())
     large[-1] = 1
     assert copies._any_bit_differs("", copies.layout.trained.values())
+
+
+def two_optimizers():
+    """Models of one rank, with an optimizer of `a` and one of `b`."""
+    model, counters = params({"a": (2,), "b": (2,)})[0], Counters()
+    optimizers = {name: torch.optim.SGD([parameter]) for name, parameter in model.named_parameters()}
+    copies = models.Models(Group(None, counters), optimizers, "post_localsgd")
+    copies.layout = Layout(model)
+    return copies, counters, model
+
+
+@pytest.mark.parametrize(
+    ("averaged", "num"),
+    [("aaabbb", 6), ("ababab", 3), ("ababbb", 4)],
+)
+def test_averages_are_counted_when_another_optimizer_takes_over(averaged, num):
+    copies, counters, _ = two_optimizers()
+    for name in averaged:
+        copies.averaged([name])
+    assert counters.averagings == num
+
+
+def test_failure_while_averages_are_shown_leaves_the_own_model(monkeypatch):
+    def fail(tensors, group):
+        tensors[0].data.fill_(7)
+        raise RuntimeError("connection lost")
+
+    copies, _, model = two_optimizers()
+    own = parameters(model)
+    copies.diverged = {"a", "b"}
+    monkeypatch.setattr(models, "average_", fail)
+    with pytest.raises(RuntimeError, match="connection lost"):
+        copies.show_()
+    assert same(parameters(model), own)
+    assert not copies.shows_averages
+    assert copies.diverged == {"a", "b"}

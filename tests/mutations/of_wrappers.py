@@ -136,8 +136,8 @@ MUTATIONS = [
     Mutation(
         "average_stays",
         f"{PACKAGE}/interface/models.py",
-        "            own.restore()\n",
-        "            pass\n",
+        "is not None:\n            own.restore()\n",
+        "is not None:\n            pass\n",
         "After a look at the average, ranks go on from it.",
         "tests/local_sgd/test_local_sgd_models.py -k 'disturbs_nothing'",
     ),

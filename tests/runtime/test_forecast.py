@@ -457,7 +457,7 @@ def test_what_never_began_is_warned_of_at_the_end_of_a_run_of_unknown_length(run
 def test_moves_of_models_that_are_sent_as_they_are(run):
     hook = lc.DiLoCo(period=2, pseudo_gradient=lc.Int8(block_size=2**20), **ALONE)
     (_, (text,), _), _ = run(told, hook, 1000, WIDE, 0, 9)
-    why = "hook='diloco' sends moves of models as they are: hook='int8' compresses nothing, no bucket has min_bytes"
+    why = "hook='diloco' sends pseudo-gradients as they are: hook='int8' compresses nothing, no bucket has min_bytes"
     assert text.startswith(f"training ends after 1,000 steps, and {why}")
 
 

@@ -1,7 +1,9 @@
 """What all ranks have to call, and only some do: an error on all of them that says which ranks are missing."""
 
 import re
+import threading
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import pytest
@@ -148,3 +150,59 @@ def call_what_sends_nothing(rank, world):
 
 def test_what_sends_nothing_can_be_called_on_one_rank(run):
     run(call_what_sends_nothing)
+
+
+class OneOf:
+    """A rank of a process group, in the same process as the others."""
+
+    def __init__(self, store, rank, size=2):
+        self.rank, self.size, self.get_group_store = lambda: rank, lambda: size, lambda: store
+
+
+@pytest.fixture
+def in_one_process(monkeypatch):
+    monkeypatch.setenv("COMMHOOKS_ATTACH_TIMEOUT_SECONDS", "0.2")
+    monkeypatch.setattr(agreement, "_named", lambda process_group, ranks: f"rank {ranks}")
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+
+
+def arrivals(store):
+    return store.add("lightning_commhooks/0/arrived", 0)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_an_interrupted_rank_is_not_counted_twice(in_one_process, monkeypatch, error):
+    def interrupted(seconds):
+        raise error
+
+    store = dist.HashStore()
+    waiting = OneOf(store, 0)
+    with monkeypatch.context() as patch:
+        patch.setattr(agreement.time, "sleep", interrupted)
+        with pytest.raises(error):
+            agreement.wait_for_all_ranks(waiting, agreement.ATTACH)
+    assert arrivals(store) == 0
+    with pytest.raises(lc.HookError, match="must be called on all ranks"):
+        agreement.wait_for_all_ranks(waiting, agreement.ATTACH)
+    assert arrivals(store) == 0
+
+
+@pytest.mark.parametrize("all_are_said_to_be_there", [True, False])
+def test_ranks_that_give_up_while_the_last_arrives_go_on(in_one_process, monkeypatch, all_are_said_to_be_there):
+    """Two of three ranks give up right after the third has arrived, perhaps before it has said so."""
+    store, prefix = dist.HashStore(), "lightning_commhooks/0"
+    give_up, at_once = agreement._leave, threading.Barrier(2)
+
+    def give_up_together(*args):
+        if at_once.wait() == 0:
+            store.add(f"{prefix}/arrived", 1)
+            if all_are_said_to_be_there:
+                store.set(f"{prefix}/all", "")
+        at_once.wait()
+        return give_up(*args)
+
+    monkeypatch.setattr(agreement, "_leave", give_up_together)
+    with ThreadPoolExecutor(2) as pool:
+        ranks = [OneOf(store, rank, 3) for rank in range(2)]
+        for waiting in [pool.submit(agreement.wait_for_all_ranks, one, agreement.ATTACH) for one in ranks]:
+            waiting.result()

@@ -263,7 +263,7 @@ def fail_somewhere(rank, world, place):
     if attachment is not None:
         with ignoring("hook='.*' (ended while|never averaged)"):
             attachment.close()
-    options.named.pop(Failing.name)
+    options.registered.pop(Failing.name)
     dist.barrier()
     dist.destroy_process_group(group)
     return outcome
