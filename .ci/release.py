@@ -14,6 +14,7 @@ import argparse
 import importlib.metadata as metadata
 import os
 import re
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -128,10 +129,13 @@ def main() -> None:
     parser.add_argument("--outdir", type=Path, default=ROOT / "dist", help="where the distributions go")
     parser.add_argument("--install", help="what pip installs first, PyTorch; downloads all requirements")
     args = parser.parse_args()
-    build = [sys.executable, "-m", "build", "--outdir", str(args.outdir)]
-    subprocess.run([*build, *([] if args.install else ["--no-isolation"]), str(ROOT)], check=True)
-    (wheel,) = args.outdir.resolve().glob("*.whl")
     with tempfile.TemporaryDirectory() as folder:
+        # Not to `outdir`, which may have distributions of other versions.
+        built = Path(folder, "dist")
+        build = [sys.executable, "-m", "build", "--outdir", str(built)]
+        subprocess.run([*build, *([] if args.install else ["--no-isolation"]), str(ROOT)], check=True)
+        shutil.copytree(built, args.outdir, dirs_exist_ok=True)
+        (wheel,) = built.glob("*.whl")
         follow_readme(Environment(Path(folder), wheel, args.install))
 
 

@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any, ClassVar
-from weakref import WeakKeyDictionary
 
 import torch
 from accelerate import Accelerator
@@ -34,10 +33,8 @@ _REFUSED = {
     "FSDP": "FSDP shards the model, so call use_comm_hook(accelerator, hook) after prepare() instead",
     **AVERAGED_ELSEWHERE,
 }
-
-
-# The object of each accelerator that has one.
-_events: WeakKeyDictionary[Accelerator, AcceleratorEvents] = WeakKeyDictionary()
+# Where an accelerator keeps its object; with it, both are collected together.
+_ATTRIBUTE = "_comm_hook_events"
 
 
 def replace_method(target: object, name: str, replacement: Callable[..., Any]) -> None:
@@ -98,12 +95,13 @@ class AcceleratorEvents:
         self.at_end: list[Callable[[], AbstractContextManager[None]]] = []
         for name in self.replaced:
             replace_method(accelerator, name, getattr(self, name))
-        _events[accelerator] = self
+        vars(accelerator)[_ATTRIBUTE] = self
 
     @staticmethod
     def of(accelerator: Accelerator) -> AcceleratorEvents | None:
         """Return the object of an accelerator; `None` if nothing of it was replaced."""
-        return _events.get(accelerator)
+        events: AcceleratorEvents | None = getattr(accelerator, _ATTRIBUTE, None)
+        return events
 
     def __reduce__(self) -> tuple[Callable[..., None], tuple[()]]:
         return return_none, ()  # as of the attachments

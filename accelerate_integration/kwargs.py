@@ -202,8 +202,7 @@ class CommHookKwargs(DistributedDataParallelKwargs):
 
     def __reduce__(self) -> tuple[Callable[..., CommHookKwargs], tuple[Any, ...]]:
         # Not by `copyreg.__newobj__`, which asks for `__class__`.
-        given = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.init}
-        return _made, (type(self), given)
+        return _restored, (type(self), {**vars(self), "attachments": [], "manager": None})
 
     def to_dict(self, ignore_keys: tuple[str, ...] = _REPLACED_FIELDS) -> dict[str, Any]:
         """The fields that go to `DistributedDataParallel`."""
@@ -272,8 +271,10 @@ def _shown(hook: object) -> str:
     return code(hook).replace('"', "'") if isinstance(hook, CommHook) else getattr(hook, "__name__", repr(hook))
 
 
-def _made(kind: type[CommHookKwargs], given: dict[str, Any]) -> CommHookKwargs:
-    return kind(**given)
+def _restored(kind: type[CommHookKwargs], state: dict[str, Any]) -> CommHookKwargs:
+    handler = object.__new__(kind)
+    handler.__dict__.update(state)
+    return handler
 
 
 def _accelerator_of(caller: FrameType | None) -> Accelerator | None:

@@ -1,5 +1,7 @@
 """The table of tested versions, from the records of the suites. `python docs/support.py` writes it into support.md.
 
+`python docs/support.py --check` fails if the records do not allow a release.
+
 `make test RECORD=name` and the other suites write a record each to `docs/records/`: tests/support/record.py.
 """
 
@@ -7,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +56,16 @@ def table(found: list[dict[str, Any]]) -> str:
     return "\n".join(rows) + "\n"
 
 
+def reason_against_release(found: list[dict[str, Any]]) -> str:
+    """Why the records do not allow a release; empty if they do."""
+    failed = [one["suite"] for one in found if one["failed"]]
+    if failed:
+        return f"records of {', '.join(failed)} have failed tests"
+    if not any(one["suite"] == "make test" for one in found):
+        return "there is no record of `make test`: make test RECORD=name"
+    return ""
+
+
 def updated(text: str) -> str:
     """The page with its table as it should be."""
     return _TABLE.sub(lambda match: f"{match[1]}\n{table(records())}\n{match[2]}", text)
@@ -63,4 +76,6 @@ def _key(version: str) -> tuple[int, ...]:
 
 
 if __name__ == "__main__":
+    if sys.argv[1:] == ["--check"]:
+        sys.exit(reason_against_release(records()) or None)
     PAGE.write_text(updated(PAGE.read_text()))

@@ -173,7 +173,7 @@ def _cloned(state: Any) -> Any:
 
 
 def show(trainer: Any, line: str, has_ended: bool = False) -> None:
-    """Show a line above the progress bar, or below after training, or in Lightning's log if there is none."""
+    """Show a line above the progress bar, or below once the bar has ended, or in Lightning's log without a bar."""
     if is_silenced():
         return
     bar = trainer.progress_bar_callback

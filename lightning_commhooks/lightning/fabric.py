@@ -81,6 +81,7 @@ class CompressedDDPFabricStrategy(DDPStrategy):
         self.attachments: list[Attachment] = []
         self._together = Attachments(resync=resync, strict_state=strict_state)
         self._optimizers: list[Optimizer] = []
+        self._has_just_saved = False
         super().__init__(**kwargs)
 
     @property
@@ -123,6 +124,7 @@ class CompressedDDPFabricStrategy(DDPStrategy):
 
     def backward(self, tensor: Tensor, module: Module | None, *args: Any, **kwargs: Any) -> None:
         """The backward; before the one after the first steps, warn if a hook will compress next to nothing."""
+        self._has_just_saved = False
         for attachment in self._together.open():
             attachment.tell_forecast()
         super().backward(tensor, module, *args, **kwargs)
@@ -139,12 +141,19 @@ class CompressedDDPFabricStrategy(DDPStrategy):
         return {**vars(self), "attachments": []}
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
-        """Wait for all ranks; show the average then, since models are evaluated or saved after a barrier."""
+        """Wait for all ranks; show the average then, since models are evaluated or saved after a barrier.
+
+        Not in the barrier that ends `fabric.save`: the checkpoint has the average already.
+        """
         super().barrier(*args, **kwargs)
-        self._together.show_average()
+        if not self._has_just_saved:
+            self._together.show_average()
+        self._has_just_saved = False
 
     def save_checkpoint(self, path: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         """Save averages, and the hooks' state."""
+        # Before anything can fail on one rank only: all ranks skip the same average.
+        self._has_just_saved = True
         with self._together.averaged(self._optimizers):
             if _has_model(state):
                 state = {**state, CHECKPOINT_KEY: self._together.state_dict()}

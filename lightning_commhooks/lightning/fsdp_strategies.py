@@ -35,8 +35,8 @@ class ShardedHookMixin(AveragesModelsMixin):
     # Names of options that Lightning hands over to FSDP when training begins.
     _options_of_fsdp: ClassVar[frozenset[str]] = frozenset()
 
-    def __init__(self, hook: CommHook | str, resync: bool = False, **kwargs: Any) -> None:
-        self._init_averaging(resync)
+    def __init__(self, hook: CommHook | str, **kwargs: Any) -> None:
+        self._init_averaging(resync=False)
         with refusals_of(self):
             self._hook = self._resolve(hook)
         known = {*inspect.signature(super().__init__).parameters, *self._options_of_fsdp}
@@ -212,12 +212,14 @@ class CompressedModelParallelMixin(ShardedHookMixin):
     ) -> None:
         self._replicas = replicas
         self._options: dict[str, Any] = {"shard_hook": shard_hook, "exact_state": exact_state}
-        super().__init__(hook, resync, **kwargs)
+        self._of_replicas = {**self._options, "resync": resync}
+        super().__init__(hook, **kwargs)
+        self._resync = resync
 
     def _resolve(self, hook: CommHook | str) -> CommHook:
         check_integer("replicas", self._replicas, 1)
         if self._replicas == 1:
-            if given := [name for name, value in {**self._options, "resync": self._resync}.items() if value]:
+            if given := [name for name, value in self._of_replicas.items() if value]:
                 raise ValueError(
                     f"{given[0]} is for replicas=2 or more; here hook= is the stateless hook of the reduce-scatter"
                 )

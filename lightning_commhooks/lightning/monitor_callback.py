@@ -32,7 +32,7 @@ class CommHookMonitorMixin:
             of `error_numel` numbers; 0: never.
         error_numel: number of gradient elements to estimate the error from; `None`: all.
         progress_bar: which values to show there, by their names without `comm/`.
-        closing_line: whether to show one line when training ends, above the progress bar or in Lightning's log: bytes
+        closing_line: whether to show one line when training ends, at the progress bar or in Lightning's log: bytes
             sent and saved, seconds saved against plain DDP (an estimate), and steps that were not compressed, with the
             reason.
         measure_link: whether to measure the network for that estimate, for half a second when training begins. If not,
@@ -111,7 +111,9 @@ class CommHookMonitorMixin:
         if trainer.is_global_zero and self._monitor is not None and self._monitor.num_new_steps:
             # The last batch has been counted by now.
             self._log(trainer, self._monitor, trainer.fit_loop.epoch_loop._batches_that_stepped - 1)
-        self._close(trainer)
+        callbacks = trainer.callbacks
+        # A progress bar that comes first has ended by now, and one that comes later is still on its line.
+        self._close(trainer, trainer.progress_bar_callback in callbacks[: callbacks.index(self)])
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Say the closing line; on CUDA this would wait for collectives that other ranks may have left."""
@@ -120,11 +122,11 @@ class CommHookMonitorMixin:
             with contextlib.suppress(Exception):
                 self._close(trainer)
 
-    def _close(self, trainer: Any) -> None:
+    def _close(self, trainer: Any, has_ended: bool = False) -> None:
         monitor, self._monitor = self._monitor, None
         if monitor is None or not self._options.closing_line or not trainer.is_global_zero:
             return
-        show(trainer, monitor.summary())
+        show(trainer, monitor.summary(), has_ended)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Release the hook."""

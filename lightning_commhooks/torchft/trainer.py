@@ -108,7 +108,10 @@ class TrainerReplica:
         return bool(self._progress().completed % (self._period or 1))
 
     def committed(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """Return the closure of a step, for replicas that vote on it one that has run until they committed it."""
+        """Return the step's closure.
+
+        If replicas vote on the step, it has already run, as often as they needed to commit it.
+        """
 
         def checked() -> Any:
             result = closure()

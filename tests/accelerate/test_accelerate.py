@@ -93,6 +93,20 @@ def test_copies_of_the_handler(way, fields):
     }
 
 
+class OwnKwargs(CommHookKwargs):
+    def __init__(self, *, rank):
+        super().__init__(hook=PowerSGD(matrix_approximation_rank=rank))
+        self.note = {"rank": rank}
+
+
+@pytest.mark.parametrize("way", ["pickle", "deepcopy"])
+def test_copies_of_a_handler_with_a_constructor_of_its_own(way):
+    handler = OwnKwargs(rank=3)
+    twin = COPIES[way](handler)
+    assert type(twin) is OwnKwargs
+    assert (twin, twin.note, twin.attachments, twin.manager) == (handler, {"rank": 3}, [], None)
+
+
 def test_ddp_fields_reach_ddp_and_no_others():
     handler = CommHookKwargs(hook="bf16", bucket_cap_mb=7)
     assert handler.to_kwargs() == {"bucket_cap_mb": 7}

@@ -54,6 +54,10 @@ def test_each_of_two_models_has_a_number(results):
         assert values[f"comm/{index}/bytes_sent"] == metrics["bytes_sent"] > 0
 
 
+def test_a_tracker_does_not_keep_an_accelerator(results):
+    assert all(rank["is_collected"] for rank in results)
+
+
 def test_trainer_log(results):
     for rank in results:
         log, metrics = rank["trainer"]["log"], rank["trainer"]["metrics"]

@@ -125,6 +125,15 @@ def test_take_gpu(monkeypatch, num_ranks, is_shared):
     assert os.environ["NCCL_SOCKET_IFNAME"] == "eth7"
 
 
+def test_what_fails_on_a_rank_is_shown():
+    with Processes(2, 10) as processes, pytest.raises(RuntimeError, match=r"(?s)rank 1: Traceback.*ZeroDivisionError"):
+        processes(_divide, world=2)
+
+
+def _divide(rank, world):
+    return 1 / (1 - rank)
+
+
 def test_the_others_are_not_waited_for_long_after_a_failure(monkeypatch):
     monkeypatch.setattr(processes_module, "_SECONDS_AFTER_FAILURE", 0.5)
     with (

@@ -80,6 +80,12 @@ def test_average_is_in_place_after_a_barrier(results):
             assert distance(rank["undisturbed"]["post_localsgd"]["end"][k], mean(*last)) < 1e-15
 
 
+def test_saving_sends_each_number_once(results):
+    numel = sum(p.numel() for p in make_model().parameters())
+    for rank in results:
+        assert rank["undisturbed"]["post_localsgd"]["saved"] == [3 * 8 * numel] * 2, "parameters and moments"
+
+
 def test_checkpoints_of_and_for_others(results):
     for rank in results:
         result = rank["checkpoints"]

@@ -145,6 +145,7 @@ def test_refusals_of_replicas(arguments, message):
         ({"hook": "bf61"}, "did you mean 'bf16'"),
         ({"hook": lc.Int8()}, "error feedback is for fully_shard. Set use_error_feedback=False, compress_1d=True"),
         ({"hook": "bf16", "sharding": "FULL_SHARD"}, "has no option 'sharding', and neither has FSDP"),
+        ({"hook": "bf16", "resync": True}, "has no option 'resync'"),
         ({"hook": "int8", "sharding_strategy": "HYBRID_SHARD"}, r"'bf16', 'fp16' and 'allreduce' do, by MixedPrec"),
         (
             {"hook": lc.BF16(accumulate_dtype="float32"), "sharding_strategy": "HYBRID_SHARD"},

@@ -100,6 +100,10 @@ def test_progress_bar(results, bar):
     assert results(f"{bar}-line")["line"].startswith("Communication hook 'powersgd'")
 
 
+def test_below_a_progress_bar_that_has_ended(results):
+    assert results("ended-line")["lines"][-1].startswith("Communication hook 'powersgd'")
+
+
 @pytest.mark.parametrize(
     ("label", "logged_at", "steps"),
     [("accumulated", [2, 3], 4), ("two-optimizers", [1, 3, 5, 7], 16), ("fast", [2], 2)],

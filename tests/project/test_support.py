@@ -33,6 +33,27 @@ def test_table():
     assert all(cells[7] == "not run" for cells in found)
 
 
+@pytest.mark.parametrize(
+    ("found", "reason"),
+    [
+        ([], "there is no record of `make test`"),
+        ([{"suite": "only -k powersgd", "failed": 0}, {"suite": "make gpu", "failed": 0}], "there is no record"),
+        ([{"suite": "make test", "failed": 1}], "records of make test have failed tests"),
+        ([{"suite": "make test", "failed": 0}, {"suite": "make gpu", "failed": 2}], "records of make gpu have failed"),
+    ],
+)
+def test_records_that_do_not_allow_a_release(found, reason):
+    assert PAGE["reason_against_release"](found).startswith(reason)
+
+
+def test_records_that_allow_a_release():
+    assert PAGE["reason_against_release"]([{"suite": "make test", "failed": 0}]) == ""
+
+
+def test_the_release_checks_its_records():
+    assert "run: python docs/support.py --check\n" in (ROOT / ".github/workflows/release.yml").read_text()
+
+
 def test_a_run_writes_its_record(tmp_path):
     test = "tests/docs/test_docs.py::test_two_anchors_of_one_name"
     environment = {**os.environ, "COMMHOOKS_RECORD": str(tmp_path / "run"), "PYTEST_ADDOPTS": ""}

@@ -414,8 +414,9 @@ def test_sigterm_kills_one_rank(start, killed, latency):
     ranks.end_by_hook_error(1 - killed)
 
 
-def test_kill_of_a_rank_while_others_average_beside_training(start):
-    ranks = start(average_beside, **LATENCIES[1])
+@pytest.mark.parametrize("latency", LATENCIES)
+def test_kill_of_a_rank_while_others_average_beside_training(start, latency):
+    ranks = start(average_beside, **latency)
     time.sleep(0.5)  # then rank 0 waits for what is under way
     ranks.send(1, signal.SIGKILL)
     code, out, err = ranks.end(0)

@@ -338,6 +338,21 @@ def test_a_warning_in_time_and_once(run, label):
     assert others[:2] == ([], [])
 
 
+def why_inactive(rank, world):
+    shapes = {"first": (10, 10), "second": (1000,)}
+    with attached("int8", shapes) as (ddp, attachment):
+        backward(ddp, full_rank_gradients(rank, 0, shapes))
+        return attachment.bound.inactive_reason(1)
+
+
+def test_gradients_smaller_than_a_block(run):
+    reason = (
+        "hook='int8' compresses nothing, no bucket has min_bytes=131072 bytes of gradients with block_size=512 "
+        "elements or more in two dimensions (compress_1d=False); lower block_size, or use hook='bf16'"
+    )
+    assert run(why_inactive) == [reason] * 2
+
+
 def test_a_warning_is_not_repeated_after_a_change(run):
     late = lc.PowerSGD(start_powerSGD_iter=995, matrix_approximation_rank=8)  # and compresses nothing then
     (said, warned, closing), _ = run(told, late, 1000, NARROW, 990, 10)

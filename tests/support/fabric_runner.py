@@ -102,13 +102,15 @@ def run_with(name, folder, exact):
     }
 
 
-def undisturbed(name):
+def undisturbed(name, folder):
     run = Run(HOOKS[name])
     trajectory = run.train(range(14))
+    run.fabric.save(f"{folder}/{name}.ckpt", run.state())
+    saved = [attachment.metrics()["bytes_evaluation"] for attachment in run.strategy.attachments]
     run.fabric.barrier()
     end = [parameters(model) for model in run.plain]
     run.close()
-    return {"trajectory": trajectory, "end": end}
+    return {"trajectory": trajectory, "end": end, "saved": saved}
 
 
 def checkpoints(folder):
@@ -152,7 +154,7 @@ def main():
     folder = sys.argv[1]
     warnings.filterwarnings("ignore", message="training ended after")
     results = {(name, exact): run_with(name, folder, exact) for name in HOOKS for exact in (False, True)}
-    results["undisturbed"] = {name: undisturbed(name) for name in HOOKS}
+    results["undisturbed"] = {name: undisturbed(name, folder) for name in HOOKS}
     results["checkpoints"] = checkpoints(folder)
     results["sharded"] = sharded()
     torch.save(results, f"{folder}/{torch.distributed.get_rank()}.pt")

@@ -1,7 +1,9 @@
 """Run by `test_monitor_accelerate.py` in each of two processes: `CommHookTracker`, `use_comm_hook(monitor=...)`."""
 
+import gc
 import json
 import sys
+import weakref
 from pathlib import Path
 
 import torch
@@ -103,6 +105,10 @@ def main():
     for attachment in handler.attachments:
         attachment.close()
     accelerator.free_memory()
+    reference = weakref.ref(accelerator)
+    del accelerator, handler, pairs, tracker
+    gc.collect()
+    results["is_collected"] = reference() is None
     AcceleratorState._reset_state()
 
     accelerator, handler, own, pairs = prepare(1, gradient_accumulation_steps=2)

@@ -5,7 +5,9 @@
 PACKAGE is `lightning.pytorch` or `pytorch_lightning`. Every fit writes `OUT/<label>.<rank>.json`.
 """
 
+import contextlib
 import importlib
+import io
 import sys
 import warnings
 
@@ -79,7 +81,7 @@ class Record(callbacks.Callback):
         )
 
 
-def make_trainer(label, strategy, monitor=None, more=(), **options):
+def make_trainer(label, strategy, monitor=None, first=(), more=(), **options):
     logger = OwnLogger()
     monitor = monitor or Monitor(every_n_steps=3, error_every_n_steps=2, measure_link=False)
     default = {
@@ -93,7 +95,7 @@ def make_trainer(label, strategy, monitor=None, more=(), **options):
     own = options.pop("loggers", [])
     return pl.Trainer(
         strategy=strategy,
-        callbacks=[monitor, Record(label, logger), *more],
+        callbacks=[*first, monitor, Record(label, logger), *more],
         logger=[logger, *own],
         **{**default, **quiet, **options},
     )
@@ -118,6 +120,10 @@ def bars():
         monitor = Monitor(every_n_steps=3, progress_bar=["compression_ratio", "residual_norm"], measure_link=False)
         options = {"enable_progress_bar": True, "more": [bar]}
         fit(name, CompressedDDP(hook=POWERSGD), monitor=monitor, **options)
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        first = [callbacks.TQDMProgressBar()]
+        trainer = fit("ended", CompressedDDP(hook=POWERSGD), enable_progress_bar=True, first=first)
+    write("ended-line", trainer.global_rank, lines=printed.getvalue().splitlines())
 
 
 def what_a_step_is():
