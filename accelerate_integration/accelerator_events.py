@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
+from types import NoneType
 from typing import Any, ClassVar
 
 import torch
@@ -16,11 +17,11 @@ from accelerate.utils import DistributedType, gather_object, save
 from torch.optim import Optimizer
 
 from lightning_commhooks.basics.announce import announce
+from lightning_commhooks.basics.copies import NotCopied
 from lightning_commhooks.monitoring import closing_line
 from lightning_commhooks.runtime.attachment import Attachment
 from lightning_commhooks.runtime.attachments import Attachments
 from lightning_commhooks.runtime.optimizers import check_optimizer
-from lightning_commhooks.runtime.passes import NotCopied, return_none
 
 FILE_NAME = "lightning_commhooks.bin"
 # Where gradients are not averaged by a hook, whichever it is.
@@ -45,12 +46,7 @@ def replace_method(target: object, name: str, replacement: Callable[..., Any]) -
     original = getattr(target, name)
     replaced = functools.update_wrapper(functools.partial(replacement, original), original)
     # A copy of the object, as a pickled one, has the method of its class.
-    setattr(target, name, _Replaced(replaced, in_copies=original))
-
-
-class _Replaced(NotCopied):
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._function(*args, **kwargs)
+    setattr(target, name, NotCopied(replaced, in_copies=original))
 
 
 class AcceleratorEvents:
@@ -104,7 +100,7 @@ class AcceleratorEvents:
         return events
 
     def __reduce__(self) -> tuple[Callable[..., None], tuple[()]]:
-        return return_none, ()  # as of the attachments
+        return NoneType, ()  # as of the attachments
 
     @property
     def accelerator(self) -> Accelerator:

@@ -14,9 +14,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from accelerate_integration.accelerator_events import AcceleratorEvents, replace_method
+from lightning_commhooks.basics.copies import NotCopied
 from lightning_commhooks.collectives.errors import HookError
 from lightning_commhooks.runtime.attachment import Attachment
-from lightning_commhooks.runtime.passes import NotCopied
 from lightning_commhooks.torchft.fault_tolerance import FaultTolerance
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import NoneType
 from typing import Literal, get_args
 
 from lightning_commhooks.collectives.link import Link
@@ -12,7 +13,6 @@ from lightning_commhooks.interface.checks import check_bool, check_integer
 from lightning_commhooks.interface.error_sample import DEFAULT_NUMEL
 from lightning_commhooks.interface.start import text_of_steps
 from lightning_commhooks.runtime.attachment import Attachment
-from lightning_commhooks.runtime.passes import return_none
 
 PREFIX = "comm/"
 MetricName = Literal[
@@ -88,7 +88,7 @@ class Monitor:
     """
 
     def __reduce__(self) -> tuple[Callable[..., None], tuple[()]]:
-        return return_none, ()  # like the attachment
+        return NoneType, ()  # like the attachment
 
     def __init__(
         self,

@@ -1,1 +1,1 @@
-"""The lowest floor, which everything else may use: lines for the user, and ranges in profiles."""
+"""The lowest floor, which everything else may use: lines for the user, ranges in profiles, and copies of models."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from types import NoneType
 from typing import Any, cast
 
 from torch import Tensor, nn
@@ -24,7 +25,6 @@ from lightning_commhooks.interface.user_function import DDPHook, UserFunction
 from lightning_commhooks.runtime import checkpoint
 from lightning_commhooks.runtime.forecast import Forecast
 from lightning_commhooks.runtime.lone_rank import without_pass_on
-from lightning_commhooks.runtime.passes import return_none
 from lightning_commhooks.runtime.runtime import Runtime
 from lightning_commhooks.wrappers.scale import accumulation_of
 
@@ -51,7 +51,7 @@ class Attachment:
         return f"Attachment(hook={hook!r}, steps={self.num_steps}{', closed' if self.is_closed else ''})"
 
     def __reduce__(self) -> tuple[Callable[..., None], tuple[()]]:
-        return return_none, ()
+        return NoneType, ()
 
     @property
     def hook(self) -> CommHook | DDPHook:

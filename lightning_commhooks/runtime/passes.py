@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Set
 from types import ModuleType
@@ -13,32 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from lightning_commhooks.basics.copies import NotCopied
 from lightning_commhooks.collectives.counters import Counters
 
 _NOT_BEGUN = -2
-
-
-def return_none(*args: object) -> None:
-    """Return `None`: what replaces a function or an object in a copy of a model."""
-
-
-class NotCopied:
-    """A function that stays with the object that it is registered on; copies of the object get `in_copies` instead."""
-
-    def __init__(self, function: Callable[..., Any], in_copies: Callable[..., Any] = return_none) -> None:
-        functools.update_wrapper(self, function)
-        self._function = function
-        self._in_copies = in_copies
-
-    def __call__(self, *args: Any) -> Any:
-        return self._function(*args)
-
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Callable[..., Any]]]:
-        return _in_copies, (self._in_copies,)
-
-
-def _in_copies(function: Callable[..., Any]) -> Callable[..., Any]:
-    return function
 
 
 def call_at_end_of_backward(function: Callable[[], None]) -> bool:

@@ -77,6 +77,14 @@ class Runtime:
         is_alone: whether there are no other ranks to train with, and there will be none.
         num_steps: of the run, by which starts were determined that depend on it: `None` before, 0 if it is not known.
         ended: whether training ended as planned; `None`: unknown.
+        is_closed: whether the hook is no longer used.
+        counters: counts of bytes, gradients and averages, and durations.
+        clock: counts the steps.
+        passes: follows each forward of the model to its backwards.
+        micro_batches: counts the micro-batches of a step; `None`: the framework divides gradients by their number.
+        sampler: estimates errors; `None`: errors are not measured.
+        local: reports the steps of optimizers to the hook, and averages models.
+        forecaster: measures the traffic for forecasts.
     """
 
     bound: BoundHook
@@ -107,7 +115,6 @@ class Runtime:
         is_whole = source.process_group.size() == 1 and all(size == 1 for _, size in source.shard)
         self.is_alone = is_whole and make_group is None and not source.ranks_change
         self.counters = Counters()
-        # Estimates errors; None: errors are not measured.
         self.sampler: ErrorSampler | None = None
         self.clock = StepClock(self.counters, self._end_step, self._break_off)
         self.passes = Passes(self.clock)

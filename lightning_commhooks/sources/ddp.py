@@ -16,6 +16,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
+from lightning_commhooks.basics.copies import NotCopied
 from lightning_commhooks.basics.ranges import named
 from lightning_commhooks.collectives.errors import HookError
 from lightning_commhooks.interface.averages_models import AveragesModels
@@ -27,7 +28,6 @@ from lightning_commhooks.interface.python_code import code
 from lightning_commhooks.interface.registry import get_hook
 from lightning_commhooks.interface.user_function import DDPHook, UserFunction, check_user_hook
 from lightning_commhooks.runtime.engine import CLOSED
-from lightning_commhooks.runtime.passes import NotCopied
 from lightning_commhooks.runtime.runtime import Runtime
 from lightning_commhooks.runtime.source import Source
 from lightning_commhooks.sources.ddp_model import Trampoline, checked_model, device_of, register

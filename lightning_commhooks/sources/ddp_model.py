@@ -12,9 +12,9 @@ from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_commhooks.basics.copies import NotCopied, return_none
 from lightning_commhooks.collectives.errors import raise_if_capturing
 from lightning_commhooks.interface.layout import unwrapped
-from lightning_commhooks.runtime.passes import NotCopied, return_none
 
 # Where that `replicate` is; the one of `replicate_with_fsdp` is sharding over one rank.
 _COMPOSABLE = "torch.distributed._composable.replicate"

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, HSDPMeshInfo
 from torch.utils.hooks import RemovableHandle
 
+from lightning_commhooks.basics.copies import NotCopied
 from lightning_commhooks.collectives.averaging import own_part
 from lightning_commhooks.collectives.errors import HookError
 from lightning_commhooks.interface.averages_models import averages_models
@@ -24,7 +25,6 @@ from lightning_commhooks.interface.layout import Layout
 from lightning_commhooks.interface.registry import get_hook
 from lightning_commhooks.interface.user_function import UserFunction
 from lightning_commhooks.runtime.attachment import Attachment
-from lightning_commhooks.runtime.passes import NotCopied
 from lightning_commhooks.runtime.runtime import Runtime
 from lightning_commhooks.runtime.source import Source
 from lightning_commhooks.sources.finished import Finished
