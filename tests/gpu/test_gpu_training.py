@@ -223,14 +223,14 @@ def times_and_errors(rank, world, hook):
         for step in range(21):
             means = backward(ddp, full_rank_gradients(rank, step, SHAPES))
         exact = mean_gradients(full_rank_gradients, world, step, SHAPES)
-        return attachment.metrics(), distance(means, exact) / norm(exact)
+        return attachment.metrics(), distance(means, exact) / norm(exact), dist.get_backend()
 
 
 @pytest.mark.parametrize("hook", ["allreduce", INT8, POWERSGD], ids=str)
 def test_times_and_errors(ranks, hook):
     """On CUDA one step in ten is timed, by events that nothing waits for."""
-    for metrics, error in ranks(times_and_errors, hook, world=2):
-        assert metrics["timed_steps"] in (3, 21)
+    for metrics, error, backend in ranks(times_and_errors, hook, world=2):
+        assert metrics["timed_steps"] == (3 if backend.startswith("nccl") else 21)
         assert metrics["codec_ms"] > 0
         assert metrics["exposed_ms"] >= 0
         assert metrics["relative_error"] == pytest.approx(error, rel=1e-3, abs=1e-6)
