@@ -58,9 +58,7 @@ class Run:
         """torchrun on one of the nodes, all of which are `node1` here: they are told which one it is."""
         exports, words = command(self.script, nodes)
         is_first = f"--rdzv-conf=is_host={number == 0},".lower()
-        # On a busy machine the second node may be late: the first one is not to begin without it.
-        patient = {"last_call_timeout=5": "last_call_timeout=20"}
-        here = {"node1:29400": f"127.0.0.1:{self._port}", "--rdzv-conf=": is_first, **patient}
+        here = {"node1:29400": f"127.0.0.1:{self._port}", "--rdzv-conf=": is_first}
         arguments = [functools.reduce(lambda word, old: word.replace(old, here[old]), here, word) for word in words]
         environment = {**self._environment, **exports}
         return FORKS.start("torch.distributed.run", *arguments, environment=environment, cwd=self.folder)
