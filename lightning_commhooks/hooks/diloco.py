@@ -95,7 +95,7 @@ class DiLoCo(LocalSGDConfig):
     """
 
     name: ClassVar[str] = "diloco"
-    together_from_start: ClassVar[str | None] = "models are averaged besides"
+    together_from_start: ClassVar[str | None] = "models are averaged too"
 
     start_localSGD_iter: int | float | Literal["auto"] = 0
     period: int = 100

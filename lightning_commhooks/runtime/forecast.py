@@ -112,9 +112,9 @@ class Forecaster:
         sampler: estimates the error of one step after the last change; `None`: none.
     """
 
-    def __init__(self, running: Runtime, local: LocalSteps) -> None:
-        _open.add(running)
-        self._running = running
+    def __init__(self, runtime: Runtime, local: LocalSteps) -> None:
+        _open.add(runtime)
+        self._runtime = runtime
         self._local = local
         self._not_compressed: Counter[str] = Counter()
         self.last_step = -1
@@ -123,13 +123,13 @@ class Forecaster:
 
     def close(self) -> None:
         """Do not count as another hook any more."""
-        _open.discard(self._running)
+        _open.discard(self._runtime)
 
     def restart(self) -> None:
         """Forget all steps: the hook is reset, or resumes from a checkpoint."""
         self.has_warned = False
         # `Auto` sends anything until it has chosen.
-        self._is_chosen_late = isinstance(self._running.method, Auto)
+        self._is_chosen_late = isinstance(self._runtime.method, Auto)
         # First step in this process, and the change after which the line was shown.
         self._first = self._shown = -1
         self._begin_phase(None, False, -1)
@@ -141,7 +141,7 @@ class Forecaster:
         self._begin: tuple[int, _Counts] | None = None
         self._measured: tuple[int, int, _Counts] | None = None
         # What begins at `start_localSGD_iter`, at which step, and whether ranks step alone then.
-        bound = self._running.bound
+        bound = self._runtime.bound
         self._local_steps = bound.from_start if isinstance(bound, AveragesModels) and bound.averages_models else None
         self._starts_alone = (self._local_steps or "").endswith(ALONE)
         self._has_phases = hook is not None and any(isinstance(each, Schedule) for each in hooks_in(hook))
@@ -152,16 +152,16 @@ class Forecaster:
 
     @property
     def _counts(self) -> _Counts:
-        return _Counts(*(getattr(self._running.counters, name) for name in _Counts.__annotations__))
+        return _Counts(*(getattr(self._runtime.counters, name) for name in _Counts.__annotations__))
 
     def begin_step(self, step: int) -> None:
         """Note the counts before a step, which include the counts of optimizers' steps."""
         self.end_step()
-        now, bound = self._counts, self._running.bound
+        now, bound = self._counts, self._runtime.bound
         if self._first < 0:
             self._first, self._before = step, now
         self.last_step, self._now, self._is_counted = step, now, False
-        hook: CommHook | None = getattr(bound, "chosen", None) if self._is_chosen_late else self._running.config
+        hook: CommHook | None = getattr(bound, "chosen", None) if self._is_chosen_late else self._runtime.config
         # The first local step follows from steps of optimizers.
         is_alone = bound.averages_models and bound.is_local(step)
         has_changed = step in self._changes or (step == self._local_start and not self._starts_alone)
@@ -172,7 +172,7 @@ class Forecaster:
         num_optimizers = max(1, self._local.num_optimizers) if self._averages else 1
         if self._begin is None:
             # Replicas that join have other first steps.
-            is_sampled = step == self._changed_at + 1 and not self._running.source.ranks_change
+            is_sampled = step == self._changed_at + 1 and not self._runtime.source.ranks_change
             if is_sampled and bound.has_memory and not bound.averages_models:
                 numel = sum(map(math.prod, self._local.models.layout.shapes.values()))
                 self.sampler = ErrorSampler(1, DEFAULT_NUMEL, numel, only=step)
@@ -195,8 +195,8 @@ class Forecaster:
         self._is_counted = True
         sent = self._counts.plus(self._now, -1)
         is_compressed = sent.ratio > 1 + 1e-6  # counts of a long run are rounded
-        if sent.bytes_dense and not is_compressed and not sent.averagings and not self._is_alone:
-            reason = self._running.bound.inactive_reason(self.last_step) or "gradients are sent as they are"
+        if sent.bytes_dense and not is_compressed and not self._is_alone:
+            reason = self._runtime.bound.inactive_reason(self.last_step) or "gradients are sent as they are"
             self._not_compressed[reason.partition(";")[0]] += 1
 
     def not_compressed(self) -> dict[str, int]:
@@ -214,10 +214,10 @@ class Forecaster:
         """Say and warn as `Attachment.tell_forecast`: once after each change of the hook."""
         if self._shown == self._changed_at or self._measured is None:
             return
-        forecast = self.make(None if num_left is None else self._running.clock.steps + num_left)
+        forecast = self.make(None if num_left is None else self._runtime.clock.steps + num_left)
         if forecast is None:
             return
-        self._shown, is_first_rank = self._changed_at, self._running.bound.group.rank == 0
+        self._shown, is_first_rank = self._changed_at, self._runtime.bound.group.rank == 0
         if say is not None and is_first_rank:
             say(forecast.line)
         for text in () if self.has_warned else forecast.warnings:
@@ -227,10 +227,10 @@ class Forecaster:
 
     def make(self, num_steps: int | None) -> Forecast | None:
         """The forecast, if a whole period was measured. Not collective; waits for a device for the error alone."""
-        method, bound = self._running.method, self._running.bound
+        method, bound = self._runtime.method, self._runtime.bound
         if self._measured is None or isinstance(method, UserFunction) or bound.group.size == 1:
             return None
-        if num_steps is not None and num_steps < self._running.clock.steps:
+        if num_steps is not None and num_steps < self._runtime.clock.steps:
             num_steps = None
         begin, end, sent = self._measured
         local = math.inf if self._local_start is None else self._local_start
@@ -248,7 +248,7 @@ class Forecaster:
             if error >= _SHOWN_ERROR:
                 text += f"; relative error of a step{_at_rank(method)}: {error:.2g}, the rest is sent later"
                 warning = warning or self._error_warning(num_steps, error)
-        name, model = code(method).replace('"', "'"), self._running.model()
+        name, model = code(method).replace('"', "'"), self._runtime.model()
         name = name if len(name) <= _LONGEST_CODE else f"'{method.name}'"
         # With several models, which of them.
         whose = f" of {type(getattr(model, 'module', model)).__name__}" if len(_open) > 1 and model is not None else ""
@@ -263,17 +263,25 @@ class Forecaster:
     def _line(self, num_steps: int | None, total: _Counts | None, change: int | None) -> str:
         assert self._measured is not None
         begin, end, sent = self._measured
-        of = "on" if num_steps is None else f"of {num_steps:,} on"
+        bound, of = self._runtime.bound, "on" if num_steps is None else f"of {num_steps:,} on"
         if change is not None:
-            begins = "it sends otherwise" if self._has_phases else "it compresses"
+            text = f"{sent.times} until step {change:,}"
+            if change != self._local_start:
+                begins = "it sends otherwise" if self._has_phases else "it compresses"
+                return f"{text}; {begins} from step {change:,} {of}"
             # Each of several optimizers counts its own steps.
-            about = "about " if change == self._local_start and self._local.num_optimizers > 1 else ""
-            begins = f"{self._local_steps}" if change == self._local_start else begins
-            return f"{sent.times} until step {change:,}; {begins} from {about}step {change:,} {of}"
+            about = "about " if self._local.num_optimizers > 1 else ""
+            return f"{text}; from {about}step {change:,} {of}, {self._local_steps}"
         what = f"{100 * sent.compressed:.3g}% of the gradients are compressed"
-        if self._averages or self._is_alone:
-            steps = f"steps {begin:,} to {end - 1:,}" if end - begin > 1 else f"step {begin:,}"
-            return f"{self._local_steps or ALONE} from step {self._changed_at:,} {of}; {sent.times} in {steps}"
+        if self._is_alone:
+            what = self._local_steps or ALONE
+        elif self._averages or (bound.averages_models and not sent.numel_compressed):
+            what = f"all {bound.group.size} ranks average gradients"
+        if self._averages:
+            num, steps = end - begin, f"steps {begin:,} to {end - 1:,}" if end - begin > 1 else f"step {begin:,}"
+            often = "every" if sent.averagings == 1 else f"{sent.averagings:,.0f} times in"
+            text = f"{what}, and models are averaged {often} {text_of_steps(num)}"
+            return f"from step {self._changed_at:,} {of}, {text}; {sent.times} in {steps}"
         text = f"{what} from step {self._changed_at:,} {of}; {sent.times}"
         if total is None or abs(1 / total.ratio - 1 / sent.ratio) < 0.02:
             return text
@@ -281,19 +289,25 @@ class Forecaster:
 
     def _warning(self, num_steps: int | None, sent: _Counts, total: _Counts | None, change: int | None) -> str | None:
         """Text on what to set, if next to nothing will be compressed."""
-        bound, is_trial = self._running.bound, num_steps is not None and num_steps < FEWEST_STEPS
-        saved = 1 - 1 / max(sent.ratio, total.ratio if total is not None else sent.ratio)
+        bound, name = self._runtime.bound, self._runtime.name
+        is_trial = num_steps is not None and num_steps < FEWEST_STEPS
+        # Before a change, the steps so far, which may include other phases.
+        whole = self._now.plus(self._before, -1) if change is not None else total or sent
+        is_little = 1 - 1 / max(sent.ratio, whole.ratio) < NEXT_TO_NOTHING
         if change is not None:
             # It begins, but too late: almost all steps are like the measured ones.
             is_late = num_steps is not None and not is_trial and change > (1 - NEXT_TO_NOTHING) * num_steps
-            is_late = is_late and not self._has_phases and saved < NEXT_TO_NOTHING
-            text = bound.inactive_reason(change - 1) if is_late else None
+            text = bound.inactive_reason(change - 1) if is_late and is_little else None
+            if text is not None and self._has_phases:
+                text = f"hook={name!r} sends {sent.times} until step {change:,}; let its phases begin earlier"
         else:
             last = self.last_step if num_steps is None else num_steps - 1
             text = bound.inactive_reason(ANY_LATER_STEP if is_trial else last)
-            if text is None and self._now.numel_compressed and not self._averages and saved < NEXT_TO_NOTHING:
+            if text is None and self._is_alone and sent.ratio < 0.995 and not is_trial:
+                text = f"hook={name!r} sends {sent.times}; average models more seldom"
+            elif text is None and self._now.numel_compressed and not self._averages and is_little:
                 share = f"{sent.compressed:.2%} of the gradients, and sends {sent.times}"
-                text = f"hook={self._running.name!r} compresses {share}; use another hook, or none"
+                text = f"hook={name!r} compresses {share}; use another hook, or none"
         ends = "" if num_steps is None else f"training ends after {text_of_steps(num_steps)}, and "
         return None if text is None else ends + text
 
@@ -307,7 +321,7 @@ class Forecaster:
         higher = changed(hook, lambda owner, name, value: _HIGHER_RANK * value if name == RANK else value)
         more = f", or at a higher rank: hook={code(higher)}" if higher != hook else ""
         return (
-            f"training ends after {text_of_steps(num_steps)}, and hook={self._running.name!r}{_at_rank(hook)} "
+            f"training ends after {text_of_steps(num_steps)}, and hook={self._runtime.name!r}{_at_rank(hook)} "
             f"averages gradients with a relative error of {error:.2g} in a step. Error feedback sends the rest "
             f"in later steps, but a run of less than about {enough} steps is too short for that: it learns more with "
             f"hook={int8}{more}"

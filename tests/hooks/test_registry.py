@@ -7,7 +7,7 @@ import sys
 import pytest
 
 import lightning_commhooks as lc
-from lightning_commhooks.interface import names, registry
+from lightning_commhooks.interface import options, registry
 
 BUILT_IN = {
     "allgather",
@@ -83,7 +83,7 @@ def test_a_name_as_it_is_comes_first(monkeypatch):
     class Other(lc.CommHook):
         name = "int_8"
 
-    monkeypatch.setitem(names.named, Other.name, Other)
+    monkeypatch.setitem(options.registered, Other.name, Other)
     assert registry.get_hook_class("int8") is lc.Int8
     assert registry.get_hook_class("int_8") is Other
 

@@ -122,11 +122,14 @@ def test_averages_of_models_are_measured_over_whole_periods(run, hook, start, ta
         assert before_line[0] == 4
         # Each of several optimizers counts its own steps.
         at = f"{'about ' if takes_turns else ''}step {start} of 60 on"
-        expected = f": as many bytes as plain DDP until step {start}; ranks step alone from {at}"
+        expected = f": as many bytes as plain DDP until step {start}; from {at}, ranks step alone"
         assert before_line[1].endswith(expected)
-    (sent, dense, _), (sent_before, dense_before, _) = counted[end], counted[begin]
+    (sent, dense, num), (sent_before, dense_before, num_before) = counted[end], counted[begin]
     ratio = f"{(dense - dense_before) / (sent - sent_before):.3g}x fewer bytes in steps {begin} to {end - 1}"
-    assert line.endswith(f": ranks step alone from step {begin - 1} of 60 on; {ratio}")
+    often = "every" if num - num_before == 1 else f"{num - num_before} times in"
+    assert line.endswith(
+        f": from step {begin - 1} of 60 on, ranks step alone, and models are averaged {often} {period} steps; {ratio}"
+    )
     # The same in every other period.
     for other in range(begin, 60 - period):
         assert counted[other + period][0] - counted[other][0] == pytest.approx(sent - sent_before)
@@ -135,14 +138,15 @@ def test_averages_of_models_are_measured_over_whole_periods(run, hook, start, ta
 ONE_NODE = {
     "post_localsgd": (
         lc.PostLocalSGD(period=4, start_localSGD_iter=6),
-        ["0% of the gradients are compressed from step 0 of 40 on; as many bytes as plain DDP"],
+        ["all 2 ranks average gradients from step 0 of 40 on; as many bytes as plain DDP"],
         "",
     ),
     "late diloco": (
         lc.DiLoCo(period=4, start_localSGD_iter=6, pseudo_gradient="bf16"),
         [
-            "as many bytes as plain DDP until step 6; models are averaged besides from step 6 of 40 on",
-            "models are averaged besides from step 6 of 40 on; {} in steps 7 to 10",
+            "as many bytes as plain DDP until step 6; from step 6 of 40 on, models are averaged too",
+            "from step 6 of 40 on, all 2 ranks average gradients, and models are averaged every 4 steps; {} in steps 7 "
+            "to 10",
         ],
         "1.12x",
     ),
@@ -203,6 +207,13 @@ def test_subgroups_that_send_more_than_plain_ddp(run):
     assert run(attach_texts, dataclasses.replace(hook, period=8), world=4)[0] == []
 
 
+def test_local_steps_that_send_more_than_plain_ddp(run):
+    """Every second step averages the model and both moments of Adam."""
+    forecasts, _ = run(whole_run, lc.PostLocalSGD(period=2, optimizer_state="average", **ALONE), NUM_STEPS)[0]
+    text = "training ends after 40 steps, and hook='post_localsgd' sends 1.5x as many bytes as plain DDP; average"
+    assert forecasts[-1].warnings == (f"{text} models more seldom",)
+
+
 def test_a_period_without_an_average_is_not_told_of(run):
     """An optimizer that steps after every third synchronized backward."""
     ((after, line),), counted = run(local_steps, lc.PostLocalSGD(period=4, **ALONE), False, 40, 3)[0]
@@ -239,6 +250,8 @@ def told(rank, world, hook, num_steps, shapes, resumed_at=0, steps=5):
 POWERSGD = lc.PowerSGD(matrix_approximation_rank=4, start_powerSGD_iter=1000)
 RANK_4 = "PowerSGD(matrix_approximation_rank=4): "
 PHASES = lc.Schedule({0: "allreduce", 6: "bf16", 12: dataclasses.replace(POWERSGD, **AT_ONCE)})
+AGAIN = {0: "bf16", 6: "allreduce", 99: "bf16"}
+NAME_OF_AGAIN = f"Schedule(hooks={AGAIN})"
 GOOD = {
     "late": (
         (POWERSGD, 1200, WIDE),
@@ -266,8 +279,8 @@ GOOD = {
     "alone": (
         (lc.PostLocalSGD(post_local_gradient_allreduce=False), 1000, WIDE),
         {
-            4: "PostLocalSGD(post_local_gradient_allreduce=False): as many bytes as plain DDP until step 100; ranks "
-            "step alone from step 100 of 1,000 on"
+            4: "PostLocalSGD(post_local_gradient_allreduce=False): as many bytes as plain DDP until step 100; from "
+            "step 100 of 1,000 on, ranks step alone"
         },
     ),
     "phases": (
@@ -277,6 +290,13 @@ GOOD = {
             9: "'schedule': 2x fewer bytes until step 12; it sends otherwise from step 12 of 20 on",
             15: "'schedule': 99.7% of the gradients are compressed from step 12 of 20 on; 40.7x fewer bytes then, "
             "2.17x over the run",
+        },
+    ),
+    "last phase, not the first that compresses": (
+        (lc.Schedule(AGAIN), 100, WIDE, 0, 10),
+        {
+            3: f"{NAME_OF_AGAIN}: 2x fewer bytes until step 6; it sends otherwise from step 6 of 100 on",
+            9: f"{NAME_OF_AGAIN}: as many bytes as plain DDP until step 99; it sends otherwise from step 99 of 100 on",
         },
     ),
 }
@@ -303,6 +323,11 @@ NOTHING = {
         (lc.PowerSGD(start_powerSGD_iter=195), 200, WIDE),
         "training ends after 200 steps, and hook='powersgd' compresses from start_powerSGD_iter=195 on; let it begin "
         "after about a tenth of training, 19: hook=PowerSGD(start_powerSGD_iter=19)",
+    ),
+    "last phase": (
+        (lc.Schedule({0: "allreduce", 396: "bf16"}), 400, WIDE),
+        "training ends after 400 steps, and hook='schedule' sends as many bytes as plain DDP until step 396; let its "
+        "phases begin earlier",
     ),
     "min_bytes": (
         ("int8", None, {"first": (100, 100), "second": (100, 100)}),

@@ -9,6 +9,9 @@ PACKAGES = ("lightning_commhooks", "accelerate_integration")
 
 # Of our own objects, read from outside of their methods; and parts of names.
 OURS = {
+    "_comm_hook_events",
+    "_iter",
+    "_ms",
     "_target_",
 }
 
