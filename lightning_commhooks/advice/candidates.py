@@ -13,7 +13,7 @@ from lightning_commhooks.hooks import DiLoCo, Noop, PostLocalSGD
 from lightning_commhooks.interface.hook import CommHook
 from lightning_commhooks.interface.python_code import code
 from lightning_commhooks.interface.registry import get_hook
-from lightning_commhooks.interface.start import at_once
+from lightning_commhooks.interface.start import started_at_once
 
 DENSE = "dense"
 NOOP = "noop"
@@ -77,7 +77,7 @@ def candidates(specs: Iterable[str] | None) -> list[Candidate]:
 
 def candidate(label: str, hook: CommHook) -> Candidate:
     """Return a candidate without warm-up steps; PostLocalSGD and DiLoCo also get a shorter period."""
-    measured, factor = at_once(hook), 1
+    measured, factor = started_at_once(hook), 1
     if isinstance(measured, (PostLocalSGD, DiLoCo)) and measured.repeats_after() > _LONGEST_PERIOD:
         factor = max(1, measured.period // max(_SHORT_PERIOD, getattr(measured, "fragments", 1)))
         measured = dataclasses.replace(measured, period=measured.period // factor)

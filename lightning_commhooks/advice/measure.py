@@ -59,7 +59,7 @@ class Bench:
     """
 
     def __init__(self, task: Task, network: Network | None, tell: Callable[[str], None]) -> None:
-        self._task, self._network, self._tell = task, network, tell
+        self._task, self._network, self._report = task, network, tell
         self._alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
         self._clock: Timing[Any] = DeviceTiming(task.device) if task.device.type == "cuda" else HostTiming()
         task.wrap(init_sync=True)
@@ -78,7 +78,7 @@ class Bench:
         while turns:
             for candidate in turns:
                 label = candidate.label
-                self._tell(label)
+                self._report(label)
                 rounds_of[label].append(self._turn(candidate, expected_ms.get(label)))
                 expected_ms[label] = self._slowest(rounds_of[label][-1].step_ms)
             rows = {label: self._agreed(merged(rounds)) for label, rounds in rounds_of.items()}
@@ -90,7 +90,7 @@ class Bench:
         if self._network is not None:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                errors = errors_among(self._network.world_size, self._task, chosen, self._tell)
+                errors = errors_among(self._network.world_size, self._task, chosen, self._report)
             for label, found in errors.items():
                 rows[label].error = median(found)
         for row in rows.values():

@@ -23,7 +23,7 @@ from lightning_commhooks.interface.start import check_start, start_of
 from lightning_commhooks.interface.state import StateReader
 
 # At most this multiple of plain DDP's bytes counts as equal, to allow for rounding.
-_AS_MANY = 1.005
+_SLIGHTLY_MORE = 1.005
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +106,7 @@ class BoundLocalSGD(AveragesModels):
         # Number of the first backward after the start, as {"backward": number}; empty before it.
         self._start = self.numbers["start"] = {} if self._first_step else {"backward": 0}
         # Number of the current backward.
-        self._present = -1
+        self._current_step = -1
 
     def _costs(self) -> str | None:
         """Return why ranks will send at least as much as plain DDP after the start, and what to write instead."""
@@ -127,7 +127,7 @@ class BoundLocalSGD(AveragesModels):
         largest = max(map(len, self._subgroups()))
         sent = ring_share(largest, size) + averages
         # If there are several nodes, and not each has a single rank, only traffic between nodes counts.
-        if sent <= _AS_MANY or len(self.group.nodes()) not in (1, size):
+        if sent <= _SLIGHTLY_MORE or len(self.group.nodes()) not in (1, size):
             return None
         return (
             f"hook={config.name!r} sends about {sent:.3g}x as many bytes as plain DDP: gradients are averaged over "
@@ -148,7 +148,7 @@ class BoundLocalSGD(AveragesModels):
         return consecutive(self.group.size, size)
 
     def begin_backward(self, step: int, num_steps: Mapping[str, int]) -> None:
-        self._present = step
+        self._current_step = step
         # If no optimizer is known, each backward counts as a step.
         if not self._start and self._starts_after(num_steps or {"": step}):
             self._start["backward"] = step
@@ -164,7 +164,7 @@ class BoundLocalSGD(AveragesModels):
 
     def has_started(self, step: int) -> bool:
         """Whether a backward comes after `start_localSGD_iter` steps of the optimizers; an estimate for the future."""
-        guess = max(self._first_step, self._present + 1)
+        guess = max(self._first_step, self._current_step + 1)
         return step >= self._start.get("backward", guess)
 
     def is_local(self, step: int) -> bool:

@@ -404,7 +404,7 @@ class _Matrices:
         slots: the gradients of each matrix, adjacent in the bucket; the matrix is padded with zeros after the last.
         n: number of rows.
         m: number of columns.
-        at_once: whether to multiply the matrices together, from a copy; if not, one after another, in blocks of rows.
+        is_stacked: whether to multiply the matrices together, from a copy; if not, one after another, in blocks of rows.
         fresh: random factors by kind: `"factor"` is Q; `"factor_p"` is P, only with half iterations.
         keys: keys of the matrices in the memory: the names of their parameters, joined by newlines.
     """
@@ -412,9 +412,9 @@ class _Matrices:
     slots: list[tuple[Slot, ...]]
     n: int
     m: int
-    at_once: bool
+    is_stacked: bool
     fresh: dict[str, Tensor] = field(default_factory=dict)
-    _together: Tensor | None = None
+    _stacked: Tensor | None = None
 
     def __post_init__(self) -> None:
         self.keys = ["\n".join(slot.name for slot in slots) for slots in self.slots]
@@ -437,26 +437,26 @@ class _Matrices:
             blocks = zip(m.split(num * self.m), gradient.split(num * self.m), parts_of_p, strict=False)
             for block, own, part_of_p in blocks:
                 add_unscaled_(block, own, divisor)
-                if makes_q and not self.at_once:
+                if makes_q and not self.is_stacked:
                     product[i].addmm_(part_of_p, block.view(-1, self.m))
-                elif not self.at_once:
+                elif not self.is_stacked:
                     torch.mm(start[i], block.view(-1, self.m).t(), out=part_of_p)
-        if self.at_once:
+        if self.is_stacked:
             filled = [pad(m, (0, self.n * self.m - m.numel())).view(self.n, self.m) for m in self._of(residual)]
-            self._together = torch.stack(filled)
-            torch.bmm(start, self._together if makes_q else self._together.mT, out=product)
+            self._stacked = torch.stack(filled)
+            torch.bmm(start, self._stacked if makes_q else self._stacked.mT, out=product)
         return product
 
     def multiply(self, residual: Tensor, p: Tensor) -> Tensor:
         """Return M^T P, after `add_and_multiply_`."""
-        if self._together is not None:
-            return torch.bmm(p, self._together)
+        if self._stacked is not None:
+            return torch.bmm(p, self._stacked)
         matrices = (m.view(self.n, self.m) for m in self._of(residual))
         return torch.stack([torch.mm(own, m) for own, m in zip(p, matrices, strict=True)])
 
     def write_and_subtract_(self, residual: Tensor, bucket: Bucket, p: Tensor, q: Tensor) -> None:
         """Replace the gradients by P^T Q times the loss scale; subtract P^T Q, as rounded there, from the residuals."""
-        self._together = None
+        self._stacked = None
         num, divisor = self._rows_at_once(residual), -bucket.loss_scale
         for i, (m, gradient) in enumerate(zip(self._of(residual), self._of(bucket.flat), strict=True)):
             scaled = q[i] * bucket.loss_scale

@@ -410,18 +410,18 @@ def reduce_scatter_encoded(
     assert size is not None
     blocks = _in_blocks(bucket.flat.view(ranks.size, -1), size)
     total, one = torch.empty_like(blocks[0]), blocks.new_ones(())
-    at_once = max(1, CHUNK_NUMEL // (ranks.size * size))
-    starts = range(0, total.shape[0], at_once)
+    rows = max(1, CHUNK_NUMEL // (ranks.size * size))
+    starts = range(0, total.shape[0], rows)
     sent = []
     for start in starts:
-        some = blocks[:, start : start + at_once].reshape(-1, size)
+        some = blocks[:, start : start + rows].reshape(-1, size)
         own = None if residual is None else residual.at(start, some)
         payload = kernels.encode(some, own, one, seed + start)
         if residual is not None and own is not None:
             residual.keep(start, own)
         sent.append(ranks.all_to_all(payload.view(ranks.size, -1)))
     for start, steps in zip(starts, sent, strict=True):
-        place = total[start : start + at_once]
+        place = total[start : start + rows]
         kernels.decode_mean((yield from steps).view(ranks.size, place.shape[0], -1), one, place)
     out.copy_(total.view(-1)[: out.numel()].mul_(bucket.scale))
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from lightning_commhooks.interface.hook import CommHook
 from lightning_commhooks.interface.names import get_hook_class
-from lightning_commhooks.interface.start import auto_starts, begun_at
+from lightning_commhooks.interface.start import auto_starts, started_at
 
 
 def code(hook: CommHook) -> str:
@@ -30,7 +30,7 @@ def code(hook: CommHook) -> str:
 def earlier(hook: CommHook, num_steps: int) -> str:
     """Advice on a hook that does next to nothing in a run of so many steps, since it starts too late."""
     tenth = num_steps // 10
-    return f"let it begin after about a tenth of training, {tenth:,}: hook={code(begun_at(hook, tenth))}"
+    return f"let it begin after about a tenth of training, {tenth:,}: hook={code(started_at(hook, tenth))}"
 
 
 def _code(value: object) -> str:

@@ -83,9 +83,9 @@ def hooks_in(hook: CommHook) -> Iterator[CommHook]:
 
 
 @functools.singledispatch
-def at_once(hook: CommHook) -> CommHook:
+def started_at_once(hook: CommHook) -> CommHook:
     """Return the hook as it is after all starts: each start is 0, and of a schedule only the last phase is left."""
-    return changed(hook, lambda own, name, value: 0 if _is_late(own, name) else value, at_once)
+    return changed(hook, lambda own, name, value: 0 if _is_late(own, name) else value, started_at_once)
 
 
 def started(hook: CommHook, num_steps: int) -> CommHook:
@@ -93,7 +93,7 @@ def started(hook: CommHook, num_steps: int) -> CommHook:
     return changed(hook, lambda own, name, value: start_of(own, name, num_steps) if _is_late(own, name) else value)
 
 
-def begun_at(hook: CommHook, step: int) -> CommHook:
+def started_at(hook: CommHook, step: int) -> CommHook:
     """Return the hook with each start above 0 set to `step`."""
     return changed(hook, lambda own, name, value: step if _is_late(own, name) else value)
 

@@ -324,7 +324,7 @@ class ThreadEngine(Engine):
         # Buckets and calls whose results a thread may wait for.
         self._unfinished: set[_Bucket] = set()
         self._called: set[HostFuture[Any]] = set()
-        self._books = threading.Lock()
+        self._lock = threading.Lock()
         self.num_turns: int = 0
         # The numbers of the buckets and calls of steps that have no result yet.
         self._turns: dict[_Bucket | HostFuture[Any], int] = {}
@@ -351,7 +351,7 @@ class ThreadEngine(Engine):
 
     def submit(self, reduce: Callable[[], Steps[Tensor]], device: torch.device, is_last: bool = True) -> Future[Tensor]:
         bucket = _Bucket(reduce, device, is_last)
-        with self._books:
+        with self._lock:
             self.raise_if_unusable()
             self._unfinished.add(bucket)
             self._more_follow = not is_last
@@ -369,7 +369,7 @@ class ThreadEngine(Engine):
 
     def call(self, function: Callable[[], T], in_step: bool = False) -> T:
         called: HostFuture[T] = HostFuture()
-        with self._books:
+        with self._lock:
             self.raise_if_unusable()
             self._called.add(called)
             if in_step:
@@ -399,7 +399,7 @@ class ThreadEngine(Engine):
             self._fail(HookError(f"the communication hook was interrupted by {interruption!r}"))
             raise
         finally:
-            with self._books:
+            with self._lock:
                 self._called.discard(called)
                 self._turns.pop(called, None)
         result = called.result()
@@ -456,7 +456,7 @@ class ThreadEngine(Engine):
             self._wait_and_advance(bucket)
 
     def _end(self, bucket: _Bucket, reduced: Tensor | None) -> None:
-        with self._books:
+        with self._lock:
             if bucket not in self._unfinished:
                 return  # given up already
             self._unfinished.remove(bucket)
@@ -493,7 +493,7 @@ class ThreadEngine(Engine):
 
     def _note_wait(self) -> None:
         """Tell other ranks of a long wait: a rank that waits for this one elsewhere learns that neither will end."""
-        with self._books:
+        with self._lock:
             first = min(self._turns.values(), default=-1)
         turn, times = self._waits
         self._waits = first, times + 1 if first == turn else 0
@@ -517,7 +517,7 @@ class ThreadEngine(Engine):
             self._computing.release()
         self._fail(HookError(str(lost)))
         self.is_stuck = True
-        with self._books:
+        with self._lock:
             buckets, called = [*self._unfinished], [*self._called]
         for bucket in buckets:
             self._end(bucket, None)
@@ -531,7 +531,7 @@ class ThreadEngine(Engine):
         super().close()
         if self._is_forked:
             return
-        with self._books:
+        with self._lock:
             breaks_off = self._more_follow and bool(self._unfinished)
         if breaks_off:
             # Peers have handed over other buckets: this rank's collectives would not match theirs.

@@ -134,7 +134,7 @@ class MicroBatches:
             if (num_left := self._passes.begin_micro_batch()) is not None:
                 self._begin(num_left)
             elif self._is_over:
-                self._go_on()
+                self._begin_again()
             self._used.add(name)
             if (factor := self._early.pop(name, None)) is not None and parameter.grad is not None:
                 with torch.no_grad():
@@ -163,7 +163,7 @@ class MicroBatches:
         self._num_spare = min(max(num_calls - 1, 0), num_left)
         self._pending, self._num_pending = 0.0, 0
 
-    def _go_on(self) -> None:
+    def _begin_again(self) -> None:
         """Begin a further backward of the same forward, after a synchronized one."""
         assert self._last is not None
         kept, factor = _nonzero(self._parameters), self._last.factor

@@ -73,7 +73,7 @@ class Quorum(ChangingRanks):
         self._there: set[tuple[str, int]] = set()
         self._start = int.from_bytes(os.urandom(4), "little")
         # A state that another replica has handed over.
-        self._given: Mapping[str, Any] | None = None
+        self._received_state: Mapping[str, Any] | None = None
         # Whether there was a backward that replicas have not voted on.
         self._awaits_vote = False
         self._quorums, self._not_committed, self._lost_seconds = 0, 0, 0.0
@@ -179,9 +179,9 @@ class Quorum(ChangingRanks):
                 self._go_on_among(members, self._own_state("own"), self._compare)
                 self._members = manager._pg.members
                 self._quorums += 1
-        if manager.errored() is None and self._given is not None:
-            self._load(self._given, runtime.bind_again())
-            self._given = None
+        if manager.errored() is None and self._received_state is not None:
+            self._load(self._received_state, runtime.bind_again())
+            self._received_state = None
             self._begin_at_common_model()
         if self._is_losing:
             now = time.perf_counter()
@@ -221,7 +221,7 @@ class Quorum(ChangingRanks):
 
     def _digest(self) -> int:
         """Digest of the weights that must be equal on all replicas; 0 if this replica receives another's."""
-        if self._given is not None:
+        if self._received_state is not None:
             return 0
         bound = self._runtime.bound
         # Where replicas step alone, their last common weights, if the hook keeps them.
@@ -275,7 +275,7 @@ class Quorum(ChangingRanks):
         unlike = [name for name, one in zip(names, told, strict=True) if one[0] != own]
         if unlike:
             # Earlier members, and newcomers in the majority, continue once that replica has left.
-            is_new, are_few = self._given is not None or not self._there, 2 * len(unlike) >= len(told)
+            is_new, are_few = self._received_state is not None or not self._there, 2 * len(unlike) >= len(told)
             kind = ValueError if is_new and are_few else HookError
             raise kind(f"replica {unlike[0]!r} has another hook, other options of it, or another model")
         self._compare_weights(names, [one[3] for one in told], digest)
@@ -355,7 +355,7 @@ class Quorum(ChangingRanks):
         return False
 
     def _take(self, state: Mapping[str, Any]) -> None:
-        self._given = state
+        self._received_state = state
 
     def metrics(self) -> dict[str, float]:
         """Metrics of the attachment that only replicas have."""

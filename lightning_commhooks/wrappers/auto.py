@@ -26,7 +26,7 @@ from lightning_commhooks.interface.hook import ANY_LATER_STEP, BoundHook, CommHo
 from lightning_commhooks.interface.hook_state import describe
 from lightning_commhooks.interface.python_code import code
 from lightning_commhooks.interface.registry import get_hook, get_inner_hook, register
-from lightning_commhooks.interface.start import at_once, late_starts
+from lightning_commhooks.interface.start import late_starts, started_at_once
 from lightning_commhooks.interface.state import StateReader, StateWriter
 from lightning_commhooks.wrappers._turns import BoundSwitch
 
@@ -97,7 +97,7 @@ def _candidate(hook: str | CommHook) -> CommHook:
     if hook == Noop.name or isinstance(hook, Noop):
         raise ValueError("candidates: 'noop' does not average, so the models of the ranks would diverge; leave it out")
     if isinstance(hook, str):
-        return at_once(get_inner_hook(hook))
+        return started_at_once(get_inner_hook(hook))
     hook = get_inner_hook(hook)
     for inner, field, steps in late_starts(hook):
         raise ValueError(

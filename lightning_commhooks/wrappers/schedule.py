@@ -10,7 +10,7 @@ from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.interface.averages_models import common_choice_of_buffers
 from lightning_commhooks.interface.hook import BoundHook, CommHook
 from lightning_commhooks.interface.registry import get_hook, get_inner_hook
-from lightning_commhooks.interface.start import at_once, late_starts
+from lightning_commhooks.interface.start import late_starts, started_at_once
 from lightning_commhooks.interface.state import StateReader
 from lightning_commhooks.wrappers._turns import BoundSwitch
 from lightning_commhooks.wrappers.hook_name import HookName
@@ -69,10 +69,10 @@ class Schedule(CommHook):
         return _BoundSchedule({step: get_hook(hook) for step, hook in self.hooks.items()}, group)
 
 
-@at_once.register(Schedule)
+@started_at_once.register(Schedule)
 def _last_at_once(hook: Schedule) -> CommHook:
     *_, last = hook.inner_hooks
-    return at_once(last)
+    return started_at_once(last)
 
 
 class _BoundSchedule(BoundSwitch):

@@ -7,7 +7,7 @@ import pytest
 
 import lightning_commhooks as lc
 from lightning_commhooks.interface.python_code import code
-from lightning_commhooks.interface.start import at_once, auto_starts, begun_at, late_starts, started
+from lightning_commhooks.interface.start import auto_starts, late_starts, started, started_at, started_at_once
 
 BY_CLASS = {
     "powersgd": (lc.PowerSGD, "start_powerSGD_iter", 1000),
@@ -74,10 +74,15 @@ class MayNeverStart(lc.CommHook):
 
 def test_a_start_may_be_none():
     assert [*late_starts(MayNeverStart())] == []
-    assert at_once(MayNeverStart()) == started(MayNeverStart(), 100) == begun_at(MayNeverStart(), 7) == MayNeverStart()
+    assert (
+        started_at_once(MayNeverStart())
+        == started(MayNeverStart(), 100)
+        == started_at(MayNeverStart(), 7)
+        == MayNeverStart()
+    )
 
 
 def test_any_option_from_start_to_iter_is_a_start():
     hook = MayNeverStart(start_iter=5)
     assert [*late_starts(hook)] == [(hook, "start_iter", 5)]
-    assert at_once(hook) == MayNeverStart(start_iter=0)
+    assert started_at_once(hook) == MayNeverStart(start_iter=0)
