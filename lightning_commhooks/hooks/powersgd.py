@@ -404,7 +404,7 @@ class _Matrices:
         slots: the gradients of each matrix, adjacent in the bucket; the matrix is padded with zeros after the last.
         n: number of rows.
         m: number of columns.
-        is_stacked: whether to multiply the matrices together, from a copy; if not, one after another, in blocks of rows.
+        is_stacked: whether to multiply the matrices as one, from a copy; if not, one after another, in blocks of rows.
         fresh: random factors by kind: `"factor"` is Q; `"factor_p"` is P, only with half iterations.
         keys: keys of the matrices in the memory: the names of their parameters, joined by newlines.
     """
