@@ -103,18 +103,9 @@ class Timing(ABC, Generic[M]):
         for intervals in lists:
             intervals.append(interval)
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
+    def paused(self) -> AbstractContextManager[None]:
         """Do not time the collectives of this thread; other threads are not affected."""
-        if self.is_paused:
-            yield
-            return
-        thread = threading.get_ident()
-        self._paused.add(thread)
-        try:
-            yield
-        finally:
-            self._paused.discard(thread)
+        return _with_thread_in(self._paused)
 
     @property
     def is_paused(self) -> bool:
@@ -301,21 +292,12 @@ class Counters:
         """
         return self.timing.paused()
 
-    @contextmanager
-    def evaluating(self) -> Iterator[None]:
+    def evaluating(self) -> AbstractContextManager[None]:
         """Count this thread's bytes separately from training, as bytes of evaluation and checkpoints.
 
         Rounds and times are not counted, since they are about steps.
         """
-        thread = threading.get_ident()
-        if thread in self.evaluating_threads:
-            yield
-            return
-        self.evaluating_threads.add(thread)
-        try:
-            yield
-        finally:
-            self.evaluating_threads.discard(thread)
+        return _with_thread_in(self.evaluating_threads)
 
     @property
     def is_evaluating(self) -> bool:
@@ -325,3 +307,17 @@ class Counters:
 
 def _ratio(dense: float, sent: float) -> float:
     return dense / sent if sent else math.inf if dense else 1.0
+
+
+@contextmanager
+def _with_thread_in(threads: set[int]) -> Iterator[None]:
+    """Hold this thread's identifier in a set within a `with`; inside another such `with`, change nothing."""
+    thread = threading.get_ident()
+    if thread in threads:
+        yield
+        return
+    threads.add(thread)
+    try:
+        yield
+    finally:
+        threads.discard(thread)

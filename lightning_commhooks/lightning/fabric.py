@@ -79,7 +79,7 @@ class CompressedDDPFabricStrategy(DDPStrategy):
         self._hook_state = hook_state
         self._exact_state = exact_state
         self.attachments: list[Attachment] = []
-        self._attachments = Attachments(resync=resync, strict_state=strict_state)
+        self._registry = Attachments(resync=resync, strict_state=strict_state)
         self._optimizers: list[Optimizer] = []
         self._has_just_saved = False
         super().__init__(**kwargs)
@@ -103,7 +103,7 @@ class CompressedDDPFabricStrategy(DDPStrategy):
                 num_steps=self._num_steps,
             )
             self.attachments.append(attachment)
-            self._attachments.add(attachment, self._optimizers)
+            self._registry.add(attachment, self._optimizers)
         return model
 
     def add_weight(self, weight: float | Tensor, model: Module | None = None) -> None:
@@ -125,7 +125,7 @@ class CompressedDDPFabricStrategy(DDPStrategy):
     def backward(self, tensor: Tensor, module: Module | None, *args: Any, **kwargs: Any) -> None:
         """The backward; before the one after the first steps, warn if a hook will compress next to nothing."""
         self._has_just_saved = False
-        for attachment in self._attachments.open():
+        for attachment in self._registry.open():
             attachment.tell_forecast()
         super().backward(tensor, module, *args, **kwargs)
 
@@ -133,7 +133,7 @@ class CompressedDDPFabricStrategy(DDPStrategy):
         """Set an optimizer up, and register it with hooks that average models."""
         optimizer = super().setup_optimizer(optimizer)
         with refusals_of(self):
-            self._attachments.add_optimizer(optimizer)
+            self._registry.add_optimizer(optimizer)
         self._optimizers.append(optimizer)
         return optimizer
 
@@ -147,16 +147,16 @@ class CompressedDDPFabricStrategy(DDPStrategy):
         """
         super().barrier(*args, **kwargs)
         if not self._has_just_saved:
-            self._attachments.show_average()
+            self._registry.show_average()
         self._has_just_saved = False
 
     def save_checkpoint(self, path: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         """Save averages, and the hooks' state."""
         # Before anything can fail on one rank only: all ranks skip the same average.
         self._has_just_saved = True
-        with self._attachments.averaged(self._optimizers):
+        with self._registry.averaged(self._optimizers):
             if _has_model(state):
-                state = {**state, CHECKPOINT_KEY: self._attachments.state_dict()}
+                state = {**state, CHECKPOINT_KEY: self._registry.state_dict()}
             super().save_checkpoint(path, state, *args, **kwargs)
 
     def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -164,7 +164,7 @@ class CompressedDDPFabricStrategy(DDPStrategy):
         rest = super().load_checkpoint(path, state, *args, **kwargs)
         if isinstance(state, dict) and _has_model(state):
             with refusals_of(self):
-                self._attachments.load_state_dict(rest.pop(CHECKPOINT_KEY, None), str(path))
+                self._registry.load_state_dict(rest.pop(CHECKPOINT_KEY, None), str(path))
         return rest
 
 
