@@ -11,6 +11,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import functools
+import itertools
 import logging
 import math
 import zlib
@@ -404,7 +405,7 @@ class _Matrices:
         slots: the gradients of each matrix, adjacent in the bucket; the matrix is padded with zeros after the last.
         n: number of rows.
         m: number of columns.
-        is_stacked: whether to multiply the matrices as one, from a copy; if not, one after another, in blocks of rows.
+        is_stacked: whether to multiply the matrices as one; if not, one after another, in blocks of rows.
         fresh: random factors by kind: `"factor"` is Q; `"factor_p"` is P, only with half iterations.
         keys: keys of the matrices in the memory: the names of their parameters, joined by newlines.
     """
@@ -442,10 +443,18 @@ class _Matrices:
                 elif not self.is_stacked:
                     torch.mm(start[i], block.view(-1, self.m).t(), out=part_of_p)
         if self.is_stacked:
-            filled = [pad(m, (0, self.n * self.m - m.numel())).view(self.n, self.m) for m in self._of(residual)]
-            self._stacked = torch.stack(filled)
+            self._stacked = self._stack(residual)
             torch.bmm(start, self._stacked if makes_q else self._stacked.mT, out=product)
         return product
+
+    def _stack(self, flat: Tensor) -> Tensor:
+        """Return the matrices, shape `(k, n, m)`: a view if they are complete and equally spaced, otherwise a copy."""
+        matrices, shape = self._of(flat), (len(self.slots), self.n, self.m)
+        offsets = [slots[0].offset for slots in self.slots]
+        spacings = {after - before for before, after in itertools.pairwise(offsets)} or {0}
+        if len(spacings) == 1 and all(m.numel() == self.n * self.m for m in matrices):
+            return flat.as_strided(shape, (*spacings, self.m, 1), matrices[0].storage_offset())
+        return torch.stack([pad(m, (0, self.n * self.m - m.numel())) for m in matrices]).view(shape)
 
     def multiply(self, residual: Tensor, p: Tensor) -> Tensor:
         """Return M^T P, after `add_and_multiply_`."""

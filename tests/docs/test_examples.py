@@ -158,6 +158,14 @@ def test_plain_ddp_on_digits(tmp_path, hook, ratio):
 
 
 @needs("sklearn")
+def test_muloco_on_digits(tmp_path):
+    stdout, _ = on_two_ranks(EXAMPLES / "pytorch" / "muloco.py", "--steps", "150", cwd=tmp_path)
+    check_line(stdout, "diloco", 2.5)
+    assert ", 4 averages of the model" in stdout
+    check_page("pytorch/muloco.py", stdout)
+
+
+@needs("sklearn")
 def test_sharded_digits(tmp_path):
     outputs = run_ranks(EXAMPLES / "fsdp" / "digits.py", world=4, cwd=tmp_path, timeout=150)
     # PyTorch 2.10 prints what gloo connects.

@@ -21,6 +21,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 import lightning_commhooks as lc
 from lightning_commhooks.hooks import powersgd as algorithm
 from lightning_commhooks.hooks.powersgd import random_factors
+from lightning_commhooks.interface.bucket import Slot
 
 START, STEPS = 2, 7
 ONE_BUCKET = {"bucket_cap_mb": 25}
@@ -121,6 +122,15 @@ def test_matrices_in_many_blocks_equal_reference(run, num_iters):
     for means in run(with_a_bad_step, hook, 100):
         for a, b in zip(means, expected, strict=True):
             assert distance(a, b) <= 1e-9 * norm(b)
+
+
+@pytest.mark.parametrize(("offsets", "is_view"), [((5,), True), ((0, 9, 18), True), ((0, 6, 18), False)])
+def test_matrices_that_are_multiplied_as_one_are_copied_only_if_unequally_spaced(offsets, is_view):
+    slots = [(Slot(f"matrix {at}", (2, 3), at),) for at in offsets]
+    flat = torch.arange(30.0)[2:]
+    stacked = algorithm._Matrices(slots, 2, 3, True)._stack(flat)
+    assert torch.equal(stacked, torch.stack([flat[at : at + 6].view(2, 3) for at in offsets]))
+    assert (stacked.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()) is is_view
 
 
 def with_a_bad_step(rank, world, hook, block_numel=algorithm.BLOCK_NUMEL):

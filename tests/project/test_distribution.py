@@ -131,6 +131,23 @@ def test_types_of_the_installed_wheel(built, tmp_path):
     assert summary.startswith("Found 1 error in 1 file"), done.stdout + done.stderr
 
 
+@pytest.mark.parametrize("address", ["", "https://example.org/ours/"])
+def test_addresses_are_those_of_the_release(tmp_path, address):
+    pytest.importorskip("hatchling")
+    metadata = call(sys.executable, "-m", "hatchling", "metadata", cwd=ROOT, env={**os.environ, "PROJECT_URL": address})
+    found = json.loads(metadata)
+    at = f"https://example.org/ours/blob/v{lc.__version__}"
+    if address:
+        assert found["urls"]["Source"] == "https://example.org/ours"
+        assert found["urls"]["Changelog"] == f"{at}/CHANGELOG.md"
+        assert f"({at}/docs/use.md)" in found["readme"]["text"]
+        assert f"({at}/docs/images/two_machines.svg?raw=true)" in found["readme"]["text"]
+        assert re.findall(r"\]\((?!https?:|#)", found["readme"]["text"]) == []
+    else:
+        assert "urls" not in found
+        assert found["readme"]["text"] == (ROOT / "README.md").read_text()
+
+
 def test_version_is_the_same_everywhere():
     (cited,) = re.findall(r"^version: (.+)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)
     unreleased, *released = re.findall(r"^## \[(.+?)\](?: - (.+))?$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
