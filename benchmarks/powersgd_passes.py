@@ -35,8 +35,7 @@ PASSES = {
 # There all matrices of a shape are multiplied at once.
 PASSES_ON_A_GPU = {
     "aten::add_": "adds the gradient to the residual; subtracts the result from the residual",
-    "aten::stack": "copies the residual",
-    "aten::bmm": "reads the copy, for P and for Q, or for one of them",
+    "aten::bmm": "reads the residual, for P and for Q, or for one of them",
     "aten::mm": "above rank 1: writes P Q^T to the gradient",
     "aten::mul": "rank 1: writes P Q^T to the gradient",
     "aten::linalg_qr": "orthonormal rows",
