@@ -53,14 +53,11 @@ class AcceleratorEvents:
     """The object that replaces methods of one `Accelerator`, for averaged models, hook state and the closing line.
 
     Each method that `replaced` names is called instead of the accelerator's own method, which is its first argument.
-
-    Args:
-        accelerator: its constructor may still run.
-        hook: the name of the hook, for messages.
-        resync: whether models are averaged for good when they are looked at.
-        strict_state: whether hook state that does not fit is an error.
+    The constructor of the accelerator may still run. `hook` is the name of the hook, for messages; for `resync` and
+    `strict_state`, see `CommHookKwargs`.
 
     Attributes:
+        attachments: the hooks at work, one for each model.
         divided_before: the divisor of the loss in a trainer, which divides before it calls `backward`.
         tells_forecast: whether to warn after the first steps if next to nothing will be compressed. False where a
             tracker or a trainer, which knows the number of steps, does this.
@@ -82,7 +79,7 @@ class AcceleratorEvents:
     def __init__(self, accelerator: Accelerator, hook: str, *, resync: bool, strict_state: bool) -> None:
         self._accelerator = weakref.ref(accelerator)
         self._hook = hook
-        self._attachments = Attachments(resync=resync, strict_state=strict_state)
+        self.attachments = Attachments(resync=resync, strict_state=strict_state)
         self._is_saved = self._has_warned = False
         self._folder = ""
         self._divides_by = 1.0
@@ -111,7 +108,7 @@ class AcceleratorEvents:
 
     def add(self, attachment: Attachment) -> None:
         """Look after one more model."""
-        self._attachments.add(attachment, self._optimizers())
+        self.attachments.add(attachment, self._optimizers())
         if not self._is_saved and (accelerator := self._accelerator()) is not None:
             # Not in `__init__`: the constructor of the accelerator makes the lists of these functions at its end.
             accelerator.register_save_state_pre_hook(NotCopied(lambda models, weights, folder: self.write(folder)))
@@ -124,33 +121,25 @@ class AcceleratorEvents:
 
     def averaged(self) -> AbstractContextManager[None]:
         """Swap models and the state of optimizers for their averages. Collective."""
-        return self._attachments.averaged(self._optimizers())
-
-    def averaged_models(self) -> AbstractContextManager[None]:
-        """Swap models for their averages, for evaluation. Collective."""
-        return self._attachments.averaged([])
+        return self.attachments.averaged(self._optimizers())
 
     def warn_if_models_differ(self, fix: str) -> None:
         """Warn when the weights in place are those of each rank. Not collective."""
-        if self._attachments.are_between_averages():
+        if self.attachments.are_between_averages():
             fix = "look at it when the manager's current_step() has changed, which is after an average"
-        elif not any(attachment.models_differ for attachment in self._attachments.averaging()):
+        elif not any(attachment.models_differ for attachment in self.attachments.averaging()):
             return
         warnings.warn(f"this is the model of one rank, not the average of all: {fix}", stacklevel=5)
 
-    def average_for_good(self) -> None:
-        """Average models at the end of training. Collective."""
-        self._attachments.average_for_good()
-
     def write(self, folder: str) -> None:
         """Write the hooks' state to a checkpoint's folder. Collective."""
-        states = self._attachments.state_dict()
+        states = self.attachments.state_dict()
         everywhere = self.accelerator.project_configuration.save_on_each_node
         save({"attachments": states}, Path(folder, FILE_NAME), save_on_each_node=everywhere)
 
     def read(self, folder: str) -> None:
         """Take the hooks' state over from a checkpoint, after models and optimizers were loaded. Collective."""
-        self._attachments.load_state_dict(_load_everywhere(Path(folder, FILE_NAME)), str(folder))
+        self.attachments.load_state_dict(_load_everywhere(Path(folder, FILE_NAME)), str(folder))
 
     def loss_divided_by(self) -> float:
         """Divisor of the loss in the present backward; Accelerate divides in `accelerator.backward` only."""
@@ -177,7 +166,7 @@ class AcceleratorEvents:
         return original(*args, **kwargs)
 
     def backward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        for attachment in self._attachments.open() if self.tells_forecast else ():
+        for attachment in self.attachments.open() if self.tells_forecast else ():
             attachment.tell_forecast()
         self._divides_by = float(self.accelerator.gradient_accumulation_steps)
         try:
@@ -186,16 +175,16 @@ class AcceleratorEvents:
             self._divides_by = 1.0
 
     def prepare_optimizer(self, original: Callable[..., Any], optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        if any(attachment.averages_models for attachment in self._attachments.open()):
+        if any(attachment.averages_models for attachment in self.attachments.open()):
             check_optimizer(optimizer)
         prepared = original(optimizer, *args, **kwargs)
-        self._attachments.add_optimizer(prepared.optimizer)
+        self.attachments.add_optimizer(prepared.optimizer)
         return prepared
 
     def wait_for_everyone(self, original: Callable[[], None]) -> None:
         # Afterwards models are looked at: saved, by the main process alone, or evaluated.
         original()
-        self._attachments.show_average()
+        self.attachments.show_average()
 
     def get_state_dict(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         # Not averaged here: perhaps only some ranks come by.
@@ -206,7 +195,7 @@ class AcceleratorEvents:
         with ExitStack() as stack:
             for context in self.at_end:
                 stack.enter_context(context())
-            self.average_for_good()
+            self.attachments.average_for_good()
             self.tell_what_was_sent()
             original()
 
@@ -214,7 +203,7 @@ class AcceleratorEvents:
         """Show one line on all of training for each model, on the main process, unless a monitor does."""
         accelerator = self._accelerator()
         if accelerator is not None and accelerator.is_main_process:
-            for line in filter(None, map(closing_line, self._attachments.open())):
+            for line in filter(None, map(closing_line, self.attachments.open())):
                 announce(line)
 
     def save_state(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -232,10 +221,9 @@ class AcceleratorEvents:
 
 
 def _load_everywhere(path: Path) -> list[dict[str, Any]] | None:
-    """States in a file, `None` if no rank finds it.
+    """Return the states in a file, `None` if no rank finds it.
 
-    Raises:
-        ValueError: the file is missing on some ranks only, or a rank cannot read it. On all ranks.
+    If the file is missing on some ranks only, or a rank cannot read it, all ranks raise a `ValueError`.
     """
     states, problem = None, ""
     try:

@@ -391,7 +391,7 @@ class _EventsOfShards(AcceleratorEvents):
         """A model that is prepared later needs a `use_comm_hook` of its own."""
 
     def _files(self, folder: str) -> list[tuple[Attachment, Path]]:
-        attachments = enumerate(self._attachments.open())
+        attachments = enumerate(self.attachments.open())
         return [(one, shard_file(one, folder, f"comm_hook_{i}")) for i, one in attachments if one.has_state]
 
     def write(self, folder: str) -> None:

@@ -27,13 +27,8 @@ class AcceleratorReplica(AcceleratorEvents):
     schedulers stand still. The next batch is the next try. With a hook that averages models each replica steps for
     itself, and the hook has them vote on averages.
 
-    Args:
-        accelerator: of this process alone.
-        hook: see [`AcceleratorEvents`][].
-        options: which replica it is.
-        wrap: makes a `torchft.DistributedDataParallel` of this library from a manager and a module.
-        resync: see there.
-        strict_state: see there.
+    `options` say which replica it is. `wrap` makes a `torchft.DistributedDataParallel` of this library from a manager
+    and a module.
 
     Attributes:
         manager: the `torchft.Manager`; `None` before a model is prepared.

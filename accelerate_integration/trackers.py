@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 
-from accelerate_integration.accelerator_events import replace_method
 from accelerate_integration.kwargs import CommHookKwargs, FSDPCommHook
 from lightning_commhooks.basics.announce import announce
 from lightning_commhooks.interface.checks import check_integer
 from lightning_commhooks.interface.error_sample import DEFAULT_NUMEL
-from lightning_commhooks.monitoring import PREFIX, Monitor, MonitorOptions
+from lightning_commhooks.monitoring import PREFIX, MonitorOptions
 from lightning_commhooks.runtime.attachment import Attachment
 
 _TRAINER_OPTIONS = [field.name for field in dataclasses.fields(MonitorOptions) if field.name != "every_n_steps"]
@@ -131,39 +129,7 @@ class CommHookTracker:
         self._log_after(1)
         yield
         if self._options.closing_line:
-            _print(self._accelerator, self.summary())
-
-
-class TrainerMonitor:
-    """Adds what communication hooks do to the training log of a `transformers.Trainer`."""
-
-    def __init__(self, trainer: Any, handler: CommHookKwargs, options: MonitorOptions) -> None:
-        self._trainer = trainer
-        self._handler = handler
-        self._options = options
-        self._monitor: Monitor | None = None
-        replace_method(trainer.callback_handler, "on_train_begin", self._begin)
-        replace_method(trainer.callback_handler, "on_train_end", self._end)
-        replace_method(trainer, "log", self._log)
-
-    def _begin(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        # Models of earlier trials of a search may still be there.
-        attachments = open_attachments(self._handler)
-        self._monitor = self._options.monitor(attachments[-1]) if attachments else None
-        return original(*args, **kwargs)
-
-    def _log(self, original: Callable[..., None], logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        # The logs of training and of its end; not those of evaluation.
-        if self._monitor is not None and ("loss" in logs or "train_runtime" in logs) and self._monitor.num_new_steps:
-            logs = {**logs, **self._monitor.values()}
-        original(logs, *args, **kwargs)
-
-    def _end(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        result = original(*args, **kwargs)
-        monitor, self._monitor = self._monitor, None
-        if monitor is not None and self._options.closing_line:
-            _print(self._trainer.accelerator, [monitor.summary()])
-        return result
+            print_lines(self._accelerator, self.summary())
 
 
 def trainer_options(options: object) -> MonitorOptions:
@@ -183,7 +149,7 @@ def open_attachments(handler: CommHookKwargs | FSDPCommHook) -> list[Attachment]
     return [attachment for attachment in handler.attachments if not attachment.is_closed]
 
 
-def _print(accelerator: Accelerator, lines: Sequence[str]) -> None:
-    # Neither Accelerate nor transformers show records of the level INFO.
+def print_lines(accelerator: Accelerator, lines: Sequence[str]) -> None:
+    """Print lines on the main process: neither Accelerate nor transformers show records of the level INFO."""
     if accelerator.is_main_process:
         print(*lines, sep="\n", end="\n" if lines else "")

@@ -11,10 +11,12 @@ from accelerate.utils import DistributedDataParallelKwargs, DistributedType
 
 from accelerate_integration.accelerator_events import AcceleratorEvents, replace_method
 from accelerate_integration.kwargs import CommHookKwargs, FSDPCommHook, attach_to_prepared
-from accelerate_integration.trackers import TrainerMonitor, trainer_options
+from accelerate_integration.trackers import open_attachments, print_lines, trainer_options
 from lightning_commhooks.basics.announce import announce
 from lightning_commhooks.interface.hook import CommHook
 from lightning_commhooks.interface.misplaced import explained
+from lightning_commhooks.monitoring import Monitor, MonitorOptions
+from lightning_commhooks.runtime.attachment import Attachment
 from lightning_commhooks.wrappers.scale import Accumulation
 
 
@@ -115,9 +117,7 @@ def use_comm_hook(
         raise ValueError(f"this trainer has the communication hook {trainer.comm_hook_handler.hook!r} already")
     handler = CommHookKwargs(hook=hook, **options)
     trainer.comm_hook_handler = handler
-    _TrainerEvents(trainer, handler)
-    if monitor_options is not None:
-        TrainerMonitor(trainer, handler, monitor_options)
+    _TrainerEvents(trainer, handler, monitor_options)
     return handler
 
 
@@ -140,9 +140,12 @@ class CommHookTrainerMixin:
 class _TrainerEvents:
     """Where a trainer passes by. Its callbacks come too late for this: after evaluation and after saving."""
 
-    def __init__(self, trainer: Any, handler: CommHookKwargs) -> None:
+    def __init__(self, trainer: Any, handler: CommHookKwargs, options: MonitorOptions | None) -> None:
         self._trainer = trainer
         self._handler = handler
+        # `None`: without the hook's metrics in the log.
+        self._options = options
+        self._monitor: Monitor | None = None
         self._install()
         # A search of hyperparameters makes a new accelerator for each trial.
         replace_method(trainer, "create_accelerator_and_postprocess", self._recreate)
@@ -156,8 +159,11 @@ class _TrainerEvents:
         replace_method(trainer, "save_model", self._save_model)
         replace_method(trainer, "_load_best_model", self._finish)
         replace_method(trainer.callback_handler, "on_train_end", self._end)
-        replace_method(trainer.callback_handler, "on_train_begin", self._tell_forecast)
+        replace_method(trainer.callback_handler, "on_train_begin", self._begin)
         replace_method(trainer.callback_handler, "on_step_end", self._tell_forecast)
+
+        if options is not None:
+            replace_method(trainer, "log", self._log)
 
     def _install(self) -> None:
         accelerator, handler = self._trainer.accelerator, self._handler
@@ -184,10 +190,24 @@ class _TrainerEvents:
         self._install()
         return model
 
+    def _begin(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        attachments = self._last_open()
+        self._monitor = self._options.monitor(attachments[0]) if self._options and attachments else None
+        return self._tell_forecast(original, *args, **kwargs)
+
+    def _last_open(self) -> list[Attachment]:
+        # Models of earlier trials of a search may still be there.
+        return open_attachments(self._handler)[-1:]
+
+    def _log(self, original: Callable[..., None], logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        # The logs of training and of its end; not those of evaluation.
+        if self._monitor is not None and ("loss" in logs or "train_runtime" in logs) and self._monitor.num_new_steps:
+            logs = {**logs, **self._monitor.values()}
+        original(logs, *args, **kwargs)
+
     def _tell_forecast(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         state = self._trainer.state
-        # Models of earlier trials of a search may still be there.
-        for attachment in [each for each in self._handler.attachments if not each.is_closed][-1:]:
+        for attachment in self._last_open():
             attachment.tell_forecast(announce, state.max_steps - state.global_step)
         return original(*args, **kwargs)
 
@@ -207,11 +227,11 @@ class _TrainerEvents:
     def _save_and_evaluate(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not (self._trainer.control.should_save or self._trainer.control.should_evaluate):
             return original(*args, **kwargs)
-        with self._events.averaged_models():
+        with self._events.attachments.averaged([]):
             return original(*args, **kwargs)
 
     def _evaluate(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with self._events.averaged_models():
+        with self._events.attachments.averaged([]):
             return original(*args, **kwargs)
 
     def _save_model(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -232,10 +252,13 @@ class _TrainerEvents:
     def _end(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         result = self._finish(original, *args, **kwargs)
         self._events.tell_what_was_sent()
+        monitor, self._monitor = self._monitor, None
+        if monitor is not None and self._options is not None and self._options.closing_line:
+            print_lines(self._trainer.accelerator, [monitor.summary()])
         return result
 
     def _finish(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self._events.average_for_good()
+        self._events.attachments.average_for_good()
         for attachment in self._handler.attachments[-1:]:
             attachment.note_end(as_planned=True)
         return original(*args, **kwargs)

@@ -37,13 +37,7 @@ _BETWEEN = "bytes_sent_between_nodes", "bytes_dense_between_nodes"
 
 @dataclass(frozen=True, kw_only=True)
 class MonitorOptions:
-    """Options of the frameworks' users, checked before the model exists.
-
-    The fields are documented in `CommHookMonitor`.
-
-    Raises:
-        ValueError: a value is out of range or of another type.
-    """
+    """Options of the frameworks' users, checked before the model exists. `CommHookMonitor` documents the fields."""
 
     every_n_steps: int = 50
     error_every_n_steps: int = 100
@@ -161,9 +155,8 @@ class Monitor:
 def closing_line(attachment: Attachment) -> str | None:
     """Summarize a training that has ended, for a framework whose user has no [`Monitor`][]. Not collective.
 
-    Returns:
-        see `Monitor.summary`; `None` if it is redundant or unknown: there is a monitor, the line was shown before, no
-        step was made, training runs in one process, or the hook is a user's own function.
+    Returns `None` if the line is redundant or unknown: there is a monitor, the line was shown before, no step was made,
+    training runs in one process, or the hook is a user's own function.
     """
     if attachment.is_monitored or attachment.is_alone or not attachment.num_steps:
         return None

@@ -85,13 +85,10 @@ def candidate(label: str, hook: CommHook) -> Candidate:
 
 
 def parse(spec: str) -> list[tuple[str, CommHook]]:
-    """Parse the hooks of one command-line option.
+    """Parse the hooks of one command-line option; raise a `ValueError` if a hook, an option or its value is invalid.
 
     Each hook is a name, `bf16`; a name with options, `powersgd:matrix_approximation_rank=4,start_powerSGD_iter=0`; or
     an object in a module, `my_module:MY_HOOK`, for hooks with wrappers. `dense` and `noop` are always measured.
-
-    Raises:
-        ValueError: a hook, an option or its value is invalid.
     """
     texts: list[str] = []
     for token in filter(None, (token.strip() for token in spec.split(","))):

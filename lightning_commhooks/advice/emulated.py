@@ -10,7 +10,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,10 +45,6 @@ class Network:
     def is_far(self) -> bool:
         """Whether the latency is so high that hooks on CPU send messages directly instead of around a ring."""
         return self.latency > FAR
-
-
-class _InFlight(NamedTuple):
-    wait: Callable[[], Tensor]
 
 
 class _Wire:
@@ -178,11 +175,10 @@ class Emulated:
         # Receives were posted by `expect`: the messages that announce them have arrived or are in flight.
         early = min(max(0.0, self._wire.clock.perf_counter() - announced), self.latency)
         future = self._wire.begin(delay, busy, work, early)
-        yield Wait([_InFlight(future.result)])
+        yield Wait([SimpleNamespace(wait=future.result)])
         return future.result()
 
     def _num_messages(self, kind: Kind) -> int:
-        """Return the number of consecutive messages in a collective."""
         if self.latency:
             return 3 if kind == "all_reduce" and self.size > 2 else 2
         return {"all_reduce": 2 * (self.size - 1), "all_gather": self.size - 1}.get(kind, 1)

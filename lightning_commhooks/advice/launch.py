@@ -41,11 +41,7 @@ def nothing_on_stdout() -> Iterator[None]:
 
 
 def spawn(num_processes: int, arguments: Sequence[str]) -> int:
-    """Run the command with these arguments in several processes on this machine; rank 0 prints.
-
-    Returns:
-        the exit code, 0 if no process failed.
-    """
+    """Run the command in several processes on this machine, of which rank 0 prints, and return the exit code."""
     num, threads = str(num_processes), str(max(1, (os.cpu_count() or 1) // num_processes))
     shared = {"OMP_NUM_THREADS": threads, **os.environ, "WORLD_SIZE": num, "LOCAL_WORLD_SIZE": num}
     # This process hosts the store, as in torchrun: a free port could be taken before rank 0 listens on it.
@@ -79,11 +75,7 @@ def _wait(processes: list[subprocess.Popen[bytes]]) -> int:
 
 
 def choose_device(choice: str) -> torch.device:
-    """Return the device of this process.
-
-    Raises:
-        ValueError: `choice` is `"cuda"`, and there are fewer devices than processes on this node.
-    """
+    """Return the device of this process; refuse `"cuda"` if there are fewer devices than processes on this node."""
     local_rank, num_local = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     available = torch.cuda.device_count() if torch.cuda.is_available() else 0
     is_enough = available > max(local_rank, num_local - 1)

@@ -17,11 +17,7 @@ _WHOLE: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
 
 
 def listed(only: str | None = None) -> list[dict[str, Any]]:
-    """Describe all hooks, then all wrappers, or the one named `only`, as `--json` prints them.
-
-    Raises:
-        ValueError: no hook or wrapper has that name.
-    """
+    """Describe all hooks, then all wrappers, or the one named `only`, as `--json` prints them."""
     classes: list[type[CommHook]] = [getattr(wrappers, name) for name in wrappers.__all__]
     if only is None:
         # Registered wrappers are listed once, among the wrappers.

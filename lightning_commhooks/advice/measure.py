@@ -23,7 +23,7 @@ from lightning_commhooks.advice.emulated import RING_LATENCIES, Emulated, Networ
 from lightning_commhooks.advice.errors import errors_among
 from lightning_commhooks.advice.ranking import Row, amortized, median, merged, unsettled
 from lightning_commhooks.advice.task import Task
-from lightning_commhooks.collectives.counters import DeviceTiming, HostTiming, Timing
+from lightning_commhooks.collectives.counters import DeviceTiming, Timing
 from lightning_commhooks.collectives.steps import finish
 from lightning_commhooks.hooks import AllReduce
 from lightning_commhooks.runtime.attachment import Attachment
@@ -61,7 +61,7 @@ class Bench:
     def __init__(self, task: Task, network: Network | None, tell: Callable[[str], None]) -> None:
         self._task, self._network, self._report = task, network, tell
         self._alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
-        self._clock: Timing[Any] = DeviceTiming(task.device) if task.device.type == "cuda" else HostTiming()
+        self._clock: Timing = DeviceTiming(task.device) if task.device.type == "cuda" else Timing()
         task.wrap(init_sync=True)
         task.save()
         self._burn_in()

@@ -136,11 +136,7 @@ def is_lightning(module: nn.Module) -> bool:
 
 
 def load_task(spec: str, device: torch.device, seed: int) -> Task:
-    """Call `module:factory`, with a seed of the global random number generator.
-
-    Raises:
-        ValueError: the function does not exist, failed, or did not return a model and a batch.
-    """
+    """Call `module:factory`, with a seed of the global random number generator; refuse what is no model and batch."""
     module_name, _, attribute = spec.rpartition(":")
     if not module_name or not attribute:
         raise ValueError(f"the model must be given as module:factory, such as my_module:make, got {spec!r}")

@@ -15,6 +15,7 @@ import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -25,10 +26,29 @@ from lightning_commhooks.basics.ranges import named
 
 _logger = logging.getLogger("lightning_commhooks")
 
+# Elements that are encoded and sent together: enough to make the overhead of calls and latency negligible, and few
+# enough to overlap the encoding of one chunk with the sending of another on CPU.
+CHUNK_NUMEL = 2**20
 # Smaller ones are not worth the call of a compiled function.
 _FEW_ELEMENTS = 2**12
 # Seconds; a shorter pause needs no explanation.
 LONG = 2.0
+
+
+@dataclass
+class Chunk:
+    """Numbers that are encoded and sent together; see `Group.average_encoded_`.
+
+    Attributes:
+        numbers: shape `(b, s)`, float32 or float64, this rank's; b is a multiple of `Group.num_owners`.
+        residual: residual of the numbers, in their shape: added to them before they are encoded, and then replaced by
+            the encoding error of this rank's payloads. `None`: no error feedback.
+        seed: seed of random rounding, unique to this rank, step and chunk; below 2^30.
+    """
+
+    numbers: Tensor
+    residual: Tensor | None
+    seed: int
 
 
 class Codec(ABC):
@@ -73,11 +93,6 @@ class Codec(ABC):
         Returns:
             shape `(..., s)`, or more dimensions instead of the last; dtype of `scales`.
         """
-
-
-def short_name(codec: Codec) -> str:
-    """Return the name of its class in lower case, `"int8"` of an `Int8Codec`."""
-    return type(codec).__name__.removesuffix("Codec").lower()
 
 
 def pack(codes: Tensor, scales: Tensor) -> Tensor:
@@ -133,14 +148,12 @@ def _decode_mean(codec: Codec, codes: Tensor, scales: Tensor, factor: Tensor, ou
 class Kernels:
     """The functions of one codec: in one pass over memory each where they could be compiled.
 
-    Args:
-        codec: the codec.
-        compiled: whether to compile them; they are, when they are called for the first time.
+    `compiled` says whether to compile them; they are, when they are called for the first time.
     """
 
     def __init__(self, codec: Codec, compiled: bool = False) -> None:
         self.codec = codec
-        self._name = short_name(codec)
+        self._name = type(codec).__name__.removesuffix("Codec").lower()
         self._functions: dict[Callable[..., Any], Callable[..., Any]] = {}
         self._no_seed: dict[torch.device, Tensor] = {}
         if compiled:
@@ -255,15 +268,8 @@ def compiled(
 ) -> Kernels | None:
     """Compile the functions of a codec; return `None`, with a warning, where that fails.
 
-    Also `None` where compiling is disabled, as by TORCH_COMPILE_DISABLE=1.
-
-    Args:
-        codec: the codec.
-        device: see `Kernels.compile`.
-        num_payloads: see there.
-        feedback: see there.
-        num_rows: see there.
-        is_told: whether users are told about the first call with these arguments.
+    Also `None` where compiling is disabled, as by TORCH_COMPILE_DISABLE=1. For the arguments, see `Kernels.compile`.
+    With `is_told`, users are told about the first call with these arguments.
     """
     if torch._dynamo.config.disable:
         return None
@@ -287,9 +293,6 @@ def _announced(what: str) -> Iterator[None]:
     """Announce that something is compiled or loaded from PyTorch's cache, and afterwards which, and how long it took.
 
     A log message at level INFO; printed, see `announce`, only if it takes long.
-
-    Args:
-        what: the codec and the device.
     """
     before, is_logged = f"preparing {what}", _logger.isEnabledFor(logging.INFO)
     _logger.info(before)

@@ -118,14 +118,10 @@ class Int4Codec(Codec):
 
 
 def hadamard(size: int, like: Tensor) -> Tensor:
-    """A matrix of 1 and -1 with orthogonal columns, shape `(size, size)`, dtype and device of `like`.
+    """Return a matrix of 1 and -1 with orthogonal columns, shape `(size, size)`, dtype and device of `like`.
 
-    Sylvester's matrix, its rows multiplied by signs that are random but always the same: without them, a block of
-    equal numbers would become a single large one.
-
-    Args:
-        size: a power of 2.
-        like: gives dtype and device.
+    Sylvester's matrix, for a power of 2, its rows multiplied by signs that are random but always the same: without
+    them, a block of equal numbers would become a single large one.
     """
     matrix = like.new_ones((1, 1))
     while matrix.shape[0] < size:
@@ -308,16 +304,12 @@ def round_(numbers: Tensor, rounding: Rounding, seed: Tensor) -> Tensor:
 
 
 def uniform(like: Tensor, seed: Tensor) -> Tensor:
-    """Random numbers in [0, 1), shape of `like`, float32, from their position and a seed alone.
+    """Return random numbers in [0, 1), shape of `like`, float32, from their position and a seed alone.
 
     No generator: a stream of random numbers that is a function of position needs no state, no order of calls and no
     pass over memory. Multiply-xorshift rounds (Mueller's `hash`, https://github.com/h2database/h2database, which
-    Wellons 2018, https://nullprogram.com/blog/2018/07/31/, compares with other hash functions) on the position and on
-    the seed.
-
-    Args:
-        like: of any shape, fewer than 2^31 elements.
-        seed: int32, one element, not negative.
+    Wellons 2018, https://nullprogram.com/blog/2018/07/31/, compares with other hash functions) on the position, below
+    2^31, and on the seed, int32, one element, not negative.
     """
     position = torch.arange(like.numel(), dtype=torch.int64, device=like.device).view(like.shape)
     bits = _mixed(_mixed(position) ^ seed)

@@ -56,11 +56,9 @@ def wait_for_all_ranks(
     Args:
         process_group: the ranks.
         operation: the operation, for messages.
-        why_missing: gets the missing ranks of the group; returns the reason why they will not call it, if it knows one.
+        why_missing: returns the reason why the missing ranks of the group will not call it, if it knows one. Then, or
+            after the timeout, a `HookError` is raised.
         timeout: seconds to wait for them, except in `attach()`.
-
-    Raises:
-        HookError: some ranks will not call it, or do not attach a hook that other ranks attach.
     """
     store = store_of(process_group)
     if store is None:
@@ -122,12 +120,7 @@ def _leave(store: Store, prefix: str, size: int) -> bool:
 
 
 class Notes:
-    """Notes between the ranks of a group, kept in its store; does nothing without a store.
-
-    Args:
-        process_group: the ranks.
-        prefix: prefix of the names of these notes, rank-uniform.
-    """
+    """Notes between ranks of a group, in its store under a rank-uniform prefix; does nothing without a store."""
 
     def __init__(self, process_group: dist.ProcessGroup, prefix: str) -> None:
         self._store, self._prefix = store_of(process_group), f"lightning_commhooks/{prefix}"
@@ -137,10 +130,6 @@ class Notes:
         """Leave a note."""
         self._told.add(name)
         self._ask(lambda store: store.set(f"{self._prefix}/{name}", text))
-
-    def teller(self, name: str) -> Callable[[object], None]:
-        """Return a function that leaves a note of that name."""
-        return lambda text: self.tell(name, str(text))
 
     def forget(self, name: str) -> None:
         """Remove one of this rank's notes: the store may outlive the process group."""
@@ -203,18 +192,10 @@ def _what_to_write(operation: str) -> str:
 
 @contextmanager
 def raise_on_all_ranks(process_group: dist.ProcessGroup, operation: str) -> Iterator[dict[str, object]]:
-    """Raise on all ranks when the body raises on one of them. Collective; the body is not.
+    """Raise on all ranks when the body raises on one of them: there a `HookError`. Collective; the body is not.
 
-    Args:
-        process_group: the ranks.
-        operation: the operation in the body, for messages.
-
-    Yields:
-        a dictionary for values that must be the same on all ranks, by name; compared by their printed form.
-
-    Raises:
-        HookError: the body raised on another rank, or another rank cannot be reached.
-        ValueError: the dictionaries of the ranks differ.
+    Yields a dictionary for values that must be the same on all ranks, by name; compared by their printed form. If they
+    differ, a `ValueError` is raised.
     """
     same: dict[str, object] = {}
     try:

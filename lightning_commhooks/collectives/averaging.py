@@ -26,12 +26,9 @@ _NUM_TOLD = 3
 def average_(tensors: Sequence[Tensor], group: Group) -> None:
     """Replace tensors by their means over ranks, bit-identical on all ranks.
 
-    Parameters keep their storage and layout, unlike with PyTorch's `average_parameters`, which moves them all into
-    one buffer. 16-bit tensors are summed, and sent, in float32.
-
-    Args:
-        tensors: floating-point or complex tensors, in the same order on every rank; may require gradients.
-        group: the ranks.
+    Parameters keep their storage and layout, unlike with PyTorch's `average_parameters`, which moves them all into one
+    buffer. 16-bit tensors are summed, and sent, in float32. The tensors are floating-point or complex, in the same
+    order on every rank, and may require gradients.
     """
     if group.size == 1:
         return
@@ -48,14 +45,10 @@ def average_(tensors: Sequence[Tensor], group: Group) -> None:
 
 
 def share_(tensors: Sequence[Tensor], group: Group) -> None:
-    """Replace tensors by the first rank's tensors, bit for bit.
+    """Replace tensors, of any dtype and in the same order on all ranks, by the first rank's tensors, bit for bit.
 
     Sends them as bytes, to which the remaining ranks add zeros: no dtype is rounded, and each rank sends as many bytes
     as for an average.
-
-    Args:
-        tensors: tensors of any dtype, with the same shapes, dtypes and order on all ranks.
-        group: the ranks.
     """
     if group.size == 1:
         return
@@ -115,11 +108,8 @@ def alike(
 ) -> Alike:
     """Find the tensors that have the same kind on all ranks. Collective, for ranks that know of a difference.
 
-    Args:
-        named: this rank's tensors.
-        group: the ranks.
-        owner_of: returns the owner of a tensor by its name. A rank without any tensors of an owner is no difference.
-        numbers: an additional number for each tensor, to compare.
+    A rank without any tensors of an owner, which `owner_of` returns by a tensor's name, is no difference. `numbers` has
+    an additional number for each tensor, to compare.
     """
     kinds = {name: kind_of(name, tensor) for name, tensor in named.items()}
     rows = [(kinds[name], number_of(owner_of(name)) if owner_of else 0, (numbers or {}).get(name, 0)) for name in named]
@@ -147,18 +137,12 @@ def alike(
 
 
 def check_same(what: str, group: Group, *numbers: int) -> list[list[int]]:
-    """Raise on all ranks if they are about to call different averaging operations.
+    """Exchange numbers; raise a `HookError` on all ranks if they are about to call different averaging operations.
 
     Args:
         what: this rank's operation.
         group: the ranks.
-        numbers: this rank's numbers to exchange; the same count on all ranks.
-
-    Returns:
-        the numbers of all ranks.
-
-    Raises:
-        HookError: ranks called different averaging operations.
+        numbers: this rank's numbers; the same count on all ranks.
     """
     begin = time.perf_counter()
     # The same length for every operation, so that ranks with different operations can compare them.

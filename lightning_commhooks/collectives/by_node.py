@@ -13,20 +13,10 @@ from lightning_commhooks.collectives.steps import Steps
 class ByNode:
     """A transport made of two: all ranks of a node call a collective with equal tensors, and have equal results.
 
-    Each exchanges a share of the tensor with the ranks of the same number on the other nodes, and gathers the other
-    shares from its own node. Nodes have as many ranks each.
+    Each exchanges a share of the tensor with the ranks of the same number on the other nodes, in `across`, and gathers
+    the other shares from its own node, in `within`. Nodes have as many ranks each. Attributes are those of `Direct`.
 
     Legend: n nodes of l ranks each; k elements in each of the l shares of a tensor, filled up with zeros.
-
-    Args:
-        within: the ranks of this node.
-        across: the ranks of the same number on each node.
-
-    Attributes:
-        is_ordered: see `Direct`.
-        latency: latency between nodes.
-        size: number of nodes.
-        rank: this node.
     """
 
     def __init__(self, within: Group, across: Group) -> None:
@@ -93,11 +83,7 @@ def nodes_as_ranks(everyone: Group) -> Group:
 
 
 def has_levels(group: Group) -> bool:
-    """Whether there are several nodes, of several ranks each. Collective at the first call.
-
-    Raises:
-        ValueError: nodes have different numbers of ranks.
-    """
+    """Whether there are several nodes, of several ranks each, and as many on each. Collective at the first call."""
     sizes = [len(node) for node in group.nodes()]
     if len(set(sizes)) > 1:
         raise ValueError(

@@ -6,17 +6,18 @@ import itertools
 import math
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, fields
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
-M = TypeVar("M")  # a moment
+# The host's time in seconds, or an event on a CUDA stream.
+Moment = Any
+Interval = tuple[Moment, Moment]
 
 # On CUDA, one step in `DEVICE_EVERY` is timed: recording an event costs a microsecond, and a step may have hundreds.
 DEVICE_EVERY = 10
@@ -25,50 +26,53 @@ _MAX_PENDING = 64
 
 
 @dataclass
-class Step(Generic[M]):
-    """The intervals of one step, each with begin and end."""
+class Step:
+    """The intervals of one step."""
 
-    handed_over: M
-    comm: list[tuple[M, M]] = field(default_factory=list)
+    handed_over: Moment
+    comm: list[Interval] = field(default_factory=list)
     # The part of `comm` within work.
-    within_work: list[tuple[M, M]] = field(default_factory=list)
-    work: list[tuple[M, M]] = field(default_factory=list)
-    waits: list[tuple[M, M]] = field(default_factory=list)
-    backward_done: M | None = None
+    within_work: list[Interval] = field(default_factory=list)
+    work: list[Interval] = field(default_factory=list)
+    waits: list[Interval] = field(default_factory=list)
+    backward_done: Moment | None = None
     # Number of intervals of work in the backward, once an optimizer has stepped.
     num_in_backward: int | None = None
 
 
-class Timing(ABC, Generic[M]):
-    """Adds up the times of steps. `comm` and `work` are called where the hook runs, the rest on the training thread.
+class Timing:
+    """Adds up the times of steps, by the host's clock, for work on a communication thread.
+
+    `comm` and `work` are called where the hook runs, the rest on the training thread. No step is timed if a thread
+    copies CUDA tensors to the host, whose clock does not show the device's waits.
+
+    Args:
+        every: one step in so many is timed; 0: no step.
 
     Attributes:
         steps: number of synchronized backwards that were timed.
         step: the intervals of the present step; `None`: it is not timed.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, every: int = 1) -> None:
+        self._every = every
         self.steps = 0
         self._totals = dict.fromkeys(("exposed_ms", "codec_ms", "comm_ms", "overlap_ms"), 0.0)
-        self.step: Step[M] | None = None
+        self.step: Step | None = None
         # Threads whose work is not counted.
         self._paused: set[int] = set()
 
-    @abstractmethod
-    def now(self) -> M:
-        """Return the current time on the device's stream or the host."""
+    now: Callable[[], Moment] = staticmethod(time.perf_counter)
 
-    @abstractmethod
-    def ms(self, begin: M, end: M) -> float:
+    def ms(self, begin: Moment, end: Moment) -> float:
         """Return the milliseconds between two moments."""
-
-    def _is_timed(self, step: int) -> bool:
-        return True
+        milliseconds: float = (end - begin) * 1e3
+        return milliseconds
 
     def begin_step(self, step: int) -> None:
         """Record that a synchronized backward has passed on its first bucket."""
         self.finish_step()
-        if self._is_timed(step):
+        if self._every and step % self._every == 0:
             self.step = Step(self.now())
 
     def backward_done(self) -> None:
@@ -93,7 +97,7 @@ class Timing(ABC, Generic[M]):
         return self._timed(() if step is None else (step.waits,))
 
     @contextmanager
-    def _timed(self, lists: tuple[list[tuple[M, M]], ...]) -> Iterator[None]:
+    def _timed(self, lists: tuple[list[Interval], ...]) -> Iterator[None]:
         if not lists:
             yield
             return
@@ -104,7 +108,10 @@ class Timing(ABC, Generic[M]):
             intervals.append(interval)
 
     def paused(self) -> AbstractContextManager[None]:
-        """Do not time the collectives of this thread; other threads are not affected."""
+        """Do not time or count this thread's collectives, such as measurements and small agreements between ranks.
+
+        Hooks that run in other threads meanwhile are not affected.
+        """
         return _with_thread_in(self._paused)
 
     @property
@@ -123,7 +130,7 @@ class Timing(ABC, Generic[M]):
         if step is not None and step.backward_done is not None:
             self.add(step)
 
-    def add(self, step: Step[M]) -> None:
+    def add(self, step: Step) -> None:
         """Add up the intervals of a step."""
         assert step.backward_done is not None
         done = step.backward_done
@@ -138,21 +145,8 @@ class Timing(ABC, Generic[M]):
         self._totals["comm_ms"] += self._covered(step.comm)
         self._totals["overlap_ms"] += max(0.0, self.ms(step.handed_over, done))
 
-    def _covered(self, pairs: list[tuple[M, M]]) -> float:
-        """Return the milliseconds covered by at least one interval."""
-        return sum(self.ms(*pair) for pair in pairs)
-
-
-class HostTiming(Timing[float]):
-    """Times work on a communication thread, in every step, by the host's clock."""
-
-    now = staticmethod(time.perf_counter)
-
-    def ms(self, begin: float, end: float) -> float:
-        return (end - begin) * 1e3
-
-    def _covered(self, pairs: list[tuple[float, float]]) -> float:
-        # The intervals of several threads overlap.
+    def _covered(self, pairs: list[Interval]) -> float:
+        """Return the milliseconds covered by at least one interval. The intervals of several threads overlap."""
         covered, until = 0.0, -math.inf
         for begin, end in sorted(pairs):
             covered += max(0.0, end - max(begin, until))
@@ -160,23 +154,13 @@ class HostTiming(Timing[float]):
         return covered * 1e3
 
 
-class NoTiming(HostTiming):
-    """Times nothing, for CUDA tensors that a thread copies to the host: its clock does not show the device's waits."""
-
-    def _is_timed(self, step: int) -> bool:
-        return False
-
-
-class DeviceTiming(Timing[torch.cuda.Event]):
+class DeviceTiming(Timing):
     """Times work on a CUDA stream in one step of ten, by events, without synchronizing."""
 
     def __init__(self, device: torch.device) -> None:
-        super().__init__()
+        super().__init__(DEVICE_EVERY)
         self._device = device
-        self._pending: deque[Step[torch.cuda.Event]] = deque(maxlen=_MAX_PENDING)
-
-    def _is_timed(self, step: int) -> bool:
-        return step % DEVICE_EVERY == 0
+        self._pending: deque[Step] = deque(maxlen=_MAX_PENDING)
 
     def now(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)
@@ -188,8 +172,11 @@ class DeviceTiming(Timing[torch.cuda.Event]):
         elapsed: float = begin.elapsed_time(end)
         return elapsed
 
-    def add(self, step: Step[torch.cuda.Event]) -> None:
+    def add(self, step: Step) -> None:
         self._pending.append(step)
+
+    def _covered(self, pairs: list[Interval]) -> float:
+        return sum(self.ms(*pair) for pair in pairs)
 
     def finish_step(self) -> None:
         super().finish_step()
@@ -197,7 +184,7 @@ class DeviceTiming(Timing[torch.cuda.Event]):
             super().add(self._pending.popleft())
 
 
-def _is_over(step: Step[torch.cuda.Event]) -> bool:
+def _is_over(step: Step) -> bool:
     events = [step.handed_over, step.backward_done, *itertools.chain(*step.comm, *step.work, *step.waits)]
     return all(event.query() for event in events if event is not None)
 
@@ -252,7 +239,7 @@ class Counters:
     nonfinite_steps: int = 0
     averagings: int = 0
     waited_ms: float = 0.0
-    timing: Timing[Any] = field(default_factory=HostTiming, compare=False, repr=False)
+    timing: Timing = field(default_factory=Timing, compare=False, repr=False)
     evaluating_threads: set[int] = field(default_factory=set, compare=False, repr=False)
 
     def as_dict(self) -> dict[str, float]:
@@ -271,8 +258,7 @@ class Counters:
     def count(self, num_bytes: float, between_nodes: float) -> bool:
         """Count a collective by the bytes that it sends, and the part of them that leaves the node.
 
-        Returns:
-            whether it belongs to training.
+        Returns whether it belongs to training.
         """
         if self.timing.is_paused:
             return False
@@ -284,13 +270,6 @@ class Counters:
         self.bytes_sent_between_nodes += between_nodes
         self.collectives += 1
         return True
-
-    def paused(self) -> AbstractContextManager[None]:
-        """Do not count this thread's collectives, such as measurements and small agreements between ranks.
-
-        Hooks that run in other threads meanwhile still count.
-        """
-        return self.timing.paused()
 
     def evaluating(self) -> AbstractContextManager[None]:
         """Count this thread's bytes separately from training, as bytes of evaluation and checkpoints.

@@ -47,36 +47,19 @@ _LATENCY = "COMMHOOKS_LATENCY_MS"
 def takes_one_round(num_bytes: int, world_size: int, latency: float) -> bool:
     """Return whether two ranks exchange a whole tensor, instead of half of it and then half of the sum.
 
-    Both ways send the same number of bytes.
-
-    Args:
-        num_bytes: size of the tensor.
-        world_size: number of ranks.
-        latency: seconds that a message takes, rank-uniform.
+    Both ways send the same number of bytes. The latency, in seconds, is rank-uniform.
     """
     return world_size == 2 and num_bytes * _SLOWER_IN_ONE_ROUND <= latency
 
 
 def num_pieces(num_bytes: int, world_size: int) -> int:
-    """Return the number of pieces in which a tensor is summed concurrently. See `takes_one_round` for the arguments."""
+    """Return the number of pieces in which a tensor is summed concurrently."""
     return max(1, num_bytes // max(_PIECE_BYTES, world_size * _MESSAGE_BYTES))
 
 
 def num_connections(latency: float) -> int:
     """Return the number of connections between two ranks for a latency in seconds."""
     return max(1, min(_MAX_CONNECTIONS, round(latency / _LATENCY_PER_CONNECTION)))
-
-
-class _Share(NamedTuple):
-    """This rank's share of a sum: its own part, the peers' parts, shape `(w-1, n)`, and their receives.
-
-    The sum replaces `own`; `number` is the number of the messages with the sum.
-    """
-
-    own: Tensor
-    rows: Tensor
-    arriving: list[dist.Work]
-    number: int
 
 
 class Expected(NamedTuple):
@@ -128,12 +111,7 @@ class Direct:
     def among(self, members: Sequence[int], part: int) -> Direct:
         """Return collectives of some of these ranks, including this one. Collective if ranks are far from each other.
 
-        Args:
-            members: the ranks.
-            part: distinguishes overlapping groups of ranks; equal on all of these ranks, at least 1.
-
-        Raises:
-            ValueError: these ranks are a subgroup already, or there are too many groups.
+        `part`, from 1 on, distinguishes overlapping groups of ranks, and is equal on all of these ranks.
         """
         if self._subgroup:
             raise ValueError("a subgroup cannot be split: split the whole group instead")
@@ -194,11 +172,11 @@ class Direct:
             arriving = self.receive(list(rows), number)
             last += self.send([split[peer] for peer in self.peers], number)
             last += self.receive([split[peer] for peer in self.peers], of_sums)
-            shares.append(_Share(own, rows, arriving, of_sums))
-        for share in shares:
-            yield Wait(share.arriving)
-            self._add_up(share)
-            last += self.send([share.own] * len(self.peers), share.number)
+            shares.append((own, rows, arriving, of_sums))
+        for own, rows, arriving, of_sums in shares:
+            yield Wait(arriving)
+            self._add_up(own, rows)
+            last += self.send([own] * len(self.peers), of_sums)
         yield Wait(last)
         self._give_back(memory)
         return tensor
@@ -236,17 +214,18 @@ class Direct:
             piece.add_(place)
         self._give_back(memory)
 
-    def _add_up(self, share: _Share) -> None:
-        rows = {**dict(zip(self.peers, share.rows, strict=True)), self.rank: share.own}
-        in_float32 = share.own.dtype in HALF
+    def _add_up(self, own: Tensor, of_peers: Tensor) -> None:
+        """Replace this rank's part by its sum with the peers' parts, shape `(w-1, n)`."""
+        rows = {**dict(zip(self.peers, of_peers, strict=True)), self.rank: own}
+        in_float32 = own.dtype in HALF
         total = rows[0].to(torch.float32) if in_float32 else rows[0]
         for rank in range(1, self.size):
             if rank < self.size - 1 or in_float32:
                 total.add_(rows[rank])
             else:
-                torch.add(total, rows[rank], out=share.own)
+                torch.add(total, rows[rank], out=own)
         if in_float32:
-            share.own.copy_(total)
+            own.copy_(total)
 
     def _give_back(self, memory: Tensor) -> None:
         if memory.numel() <= _MAX_SPARE_BYTES:
@@ -269,11 +248,8 @@ def measure_latency(ranks: Direct) -> float:
     """Measure the latency between the slowest pair of ranks, in seconds; rank-uniform. Collective.
 
     For each pair, it is the shortest time of several single messages: simultaneous messages between all ranks would
-    measure their number. The ranks at distances 1, 2, 4, ... represent all ranks.
-
-    Raises:
-        ValueError: `COMMHOOKS_LATENCY_MS`, which replaces the measurement, is not a number of milliseconds on some
-            rank.
+    measure their number. The ranks at distances 1, 2, 4, ... represent all ranks. `COMMHOOKS_LATENCY_MS` replaces the
+    measurement; if it is no number of milliseconds on some rank, all ranks raise a `ValueError`.
     """
     if ranks.size == 1:
         return 0.0

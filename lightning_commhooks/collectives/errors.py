@@ -22,14 +22,7 @@ class HookError(RuntimeError):
 
 
 def raise_if_capturing(device: torch.device) -> None:
-    """Require that no CUDA graph is being captured.
-
-    Args:
-        device: device of the gradients.
-
-    Raises:
-        HookError: the device's current stream is being captured.
-    """
+    """Require that no CUDA graph is being captured on the device's current stream; raises a `HookError`."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise HookError(
             "a CUDA graph is being captured, and a communication hook cannot be part of one: its operations differ "

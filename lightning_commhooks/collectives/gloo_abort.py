@@ -54,11 +54,7 @@ class GlooConnections(Connections):
     """The TCP connections of a gloo group. Does not keep the group alive.
 
     Without listeners it cannot identify the group's connections and does nothing; peers then wait for their timeout.
-
-    Args:
-        group: the group.
-        mine: addresses on which this rank listens.
-        num_listeners: number of addresses on which each rank listens.
+    `mine` are the addresses on which this rank listens, as many as each other rank.
     """
 
     def __init__(self, group: dist.ProcessGroup, mine: set[str], num_listeners: int) -> None:

@@ -27,9 +27,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_commhooks.basics.ranges import named
-from lightning_commhooks.codecs.codec import Codec, Kernels, compiled
+from lightning_commhooks.codecs.codec import CHUNK_NUMEL, Chunk, Codec, Kernels, compiled
 from lightning_commhooks.collectives import process_groups as groups
-from lightning_commhooks.collectives.chunk import CHUNK_NUMEL, Chunk
 from lightning_commhooks.collectives.counters import Counters
 from lightning_commhooks.collectives.direct import Direct
 from lightning_commhooks.collectives.gloo_abort import Connections
@@ -83,14 +82,7 @@ def renamed(name: str, since_2_13: str) -> Callable[..., dist.Work | None]:
 
 
 class Backend:
-    """Collectives that all ranks have to begin in the same order, without channels.
-
-    Args:
-        process_group: the ranks.
-        direct: direct messages among the same ranks on CPU, for subgroups.
-
-    Attributes: see `Direct`. The latency of near ranks is 0.
-    """
+    """Collectives that all ranks have to begin in the same order, without channels. The latency of near ranks is 0."""
 
     is_ordered = True
     latency = 0.0
@@ -264,7 +256,7 @@ class Group:
         """Return the numbers of each rank, without counting bytes. Blocks, and waits for the device."""
         if self.are_alike:
             return [list(numbers) for _ in range(self.size)]
-        with self.counters.paused():
+        with self.counters.timing.paused():
             return self.all_gather_numbers(numbers)
 
     def release(self) -> list[dist.ProcessGroup | None]:
@@ -548,12 +540,8 @@ class Group:
     def kernels(self, codec: Codec, *, feedback: bool, two_shot: bool) -> Kernels:
         """Return the functions that run a codec in this group, compiled if that works on all ranks.
 
-        Collective at the first call with these arguments.
-
-        Args:
-            codec: the codec.
-            feedback: whether there is error feedback.
-            two_shot: see `average_encoded_`.
+        Collective at the first call with these arguments. `feedback` says whether there is error feedback, and
+        `two_shot` is the argument of `average_encoded_`.
         """
         key = codec, feedback, two_shot
         if key not in self._kernels:
@@ -635,9 +623,8 @@ class Group:
     def average_tensors_encoded_(self, tensors: Sequence[Tensor], kernels: Kernels) -> Steps[None]:
         """Replace tensors by their means over ranks, without error feedback: see `average_encoded_`.
 
-        Args:
-            tensors: tensors of one floating-point dtype, with the same shapes on every rank. Each begins a block.
-            kernels: the kernels of this group for a codec with a block size.
+        The tensors, of one floating-point dtype, have the same shapes on every rank. Each begins a block: the codec has
+        a block size.
         """
         size = kernels.codec.block_size
         assert size is not None
@@ -658,10 +645,8 @@ class Group:
     def all_reduce_factors_(self, exact: Sequence[Tensor], factors: Sequence[Tensor]) -> Steps[None]:
         """Replace each tensor by its sum over ranks; encode `factors` on the way if this group has a codec.
 
-        Args:
-            exact: as in `all_reduce_coalesced_`.
-            factors: floating-point tensors whose errors the algorithm compensates, as error feedback does. Those that
-                do not fill a block are not encoded.
+        The algorithm compensates the errors of the factors, as error feedback does. Factors that do not fill a block
+        are not encoded, and neither are the tensors in `exact`.
         """
         factors_too = self.not_gradients()
         for tensor in exact if self.size > 1 else ():
@@ -683,10 +668,8 @@ class Group:
 def counted(gradients: Tensor, ranks: Group, dense: float = 0.0) -> Iterator[None]:
     """Count the gradient elements that a hook sends within a `with`: see `Counters.numel_uncompressed`.
 
-    Args:
-        gradients: the flat gradients of one bucket, or the values of a sparse gradient.
-        ranks: the collectives that the hook gets.
-        dense: bytes that an all-reduce of the same gradients sends, to count as well.
+    `gradients` are the flat gradients of one bucket, or the values of a sparse gradient; `dense` are the bytes that an
+    all-reduce of them sends, which are counted as well.
     """
     tally, counters, dtype, numel = ranks.tally, ranks.counters, gradients.dtype, gradients.numel()
     share = ranks.inter_node_share(around_ring=True)

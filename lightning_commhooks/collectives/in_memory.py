@@ -35,11 +35,6 @@ class _Message:
         self.text, self.is_done = text, is_done
 
     def wait(self) -> None:
-        """Return at once: no rank would send it during a wait.
-
-        Raises:
-            StuckError: it is not there.
-        """
         if not self.is_done:
             raise StuckError(f"{self.text}, in a call that blocks: `yield from` collectives in memory")
 
@@ -49,14 +44,7 @@ _Expected = defaultdict[_Way, deque[tuple[Tensor, _Message]]]
 
 
 class _Backend:
-    """A stand-in for a `ProcessGroupGloo` in `Direct`.
-
-    Args:
-        sent: tensors on their way, shared by all ranks.
-        expected: places in which tensors are expected, shared by all ranks.
-        rank: this rank.
-        size: number of ranks.
-    """
+    """A stand-in for a `ProcessGroupGloo` in `Direct`. Ranks share `sent` and `expected` tensors."""
 
     def __init__(self, sent: _Sent, expected: _Expected, rank: int, size: int) -> None:
         self._sent, self._expected, self._rank, self._size = sent, expected, rank, size
@@ -109,9 +97,7 @@ def groups_in_memory(size: int, device: torch.device | str = "cpu") -> list[Grou
 def run_together(works: Sequence[Callable[[], Steps[T]]], seed: int = 0) -> list[T]:
     """Run a computation of each rank to its end, by turns in an arbitrary order, and return the results.
 
-    Raises:
-        StuckError: they would wait for ever.
-        Exception: the error of the first rank that failed.
+    Raises a `StuckError` if they would wait for ever, and the error of the first rank that failed.
     """
     chance = random.Random(seed)
     results: dict[int, T] = {}

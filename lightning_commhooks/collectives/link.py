@@ -79,31 +79,19 @@ class Link:
 
 
 def check_ranks(group: Group) -> None:
-    """Require a group with a link to measure.
-
-    Raises:
-        ValueError: the group has one rank.
-    """
+    """Require two or more ranks, which have a link to measure; raises a `ValueError`."""
     if group.size < 2:
         raise ValueError("there is no link to measure among one rank")
 
 
 def measure_link(group: Group, budget: float = 1.5) -> Link:
-    """Measure the duration of a group's all-reduces. Collective. Bytes are not counted.
+    """Measure the duration of a group's all-reduces, equal on all ranks. Collective. Bytes are not counted.
 
-    Args:
-        group: two or more ranks.
-        budget: seconds after which sizes above a megabyte are skipped, unless latency dominates all smaller ones, and
-            calls with a long latency are timed once only.
-
-    Returns:
-        the costs, equal on all ranks.
-
-    Raises:
-        ValueError: the group has one rank.
+    After `budget` seconds, sizes above a megabyte are skipped, unless latency dominates all smaller ones, and calls
+    with a long latency are timed once only.
     """
     check_ranks(group)
-    with group.counters.paused(), torch.no_grad():
+    with group.counters.timing.paused(), torch.no_grad():
         return _Meter(group, budget).measure()
 
 

@@ -69,12 +69,7 @@ def backend_for(process_group: dist.ProcessGroup, device: torch.device) -> str:
 def is_enqueued_on_stream(process_group: dist.ProcessGroup, device: torch.device) -> bool:
     """Return whether a group's collectives are enqueued on the current stream, like NCCL's, and the host does not wait.
 
-    Args:
-        process_group: the ranks.
-        device: device of the tensors. On the CPU there are no streams.
-
-    Raises:
-        ValueError: this is unknown for the backend of this device.
+    On the CPU there are no streams. Raises a `ValueError` if this is unknown for the backend of the device.
     """
     if device.type == "cpu":
         return False
@@ -113,11 +108,7 @@ def own_group(process_group: dist.ProcessGroup, device: torch.device) -> OwnGrou
 def group_at(store: Store, place: tuple[int, int], device: torch.device, timeout: timedelta) -> OwnGroup:
     """Create a gloo group of the ranks that share a store. Collective.
 
-    Args:
-        store: a store whose keys only this group uses.
-        place: this rank and the number of ranks.
-        device: device of the tensors.
-        timeout: timeout of the collectives.
+    `place` is this rank and the number of ranks. Only this group uses the keys of the store.
     """
     own, connections = _connected_gloo_group(store, place, device, timeout)
     if device.type != "cpu" or own.size() == 1:
@@ -243,11 +234,8 @@ def own_subgroup(
 ) -> OwnGroup:
     """Create a group over the ranks in this rank's subgroup, for CUDA tensors. Collective.
 
-    Args:
-        process_group: group of the communication threads.
-        subgroups: ranks in `process_group`, each in one subgroup.
-        name: a name that no other group has, rank-uniform.
-        device: device of the tensors.
+    Each rank of `process_group`, the group of the communication threads, is in one subgroup. The name, which no other
+    group has, is rank-uniform.
     """
     rank = process_group.rank()
     timeout = timeout_of(process_group, device)

@@ -63,11 +63,7 @@ Steps = Generator[Wait, None, T]
 
 
 def checked(steps: Steps[T], hook: object, method: str) -> Steps[T]:
-    """Return the result of a hook's method if it is a generator.
-
-    Raises:
-        TypeError: it is not a generator, so nothing would wait for its collectives.
-    """
+    """Return the result of a hook's method; raise a `TypeError` if it is no generator, whose waits would be lost."""
     if not isinstance(steps, Generator):
         raise TypeError(
             f"{type(hook).__name__}.{method} is no generator, it returned {type(steps).__name__}: wait for "
@@ -79,12 +75,8 @@ def checked(steps: Steps[T], hook: object, method: str) -> Steps[T]:
 def advance(steps: Generator[Any, None, T], failure: BaseException | None = None) -> Wait:
     """Run a computation until it waits; if it ends, a `StopIteration` has the result.
 
-    Args:
-        steps: the computation.
-        failure: error of its last wait. It is raised in the computation, which adds context to it.
-
-    Raises:
-        TypeError: the computation has yielded something other than a `Wait`; raised inside the computation.
+    The error of its last wait, `failure`, is raised in the computation, which adds context to it. So is a `TypeError`
+    if it yields anything but a `Wait`.
     """
     try:
         waits = next(steps) if failure is None else steps.throw(failure)
@@ -107,9 +99,8 @@ def _innermost(steps: Any) -> str:
 def finish(steps: Steps[T], waiting: Callable[[], AbstractContextManager[object]] = nullcontext) -> T:
     """Run a computation to its end, waiting in this thread.
 
-    Args:
-        steps: the computation. An error in a wait is raised in the computation, which adds context to it.
-        waiting: makes a context manager that is entered for each wait, for example to time it.
+    An error in a wait is raised in the computation, which adds context to it. `waiting` makes a context manager that is
+    entered for each wait, for example to time it.
     """
     failure: Exception | None = None
     while True:

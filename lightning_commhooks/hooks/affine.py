@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal, get_args
 
 from lightning_commhooks.codecs import AffineCodec
+from lightning_commhooks.codecs.codec import Chunk
 from lightning_commhooks.codecs.formats import check_block_size
-from lightning_commhooks.collectives.chunk import Chunk
 from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.collectives.steps import Steps
 from lightning_commhooks.hooks.quantized import Place, places_of

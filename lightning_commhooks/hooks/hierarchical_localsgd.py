@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from lightning_commhooks.collectives.group import Group
-from lightning_commhooks.hooks._local_sgd import BoundLocalSGD, LocalSGDConfig, consecutive, ring_share
+from lightning_commhooks.hooks._local_sgd import LocalSGDConfig, consecutive, ring_share
+from lightning_commhooks.hooks.post_localsgd import BoundPeriodicAverages
 from lightning_commhooks.interface.checks import check_integer
 from lightning_commhooks.interface.hook import BoundHook
-from lightning_commhooks.interface.models import OptimizerStep
 from lightning_commhooks.interface.registry import register
 
 # Enough to count averages in, where periods end together more seldom.
@@ -74,34 +74,15 @@ class HierarchicalLocalSGD(LocalSGDConfig):
         return sum(ring_share(size, num_ranks) for size in sizes) / num_steps
 
     def bind(self, group: Group) -> BoundHook:
-        return _BoundHierarchicalLocalSGD(self, group)
-
-
-class _BoundHierarchicalLocalSGD(BoundLocalSGD):
-    _config: HierarchicalLocalSGD
-
-    def __init__(self, config: HierarchicalLocalSGD, group: Group) -> None:
-        *_, largest = config.period_group_size_dict.values()
+        *_, largest = self.period_group_size_dict.values()
         if largest not in (None, group.size):
             raise ValueError(
-                f"the largest group in period_group_size_dict={dict(config.period_group_size_dict)} must be all "
+                f"the largest group in period_group_size_dict={dict(self.period_group_size_dict)} must be all "
                 f"{group.size} ranks; None stands for that"
             )
-        super().__init__(config, group)
         # The longest period first.
-        self._levels = {
+        levels = {
             period: group if size is None else group.split(consecutive(group.size, size))
-            for period, size in reversed(list(config.period_group_size_dict.items()))
+            for period, size in reversed(list(self.period_group_size_dict.items()))
         }
-
-    def _averages_after(self, num_steps: int, stepped: OptimizerStep) -> bool:
-        return self.is_local(stepped.step) and any(num_steps % period == 0 for period in self._levels)
-
-    def _after_local_step(self, num_steps: int, stepped: OptimizerStep) -> None:
-        if not self.is_local(stepped.step):
-            return
-        for period, group in self._levels.items():
-            if num_steps % period == 0:
-                stepped.models.average_(stepped.parameters, group)
-                self._follow_up_optimizer(stepped, group)
-                return
+        return BoundPeriodicAverages(self, group, levels)

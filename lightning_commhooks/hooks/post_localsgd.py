@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -49,16 +50,27 @@ class PostLocalSGD(LocalSGDConfig):
         return 1 / self.period
 
     def bind(self, group: Group) -> BoundHook:
-        return _BoundPostLocalSGD(self, group)
+        return BoundPeriodicAverages(self, group, {self.period: group})
 
 
-class _BoundPostLocalSGD(BoundLocalSGD):
-    _config: PostLocalSGD
+class BoundPeriodicAverages(BoundLocalSGD):
+    """Averages models over a group of ranks when its period ends.
+
+    `levels` has the group for each period, in steps of an optimizer; when several end at once, the first counts.
+    """
+
+    def __init__(self, config: LocalSGDConfig, group: Group, levels: Mapping[int, Group]) -> None:
+        super().__init__(config, group)
+        self._levels = levels
 
     def _averages_after(self, num_steps: int, stepped: OptimizerStep) -> bool:
-        return num_steps % self._config.period == 0 and self.is_local(stepped.step)
+        return self.is_local(stepped.step) and any(num_steps % period == 0 for period in self._levels)
 
     def _after_local_step(self, num_steps: int, stepped: OptimizerStep) -> None:
-        if self._averages_after(num_steps, stepped):
-            stepped.models.average_(stepped.parameters)
-            self._follow_up_optimizer(stepped, self.group)
+        if not self.is_local(stepped.step):
+            return
+        for period, group in self._levels.items():
+            if num_steps % period == 0:
+                stepped.models.average_(stepped.parameters, group)
+                self._follow_up_optimizer(stepped, group)
+                return

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import math
 import zlib
-from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from lightning_commhooks.codecs import FP8Codec, Int2Codec, Int4Codec, Int8Codec
-from lightning_commhooks.codecs.codec import Codec, Kernels, compiled
+from lightning_commhooks.codecs.codec import CHUNK_NUMEL, Chunk, Codec, Kernels, compiled
 from lightning_commhooks.codecs.formats import Rounding
-from lightning_commhooks.collectives.chunk import CHUNK_NUMEL, Chunk
 from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.collectives.steps import Steps
 from lightning_commhooks.hooks.allreduce import reduce_scatter
@@ -50,6 +48,9 @@ class CodecConfig(CommHook):
             as much as one rank would. Each node needs the same number of ranks. `None`: among all ranks.
     """
 
+    # Its options are options of the hook.
+    codec_class: ClassVar[type[Codec]]
+
     use_error_feedback: bool = True
     compress_1d: bool = False
     min_bytes: int = 2**17
@@ -65,9 +66,10 @@ class CodecConfig(CommHook):
         self.codec  # noqa: B018  # raises if its options are invalid
 
     @property
-    @abstractmethod
     def codec(self) -> Codec:
         """The codec of gradients."""
+        names = (field.name for field in fields(self.codec_class))  # type: ignore[arg-type]  # a dataclass
+        return self.codec_class(**{name: getattr(self, name) for name in names})
 
     def compresses(self, shape: Sequence[int]) -> bool:
         """Whether a gradient of that shape is encoded."""
@@ -96,13 +98,10 @@ class Int8(CodecConfig):
     """
 
     name: ClassVar[str] = "int8"
+    codec_class: ClassVar[type[Codec]] = Int8Codec
 
     block_size: int = 512
     rounding: Rounding = "nearest"
-
-    @property
-    def codec(self) -> Int8Codec:
-        return Int8Codec(block_size=self.block_size, rounding=self.rounding)
 
 
 @register
@@ -123,14 +122,11 @@ class Int4(CodecConfig):
     """
 
     name: ClassVar[str] = "int4"
+    codec_class: ClassVar[type[Codec]] = Int4Codec
 
     block_size: int = 64
     rounding: Rounding = "nearest"
     rotation: Literal["hadamard"] | None = None
-
-    @property
-    def codec(self) -> Int4Codec:
-        return Int4Codec(block_size=self.block_size, rounding=self.rounding, rotation=self.rotation)
 
 
 @register
@@ -152,14 +148,11 @@ class FP8(CodecConfig):
     """
 
     name: ClassVar[str] = "fp8"
+    codec_class: ClassVar[type[Codec]] = FP8Codec
 
     format: Literal["e4m3", "e5m2"] = "e4m3"
     block_size: int = 512
     rounding: Rounding = "nearest"
-
-    @property
-    def codec(self) -> FP8Codec:
-        return FP8Codec(format=self.format, block_size=self.block_size, rounding=self.rounding)
 
 
 @register
@@ -180,12 +173,9 @@ class Int2(CodecConfig):
     """
 
     name: ClassVar[str] = "int2"
+    codec_class: ClassVar[type[Codec]] = Int2Codec
 
     block_size: int = 256
-
-    @property
-    def codec(self) -> Int2Codec:
-        return Int2Codec(block_size=self.block_size)
 
 
 class CodecFeedback(ErrorFeedback):
@@ -323,12 +313,9 @@ class _Plan:
 def places_of(slots: Sequence[Slot], block_size: int | None, num_owners: int) -> list[Place]:
     """Divide gradients into chunks, and return the place of each chunk.
 
-    Each gradient begins a new block, so that the content of a block does not depend on the bucket.
-
-    Args:
-        slots: the gradients.
-        block_size: number of elements of a block; `None`: all gradients together form one block for each owner.
-        num_owners: number of parts into which every chunk can be divided, with equally many blocks each.
+    Each gradient begins a new block, so that the content of a block does not depend on the bucket. If `block_size` is
+    `None`, all gradients together form one block for each owner. Every chunk can be divided into `num_owners` parts
+    with equally many blocks each.
     """
     size = block_size or -(-sum(slot.numel for slot in slots) // num_owners)
     unit = size * num_owners
@@ -361,10 +348,6 @@ class EncodedResidual:
     is added to the next gradient, not a moving average of it; that it has a scale for each block; and that it is not
     reset now and then: only a block with inf or NaN is reset. The rounding error of the residual, at most its block's
     largest magnitude over 254, is lost.
-
-    Args:
-        block_size: number of elements that share a scale.
-        device: the device of the gradients.
     """
 
     def __init__(self, block_size: int, device: torch.device) -> None:
@@ -390,7 +373,7 @@ class EncodedResidual:
 def reduce_scatter_encoded(
     bucket: Bucket, out: Tensor, ranks: Group, kernels: Kernels, seed: int, residual: EncodedResidual | None = None
 ) -> Steps[None]:
-    """Send blocks that a codec has encoded, decode them and sum them in float32.
+    """Send blocks that a codec has encoded, decode them and sum them in float32: see `allreduce.reduce_scatter`.
 
     The first of the two shots of `Group.average_encoded_`, as ZeRO++ does it (Wang et al. 2023,
     https://arxiv.org/abs/2306.10209, section 3.3). Each rank's share begins a new block and is padded with zeros. Some
@@ -398,13 +381,7 @@ def reduce_scatter_encoded(
     ranks of the codec's largest error in its block, which for int8 and nearest rounding is the block's largest
     magnitude divided by 254.
 
-    Args:
-        bucket: see `allreduce.reduce_scatter`.
-        out: see there.
-        ranks: see there.
-        kernels: the kernels of these ranks for a codec with a block size.
-        seed: seed of stochastic rounding, different for each rank and bucket, below 2^30.
-        residual: the residual of these gradients; `None`: no error feedback.
+    The seed of stochastic rounding, below 2^30, is different for each rank and bucket.
     """
     size = kernels.codec.block_size
     assert size is not None

@@ -68,15 +68,7 @@ def averages_models(hook: BoundHook) -> TypeGuard[AveragesModels]:
 
 
 def common_choice_of_buffers(hooks: list[BoundHook], where: str) -> bool:
-    """`average_buffers` of hooks that work together.
-
-    Args:
-        hooks: all of them.
-        where: the wrapper, for the message.
-
-    Raises:
-        ValueError: they differ.
-    """
+    """Return `average_buffers` of the hooks in a wrapper of that name; refuse hooks that differ, by a `ValueError`."""
     choices = {hook.average_buffers for hook in hooks if averages_models(hook)}
     if len(choices) > 1:
         raise ValueError(f"hooks of a {where} that average models must have the same average_buffers")

@@ -22,25 +22,15 @@ Hierarchy = Literal["node"] | None
 
 
 def check_hierarchy(value: object) -> None:
-    """Require a `Hierarchy`.
-
-    Raises:
-        ValueError: the value is not one.
-    """
+    """Require a `Hierarchy`; raises a `ValueError`."""
     if value not in (None, "node"):
         raise ValueError(f"hierarchy must be None or 'node', got {value!r}")
 
 
 def bind_by_node(hierarchy: Hierarchy, group: Group, bind: Callable[[Group], BoundHook]) -> BoundHook:
-    """Bind a hook that averages gradients to all ranks, or to their nodes.
+    """Bind a hook that averages gradients to all ranks, or to their nodes, as its option `hierarchy` says.
 
-    Args:
-        hierarchy: the hook's option.
-        group: all ranks.
-        bind: binds the hook to a group.
-
-    Raises:
-        ValueError: the nodes have different numbers of ranks.
+    Raises a `ValueError` if nodes have different numbers of ranks.
     """
     if hierarchy is None:
         return bind(group)
@@ -76,7 +66,7 @@ class _NodeFirst(BoundAround):
             unused = frozenset(slot.name for slot, num in zip(bucket.slots, used, strict=True) if not num)
         yield from within.all_reduce_mean_(bucket.flat, bucket.scale)
         averaged = dataclasses.replace(bucket, scale=1.0, unused=unused)
-        return (yield from self._inner.reduce(averaged, self._nodes.for_bucket(ranks)))
+        return (yield from self.inner.reduce(averaged, self._nodes.for_bucket(ranks)))
 
     def load_state_dict(self, state: dict[str, Any], reader: StateReader) -> None:
         # The state may be from another hook or without the option, and differ within a node.

@@ -35,14 +35,9 @@ def load_hook(
     reader: StateReader,
     has: Callable[[str], bool] = lambda name: True,
 ) -> None:
-    """Load a result of [`save_hook`][] into a hook.
+    """Load a result of [`save_hook`][] into a hook, with the reader of the whole state.
 
-    Args:
-        saved: the result of `save_hook`.
-        hook: configuration of the hook.
-        bound: the hook.
-        reader: reader of the whole state.
-        has: whether a parameter of the model, by name, is one of this hook's.
+    `has` says whether a parameter of the model, by name, is one of this hook's.
     """
     if not isinstance(saved, Mapping) or not {"name", "options", "state"} <= saved.keys():
         reader.differs(f"there is nothing of hook {hook.name!r}")

@@ -45,13 +45,9 @@ def unwrapped(model: object) -> object:
 
 
 def names_without_wrappers(model: Module, names: Iterable[str]) -> dict[str, str]:
-    """Map the names of parameters or buffers to names without wrapper modules.
+    """Map names from `torch.nn.Module.named_parameters(model)`, or `named_buffers`, to names without wrapper modules.
 
     A hook's state, patterns and messages use these, so that they do not depend on wrappers.
-
-    Args:
-        model: the module.
-        names: names from `torch.nn.Module.named_parameters(model)` or `named_buffers`, which wrappers override.
     """
     modules = dict(Module.named_modules(model))
     clean = {"": ""}
@@ -75,26 +71,21 @@ def _joined(path: str, name: str) -> str:
 
 
 def is_statistic(owner: Module, name: str, buffer: Tensor) -> bool:
-    """Return whether a buffer is a running statistic of a normalization layer, PyTorch's or another.
-
-    Args:
-        owner: the buffer's module.
-        name: the buffer's name in that module.
-        buffer: the buffer.
-    """
+    """Return whether a buffer of a module is a running statistic of a normalization layer, PyTorch's or another."""
     return name.startswith("running_") and buffer.is_floating_point() and _is_normalization(owner)
 
 
 def is_count_of_steps(owner: Module, buffer: Tensor) -> bool:
     """Return whether a buffer counts the steps of a normalization layer, such as `num_batches_tracked`."""
-    return not _is_continuous(buffer) and buffer.numel() == 1 and _is_normalization(owner)
+    return not is_continuous(buffer) and buffer.numel() == 1 and _is_normalization(owner)
 
 
 def _is_normalization(module: Module) -> bool:
     return any("norm" in one.__name__.lower() for one in type(module).__mro__)
 
 
-def _is_continuous(tensor: Tensor) -> bool:
+def is_continuous(tensor: Tensor) -> bool:
+    """Return whether the elements of a tensor are floating-point or complex numbers."""
     return tensor.is_floating_point() or tensor.is_complex()
 
 
@@ -163,7 +154,7 @@ class Layout:
 
     def float_buffers(self) -> dict[str, Tensor]:
         """Return floating-point and complex buffers by name: see `buffers`."""
-        return {name: buffer for name, buffer, *_ in self.buffers() if _is_continuous(buffer)}
+        return {name: buffer for name, buffer, *_ in self.buffers() if is_continuous(buffer)}
 
     def name_now(self, saved: str) -> str:
         """Return the current name of a parameter by its name in a state, perhaps of a model with wrappers."""
@@ -187,14 +178,9 @@ class Layout:
         return [name for p, name in self._frozen.items() if p.requires_grad]
 
     def slots(self, parameters: Sequence[Tensor], numel: int) -> tuple[Slot, ...]:
-        """Return the slots of a bucket that holds the gradients of `parameters` in this order.
+        """Return the slots of a bucket of `numel` elements with the gradients of `parameters` in this order.
 
-        Args:
-            parameters: the result of `GradBucket.parameters()`.
-            numel: length of the flat bucket.
-
-        Raises:
-            RuntimeError: a parameter is not in the model, or the gradients do not fill the bucket.
+        Raises a `RuntimeError` if a parameter is not in the model, or the gradients do not fill the bucket.
         """
         try:
             names = tuple(self._in_buckets[p] for p in parameters)

@@ -80,12 +80,7 @@ def misplaced(
 ) -> str:
     """Explain that a function does not have these options, and where they belong.
 
-    Args:
-        where: name of the function for the user.
-        unknown: the unknown options, with their values.
-        known: the function's options.
-        hook: the hook in the same call, if any.
-        also: see `wrong_call`.
+    For `also`, see `wrong_call`; `known` are the function's options.
     """
     name, value = next(iter(unknown.items()))
     text = f"{where} has no option {name!r}{also}"
@@ -169,8 +164,7 @@ def parsed(spec: object) -> tuple[type[CommHook], Mapping[str, Any]] | None:
 def in_yaml(value: Any) -> str:
     """Explain how to write a hook in a configuration file, for a value in another notation.
 
-    Args:
-        value: any value that is not a hook; or jsonargparse's `NestedArg`, an option of a hook given by name.
+    The value may be jsonargparse's `NestedArg`, an option of a hook given by name.
     """
     if isinstance(value, tuple) and hasattr(value, "key") and hasattr(value, "val"):
         return _nested(value.key, value.val)

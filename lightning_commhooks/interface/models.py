@@ -30,7 +30,7 @@ from lightning_commhooks.collectives.averaging import (
 )
 from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.collectives.steps import Steps
-from lightning_commhooks.interface.layout import Layout, is_count_of_steps, is_statistic
+from lightning_commhooks.interface.layout import Layout, is_continuous, is_count_of_steps, is_statistic
 from lightning_commhooks.interface.state import StateReader, StateWriter
 
 # Key of the model itself, among the keys of optimizers.
@@ -284,7 +284,6 @@ class Models:
             warnings.warn(f"hook {self._hook!r}: {text}", stacklevel=2)
 
     def _content_of(self, buffers: Mapping[str, Tensor], samples: bool = True) -> int:
-        """Return a digest of the names, shapes and values of buffers."""
         found = _contents(buffers, self._contents, samples)
         return number_of(repr([(kind_of(name, b), found[name]) for name, b in buffers.items()])) if buffers else 0
 
@@ -447,11 +446,7 @@ class Models:
 
 
 class OwnValues:
-    """A copy of each rank's own values of tensors that are about to hold averages.
-
-    Args:
-        tensors: the tensors, which still have the values.
-    """
+    """A copy of each rank's own values of tensors that are about to hold averages."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         self._tensors = [*map(own_part, tensors)]
@@ -495,8 +490,8 @@ def count_up(tensors: Iterable[Tensor]) -> None:
 
 
 def version_of(tensor: Tensor) -> int:
-    """Return autograd's count of changes to a tensor; -1 if it does not count."""
-    return -1 if tensor.is_inference() else tensor._version
+    """Return autograd's count of changes to a tensor, or to this rank's part of it; -1 if it does not count."""
+    return -1 if tensor.is_inference() else own_part(tensor)._version
 
 
 def _matching(
@@ -567,12 +562,8 @@ def _samples(tensors: list[Tensor]) -> list[bytes]:
 
 
 def _floating_point(state: Mapping[str, Any]) -> dict[str, Tensor]:
-    if any(isinstance(v, Tensor) and v.numel() > 1 and not _is_continuous(v) for v in state.values()):
+    if any(isinstance(v, Tensor) and v.numel() > 1 and not is_continuous(v) for v in state.values()):
         return {}  # quantized: averaging the scales without the codes is meaningless
     # Sorted: the order may differ between ranks.
     tensors = {k: v for k, v in sorted(state.items()) if isinstance(v, Tensor) and k != "step"}
-    return {k: v for k, v in tensors.items() if _is_continuous(v)}
-
-
-def _is_continuous(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()
+    return {k: v for k, v in tensors.items() if is_continuous(v)}

@@ -62,15 +62,10 @@ def available_hooks() -> list[str]:
 
 
 def get_hook_class(name: str) -> type[CommHook]:
-    """Return the configuration class of a hook.
+    """Return the configuration class of a hook by one of `available_hooks()`, or an alias of one.
 
-    Args:
-        name: one of `available_hooks()` or an alias of one; capitals and underscores do not matter, so that the name of
-            the class does as well.
-
-    Raises:
-        ValueError: there is no such hook, and the message has the known names and the closest one; or the entry
-            point of that name is not a `CommHook` class.
+    Capitals and underscores do not matter, so that the name of the class does as well. An unknown name, or an entry
+    point that is not a `CommHook` class, raises a `ValueError`.
     """
     hook_class: type[CommHook] | None = registered.get(name)
     if hook_class is not None:

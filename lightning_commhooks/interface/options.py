@@ -35,16 +35,9 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def misfit(where: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
-    """Say that arguments without names are too many, or that required ones are missing.
+    """Say that arguments without names are too many, or that required ones are missing; `None` if they fit.
 
-    Args:
-        where: name of the function for the user.
-        function: it, without the first argument of a method.
-        args: without names.
-        kwargs: with names, known or not.
-
-    Returns:
-        text, or `None` if they fit.
+    `where` is the name of the function for the user. A method is given without its first argument.
     """
     parameters = inspect.signature(function).parameters.values()
     if any(p.kind is p.VAR_POSITIONAL for p in parameters):
@@ -86,11 +79,7 @@ def _of_inner_hooks(name: str, given: object) -> str:
 
 
 def check_options(hook_class: type, args: tuple[Any, ...], options: Mapping[str, Any]) -> None:
-    """Refuse arguments that a hook's class does not have.
-
-    Raises:
-        ValueError: names the option, all there are and the closest one.
-    """
+    """Refuse arguments that a hook's class does not have, by a `ValueError` with its options and the closest one."""
     name, init = hook_class.__name__, hook_class.__init__  # type: ignore[misc]
     own, short = options_of(hook_class), dict(getattr(hook_class, "option_aliases", {}))
     takes_any = init is not object.__init__ and any(

@@ -43,11 +43,9 @@ def all_finite(tensor: Tensor) -> Tensor:
 
 
 def spoil_unless_(finite: Tensor, tensors: Sequence[Tensor]) -> None:
-    """Fill tensors with NaN unless `finite`, without synchronizing.
+    """Fill tensors of at least one dimension with NaN unless `finite`, without synchronizing.
 
-    Args:
-        finite: a boolean of one element on the device of the tensors.
-        tensors: tensors with at least one dimension.
+    `finite` is a boolean of one element on the device of the tensors.
     """
     if not finite.is_cpu or not finite:
         zero_or_nan = torch.where(finite, 0.0, math.nan).view(1)

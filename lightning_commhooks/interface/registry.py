@@ -47,11 +47,7 @@ def get_hook(hook: str | CommHook, **options: Any) -> CommHook:
 
 
 def get_inner_hook(hook: str | CommHook) -> CommHook:
-    """Return a hook for another one to go around.
-
-    Raises:
-        ValueError: see [`get_hook`][]; or it is one that no other goes around.
-    """
+    """Return a hook, as [`get_hook`][], for another one to go around; refuse one that no other goes around."""
     inner = get_hook(hook)
     if inner.is_outermost:
         name = type(inner).__name__

@@ -41,12 +41,9 @@ def depends_on_length(start: object) -> bool:
 
 
 def start_of(hook: Any, field: str, num_steps: int = 0) -> float:
-    """Return the step that a start option of a hook means.
+    """Return the step that a start option of a hook means in a run of `num_steps` synchronized backwards.
 
-    Args:
-        hook: the configuration of the hook.
-        field: name of the option.
-        num_steps: length of the run, in synchronized backwards; 0: unknown, and a fraction is returned as it is.
+    If that number is unknown, 0, a fraction is returned as it is.
     """
     start = getattr(hook, field)
     if start == "auto":
@@ -105,10 +102,8 @@ def changed(
 ) -> CommHook:
     """Return a hook with other options.
 
-    Args:
-        hook: the hook.
-        option: returns the new value of an option, from its owner, name and value.
-        inner: changes the hooks inside; by default, their options change in the same way.
+    `option` returns the new value of an option, from its owner, name and value. `inner` changes the hooks inside; by
+    default, their options change in the same way.
     """
     change = inner or (lambda hook: changed(hook, option))
     new: dict[str, Any] = {}

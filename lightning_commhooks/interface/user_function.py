@@ -30,11 +30,7 @@ _REPLACED_ON_GLOO = {
 
 
 class UserFunction(CommHook):
-    """Represents a DDP hook function as a `CommHook` without state.
-
-    Args:
-        function: called by DDP with the gradients, which `reduce` does not change.
-    """
+    """A DDP hook function as a `CommHook` without state. DDP gets its result; `reduce` changes nothing."""
 
     def __init__(self, function: DDPHook) -> None:
         module, name = getattr(function, "__module__", ""), getattr(function, "__qualname__", None)
@@ -63,17 +59,10 @@ class _NoState(BoundHook):
 
 
 def check_user_hook(hook: object) -> None:
-    """Check a function as DDP does, with messages that say what to change.
+    """Check a function as DDP does, by a `ValueError` that says what to change.
 
-    Mirrors `DistributedDataParallel._check_comm_hook`, except its refusal of functions *named*
-    `bf16_compress_hook` on CPU: gloo reduces bfloat16.
-
-    Args:
-        hook: a callable `(state, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]`.
-
-    Raises:
-        ValueError: the hook is not callable, has no parameter named `bucket`, does not take two positional arguments,
-            or has an annotation that differs from DDP's.
+    Mirrors `DistributedDataParallel._check_comm_hook`, except its refusal of functions *named* `bf16_compress_hook` on
+    CPU: gloo reduces bfloat16.
     """
     name = getattr(hook, "__qualname__", repr(hook))
     if not callable(hook):

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import types
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -111,22 +111,13 @@ class BoundWrapper(AveragesModels):
 
 
 class BoundAround(BoundWrapper):
-    """Forwards all calls to the hook inside; subclasses change the input of that hook."""
+    """Forwards all calls to the hook inside, `inner`; subclasses change the input of that hook."""
 
     def __init__(self, inner: BoundHook, hook: CommHook | None = None) -> None:
         super().__init__([inner], {} if hook is None else {0: hook})
         self.average_buffers = averages_models(inner) and inner.average_buffers
         self.scales_gradients = inner.scales_gradients
-        self._inner = inner
-
-    @property
-    def inner(self) -> BoundHook:
-        """The hook inside."""
-        return self._inner
-
-    def wrap_inner(self, wrap: Callable[[BoundHook], BoundHook]) -> None:
-        """Wrap the hook inside in another hook; the hook inside keeps its state."""
-        self._inner = wrap(self._inner)
+        self.inner = inner
 
     def _at_work(self) -> Sequence[BoundHook]:
         return self._all_inner
@@ -134,35 +125,35 @@ class BoundAround(BoundWrapper):
     @property
     def has_memory(self) -> bool:  # type: ignore[override]  # `Auto` may choose a hook without
         """Whether the hook inside has memory now."""
-        return self._inner.has_memory
+        return self.inner.has_memory
 
     def reduce(self, bucket: Bucket, ranks: Group) -> Steps[Tensor | None]:
-        return self._inner.reduce(bucket, ranks)
+        return self.inner.reduce(bucket, ranks)
 
     def _reduce_scaled(self, bucket: Bucket, factor: Number, ranks: Group) -> Steps[Tensor | None]:
         """Reduce gradients times `factor` with the hook inside, which multiplies in a pass of its own if it can."""
-        if self._inner.scales_gradients:
-            return self._inner.reduce(dataclasses.replace(bucket, scale=factor), ranks)
+        if self.inner.scales_gradients:
+            return self.inner.reduce(dataclasses.replace(bucket, scale=factor), ranks)
         scale_(bucket.flat, factor)
-        return self._inner.reduce(dataclasses.replace(bucket, scale=1.0), ranks)
+        return self.inner.reduce(dataclasses.replace(bucket, scale=1.0), ranks)
 
     def reduce_sparse(self, grad: Tensor, bucket: Bucket, ranks: Group) -> Steps[Tensor]:
-        return self._inner.reduce_sparse(grad, bucket, ranks)
+        return self.inner.reduce_sparse(grad, bucket, ranks)
 
     def is_local(self, step: int) -> bool:
-        return self._inner.is_local(step)
+        return self.inner.is_local(step)
 
     def after_optimizer_step(self, stepped: OptimizerStep) -> None:
-        if isinstance(self._inner, AveragesModels):
-            self._inner.after_optimizer_step(stepped)
+        if isinstance(self.inner, AveragesModels):
+            self.inner.after_optimizer_step(stepped)
 
     def inactive_reason(self, step: int) -> str | None:
-        return self._inner.inactive_reason(step)
+        return self.inner.inactive_reason(step)
 
     @property
     def chosen(self) -> CommHook | None:
         """The hook that the one inside has chosen to be; by name, since only `Auto` chooses, which imports this."""
-        return getattr(self._inner, "chosen", None)
+        return getattr(self.inner, "chosen", None)
 
 
 def after_optimizer_step(hook: BoundHook, stepped: OptimizerStep) -> None:

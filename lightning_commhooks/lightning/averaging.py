@@ -27,22 +27,10 @@ else:
     Strategy = object
 
 
-class AverageFirst:
-    """Averages models before other callbacks see them; put before a `Callback` in a class's bases."""
-
-    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
-        """Evaluate the average, until the strategy's `on_validation_end`."""
-        trainer.strategy.begin_evaluation()
-
-    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """End with the average."""
-        trainer.strategy.average_for_good()
-
-
 class AveragesModelsMixin(Strategy):
     """A strategy that has an attachment."""
 
-    # An `AverageFirst`.
+    # Lightning's `LambdaCallback`.
     _callback_class: ClassVar[type[Any]]
 
     def _init_averaging(self, resync: bool) -> None:
@@ -73,7 +61,8 @@ class AveragesModelsMixin(Strategy):
                 attachment.add_optimizer(optimizer)
         if not attachment.averages_when_asked:
             return
-        self._callback = self._callback_class()
+        # Averages models before other callbacks see them.
+        self._callback = self._callback_class(on_validation_start=_begin_evaluation, on_train_end=_average_for_good)
         trainer.callbacks.insert(0, self._callback)
 
     def _show_forecast(self, attachment: Attachment) -> None:
@@ -158,6 +147,14 @@ class AveragesModelsMixin(Strategy):
                 callbacks.remove(self._callback)
             self._callback = None
             super().teardown()
+
+
+def _begin_evaluation(trainer: Any, pl_module: Any) -> None:
+    trainer.strategy.begin_evaluation()
+
+
+def _average_for_good(trainer: Any, pl_module: Any) -> None:
+    trainer.strategy.average_for_good()
 
 
 def _cloned(state: Any) -> Any:

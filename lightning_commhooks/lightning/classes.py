@@ -5,18 +5,14 @@ from __future__ import annotations
 
 try:
     from lightning.pytorch import Callback
+    from lightning.pytorch.callbacks import LambdaCallback
     from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
 except ImportError as error:
     raise ImportError("this needs Lightning: pip install 'lightning-commhooks[lightning]'") from error
 
-from lightning_commhooks.lightning.averaging import AverageFirst
 from lightning_commhooks.lightning.ddp import CompressedDDPMixin
 from lightning_commhooks.lightning.fsdp_strategies import CompressedFSDPMixin, CompressedModelParallelMixin
 from lightning_commhooks.lightning.monitor_callback import CommHookMonitorMixin
-
-
-class AverageFirstCallback(AverageFirst, Callback):
-    __doc__ = AverageFirst.__doc__
 
 
 class CommHookMonitor(CommHookMonitorMixin, Callback):
@@ -26,14 +22,14 @@ class CommHookMonitor(CommHookMonitorMixin, Callback):
 
 class CompressedDDPStrategy(CompressedDDPMixin, DDPStrategy):
     __doc__ = CompressedDDPMixin.__doc__
-    _callback_class = AverageFirstCallback
+    _callback_class = LambdaCallback
 
 
 class CompressedFSDPStrategy(CompressedFSDPMixin, FSDPStrategy):
     __doc__ = CompressedFSDPMixin.__doc__
-    _callback_class = AverageFirstCallback
+    _callback_class = LambdaCallback
 
 
 class CompressedModelParallelStrategy(CompressedModelParallelMixin, ModelParallelStrategy):
     __doc__ = CompressedModelParallelMixin.__doc__
-    _callback_class = AverageFirstCallback
+    _callback_class = LambdaCallback

@@ -5,18 +5,14 @@ from __future__ import annotations
 
 try:
     from pytorch_lightning import Callback
+    from pytorch_lightning.callbacks import LambdaCallback
     from pytorch_lightning.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
 except ImportError as error:
     raise ImportError("this needs the standalone package: pip install pytorch-lightning") from error
 
-from lightning_commhooks.lightning.averaging import AverageFirst
 from lightning_commhooks.lightning.ddp import CompressedDDPMixin
 from lightning_commhooks.lightning.fsdp_strategies import CompressedFSDPMixin, CompressedModelParallelMixin
 from lightning_commhooks.lightning.monitor_callback import CommHookMonitorMixin
-
-
-class AverageFirstCallbackPL(AverageFirst, Callback):
-    __doc__ = AverageFirst.__doc__
 
 
 class CommHookMonitorPL(CommHookMonitorMixin, Callback):
@@ -26,14 +22,14 @@ class CommHookMonitorPL(CommHookMonitorMixin, Callback):
 
 class CompressedDDPStrategyPL(CompressedDDPMixin, DDPStrategy):
     __doc__ = CompressedDDPMixin.__doc__
-    _callback_class = AverageFirstCallbackPL
+    _callback_class = LambdaCallback
 
 
 class CompressedFSDPStrategyPL(CompressedFSDPMixin, FSDPStrategy):
     __doc__ = CompressedFSDPMixin.__doc__
-    _callback_class = AverageFirstCallbackPL
+    _callback_class = LambdaCallback
 
 
 class CompressedModelParallelStrategyPL(CompressedModelParallelMixin, ModelParallelStrategy):
     __doc__ = CompressedModelParallelMixin.__doc__
-    _callback_class = AverageFirstCallbackPL
+    _callback_class = LambdaCallback

@@ -53,8 +53,7 @@ def save_alone(runtime: Runtime, models: Models, kind: PerRank) -> dict[str, Any
 def load_alone(saved: Mapping[str, Any], runtime: Runtime, bound: BoundHook, models: Models) -> None:
     """Load a result of [`save_alone`][] from this or another rank into a new runtime object. Not collective.
 
-    Raises:
-        StateError: the state does not fit.
+    Raises a `StateError` if the state does not fit.
     """
     _load(_named_as_now(saved, models.layout), runtime, bound, models, strict=True)
 
@@ -251,19 +250,16 @@ def _digest(saved: Any) -> int:
 def resharded(
     states: Sequence[Mapping[str, Any]], shard: Sequence[Sequence[int]], layout: Layout
 ) -> tuple[Any, list[str]]:
-    """Return the state of a hook for this rank's shard, from the states of all saved shards.
+    """Return the state of a hook for this rank's shard, and the names of parameters whose memory was lost.
 
     Per-element state of a parameter, such as residuals and anchors, is concatenated and split again. Other state of a
     parameter, such as PowerSGD's Q, comes from the shard that had this shard's first row. State that depends on the
     number of rows, such as PowerSGD's P, is reset.
 
     Args:
-        states: results of `checkpoint.save` for each shard, in order.
+        states: results of `checkpoint.save` for each saved shard, in order.
         shard: index of this rank's shard and number of shards: `Source.shard`.
         layout: layout of the model.
-
-    Returns:
-        the state, and names of parameters whose memory was lost.
     """
     # With nested sharding, per-element state is reset.
     named = layout.trained.items() if len(shard) <= 1 else ()

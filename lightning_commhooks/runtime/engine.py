@@ -1,4 +1,4 @@
-"""Engines, which run the reductions of hooks during the backward: [`ThreadEngine`][] and [`StreamEngine`][].
+"""Engines, which run the reductions of hooks during the backward: [`ThreadEngine`][] and [`InlineEngine`][].
 
 The reduction of a bucket is a generator that yields its waits. Buckets are numbered in the order in which DDP hands
 them over, which is the same on all ranks; each communicates in a channel of that number.
@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future as HostFuture
 from concurrent.futures import InvalidStateError
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any, TypeVar
 
 import torch
@@ -53,18 +53,15 @@ class Engine(ABC):
     After the first failure no further work runs: this rank's collectives would not match its peers'. A failure of work,
     or of code before it (`aborting`), aborts the process group, so that peers need not wait for the group's timeout.
 
-    Args:
-        device: the device of the gradients.
-        connections: the connections of the ranks; their methods are called from any thread, perhaps more than once.
-        timing: adds up the time of work and the time of waiting.
-        name: name of the hook, for profiler traces.
+    The methods of `connections`, those between the ranks, are called from any thread, perhaps more than once. `timing`
+    adds up the time of work and of waiting. Profiler traces have the name of the hook.
 
     Attributes:
         num_turns: number of buckets and calls of steps so far, equal on all ranks; `None` if ranks do not exchange it.
         is_stuck: whether a thread may wait for ranks that have gone.
     """
 
-    def __init__(self, device: torch.device, connections: Connections, timing: Timing[Any], name: str) -> None:
+    def __init__(self, device: torch.device, connections: Connections, timing: Timing, name: str) -> None:
         self._device = device
         self._connections = connections
         self._timing = timing
@@ -77,24 +74,18 @@ class Engine(ABC):
 
     @abstractmethod
     def submit(self, reduce: Callable[[], Steps[Tensor]], device: torch.device, is_last: bool) -> Future[Tensor]:
-        """Reduce a bucket, and return a future of its gradients for DDP.
+        """Reduce a bucket on `device`, and return a future of its gradients for DDP.
 
-        Args:
-            reduce: creates the computation.
-            device: the device of the bucket.
-            is_last: whether no other bucket of this backward follows, as far as is known; equal on all ranks.
+        `reduce` creates the computation. `is_last` says whether no other bucket of this backward follows, as far as is
+        known; equal on all ranks.
         """
 
     @abstractmethod
     def call(self, function: Callable[[], T], in_step: bool = False) -> T:
         """Run `function`, which may wait for other ranks, when all buckets are done, and return its result.
 
-        Args:
-            function: what to run.
-            in_step: whether `function` is a part of a step, which all ranks take: see `num_turns`.
-
-        Raises:
-            HookError: earlier work failed; `function` did not run.
+        `in_step` says whether it is a part of a step, which all ranks take: see `num_turns`. Raises a `HookError`
+        without running it if earlier work has failed.
         """
 
     def run_inline(self, function: Callable[[], T]) -> T:
@@ -164,6 +155,14 @@ class Engine(ABC):
         if self._device.type == "cuda":
             raise_if_capturing(self._device)
 
+    def wait_for(self, reduced: Future[Tensor]) -> None:
+        """Wait until a bucket is reduced, on CUDA on the current stream; raises a `HookError` if that failed."""
+        try:
+            reduced.wait()
+        except RuntimeError:  # the future has wrapped the error
+            self.raise_if_unusable()
+            raise
+
     @contextmanager
     def _working(self) -> Iterator[None]:
         """Time the computation of a bucket, and name it in traces."""
@@ -180,7 +179,25 @@ class Engine(ABC):
 
 
 class InlineEngine(Engine):
-    """Runs a hook to its end, in the thread and on the stream that hand a bucket over and wait for the hook."""
+    """Runs a hook to its end, in the thread that hands a bucket over.
+
+    With a side stream, for CUDA tensors on NCCL, the hook's kernels and collectives queue up on it. Waiting for a
+    collective blocks the side stream only, so the backward continues in parallel. The stream has high priority: a
+    device serves kernels in the order of their launches, and the host has usually launched the rest of the backward
+    long before the device reaches a hook's kernels for a bucket, for which other ranks wait. (NCCL's own stream has the
+    priority that the process group gives it.)
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        connections: Connections,
+        timing: Timing,
+        name: str,
+        has_side_stream: bool = False,
+    ) -> None:
+        super().__init__(device, connections, timing, name)
+        self._stream = torch.cuda.Stream(device, priority=-1) if has_side_stream else None
 
     def submit(self, reduce: Callable[[], Steps[Tensor]], device: torch.device, is_last: bool) -> Future[Tensor]:
         self.raise_if_unusable()
@@ -191,45 +208,26 @@ class InlineEngine(Engine):
                 future.set_result(finish(reduce(), self._timing.comm))
             return future
 
-        # Not the method of a subclass: this work runs in parallel with the backward.
-        return Engine.run_inline(self, run)
+        # In parallel with the backward: its stream does not wait for this one.
+        with self._on_side_stream():
+            return super().run_inline(run)
 
     def call(self, function: Callable[[], T], in_step: bool = False) -> T:
         self.raise_if_unusable()
         return self.run_inline(function)
 
-
-class StreamEngine(InlineEngine):
-    """A side stream, for CUDA tensors on NCCL: the hook's kernels and collectives queue up on it, inline.
-
-    Waiting for a collective blocks the side stream only, so the backward continues in parallel. The stream has high
-    priority: a device serves kernels in the order of their launches, and the host has usually launched the rest of the
-    backward long before the device reaches a hook's kernels for a bucket, for which other ranks wait. (NCCL's own
-    stream has the priority that the process group gives it.)
-
-    Args:
-        device: of the gradients.
-        connections: see `Engine`.
-        timing: see `Engine`.
-        name: see `Engine`.
-    """
-
-    def __init__(self, device: torch.device, connections: Connections, timing: Timing[Any], name: str) -> None:
-        super().__init__(device, connections, timing, name)
-        self._stream = torch.cuda.Stream(device, priority=-1)
-
-    def submit(self, reduce: Callable[[], Steps[Tensor]], device: torch.device, is_last: bool) -> Future[Tensor]:
-        self.raise_if_unusable()
-        self._stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(self._stream):
-            return super().submit(reduce, device, is_last)
-
     def run_inline(self, function: Callable[[], T]) -> T:
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
+        with self._on_side_stream():
             result = super().run_inline(function)
-        torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        if self._stream is not None:
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
         return result
+
+    def _on_side_stream(self) -> AbstractContextManager[object]:
+        if self._stream is None:
+            return nullcontext()
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        return torch.cuda.stream(self._stream)
 
 
 class _Waiters:
@@ -302,25 +300,22 @@ class ThreadEngine(Engine):
     An interruption (Ctrl-C, a signal handler that raises) of the main thread while it waits for work is a failure, too,
     and so is a wait that does not end after a peer is gone.
 
-    Args:
-        device: the device of the gradients.
-        connections: see `Engine`.
-        timing: see `Engine`.
-        name: see `Engine`.
-        is_ordered: whether all ranks have to begin collectives in one order.
+    `is_ordered` says whether all ranks have to begin collectives in one order, and `aborts_at_end` whether closing the
+    engine ends its connections.
     """
 
     def __init__(
         self,
         device: torch.device,
         connections: Connections,
-        timing: Timing[Any],
+        timing: Timing,
         name: str = "hook",
         is_ordered: bool = True,
+        aborts_at_end: bool = True,
     ) -> None:
         super().__init__(device, connections, timing, name)
         _prepare_exit()
-        self._is_ordered = is_ordered
+        self._is_ordered, self._aborts_at_end = is_ordered, aborts_at_end
         # Buckets and calls whose results a thread may wait for.
         self._unfinished: set[_Bucket] = set()
         self._called: set[HostFuture[Any]] = set()
@@ -546,8 +541,9 @@ class ThreadEngine(Engine):
         self._join([self._thread])
         self._no_watch.set()
         self._watch.join()
-        # Gloo would wait 10 ms for each connection that is still open when it closes it.
-        self._connections.abort()
+        if self._aborts_at_end:
+            # Gloo would wait 10 ms for each connection that is still open when it closes it.
+            self._connections.abort()
         # A second abort, at exit or in a late backward, might hit ports that are in use again elsewhere.
         self._connections = Connections()
         _open_engines.discard(self)

@@ -88,7 +88,8 @@ class FiniteSteps:
         ranks step alone.
         """
         has_memory = self._runtime.bound.has_memory
-        self._is_local = is_local and (has_memory or self._may_skip())
+        may_skip = self._grad_scaler is not None and self._grad_scaler.is_enabled()
+        self._is_local = is_local and (has_memory or may_skip)
         if has_memory or self._is_local:
             finite = all_finite(reduced) if finite is None else finite
             if self._is_local and is_late:
@@ -96,9 +97,6 @@ class FiniteSteps:
                 spoil_unless_(finite, [reduced])
             self._finite.append(finite)
             self._reduced.append((reduced, bucket))
-
-    def _may_skip(self) -> bool:
-        return self._grad_scaler is not None and self._grad_scaler.is_enabled()
 
     def _agreed(self, finite: Tensor, ranks: Group) -> Steps[Tensor]:
         """Whether gradients are finite on all ranks; one scalar all-reduce."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 from weakref import WeakSet
@@ -145,7 +145,8 @@ class Forecaster:
         self._local_steps = bound.from_start if isinstance(bound, AveragesModels) and bound.averages_models else None
         self._starts_alone = (self._local_steps or "").endswith(ALONE)
         self._has_phases = hook is not None and any(isinstance(each, Schedule) for each in hooks_in(hook))
-        starts = set() if hook is None or self._has_phases else {*_local_starts(hook)}
+        late = () if hook is None or self._has_phases else late_starts(hook)
+        starts = {start_of(each, name) for each, name, _ in late if name == "start_localSGD_iter"}
         self._local_start = min(starts) if starts and self._local_steps is not None else None
         # Steps of other changes.
         self._changes = set() if hook is None else hook.changes_at() - starts
@@ -326,10 +327,6 @@ class Forecaster:
             f"in later steps, but a run of less than about {enough} steps is too short for that: it learns more with "
             f"hook={int8}{more}"
         )
-
-
-def _local_starts(hook: CommHook) -> Iterator[float]:
-    return (start_of(each, name) for each, name, _ in late_starts(hook) if name == "start_localSGD_iter")
 
 
 def _at_rank(hook: CommHook) -> str:

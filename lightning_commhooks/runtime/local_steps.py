@@ -23,8 +23,7 @@ from lightning_commhooks.interface.layout import Layout
 from lightning_commhooks.interface.models import Models, OptimizerStep, parameters_of
 from lightning_commhooks.interface.wrapper import after_optimizer_step, ends_local_steps
 from lightning_commhooks.runtime.optimizers import (
-    SkippedSteps,
-    StepsUnderWay,
+    ObservedSteps,
     Verdict,
     check_optimizer,
     inner_optimizers,
@@ -62,8 +61,7 @@ class LocalSteps:
         # Handles of the optimizers that report their steps, and all known optimizers, by their first parameter's name.
         self._handles: dict[Optimizer, list[RemovableHandle]] = {}
         self._optimizers: dict[str, Optimizer] = {}
-        self._under_way = StepsUnderWay()
-        self._skipped = SkippedSteps(is_scaled)
+        self._steps = ObservedSteps(is_scaled)
         # For steps that are not counted yet, by optimizer: whether they changed anything.
         self._verdicts: dict[str, list[Verdict]] = {}
         # Number of backwards at each optimizer's last step.
@@ -117,7 +115,6 @@ class LocalSteps:
                 self.add(optimizer)
 
     def _is_hooked(self, optimizer: Optimizer) -> bool:
-        """Return whether the optimizer, or the optimizer that it wraps, reports its steps itself."""
         return any(optimizer.param_groups is hooked.param_groups for hooked in self._handles)
 
     def begin_backward(self, step: int) -> None:
@@ -129,7 +126,7 @@ class LocalSteps:
             if not self._is_hooked(optimizer):
                 self.add(optimizer, step)
         if self._reports:
-            self._skipped.before_any(self.models.layout.trained.values())
+            self._steps.before_any(self.models.layout.trained.values())
         bound.begin_backward(step, self.models.num_steps)
         self._check_steps()
         # No step is local while there are no other replicas, but they may join.
@@ -179,8 +176,7 @@ class LocalSteps:
         if self._only_creates_state(optimizer):
             self._end_ignoring = self.models.ignoring_changes()
             return
-        self._under_way.begin(optimizer, frame)
-        self._skipped.before(optimizer)
+        self._steps.begin(optimizer, frame)
         if self.models.shows_averages and self.models.stepped(optimizer, -1) is not None:
             self._hide_unless_in_block()
             self._refuse_within_block()
@@ -199,7 +195,7 @@ class LocalSteps:
                 "after_optimizer_step() for optimizers that were not"
             )
         self._reports = True
-        self._after_step(optimizer, self._skipped.after(optimizer, {}))
+        self._after_step(optimizer, self._steps.after(optimizer, {}))
 
     def _after_own_step(self, optimizer: Optimizer, options: Mapping[str, Any]) -> None:
         if self._only_creates_state(optimizer):
@@ -208,9 +204,8 @@ class LocalSteps:
             self._end_ignoring = []
             return
         self._stepped_at[optimizer] = self._runtime.counters.steps
-        verdict = self._skipped.after(optimizer, options)
-        for ended, own in self._under_way.end(optimizer, verdict):
-            self._after_step(ended, own)
+        for ended, verdict in self._steps.end(optimizer, options):
+            self._after_step(ended, verdict)
 
     def _after_step(self, optimizer: Optimizer, verdict: Verdict) -> None:
         stepped = self.models.stepped(optimizer, self._runtime.clock.steps - 1)
@@ -261,7 +256,7 @@ class LocalSteps:
 
     def _may_differ(self, key: str) -> bool:
         """Return whether ranks that average after the same step may have counted different numbers of steps."""
-        return self._runtime.is_even and self._skipped.differ(self._optimizers[key])
+        return self._runtime.is_even and self._steps.differ(self._optimizers[key])
 
     def _count(self, key: str) -> int:
         """Count the steps that changed something; if ranks may differ, use the largest count."""
@@ -329,7 +324,6 @@ class LocalSteps:
                 models.hide()
 
     def _with_own_state(self, optimizer: Optimizer) -> OptimizerStep | None:
-        """Return an optimizer of the model whose state differs between ranks."""
         stepped = self.models.stepped(optimizer, -1)
         return stepped if stepped is not None and self.models.state_diverged(stepped) else None
 

@@ -32,7 +32,7 @@ def pass_on(bound: BoundHook) -> BoundHook:
         return bound
     if isinstance(bound, BoundAround) and not bound.scales_gradients:
         # What scales gradients is no compression.
-        bound.wrap_inner(_Unused)
+        bound.inner = _Unused(bound.inner)
         return bound
     return _Unused(bound)
 

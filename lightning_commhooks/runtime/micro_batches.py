@@ -24,9 +24,7 @@ class MicroBatches:
     A synchronized backward must not add to gradients that an earlier one has already averaged and scaled. With several
     networks, another network's gradients may exist, to be cleared before that network's own turn.
 
-    Args:
-        divided_by: returns the divisor of the loss, called in each synchronized backward.
-        passes: tracks forwards and backwards of the model.
+    In each synchronized backward, `divided_by` returns the divisor of the loss.
     """
 
     def __init__(self, divided_by: Callable[[], float], passes: Passes) -> None:
@@ -104,8 +102,8 @@ class MicroBatches:
     def of_step(self, step: int, is_last: bool) -> Accumulated:
         """Return the micro-batches of a synchronized backward; called for each of its buckets.
 
-        Raises:
-            ValueError: it is the second one since gradients were cleared, or the divisor of the loss is not a number.
+        Raises a `ValueError` if it is the second one since gradients were cleared, or the divisor of the loss is not a
+        number.
         """
         if self._step != step or self._last is None:
             divided_by = self._divided_by()

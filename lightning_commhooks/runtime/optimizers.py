@@ -15,8 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lightning_commhooks.collectives.averaging import own_part
-from lightning_commhooks.interface.models import parameters_of
+from lightning_commhooks.interface.models import parameters_of, version_of
 from lightning_commhooks.runtime.finite_steps import OnHost
 
 _SHARDED = "keeps its state in shards and exchanges parameters itself at every step, so ranks cannot step alone"
@@ -79,16 +78,29 @@ def _ids(optimizer: Optimizer) -> set[int]:
 Verdict = bool | OnHost
 
 
-class StepsUnderWay:
-    """Tracks nested steps: an optimizer may wrap other optimizers, or call the step of its base class."""
+class ObservedSteps:
+    """Finds out which optimizers have stepped, and whether a step changed anything.
 
-    def __init__(self) -> None:
+    Steps may be nested: an optimizer may wrap other optimizers, or call the step of its base class. Fused optimizers
+    skip steps under a `GradScaler`, and some optimizers skip steps themselves.
+
+    Args:
+        is_scaled: whether a known `GradScaler` skips the same steps on all ranks.
+    """
+
+    def __init__(self, is_scaled: bool) -> None:
+        self._is_scaled = is_scaled
         # The frame of the step is stored as its `id` and code: the frame itself would keep the model alive.
         self._under_way: list[tuple[Optimizer, tuple[int, CodeType]]] = []
         self._ended: dict[Optimizer, Verdict] = {}
+        # Autograd's versions of parameters before a step, by the parameter's `id`.
+        self._versions: dict[int, int] = {}
+        # Optimizers whose changes autograd notices. An optimizer's own kernels may change parameters unnoticed.
+        self._are_seen: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
+        self._have_unknown_scaler: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
 
     def begin(self, optimizer: Optimizer, frame: FrameType) -> None:
-        """Record that a step begins in a Python frame."""
+        """Record the parameters before a step, which begins in a Python frame."""
         if self._under_way:
             # Drop steps that raised an exception: `end` was not called for them.
             running = {(id(one), one.f_code) for one, _ in traceback.walk_stack(frame.f_back)}
@@ -97,12 +109,15 @@ class StepsUnderWay:
         if not self._under_way:
             self._ended = {}
         self._under_way.append((optimizer, (id(frame), frame.f_code)))
+        if not _is_stock(optimizer):
+            self.before_any(parameters_of(optimizer))
 
-    def end(self, optimizer: Optimizer, verdict: Verdict) -> list[tuple[Optimizer, Verdict]]:
+    def end(self, optimizer: Optimizer, options: Mapping[str, Any]) -> list[tuple[Optimizer, Verdict]]:
         """Record that a step ends; if it is the outermost, return the optimizers that have stepped, each once.
 
         Skips a wrapper whose parameters were all updated by inner optimizers.
         """
+        verdict = self.after(optimizer, options)
         while self._under_way and self._under_way.pop()[0] is not optimizer:
             pass
         self._ended[optimizer] = verdict
@@ -117,30 +132,9 @@ class StepsUnderWay:
             stepped |= ids
         return innermost
 
-
-class SkippedSteps:
-    """Detects steps that changed nothing: fused optimizers skip steps under a `GradScaler`, and some skip themselves.
-
-    Args:
-        is_scaled: whether a known `GradScaler` skips the same steps on all ranks.
-    """
-
-    def __init__(self, is_scaled: bool) -> None:
-        self._is_scaled = is_scaled
-        # Autograd's versions of parameters before a step, by the parameter's `id`.
-        self._versions: dict[int, int] = {}
-        # Optimizers whose changes autograd notices. An optimizer's own kernels may change parameters unnoticed.
-        self._are_seen: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
-        self._have_unknown_scaler: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
-
-    def before(self, optimizer: Optimizer) -> None:
-        """Record the parameters before a step."""
-        if not _is_stock(optimizer):
-            self.before_any(parameters_of(optimizer))
-
     def before_any(self, parameters: Iterable[Tensor]) -> None:
         """Record parameters before a possible step of an unknown optimizer."""
-        self._versions.update((id(p), _version(p)) for p in parameters)
+        self._versions.update((id(p), version_of(p)) for p in parameters)
 
     def after(self, optimizer: Optimizer, options: Mapping[str, Any]) -> Verdict:
         """Return whether the step that has just ended, with these keyword arguments, changed anything."""
@@ -157,7 +151,7 @@ class SkippedSteps:
             return OnHost(moved) if moved.is_cuda else bool(moved)
         if _is_stock(optimizer):
             return True
-        if any(self._versions.get(id(p)) != _version(p) for p in parameters_of(optimizer)):
+        if any(self._versions.get(id(p)) != version_of(p) for p in parameters_of(optimizer)):
             return self._are_seen.setdefault(optimizer, True)
         return optimizer not in self._are_seen
 
@@ -169,10 +163,6 @@ class SkippedSteps:
 def _is_stock(optimizer: Optimizer) -> bool:
     """Return whether the step is PyTorch's own, which never skips."""
     return getattr(getattr(type(optimizer), "step", None), "__module__", "").startswith("torch.optim.")
-
-
-def _version(parameter: Tensor) -> int:
-    return -1 if parameter.is_inference() else own_part(parameter)._version
 
 
 def _found_inf(optimizer: Optimizer, grad_scaler: Any) -> Tensor | None:

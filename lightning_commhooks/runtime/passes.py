@@ -52,20 +52,19 @@ def current_backward() -> int:
 class StepClock:
     """Counts synchronized backwards from the order in which DDP hands over its buckets.
 
-    A step ends with its backward: with the last bucket, where DDP itself finishes. (Not with the first, which
-    reentrant activation checkpointing hands over in a backward inside the backward.) When DDP may skip the last bucket,
-    as it does with `skip_all_reduce_unused_params=True`, the step ends with the backward in which it began. Outside of
-    a backward (`join()`) an index that does not rise begins a new step, and the last one ends then.
+    A step ends with its backward: with the last bucket, where DDP itself finishes. (Not with the first, which reentrant
+    activation checkpointing hands over in a backward inside the backward.) When DDP may skip the last bucket, as it
+    does with `skip_all_reduce_unused_params=True`, the step ends with the backward in which it began. Outside of a
+    backward (`join()`) an index that does not rise begins a new step, and the last one ends then.
 
-    Args:
-        counters: count the steps since `attach`.
-        end_step: called once for each step, `end_step(in_time)`: whether DDP has not given the gradients to the
-            parameters yet, which it has for a step outside of a backward.
-        break_off: called for a step of which not all buckets are handed over, since its backward has raised: as soon as
-            it has, in any thread, or when the step is to end. Called before `end_step`, raises nothing.
+    `end_step(in_time)` is called once for each step: whether DDP has not given the gradients to the parameters yet,
+    which it has for a step outside of a backward. `break_off` is called before, for a step of which not all buckets are
+    handed over, since its backward has raised: as soon as it has, in any thread, or when the step is to end. It raises
+    nothing.
 
     Attributes:
         steps: synchronized backwards that began, since the beginning of training.
+        is_open: whether a step has begun and not ended.
     """
 
     def __init__(self, counters: Counters, end_step: Callable[[bool], None], break_off: Callable[[], None]) -> None:
@@ -73,7 +72,7 @@ class StepClock:
         self._end_step = end_step
         self._break_off = break_off
         self._previous_index: int | None = None
-        self._is_open = False
+        self.is_open = False
         self._is_complete = False
         # The number that autograd gave the first backward of a static graph, if there is one.
         self._static_backward: int | None = None
@@ -100,11 +99,6 @@ class StepClock:
             self._static_backward = backward
         return 0 <= backward == self._static_backward
 
-    @property
-    def is_open(self) -> bool:
-        """Whether a step has begun and not ended."""
-        return self._is_open
-
     def step_of(self, index: int, is_last: bool, last_may_be_skipped: bool) -> int:
         """Number of the step that a bucket belongs to, from 0 on; called once for each bucket."""
         if self.is_first_of_static_graph:
@@ -113,7 +107,7 @@ class StepClock:
         begins = self._previous_index is None or index <= self._previous_index
         if begins:
             self._begin()
-            self._is_open = True
+            self.is_open = True
         is_in_backward = self._watch_backward()
         self._is_complete = is_last or (last_may_be_skipped and not is_in_backward)
         if begins if last_may_be_skipped else is_last:
@@ -130,7 +124,7 @@ class StepClock:
         if backward != self._backward:
             self._backward = backward
             self._begin()
-            self._is_open = ends
+            self.is_open = ends
             if ends:
                 self._is_complete = not self._watch_backward()
                 call_at_end_of_backward(lambda: self.end(in_time=True))
@@ -144,7 +138,7 @@ class StepClock:
             return backward != -1
 
         def break_off() -> None:
-            if self._is_open and not self._is_complete and self._watched == backward:
+            if self.is_open and not self._is_complete and self._watched == backward:
                 self._break_off()
 
         self._watched = backward
@@ -158,13 +152,13 @@ class StepClock:
 
     def abandon(self) -> None:
         """Abandon the present step, if it has not ended."""
-        self._previous_index, self._is_open = None, False
+        self._previous_index, self.is_open = None, False
 
     def end(self, *, in_time: bool = False) -> None:
         """End the present step, if there is one."""
         self._previous_index = None
-        if self._is_open:
-            self._is_open = False
+        if self.is_open:
+            self.is_open = False
             if not in_time and not self._is_complete:
                 self._break_off()
             self._end_step(in_time)
@@ -184,13 +178,10 @@ class _Forward:
 class Passes:
     """Follows each forward that trains to the backwards that pass through its outputs.
 
-    All forwards may therefore come before all backwards, one backward may include several forwards, and one forward
-    may have several backwards. A backward that passes through no output is attributed to all forwards so far. This
-    happens if it runs within the forward, as in Lightning's manual optimization, if it differentiates a gradient, or if
-    the output contains no tensor that this class finds.
-
-    Args:
-        clock: the attachment's step clock.
+    All forwards may therefore come before all backwards, one backward may include several forwards, and one forward may
+    have several backwards. A backward that passes through no output is attributed to all forwards so far. This happens
+    if it runs within the forward, as in Lightning's manual optimization, if it differentiates a gradient, or if the
+    output contains no tensor that this class finds.
 
     Attributes:
         is_ambiguous: whether several backwards followed several forwards without a tensor in their outputs, so that
@@ -228,14 +219,11 @@ class Passes:
         synchronizes: Callable[[Any], bool],
         not_synchronized: Callable[[], None],
     ) -> None:
-        """Follow the forwards of this model from now on, instead of the previous model's.
+        """Follow the forwards of this DDP model from now on, instead of the previous model's.
 
-        Args:
-            model: the DDP model.
-            parameters: its trained parameters.
-            synchronizes: returns whether the next backward averages gradients; called at the end of a forward.
-            not_synchronized: called at the end of a backward that passes through a forward that synchronizes, adds to
-                gradients, and averages none.
+        At the end of a forward, `synchronizes` returns whether the next backward averages gradients. `not_synchronized`
+        is called at the end of a backward that passes through a forward that synchronizes, adds to gradients, and
+        averages none.
         """
         self.close()
         self._parameters, self._not_synchronized = list(parameters.values()), not_synchronized

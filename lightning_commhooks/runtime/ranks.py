@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from lightning_commhooks.collectives.counters import Counters, DeviceTiming, NoTiming
-from lightning_commhooks.collectives.gloo_abort import AllConnections, Connections
+from lightning_commhooks.collectives.counters import Counters, DeviceTiming, Timing
+from lightning_commhooks.collectives.gloo_abort import AllConnections
 from lightning_commhooks.collectives.group import Backend, Group
 from lightning_commhooks.collectives.process_groups import (
     BackendConnections,
@@ -23,7 +23,7 @@ from lightning_commhooks.collectives.process_groups import (
     own_group,
 )
 from lightning_commhooks.collectives.steps import Steps
-from lightning_commhooks.runtime.engine import Engine, InlineEngine, StreamEngine, ThreadEngine
+from lightning_commhooks.runtime.engine import Engine, InlineEngine, ThreadEngine
 
 if TYPE_CHECKING:
     from lightning_commhooks.runtime.runtime import Runtime
@@ -35,12 +35,8 @@ _PATIENCE_SECONDS = 30.0
 class Ranks:
     """Ranks, with an engine and connections of their own.
 
-    Args:
-        runtime: of the hook.
-        group: the ranks.
-        connections: theirs.
-        is_enqueued: whether their collectives are enqueued on a stream, as NCCL's are.
-        owned: the process group that was made for them, if one was.
+    `is_enqueued` says whether their collectives are enqueued on a stream, as NCCL's are. `owned` is the process group
+    that was made for them, if one was.
 
     Attributes:
         engine: runs the hook.
@@ -61,8 +57,11 @@ class Ranks:
         self.group, self._connections, self._owned = group, connections, owned
         self._others_follow = runtime.source.ranks_change
         timing, is_inline = runtime.counters.timing, runtime.source.is_awaited or runtime.is_alone
-        make_engine = InlineEngine if is_inline else StreamEngine if is_enqueued else _thread_engine(group)
-        self.engine = make_engine(group.device, connections, timing, runtime.name)
+        of_hook = group.device, connections, timing, runtime.name
+        if is_inline or is_enqueued:
+            self.engine = InlineEngine(*of_hook, has_side_stream=not is_inline)
+        else:
+            self.engine = ThreadEngine(*of_hook, is_ordered=group.is_ordered)
         self.background = Background(runtime, connections, is_enqueued)
 
     @classmethod
@@ -71,11 +70,11 @@ class Ranks:
         process_group, device, counters = runtime.source.process_group, runtime.source.device, runtime.counters
         connections, is_awaited = AllConnections(), runtime.source.is_awaited
         if runtime.source.ranks_change:
-            counters.timing = NoTiming() if device.type == "cuda" else counters.timing
+            counters.timing = Timing(every=0) if device.type == "cuda" else counters.timing
             return cls(runtime, Group(None, counters, device), connections, False, None)
         is_enqueued = is_enqueued_on_stream(process_group, device)
         if is_awaited or device.type == "cuda":
-            counters.timing = DeviceTiming(device) if is_enqueued and not is_awaited else NoTiming()
+            counters.timing = DeviceTiming(device) if is_enqueued and not is_awaited else Timing(every=0)
         owned = None
         if is_awaited or is_enqueued or runtime.is_alone:
             group = Group(Backend(process_group), counters, device, process_group, connections)
@@ -118,26 +117,6 @@ class Ranks:
             self._connections.let_go()
 
 
-def _thread_engine(group: Group) -> Callable[..., Engine]:
-    return functools.partial(ThreadEngine, is_ordered=group.is_ordered)
-
-
-class _ConnectionsOfHook(Connections):
-    """Connections that the hook's main engine closes."""
-
-    def __init__(self, connections: Connections) -> None:
-        self._connections = connections
-
-    def abort(self) -> None:
-        pass
-
-    def fail(self) -> None:
-        self._connections.fail()
-
-    def without_a_peer(self) -> object | None:
-        return self._connections.without_a_peer()
-
-
 class Background:
     """Begins computations in the background of training, one after another.
 
@@ -166,9 +145,11 @@ class Background:
             a function that waits for its end, on CUDA on the current stream, and raises a `HookError` if it failed.
         """
         if self._engine is None:
-            make_engine = StreamEngine if self._is_enqueued else _thread_engine(group)
-            connections = _ConnectionsOfHook(self._connections)
-            self._engine = make_engine(group.device, connections, NoTiming(), self._runtime.name)
+            of_hook = group.device, self._connections, Timing(every=0), self._runtime.name
+            if self._is_enqueued:
+                self._engine = InlineEngine(*of_hook, has_side_stream=True)
+            else:  # the hook's engine ends the connections
+                self._engine = ThreadEngine(*of_hook, is_ordered=group.is_ordered, aborts_at_end=False)
         engine, number = self._engine, next(self._numbers)
 
         def explained() -> Steps[Tensor]:
@@ -183,15 +164,7 @@ class Background:
 
         future = engine.submit(explained, group.device, is_last=True)
         self._under_way = [one for one in self._under_way if not one.done()] + [future]
-
-        def wait() -> None:
-            try:
-                future.wait()
-            except RuntimeError:  # of the future, around the error
-                engine.raise_if_unusable()
-                raise
-
-        return wait
+        return functools.partial(engine.wait_for, future)
 
     def drain(self) -> None:
         """Give computations under way, here and on peers, time to finish before the hook's connections are closed."""

@@ -136,7 +136,8 @@ class Runtime:
             group = ranks.group
             self._steps = FiniteSteps(self, grad_scaler)
         if isinstance(self._engine, ThreadEngine) and self.is_even:
-            self._engine.tell_wait = self._notes.teller(_wait_note(source.process_group.rank()))
+            tell, wait_note = self._notes.tell, _wait_note(source.process_group.rank())
+            self._engine.tell_wait = lambda turn: tell(wait_note, str(turn))
         self.local = LocalSteps(self, group, grad_scaler is not None and grad_scaler.is_enabled())
         self.local.models.average_buffers = averages_models(self.bound) and self.bound.average_buffers
         if self._ranks is not None:
@@ -238,9 +239,7 @@ class Runtime:
     def submit(self, bucket: Bucket, is_late: bool) -> Future[Tensor]:
         """Average whole gradients with the hook, among the source's ranks, and prepare the end of the step.
 
-        Args:
-            bucket: the gradients.
-            is_late: whether they cannot be changed any more when the step ends.
+        `is_late` says whether gradients cannot be changed any more when the step ends.
         """
         is_last = bucket.is_last or self.clock.is_first_of_static_graph
         return self.run(bucket, self.group, lambda ranks: self._reduce(bucket, is_late, ranks), is_last)
@@ -250,11 +249,8 @@ class Runtime:
     ) -> Future[Tensor]:
         """Reduce a bucket among some ranks on the engine, in a channel of its own.
 
-        Args:
-            bucket: the gradients.
-            group: the ranks.
-            reduce: creates the computation, for the ranks in that channel.
-            is_last: whether no other bucket of this backward follows, as far as is known; equal on all ranks.
+        `reduce` creates the computation, for the ranks in that channel. `is_last` says whether no other bucket of this
+        backward follows, as far as is known; equal on all ranks.
         """
         number = next(self._numbers)
 
@@ -298,12 +294,8 @@ class Runtime:
 
     def wait_for(self, reduced: Future[Tensor]) -> None:
         """Wait until a bucket is reduced, on CUDA on the current stream; raises a `HookError` if that failed."""
-        try:
-            reduced.wait()
-        except RuntimeError:  # the future has wrapped the error
-            assert self._engine is not None
-            self._engine.raise_if_unusable()
-            raise
+        assert self._engine is not None
+        self._engine.wait_for(reduced)
 
     def _end_step(self, in_time: bool) -> None:
         """Called once for each step, by the step clock."""
@@ -334,12 +326,8 @@ class Runtime:
     def call(self, function: Callable[[], T], in_step: bool = False) -> T:
         """Run a function in turn with the hook, after its last step has ended. Whatever it raises ends all ranks.
 
-        Args:
-            function: what to run.
-            in_step: whether it is a part of a step, which all ranks take.
-
-        Raises:
-            HookError: the function failed, or earlier work did.
+        `in_step` says whether it is a part of a step, which all ranks take. Raises a `HookError` if the function, or
+        earlier work, failed.
         """
         if self._engine is None:
             self.raise_if_forked()
@@ -404,10 +392,8 @@ class Runtime:
     def begin_together(self, what: str) -> None:
         """End the last step, and wait until all ranks have called their next joint operation. Collective.
 
-        A rank that waits for this one in a backward, or in an average after an optimizer's step, will not call it.
-
-        Raises:
-            HookError: another rank waits for this one; that rank gets an error too.
+        A rank that waits for this one in a backward, or in an average after an optimizer's step, will not call it: then
+        both get a `HookError`.
         """
         self.clock.end()
         # With uneven numbers of steps, a rank cannot tell which ranks will not come: each average compares operations.
@@ -435,8 +421,7 @@ class Runtime:
     def expect(self, num_steps: int | None) -> None:
         """Determine the starts that depend on the length of the run, once. Collective.
 
-        Args:
-            num_steps: number of synchronized backwards from the beginning of training to its end; `None`: unknown.
+        `num_steps` counts synchronized backwards from the beginning of training to its end; `None`: unknown.
         """
         self.ended = None
         if num_steps is not None:
@@ -507,8 +492,7 @@ class Runtime:
     def load(self, state: object, strict: bool) -> None:
         """Load a saved state, on all ranks or none; warn of entries that are left out because they do not fit.
 
-        Raises:
-            StateError: see `checkpoint.load`. The hook is as it was before.
+        After a `StateError`, see `checkpoint.load`, the hook is as it was before.
         """
         self.begin_together("load_state_dict()")
         before = self.config

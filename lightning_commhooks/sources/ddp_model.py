@@ -107,21 +107,14 @@ class LostHook:
             )
 
 
-class _Registered(NotCopied):
-    """Function that DDP calls for each bucket, under the name of the hook."""
-
-    def __init__(self, trampoline: Trampoline, name: str, is_closed: Callable[[], bool]) -> None:
-        # Without recording, which a backward with `create_graph=True` would do.
-        super().__init__(torch.no_grad()(trampoline), LostHook(name))
-        self.is_closed = is_closed
-        self.__qualname__ = f"lightning_commhooks:{name}"
-        # DDP refuses functions by the __name__ of its own bf16 hooks on CPU.
-        self.__name__ = "lightning_commhooks_trampoline"
-
-
 def register(
     model: DistributedDataParallel, state: object, trampoline: Trampoline, name: str, is_closed: Callable[[], bool]
 ) -> None:
     """Give DDP the function that it calls for each bucket, under the name of the hook."""
-    model.register_comm_hook(state, _Registered(trampoline, name, is_closed))
+    # Without recording, which a backward with `create_graph=True` would do.
+    registered = NotCopied(torch.no_grad()(trampoline), LostHook(name))
+    # DDP refuses functions by the __name__ of its own bf16 hooks on CPU.
+    names = {"__name__": "lightning_commhooks_trampoline", "__qualname__": f"lightning_commhooks:{name}"}
+    vars(registered).update(names, is_closed=is_closed)
+    model.register_comm_hook(state, registered)
     model.register_forward_pre_hook(NotCopied(return_none, LostHook(name)))

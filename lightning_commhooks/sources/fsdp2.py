@@ -16,7 +16,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGath
 from torch.distributed.tensor import DTensor
 
 from lightning_commhooks.codecs.codec import Kernels
-from lightning_commhooks.collectives.counters import Counters, NoTiming
+from lightning_commhooks.collectives.counters import Counters, Timing
 from lightning_commhooks.collectives.group import Backend, Group
 from lightning_commhooks.hooks import BF16, FP16
 from lightning_commhooks.hooks.quantized import CodecConfig, EncodedResidual
@@ -122,7 +122,7 @@ class Gather:
     def __init__(self, units: Iterable[FSDPModule], hook: CommHook, device: torch.device) -> None:
         self._hook, self._device = hook, device
         self._counters = Counters()
-        self._counters.timing = NoTiming()
+        self._counters.timing = Timing(every=0)
         self._groups: dict[dist.ProcessGroup, tuple[Group, Kernels | None]] = {}
         self._units = [weakref.ref(unit) for unit in units]
         for unit in self._units:

@@ -90,16 +90,16 @@ class _BoundCast(BoundAround):
         half = torch.empty_like(flat, dtype=self._dtype)
         torch.mul(flat, bucket.scale, out=half)
         self.group.counters.numel_overflowed += num_overflowed(flat, half)
-        finite = yield from self._inner.reduce(dataclasses.replace(bucket, flat=half, scale=1.0), ranks)
+        finite = yield from self.inner.reduce(dataclasses.replace(bucket, flat=half, scale=1.0), ranks)
         flat.copy_(half)
         return finite
 
     def reduce_sparse(self, grad: Tensor, bucket: Bucket, ranks: Group) -> Steps[Tensor]:
         if not self._casts(grad):
-            return (yield from self._inner.reduce_sparse(grad, bucket, ranks))
+            return (yield from self.inner.reduce_sparse(grad, bucket, ranks))
         half = grad.to(self._dtype)
         self.group.counters.numel_overflowed += num_overflowed(grad._values(), half._values())
-        return (yield from self._inner.reduce_sparse(half, bucket, ranks)).to(grad.dtype)
+        return (yield from self.inner.reduce_sparse(half, bucket, ranks)).to(grad.dtype)
 
     def _encoding(self, ranks: Group) -> Group:
         return ranks if self._codec is None else ranks.encoding(self._codec)

@@ -118,7 +118,7 @@ class _BoundScale(BoundAround):
         if not is_one(factor):
             grad = grad.clone()
             grad._values().mul_(factor)
-        return (yield from self._inner.reduce_sparse(grad, bucket, ranks))
+        return (yield from self.inner.reduce_sparse(grad, bucket, ranks))
 
     def _factor(self, bucket: Bucket, ranks: Group) -> Steps[Number]:
         """Return the factor of the gradients, the same for all buckets of a step."""
@@ -145,7 +145,7 @@ class _BoundScale(BoundAround):
                 )
             return divided_by / accumulated.num_micro_batches
         total = yield from self._total_weight(accumulated, bucket, ranks)
-        num_ranks = 1 if self._inner.is_local(bucket.step) else self.group.size
+        num_ranks = 1 if self.inner.is_local(bucket.step) else self.group.size
         if isinstance(total, Tensor):
             # A 0-dimensional tensor would multiply 16-bit gradients in 16 bits.
             return torch.where(total == 0, 1.0, num_ranks * divided_by / total).to(torch.float32).view(1)
@@ -167,7 +167,7 @@ class _BoundScale(BoundAround):
         total = torch.zeros(2, dtype=torch.float64, device=self.group.device)
         total[0] += accumulated.weight
         total[1] += accumulated.num_weightless
-        if not self._inner.is_local(bucket.step):
+        if not self.inner.is_local(bucket.step):
             yield from ranks.not_gradients().all_reduce_(total)
         if accumulated.num_weightless or (total.is_cpu and total[1] > 0):
             count = accumulated.num_weightless or f"on another rank {total[1]:g}"

@@ -16,8 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 import lightning_commhooks as lc
 from lightning_commhooks.advice.emulated import Emulated, Network, emulated_group
 from lightning_commhooks.codecs import Int8Codec
-from lightning_commhooks.codecs.codec import Kernels
-from lightning_commhooks.collectives.chunk import Chunk
+from lightning_commhooks.codecs.codec import Chunk, Kernels
 from lightning_commhooks.collectives.counters import Counters
 from lightning_commhooks.collectives.steps import finish
 from lightning_commhooks.sources.attach import attach_emulated

@@ -11,7 +11,7 @@ from driver import SHAPES, attached, backward, distance, full_rank_gradients, me
 
 import lightning_commhooks as lc
 from lightning_commhooks.collectives import process_groups
-from lightning_commhooks.collectives.counters import HostTiming
+from lightning_commhooks.collectives.counters import Timing
 from lightning_commhooks.collectives.direct import (
     Direct,
     measure_latency,
@@ -333,7 +333,7 @@ def in_another_order(rank, world, is_late):
         assert not group.is_ordered
         order, chance = list(range(NUM_BUCKETS)), random.Random(rank)
         chance.shuffle(order)
-        engine = ThreadEngine(CPU, own.connections, HostTiming(), is_ordered=False)
+        engine = ThreadEngine(CPU, own.connections, Timing(), is_ordered=False)
         futures = {}
 
         def reduce(number):

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import lightning_commhooks as lc
 from lightning_commhooks.collectives import process_groups
-from lightning_commhooks.collectives.counters import NoTiming
+from lightning_commhooks.collectives.counters import Timing
 from lightning_commhooks.collectives.errors import raise_if_capturing
 from lightning_commhooks.collectives.gloo_abort import Connections
 from lightning_commhooks.runtime.engine import InlineEngine
@@ -42,7 +42,7 @@ def test_no_part_of_a_graph(monkeypatch):
     with pytest.raises(lc.HookError, match=r"a CUDA graph is being captured.*make_graphed_callables"):
         raise_if_capturing(CUDA)
     with pytest.raises(lc.HookError, match="a CUDA graph is being captured"):
-        InlineEngine(CUDA, Connections(), NoTiming(), "bf16").submit(None, CUDA, True)
+        InlineEngine(CUDA, Connections(), Timing(every=0), "bf16").submit(None, CUDA, True)
 
 
 def refused(name):

@@ -8,8 +8,7 @@ import torch.distributed as dist
 from codec_reference import encoded_bytes, error_bound, there_and_back
 
 from lightning_commhooks.codecs import AffineCodec, FP8Codec, Int4Codec, Int8Codec
-from lightning_commhooks.codecs.codec import Kernels
-from lightning_commhooks.collectives.chunk import Chunk
+from lightning_commhooks.codecs.codec import Chunk, Kernels
 from lightning_commhooks.collectives.group import Backend, Group
 
 CODECS = {

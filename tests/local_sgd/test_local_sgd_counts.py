@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_commhooks as lc
-from lightning_commhooks.runtime.optimizers import SkippedSteps
+from lightning_commhooks.runtime.optimizers import ObservedSteps
 
 FROM_4 = {"start_localSGD_iter": 4, "post_local_gradient_allreduce": False}
 
@@ -260,7 +260,7 @@ def train_late(rank, world):
     model, gradients = params({"a": (3,)})
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     moved = iter([True, False, True, True, True, True, False, True, True, True])
-    after = mock.patch.object(SkippedSteps, "after", side_effect=lambda *_: Late(next(moved)))
+    after = mock.patch.object(ObservedSteps, "after", side_effect=lambda *_: Late(next(moved)))
     waited, averagings = [], []
     Late.waited = 0
     with after, local(model, lc.PostLocalSGD(period=3, **ALONE), [optimizer]) as (ddp, attachment):

@@ -128,7 +128,7 @@ MUTATIONS = [
     Mutation(
         "sum_in_16_bit_of_far_ranks",
         f"{PACKAGE}/collectives/direct.py",
-        "in_float32 = share.own.dtype in HALF",
+        "in_float32 = own.dtype in HALF",
         "in_float32 = False",
         "Sums of 16-bit numbers are rounded at each of them.",
         "tests/collectives/test_direct.py -k 'rounded_once'",
@@ -208,7 +208,7 @@ MUTATIONS = [
     Mutation(
         "sum_is_sent_before_all_have_arrived",
         f"{PACKAGE}/collectives/direct.py",
-        "            yield Wait(share.arriving)\n",
+        "            yield Wait(arriving)\n",
         "",
         "Shares are added up that have not arrived.",
         "tests/collectives/test_direct.py -k 'all_shares'",
@@ -216,7 +216,7 @@ MUTATIONS = [
     Mutation(
         "side_stream_does_not_wait",
         f"{PACKAGE}/runtime/engine.py",
-        "        self._stream.wait_stream(torch.cuda.current_stream(device))\n",
+        "        self._stream.wait_stream(torch.cuda.current_stream(self._device))\n",
         "",
         "On NCCL buckets are reduced before the backward has filled them.",
         "tests/runtime/test_stream_order.py -k 'ordinary'",

@@ -56,8 +56,8 @@ MUTATIONS = [
     Mutation(
         "own_weights_only",
         f"{WRAPPERS}/scale.py",
-        "if not self._inner.is_local(bucket.step):",
-        "if self._inner.is_local(bucket.step):",
+        "if not self.inner.is_local(bucket.step):",
+        "if self.inner.is_local(bucket.step):",
         "Weights of other ranks are ignored.",
         "tests/runtime/test_accumulation.py -k 'weighted'",
     ),
@@ -112,8 +112,8 @@ MUTATIONS = [
     Mutation(
         "period_off_by_one",
         f"{HOOKS}/post_localsgd.py",
-        "return num_steps % self._config.period == 0 and",
-        "return (num_steps + 1) % self._config.period == 0 and",
+        "            if num_steps % period == 0:\n",
+        "            if (num_steps + 1) % period == 0:\n",
         "Models are averaged a step early.",
         "tests/local_sgd/test_local_sgd.py -k 'trajectory and post'",
     ),
@@ -272,8 +272,8 @@ MUTATIONS = [
     Mutation(
         "shortest_period_first",
         f"{HOOKS}/hierarchical_localsgd.py",
-        "reversed(list(config.period_group_size_dict.items()))",
-        "list(config.period_group_size_dict.items())",
+        "reversed(list(self.period_group_size_dict.items()))",
+        "list(self.period_group_size_dict.items())",
         "All ranks are never averaged where a short period ends too.",
         "tests/local_sgd/test_local_sgd.py -k 'trajectory and hierarchical'",
     ),

@@ -121,10 +121,10 @@ _leaked = []
 
 
 def leak_a_thread(rank, world):
-    from lightning_commhooks.collectives.counters import HostTiming
+    from lightning_commhooks.collectives.counters import Timing
     from lightning_commhooks.runtime.engine import ThreadEngine
 
-    _leaked.append(ThreadEngine(torch.device("cpu"), Connections(), HostTiming()))
+    _leaked.append(ThreadEngine(torch.device("cpu"), Connections(), Timing()))
     _leaked[0].call(lambda: None)
 
 

@@ -11,7 +11,7 @@ from driver import SHAPES, attached, backward, distance, full_rank_gradients, me
 from local_sgd_driver import ALONE, local
 
 import lightning_commhooks as lc
-from lightning_commhooks.collectives.counters import HostTiming
+from lightning_commhooks.collectives.counters import Timing
 from lightning_commhooks.interface.error_sample import DEFAULT_NUMEL
 
 POWERSGD = lc.PowerSGD(start_powerSGD_iter=0, matrix_approximation_rank=2)
@@ -193,7 +193,7 @@ def test_steps_not_compressed_and_why(run, hook, expected):
     assert run(not_compressed, hook) == [(expected, expected)] * 2
 
 
-class Clock(HostTiming):
+class Clock(Timing):
     """Moments that the test sets."""
 
     moment = 0.0

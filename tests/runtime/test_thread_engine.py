@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import lightning_commhooks as lc
-from lightning_commhooks.collectives.counters import HostTiming
+from lightning_commhooks.collectives.counters import Timing
 from lightning_commhooks.collectives.gloo_abort import Connections
 from lightning_commhooks.collectives.steps import Wait, finish
 from lightning_commhooks.runtime import engine
@@ -23,7 +23,7 @@ class Peers(Connections):
 
     def __init__(self, engine_options):
         self.log, self.gates, self.aborted = [], {}, threading.Event()
-        self.engine = ThreadEngine(CPU, self, HostTiming(), **engine_options)
+        self.engine = ThreadEngine(CPU, self, Timing(), **engine_options)
 
     def abort(self):
         self.aborted.set()

@@ -270,7 +270,7 @@ def accelerator(hook, steps, resync, folder):
         elif what == "save":
             run.accelerator.save_state(f"{folder}/{len(costs.costs)}")
         else:
-            run.handler.events(run.accelerator).average_for_good()
+            run.handler.events(run.accelerator).attachments.average_for_good()
         costs.note(what)
     run.close()
     return {"costs": costs.costs, "back": back}

@@ -24,7 +24,7 @@ from pool import WorkerError
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_commhooks as lc
-from lightning_commhooks.collectives.counters import HostTiming
+from lightning_commhooks.collectives.counters import Timing
 
 INT8 = lc.Int8(min_bytes=0, block_size=128)
 INT4 = lc.Int4(min_bytes=0, compress_1d=True)
@@ -35,7 +35,7 @@ CANDIDATES = ["bf16", INT8, INT4]
 NUM_STEPS = 2 + 3 + 3 * (3 + 3)
 
 
-class Link(HostTiming):
+class Link(Timing):
     """A clock by which steps take 10 ms and what they send takes its time, and nothing else does."""
 
     def __init__(self, counters, ms_per_kb):
