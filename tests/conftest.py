@@ -30,8 +30,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 # Files of tests that take longest.
 SLOW = (
-    *("test_contract", "test_lightning", "test_docs", "test_cli_command", "test_ray", "test_examples", "test_elastic"),
-    *("test_advice", "test_hierarchy", "test_cuda_dry_run", "test_failure", "test_demo", "test_distribution"),
+    *("test_ray", "test_contract", "test_examples", "test_lightning", "test_docs", "test_elastic", "test_cuda_dry_run"),
+    *("test_failure", "test_hierarchy", "test_demo", "test_cli_command", "test_advice", "test_distribution"),
     *("test_lightning_state", "test_codecs_compiled"),
 )
 

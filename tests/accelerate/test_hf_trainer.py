@@ -61,6 +61,14 @@ def test_evaluation_and_saving_do_not_disturb(results, name):
         assert (disturbed > 1e-5) == (name in LOCAL), "resync=True"
 
 
+def test_what_evaluation_and_checkpoints_send(results):
+    for rank in results:
+        result = rank["post_localsgd", True]
+        # Twice an evaluation with a checkpoint: the model and Adam's moments, for their average and each rank's own,
+        # and the model at the end. The GPT-2 of transformers 4 has a few numbers that are no parameters.
+        assert result["sent"] == pytest.approx(8 * (2 * (3 + 3) + 1) * result["numel"], rel=0.01)
+
+
 @pytest.mark.parametrize("name", LOCAL)
 def test_checkpoint_evaluates_to_what_the_trainer_printed(results, folder, tmp_path, name):
     double = {"dtype" if has("transformers", "4.56") else "torch_dtype": torch.float64}

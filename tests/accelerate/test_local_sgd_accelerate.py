@@ -60,7 +60,6 @@ def of_trajectory(results, expected):
     ("hook", "options"),
     [
         ("post_localsgd", {}),
-        ("diloco", {"outer": OUTER}),
         ("diloco, delay", {"outer": OUTER, "delay": 3, "mixing": 0.5}),
     ],
 )
@@ -99,6 +98,16 @@ def test_evaluation_does_not_disturb_training_unless_told_to(results):
             assert (max(apart) > 1e-4) == resync
 
 
+def test_what_evaluation_and_checkpoints_send(results):
+    model = 8 * sum(p.numel() for p in make_model().parameters())
+    for rank in results:
+        assert [rank["evaluations"][resync]["sent"] for resync in (False, True)] == [2 * model] * 2
+        # Evaluated; saved, which after an evaluation with `resync=True` has AdamW's moments alone sent. Without, both
+        # are sent; and with `exact_state=True` those of each rank as well.
+        assert rank["states"][False]["post_localsgd"]["sent"] == (1 + 2) * model
+        assert rank["states"][True]["post_localsgd"]["sent"] == (1 + 3 + 3) * model
+
+
 def test_weights_of_one_rank_come_with_a_warning(results):
     for rank in results:
         assert any("wait_for_everyone()" in text for text in rank["undisturbed"]["warnings"])
@@ -108,7 +117,7 @@ def test_forward_of_evaluation_between_forward_and_backward_leaves_gradients_rig
     assert max(rank["within_a_step"] for rank in results) < 1e-15
 
 
-@pytest.mark.parametrize("hook", ["post_localsgd", "diloco", "diloco, delay"])
+@pytest.mark.parametrize("hook", ["post_localsgd", "diloco, delay"])
 @pytest.mark.parametrize("exact", [False, True])
 def test_resumed_from_the_middle_of_a_period(results, exact, hook):
     for rank in results:

@@ -12,14 +12,13 @@ import subprocess
 
 import pytest
 import torch
-from accumulation_task import HOOKS, WINDOW, WINDOWS, error, reference
+from accumulation_task import RUNS, WINDOW, WINDOWS, error, reference
 from torchrun import run_twice
 
 HOSTS = ("lightning", "fabric", "accelerate", "transformers")
-# Relative errors of the whole change: of float32 or the hook's numbers, and of bf16 autocast.
-BOUNDS = {"allreduce": 1e-6, "fp16": 1e-3, "int8": 5e-3, "powersgd": 1e-6}
-AUTOCAST = 5e-3
 EXACT = 1e-14
+# Relative errors of the whole change, by precision.
+BOUNDS = {"64": EXACT, "32": 1e-6, "bf16": 5e-3}
 # What they divide the loss of each micro-batch by.
 DIVIDE_BY = {
     "lightning": lambda window: WINDOW,
@@ -36,24 +35,23 @@ expected = functools.cache(reference)
 def results(tmp_path_factory):
     """What each rank found, by host; the hosts that are not asked for do not run."""
 
-    def of(host, num_processes=2):
+    def of(host):
         if importlib.util.find_spec("lightning" if host == "fabric" else host) is None:
             pytest.skip(f"{host} is not installed")
         package = "lightning" if host in ("lightning", "fabric") else "accelerate"
-        found = launch(package, num_processes)
+        found = launch(package)
         if isinstance(found, Exception):
             raise found
         return [rank[host] for rank in found]
 
     @functools.cache
-    def launch(package, num_processes):
+    def launch(package):
         folder = tmp_path_factory.mktemp(package)
-        options = {"num_processes": num_processes}
         try:
-            run_twice(f"accumulation_{package}_runner.py", folder, **options)
+            run_twice(f"accumulation_{package}_runner.py", folder)
         except (AssertionError, subprocess.TimeoutExpired) as error:
             return error  # not once more for each test
-        return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(num_processes)]
+        return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(2)]
 
     return of
 
@@ -68,25 +66,16 @@ def check(ranks, label, expectation, bound=EXACT, hook="allreduce", steps=6, key
         assert error(result[key], expectation) <= bound
 
 
-def bound_of(hook, precision):
-    if precision == "64":
-        return EXACT
-    return BOUNDS[hook] + (AUTOCAST if precision == "bf16" else 0)
-
-
-@pytest.mark.parametrize(
-    ("hook", "precision"), [*((hook, "32") for hook in HOOKS), ("allreduce", "64"), ("allreduce", "bf16")]
-)
+@pytest.mark.parametrize(("hook", "precision"), [run[1:] for run in RUNS if run[0] == "mean"])
 @pytest.mark.parametrize("host", HOSTS)
 def test_mean_with_a_short_last_window(results, host, hook, precision):
-    check(results(host), ("mean", hook, precision), expected(), bound_of(hook, precision), hook)
+    check(results(host), ("mean", hook, precision), expected(), BOUNDS[precision], hook)
 
 
-@pytest.mark.parametrize("precision", ["64", "bf16"])
 @pytest.mark.parametrize("host", HOSTS)
-def test_framework_is_what_the_host_does_by_itself(results, host, precision):
+def test_framework_is_what_the_host_does_by_itself(results, host):
     by_itself = expected(DIVIDE_BY[host])
-    check(results(host), ("framework", "allreduce", precision), by_itself, bound_of("allreduce", precision))
+    check(results(host), ("framework", "allreduce", "64"), by_itself)
     if host != "transformers":
         # By far more than the bounds of the mean.
         assert error(by_itself, expected()) > 0.15
@@ -101,13 +90,9 @@ def test_mean_changes_nothing_where_the_trainer_counts_too(results):
 @pytest.mark.parametrize(
     ("host", "label", "steps"),
     [
-        ("lightning", "checkpointed", 6),
-        ("lightning", "view", 6),
-        ("lightning", "unused", 6),
         ("lightning", "manual", 6),
         ("lightning", "toggled", 6),
         ("fabric", "divided", 6),
-        ("accelerate", "view", 6),
         ("accelerate", "own backward", 6),
         ("accelerate", "forwards first", 6),
         ("transformers", "tokens", 6),
@@ -123,7 +108,7 @@ def test_mean_under_a_scaler(results, host):
 
 
 def test_scaled_before_compression(results):
-    check(results("fabric"), "large", expected(), BOUNDS["fp16"], "fp16")
+    check(results("fabric"), "large", expected(), 1e-3, "fp16")
 
 
 def test_accumulation_that_changes_between_epochs(results):
@@ -148,7 +133,6 @@ def by_four(window):
     ("host", "label", "divisor", "steps"),
     [
         ("lightning", "sum", by_nothing, 6),
-        ("lightning", "manual, framework", by_nothing, 6),
         ("lightning", "manual, integer", by_four, 6),
         ("fabric", "sum", by_nothing, 6),
         ("fabric", "integer", by_four, 6),
@@ -182,12 +166,6 @@ def test_integer_warns_where_the_loss_is_divided_already(results, host):
 )
 def test_weighted_is_the_mean_over_all_tokens(results, host, label, steps):
     check(results(host), label, expected(tokens=True), steps=steps)
-
-
-def test_four_ranks(results):
-    ranks = results("accelerate", 4)
-    check(ranks, "mean", expected(world=4))
-    check(ranks, "weighted", expected(world=4, tokens=True))
 
 
 @pytest.mark.parametrize("tokens", [False, True])

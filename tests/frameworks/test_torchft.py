@@ -66,7 +66,7 @@ def test_one_dies_and_comes_back(start, hook):
     assert_equals_simulation(run, simulation, lambda step: 1e-9 * growth**step)
 
 
-@pytest.mark.parametrize("hook", ["allreduce", "int8", "powersgd"])
+@pytest.mark.parametrize("hook", ["allreduce", "powersgd"])
 def test_one_of_several_processes_dies_and_its_replica_comes_back(start, hook):
     """Replicas are sharded: each process averages its share with the processes that have the same.
 
@@ -91,7 +91,7 @@ def test_one_of_several_processes_dies_and_its_replica_comes_back(start, hook):
     assert_equals_simulation(run, simulation, lambda step: 1e-9 * growth**step)
 
 
-@pytest.mark.parametrize(("hook", "processes"), [("diloco", 1), ("diloco in int8", 1), ("diloco", 2)])
+@pytest.mark.parametrize(("hook", "processes"), [("diloco in int8", 1), ("diloco", 2)])
 def test_one_dies_in_an_average_of_models_and_comes_back(start, hook, processes):
     run = start(hook=hook, processes=processes, of={"two": {"dies": [12]}})
     run.wait_until_it_is_back("two")
@@ -156,19 +156,17 @@ def test_parts_of_a_model_batch_norm_micro_batches_and_a_scaler(start):
     run.finish()
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-def test_one_stops_and_goes_on(start, processes):
+def test_one_stops_and_goes_on(start):
     """As when the network drops everything: nobody hears of it, the others wait for their timeout."""
-    run = start(hook="int8", processes=processes, of={"three": {"stops": [12, 1]}})
+    run = start(hook="int8", processes=2, of={"three": {"stops": [12, 1]}})
     run.wait_until((run.folder / "three.ended").exists)
     run.wait_until(lambda: len(run.steps("one")) > 20)
-    stopped = run.others["three"][0] if processes > 1 else run.replicas["three"]
-    os.kill(stopped.pid, signal.SIGCONT)
+    os.kill(run.others["three"][0].pid, signal.SIGCONT)
     run.wait_until(lambda: run.steps("three")[-1]["step"] > 20)
     printed = run.finish()
     assert "replica 'three' left at step 12: 2 go on" in printed["one"]
-    # One timeout of 5 s, or two where shares are averaged one after another, and until the lighthouse misses it.
-    assert gap_after(run, "one", 11) < (3 + 5 * processes) * PATIENCE
+    # Two timeouts of 5 s, since shares are averaged one after another, and until the lighthouse misses it.
+    assert gap_after(run, "one", 11) < 13 * PATIENCE
 
 
 def test_another_hook_is_refused_where_it_joins(start):

@@ -149,7 +149,7 @@ def sparseloco(world, delay):
     return trajectory
 
 
-@pytest.mark.parametrize("delay", [0, 1])
+@pytest.mark.parametrize(("delay", "world"), [(0, 4), (1, 2)])
 def test_moves_are_those_of_sparseloco(run, world, delay):
     expected = sparseloco(world, delay)
     for rank, after in enumerate(run(trained, delay, world=world)):

@@ -15,7 +15,7 @@ COUNTS_STEPS = {("bad_steps_leave_nothing_behind", "schedule")}  # "powersgd+hal
 
 
 # Variations of a hook that differ from it in what they send.
-VARIATIONS = {"fp16+float32", "bf16+float32", "powersgd+batch"}
+VARIATIONS = {"fp16+float32", "bf16", "bf16+float32", "powersgd+batch", "int4", "int2", "quantize_per_channel"}
 OF_VARIATIONS = ON_FOUR | {"all_dtypes", "a_resumed_run_goes_on"}
 
 
@@ -54,7 +54,13 @@ def far(rank, world, function, args):
         return function(rank, world, *args)
 
 
-@pytest.mark.parametrize(("rule", "label"), cases(["int8", "powersgd"]))
+@pytest.mark.parametrize(
+    ("rule", "label"),
+    [
+        *cases(["int8"]),
+        *(case for case in cases(["powersgd"]) if case.values[0].__name__ in ON_FOUR | ON_FOUR_ONLY),
+    ],
+)
 def test_rule_of_far_ranks(run, rule, label):
     check_rule(rule, lambda function, *args, world: run(far, function, args, world=world), CASES[label], 4)
 

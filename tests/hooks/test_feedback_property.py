@@ -146,12 +146,12 @@ LABELS = {label: 2 for label, hook in HOOKS.items() if owes(hook)} | {"int4": 4}
 BY_PATTERN = {"per_parameter", "powersgd+half inside"}
 
 
-@pytest.mark.parametrize("label", [label for label in LABELS if label not in {"int8", *BY_PATTERN}])
+@pytest.mark.parametrize("label", [label for label in LABELS if label not in {"int8", "powersgd+batch", *BY_PATTERN}])
 def test_what_was_sent_and_what_is_owed_is_what_was_produced(run, label):
     rounding = {"cast": 2.0**-6, "schedule": 2.0**-6}.get(label, 1e-12)
 
     @settings(
-        max_examples=8,
+        max_examples=6,
         derandomize=True,
         deadline=None,
         database=None,

@@ -68,7 +68,7 @@ def expected_bytes(world, per_channel, protocol):
     return 2 * (world - 1) * share
 
 
-@pytest.mark.parametrize("scale", [1.0, 1e-9])
+@pytest.mark.parametrize(("scale", "world"), [(1.0, 2), (1.0, 4), (1e-9, 4)])
 def test_as_pytorchs_hooks(run, world, scale):
     if not hasattr(torch.ao.quantization, "PerChannelMinMaxObserver"):
         pytest.skip("this PyTorch has no observers")

@@ -43,12 +43,12 @@ def means_of(rank, world, hooks, steps, options):
     return [outputs(rank, world, hook, full_rank_gradients, steps, options=options)[0] for hook in hooks]
 
 
-def test_vectors_are_exact_unless_asked_for(run, world):
+def test_vectors_are_exact_unless_asked_for(run):
     hooks = [
         "allreduce",
         *(hook(min_bytes=0, block_size=8, compress_1d=c) for c in (False, True) for hook in (lc.Int8, lc.Int4, lc.FP8)),
     ]
-    (exact,), *others = run(means_of, hooks, 1, ONE_BUCKET, world=world)[0]
+    (exact,), *others = run(means_of, hooks, 1, ONE_BUCKET)[0]
     for i, (mean,) in enumerate(others):
         for name, gradient in exact.items():
             error = (mean[name] - gradient).norm() / gradient.norm() if gradient.numel() else 0
@@ -65,11 +65,11 @@ def small_buckets(rank, world, hook, shapes):
         return means, metrics["numel_compressed"], metrics["numel_uncompressed"], closing_texts(attachment)
 
 
-def test_small_buckets_are_exact_with_a_warning(run, world):
-    plain = run(means_of, ["allreduce"], 2, ONE_BUCKET, world=world)[0][0]
+def test_small_buckets_are_exact_with_a_warning(run):
+    plain = run(means_of, ["allreduce"], 2, ONE_BUCKET)[0][0]
     num_bytes = 4 * sum(torch.Size(SHAPES[name]).numel() for name in MATRICES)
     for smallest, is_compressed in ((num_bytes + 1, False), (num_bytes, True)):
-        results = run(small_buckets, lc.Int8(min_bytes=smallest, block_size=8), SHAPES, world=world)
+        results = run(small_buckets, lc.Int8(min_bytes=smallest, block_size=8), SHAPES)
         for rank, (means, compressed, uncompressed, texts) in enumerate(results):
             assert all(same(a, b) for a, b in zip(means, plain, strict=True)) != is_compressed
             assert (compressed, compressed + uncompressed) == (
@@ -102,10 +102,10 @@ def smaller_buckets(rank, world, hook, find_unused):
         return compressed, total, entries_of(attachment)
 
 
-def test_what_is_owed_is_paid_when_buckets_become_too_small(run, world):
+def test_what_is_owed_is_paid_when_buckets_become_too_small(run):
     shapes = dict.fromkeys("abc", (100, 100))
-    expected = [mean_gradients(full_rank_gradients, world, t, shapes, torch.float64) for t in range(3)]
-    for compressed, total, owed in run(smaller_buckets, lc.Int8(min_bytes=200_000), False, world=world):
+    expected = [mean_gradients(full_rank_gradients, 4, t, shapes, torch.float64) for t in range(3)]
+    for compressed, total, owed in run(smaller_buckets, lc.Int8(min_bytes=200_000), False, world=4):
         assert compressed == [30_000] * 3
         assert owed == {}
         assert distance(total, {n: sum(mean[n] for mean in expected) for n in shapes}) <= 1e-12 * norm(total)

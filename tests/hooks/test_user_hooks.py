@@ -37,10 +37,7 @@ def twice(factor, state, bucket):
 
 def means_of(rank, world, kind):
     hook, state = {
-        "allreduce": (default_hooks.allreduce_hook, None),
-        "fp16": (default_hooks.fp16_compress_hook, None),
         "bf16": (default_hooks.bf16_compress_hook, None),
-        "fp16_wrapper": (default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook), None),
         "fp16_powersgd": (
             default_hooks.fp16_compress_wrapper(powerSGD_hook.powerSGD_hook),
             powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=16, start_powerSGD_iter=2),
@@ -64,10 +61,7 @@ def means_of(rank, world, kind):
     return means, attachment.metrics()
 
 
-@pytest.mark.parametrize(
-    "kind",
-    ["allreduce", "fp16", "bf16", "fp16_wrapper", "fp16_powersgd", "own", "object", "method", "partial"],
-)
+@pytest.mark.parametrize("kind", ["bf16", "fp16_powersgd", "own", "object", "method", "partial"])
 def test_runs(run, kind):
     for means, metrics in run(means_of, kind):
         for step in range(4):

@@ -8,9 +8,7 @@ pytest.importorskip("lightning")
 from fabric_runner import HOOKS  # after the check
 from small_task import batch, loss, make_model
 
-import lightning_commhooks as lc
-
-LOCAL = ["post_localsgd", "diloco", "diloco, delay"]
+LOCAL = ["post_localsgd", "diloco, delay"]
 
 
 @pytest.fixture(scope="module")
@@ -98,14 +96,3 @@ def test_checkpoints_of_and_for_others(results):
 
 def test_sharded_optimizer_is_refused(results):
     assert all("ZeroRedundancyOptimizer: it keeps its state in shards" in rank["sharded"] for rank in results)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [({"hook": "powersdg"}, "did you mean 'powersgd'"), ({"hook": "bf16", "hook_state": 1}, "hook_state")],
-)
-def test_constructor_refuses(arguments, message):
-    from lightning.fabric.utilities.exceptions import MisconfigurationException
-
-    with pytest.raises(MisconfigurationException, match=message):
-        lc.CompressedDDPFabricStrategy(**arguments)

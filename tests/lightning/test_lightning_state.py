@@ -34,7 +34,7 @@ def checkpoint(results, name):
 
 
 @pytest.mark.parametrize("exact", [False, True])
-@pytest.mark.parametrize("name", ["powersgd", "batched_powersgd", "schedule", "bf16"])
+@pytest.mark.parametrize("name", ["powersgd", "schedule"])
 def test_resumed_in_new_processes_as_if_uninterrupted(saved, resumed, name, exact):
     label = f"{name}-{exact}"
     whole, parts = saved.both(label), resumed.both(f"{label}-resumed")
@@ -85,37 +85,20 @@ def test_state_is_averaged_only_to_be_saved(saved):
 
 
 @pytest.fixture(scope="module")
-def on_one(saved):
-    return launch(saved.out, "other_world", world=1)
-
-
-@pytest.fixture(scope="module")
 def on_four(saved):
     return launch(saved.out, "other_world", world=4)
 
 
 @pytest.mark.parametrize("exact", [False, True])
-@pytest.mark.parametrize("devices", [1, 4])
-def test_resumed_on_another_number_of_ranks(saved, on_one, on_four, devices, exact):
-    results = on_one if devices == 1 else on_four
-    label = f"powersgd-{exact}-on-{devices}"
-    ranks = [results(label, rank) for rank in range(devices)]
+def test_resumed_on_another_number_of_ranks(on_four, exact):
+    label = f"powersgd-{exact}-on-4"
+    ranks = [on_four(label, rank) for rank in range(4)]
     assert all(rank["params"] == ranks[0]["params"] for rank in ranks)
-    assert ranks[0]["world_size"] == devices
-    assert ranks[0]["metrics"]["compression_ratio"] > 2 or devices == 1
-    assert 0 < results.distance(label, f"powersgd-{exact}") < 0.2
-    line = (
-        f"INFO:lightning_commhooks.runtime.checkpoint:state of hook 'powersgd': saved on 2 ranks, loaded on {devices}"
-    )
-    assert results.stderr.count(line) == 2, "once for each of the two fits"
-
-
-def test_and_back_again(on_four):
-    results = launch(on_four.out, "back_again")
-    assert "saved on 4 ranks, loaded on 2" in results.stderr
-    for exact in (False, True):
-        # 8 steps on 2 ranks, 2 on 4 ranks, which take half as many in an epoch, and 16 on 2.
-        assert results.both(f"powersgd-{exact}-back")["global_step"] == 26
+    assert ranks[0]["world_size"] == 4
+    assert ranks[0]["metrics"]["compression_ratio"] > 2
+    assert 0 < on_four.distance(label, f"powersgd-{exact}") < 0.2
+    line = "INFO:lightning_commhooks.runtime.checkpoint:state of hook 'powersgd': saved on 2 ranks, loaded on 4"
+    assert on_four.stderr.count(line) == 2, "once for each of the two fits"
 
 
 @pytest.mark.parametrize(
@@ -144,7 +127,7 @@ def test_checkpoints_of_other_strategies(mismatched):
 
 @pytest.fixture(scope="module")
 def others(tmp_path_factory):
-    return launch(tmp_path_factory.mktemp("others"), "finetuning", "mixed", "scaled", "other_model", "tuned")
+    return launch(tmp_path_factory.mktemp("others"), "finetuning", "mixed", "other_model", "tuned")
 
 
 def test_layers_that_a_callback_unfreezes_are_averaged(others):
@@ -161,11 +144,6 @@ def test_mixed_precision_supplies_its_scaler(others):
     assert others("scale-mixed-powersgd") == others("scale-mixed-powersgd", 1) == others("scale-mixed-allreduce")
     assert others("scale-mixed-powersgd")["scale"] != 2.0**16
     assert others.distance("mixed-powersgd", "mixed-allreduce") < 0.05
-
-
-def test_loss_scale_makes_no_difference(others):
-    others.both("scaled")
-    assert others.distance("scaled", "unscaled") < 1e-4
 
 
 def test_second_model_in_the_same_trainer(others):

@@ -8,12 +8,9 @@ pytest.importorskip("lightning")
 
 import local_sgd_tasks as tasks
 import torch
-from forks import FOLDER
-from lightning.fabric.utilities.exceptions import MisconfigurationException
+from forks import FOLDER, ROOT
 from local_sgd_reference import Simulation
 from test_lightning import launch as launch_runner
-
-import lightning_commhooks as lc
 
 launch = functools.partial(launch_runner, runner=FOLDER / "local_sgd_lightning_runner.py")
 OUTER = {"lr": 0.7, "momentum": 0.9, "nesterov": True}
@@ -29,7 +26,7 @@ OPTIONS = {
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    return launch(tmp_path_factory.mktemp("trained"), "auto", "gan", "overflows")
+    return launch(tmp_path_factory.mktemp("trained"), "auto", "gan", "overflows", "costs")
 
 
 def assert_close(mine, theirs, what, tolerance=1e-12):
@@ -73,7 +70,7 @@ def simulate_regression(options, *, batches, epochs=1, window=1, clip=None, worl
     return trajectory
 
 
-@pytest.mark.parametrize("name", ["post", "warmup", "diloco", "beside"])
+@pytest.mark.parametrize("name", ["post", "beside"])
 def test_automatic_optimization(trained, name):
     assert_same_trajectory(trained, f"auto-{name}", simulate_regression(OPTIONS[name], batches=14))
 
@@ -163,24 +160,33 @@ def test_overflow_on_one_rank_keeps_phase_and_scale(trained, style):
 
 def test_standalone_package(tmp_path):
     pytest.importorskip("pytorch_lightning")
-    results = launch(tmp_path, "gan_and_validation", package="pytorch_lightning")
-    assert results.both("gan-post")["strategy"] == "CompressedDDPStrategyPL"
-    assert_same_trajectory(results, "gan-post", simulate_gan(OPTIONS["post"], 18))
+    results = launch(tmp_path, "validation", package="pytorch_lightning")
+    assert results.both("validated")["strategy"] == "CompressedDDPStrategyPL"
     assert_same_trajectory(results, "validated", simulate_regression(OPTIONS["post"], batches=5))
     own = [results("validated-trajectory", rank)["after"][2] for rank in (0, 1)]
     assert_close(results("validating")["model"], torch.tensor(own, dtype=torch.float64).mean(dim=0).tolist(), "average")
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("label", "every", "row"),
     [
-        ({"hook": "post_localsdg"}, "did you mean 'post_localsgd'"),
-        ({"hook": lc.DiLoCo}, r"did you mean DiLoCo\(\)"),
-        ({"hook": lc.DiLoCo(), "hook_state": object()}, "set its options instead"),
-        ({"hook": "diloco", "model_averaging_period": 4}, r"hook=PostLocalSGD\(period="),
-        ({"hook": "diloco", "resnyc": True}, "resnyc"),
+        ("post-3", 3, "| every 3 steps | 2.8 kB | 19.8 kB |"),
+        ("post-4", 4, "| every 4 steps | 2.8 kB | 11.1 kB, all of it AdamW's state |"),
+        ("averaged-4", 4, '| every 4 steps, `optimizer_state="average"` | 7.5 kB | 0 |'),
     ],
 )
-def test_constructor_refuses(arguments, message):
-    with pytest.raises(MisconfigurationException, match=message):
-        lc.CompressedDDPStrategy(**arguments)
+def test_what_evaluation_and_checkpoints_send(trained, label, every, row):
+    """In 12 steps with averages after 4, 8 and 12: saved, validated, and saved within that."""
+    model = 8 * len(trained(f"costs-{label}")["params"])
+    whole, moments = model + 8 * 16, 2 * model  # with the statistics of BatchNorm
+    times = 2 * (12 // every)
+    # What was just averaged is not sent. The optimizer's state is also sent at the end.
+    sent = {3: (times - 2) * whole + (times + 1) * moments, 4: (times + 1) * moments}[every]
+    training = 3 * whole + (3 * moments if label == "averaged-4" else 0)
+    for rank in (0, 1):
+        metrics = trained(f"costs-{label}", rank)["metrics"]
+        assert metrics["bytes_sent"] == training
+        assert metrics["bytes_evaluation"] == (0 if label == "averaged-4" else sent)
+    assert row in (ROOT / "docs" / "local_sgd.md").read_text()
+    assert row.split(" | ")[1:2] == [f"{training / 1000:.1f} kB"]
+    assert label == "averaged-4" or f" {sent / 1000:.1f} kB" in row

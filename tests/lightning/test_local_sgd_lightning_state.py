@@ -161,7 +161,7 @@ RESUMED = 8  # steps
 
 
 @pytest.mark.parametrize("kind", ["exact", "mean", "resync"])
-@pytest.mark.parametrize("name", ["short", "diloco-short", "diloco-beside"])
+@pytest.mark.parametrize("name", ["short", "diloco-beside"])
 def test_resumes_in_the_middle_of_a_period(saved, resumed, name, kind):
     """Exactly, or as a run that went on from the average."""
     whole = f"{name}-exact" if kind == "exact" else f"{name}-resync"
@@ -242,11 +242,6 @@ def test_learning_rate_finder_leaves_no_trace(saved):
     assert saved("tuned-callbacks") == {"restored": True}
     for rank in (0, 1):
         assert states(saved, "tuned", rank) == states(saved, "unbroken", rank)
-
-
-def test_learning_rate_finder_as_a_callback_leaves_no_trace(saved):
-    for rank in (0, 1):
-        assert states(saved, "found", rank) == states(saved, "unbroken", rank)
 
 
 def test_layers_that_a_callback_unfreezes(saved):

@@ -35,6 +35,7 @@ def test_strategies(name, monkeypatch):
         pytest.importorskip("ray.train.lightning")
     assert f"Write {RANK_4}" in refusal(name, hook="powersgd", rank=4)
     assert f"Write {RANK_4}" in refusal(name, rank=4)
+    assert "did you mean 'powersgd'" in refusal(name, hook="powersdg")
     assert RANK_4 in refusal(name, "powersgd", {"rank": 4}), "positionally, as the state of a function"
     assert "did you mean 'find_unused_parameters'?" in refusal(name, "int8", find_unused_parameter=True)
     assert "did you mean 'resync'?" in refusal(name, "int8", resinc=True)

@@ -132,9 +132,9 @@ def simulate(world, delay, mixing, eager):
     return trajectory
 
 
-@pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize(
-    ("delay", "mixing", "eager"), [(2, 0.5, False), (3, 0.0, False), (4, 0.0, False), (4, 0.0, True)]
+    ("delay", "mixing", "eager", "world"),
+    [(2, 0.5, False, 2), (3, 0.0, False, 4), (4, 0.0, False, 2), (4, 0.0, True, 4)],
 )
 def test_trajectory_is_that_of_the_simulation(run, world, delay, mixing, eager):
     options = {"eager": True} if eager else {"delay": delay, "mixing": mixing}

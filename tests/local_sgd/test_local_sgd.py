@@ -166,7 +166,7 @@ def dense(rank, world, steps, accumulation):
     return train(rank, world, "allreduce", steps, accumulation)
 
 
-@pytest.mark.parametrize("report", [False, True], ids=["step_hook", "reported"])
+@pytest.mark.parametrize(("report", "world"), [(False, 4), (True, 2)], ids=["step_hook", "reported"])
 def test_period_of_one_is_dense_averaging_with_sgd(run, world, report):
     hook = lc.PostLocalSGD(period=1, **ALONE)
     expected = run(dense, 6, 3, world=world)

@@ -138,21 +138,6 @@ def test_closing_frees_memory_and_keeps_statistics(run):
     assert run(memory_after_close) == [(True, True), (True, True)]
 
 
-@pytest.mark.parametrize(
-    ("option", "value"),
-    [
-        ("orthogonalization_epsilon", "x"),
-        ("min_compression_rate", "2"),
-        ("use_error_feedback", "no"),
-        ("warm_start", 1),
-        ("random_seed", "abc"),
-    ],
-)
-def test_options_of_a_wrong_type_are_refused_by_name(option, value):
-    with pytest.raises(ValueError, match=option):
-        lc.PowerSGD(**{option: value})
-
-
 def test_schedule_warns_when_a_phase_ends_before_its_hook_begins_to_compress():
     schedule = lc.Schedule({0: lc.PowerSGD(), 3: "bf16"})
     (text,) = schedule.check_parameters([])

@@ -414,9 +414,8 @@ def test_sigterm_kills_one_rank(start, killed, latency):
     ranks.end_by_hook_error(1 - killed)
 
 
-@pytest.mark.parametrize("latency", LATENCIES)
-def test_kill_of_a_rank_while_others_average_beside_training(start, latency):
-    ranks = start(average_beside, **latency)
+def test_kill_of_a_rank_while_others_average_beside_training(start):
+    ranks = start(average_beside, **LATENCIES[1])
     time.sleep(0.5)  # then rank 0 waits for what is under way
     ranks.send(1, signal.SIGKILL)
     code, out, err = ranks.end(0)
@@ -461,9 +460,8 @@ def test_close_after_a_backward_that_was_broken_off(start):
     ranks.end_by_hook_error(1)
 
 
-@pytest.mark.parametrize("latency", LATENCIES)
-def test_close_after_a_backward_that_was_broken_off_while_another_rank_has_handed_over_more(start, latency):
-    ranks = start(break_off_and_close_late, **latency)
+def test_close_after_a_backward_that_was_broken_off_while_another_rank_has_handed_over_more(start):
+    ranks = start(break_off_and_close_late, **LATENCIES[1])
     time.sleep(0.5)  # then rank 1 has handed over all buckets, of another number and size than those of rank 0
     ranks.go_on(0)
     code, out, err = ranks.end(0)

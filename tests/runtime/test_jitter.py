@@ -16,10 +16,9 @@ import lightning_commhooks as lc
 
 # 4 ranks on 2 cores take about 10 ms a bucket and step.
 WITHOUT = 12
-STEPS = {"plain": 15, "find_unused": 20, "skip_all_reduce_unused": 50}
-NUM_PARAMETERS = {"plain": 8, "find_unused": 8, "skip_all_reduce_unused": 4}
+STEPS = {"find_unused": 20, "skip_all_reduce_unused": 50}
+NUM_PARAMETERS = {"find_unused": 8, "skip_all_reduce_unused": 4}
 MODES = {
-    "plain": {},
     "find_unused": {"find_unused_parameters": True},
     "skip_all_reduce_unused": {"find_unused_parameters": True, "skip_all_reduce_unused_params": True},
 }
@@ -50,8 +49,6 @@ class _BoundDelayed(lc.BoundHook):
 
 
 def unused_names(mode, rank, step):
-    if mode == "plain":
-        return set()
     # With skip_all_reduce_unused_params the same on all ranks and always: here the last bucket of a backward.
     return {"p0", "p2"} if mode == "skip_all_reduce_unused" else {f"p{(step + rank) % 9}", f"p{step % 8}"}
 

@@ -118,7 +118,7 @@ def test_repr(run):
     )
 
 
-RECORDED = HOOKS | {
+RECORDED = {label: HOOKS[label] for label in ("allreduce", "int8", "powersgd", "cast", "schedule", "chunked_topk")} | {
     "post_localsgd": lc.PostLocalSGD(start_localSGD_iter=0, post_local_gradient_allreduce=False),
     "scaled": lc.ScaleByGradAccumulation(lc.Int8(min_bytes=0), 3),
     "function": default_hooks.bf16_compress_hook,

@@ -72,9 +72,9 @@ def operations(rank, world):
     return found
 
 
-def test_honours_the_operation(run, world):
+def test_honours_the_operation(run):
     limits = {"allreduce": 1e-6, "fp16": 2**-11, "bf16": 2**-8, "int8": 0.02}
-    for found in run(operations, world=world):
+    for found in run(operations, world=4):
         assert len(found) == 6 * len(HOOKS)
         for (label, _, _), relative in found.items():
             assert relative < limits[label.split("+")[0]]
@@ -100,8 +100,8 @@ def policies(rank, world):
     return found
 
 
-def test_options_of_fsdp2(run, world):
-    for found in run(policies, world=world):
+def test_options_of_fsdp2(run):
+    for found in run(policies, world=4):
         for label, distance in found.items():
             # Gradients that FSDP2 casts are divided and summed in 16 bit before they are cast back.
             assert 0.2 < distance <= (3 if " of " in label else 1.01), label
@@ -190,8 +190,8 @@ def different(rank, world):
     return told
 
 
-def test_ranks_with_different_hooks_are_told_both(run, world):
-    told = run(different, world=world)
+def test_ranks_with_different_hooks_are_told_both(run):
+    told = run(different, world=4)
     for text in itertools.chain(*told):
         assert re.search(r"hook must be the same on all ranks, is BF16\(.*FP16\(", text)
 
@@ -238,8 +238,8 @@ def encoded_in_every_size(rank, world):
     return [result for numel, part_numel in sizes for result in encoded(rank, world, numel, part_numel)]
 
 
-def test_encoded_shares_are_within_the_bound(run, world):
-    for result in run(encoded_in_every_size, world=world):
+def test_encoded_shares_are_within_the_bound(run):
+    for result in run(encoded_in_every_size, world=4):
         assert len(result) == 6 * len(CODECS)
         for worst, sent, expected in result:
             assert worst <= 1
@@ -294,10 +294,8 @@ def remembering(rank, world, use_error_feedback):
     return error, attachment.metrics()["bytes_sent"]
 
 
-def test_error_feedback_sends_all_that_is_owed(run, world):
-    (own, num_bytes), (without, num_bytes_without) = (
-        run(remembering, given, world=world)[0] for given in (True, False)
-    )
+def test_error_feedback_sends_all_that_is_owed(run):
+    (own, num_bytes), (without, num_bytes_without) = (run(remembering, given)[0] for given in (True, False))
     # Of a step of 4 bits 1/14, and of the residual's roundings, which are lost, 1/254 of that each.
     assert own < 3 / 14 < 2 * without
     assert own < without / 2
@@ -323,8 +321,8 @@ def with_bad_step(rank, world):
     return found
 
 
-def test_a_block_begins_anew_after_a_bad_step(run, world):
-    for (_, own), (_, without) in run(with_bad_step, world=world):
+def test_a_block_begins_anew_after_a_bad_step(run):
+    for (_, own), (_, without) in run(with_bad_step, world=4):
         # What the finite blocks of the bad step have left out comes on top.
         assert without < own < 2.5 * without
 
@@ -360,9 +358,9 @@ def without_some(rank, world):
     return [all(map(torch.equal, a, b)) for a, b in zip(own, plain, strict=True)]
 
 
-def test_a_step_without_some_gradients_has_no_error_feedback(run, world):
+def test_a_step_without_some_gradients_has_no_error_feedback(run):
     # FSDP2 does not say whose gradients they are.
-    assert run(without_some, world=world) == [[True, True, True, False]] * world
+    assert run(without_some) == [[True, True, True, False]] * 2
 
 
 GATHERS = {
@@ -425,8 +423,8 @@ def check_gathered(ranks):
             assert metrics["compression_ratio"] == 1
 
 
-def test_parameters_are_gathered_in_low_precision(run, world):
-    check_gathered(run(gathering, world=world, timeout=120))
+def test_parameters_are_gathered_in_low_precision(run):
+    check_gathered(run(gathering, world=4, timeout=120))
 
 
 @pytest.mark.parametrize(

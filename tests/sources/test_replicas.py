@@ -124,7 +124,7 @@ def all_reduce_hook(model, step):
         unit.set_all_reduce_hook(lambda share: share.mul_(0.5))
 
 
-HALF, BRAIN, FLOAT = torch.float16, torch.bfloat16, torch.float32
+HALF, BRAIN = torch.float16, torch.bfloat16
 SETTINGS = {
     "plain": {},
     "kept": {"options": {"reshard_after_forward": False}},
@@ -231,8 +231,8 @@ def replicated(rank, world):
         return distance, [attachment.metrics()["numel_compressed"] for attachment in attachments]
 
 
-def test_replicate_is_averaged_as_ddp_is(run, world):
-    for distance, (compressed, expected) in run(replicated, world=world):
+def test_replicate_is_averaged_as_ddp_is(run):
+    for distance, (compressed, expected) in run(replicated):
         assert distance < 1e-6
         assert compressed == expected > 0
 
@@ -484,8 +484,7 @@ def leaves(state, path=()):
         yield from leaves(value, (*path, key)) if isinstance(value, dict) else [((*path, key), value)]
 
 
-@pytest.mark.parametrize("sizes", [(2, 1), (1, 2)])
-@pytest.mark.parametrize("hook", list(HOOKS_CUT_ANEW))
+@pytest.mark.parametrize(("hook", "sizes"), [*((hook, (2, 1)) for hook in HOOKS_CUT_ANEW), ("powersgd", (1, 2))])
 def test_state_of_another_number_of_shards(run, tmp_path, sizes, hook):
     results = run(cut_anew, tmp_path, sizes, hook, world=WORLD)
     before, after = (of_all_shards(results, which) for which in (0, 1))

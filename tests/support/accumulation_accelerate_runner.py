@@ -1,4 +1,4 @@
-"""Run by `test_accumulation_hosts.py`: Accelerate in two or four processes, `transformers.Trainer` in two."""
+"""Run by `test_accumulation_hosts.py`: Accelerate and `transformers.Trainer` in two processes."""
 
 import importlib.util
 import os
@@ -148,7 +148,6 @@ def accelerate_results():
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
     return results | {
         "scaled": Run("mean", "powersgd", scaler=scaler).train(),
-        "view": Run(gradient_as_bucket_view=True).train(),
         "sum": Run("sum").train(),
         "integer": warned(Run(WINDOW).train),
         "own backward": OwnBackward().train(),
@@ -254,12 +253,9 @@ def main():
     folder = sys.argv[1]
     warnings.filterwarnings("ignore")
     torch.distributed.init_process_group("gloo")
-    if torch.distributed.get_world_size() == 4:
-        results = {"accelerate": {"mean": Run().train(), "weighted": Run("weighted").train(True)}}
-    else:
-        results = {"accelerate": accelerate_results()}
-        if importlib.util.find_spec("transformers") is not None:
-            results["transformers"] = hf_results(folder)
+    results = {"accelerate": accelerate_results()}
+    if importlib.util.find_spec("transformers") is not None:
+        results["transformers"] = hf_results(folder)
     torch.save(results, f"{folder}/{torch.distributed.get_rank()}.pt")
     torch.distributed.destroy_process_group()
 

@@ -22,7 +22,6 @@ from accumulation_task import (
     refusal,
     sum_over_tokens,
 )
-from torch.utils.checkpoint import checkpoint_sequential
 from torch.utils.data import DataLoader
 
 import lightning_commhooks as lc
@@ -44,14 +43,6 @@ class Automatic(pl.LightningModule):
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.net.parameters(), lr=LR)
-
-
-class Checkpointed(Automatic):
-    """Activations are computed again, all but the last."""
-
-    def value(self, i):
-        x = batch(self.global_rank, i, self.dtype_of_data)
-        return loss(lambda y: checkpoint_sequential(self.net, 2, y, use_reentrant=False), x)
 
 
 class Weighted(Automatic):
@@ -202,16 +193,12 @@ def results():
     schedule = pl.callbacks.GradientAccumulationScheduler({0: WINDOW, 1: 3})
     return runs | {
         "scaled": fit("mean", "powersgd", scaled=True),
-        "checkpointed": fit(module=Checkpointed),
-        "view": fit(gradient_as_bucket_view=True),
-        "unused": fit(find_unused_parameters=True, bucket_cap_mb=1e-4),
         "scheduler": fit(by=1, more=[schedule]),
         "scheduler, framework": fit("framework", by=1, more=[schedule]),
         "sum": fit("sum"),
         "integer": fit(WINDOW),
         "weighted": fit("weighted", module=Weighted),
         "manual": fit(module=Manual),
-        "manual, framework": fit("framework", module=Manual),
         "manual, integer": fit(WINDOW, module=Manual),
         "manual, weighted": fit("weighted", module=ManualWeighted),
         "toggled": fit(module=Toggled),

@@ -17,7 +17,6 @@ ALONE = {"start_localSGD_iter": 0, "post_local_gradient_allreduce": False}
 HOOKS = {
     "powersgd": lc.PowerSGD(start_powerSGD_iter=2, min_compression_rate=1),
     "post_localsgd": lc.PostLocalSGD(period=4, **ALONE),
-    "diloco": lc.DiLoCo(period=4, **ALONE),
     "diloco, delay": lc.DiLoCo(period=4, delay=3, fragments=2, **ALONE),
 }
 
@@ -119,9 +118,9 @@ def checkpoints(folder):
     fabric.launch()
     module = make_model()
     model, optimizer = fabric.setup(module, torch.optim.AdamW(module.parameters()))
-    rest = fabric.load(f"{folder}/diloco-True.ckpt", {"model0": model, "optimizer0": optimizer})
+    rest = fabric.load(f"{folder}/diloco, delay-True.ckpt", {"model0": model, "optimizer0": optimizer})
     fabric.save(f"{folder}/plain.ckpt", {"model0": model})
-    run = Run(HOOKS["diloco"])
+    run = Run(HOOKS["diloco, delay"])
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         run.fabric.load(f"{folder}/plain.ckpt", {"model0": run.models[0]})
@@ -130,7 +129,7 @@ def checkpoints(folder):
     )
     try:
         other = Run(lc.PowerSGD(start_powerSGD_iter=2))
-        other.fabric.load(f"{folder}/diloco-True.ckpt", {"model0": other.models[0]})
+        other.fabric.load(f"{folder}/diloco, delay-True.ckpt", {"model0": other.models[0]})
     except MisconfigurationException as error:
         refused = str(error)
     run.close()

@@ -123,6 +123,8 @@ def whole_and_resumed(name, folder, exact):
         "registered": ddp._get_ddp_logging_data()["comm_hook"],
         "settings": [ddp.find_unused_parameters, ddp.bucket_bytes_cap],
         "steps": handler.attachments[0].metrics()["steps"],
+        "sent": handler.attachments[0].metrics().get("bytes_evaluation"),
+        "numel": sum(p.numel() for p in trainer.model.parameters()),
         "checkpoints": sorted(glob.glob("checkpoint-*", root_dir=path)),
     }
     close(handler)

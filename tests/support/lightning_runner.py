@@ -28,6 +28,7 @@ CompressedDDP = lc.CompressedDDPStrategy if sys.argv[1] == "lightning.pytorch" e
 DDPStrategy = pl.strategies.DDPStrategy
 POWERSGD = lc.PowerSGD(matrix_approximation_rank=2, start_powerSGD_iter=1)
 NUM_BATCHES = 4
+NAMES = ("allreduce", "allgather", "noop", "bf16", "powersgd", "int8", "post_localsgd")
 
 
 class Classifier(pl.LightningModule):
@@ -62,19 +63,6 @@ class Late(Classifier):
             write("late", self.global_rank, pid=os.getpid())
             time.sleep(3 * self.global_rank)
         return self.loss(batch)
-
-
-class Unused(Classifier):
-    """One layer is used by rank 0 only, and only in every other batch; another one never."""
-
-    def __init__(self):
-        super().__init__()
-        self.sometimes = nn.Linear(16, 32)
-        self.never = nn.Linear(16, 32)
-
-    def training_step(self, batch, batch_idx):
-        extra = self.sometimes(batch[0]).square().mean() if batch_idx % 2 and self.global_rank == 0 else 0
-        return self.loss(batch) + extra
 
 
 class Manual(Classifier):
@@ -174,7 +162,7 @@ def own_hook(state: list, bucket: dist.GradBucket) -> torch.futures.Future[torch
 
 def names():
     fit("dense", DDPStrategy())
-    for name in lc.available_hooks():
+    for name in NAMES:
         fit(f"name-{name}", CompressedDDP(hook=name))
 
 
@@ -253,15 +241,11 @@ def copied():
 
 def profiled():
     """With Lightning's profiler of all threads; each rank leaves its trace in a folder."""
-    hooks = {
-        "int8": lc.Int8(min_bytes=0, block_size=16),
-        "post_localsgd": lc.PostLocalSGD(start_localSGD_iter=0, post_local_gradient_allreduce=False, period=2),
-    }
     all_threads = torch.profiler._ExperimentalConfig(profile_all_threads=True)
-    for label, hook in hooks.items():
-        options = {"dirpath": OUT / f"profiled-{label}", "filename": "trace", "experimental_config": all_threads}
-        profiler = importlib.import_module(f"{sys.argv[1]}.profilers").PyTorchProfiler(**options)
-        fit(f"profiled-{label}", CompressedDDP(hook=hook, bucket_cap_mb=0.001), profiler=profiler)
+    options = {"dirpath": OUT / "traces", "filename": "trace", "experimental_config": all_threads}
+    profiler = importlib.import_module(f"{sys.argv[1]}.profilers").PyTorchProfiler(**options)
+    hook = lc.Int8(min_bytes=0, block_size=16)
+    fit("profiled", CompressedDDP(hook=hook, bucket_cap_mb=0.001), profiler=profiler)
 
 
 def strings():
@@ -271,13 +255,9 @@ def strings():
 
 def options():
     variants = {
-        "unused": (Unused, {"find_unused_parameters": True}, {}),
-        "static": (Classifier, {"static_graph": True}, {}),
         "static-manual": (Manual, {"static_graph": True}, {}),
         "manual": (Manual, {}, {}),
-        "view": (Classifier, {"gradient_as_bucket_view": True}, {}),
-        "accumulate": (Classifier, {}, {"accumulate_grad_batches": 2}),
-        "buckets": (Classifier, {"bucket_cap_mb": 0.001}, {}),
+        "accumulate": (Classifier, {"bucket_cap_mb": 0.001}, {"accumulate_grad_batches": 2}),
         "gan": (GAN, {"find_unused_parameters": True}, {}),
     }
     for label, (module, ddp, trainer) in variants.items():
@@ -324,10 +304,6 @@ def nodes():
 
 def late_start():
     fit("late", CompressedDDP(hook=lc.PowerSGD(start_powerSGD_iter=8)))
-
-
-def crash_rank_0():
-    fit("crash", CompressedDDP(hook=POWERSGD), lambda: Classifier(crash_on=0))
 
 
 def crash_rank_1():

@@ -30,19 +30,14 @@ def resumable(label, strategy, ckpt=None, module=Classifier, save=True, epochs=E
 
 
 def hook_of(name):
-    # Of a name the start is by the length of the run; what compresses whole buckets depends on where they begin.
-    return {
-        "powersgd": POWERSGD,
-        "batched_powersgd": lc.BatchedPowerSGD(),
-        "schedule": lc.Schedule({0: "bf16", 10: POWERSGD, 14: "fp16"}),
-    }.get(name, name)
+    return {"powersgd": POWERSGD, "schedule": lc.Schedule({0: "bf16", 10: POWERSGD, 14: "fp16"})}[name]
 
 
 def strategy_of(name, exact):
     return CompressedDDP(hook=hook_of(name), exact_state=exact)
 
 
-NAMES = ("powersgd", "batched_powersgd", "schedule", "bf16")
+NAMES = ("powersgd", "schedule")
 
 
 def save():
@@ -93,12 +88,6 @@ def other_world():
         ckpt = OUT / f"powersgd-{exact}-epoch={SAVED - 1}.ckpt"
         strategy = strategy_of("powersgd", exact)
         resumable(f"powersgd-{exact}-on-{DEVICES}", strategy, ckpt, precision="64-true")
-
-
-def back_again():
-    for exact in (False, True):
-        ckpt = OUT / f"powersgd-{exact}-on-4-epoch={SAVED}.ckpt"
-        resumable(f"powersgd-{exact}-back", strategy_of("powersgd", exact), ckpt, precision="64-true")
 
 
 def mismatches():
@@ -169,12 +158,6 @@ def mixed():
         strategy = CompressedDDP(hook=name)
         resumable(label, strategy, module=Overflows, save=False, epochs=4, plugins=[Plugin(scaler)])
         write(f"scale-{label}", strategy.global_rank, scale=scaler.get_scale())
-
-
-def scaled():
-    for label, scaler in {"unscaled": None, "scaled": torch.amp.GradScaler("cpu", growth_interval=2)}.items():
-        plugin = Plugin(scaler) if scaler else pl.plugins.precision.MixedPrecision("bf16-mixed", "cpu")
-        resumable(label, CompressedDDP(hook=POWERSGD), save=False, epochs=4, plugins=[plugin])
 
 
 def other_model():

@@ -1,4 +1,4 @@
-"""Local SGD under `Accelerator` and in transformers' `Trainer`, in each of two processes; results as a file."""
+"""Local SGD under `Accelerator` in each of two processes; results as a file."""
 
 import shutil
 import sys
@@ -17,7 +17,6 @@ PERIOD = 4
 ALONE = {"start_localSGD_iter": 0, "post_local_gradient_allreduce": False}
 HOOKS = {
     "post_localsgd": lc.PostLocalSGD(period=PERIOD, **ALONE),
-    "diloco": lc.DiLoCo(period=PERIOD, **ALONE),
     "diloco, delay": lc.DiLoCo(period=PERIOD, delay=3, **ALONE),
 }
 
@@ -107,6 +106,7 @@ def evaluations(resync):
     run.accelerator.wait_for_everyone()
     end = {name: p.clone() for name, p in run.accelerator.unwrap_model(run.model).state_dict().items()}
     results = {"before": before, "value": value, "during": during, "after": after, "end": end}
+    results["sent"] = run.handler.attachments[0].metrics()["bytes_evaluation"]
     run.close()
     return results
 
@@ -147,12 +147,14 @@ def states(folder, exact):
         run.evaluate_average()
         path = f"{folder}/{name}-{exact}"
         run.accelerator.save_state(path)
+        sent = run.handler.attachments[0].metrics()["bytes_evaluation"]
         whole = run.train(range(6, 14))
         run.close()
         run = Run(hook, exact_state=exact)
         run.accelerator.load_state(path)
         results[name] = {
             "whole": whole,
+            "sent": sent,
             "resumed": run.train(range(6, 14)),
             "files": sorted(map(str, Path(path).iterdir())),
         }
@@ -162,7 +164,7 @@ def states(folder, exact):
 
 def foreign_state(folder):
     """Loading a checkpoint without hook state, and one with it without the handler."""
-    run = Run(HOOKS["diloco"])
+    run = Run(HOOKS["diloco, delay"])
     run.train(range(2))
     path = Path(folder, "foreign")
     run.accelerator.save_state(path)
@@ -231,109 +233,7 @@ def in_one_process(path):
     return run.evaluate()
 
 
-class Costs:
-    """Bytes of training and of evaluation since the last call, after what was done."""
-
-    def __init__(self, attachment):
-        self.attachment, self.costs = attachment, []
-        self._before = (0.0, 0.0)
-
-    def note(self, what):
-        metrics = self.attachment.metrics()
-        now = metrics["bytes_sent"], metrics.get("bytes_evaluation", 0.0)
-        self.costs.append((what, *(a - b for a, b in zip(now, self._before, strict=True))))
-        self._before = now
-
-
-def accelerator(hook, steps, resync, folder):
-    """What each evaluation, checkpoint and barrier sends after so many steps."""
-    run = Run(hook, resync=resync)
-    run.train(range(steps))
-    costs = Costs(run.handler.attachments[0])
-    costs.note("train")
-    own = run.parameters()
-    for what in ("evaluate", "save", "save", "barrier", "evaluate"):
-        if what == "evaluate":
-            run.evaluate_average()
-        elif what == "save":
-            run.accelerator.save_state(f"{folder}/{len(costs.costs)}")
-        else:
-            run.accelerator.wait_for_everyone()
-        costs.note(what)
-    run.model.train()
-    run.model(torch.zeros_like(next(iter(run.plain.parameters()))[:1]))
-    back = all(torch.equal(own[name], p) for name, p in run.parameters().items())
-    # The other way round: saved first, twice, then evaluated.
-    for what in ("save", "save", "evaluate", "end"):
-        if what == "evaluate":
-            run.evaluate_average()
-        elif what == "save":
-            run.accelerator.save_state(f"{folder}/{len(costs.costs)}")
-        else:
-            run.handler.events(run.accelerator).attachments.average_for_good()
-        costs.note(what)
-    run.close()
-    return {"costs": costs.costs, "back": back}
-
-
-def trainer(hook, every, folder):
-    """What a trainer sends that evaluates and saves every few of 12 steps, loads the best model and ends."""
-    import hf_runner
-    from transformers import TrainerCallback
-
-    options = {**hf_runner.every(every), "load_best_model_at_end": True, "max_steps": 12}
-    trainer, handler = hf_runner.make(folder, hook, **options)
-    attachments = []
-
-    class Noting(TrainerCallback):
-        def note(self, what, state):
-            if not attachments:
-                attachments.append(Costs(handler.attachments[0]))
-            attachments[0].note(f"{what} {state.global_step}")
-
-        def on_step_end(self, args, state, control, **kwargs):
-            self.note("train", state)
-
-        def on_save(self, args, state, control, **kwargs):
-            self.note("evaluate and save", state)
-
-        def on_train_end(self, args, state, control, **kwargs):
-            self.note("end", state)
-
-    trainer.add_callback(Noting())
-    trainer.train()
-    parameters = hf_runner.parameters(trainer)
-    hf_runner.close(handler)
-    size = sum(p.numel() for p in trainer.model.parameters())
-    # The GPT-2 of transformers 4 has some numbers that are no parameters.
-    buffers = sum(b.numel() for b in trainer.model.buffers() if b.is_floating_point())
-    return {"costs": attachments[0].costs, "size": size, "buffers": buffers, "parameters": parameters}
-
-
-def costs(folder, parts):
-    """What evaluations and checkpoints send in an `Accelerator` or a trainer."""
-    hooks = {
-        "post_localsgd": lc.PostLocalSGD(period=PERIOD, **ALONE),
-        "averaged": lc.PostLocalSGD(period=PERIOD, optimizer_state="average", **ALONE),
-    }
-    results = {}
-    if "accelerator" in parts:
-        for name, hook in hooks.items():
-            for steps in (6, 8):
-                for resync in (False, True):
-                    path = f"{folder}/{name}-{steps}-{resync}"
-                    results[name, steps, resync] = accelerator(hook, steps, resync, path)
-    if "trainer" in parts:
-        for name, hook in hooks.items():
-            for every in (3, 4):
-                results["trainer", name, every] = trainer(hook, every, f"{folder}/trainer-{name}-{every}")
-    rank = torch.distributed.get_rank()
-    torch.save(results, f"{folder}/{'-'.join(parts)}.{rank}.pt")
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
-
-
-def everything(folder):
+def main(folder):
     results = {
         "trajectories": trajectories(),
         "overflows": overflows(),
@@ -352,5 +252,4 @@ def everything(folder):
 
 if __name__ == "__main__":
     warnings.filterwarnings("ignore", message="training ended after")
-    folder, *parts = sys.argv[1:]
-    costs(folder, parts) if parts else everything(folder)
+    main(sys.argv[1])

@@ -12,7 +12,6 @@ from lightning_runner import OUT, CompressedDDP, make_trainer, pl, write
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import lightning_commhooks as lc
-from lightning_commhooks.testing.rules import _measuring
 
 DEVICES = int(os.environ.get("DEVICES", "2"))
 ALONE = {"start_localSGD_iter": 0, "post_local_gradient_allreduce": False}
@@ -26,7 +25,6 @@ HOOKS = {
     "short": lc.PostLocalSGD(period=3, **ALONE),
     "beside": lc.DiLoCo(period=4, delay=2, fragments=2, **ALONE),
     "diloco-beside": lc.DiLoCo(period=3, delay=2, **ALONE),
-    "diloco-short": lc.DiLoCo(period=3, **ALONE),
 }
 
 
@@ -125,7 +123,7 @@ def train(label, strategy, module, batches=8, epochs=1, more=(), validation=None
 
 
 def auto():
-    for name in ("post", "warmup", "diloco", "beside"):
+    for name in ("post", "beside"):
         train(f"auto-{name}", CompressedDDP(hook=HOOKS[name]), Regression(), batches=14)
     # Windows of 3, 3 and 2 batches.
     train("auto-accumulate", CompressedDDP(hook=POST), Regression(), epochs=4, accumulate_grad_batches=3)
@@ -147,8 +145,7 @@ class Validating(pl.Callback):
         write("validating", trainer.global_rank, model=tasks.flat(module.task))
 
 
-def gan_and_validation():
-    gan(("post",), ("wrapped",))
+def validation():
     options = {"validation": VALIDATION, "val_check_interval": 3}
     train("validated", CompressedDDP(hook=POST), Regression(), batches=5, more=[Validating()], **options)
 
@@ -173,60 +170,16 @@ def overflows():
         write(f"overflows-{style}-scale", strategy.global_rank, scale=scaler.get_scale())
 
 
-class Costs(pl.Callback):
-    """Bytes sent so far at certain places: of training, of evaluation, and given to PyTorch's collectives.
-
-    Put before the callback that saves.
-    """
-
-    def __init__(self, sent):
-        self._sent = sent
-        self.costs = []
-
-    def note(self, trainer, place):
-        metrics = trainer.strategy.attachment.metrics()
-        counted = metrics["bytes_sent"], metrics.get("bytes_evaluation", 0)
-        self.costs.append([place, trainer.global_step, *counted, sum(self._sent)])
-
-    def on_train_batch_start(self, trainer, *_):
-        self.note(trainer, "train")
-
-    def on_train_batch_end(self, trainer, *_):
-        self.note(trainer, "save")  # after this
-
-    def on_validation_start(self, trainer, *_):
-        self.note(trainer, "validate")
-
-    def on_validation_end(self, trainer, *_):
-        self.note(trainer, "save")
-
-    def on_train_end(self, trainer, *_):
-        self.note(trainer, "end")
-
-
 def costs():
-    for name, hook in {"post": POST, "averaged": AVERAGED}.items():
-        for every in (3, 4):
-            for resync in (False, True):
-                label = f"{name}-{every}-{resync}"
-                by_step = pl.callbacks.ModelCheckpoint(
-                    dirpath=OUT / label, filename="{step}", save_top_k=-1, every_n_train_steps=every
-                )
-                by_loss = pl.callbacks.ModelCheckpoint(
-                    dirpath=OUT / label,
-                    filename="best-{step}",
-                    save_top_k=-1,
-                    monitor="loss",
-                    save_on_train_epoch_end=False,
-                )
-                with _measuring() as sent:
-                    noted = Costs(sent)
-                    strategy, module = CompressedDDP(hook=hook, resync=resync), Regression("adamw", norm=True)
-                    more = [noted, by_step, by_loss]
-                    options = {"validation": VALIDATION, "val_check_interval": every}
-                    trainer = train(label, strategy, module, batches=12, more=more, **options)
-                    noted.note(trainer, "after")
-                write(f"{label}-costs", trainer.global_rank, costs=noted.costs)
+    """Checkpoints and validations as in a table of docs/local_sgd.md."""
+    saving = {"dirpath": OUT, "save_top_k": -1}
+    for label, hook, every in (("post-3", POST, 3), ("post-4", POST, 4), ("averaged-4", AVERAGED, 4)):
+        by_step = pl.callbacks.ModelCheckpoint(filename=f"{label}-{{step}}", every_n_train_steps=every, **saving)
+        by_loss = pl.callbacks.ModelCheckpoint(
+            filename=f"{label}-best-{{step}}", monitor="loss", save_on_train_epoch_end=False, **saving
+        )
+        options = {"validation": VALIDATION, "val_check_interval": every, "more": [by_step, by_loss]}
+        train(f"costs-{label}", CompressedDDP(hook=hook), Regression("adamw", norm=True), batches=12, **options)
 
 
 if __name__ == "__main__":

@@ -76,14 +76,14 @@ def resumable(label, strategy, name, ckpt=None, epochs=EPOCHS, validated=False, 
 
 
 def save():
-    for name in ("short", "diloco-short", "diloco-beside"):
+    for name in ("short", "diloco-beside"):
         for kind, options in KINDS.items():
             resumable(f"{name}-{kind}", CompressedDDP(hook=HOOKS[name], **options), name)
     resumable("validated", CompressedDDP(hook=HOOKS["short"], exact_state=True), "short", validated=True)
 
 
 def resume():
-    for name in ("short", "diloco-short", "diloco-beside"):
+    for name in ("short", "diloco-beside"):
         for kind, options in KINDS.items():
             label = f"{name}-{kind}"
             ckpt = OUT / f"{label}-epoch={SAVED - 1}.ckpt"
@@ -199,8 +199,6 @@ def tuned():
     pl.tuner.Tuner(trainer).lr_find(module, loader(16), num_training=7, **find)
     write("tuned-callbacks", RANK, restored=trainer.callbacks == callbacks)
     trainer.fit(module, loader(16))
-    finder = pl.callbacks.LearningRateFinder(num_training_steps=7, **find)
-    train("found", CompressedDDP(hook=POST), Regression(), more=[finder], default_root_dir=OUT)
     train("unbroken", CompressedDDP(hook=POST), Regression())
 
 

@@ -24,9 +24,7 @@ POWERSGD = lc.PowerSGD(start_powerSGD_iter=10, matrix_approximation_rank=2)
 HOOKS = {
     "allreduce": lc.AllReduce(),
     "powersgd": POWERSGD,
-    "int4": lc.Int4(min_bytes=0),
     "schedule": lc.Schedule({0: "bf16", 20: POWERSGD}),
-    "post_localsgd": lc.PostLocalSGD(period=8, **ALONE),
     "diloco": lc.DiLoCo(period=8, fragments=2, **ALONE),
 }
 
