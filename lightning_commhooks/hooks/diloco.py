@@ -171,13 +171,13 @@ class DiLoCo(LocalSGDConfig):
 
 class _BoundDiLoCo(BoundLocalSGD):
     _config: DiLoCo
+    keeps_common_model = True
 
     def __init__(self, config: DiLoCo, group: Group) -> None:
         super().__init__(config, group)
         self._delay = config.period if config.eager else config.delay
-        self._mixing = config.mixing
-        if self._mixing is None:
-            self._mixing = 0.5 if 0 < self._delay < config.period else 0.0
+        default = 0.5 if 0 < self._delay < config.period else 0.0
+        self._mixing = default if config.mixing is None else config.mixing
         self._encoding = pseudo_gradient_hook(config.pseudo_gradient, config.error_feedback)
         self._pseudo_gradients = PseudoGradients(group, self._encoding, in_background=self._delay > 0)
         self._pace: Pace | None = None
@@ -216,6 +216,10 @@ class _BoundDiLoCo(BoundLocalSGD):
             return self._pace.is_over(stepped.num_steps)
         return any(self._fragments_after(num_steps))
 
+    def applies_average_after(self, stepped: OptimizerStep) -> bool:
+        is_over = self._pace is not None or bool(self._fragments_after(self._steps_with(stepped))[1])
+        return is_over and self.communicates_after(stepped)
+
     def _fragments_after(self, num_steps: int) -> tuple[list[int], list[int]]:
         """Return the fragments whose average begins after that many steps, and those whose average ends then."""
         period, fragments = self._config.period, self._config.fragments
@@ -249,12 +253,19 @@ class _BoundDiLoCo(BoundLocalSGD):
             stepped.models.average_()
 
     def _average_fragment(self, k: int, outer: int, stepped: OptimizerStep, begins: bool, ends: bool) -> None:
+        mixing = self._mixing
+        if stepped.models.ranks_change and self._delay:
+            # An average in flight is lost when ranks change. Then one of the present changes takes its place: they
+            # include those that were in flight, and later ones, so that there is nothing to mix in.
+            begins = begins and self.group.size > 1
+            if ends and (stepped.optimizer, k) not in self._pseudo_gradients.under_way:
+                begins, mixing = True, 0.0
         self._finish(stepped.optimizer, k)
         shares = self._begin(k, outer, stepped) if begins else {}
-        if not self._delay:
+        if not self._delay or (begins and ends and stepped.models.ranks_change):
             self._finish(stepped.optimizer, k)
         if ends:
-            self._outer_step(stepped, shares)
+            self._outer_step(stepped, shares, mixing)
 
     def _begin(self, k: int, outer: int, stepped: OptimizerStep) -> dict[str, Tensor]:
         """Begin to average the ranks' pseudo-gradients; with `eager`, return this rank's share of the mean."""
@@ -271,7 +282,7 @@ class _BoundDiLoCo(BoundLocalSGD):
         for name, mean in self._pseudo_gradients.end(optimizer, k):
             self.memory[name]["average"] = mean
 
-    def _outer_step(self, stepped: OptimizerStep, shares: dict[str, Tensor]) -> None:
+    def _outer_step(self, stepped: OptimizerStep, shares: dict[str, Tensor], mixing: float) -> None:
         for name, p in stepped.parameters.items():
             entry = self.memory.get(name, {})
             gradient = entry.pop("average", None)
@@ -287,19 +298,19 @@ class _BoundDiLoCo(BoundLocalSGD):
             # With a delay of a whole period, no change may be sent twice, not even the first one, which is still in
             # flight.
             if gradient is not None or (entry and self._delay == self._config.period):
-                self._continue_from(entry["anchor"], flat_view(p))
+                self._continue_from(entry["anchor"], flat_view(p), mixing)
         average_([p for name, p in stepped.parameters.items() if name not in self.memory], self.group)
-        stepped.models.averaged(stepped.parameters, are_equal=not (self._mixing or self._config.eager))
+        stepped.models.averaged(stepped.parameters, are_equal=not (mixing or self._config.eager))
         self._follow_up_optimizer(stepped, self.group)
 
-    def _continue_from(self, anchor: Tensor, own: Tensor) -> None:
+    def _continue_from(self, anchor: Tensor, own: Tensor, mixing: float) -> None:
         anchor = anchor.view(own.shape)
-        if not self._mixing:
+        if not mixing:
             own.copy_(anchor)
         elif own.dtype == anchor.dtype:
-            torch.lerp(anchor, own, self._mixing, out=own)
+            torch.lerp(anchor, own, mixing, out=own)
         else:
-            own.copy_(torch.lerp(anchor, own.to(anchor.dtype), self._mixing))
+            own.copy_(torch.lerp(anchor, own.to(anchor.dtype), mixing))
 
     def _step_anchor(self, entry: dict[str, Tensor], gradient: Tensor) -> None:
         """Take the outer optimizer's step, which may overwrite `gradient`."""
@@ -329,7 +340,9 @@ class _BoundDiLoCo(BoundLocalSGD):
         return super().inactive_reason(step) or sent
 
     def state_dict(self, writer: StateWriter) -> dict[str, Any]:
-        for optimizer, k in list(self._pseudo_gradients.under_way):
+        # A replica that saves alone leaves out the averages in flight, whose other ranks may be gone.
+        is_alone = writer.kind in ("own", "joining")
+        for optimizer, k in () if is_alone else list(self._pseudo_gradients.under_way):
             self._finish(optimizer, k)
         state, inner = super().state_dict(writer), self._pseudo_gradients.inner
         return {**state, "pseudo_gradient": save_hook(self._encoding, inner, writer)} if inner.has_memory else state

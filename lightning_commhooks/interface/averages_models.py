@@ -24,11 +24,13 @@ class AveragesModels(BoundHook):
             does not broadcast buffers while ranks step alone.
         from_start: the change at `start_localSGD_iter`, as text for forecasts; `None`: nothing changes on these ranks.
             Ends with `ALONE` unless all ranks continue to average gradients.
+        keeps_common_model: whether `common_model` returns the parameters after the first local step.
     """
 
     averages_models: bool = True
     average_buffers: bool = False
     from_start: str | None = ALONE
+    keeps_common_model: bool = False
 
     def begin_backward(self, step: int, num_steps: Mapping[str, int]) -> None:  # optional to override
         """Note how many steps optimizers have taken when a synchronized backward begins; equal on all ranks.
@@ -56,6 +58,13 @@ class AveragesModels(BoundHook):
         Not asked after it. `stepped.num_steps` may be more than will count: then ranks count before they communicate.
         """
         return stepped.num_steps > 0
+
+    def applies_average_after(self, stepped: OptimizerStep) -> bool:
+        """Whether `after_optimizer_step` is about to apply an average; if it communicates only, it begins one.
+
+        Replicas that come and go vote on an average when it is applied.
+        """
+        return self.communicates_after(stepped)
 
     def common_model(self) -> Mapping[str, Tensor]:
         """Parameters as all ranks had them after their last average, flat in memory order, if the hook keeps them."""

@@ -97,6 +97,7 @@ class Models:
         begin: begins a computation in a separate group, which runs during training in its own channel, and returns a
             function that waits for it.
         shows_averages: whether the averages temporarily replace this rank's own model.
+        ranks_change: whether ranks come and go. An average in flight is lost when they do.
     """
 
     def __init__(self, group: Group, optimizers: dict[str, Optimizer], hook: str) -> None:
@@ -124,7 +125,7 @@ class Models:
         self._num_averages: dict[str, int] = {}
         # This rank's own model and optimizers' state, while averages are in place.
         self._own: dict[str, OwnValues] = {}
-        self.shows_averages = False
+        self.shows_averages = self.ranks_change = False
 
     def stepped(self, optimizer: Optimizer, step: int) -> OptimizerStep | None:
         """Describe a step of an optimizer of this model; `None` if the optimizer has no parameter of the model."""
@@ -364,6 +365,25 @@ class Models:
                 own.note_change()
                 self._own[key] = own
         self.shows_averages |= stepped is None
+
+    def show_common_(self, common: Mapping[str, Tensor], permanently: bool) -> None:
+        """Replace this rank's own model by the common one that the hook keeps, until `hide`. Sends nothing.
+
+        Args:
+            common: parameters by name, flat in memory order; the remaining parameters are equal on all ranks.
+            permanently: whether training continues from the common model.
+        """
+        self.hide()
+        parameters = {name: p for name, p in self.layout.trained.items() if name in common}
+        own = OwnValues(parameters.values())
+        for name, p in parameters.items():
+            view = flat_view(p)
+            view.copy_(common[name].view(view.shape))
+        own.note_change()
+        if permanently:
+            self.diverged.clear()
+        else:
+            self._own[_MODEL], self.shows_averages = own, True
 
     def shows_state(self, stepped: OptimizerStep) -> bool:
         """Return whether averages temporarily replace this rank's own state of an optimizer."""

@@ -116,6 +116,7 @@ class BoundAround(BoundWrapper):
     def __init__(self, inner: BoundHook, hook: CommHook | None = None) -> None:
         super().__init__([inner], {} if hook is None else {0: hook})
         self.average_buffers = averages_models(inner) and inner.average_buffers
+        self.keeps_common_model = averages_models(inner) and inner.keeps_common_model
         self.scales_gradients = inner.scales_gradients
         self.inner = inner
 
@@ -146,6 +147,12 @@ class BoundAround(BoundWrapper):
     def after_optimizer_step(self, stepped: OptimizerStep) -> None:
         if isinstance(self.inner, AveragesModels):
             self.inner.after_optimizer_step(stepped)
+
+    def applies_average_after(self, stepped: OptimizerStep) -> bool:
+        return averages_models(self._inner) and self._inner.applies_average_after(stepped)
+
+    def common_model(self) -> Mapping[str, Tensor]:
+        return self._inner.common_model() if averages_models(self._inner) else {}
 
     def inactive_reason(self, step: int) -> str | None:
         return self.inner.inactive_reason(step)

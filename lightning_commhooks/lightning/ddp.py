@@ -258,8 +258,8 @@ class CompressedDDPMixin(AveragesModelsMixin):
             return self._last_state
         if self._replica is not None and self._replica.is_between_averages:
             logger.warning(
-                "the checkpoint %s is between averages: it has the model of this replica only, and no run with "
-                "replicas can resume from it. Save after a multiple of the hook's period of steps",
+                "the checkpoint %s is between averages, and no run with replicas can resume from it. Save after a "
+                "multiple of the hook's period of steps",
                 filepath,
             )
         state = self._attachment.state_dict()

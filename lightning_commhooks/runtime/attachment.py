@@ -350,8 +350,9 @@ class Attachment:
 
     @property
     def averages_when_asked(self) -> bool:
-        """Whether it also averages models for evaluation; with a `manager`, each replica evaluates its own."""
-        return self.averages_models and not self.runtime.source.ranks_change
+        """Whether averages can be shown at any time; with a `manager`, if the hook keeps the common model."""
+        bound = self.runtime.bound
+        return averages_models(bound) and (bound.keeps_common_model or not self.runtime.source.ranks_change)
 
     @property
     def models_differ(self) -> bool:
@@ -413,7 +414,8 @@ class Attachment:
         For validation and checkpoints. Collective; use it outside of a backward. It averages each time, except inside
         another such `with`, and needs memory for a copy of the model meanwhile. Weights that are loaded within the
         `with` stay; changes by `tensor.data` are not noticed. No optimizer may step within the `with`. A forward in
-        eval mode outside of it warns once that it uses this rank's own model.
+        eval mode outside of it warns once that it uses this rank's own model. With a `manager`, `DiLoCo` shows the
+        common model of the last averages, which sends nothing; other hooks raise a `ValueError` between averages.
         """
         return self.runtime.local.averaged()
 

@@ -12,7 +12,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
@@ -43,6 +43,8 @@ _OF_ONE_REPLICA = (
     "replicas then"
 )
 
+_OF_COMMON = "evaluate within `with attachment.averaged_weights():`, which shows the common model"
+
 if TYPE_CHECKING:
     from lightning_commhooks.runtime.runtime import Runtime
 
@@ -69,6 +71,7 @@ class LocalSteps:
         # Functions that end ignoring a step that only creates state.
         self._end_ignoring: list[Callable[[], None]] = []
         self.models = Models(group, self._optimizers, runtime.name)
+        self.models.ranks_change = runtime.source.ranks_change
         self.find_optimizers: Callable[[], Iterable[Optimizer]] = list
         self.reported_by_user = False
         # Whether the user reports steps, by `after_step`.
@@ -291,12 +294,15 @@ class LocalSteps:
     def average(self, everything: bool = False) -> None:
         """Permanently average the tensors that differ between ranks, or the whole model."""
         self._begin("average_weights()", everything)
-        if everything or not self._runtime.source.ranks_change:
+        if self.models.ranks_change:
+            self.models.show_common_(self._common_model(), permanently=True)
+        else:
             self._runtime.call(lambda: self.models.average_permanently_(everything))
 
     def average_state(self, optimizer: Optimizer) -> None:
         """Permanently average the state of an optimizer."""
-        if (stepped := self._with_own_state(optimizer)) is not None:
+        # Replicas that come and go keep their own.
+        if not self.models.ranks_change and (stepped := self._with_own_state(optimizer)) is not None:
             self._runtime.begin_together("average_optimizer_state()")
             self._runtime.call(lambda: self.models.average_state_permanently_(stepped))
 
@@ -309,7 +315,7 @@ class LocalSteps:
             self._show("averaged_weights()")
         self._num_blocks += model
         try:
-            for optimizer in optimizers:
+            for optimizer in () if models.ranks_change else optimizers:
                 stepped = self._with_own_state(optimizer)
                 if stepped is not None and not models.shows_state(stepped):
                     self._runtime.begin_together("averaged_optimizer_state()")
@@ -334,15 +340,19 @@ class LocalSteps:
 
     def _show(self, what: str) -> None:
         self._begin(what)
-        if self._runtime.source.ranks_change:
-            self.models.shows_averages = True  # the models are equal
+        if self.models.ranks_change:
+            self.models.show_common_(self._common_model(), permanently=False)
         else:
             self._runtime.call(self.models.show_)
 
+    def _common_model(self) -> Mapping[str, Tensor]:
+        bound = self._runtime.bound
+        return bound.common_model() if averages_models(bound) else {}
+
     def _begin(self, what: str, everything: bool = False) -> None:
         """End the last step, and wait for all ranks if models may have to be averaged."""
-        models, ranks_change = self.models, self._runtime.source.ranks_change
-        if ranks_change and models.differ:
+        models, ranks_change = self.models, self.models.ranks_change
+        if ranks_change and models.differ and not self._common_model():
             raise ValueError(f"replicas that come and go do not average when one of them asks: {_OF_ONE_REPLICA}")
         step = self._runtime.clock.steps - 1
         models.may_differ |= step >= 0 and self._runtime.bound.is_local(step)
@@ -361,7 +371,9 @@ class LocalSteps:
         if torch.is_grad_enabled():
             self._hide_unless_in_block()
         elif not is_training and self.models.differ:
-            fix = _OF_ONE_REPLICA if self._runtime.source.ranks_change else _OF_ONE_RANK
+            fix = _OF_ONE_RANK
+            if self.models.ranks_change:
+                fix = _OF_COMMON if self._common_model() else _OF_ONE_REPLICA
             self._warn_once(
                 "evaluated",
                 f"hook {self._runtime.name!r}: a forward in eval mode sees this rank's own model, not the average of "
@@ -391,6 +403,6 @@ class LocalSteps:
             self.models.keep_averages()
             return []
         fix = "call Attachment.average_weights() at the end of training"
-        if self._runtime.source.ranks_change:
+        if self.models.ranks_change and not self._common_model():
             fix = "end training after an average"
         return [f"hook={self._runtime.name!r} ended while {diverged} parameters differed between ranks; {fix}"]

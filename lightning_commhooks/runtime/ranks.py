@@ -6,6 +6,7 @@ import functools
 import itertools
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
@@ -13,6 +14,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from lightning_commhooks.collectives.counters import Counters, DeviceTiming, Timing
+from lightning_commhooks.collectives.errors import HookError
 from lightning_commhooks.collectives.gloo_abort import AllConnections
 from lightning_commhooks.collectives.group import Backend, Group
 from lightning_commhooks.collectives.process_groups import (
@@ -101,9 +103,11 @@ class Ranks:
         if not runtime.source.ranks_change:  # the processes of a replica stay connected when another replica ends
             self._connections.extend(map(BackendConnections, runtime.source.shard_groups))
 
-    def close(self) -> None:
-        """End the engine."""
-        if not self.engine.has_failed:
+    def close(self, drains: bool = True) -> None:
+        """End the engine, after computations in the background if it `drains`."""
+        if not drains:
+            self.background.give_up()
+        elif not self.engine.has_failed:
             self.background.drain()
         self.engine.close()
         self.background.close()
@@ -133,6 +137,7 @@ class Background:
         # Of computations, equal on all ranks.
         self._numbers = itertools.count()
         self._under_way: list[Future[Tensor]] = []
+        self._ranks_change = runtime.source.ranks_change
 
     def begin(self, group: Group, run: Callable[[Group], Steps[None]]) -> Callable[[], None]:
         """Begin a computation; on all ranks in the same order.
@@ -158,11 +163,17 @@ class Background:
                 yield from run(ranks)
             except Exception as error:
                 failure = self._runtime.failed(ranks, "in an average during training", error)
-                with self._runtime.aborting():  # the hook as well
+                # The hook as well; but a replica trains alone until the vote on the average.
+                with nullcontext() if self._ranks_change else self._runtime.aborting():
                     raise failure from error
             return Tensor()
 
-        future = engine.submit(explained, group.device, is_last=True)
+        try:
+            future = engine.submit(explained, group.device, is_last=True)
+        except HookError:
+            if not self._ranks_change:
+                raise
+            return engine.raise_if_unusable
         self._under_way = [one for one in self._under_way if not one.done()] + [future]
         return functools.partial(engine.wait_for, future)
 
@@ -171,6 +182,11 @@ class Background:
         begin = time.monotonic()
         while not all(one.done() for one in self._under_way) and time.monotonic() - begin < _PATIENCE_SECONDS:
             time.sleep(0.001)
+
+    def give_up(self) -> None:
+        """End computations under way."""
+        if self._engine is not None and not all(one.done() for one in self._under_way):
+            self._engine.fail(HookError("the ranks have changed"))
 
     def close(self) -> None:
         """End the engine, after the hook's own."""

@@ -182,7 +182,7 @@ class Runtime:
     def run_among(self, ranks: Ranks, compare: Callable[[Group], None] = lambda group: None) -> None:
         """Bind the hook to new ranks, after `compare` among them. Collective."""
         if self._ranks is not None:
-            self._ranks.close()
+            self._ranks.close(drains=False)
             self._ranks.release()
         self._ranks, self._engine = ranks, ranks.engine
         self._numbers = itertools.count()  # a rank that joins begins with 0

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from lightning_commhooks.basics.announce import announce
 from lightning_commhooks.collectives.averaging import flat_view
@@ -21,6 +22,7 @@ from lightning_commhooks.collectives.errors import HookError, keep_in_forks
 from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.hooks import DiLoCo, PostLocalSGD
 from lightning_commhooks.hooks._local_sgd import LocalSGDConfig
+from lightning_commhooks.hooks._pseudo_gradients import at_least_float32, pseudo_gradient_hook
 from lightning_commhooks.interface.averages_models import averages_models
 from lightning_commhooks.interface.hook import BoundHook, CommHook
 from lightning_commhooks.interface.hook_state import describe
@@ -74,10 +76,13 @@ class Quorum(ChangingRanks):
         self._start = int.from_bytes(os.urandom(4), "little")
         # A state that another replica has handed over.
         self._received_state: Mapping[str, Any] | None = None
+        # By parameter, this replica's changes since averages, when it received that state.
+        self._moves: Mapping[str, Tensor] = {}
         # Whether there was a backward that replicas have not voted on.
         self._awaits_vote = False
         self._quorums, self._not_committed, self._lost_seconds = 0, 0, 0.0
         self._last_commit, self._is_losing = time.perf_counter(), False
+        self._has_committed = False
 
     def check_manager(self, num_processes: int, rank: int) -> None:
         """Refuse a manager that hooks cannot ask, or that is not of this process, one of so many of its replica.
@@ -200,6 +205,7 @@ class Quorum(ChangingRanks):
             warnings.simplefilter("ignore")  # the user got them when the hook was attached
             runtime.run_among(ranks, compare)
         runtime.local.models.regroup(ranks.group)
+        runtime.local.models.begin = ranks.background.begin
         self._load(state, runtime.bound)
 
     def _load(self, state: Mapping[str, Any], fresh: BoundHook) -> None:
@@ -210,22 +216,35 @@ class Quorum(ChangingRanks):
         """The hook's state on this replica, or the part of it for a joining replica. Not collective."""
         return checkpoint.save_alone(self._runtime, self._runtime.local.models, kind)
 
-    def _begin_at_common_model(self) -> None:
-        """Begin at the other replicas' last average, as if this joining replica had not moved since."""
+    def _common_model(self) -> Mapping[str, Tensor]:
         bound = self._runtime.bound
-        common = bound.common_model() if averages_models(bound) else {}
-        for name, p in self._runtime.layout.trained.items():
-            if name in common:
-                own = flat_view(p)
-                own.copy_(common[name].view(own.shape))
+        return bound.common_model() if averages_models(bound) else {}
+
+    def _own_moves(self) -> dict[str, Tensor]:
+        """Return this replica's changes since averages that it took part in; none if it has just started."""
+        common = self._common_model() if self._has_committed else {}
+        trained = self._runtime.layout.trained
+        return {name: at_least_float32(trained[name]) - one for name, one in common.items()}
+
+    def _begin_at_common_model(self) -> None:
+        """Begin at the other replicas' last averages.
+
+        A joining replica begins as if it had not moved since. One that was only late, or lost an average at the last
+        moment, adds its own changes, which count in the next average: Decoupled DiLoCo, Douillard et al. 2026,
+        https://arxiv.org/abs/2604.21428.
+        """
+        common, trained = self._common_model(), self._runtime.layout.trained
+        for name, one in common.items():
+            own = flat_view(trained[name])
+            own.copy_((one + self._moves[name] if name in self._moves else one).view(own.shape))
 
     def _digest(self) -> int:
         """Digest of the weights that must be equal on all replicas; 0 if this replica receives another's."""
         if self._received_state is not None:
             return 0
-        bound = self._runtime.bound
         # Where replicas step alone, their last common weights, if the hook keeps them.
-        weights = bound.common_model() if averages_models(bound) else self._runtime.layout.trained
+        averages = averages_models(self._runtime.bound)
+        weights = self._common_model() if averages else self._runtime.layout.trained
         return 1 + digest_of(weights.values())
 
     def _compare_weights(self, names: list[str], digests: list[int], own: int) -> None:
@@ -309,7 +328,7 @@ class Quorum(ChangingRanks):
                 announce(f"step {manager.current_step()} waits for replicas: {there} of at least {least} are there")
         self._not_committed += not committed
         if committed:
-            self._last_commit = time.perf_counter()
+            self._last_commit, self._has_committed = time.perf_counter(), True
         self._is_losing = not committed
         return committed
 
@@ -320,8 +339,8 @@ class Quorum(ChangingRanks):
             HookError: it failed too often in a row.
         """
         bound = self._runtime.bound
-        if averages_models(bound) and not bound.communicates_after(stepped):
-            average()
+        if averages_models(bound) and not bound.applies_average_after(stepped):
+            average()  # or begin to, among the replicas of the last vote
             return
         pause, failed = _PAUSE, 0
         while not self._has_averaged(average):
@@ -334,6 +353,9 @@ class Quorum(ChangingRanks):
     def _has_averaged(self, average: Callable[[], None]) -> bool:
         """Average models, and vote on that; where it fails, this replica has its own again."""
         runtime, manager = self._runtime, self._manager
+        # Before another replica's model replaces this one; unless that has happened in an average that failed.
+        if self._received_state is None:
+            self._moves = self._own_moves()
         manager.start_quorum()
         self._begin()
         tensors = [*runtime.layout.trained.values(), *runtime.layout.float_buffers().values()]
@@ -345,6 +367,7 @@ class Quorum(ChangingRanks):
                 # Otherwise it might have failed on other replicas only.
                 runtime.call(lambda: meet(runtime.bound.group, runtime.source.device))
         if self._voted():
+            self._moves = {}
             return True
         with torch.no_grad():
             for tensor, before in zip(tensors, own, strict=True):
@@ -374,13 +397,26 @@ def _check_local(hook: LocalSGDConfig) -> None:
     wanted: dict[str, object] = {"start_localSGD_iter": 0, "post_local_gradient_allreduce": False}
     wanted |= {"optimizer_state": "keep"}
     if isinstance(hook, DiLoCo):
-        wanted |= {"fragments": 1, "delay": 0, "eager": False, "period_seconds": None}
+        wanted |= {"eager": False, "period_seconds": None}
     for name, value in wanted.items():
         if getattr(hook, name) != value:
             raise ValueError(
                 f"hook={hook.name!r}: {name}={getattr(hook, name)!r} needs ranks that stay; with manager= set it to "
                 f"{value!r}"
             )
+    if not isinstance(hook, DiLoCo) or not hook.delay:
+        return
+    if hook.delay == hook.period:
+        raise ValueError(
+            f"hook={hook.name!r}: with delay={hook.delay}, the period, replicas keep no copy of the changes in flight "
+            f"and lose them when one of them leaves; with manager= set it to at most {hook.period - 1}"
+        )
+    if pseudo_gradient_hook(hook.pseudo_gradient, hook.error_feedback).bind(Group(None)).has_memory:
+        raise ValueError(
+            f"hook={hook.name!r}: delay={hook.delay} with error feedback, whose residual an average in flight has "
+            "already changed when replicas lose it; with manager= set delay=0, or error_feedback=False and another "
+            "pseudo_gradient than 'topk'"
+        )
 
 
 def check_hook(hook: CommHook | DDPHook) -> None:

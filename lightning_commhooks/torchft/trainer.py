@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
 from lightning_commhooks.collectives.errors import HookError
+from lightning_commhooks.hooks import DiLoCo
 from lightning_commhooks.hooks._local_sgd import LocalSGDConfig
 from lightning_commhooks.torchft.fault_tolerance import FaultTolerance
 from lightning_commhooks.torchft.manager import start_replica
@@ -33,8 +34,10 @@ class TrainerReplica:
 
     def __init__(self, options: FaultTolerance, strategy: Any) -> None:
         method = without_scale(strategy.hook)
-        # Steps between votes, where those are on averages of models.
+        # Steps after which votes repeat, where those are on averages of models.
         self._period = method.repeats_after() if isinstance(method, LocalSGDConfig) else None
+        # Votes in that many steps.
+        self._votes = method.fragments if isinstance(method, DiLoCo) else 1
         self._strategy, self._has_begun = strategy, False
         # Whether the next batch begins a step that replicas vote on.
         self._is_due = self._period is None
@@ -96,7 +99,7 @@ class TrainerReplica:
                     f"the checkpoint is of step {self._progress().completed}, between averages of models, which come "
                     f"after each {self._period} steps: resume from a checkpoint after an average"
                 )
-            num_votes = self._progress().completed // (self._period or 1)
+            num_votes = self._progress().completed // (self._period or 1) * self._votes
             self.manager.load_state_dict({"step": num_votes, "batches_committed": 0})
         if self._is_due:
             self.manager.start_quorum()
@@ -104,7 +107,7 @@ class TrainerReplica:
 
     @property
     def is_between_averages(self) -> bool:
-        """Whether this replica has a model of its own."""
+        """Whether no run resumes from a checkpoint of this step."""
         return bool(self._progress().completed % (self._period or 1))
 
     def committed(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:

@@ -36,6 +36,8 @@ from lightning_commhooks.collectives.errors import HookError
 from lightning_commhooks.torchft import DistributedDataParallel
 from lightning_commhooks.torchft.quorum import Quorum
 
+ALONE = {"post_local_gradient_allreduce": False}
+
 
 @pytest.fixture
 def start(tmp_path):
@@ -91,15 +93,25 @@ def test_one_of_several_processes_dies_and_its_replica_comes_back(start, hook):
     assert_equals_simulation(run, simulation, lambda step: 1e-9 * growth**step)
 
 
-@pytest.mark.parametrize(("hook", "processes"), [("diloco in int8", 1), ("diloco", 2)])
+@pytest.mark.parametrize(
+    ("hook", "processes"),
+    [
+        ("diloco in int8", 1),
+        ("diloco", 2),
+        ("diloco in fragments", 1),
+        ("diloco in fragments", 2),
+        ("diloco with a delay", 1),
+        ("diloco with a delay", 2),
+    ],
+)
 def test_one_dies_in_an_average_of_models_and_comes_back(start, hook, processes):
     run = start(hook=hook, processes=processes, of={"two": {"dies": [12]}})
     run.wait_until_it_is_back("two")
     printed = run.finish()
     assert "replica 'two' left at step 12: 2 go on" in printed["one"], printed["one"]
-    assert run.steps("one")[12]["local"] == PERIOD, "the average is repeated at once"
-    if hook == "diloco":
-        assert_equals_local_simulation(run, LocalSimulation(processes))
+    assert run.steps("one")[12]["local"] == PERIOD // HOOKS[hook].fragments, "the average is repeated at once"
+    if hook != "diloco in int8":
+        assert_equals_local_simulation(run, LocalSimulation(hook, processes))
 
 
 def test_one_commits_an_average_that_others_lose(start):
@@ -219,6 +231,21 @@ def test_script_and_commands_of_the_docs_for_replicas_of_several_processes(tmp_p
         assert min(map(float, ratios)) > 1, "the hook has begun to compress"
 
 
+@pytest.mark.parametrize("hook", ["diloco", "diloco with a delay"])
+def test_one_that_is_late_keeps_its_own_steps(start, hook):
+    """It is stopped between two averages. The others go on, and what it has done until it meets them counts there."""
+    run = start(hook=hook, of={"three": {"stops": [14, 0]}})
+    run.wait_until((run.folder / "three.ended").exists)
+    run.wait_until(lambda: len(run.steps("one")) > 20)
+    os.kill(run.replicas["three"].pid, signal.SIGCONT)
+    run.wait_until(lambda: run.steps("three")[-1]["step"] > 20)
+    run.finish()
+    steps = [line["step"] for line in run.steps("three")]
+    assert any(after > before + 1 for before, after in pairwise(steps))
+    assert len({line["process"] for line in run.steps("three")}) == 1
+    assert_equals_local_simulation(run, LocalSimulation(hook))
+
+
 # In this process ---------------------------------------------------------------------------------------------------
 
 
@@ -254,7 +281,11 @@ def wrapped(manager, hook="int8", **options):
     [
         ("auto", "hook='auto' measures one group of ranks, and replicas come and go: choose a hook"),
         ("diloco", "hook='diloco': post_local_gradient_allreduce=True needs ranks that stay; .* set it to False"),
-        (lc.DiLoCo(post_local_gradient_allreduce=False, delay=2), "delay=2 needs ranks that stay"),
+        (lc.DiLoCo(**ALONE, eager=True), "eager=True needs ranks that stay; with manager= set it to False"),
+        (lc.DiLoCo(**ALONE, period_seconds=1), "period_seconds=1 needs ranks that stay; with manager= set it to None"),
+        (lc.DiLoCo(**ALONE, period=4, delay=4), "with delay=4, the period, .* set it to at most 3"),
+        (lc.DiLoCo(**ALONE, delay=2, pseudo_gradient="topk"), "delay=2 with error feedback, .* set delay=0, or"),
+        (lc.DiLoCo(**ALONE, delay=2, pseudo_gradient="int8", error_feedback=True), "delay=2 with error feedback"),
         (lc.HierarchicalLocalSGD(period_group_size_dict={2: None}), "averages in subgroups"),
         (lc.Schedule({0: lc.DiLoCo(post_local_gradient_allreduce=False)}), "with manager= give that alone"),
         ("powersdg", "did you mean 'powersgd'"),

@@ -13,7 +13,6 @@ import torch
 from accelerate import Accelerator, DataLoaderConfiguration
 from accelerate.utils import DistributedType
 from forks import PATIENCE
-from torchft_replica import PERIOD
 from torchft_runs import (
     NAMES,
     LocalSimulation,
@@ -60,15 +59,18 @@ def test_one_dies_and_comes_back(start, hook, micros, divided_by):
         assert [again.steps(name)[0]["lr"] for name in NAMES] == pytest.approx([0.01 / (1 + 0.1 * 11)] * 3)
 
 
-def test_one_dies_in_an_average_of_models_and_comes_back(start):
-    run = start(hook="diloco", of={"two": {"dies": [12]}})
+@pytest.mark.parametrize("hook", ["diloco", "diloco with a delay"])
+def test_one_dies_in_an_average_of_models_and_comes_back(start, hook):
+    simulation = LocalSimulation(hook, is_scheduled=True)
+    run = start(hook=hook, of={"two": {"dies": [12]}})
     run.wait_until_it_is_back("two")
     printed = run.finish()
     assert "replica 'replica_1' left at step 12: 2 go on" in printed["one"], printed["one"]
     for name in NAMES:
         for line in run.steps(name):
-            assert line["lr"] == pytest.approx(0.01 / (1 + 0.1 * PERIOD * (line["step"] + 1))), "also who has joined"
-    assert_equals_local_simulation(run, LocalSimulation(is_scheduled=True), is_first_of_one=True)
+            lr = 0.01 / (1 + 0.1 * simulation.end_of(line["step"]))
+            assert line["lr"] == pytest.approx(lr), "also who has joined"
+    assert_equals_local_simulation(run, simulation, is_first_of_one=True)
 
 
 def test_script_and_commands_of_the_docs(tmp_path):

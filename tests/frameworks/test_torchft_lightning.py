@@ -16,7 +16,6 @@ from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.utils.data import DataLoader, TensorDataset
-from torchft_replica import PERIOD
 from torchft_runs import (
     NAMES,
     LocalSimulation,
@@ -62,25 +61,28 @@ def test_one_dies_and_comes_back(start, hook, micros, divided_by):
     assert_equals_simulation(run, simulate(run, hook, micros))
 
 
-def test_one_dies_in_an_average_of_models_and_comes_back(start):
+@pytest.mark.parametrize("hook", ["diloco", "diloco with a delay"])
+def test_one_dies_in_an_average_of_models_and_comes_back(start, hook):
     """And the run goes on from what one replica has saved, on two of three."""
-    run = start(hook="diloco", saves=[10 * PERIOD, 10 * PERIOD + 1], of={"two": {"dies": [12]}})
+    simulation = LocalSimulation(hook, is_scheduled=True)
+    saved = simulation.end_of(9)
+    run = start(hook=hook, saves=[saved, saved + 1], of={"two": {"dies": [12]}})
     run.wait_until_it_is_back("two")
     printed = run.finish()
     assert "replica 'replica_1' left at step 12: 2 go on" in printed["one"], printed["one"]
-    assert re.findall(r"(\w+-\d+).ckpt is between averages", printed["one"]) == [f"one-{10 * PERIOD + 1}"]
+    assert re.findall(r"(\w+-\d+).ckpt is between averages", printed["one"]) == [f"one-{saved + 1}"]
     for name in NAMES:
         for line in run.steps(name):
-            assert line["global_step"] == PERIOD * (line["step"] + 1), "also of who has joined"
+            assert line["global_step"] == simulation.end_of(line["step"]), "also of who has joined"
             assert line["lr"] == pytest.approx(0.01 / (1 + 0.1 * line["global_step"]))
-    assert_equals_local_simulation(run, LocalSimulation(is_scheduled=True), is_first_of_one=True)
-    again = run.go_on(f"one-{10 * PERIOD}.ckpt", hook="diloco")
-    simulation = LocalSimulation(is_scheduled=True)
+    assert_equals_local_simulation(run, LocalSimulation(hook, is_scheduled=True), is_first_of_one=True)
+    again = run.go_on(f"one-{saved}.ckpt", hook=hook)
     assert_equals_local_simulation(run, simulation, is_first_of_one=True, last=9)
+    simulation.restart()
     assert_equals_local_simulation(again, simulation, joins=["three"])
     for name in NAMES:
         for line in again.steps(name):
-            assert line["global_step"] == PERIOD * (line["step"] + 1)
+            assert line["global_step"] == simulation.end_of(line["step"])
 
 
 def test_a_scaler_and_a_checkpoint_of_the_whole_run(start):
@@ -133,12 +135,12 @@ def test_a_closure_runs_once():
 
 def test_a_run_goes_on_from_a_checkpoint_after_an_average():
     steps, own = [], object.__new__(TrainerReplica)
-    own._period, own._has_begun, own._is_due = 4, False, False
+    own._period, own._votes, own._has_begun, own._is_due = 4, 2, False, False
     own.manager = SimpleNamespace(load_state_dict=steps.append)
     own._progress = lambda: SimpleNamespace(completed=8)
     own.begin_batch()
     own.begin_batch()
-    assert steps == [{"step": 2, "batches_committed": 0}]
+    assert steps == [{"step": 4, "batches_committed": 0}], "two votes in a period"
     own._has_begun, own._progress = False, lambda: SimpleNamespace(completed=6)
     with pytest.raises(ValueError, match="the checkpoint is of step 6, between averages of models, which come after"):
         own.begin_batch()

@@ -216,10 +216,26 @@ MUTATIONS = [
     Mutation(
         "mixed_the_wrong_way",
         f"{HOOKS}/diloco.py",
-        "torch.lerp(anchor, own, self._mixing, out=own)",
+        "torch.lerp(anchor, own, mixing, out=own)",
         "torch.lerp(own, anchor, self._mixing / 2, out=own)",
         "Ranks go on with the wrong share of their own model.",
         "tests/local_sgd/test_diloco_beside.py -k torchft",
+    ),
+    Mutation(
+        "late_replica_loses_its_steps",
+        "lightning_commhooks/torchft/quorum.py",
+        "one + self._moves[name] if name in self._moves else one",
+        "one",
+        "The steps of a replica that misses an average are lost.",
+        "tests/frameworks/test_torchft.py -k is_late",
+    ),
+    Mutation(
+        "repeated_average_is_mixed",
+        f"{HOOKS}/diloco.py",
+        "begins, mixing = True, 0.0",
+        "begins = True",
+        "When replicas lose an average in flight, changes count twice.",
+        "tests/frameworks/test_torchft.py -k 'in_an_average and delay'",
     ),
     Mutation(
         "residual_does_not_fade",

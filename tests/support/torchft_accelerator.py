@@ -5,6 +5,7 @@
 See torchft_replica.py.
 """
 
+from contextlib import nullcontext
 from time import sleep
 
 import torch
@@ -61,7 +62,7 @@ def main(folder, name, options):
     manager, skipped, left_out = handler.manager, 0, ["not with local steps"] if is_local else []
     num_local = 0
     if is_local and options.dies:
-        die_in_average(options.dies[0])
+        die_in_average(options.dies[0], lambda: manager)
     ddp.eval()  # as with dropout that is frozen
     while manager.current_step() < notes.num_steps:
         sleep(0.02 / (PERIOD if is_local else 1))  # a process starts in a few dozen steps
@@ -86,7 +87,8 @@ def main(folder, name, options):
             continue
         (attachment,) = handler.attachments
         parameters = [*model.parameters()]
-        notes.write(step - 1, parameters, attachment, lr=schedule.get_last_lr()[0], local=num_local)
+        with attachment.averaged_weights() if is_local else nullcontext():
+            notes.write(step - 1, parameters, attachment, lr=schedule.get_last_lr()[0], local=num_local)
         num_local = 0
         if step in options.saves:
             accelerator.save_state(folder / f"{name}-{step}")

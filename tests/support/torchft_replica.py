@@ -93,6 +93,9 @@ HOOKS = {
     "powersgd": lc.PowerSGD(start_powerSGD_iter=3, min_compression_rate=1),
     "bf16": lc.BF16(),
     "diloco": lc.DiLoCo(period=PERIOD, post_local_gradient_allreduce=False),
+    "diloco in fragments": lc.DiLoCo(period=PERIOD, fragments=2, post_local_gradient_allreduce=False),
+    # Each of these begins before a vote on the other fragment.
+    "diloco with a delay": lc.DiLoCo(period=PERIOD, fragments=2, delay=3, post_local_gradient_allreduce=False),
     "diloco in int8": lc.DiLoCo(
         period=PERIOD, post_local_gradient_allreduce=False, pseudo_gradient="int8", error_feedback=True
     ),
@@ -177,6 +180,7 @@ class Notes:
             "time": time(),
             "names": [NAMES[int(name[-1])] if "_" in name else name for name in names_of(attachment)],
             "lost": attachment.metrics()["steps_not_committed"],
+            "quorums": attachment.metrics()["quorums"],
             "process": os.getpid(),
             "sum": sum(p.sum().item() for p in parameters),
         }
@@ -231,7 +235,7 @@ def main(folder, name, options):
     # Whose state who joins would get is up to the manager.
     optimizer = make_optimizer(model, 0 if is_local else 0.9)
     if is_local and options.dies and rank == options.processes - 1:
-        die_in_average(options.dies[0])
+        die_in_average(options.dies[0], lambda: manager)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, enabled=options.parts)
 
     def load(state):
@@ -276,7 +280,8 @@ def main(folder, name, options):
     if is_local:
         attachment.add_optimizer(optimizer)
         for step, num_local in train_alone(wrapped, optimizer, manager, notes, options.pause):
-            notes.write(step, whole(model), attachment, local=num_local)
+            with attachment.averaged_weights():
+                notes.write(step, whole(model), attachment, local=num_local)
     while manager.current_step() < notes.num_steps:
         sleep(0.03)  # a process starts in a few dozen steps
         manager.start_quorum()
@@ -321,12 +326,12 @@ class Spoiled(torch.autograd.Function):
         return spoiled, None
 
 
-def die_in_average(step):
-    """Kill this process in the middle of the average after so many that were committed."""
+def die_in_average(step, manager):
+    """Kill this process when it begins an average after so many that were committed; `manager` returns that."""
     begin = PseudoGradients.begin
 
     def begun(self, fragment, moves, stepped, weigh=None):
-        if moves[0].step == step + 1:
+        if manager().current_step() == step:
             os.kill(os.getpid(), signal.SIGKILL)
         return begin(self, fragment, moves, stepped, weigh)
 

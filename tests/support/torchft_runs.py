@@ -18,7 +18,7 @@ import pytest
 import torch
 from docs_pages import DOCS, blocks
 from forks import FOLDER, FORKS, PATIENCE, alone, free_port
-from torchft_replica import HOOKS, NAMES, PERIOD, batch, loss_of, make_model, make_optimizer
+from torchft_replica import HOOKS, NAMES, batch, loss_of, make_model, make_optimizer
 
 from lightning_commhooks.collectives.in_memory import groups_in_memory, run_together
 from lightning_commhooks.interface.bucket import Bucket, Slot
@@ -326,36 +326,83 @@ class LocalSimulation:
     """DiLoCo in one process, among those that were there at each average; each of so many processes.
 
     Args:
+        hook: name of one of `HOOKS`, with one fragment or two.
         num_processes: of a replica.
         is_scheduled: whether the learning rate is that of a framework's run.
     """
 
-    def __init__(self, num_processes=1, is_scheduled=False):
-        self.num_processes, self.is_scheduled = num_processes, is_scheduled
-        self.anchor = [p.detach().clone() for p in make_model().parameters()]
+    def __init__(self, hook="diloco", num_processes=1, is_scheduled=False):
+        self.hook, self.num_processes, self.is_scheduled = HOOKS[hook], num_processes, is_scheduled
+        self.anchor = copies(make_model().parameters())
         self.momentum = [torch.zeros_like(p) for p in self.anchor]
+        # Indices of the parameters in each fragment: of half the elements, or as close as that gets.
+        self.fragments = [[0, 1, 2, 3, 4, 5]] if self.hook.fragments == 1 else [[0, 1], [2, 3, 4, 5]]
+        self.restart()
 
-    def step(self, step, num_local):
-        """An average of members that have taken so many steps, none if they have just come."""
-        moves = []
-        for name, num in num_local.items():
-            model = make_model()
-            with torch.no_grad():
-                for p, anchor in zip(model.parameters(), self.anchor, strict=True):
-                    p.copy_(anchor)
-            optimizer = make_optimizer(model, momentum=0)
-            for i in range(num):
-                if self.is_scheduled:
-                    optimizer.param_groups[0]["lr"] = 0.01 / (1 + 0.1 * (PERIOD * step + i))
-                optimizer.zero_grad()
-                for rank in range(self.num_processes):
-                    (loss_of(model, *batch(name, step, i + 1000 * rank)) / self.num_processes).backward()
-                optimizer.step()
-            moves.append([a - p.detach() for a, p in zip(self.anchor, model.parameters(), strict=True)])
-        for i, mean in enumerate(sum(of_ranks) / len(moves) for of_ranks in zip(*moves, strict=True)):
+    def restart(self):
+        """All begin at the common model."""
+        # Of each replica: its model, the common one at its last average, and what it has begun to send.
+        self.own, self.common, self.begun = {}, {}, {}
+        self.last = {}
+
+    def end_of(self, step):
+        """Number of local steps up to an average."""
+        period, fragments = self.hook.period, self.hook.fragments
+        return step // fragments * period + (step % fragments + 1) * period // fragments
+
+    def step(self, step, lines, joined):
+        """An average of members, by what they have written of it; some have just come."""
+        there = list(lines)
+        for name in there:
+            if name in joined:
+                self.own[name], self.begun[name] = copies(self.anchor), {}
+            else:
+                self.train(name, step, lines[name]["local"])
+        k = step % self.hook.fragments
+        begun = [self.begun[name].get(k) for name in there]
+        # An average in flight is lost if replicas come or go.
+        in_time = self.hook.delay and all(
+            one is not None and one[0] == lines[name]["quorums"] for name, one in zip(there, begun, strict=True)
+        )
+        for i in self.fragments[k]:
+            sent = [one[1][i] for one in begun] if in_time else [self.own[name][i] for name in there]
+            mean = sum(self.anchor[i] - p for p in sent) / len(there)
             # Nesterov's momentum, as of `torch.optim.SGD`.
             self.momentum[i] = 0.9 * self.momentum[i] + mean
             self.anchor[i] = self.anchor[i] - 0.7 * (mean + 0.9 * self.momentum[i])
+            for name in there:
+                own = self.own[name]
+                own[i] = (own[i] + self.anchor[i]) / 2 if in_time else self.anchor[i].clone()
+        for name in there:
+            self.common[name], self.last[name] = copies(self.anchor), (step, lines[name]["quorums"])
+
+    def train(self, name, step, num):
+        """Local steps of a replica since its last average. If it has missed some, its changes are added to them."""
+        last, quorums = self.last.get(name, (step - 1, 0))
+        model, before = make_model(), self.end_of(last) if last >= 0 else 0
+        optimizer = make_optimizer(model, momentum=0)
+        with torch.no_grad():
+            for p, own in zip(model.parameters(), self.own.get(name, self.anchor), strict=True):
+                p.copy_(own)
+        begun = self.begun.setdefault(name, {})
+        for i in range(num):
+            if self.is_scheduled:
+                optimizer.param_groups[0]["lr"] = 0.01 / (1 + 0.1 * (before + i))
+            optimizer.zero_grad()
+            for rank in range(self.num_processes):
+                (loss_of(model, *batch(name, last + 1, i + 1000 * rank)) / self.num_processes).backward()
+            optimizer.step()
+            for k in range(self.hook.fragments):
+                if (self.end_of(k) - before - i - 1 - self.hook.delay) % self.hook.period == 0:
+                    begun[k] = quorums, copies(model.parameters())
+        self.own[name] = copies(model.parameters())
+        if last < step - 1:
+            moved = zip(self.own[name], self.common[name], self.anchor, strict=True)
+            self.own[name] = [own - common + anchor for own, common, anchor in moved]
+
+
+def copies(tensors):
+    return [tensor.detach().clone() for tensor in tensors]
 
 
 def assert_equals_local_simulation(run, simulation, is_first_of_one=False, last=None, joins=()):
@@ -369,26 +416,30 @@ def assert_equals_local_simulation(run, simulation, is_first_of_one=False, last=
         joins: replicas that are given the others' model in the first average.
     """
     lines = {name: {line["step"]: line for line in run.steps(name)} for name in NAMES}
+    process, first = {}, min(lines["one"])
     for step, line in sorted({**lines["three"], **lines["two"], **lines["one"]}.items()):
-        there = {name: lines[name][step]["local"] for name in line["names"]}
         if last is not None and step > last:
             return
-        is_first = step == min(lines["one"])
-        joined = {name for name in there if (name in joins if is_first else step - 1 not in lines[name])}
-        if is_first_of_one and not step:
-            simulation.step(step, there if len(there) == 1 else first_of_one(simulation, there, line["sum"]))
+        there = {name: lines[name][step] for name in line["names"]}
+        joined = {name for name in there if process.get(name) != there[name]["process"]}
+        if step == first:
+            joined = set(joins)
+        process |= {name: there[name]["process"] for name in there}
+        if is_first_of_one and not step and len(there) > 1:
+            first_of_one(simulation, there, line["sum"])
         else:
-            simulation.step(step, {name: 0 if name in joined else num for name, num in there.items()})
+            simulation.step(step, there, joined)
         assert line["sum"] == pytest.approx(sum(p.sum().item() for p in simulation.anchor), abs=1e-9), line
 
 
 def first_of_one(simulation, there, total):
-    """Numbers of steps that count in the first average: those of the replica that fits what came out."""
-    for name, num in there.items():
-        tried, counts = copy.deepcopy(simulation), {other: num if other == name else 0 for other in there}
-        tried.step(0, counts)
+    """The first average, in which the steps of one replica count: the one that fits the result."""
+    for name in there:
+        tried = copy.deepcopy(simulation)
+        tried.step(0, there, {*there} - {name})
         if sum(p.sum().item() for p in tried.anchor) == pytest.approx(total, abs=1e-9):
-            return counts
+            vars(simulation).update(vars(tried))
+            return
     pytest.fail(f"{total} is the average of none of {there}")
 
 

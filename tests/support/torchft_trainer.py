@@ -5,6 +5,7 @@
 See torchft_replica.py.
 """
 
+from contextlib import nullcontext
 from time import sleep
 
 import torch
@@ -34,15 +35,16 @@ class Module(LightningModule):
     def __init__(self, name, options):
         super().__init__()
         self.model, self.name, self.options, self.attempts = make_model(), name, options, 0
-        # Steps since the last average.
-        self.num_local = 0
+        # Steps since the last average, and number of averages before this step.
+        self.num_local = self.num_averages = 0
 
     def training_step(self, _, batch_idx):
         sleep(0.02 / (PERIOD if self.options.is_local else 1))  # a process starts in a few dozen steps
         self.attempts += 1
         place = self.trainer.global_step, batch_idx % self.options.micros
         if self.options.is_local:
-            place = self.trainer.strategy.manager.current_step(), self.num_local
+            self.num_averages = self.trainer.strategy.manager.current_step()
+            place = self.num_averages, self.num_local
         x, y = batch(self.name, *place)
         with torch.autocast("cpu", enabled=False):
             return loss_of(self.model, x, y) * factor_of(self.options, self.trainer.strategy.manager)
@@ -69,18 +71,19 @@ class Noting(Callback):
         if trainer.global_step in self.options.saves:
             trainer.save_checkpoint(self.notes.folder / f"{self.notes.name}-{trainer.global_step}.ckpt")
         num_local = module.num_local = module.num_local + 1
-        if trainer.global_step % (PERIOD if self.options.is_local else 1):
+        if self.options.is_local and step == module.num_averages:
             return
         module.num_local = 0
         more = {"lr": trainer.optimizers[0].param_groups[0]["lr"], "global_step": trainer.global_step}
-        self.notes.write(step - 1, [*module.parameters()], attachment, local=num_local, **more)
+        with attachment.averaged_weights() if self.options.is_local else nullcontext():
+            self.notes.write(step - 1, [*module.parameters()], attachment, local=num_local, **more)
         trainer.should_stop = step >= self.notes.num_steps
 
 
 def main(folder, name, options):
     buckets, notes = watch_buckets(options), Notes(folder, name)
     if options.is_local and options.dies:
-        die_in_average(options.dies[0])
+        die_in_average(options.dies[0], lambda: strategy.manager)
     strategy = lc.CompressedDDPStrategy(
         hook=HOOKS[options.hook], fault_tolerance=fault_tolerance(name), bucket_cap_mb=BUCKET_CAP_MB
     )
