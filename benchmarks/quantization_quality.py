@@ -257,6 +257,14 @@ def report(task: str, runs: dict[str, list[tuple[float, float]]], limit: float |
     return ok
 
 
+def print_seeds(results: dict[str, dict[str, list[tuple[float, float]]]]) -> None:
+    """Print the score of each seed."""
+    for task, runs in results.items():
+        print(f"\n{task}, by seed")
+        for label, values in runs.items():
+            print(f"{label:<26}" + "".join(f"{score:>9.4f}" for score, _ in values))
+
+
 def launch(work: Callable[[int, str, int], None], world: int, seeds: int) -> Any:
     """Run `work(rank, folder, seeds)` in so many processes; what rank 0 has written to `results.json` in the folder."""
     with tempfile.TemporaryDirectory() as folder:
@@ -280,6 +288,8 @@ def main() -> None:
     print(f"$ python {shlex.join(sys.argv)}")
     print(f"# torch {torch.__version__}, {world} ranks, {args.seeds} seeds")
     ok = [report(task, runs, limit) for task, runs in results.items()]
+    if args.gathered:
+        print_seeds(results)
     sys.exit(not all(ok))
 
 

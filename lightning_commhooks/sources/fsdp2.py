@@ -270,8 +270,8 @@ def refuse_other_communication(model: nn.Module, *, reduces: bool, gathers: bool
     for group in param_groups(model):
         if differences and group.post_forward_mesh_info not in (None, group.mesh_info):
             raise ValueError(
-                "gather_differences=True keeps all weights on each rank, so that reshard_after_forward saves no memory "
-                "with a number of ranks, among which a backward gathers: set it to True or False"
+                "gather_differences=True keeps all weights on each rank, where a number of ranks as "
+                "reshard_after_forward saves no memory: set it to True or False"
             )
         reduce_scatter, all_gather = group._reduce_scatter_comm, group._all_gather_comm
         for what, one, ours in (
