@@ -2,6 +2,7 @@
 
     python benchmarks/quantization_quality.py
     python benchmarks/quantization_quality.py --sharded
+    python benchmarks/quantization_quality.py --gathered
 
 Digits: the network of `local_sgd_digits.py` without BatchNorm, AdamW, accuracy on that half of scikit-learn's digits
 that is not for training. Text: the model and text of `examples/transformers/language_model.py` (Python's own
@@ -14,10 +15,11 @@ hooks get the same data, initial weights and number of steps. Printed for each h
 - fewer: how many times as many bytes dense sent.
 
 With `--sharded` the language model alone, by `fully_shard`: hooks of the reduce-scatter, without and with the residual
-in 8 bits.
+in 8 bits. With `--gathered` the language model of `language_model.py`, by `fully_shard`: formats of the gathered
+parameters, with gradients in float32, on 2 ranks; bytes are those of gathers.
 
 Exits with 1 when int8 is worse than dense by more than the noise, or int4 by more than 1% of the loss; sharded, when
-either is by more than the noise with its residual.
+either is by more than the noise with its residual; gathered, when differences in 4 bits are by more than 0.5%.
 """
 
 from __future__ import annotations
@@ -29,10 +31,11 @@ import shlex
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import language_model
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -68,6 +71,16 @@ SHARDED_HOOKS: dict[str, lc.CommHook] = {
     "int4": lc.Int4(**FLAT),
 }
 
+# Options of `attach`.
+INT4, ROTATED = (lc.Int4(**FLAT, use_error_feedback=False, rotation=rotation) for rotation in (None, "hadamard"))
+GATHERED: dict[str, dict[str, Any]] = {
+    "dense": {},
+    "int8": {"gather_hook": lc.Int8(**FLAT, use_error_feedback=False)},
+    "int4": {"gather_hook": INT4},
+    "int4 differences": {"gather_hook": INT4, "gather_differences": True},
+    "int4 hadamard differences": {"gather_hook": ROTATED, "gather_differences": True},
+}
+
 
 class Run:
     """A model under training; `loss(step)` is that of this rank's batch, `score()` the quality of the model."""
@@ -88,17 +101,21 @@ class Run:
         """Accuracy in percent, or loss."""
         raise NotImplementedError
 
-    def train(self, hook: lc.CommHook, seed: int) -> tuple[float, float]:
+    def sent(self, metrics: dict[str, float]) -> float:
+        """Bytes sent."""
+        return metrics["bytes_sent"]
+
+    def train(self, hook: lc.CommHook, seed: int, **options: Any) -> tuple[float, float]:
         """Score and bytes sent."""
         self.ddp = self.model if self.is_sharded else DistributedDataParallel(self.model)
-        attachment = lc.attach(self.ddp, hook)
+        attachment = lc.attach(self.ddp, hook, **options)
         generator = torch.Generator().manual_seed(1000 * seed + dist.get_rank())
         for _ in range(self.steps):
             self.optimizer.zero_grad()
             self.loss(generator).backward()
             self.optimizer.step()
             self.scheduler.step()
-        sent = attachment.metrics()["bytes_sent"]
+        sent = self.sent(attachment.metrics())
         attachment.close()
         self.model.eval()
         with torch.no_grad():
@@ -151,6 +168,31 @@ class Text(Run):
         return statistics.mean(self.model(input_ids=batch, labels=batch).loss.item() for batch in batches)
 
 
+class Characters(Run):
+    """The language model without a framework, each block of it a unit of FSDP2."""
+
+    is_sharded = True
+
+    def __init__(self, seed: int) -> None:
+        self.pieces, self.validation = language_model.text()
+        model = language_model.LanguageModel()
+        for block in model.blocks:
+            fully_shard(block)
+        super().__init__(model, 1e-3, 192)
+
+    def loss(self, generator: torch.Generator) -> Tensor:
+        batch = self.pieces[torch.randint(len(self.pieces), (1,), generator=generator)]
+        loss: Tensor = self.model(batch[:, :-1], batch[:, 1:])
+        return loss
+
+    def sent(self, metrics: dict[str, float]) -> float:
+        """Bytes of gathers, as a fraction of FSDP2's own."""
+        return 1 / metrics.get("gather_compression_ratio", 1.0)
+
+    def score(self) -> float:
+        return statistics.mean(self.model(b[:, :-1], b[:, 1:]).item() for b in self.validation[:512].split(64))
+
+
 TASKS: dict[str, Callable[[int], Run]] = {"digits, accuracy %": Digits, "text, loss": Text}
 
 
@@ -160,24 +202,29 @@ def sharded_worker(rank: int, folder: str, seeds: int) -> None:
     work(rank, folder, seeds, {"text, loss": Text}, SHARDED_HOOKS)
 
 
+def gathered_worker(rank: int, folder: str, seeds: int) -> None:
+    """Train the language model with parameters gathered in each format."""
+    work(rank, folder, seeds, {"text, loss": Characters}, GATHERED)
+
+
 def worker(rank: int, folder: str, seeds: int) -> None:
     """Train all."""
     work(rank, folder, seeds, TASKS, HOOKS)
 
 
-def work(
-    rank: int, folder: str, seeds: int, tasks: dict[str, Callable[[int], Run]], hooks: dict[str, lc.CommHook]
-) -> None:
+def work(rank: int, folder: str, seeds: int, tasks: dict[str, Callable[[int], Run]], hooks: Mapping[str, Any]) -> None:
     """Train with each hook; rank 0 writes what it has measured."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD)
+    world = 2 if hooks is GATHERED else WORLD
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
     results: dict[str, dict[str, list[tuple[float, float]]]] = {}
     for task, make in tasks.items():
         results[task] = {}
         for label, hook in hooks.items():
             for seed in range(seeds):
                 torch.manual_seed(seed)
-                results[task].setdefault(label, []).append(make(seed).train(hook, seed))
+                given = {"hook": lc.AllReduce(), **hook} if isinstance(hook, dict) else {"hook": hook}
+                results[task].setdefault(label, []).append(make(seed).train(seed=seed, **given))
             if rank == 0:
                 print(f"{task}: {label}: {results[task][label]}", file=sys.stderr, flush=True)
     if rank == 0:
@@ -203,10 +250,19 @@ def report(task: str, runs: dict[str, list[tuple[float, float]]], limit: float |
             f"{fewer:>7.1f}x"
         )
     print(f"noise of dense over seeds: {f'{noise:.2%}' if is_loss else f'{noise:.2f}'}")
-    ok = worse["int8"] <= noise and (not is_loss or worse["int4"] <= (noise if limit is None else limit))
-    of_int4 = f", int4 within {'noise' if limit is None else f'{limit:.0%}'}" if is_loss else ""
+    four = "int4 differences" if "int4 differences" in worse else "int4"
+    ok = worse["int8"] <= noise and (not is_loss or worse[four] <= (noise if limit is None else limit))
+    of_int4 = f", {four} within {'noise' if limit is None else f'{100 * limit:g}%'}" if is_loss else ""
     print(f"int8 within noise{of_int4}: {'ok' if ok else 'MISSED'}")
     return ok
+
+
+def print_seeds(results: dict[str, dict[str, list[tuple[float, float]]]]) -> None:
+    """Print the score of each seed."""
+    for task, runs in results.items():
+        print(f"\n{task}, by seed")
+        for label, values in runs.items():
+            print(f"{label:<26}" + "".join(f"{score:>9.4f}" for score, _ in values))
 
 
 def launch(work: Callable[[int, str, int], None], world: int, seeds: int) -> Any:
@@ -221,11 +277,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--sharded", action="store_true")
+    parser.add_argument("--gathered", action="store_true")
     args = parser.parse_args()
-    results = launch(sharded_worker if args.sharded else worker, WORLD, args.seeds)
+    work, world, limit = worker, WORLD, 0.01
+    if args.gathered:
+        work, world, limit = gathered_worker, 2, 0.005
+    elif args.sharded:
+        work, limit = sharded_worker, None
+    results = launch(work, world, args.seeds)
     print(f"$ python {shlex.join(sys.argv)}")
-    print(f"# torch {torch.__version__}, {WORLD} ranks, {args.seeds} seeds")
-    ok = [report(task, runs, None if args.sharded else 0.01) for task, runs in results.items()]
+    print(f"# torch {torch.__version__}, {world} ranks, {args.seeds} seeds")
+    ok = [report(task, runs, limit) for task, runs in results.items()]
+    if args.gathered:
+        print_seeds(results)
     sys.exit(not all(ok))
 
 

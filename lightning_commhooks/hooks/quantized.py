@@ -403,6 +403,38 @@ def reduce_scatter_encoded(
     out.copy_(total.view(-1)[: out.numel()].mul_(bucket.scale))
 
 
+def gather_encoded(
+    share: Tensor, out: Tensor, ranks: Group, kernels: Kernels, kept: Tensor | None = None
+) -> Steps[None]:
+    """Send this rank's share of the weights in blocks that a codec has encoded, and decode the shares of all ranks.
+
+    Quantized weight communication of ZeRO++ (Wang et al. 2023, https://arxiv.org/abs/2306.10209, section 3.1), whose
+    blocks are larger. With `kept`, quantization on weight differences of SDP4Bit (Jia et al. 2024,
+    https://arxiv.org/abs/2410.15526, section 3.1): ranks send the difference of their share from the weights that all
+    ranks keep, and all ranks, the sender included, add what was sent to these weights. So the encoding error of a
+    difference is part of the next one, and errors do not add up.
+
+    Args:
+        share: shape `(n,)`, this rank's, perhaps a row of `out`.
+        out: shape `(w, n)`, where to write the shares of all ranks, equal on all of them.
+        ranks: the ranks.
+        kernels: the kernels of these ranks for a codec with a block size.
+        kept: shape `(w, n)`, dtype of `share`, the weights that all ranks keep, which are replaced by the new ones.
+            `None`: send the weights themselves.
+    """
+    size, numel = kernels.codec.block_size, share.numel()
+    assert size is not None
+    numbers = share if kept is None else share.to(work_dtype(share.dtype)) - kept[ranks.rank]
+    blocks = _in_blocks(numbers.view(1, -1), size)[0]
+    one = blocks.new_ones(())
+    payload = kernels.encode(blocks, None, one, 0)
+    gathered = yield from ranks.all_gather(payload.view(-1))
+    decoded = blocks.new_empty((ranks.size * payload.shape[0], size))
+    kernels.decode_mean(gathered.view(1, decoded.shape[0], -1), one, decoded)
+    shares = decoded.view(ranks.size, -1)[:, :numel]
+    out.copy_(shares if kept is None else kept.add_(shares))
+
+
 def _in_blocks(chunks: Tensor, size: int) -> Tensor:
     """Return `chunks` in shape `(w, b, size)`, at least float32: a view if rows are whole blocks, otherwise a copy."""
     w, n = chunks.shape

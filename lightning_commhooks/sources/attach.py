@@ -51,6 +51,7 @@ def attach(
     replicate_group: dist.ProcessGroup | None = None,
     shard_hook: str | CommHook | None = None,
     gather_hook: str | CommHook | None = None,
+    gather_differences: bool = False,
     num_steps: int | None = None,
     manager: Any = None,
 ) -> Attachment:
@@ -83,6 +84,9 @@ def attach(
         shard_hook: the hook of the reduce-scatter within a replica. `None`: FSDP2's own reduce-scatter.
         gather_hook: the format in which parameters are gathered. All ranks compute with the rounded parameters; the
             shard of each rank stays exact. `None`: FSDP2's own format.
+        gather_differences: whether all ranks keep a copy of the gathered parameters. A forward then gathers their
+            changes since the last gather, in the format of `gather_hook`, and a backward gathers nothing. The first
+            gather, and the first after `load_state_dict`, is exact.
         num_steps: the number of synchronized backwards of the whole training. Starts that are fractions, such as
             `start_powerSGD_iter=0.1`, are fractions of it. `"auto"`, the start of a hook that is chosen by its name, is
             a tenth of it, if that is sooner than the default. Checkpoints store it, and it stays the same in a run that
@@ -115,6 +119,7 @@ def attach(
         "replicate_group": replicate_group,
         "shard_hook": shard_hook,
         "gather_hook": gather_hook,
+        "gather_differences": gather_differences or None,
     }
     model = cast("nn.Module", unwrapped(model))
     source = source_of(model, replicate_group) if manager is None else source_of_manager(manager, model)
@@ -132,6 +137,7 @@ def attach(
         same |= {"hook": config, "exact_state": exact_state, "whether gradients are scaled by grad_scaler": is_scaled}
         same["whether num_steps is given"] = num_steps is not None
         same |= {name: source.hooks.get(name) for name in ("shard_hook", "gather_hook")}
+        same["gather_differences"] = gather_differences
     runtime = Runtime(config, source, grad_scaler, divided_by)
     attachment = Attachment(runtime, exact_state)
     try:

@@ -75,6 +75,7 @@ class DDPSource(Source):
     refused: ClassVar[Mapping[str, str]] = {
         "replicate_group": "is for fully_shard: DistributedDataParallel averages over its own process_group",
         "gather_hook": "is for fully_shard: DistributedDataParallel gathers nothing",
+        "gather_differences": "is for fully_shard: DistributedDataParallel gathers nothing",
         "shard_hook": "is for fully_shard: DistributedDataParallel shards nothing",
     }
     kept = ("hook_state", "accumulation")

@@ -42,6 +42,7 @@ class FSDP1(ShardedSource):
         **ShardedSource.refused,
         "shard_hook": "is for fully_shard on a mesh of two dimensions; hook= is the hook of the reduce-scatter here",
         "gather_hook": "is for fully_shard: FullyShardedDataParallel gathers parameters in its own way",
+        "gather_differences": "is for fully_shard: FullyShardedDataParallel gathers parameters in its own way",
         "replicate_group": "is for fully_shard; FullyShardedDataParallel has HYBRID_SHARD, without hooks",
     }
 

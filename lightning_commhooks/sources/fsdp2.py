@@ -15,12 +15,15 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from torch.distributed.tensor import DTensor
 
+from lightning_commhooks.basics.copies import NotCopied
 from lightning_commhooks.codecs.codec import Kernels
 from lightning_commhooks.collectives.counters import Counters, Timing
 from lightning_commhooks.collectives.group import Backend, Group
 from lightning_commhooks.hooks import BF16, FP16
-from lightning_commhooks.hooks.quantized import CodecConfig, EncodedResidual
+from lightning_commhooks.hooks.quantized import CodecConfig, EncodedResidual, gather_encoded
+from lightning_commhooks.interface.checks import check_bool
 from lightning_commhooks.interface.hook import CommHook
+from lightning_commhooks.runtime.passes import current_backward
 from lightning_commhooks.runtime.runtime import Runtime
 from lightning_commhooks.sources.finished import Finished
 from lightning_commhooks.sources.fsdp import ShardedSource, reduce, resolve_sharded_hook, shares_of
@@ -91,8 +94,14 @@ def _factor(op: Any, size: int) -> float:
     raise ValueError(f"FSDP2 asks for the reduction {op}; communication hooks know AVG, SUM and PREMUL_SUM")
 
 
-def resolve_gather_hook(hook: object) -> CommHook:
-    """Check the argument `gather_hook=` of `attach`; raises a `ValueError`."""
+def gather_hooks(options: Mapping[str, Any]) -> dict[str, CommHook]:
+    """Return the resolved `gather_hook` of the options of `attach`, if there is one; raises a `ValueError`."""
+    hook, differences = options.get("gather_hook"), options.get("gather_differences", False)
+    check_bool("gather_differences", differences)
+    if hook is None:
+        if differences:
+            raise ValueError("gather_differences=True needs a gather_hook: set gather_hook='int4'")
+        return {}
     resolved = resolve_sharded_hook(hook)
     if not isinstance(resolved, (BF16, FP16, CodecConfig)) or getattr(resolved, "accumulate_dtype", None) is not None:
         raise ValueError(
@@ -103,30 +112,84 @@ def resolve_gather_hook(hook: object) -> CommHook:
             f"gather_hook={resolved!r} rounds at random, so that a backward would see other weights than its forward: "
             "set rounding='nearest'"
         )
-    return resolved
+    if differences and not isinstance(resolved, CodecConfig):
+        raise ValueError(f"gather_differences=True is for gather_hook='int4', 'int8' or 'fp8', not for {hook!r}")
+    return {"gather_hook": resolved}
 
 
 class Gather:
     """Gathers the parameters of a model in low precision; each rank's own share stays exact.
 
     The gathered weights are the weights as sent, on the sending rank too, so that all ranks compute with the same
-    weights, in forward and backward: quantized weight communication of ZeRO++ (Wang et al. 2023,
-    https://arxiv.org/abs/2306.10209, section 3.1), whose blocks are larger.
+    weights, in forward and backward.
 
     Args:
         units: the modules of a model to which `fully_shard` was applied.
-        hook: as `resolve_gather_hook` returns it.
+        hook: as `gather_hooks` returns it.
         device: of the parameters.
+        differences: whether all ranks keep the gathered weights, and ranks send the changes since the last gather.
+
+    Attributes:
+        hook: see above.
+        differences: see above.
+        counters: count the bytes.
     """
 
-    def __init__(self, units: Iterable[FSDPModule], hook: CommHook, device: torch.device) -> None:
-        self._hook, self._device = hook, device
-        self._counters = Counters()
-        self._counters.timing = Timing(every=0)
+    def __init__(
+        self, units: Sequence[FSDPModule], hook: CommHook, device: torch.device, differences: bool = False
+    ) -> None:
+        self.hook, self.differences, self._device = hook, differences, device
+        self.counters = Counters()
+        self.counters.timing = Timing(every=0)
         self._groups: dict[dist.ProcessGroup, tuple[Group, Kernels | None]] = {}
-        self._units = [weakref.ref(unit) for unit in units]
-        for unit in self._units:
-            unit().set_custom_all_gather(self)  # type: ignore[union-attr, arg-type]
+        self._units = [(weakref.ref(unit), _AllGather(self)) for unit in units]
+        for unit, (_, all_gather) in zip(units, self._units, strict=True):
+            unit.set_custom_all_gather(all_gather)  # type: ignore[arg-type]
+        modules = {module for unit in units for module in nn.Module.modules(unit)} if differences else set()  # type: ignore[arg-type]
+        self._handles = [module.register_load_state_dict_post_hook(NotCopied(self._forget)) for module in modules]
+
+    def among(self, process_group: dist.ProcessGroup) -> tuple[Group, Kernels | None]:
+        """These ranks, and the kernels of the codec, if there is one. Collective when they are asked for first."""
+        if process_group not in self._groups:
+            group = Group(Backend(process_group), self.counters, self._device, process_group)
+            codec = self.hook.codec if isinstance(self.hook, CodecConfig) else None
+            kernels = None if codec is None else group.kernels(codec, feedback=False, two_shot=True)
+            self._groups[process_group] = group, kernels
+        return self._groups[process_group]
+
+    def _forget(self, *_: object) -> None:
+        """Gather in full next: weights were loaded, on all ranks, and are far from those that ranks keep."""
+        for _, all_gather in self._units:
+            all_gather.kept = None
+
+    def metrics(self) -> dict[str, float]:
+        """Bytes that were sent of parameters, and that float32 takes."""
+        counts = self.counters.as_dict()
+        return {f"gather_{name}": counts[name] for name in ("bytes_sent", "bytes_dense", "compression_ratio")}
+
+    def close(self) -> None:
+        """Leave the gathering to FSDP2 again."""
+        for reference, _ in self._units:
+            if (unit := reference()) is not None:
+                unit.set_custom_all_gather(DefaultAllGather())
+        for handle in self._handles:
+            handle.remove()
+        self._forget()
+        for group, _ in self._groups.values():
+            group.release()
+        self._groups.clear()
+
+
+class _AllGather:
+    """Takes the place of FSDP2's own all-gather for one unit: an `AllGather` of `torch.distributed.fsdp`.
+
+    Attributes:
+        kept: the weights as all ranks have gathered them last, shape `(w, n)`; `None`: none are kept.
+    """
+
+    def __init__(self, gather: Gather) -> None:
+        self._gather = gather
+        self.kept: Tensor | None = None
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A new tensor for parameters."""
@@ -143,50 +206,30 @@ class Gather:
             group: the ranks.
             async_op: whether to return a work.
         """
-        ranks, kernels = self._among(group)
-        self._counters.bytes_dense += (ranks.size - 1) * input_tensor.numel() * max(4, input_tensor.element_size())
+        ranks, kernels = self._gather.among(group)
+        dense = (ranks.size - 1) * input_tensor.numel() * max(4, input_tensor.element_size())
+        self._gather.counters.bytes_dense += dense
+        out = output_tensor.view(ranks.size, -1)
         if not input_tensor.is_floating_point():  # FSDP2 packs several dtypes into one tensor
-            output_tensor.view(ranks.size, -1).copy_(ranks.finish(ranks.all_gather(input_tensor.clone())))
+            out.copy_(ranks.finish(ranks.all_gather(input_tensor.clone())))
         elif kernels is None:
-            half = input_tensor.to(self._hook.dtype)  # type: ignore[attr-defined]
-            output_tensor.copy_(ranks.finish(ranks.all_gather(half)).view(-1))
+            half = input_tensor.to(self._gather.hook.dtype)  # type: ignore[attr-defined]
+            out.copy_(ranks.finish(ranks.all_gather(half)))
+        elif self._gather.differences:
+            self._gather_differences(input_tensor, out, ranks, kernels)
         else:
-            self._gather_encoded(output_tensor, input_tensor, ranks, kernels)
+            ranks.finish(gather_encoded(input_tensor, out, ranks, kernels))
         return Finished(output_tensor.device) if async_op else None
 
-    def _among(self, process_group: dist.ProcessGroup) -> tuple[Group, Kernels | None]:
-        if process_group not in self._groups:
-            group = Group(Backend(process_group), self._counters, self._device, process_group)
-            codec = self._hook.codec if isinstance(self._hook, CodecConfig) else None
-            kernels = None if codec is None else group.kernels(codec, feedback=False, two_shot=True)
-            self._groups[process_group] = group, kernels
-        return self._groups[process_group]
-
-    def _gather_encoded(self, out: Tensor, share: Tensor, ranks: Group, kernels: Kernels) -> None:
-        size, numel = kernels.codec.block_size, share.numel()
-        assert size is not None
-        blocks = torch.zeros(-(-numel // size) * size, dtype=torch.float32, device=share.device)
-        blocks[:numel] = share
-        one = blocks.new_ones(())
-        payload = kernels.encode(blocks.view(-1, size), None, one, 0)
-        gathered = ranks.finish(ranks.all_gather(payload.view(-1)))
-        decoded = blocks.new_empty((ranks.size * payload.shape[0], size))
-        kernels.decode_mean(gathered.view(1, decoded.shape[0], -1), one, decoded)
-        out.view(ranks.size, -1).copy_(decoded.view(ranks.size, -1)[:, :numel])
-
-    def metrics(self) -> dict[str, float]:
-        """Bytes that were sent of parameters, and that float32 takes."""
-        counts = self._counters.as_dict()
-        return {f"gather_{name}": counts[name] for name in ("bytes_sent", "bytes_dense", "compression_ratio")}
-
-    def close(self) -> None:
-        """Leave the gathering to FSDP2 again."""
-        for unit in self._units:
-            if (module := unit()) is not None:
-                module.set_custom_all_gather(DefaultAllGather())
-        for group, _ in self._groups.values():
-            group.release()
-        self._groups.clear()
+    def _gather_differences(self, share: Tensor, out: Tensor, ranks: Group, kernels: Kernels) -> None:
+        # All ranks take the same branch: they have the same shapes, and load weights and run backwards together.
+        if self.kept is None or self.kept.shape != out.shape or self.kept.dtype != out.dtype:
+            self.kept = ranks.finish(ranks.all_gather(share.clone()))
+        elif current_backward() < 0:
+            ranks.finish(gather_encoded(share, out, ranks, kernels, self.kept))
+            return
+        # A backward computes with the weights of its forward, which all ranks have.
+        out.copy_(self.kept)
 
 
 def units(model: nn.Module) -> list[FSDPModule]:
@@ -208,13 +251,14 @@ def _groups_of(modules: Iterable[FSDPModule]) -> list[Any]:
     return [group for group in groups if group is not None]
 
 
-def refuse_other_communication(model: nn.Module, *, reduces: bool, gathers: bool) -> None:
+def refuse_other_communication(model: nn.Module, *, reduces: bool, gathers: bool, differences: bool = False) -> None:
     """Refuse communication that a hook would silently replace, or cannot follow; raises a `ValueError`.
 
     Args:
         model: has units.
         reduces: whether the hook replaces the reduce-scatter.
         gathers: whether it replaces the all-gather.
+        differences: whether it gathers differences.
     """
     for unit in units(model):
         # From PyTorch 2.15 on. Gradients are reduced after the backward then, when the step of a hook is over.
@@ -224,10 +268,15 @@ def refuse_other_communication(model: nn.Module, *, reduces: bool, gathers: bool
                 "no step: call set_manual_backward_finalization(False)"
             )
     for group in param_groups(model):
+        if differences and group.post_forward_mesh_info not in (None, group.mesh_info):
+            raise ValueError(
+                "gather_differences=True keeps all weights on each rank, where a number of ranks as "
+                "reshard_after_forward saves no memory: set it to True or False"
+            )
         reduce_scatter, all_gather = group._reduce_scatter_comm, group._all_gather_comm
         for what, one, ours in (
             ("reduce-scatter", reduce_scatter if reduces else None, (DefaultReduceScatter, _ReduceScatter)),
-            ("all-gather", all_gather if gathers else None, (DefaultAllGather, Gather)),
+            ("all-gather", all_gather if gathers else None, (DefaultAllGather, _AllGather)),
         ):
             if one is not None and not isinstance(one, ours):
                 raise ValueError(
@@ -245,7 +294,7 @@ class FSDP2(ShardedSource):
         "shard_hook": "is for models with replicas; without, hook= is the hook of the reduce-scatter: leave it out",
     }
 
-    kept = ("gather_hook",)
+    kept = ("gather_hook", "gather_differences")
     remembers = True
 
     def __init__(self, model: nn.Module) -> None:
@@ -261,12 +310,12 @@ class FSDP2(ShardedSource):
         self.device = torch.device(meshes[0].device_type if meshes else "cpu")
 
     def resolve_hook(self, hook: object) -> CommHook:
-        if "gather_hook" in self.options:
-            self.hooks["gather_hook"] = resolve_gather_hook(self.options["gather_hook"])
+        self.hooks |= gather_hooks(self.options)
         return super().resolve_hook(hook)
 
     def check(self, model: nn.Module) -> None:
-        refuse_other_communication(model, reduces=True, gathers="gather_hook" in self.hooks)
+        differences = "gather_differences" in self.options
+        refuse_other_communication(model, reduces=True, gathers="gather_hook" in self.hooks, differences=differences)
         for unit in units(model):
             previous = _runtimes.get(unit)
             if previous is not None and not previous.is_closed:
@@ -284,7 +333,8 @@ class FSDP2(ShardedSource):
             if mesh.ndim == 1:
                 shares_of(runtime).among(mesh.get_group())
         if "gather_hook" in self.hooks:
-            self._gather = Gather(units(model), self.hooks["gather_hook"], self.device)
+            differences = "gather_differences" in self.options
+            self._gather = Gather(units(model), self.hooks["gather_hook"], self.device, differences)
         hook = runtime.config
         block_size = hook.codec.block_size if isinstance(hook, CodecConfig) and hook.use_error_feedback else None
         if block_size is not None:

@@ -32,9 +32,9 @@ from lightning_commhooks.sources.fsdp import resolve_sharded_hook
 from lightning_commhooks.sources.fsdp2 import (
     FSDP2,
     Gather,
+    gather_hooks,
     param_groups,
     refuse_other_communication,
-    resolve_gather_hook,
     units,
 )
 from lightning_commhooks.wrappers.scale import accumulation_of, without_scale
@@ -217,7 +217,7 @@ class Replicas(Source):
         "accumulation": _FACTOR,
         "loss_divided_by": _FACTOR,
     }
-    kept = ("replicate_group", "shard_hook", "gather_hook")
+    kept = ("replicate_group", "shard_hook", "gather_hook", "gather_differences")
 
     def __init__(self, model: nn.Module, replicate_group: dist.ProcessGroup | None = None) -> None:
         groups = replicas_of(model)
@@ -265,18 +265,22 @@ class Replicas(Source):
             raise ValueError(f"hook={hook!r} is a function for DistributedDataParallel; sharded models take a CommHook")
         if accumulation_of(resolved) != "framework":
             raise ValueError(f"{type(resolved).__name__} {_FACTOR}")
-        for name in ("shard_hook", "gather_hook"):
+        for name in ("shard_hook", "gather_hook", "gather_differences"):
             if name in self.options and not self.shard_groups:
                 raise ValueError(f"{name} is for models that are sharded within a replica: leave it out here")
         if "shard_hook" in self.options:
             # The hook within a replica does not hear of votes, and would remember gradients of a step that was lost.
             self.hooks["shard_hook"] = resolve_sharded_hook(self.options["shard_hook"], remembers=not self.ranks_change)
-        if "gather_hook" in self.options:
-            self.hooks["gather_hook"] = resolve_gather_hook(self.options["gather_hook"])
+        self.hooks |= gather_hooks(self.options)
         return resolved
 
     def check(self, model: nn.Module) -> None:
-        refuse_other_communication(model, reduces="shard_hook" in self.hooks, gathers="gather_hook" in self.hooks)
+        refuse_other_communication(
+            model,
+            reduces="shard_hook" in self.hooks,
+            gathers="gather_hook" in self.hooks,
+            differences="gather_differences" in self.options,
+        )
         for group in filter(self._has_replicas, param_groups(model)):
             if isinstance(getattr(group.mesh_info, "replicate_process_group", None), _HookedGroup):
                 raise ValueError("the sharded model has a communication hook between its replicas already; close it")
@@ -295,7 +299,8 @@ class Replicas(Source):
         names = {id(p): str(self.layout.name_of(p.sharded_param)) for group in groups for p in group.fsdp_params}
         self._units = [_Unit(group, self, names) for group in groups]
         if "gather_hook" in self.hooks:
-            self._gather = Gather(units(model), self.hooks["gather_hook"], self.device)
+            differences = "gather_differences" in self.options
+            self._gather = Gather(units(model), self.hooks["gather_hook"], self.device, differences)
         if "shard_hook" in self.hooks:
             shards = FSDP2(model)
             shards.check(model)

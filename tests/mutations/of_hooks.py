@@ -190,6 +190,22 @@ MUTATIONS = [
         "tests/codecs/test_codecs.py -k 'bounded'",
     ),
     Mutation(
+        "gathered_weights_not_kept",
+        f"{HOOKS}/quantized.py",
+        "kept.add_(shares)",
+        "kept + shares",
+        "Ranks do not keep the weights that they have gathered.",
+        "tests/sources/test_gather_differences.py -k 'algorithm_of_the_paper'",
+    ),
+    Mutation(
+        "kept_weights_outlive_loading",
+        "lightning_commhooks/sources/fsdp2.py",
+        "all_gather.kept = None",
+        "pass",
+        "Loaded weights are gathered as a difference.",
+        "tests/sources/test_gather_differences.py -k 'loaded'",
+    ),
+    Mutation(
         "zero_point_forgotten",
         f"{CODECS}/formats.py",
         "return scale * (codes.to(scales.dtype) - zero_point)",

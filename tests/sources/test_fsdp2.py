@@ -30,7 +30,7 @@ from lightning_commhooks.codecs import FP8Codec, Int4Codec, Int8Codec
 from lightning_commhooks.collectives.group import Backend, Group
 from lightning_commhooks.hooks import quantized
 from lightning_commhooks.interface.bucket import Bucket
-from lightning_commhooks.sources.fsdp2 import _ReduceScatter, resolve_gather_hook, units
+from lightning_commhooks.sources.fsdp2 import _ReduceScatter, gather_hooks, units
 from lightning_commhooks.testing.model import model_device
 
 
@@ -437,4 +437,4 @@ def test_parameters_are_gathered_in_low_precision(run):
 )
 def test_refusals_of_gather_hooks(hook, message):
     with pytest.raises(ValueError, match=message):
-        resolve_gather_hook(hook)
+        gather_hooks({"gather_hook": hook})
