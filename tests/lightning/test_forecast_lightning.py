@@ -15,7 +15,7 @@ POWERSGD = "Forecast for communication hook PowerSGD(matrix_approximation_rank=2
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    return launch(tmp_path_factory.mktemp("forecast"), "good", "steps", "beyond", "shorter", "trials", "bar", "fabric")
+    return launch(tmp_path_factory.mktemp("forecast"), "good", "steps", "shorter", "trials", "bar", "fabric")
 
 
 def said(results, label):
@@ -77,13 +77,6 @@ def test_manual_optimization_is_told_without_an_end(results):
     assert warned == []
 
 
-def test_a_warning_in_time_and_not_again_at_the_end(results):
-    assert said(results, "beyond")[1] == [
-        "training ends after 20 steps, and hook='powersgd' compresses from start_powerSGD_iter=1000 on; let it "
-        "begin after about a tenth of training, 2: hook=PowerSGD(start_powerSGD_iter=2)"
-    ]
-
-
 def test_shorter_than_told(results):
     (line,), (warned,) = said(results, "shorter")
     assert line.endswith("it compresses from step 20 of 80 on")
@@ -111,9 +104,3 @@ def test_fabric_warns(results):
     assert texts[3][0].startswith("hook='int8' compresses nothing")
     assert results("fabric")["closing"] == []
     assert results("fabric", 1)["texts"] == [[]] * 5
-
-
-def test_standalone_package(tmp_path):
-    pytest.importorskip("pytorch_lightning")
-    results = launch(tmp_path, "good", package="pytorch_lightning")
-    test_several_fits_and_a_resumed_one(results)

@@ -73,10 +73,6 @@ def steps():
     fit("unknown", RANK_2, loader=DataLoader(Endless(), batch_size=4))
 
 
-def beyond():
-    fit("beyond", lc.PowerSGD(), max_epochs=5)
-
-
 class Stop(pl.Callback):
     """Training ends after twelve batches, whatever it was told."""
 

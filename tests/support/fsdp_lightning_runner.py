@@ -27,6 +27,8 @@ HOOKS = {
     "bf16": "bf16",
     "int8": lc.Int8(min_bytes=0, block_size=64, use_error_feedback=False, compress_1d=True),
 }
+# What is trained where, if not with both of the others.
+LABELS = {"FULL_SHARD": ["bf16"], "HYBRID_SHARD": ["allreduce", "bf16"]}
 
 
 class Classifier(lightning_runner.Classifier):
@@ -50,9 +52,8 @@ def make_strategy(way, hook):
     if way == "FSDP2":
         return CompressedModelParallel(hook=hook, data_parallel_size=NUM_DEVICES, tensor_parallel_size=1)
     mesh = {"device_mesh": (2, NUM_DEVICES // 2)} if "HYBRID" in way else {}
-    kind = "full" if way == "NO_SHARD" else "sharded"
-    policy = {nn.Linear}
-    return CompressedFSDP(hook=hook, sharding_strategy=way, auto_wrap_policy=policy, state_dict_type=kind, **mesh)
+    options = {"auto_wrap_policy": {nn.Linear}, "state_dict_type": "sharded", **mesh}
+    return CompressedFSDP(hook=hook, sharding_strategy=way, **options)
 
 
 def make_trainer(strategy, **options):
@@ -184,9 +185,8 @@ def main():
         with_replicas()
         local_between_replicas()
     for way in sys.argv[4:]:
-        for label, hook in HOOKS.items():
-            if "HYBRID" not in way or label != "int8":
-                fit(f"{way}-{label}", make_strategy(way, hook))
+        for label in LABELS.get(way, ("bf16", "int8")):
+            fit(f"{way}-{label}", make_strategy(way, HOOKS[label]))
         if way in ("SHARD_GRAD_OP", "FSDP2"):
             checkpoint(way)
     if "SHARD_GRAD_OP" in sys.argv:
