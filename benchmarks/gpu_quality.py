@@ -142,11 +142,12 @@ class Averaging:
         hook: the hook.
         model: has the parameters whose tensors are averaged.
         device: of the tensors.
+        num_ranks: number of ranks.
     """
 
-    def __init__(self, hook: lc.CommHook, model: nn.Module, device: torch.device) -> None:
+    def __init__(self, hook: lc.CommHook, model: nn.Module, device: torch.device, num_ranks: int = RANKS) -> None:
         self._slots = buckets_of(model)
-        self._groups = groups_in_memory(RANKS, device)
+        self._groups = groups_in_memory(num_ranks, device)
         self._bound = [hook.bind(group) for group in self._groups]
         self._step = 0
 
