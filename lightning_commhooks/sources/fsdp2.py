@@ -157,7 +157,7 @@ class Gather:
             self._groups[process_group] = group, kernels
         return self._groups[process_group]
 
-    def _forget(self, *_: object) -> None:
+    def _forget(self, *args: object) -> None:
         """Gather in full next: weights were loaded, on all ranks, and are far from those that ranks keep."""
         for _, all_gather in self._units:
             all_gather.kept = None
