@@ -149,10 +149,10 @@ class BoundAround(BoundWrapper):
             self.inner.after_optimizer_step(stepped)
 
     def applies_average_after(self, stepped: OptimizerStep) -> bool:
-        return averages_models(self._inner) and self._inner.applies_average_after(stepped)
+        return averages_models(self.inner) and self.inner.applies_average_after(stepped)
 
     def common_model(self) -> Mapping[str, Tensor]:
-        return self._inner.common_model() if averages_models(self._inner) else {}
+        return self.inner.common_model() if averages_models(self.inner) else {}
 
     def inactive_reason(self, step: int) -> str | None:
         return self.inner.inactive_reason(step)
