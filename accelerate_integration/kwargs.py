@@ -29,6 +29,7 @@ from lightning_commhooks.runtime.attachments import attachment_of
 from lightning_commhooks.sources.attach import attach
 from lightning_commhooks.sources.ddp import check_even, hook_name, resolve_hook
 from lightning_commhooks.sources.fsdp import resolve_sharded_hook
+from lightning_commhooks.sources.fsdp2 import gather_hooks
 from lightning_commhooks.sources.replicas import load_shard, replicas_of, save_shard, shard_file
 from lightning_commhooks.torchft.fault_tolerance import FaultTolerance
 from lightning_commhooks.wrappers import Cast
@@ -343,11 +344,11 @@ def attach_to_prepared(
     accelerator: Accelerator,
     hook: str | CommHook | Callable[..., Any] | None,
     options: Sequence[str],
-    shard_hook: str | CommHook | None = None,
-    exact_state: bool = False,
-    resync: bool = False,
+    exact_state: bool,
+    resync: bool,
+    **sharding: Any,
 ) -> FSDPCommHook:
-    """Attach a hook to all models of an accelerator. Collective."""
+    """Attach a hook to all models of an accelerator, with further options of `attach`. Collective."""
     kind = accelerator.distributed_type
     given: Any = hook.value if isinstance(hook, DDPCommunicationHookType) else hook
     if kind == DistributedType.NO:
@@ -371,13 +372,12 @@ def attach_to_prepared(
             f"{', '.join(options)}: hooks keep no state of sharded gradients and do not know what they are the sum of; "
             "leave that out with FSDP"
         )
+    gather_hooks(sharding)
     if not accelerator._models:
         raise ValueError("the accelerator has no model yet: call use_comm_hook(accelerator, ...) after prepare()")
     resolved = get_hook(given) if has_replicas else resolve_sharded_hook(given, remembers=True)
     check_even(resolved, "Accelerate")
-    attachments = [
-        attach(model, resolved, exact_state=exact_state, shard_hook=shard_hook) for model in accelerator._models
-    ]
+    attachments = [attach(model, resolved, exact_state=exact_state, **sharding) for model in accelerator._models]
     events = _EventsOfShards(accelerator, resolved.name, resync=resync, strict_state=True)
     for attachment in attachments if has_replicas else ():
         events.add(attachment)

@@ -28,6 +28,8 @@ def use_comm_hook(
     exact_state: bool = False,
     resync: bool = False,
     shard_hook: str | CommHook | None = None,
+    gather_hook: str | CommHook | None = None,
+    gather_differences: bool = False,
 ) -> FSDPCommHook: ...
 
 
@@ -57,6 +59,8 @@ def use_comm_hook(
     accumulation: Accumulation = "framework",
     monitor: bool | Mapping[str, Any] = False,
     shard_hook: str | CommHook | None = None,
+    gather_hook: str | CommHook | None = None,
+    gather_differences: bool = False,
 ) -> CommHookKwargs | FSDPCommHook:
     """Attach a communication hook that averages the gradients of a `transformers.Trainer`.
 
@@ -84,6 +88,8 @@ def use_comm_hook(
 
         shard_hook: with FSDP 2 and `ParallelismConfig(dp_replicate_size=2)` or more, where `hook` is the one between
             replicas, the hook of the reduce-scatter within a replica: see [`attach`][].
+        gather_hook: with FSDP 2, the format in which parameters are gathered: see there.
+        gather_differences: with FSDP 2, whether ranks gather changes of weights: see there.
 
     Returns:
         the handler, whose `attachments[-1].metrics()` report the bytes sent.
@@ -99,15 +105,16 @@ def use_comm_hook(
         "resync": resync,
         "accumulation": accumulation,
     }
+    sharding = {"shard_hook": shard_hook, "gather_hook": gather_hook, "gather_differences": gather_differences}
     monitor_options = trainer_options(monitor) if monitor else None
     if isinstance(trainer, Accelerator):
         if monitor:
             raise ValueError("monitor is for a transformers.Trainer: CommHookTracker(accelerator, use_comm_hook(...))")
         of_replicas = {name: options.pop(name) for name in ("exact_state", "resync")}
         given = [name for name, value in options.items() if value != getattr(CommHookKwargs, name)]
-        return attach_to_prepared(trainer, hook, given, shard_hook, **of_replicas)
-    if shard_hook is not None:
-        raise ValueError("shard_hook is for an Accelerator that shards its model by FSDP: leave it out")
+        return attach_to_prepared(trainer, hook, given, **of_replicas, **sharding)
+    if of_shards := [name for name, value in sharding.items() if value]:
+        raise ValueError(f"{of_shards[0]} is for an Accelerator that shards its model by FSDP: leave it out")
     if trainer.accelerator.distributed_type == DistributedType.FSDP:
         raise ValueError(
             "this trainer shards its model by FSDP, in the course of train(): call use_comm_hook(trainer.accelerator, "

@@ -23,6 +23,7 @@ from lightning_commhooks.sources import fsdp1
 from lightning_commhooks.sources.attach import attach
 from lightning_commhooks.sources.ddp import check_even
 from lightning_commhooks.sources.fsdp import resolve_sharded_hook
+from lightning_commhooks.sources.fsdp2 import gather_hooks
 from lightning_commhooks.sources.replicas import load_shard, save_shard, shard_file
 from lightning_commhooks.wrappers.hook_name import NoHook
 
@@ -188,6 +189,8 @@ class CompressedModelParallelMixin(ShardedHookMixin):
             node. With more than one the device mesh has a first dimension `"replicas"`, and `"data_parallel"` is the
             dimension of the shards.
         shard_hook: with replicas, the hook of the reduce-scatter within one. `None`: FSDP2's own.
+        gather_hook: the format in which parameters are gathered, as in [`attach`][]. `None`: as they are.
+        gather_differences: whether ranks gather changes of weights: see there.
         exact_state: save state that differs between replicas for every replica: see [`CompressedDDPStrategy`][].
         resync: with replicas, and hooks that let them step alone, whether they continue from the average after
             validation and checkpoints: see [`CompressedDDPStrategy`][].
@@ -206,6 +209,8 @@ class CompressedModelParallelMixin(ShardedHookMixin):
         hook: CommHook | NoHook | str,
         replicas: int = 1,
         shard_hook: CommHook | ShardedHookName | None = None,
+        gather_hook: CommHook | ShardedHookName | None = None,
+        gather_differences: bool = False,
         exact_state: bool = False,
         resync: bool = False,
         **kwargs: Any,
@@ -213,11 +218,13 @@ class CompressedModelParallelMixin(ShardedHookMixin):
         self._replicas = replicas
         self._options: dict[str, Any] = {"shard_hook": shard_hook, "exact_state": exact_state}
         self._of_replicas = {**self._options, "resync": resync}
+        self._gathers: dict[str, Any] = {"gather_hook": gather_hook, "gather_differences": gather_differences}
         super().__init__(hook, **kwargs)
         self._resync = resync
 
     def _resolve(self, hook: CommHook | str) -> CommHook:
         check_integer("replicas", self._replicas, 1)
+        gather_hooks(self._gathers)
         if self._replicas == 1:
             if given := [name for name, value in self._of_replicas.items() if value]:
                 raise ValueError(
@@ -233,7 +240,7 @@ class CompressedModelParallelMixin(ShardedHookMixin):
     def _attach(self) -> None:
         # Only hooks for replicas average models.
         optimizers = (lambda: self.optimizers) if self._replicas > 1 else None
-        self._attachment = attach(self.model, self._hook, optimizers=optimizers, **self._options)
+        self._attachment = attach(self.model, self._hook, optimizers=optimizers, **self._options, **self._gathers)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Make a step. Before it, once the first steps are over, report the hook's expected effect on this run."""

@@ -44,8 +44,9 @@ def test_on_cpu_accelerate_uses_ddp_with_any_plugin(results):
 
 
 def test_refuses_too_early_and_options_without_effect(results):
-    early, option = results["refusals"]
+    early, option, alone = results["refusals"]
     assert "call use_comm_hook(accelerator, ...) after prepare()" in early
+    assert "gather_differences=True needs a gather_hook" in alone
     assert option.startswith("resync: hooks keep no state of sharded gradients and do not know")
 
 
@@ -61,6 +62,7 @@ def test_between_replicas_of_a_parallelism_config(tmp_path):
     assert gradients["metrics"]["steps"] == 6
     assert gradients["metrics"]["numel_compressed"] > 0
     assert gradients["metrics"]["shard_compression_ratio"] == pytest.approx(2)
+    assert gradients["metrics"]["gather_compression_ratio"] > 2
     files = sorted(file.name for file in (tmp_path / "powersgd").glob("comm_hook*"))
     assert files == [f"comm_hook_0-{i}-of-2.pt" for i in (0, 1)]
 

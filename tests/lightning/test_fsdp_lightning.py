@@ -50,6 +50,13 @@ def test_trains_as_ddp_does(two, way, label, ratio):
     assert result["metrics"]["compression_ratio"] == pytest.approx(ratio, rel=0.01 if label != "int8" else 0.3)
 
 
+def test_gathers_changes_of_weights(two):
+    gathered, other = two("gathered", 0), two("gathered", 1)
+    assert gathered["params"] == other["params"]
+    assert gathered["metrics"]["gather_compression_ratio"] > 3, "the first gather is in full"
+    assert two.distance("gathered", "dense-2") < 2e-2
+
+
 @pytest.mark.parametrize("way", ["SHARD_GRAD_OP", FSDP2])
 def test_second_fit_and_checkpoint(two, way):
     second = two(f"{way}-second")
@@ -93,6 +100,7 @@ def test_between_replicas(four):
     assert metrics["steps"] == 4
     assert metrics["numel_compressed"] > 0
     assert metrics["shard_compression_ratio"] == pytest.approx(2)
+    assert metrics["gather_compression_ratio"] > 2
     assert four.distance("replicas-whole", "dense-2") < 0.5
 
 
@@ -124,6 +132,8 @@ def test_hybrid_on_four_ranks_of_the_standalone_package(four):
         ({"hook": "powersdg", "replicas": 2}, "did you mean 'powersgd'"),
         ({"hook": "bf16", "replicas": 0}, "replicas must be an integer of at least 1"),
         ({"hook": "bf16", "shard_hook": "bf16"}, "shard_hook is for replicas=2 or more"),
+        ({"hook": "bf16", "gather_hook": "topk"}, "hook='topk'|unknown hook 'topk'"),
+        ({"hook": "bf16", "gather_differences": True}, "gather_differences=True needs a gather_hook"),
         ({"hook": "bf16", "resync": True}, "resync is for replicas=2 or more"),
         ({"hook": lc.DiLoCo(period_seconds=1.0), "replicas": 2}, "the Trainer makes all wait for each other"),
         ({"hook": "powersgd", "replicas": 2, "shard_hook": "topk"}, "hook='topk'|unknown hook 'topk'"),

@@ -110,7 +110,7 @@ def of_version(version):
 def of_versions():
     results = {f"version{version}": of_version(version) for version in VERSIONS}
     early = with_fsdp(VERSIONS[-1])
-    results["refusals"] = [refused(early), refused(early, resync=True)]
+    results["refusals"] = [refused(early), refused(early, resync=True), refused(early, gather_differences=True)]
     AcceleratorState._reset_state()
     pretend(DistributedType.MULTI_CPU, torch.device("cpu"))
     AcceleratorState._reset_state()
@@ -155,7 +155,7 @@ def num_models(model):
 def of_replicas(folder):
     alone = lc.DiLoCo(period=2, post_local_gradient_allreduce=False)
     return {
-        "powersgd": resumed(f"{folder}/powersgd", POWERSGD, shard_hook="bf16"),
+        "powersgd": resumed(f"{folder}/powersgd", POWERSGD, shard_hook="bf16", gather_hook="int8"),
         "local": resumed(f"{folder}/local", alone, resync=True),
     }
 

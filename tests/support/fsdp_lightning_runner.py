@@ -48,9 +48,9 @@ def data():
     return lightning_runner.data(4, batch_size=8)
 
 
-def make_strategy(way, hook):
+def make_strategy(way, hook, **options):
     if way == "FSDP2":
-        return CompressedModelParallel(hook=hook, data_parallel_size=NUM_DEVICES, tensor_parallel_size=1)
+        return CompressedModelParallel(hook=hook, data_parallel_size=NUM_DEVICES, tensor_parallel_size=1, **options)
     mesh = {"device_mesh": (2, NUM_DEVICES // 2)} if "HYBRID" in way else {}
     options = {"auto_wrap_policy": {nn.Linear}, "state_dict_type": "sharded", **mesh}
     return CompressedFSDP(hook=hook, sharding_strategy=way, **options)
@@ -133,7 +133,8 @@ def with_replicas():
     sizes = {"data_parallel_size": NUM_DEVICES, "tensor_parallel_size": 1, "replicas": 2}
 
     def strategy():
-        return CompressedModelParallel(hook=hook, shard_hook="bf16", exact_state=True, **sizes)
+        within = {"shard_hook": "bf16", "gather_hook": "int8"}
+        return CompressedModelParallel(hook=hook, exact_state=True, **within, **sizes)
 
     _, trainer = fit("replicas-whole", strategy(), max_epochs=2, saves={0: "replicas.ckpt"})
     with warnings.catch_warnings(record=True) as caught:
@@ -189,6 +190,8 @@ def main():
             fit(f"{way}-{label}", make_strategy(way, HOOKS[label]))
         if way in ("SHARD_GRAD_OP", "FSDP2"):
             checkpoint(way)
+        if way == "FSDP2":
+            fit("gathered", make_strategy(way, "bf16", gather_hook="int4", gather_differences=True), max_epochs=2)
     if "SHARD_GRAD_OP" in sys.argv:
         refuse_full_checkpoint()
     if sys.argv[1] == "lightning.pytorch":
