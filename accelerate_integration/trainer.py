@@ -105,7 +105,11 @@ def use_comm_hook(
         "resync": resync,
         "accumulation": accumulation,
     }
-    sharding = {"shard_hook": shard_hook, "gather_hook": gather_hook, "gather_differences": gather_differences}
+    sharding: dict[str, Any] = {
+        "shard_hook": shard_hook,
+        "gather_hook": gather_hook,
+        "gather_differences": gather_differences,
+    }
     monitor_options = trainer_options(monitor) if monitor else None
     if isinstance(trainer, Accelerator):
         if monitor:

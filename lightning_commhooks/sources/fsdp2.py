@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
@@ -145,8 +145,13 @@ class Gather:
         self._units = [(weakref.ref(unit), _AllGather(self)) for unit in units]
         for unit, (_, all_gather) in zip(units, self._units, strict=True):
             unit.set_custom_all_gather(all_gather)  # type: ignore[arg-type]
-        modules = {module for unit in units for module in nn.Module.modules(unit)} if differences else set()  # type: ignore[arg-type]
-        self._handles = [module.register_load_state_dict_post_hook(NotCopied(self._forget)) for module in modules]
+        # Modules without parameters may load their state on one rank alone.
+        modules = {module: any(True for _ in module.parameters()) for unit in units for module in _modules(unit)}
+        self._handles = [
+            module.register_load_state_dict_post_hook(NotCopied(self._forget))
+            for module, has_parameters in modules.items()
+            if differences and has_parameters
+        ]
 
     def among(self, process_group: dist.ProcessGroup) -> tuple[Group, Kernels | None]:
         """These ranks, and the kernels of the codec, if there is one. Collective when they are asked for first."""
@@ -169,8 +174,9 @@ class Gather:
 
     def close(self) -> None:
         """Leave the gathering to FSDP2 again."""
-        for reference, _ in self._units:
-            if (unit := reference()) is not None:
+        for reference, all_gather in self._units:
+            unit = reference()
+            if unit is not None and any(group._all_gather_comm is all_gather for group in _groups_of([unit])):
                 unit.set_custom_all_gather(DefaultAllGather())
         for handle in self._handles:
             handle.remove()
@@ -224,7 +230,8 @@ class _AllGather:
     def _gather_differences(self, share: Tensor, out: Tensor, ranks: Group, kernels: Kernels) -> None:
         # All ranks take the same branch: they have the same shapes, and load weights and run backwards together.
         if self.kept is None or self.kept.shape != out.shape or self.kept.dtype != out.dtype:
-            self.kept = ranks.finish(ranks.all_gather(share.clone()))
+            with torch.inference_mode(False):  # a tensor of that mode could not be changed in training
+                self.kept = ranks.finish(ranks.all_gather(share.clone()))
         elif current_backward() < 0:
             ranks.finish(gather_encoded(share, out, ranks, kernels, self.kept))
             return
@@ -235,6 +242,11 @@ class _AllGather:
 def units(model: nn.Module) -> list[FSDPModule]:
     """All modules of a model to which `fully_shard` was applied, `model` included."""
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def _modules(unit: FSDPModule) -> Iterator[nn.Module]:
+    assert isinstance(unit, nn.Module)
+    return unit.modules()
 
 
 def param_groups(model: nn.Module) -> list[Any]:

@@ -33,6 +33,8 @@ class ManagedReplicas(Replicas):
         **Replicas.refused,
         "exact_state": EXACT_STATE,
         "replicate_group": "is for replicas that stay; those that come and go are the manager's: leave it out",
+        # torchft hands over weights to each process of a replica by itself.
+        "gather_differences": "needs ranks that all load weights when one does; with manager= leave it out",
     }
 
     quorum: Quorum

@@ -324,6 +324,7 @@ def refusals_of_several_processes(rank, world):
         manager._group_world_size, manager._group_rank = world, rank
         mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicas", "shards"))
         both = {"manager": manager, "replicate_group": mesh.get_group(0)}
+        differences = {"manager": manager, "gather_hook": "int4", "gather_differences": True}
         for model, options, message in (
             (parallel.DistributedDataParallel(torch.nn.Linear(2, 2)), {"manager": manager}, "apply fully_shard to the"),
             (
@@ -334,6 +335,7 @@ def refusals_of_several_processes(rank, world):
             (fully_shard(torch.nn.Linear(2, 2), mesh=mesh), {"manager": manager}, "on a mesh of one dimension"),
             (fully_shard(torch.nn.Linear(2, 2)), {"manager": Manager()}, "need {'world_size': 4"),
             (fully_shard(torch.nn.Linear(2, 2)), both, "replicate_group is for replicas that stay"),
+            (fully_shard(torch.nn.Linear(2, 2)), differences, "needs ranks that all load weights when one does"),
             (fully_shard(torch.nn.Linear(2, 2)), {"manager": manager, "hook": "auto"}, "hook='auto' measures"),
         ):
             with pytest.raises(ValueError, match=message):

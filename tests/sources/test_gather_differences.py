@@ -246,6 +246,22 @@ def test_loaded_weights_are_gathered_in_full(run, way):
         assert 0 < errors[1] < 4 * 1e-2 / 7
 
 
+def evaluated(rank, world):
+    """Weights were loaded, then evaluated in inference mode; a tensor of that mode cannot change in training."""
+    model = shard2("full")
+    attachment = lc.attach(model, "allreduce", gather_hook=INT4, gather_differences=True)
+    for number in range(3):
+        model(full_rank_gradients(rank, number, NAMES)).backward()
+        model.load_state_dict(model.state_dict())
+        with torch.inference_mode():
+            model(full_rank_gradients(rank, number, NAMES))
+    attachment.close()
+
+
+def test_training_continues_after_an_evaluation_in_inference_mode(run):
+    run(evaluated)
+
+
 def losses_of(rank, options):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 128), nn.Tanh(), nn.Linear(128, 128), nn.Tanh(), nn.Linear(128, 8))
