@@ -367,14 +367,17 @@ class Models:
         self.shows_averages |= stepped is None
 
     def show_common_(self, common: Mapping[str, Tensor], permanently: bool) -> None:
-        """Replace this rank's own model by the common one that the hook keeps, until `hide`. Sends nothing.
+        """Replace parameters that local steps have changed by the common ones that the hook keeps, until `hide`.
+
+        Sends nothing. Buffers stay this rank's own.
 
         Args:
-            common: parameters by name, flat in memory order; the remaining parameters are equal on all ranks.
+            common: parameters by name, flat in memory order.
             permanently: whether training continues from the common model.
         """
         self.hide()
-        parameters = {name: p for name, p in self.layout.trained.items() if name in common}
+        shown = self.diverged.intersection(common)
+        parameters = {name: p for name, p in self.layout.trained.items() if name in shown}
         own = OwnValues(parameters.values())
         for name, p in parameters.items():
             view = flat_view(p)
@@ -382,6 +385,7 @@ class Models:
         own.note_change()
         if permanently:
             self.diverged.clear()
+            self._buffers_diverged = False
         else:
             self._own[_MODEL], self.shows_averages = own, True
 

@@ -117,7 +117,7 @@ class Ranks:
         destroy([self._owned, *self.group.release()])
         self._owned = None
         # Otherwise a process ends soon.
-        if self._others_follow and not self.engine.is_stuck:
+        if self._others_follow and not (self.engine.is_stuck or self.background.is_stuck):
             self._connections.let_go()
 
 
@@ -138,6 +138,11 @@ class Background:
         self._numbers = itertools.count()
         self._under_way: list[Future[Tensor]] = []
         self._ranks_change = runtime.source.ranks_change
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether a thread still waits in a collective."""
+        return self._engine is not None and self._engine.is_stuck
 
     def begin(self, group: Group, run: Callable[[Group], Steps[None]]) -> Callable[[], None]:
         """Begin a computation; on all ranks in the same order.

@@ -76,8 +76,9 @@ class Quorum(ChangingRanks):
         self._start = int.from_bytes(os.urandom(4), "little")
         # A state that another replica has handed over.
         self._received_state: Mapping[str, Any] | None = None
-        # By parameter, this replica's changes since averages, when it received that state.
-        self._moves: Mapping[str, Tensor] = {}
+        # This replica's own weights before it received that state, and whether the others may have averaged them.
+        self._own: Mapping[str, Tensor] = {}
+        self._took_part = False
         # Whether there was a backward that replicas have not voted on.
         self._awaits_vote = False
         self._quorums, self._not_committed, self._lost_seconds = 0, 0, 0.0
@@ -185,9 +186,11 @@ class Quorum(ChangingRanks):
                 self._members = manager._pg.members
                 self._quorums += 1
         if manager.errored() is None and self._received_state is not None:
+            # A replica that has just started has none, and its steps do not count.
+            before = self._common_model() if self._has_committed else {}
             self._load(self._received_state, runtime.bind_again())
             self._received_state = None
-            self._begin_at_common_model()
+            self._begin_at_common_model(before)
         if self._is_losing:
             now = time.perf_counter()
             self._lost_seconds += now - self._last_commit
@@ -200,13 +203,15 @@ class Quorum(ChangingRanks):
         self, ranks: Ranks, state: Mapping[str, Any], compare: Callable[[Group], None] = lambda group: None
     ) -> None:
         """Go on among other ranks with a state of the hook, if `compare` raises nothing. Collective."""
-        runtime = self._runtime
+        runtime, models = self._runtime, self._runtime.local.models
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the user got them when the hook was attached
             runtime.run_among(ranks, compare)
-        runtime.local.models.regroup(ranks.group)
-        runtime.local.models.begin = ranks.background.begin
+        models.regroup(ranks.group)
+        models.begin = ranks.background.begin
+        diverged = set(models.diverged)
         self._load(state, runtime.bound)
+        models.diverged |= diverged
 
     def _load(self, state: Mapping[str, Any], fresh: BoundHook) -> None:
         checkpoint.load_alone(state, self._runtime, fresh, self._runtime.local.models)
@@ -220,23 +225,25 @@ class Quorum(ChangingRanks):
         bound = self._runtime.bound
         return bound.common_model() if averages_models(bound) else {}
 
-    def _own_moves(self) -> dict[str, Tensor]:
-        """Return this replica's changes since averages that it took part in; none if it has just started."""
-        common = self._common_model() if self._has_committed else {}
-        trained = self._runtime.layout.trained
-        return {name: at_least_float32(trained[name]) - one for name, one in common.items()}
+    def _begin_at_common_model(self, before: Mapping[str, Tensor]) -> None:
+        """Begin at the other replicas' last averages, with this replica's own changes that they do not include.
 
-    def _begin_at_common_model(self) -> None:
-        """Begin at the other replicas' last averages.
+        A late replica's changes count in the next average: Decoupled DiLoCo, Douillard et al. 2026,
+        https://arxiv.org/abs/2604.21428. A replica that loses an average at the last moment is in it, if the others
+        have committed it; they have other common weights then.
 
-        A joining replica begins as if it had not moved since. One that was only late, or lost an average at the last
-        moment, adds its own changes, which count in the next average: Decoupled DiLoCo, Douillard et al. 2026,
-        https://arxiv.org/abs/2604.21428.
+        Args:
+            before: the common weights from which this replica has changed; empty for a joining replica.
         """
-        common, trained = self._common_model(), self._runtime.layout.trained
-        for name, one in common.items():
+        models, trained = self._runtime.local.models, self._runtime.layout.trained
+        models.diverged.clear()
+        for name, common in self._common_model().items():
+            changed = name in before and not (self._took_part and not torch.equal(before[name], common))
+            begin = common + (at_least_float32(self._own[name]) - before[name]) if changed else common
             own = flat_view(trained[name])
-            own.copy_((one + self._moves[name] if name in self._moves else one).view(own.shape))
+            own.copy_(begin.view(own.shape))
+            if changed:
+                models.diverged.add(name)
 
     def _digest(self) -> int:
         """Digest of the weights that must be equal on all replicas; 0 if this replica receives another's."""
@@ -353,26 +360,34 @@ class Quorum(ChangingRanks):
     def _has_averaged(self, average: Callable[[], None]) -> bool:
         """Average models, and vote on that; where it fails, this replica has its own again."""
         runtime, manager = self._runtime, self._manager
-        # Before another replica's model replaces this one; unless that has happened in an average that failed.
-        if self._received_state is None:
-            self._moves = self._own_moves()
-        manager.start_quorum()
-        self._begin()
         tensors = [*runtime.layout.trained.values(), *runtime.layout.float_buffers().values()]
-        own, state = [tensor.detach().clone() for tensor in tensors], self._own_state("own")
+        own = [tensor.detach().clone() for tensor in tensors]
+        # Unless they are another replica's, received in an attempt that failed.
+        if self._received_state is None:
+            self._own = dict(zip(runtime.layout.trained, own, strict=False))
+        manager.start_quorum()
+        bound = runtime.bound
+        self._begin()
+        if self._received_state is None:
+            self._own, self._took_part = {}, False
+        if runtime.bound is not bound:  # this replica may have received another's weights
+            own = [tensor.detach().clone() for tensor in tensors]
+        state, diverged = self._own_state("own"), set(runtime.local.models.diverged)
         num_averaged = runtime.counters.averagings
         if manager.errored() is None:
             with self.reporting():
                 average()
+                self._took_part = True
                 # Otherwise it might have failed on other replicas only.
                 runtime.call(lambda: meet(runtime.bound.group, runtime.source.device))
         if self._voted():
-            self._moves = {}
+            self._took_part = False
             return True
         with torch.no_grad():
             for tensor, before in zip(tensors, own, strict=True):
                 tensor.copy_(before)
         runtime.counters.averagings = num_averaged
+        runtime.local.models.diverged |= diverged
         self._go_on_among(Ranks.of_source(runtime, None), state)
         self._members = None
         return False
@@ -413,9 +428,9 @@ def _check_local(hook: LocalSGDConfig) -> None:
         )
     if pseudo_gradient_hook(hook.pseudo_gradient, hook.error_feedback).bind(Group(None)).has_memory:
         raise ValueError(
-            f"hook={hook.name!r}: delay={hook.delay} with error feedback, whose residual an average in flight has "
-            "already changed when replicas lose it; with manager= set delay=0, or error_feedback=False and another "
-            "pseudo_gradient than 'topk'"
+            f"hook={hook.name!r}: delay={hook.delay} with pseudo_gradient={hook.pseudo_gradient!r}, whose memory an "
+            "average in flight has already changed when replicas lose it; with manager= set delay=0, or a "
+            "pseudo_gradient without memory, such as 'int4' with error_feedback=False"
         )
 
 
