@@ -62,7 +62,7 @@ def test_between_replicas_of_a_parallelism_config(tmp_path):
     assert gradients["metrics"]["steps"] == 6
     assert gradients["metrics"]["numel_compressed"] > 0
     assert gradients["metrics"]["shard_compression_ratio"] == pytest.approx(2)
-    assert gradients["metrics"]["gather_compression_ratio"] > 2
+    assert gradients["metrics"]["gather_compression_ratio"] > 1.2, "shares fill no block"
     files = sorted(file.name for file in (tmp_path / "powersgd").glob("comm_hook*"))
     assert files == [f"comm_hook_0-{i}-of-2.pt" for i in (0, 1)]
 

@@ -100,7 +100,7 @@ def test_between_replicas(four):
     assert metrics["steps"] == 4
     assert metrics["numel_compressed"] > 0
     assert metrics["shard_compression_ratio"] == pytest.approx(2)
-    assert metrics["gather_compression_ratio"] > 2
+    assert metrics["gather_compression_ratio"] > 1.2, "shares fill no block"
     assert four.distance("replicas-whole", "dense-2") < 0.5
 
 
