@@ -6,6 +6,8 @@
     python benchmarks/time_to_loss.py --muon --tune
     python benchmarks/time_to_loss.py --muon > benchmarks/results/time_to_loss_muon.txt
 
+The command in `time_to_loss_muon.txt` has `--methods` with six of the twelve.
+
 Two hosts (network namespaces) joined by a link of 100 Mbit/s, one process and one core each. A transformer of 0.84 M
 parameters (`language_model.py`) learns Python's documentation character by character with AdamW, whose learning rate
 is constant after a warm-up. For a seed all methods get the same data in the same order, initial weights, batch and
@@ -307,7 +309,7 @@ def main() -> None:
     parser.add_argument("--tune", action="store_true", help="find the learning rates")
     parser.add_argument("--low-rank", action="store_true", help="compare low-rank hooks only")
     parser.add_argument("--muon", action="store_true", help="compare AdamW and Muon")
-    parser.add_argument("--methods", nargs="*", default=list(METHODS), help="some of them only")
+    parser.add_argument("--methods", nargs="*", help="some of them only")
     parser.add_argument("--seeds", nargs="*", type=int, default=list(SEEDS))
     parser.add_argument("--again", action="store_true", help="also what is in the records already")
     parser.add_argument("--work", help=argparse.SUPPRESS)
@@ -322,12 +324,12 @@ def main() -> None:
     if args.muon:
         records = Records(MUON_RECORDS, KEYS)
         if args.tune:
-            measure(records, list(MUON), [TUNING_SEED], True, args.again)
+            measure(records, args.methods or list(MUON), [TUNING_SEED], True, args.again)
             return
-        measure_in_turns(records, records, list(MUON), args.seeds)
+        measure_in_turns(records, records, args.methods or list(MUON), args.seeds)
         sys.exit(not print_table([row for row in records.rows if not row["tuning"]], muon_verdict))
     records = Records(RECORDS, KEYS)
-    measure(records, args.methods, [TUNING_SEED] if args.tune else args.seeds, args.tune, args.again)
+    measure(records, args.methods or list(METHODS), [TUNING_SEED] if args.tune else args.seeds, args.tune, args.again)
     if args.tune:
         return
     rows = [row for row in records.rows if not row["tuning"] and row["method"] in METHODS]
