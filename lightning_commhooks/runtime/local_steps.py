@@ -295,7 +295,7 @@ class LocalSteps:
         """Permanently average the tensors that differ between ranks, or the whole model."""
         self._begin("average_weights()", everything)
         if self.models.ranks_change:
-            self.models.show_common_(self._common_model(), permanently=True)
+            self.models.show_common_(self.common_model(), permanently=True)
         else:
             self._runtime.call(lambda: self.models.average_permanently_(everything))
 
@@ -341,18 +341,19 @@ class LocalSteps:
     def _show(self, what: str) -> None:
         self._begin(what)
         if self.models.ranks_change:
-            self.models.show_common_(self._common_model(), permanently=False)
+            self.models.show_common_(self.common_model(), permanently=False)
         else:
             self._runtime.call(self.models.show_)
 
-    def _common_model(self) -> Mapping[str, Tensor]:
+    def common_model(self) -> Mapping[str, Tensor]:
+        """Return the parameters as they were after the last average, by name, if the hook keeps them."""
         bound = self._runtime.bound
         return bound.common_model() if averages_models(bound) else {}
 
     def _begin(self, what: str, everything: bool = False) -> None:
         """End the last step, and wait for all ranks if models may have to be averaged."""
         models, ranks_change = self.models, self.models.ranks_change
-        if ranks_change and models.differ and not self._common_model():
+        if ranks_change and models.differ and not self.common_model():
             raise ValueError(f"replicas that come and go do not average when one of them asks: {_OF_ONE_REPLICA}")
         step = self._runtime.clock.steps - 1
         models.may_differ |= step >= 0 and self._runtime.bound.is_local(step)
@@ -373,7 +374,7 @@ class LocalSteps:
         elif not is_training and self.models.differ:
             fix = _OF_ONE_RANK
             if self.models.ranks_change:
-                fix = _OF_COMMON if self._common_model() else _OF_ONE_REPLICA
+                fix = _OF_COMMON if self.common_model() else _OF_ONE_REPLICA
             self._warn_once(
                 "evaluated",
                 f"hook {self._runtime.name!r}: a forward in eval mode sees this rank's own model, not the average of "
@@ -403,6 +404,6 @@ class LocalSteps:
             self.models.keep_averages()
             return []
         fix = "call Attachment.average_weights() at the end of training"
-        if self.models.ranks_change and not self._common_model():
+        if self.models.ranks_change and not self.common_model():
             fix = "end training after an average"
         return [f"hook={self._runtime.name!r} ended while {diverged} parameters differed between ranks; {fix}"]

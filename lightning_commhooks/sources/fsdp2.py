@@ -145,12 +145,12 @@ class Gather:
         self._units = [(weakref.ref(unit), _AllGather(self)) for unit in units]
         for unit, (_, all_gather) in zip(units, self._units, strict=True):
             unit.set_custom_all_gather(all_gather)  # type: ignore[arg-type]
-        # Modules without parameters may load their state on one rank alone.
-        modules = {module: any(True for _ in module.parameters()) for unit in units for module in _modules(unit)}
+        modules = {module for unit in units for module in _modules(unit)} if differences else set()
         self._handles = [
             module.register_load_state_dict_post_hook(NotCopied(self._forget))
-            for module, has_parameters in modules.items()
-            if differences and has_parameters
+            for module in modules
+            # Others may load their state on one rank alone.
+            if next(module.parameters(), None) is not None
         ]
 
     def among(self, process_group: dist.ProcessGroup) -> tuple[Group, Kernels | None]:

@@ -187,7 +187,7 @@ class Quorum(ChangingRanks):
                 self._quorums += 1
         if manager.errored() is None and self._received_state is not None:
             # A replica that has just started has none, and its steps do not count.
-            before = self._common_model() if self._has_committed else {}
+            before = self._runtime.local.common_model() if self._has_committed else {}
             self._load(self._received_state, runtime.bind_again())
             self._received_state = None
             self._begin_at_common_model(before)
@@ -221,10 +221,6 @@ class Quorum(ChangingRanks):
         """The hook's state on this replica, or the part of it for a joining replica. Not collective."""
         return checkpoint.save_alone(self._runtime, self._runtime.local.models, kind)
 
-    def _common_model(self) -> Mapping[str, Tensor]:
-        bound = self._runtime.bound
-        return bound.common_model() if averages_models(bound) else {}
-
     def _begin_at_common_model(self, before: Mapping[str, Tensor]) -> None:
         """Begin at the other replicas' last averages, with this replica's own changes that they do not include.
 
@@ -237,7 +233,7 @@ class Quorum(ChangingRanks):
         """
         models, trained = self._runtime.local.models, self._runtime.layout.trained
         models.diverged.clear()
-        for name, common in self._common_model().items():
+        for name, common in self._runtime.local.common_model().items():
             changed = name in before and not (self._took_part and not torch.equal(before[name], common))
             begin = common + (at_least_float32(self._own[name]) - before[name]) if changed else common
             own = flat_view(trained[name])
@@ -251,7 +247,7 @@ class Quorum(ChangingRanks):
             return 0
         # Where replicas step alone, their last common weights, if the hook keeps them.
         averages = averages_models(self._runtime.bound)
-        weights = self._common_model() if averages else self._runtime.layout.trained
+        weights = self._runtime.local.common_model() if averages else self._runtime.layout.trained
         return 1 + digest_of(weights.values())
 
     def _compare_weights(self, names: list[str], digests: list[int], own: int) -> None:

@@ -135,9 +135,9 @@ def test_changes_of_a_replica_that_receives_the_model_count_once(has_started, to
     models = types.SimpleNamespace(diverged={"a", "b"})
     quorum = object.__new__(Quorum)
     quorum._runtime = types.SimpleNamespace(
-        local=types.SimpleNamespace(models=models), layout=types.SimpleNamespace(trained=trained)
+        local=types.SimpleNamespace(models=models, common_model=lambda: {"a": torch.tensor([10.0]), "b": before}),
+        layout=types.SimpleNamespace(trained=trained),
     )
-    quorum._common_model = lambda: {"a": torch.tensor([10.0]), "b": before}
     quorum._own, quorum._took_part = {name: torch.tensor([5.0]) for name in "ab"}, took_part
     quorum._begin_at_common_model(dict.fromkeys("ab", before) if has_started else {})
     assert [p.item() for p in trained.values()] == begins_at
