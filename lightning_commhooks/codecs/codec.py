@@ -114,7 +114,7 @@ def unpack(codec: Codec, payload: Tensor) -> tuple[Tensor, Tensor]:
 
 def seed_tensor(seed: int, device: torch.device) -> Tensor:
     """Return a seed as a tensor, so that compiled functions do not depend on its value."""
-    tensor = torch.tensor(seed % 2**31, dtype=torch.int32)
+    tensor = torch.tensor(seed % 2**31, dtype=torch.int32, device="cpu")
     # Pinned, a copy does not wait for the device.
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 

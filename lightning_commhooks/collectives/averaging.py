@@ -28,24 +28,24 @@ def average_(tensors: Sequence[Tensor], group: Group) -> None:
 
     Parameters keep their storage and layout, unlike with PyTorch's `average_parameters`, which moves them all into one
     buffer. 16-bit tensors are summed, and sent, in float32. The tensors are floating-point or complex, in the same
-    order on every rank, and may require gradients.
+    order on every rank, on any device (NAdam keeps `mu_product` on CPU), and may require gradients.
     """
     if group.size == 1:
         return
     for views in _chunks([flat_view(tensor) for tensor in tensors if own_part(tensor).numel()]):
         wire = torch.promote_types(views[0].dtype, torch.float32)
         # Divide before the sum: buffers may hold the largest number of their dtype, as masks do.
-        if len(views) == 1 and views[0].dtype == wire and views[0].is_contiguous():
+        if len(views) == 1 and (views[0].device, views[0].dtype) == (group.device, wire) and views[0].is_contiguous():
             group.finish(group.all_reduce_(views[0].div_(group.size)))  # no copy
             continue
-        flat = torch.cat([view.reshape(-1).to(wire) for view in views])
+        flat = torch.cat([view.reshape(-1).to(group.device, wire) for view in views])
         mean = group.finish(group.all_reduce_(flat.div_(group.size)))
         for view, own in zip(views, mean.split([view.numel() for view in views]), strict=True):
             view.copy_(own.view(view.shape))
 
 
 def share_(tensors: Sequence[Tensor], group: Group) -> None:
-    """Replace tensors, of any dtype and in the same order on all ranks, by the first rank's tensors, bit for bit.
+    """Replace tensors, in the same order on all ranks, by the first rank's tensors, bit for bit; any dtype and device.
 
     Sends them as bytes, to which the remaining ranks add zeros: no dtype is rounded, and each rank sends as many bytes
     as for an average.
@@ -58,7 +58,7 @@ def share_(tensors: Sequence[Tensor], group: Group) -> None:
     places = {id(part): view for part, view in zip(sent, views, strict=True)}
     for parts in _chunks(sent):
         flat = torch.cat(parts) if group.rank == 0 else parts[0].new_zeros(sum(part.numel() for part in parts))
-        first = group.finish(group.all_reduce_(flat))
+        first = group.finish(group.all_reduce_(flat.to(group.device)))
         for part, theirs in zip(parts, first.split([part.numel() for part in parts]), strict=True):
             view = places[id(part)]
             view.copy_(theirs.clone().view(view.dtype).view(view.shape))  # a clone is aligned

@@ -236,7 +236,7 @@ class Direct:
         num_bytes = numel * like.element_size()
         memory = self._spare.pop() if self._spare else None
         if memory is None or memory.numel() < num_bytes:
-            memory = torch.empty(num_bytes, dtype=torch.uint8)
+            memory = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
         return memory, memory[:num_bytes].view(like.dtype)
 
 
@@ -263,7 +263,7 @@ def measure_latency(ranks: Direct) -> float:
 
 def _ping(ranks: Direct, best: list[float], num: int) -> float:
     """Update the best round trips at distances of `2**i` ranks; return the largest latency of a message."""
-    own, other = torch.zeros(1), torch.zeros(1)
+    own, other = torch.zeros(2, 1, device="cpu")
     for i in range(len(best)):
         for _ in range(num):
             begin = time.perf_counter()
@@ -280,7 +280,7 @@ def _slowest(ranks: Direct, measured: float) -> float:
     except ValueError:
         latency = math.nan
     # NaN, so that all ranks notice.
-    own = torch.tensor([latency if latency >= 0 else math.nan], dtype=torch.float64)
+    own = torch.tensor([latency if latency >= 0 else math.nan], dtype=torch.float64, device="cpu")
     slowest = float(finish(ranks.gather(own)).max())
     if not 0 <= slowest < math.inf:
         raise ValueError(

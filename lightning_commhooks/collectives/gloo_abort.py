@@ -138,7 +138,7 @@ def listening_devices(make: Callable[[], Devices]) -> tuple[Devices, set[str]]:
 def _gather_addresses(own: dist.ProcessGroup, mine: set[str], num_listeners: int) -> set[str]:
     """Return the addresses of all ranks' listeners."""
     text = bytearray("\n".join(mine).encode().ljust(_ADDRESS_BYTES * num_listeners))
-    gathered = [torch.empty(len(text), dtype=torch.uint8) for _ in range(own.size())]
+    gathered = [torch.empty(len(text), dtype=torch.uint8, device="cpu") for _ in range(own.size())]
     dist.all_gather(gathered, torch.frombuffer(text, dtype=torch.uint8), group=own)
     return {address.strip() for part in gathered for address in bytes(part.tolist()).decode().split("\n")} - {""}
 

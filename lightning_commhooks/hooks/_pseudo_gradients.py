@@ -128,7 +128,7 @@ class PseudoGradients:
             with counted(bucket.flat, ranks):
                 yield from self.inner.reduce(bucket, ranks)
             # With inf or NaN in it the model is lost as well.
-            self.inner.end_step(torch.tensor(True))
+            self.inner.end_step(torch.tensor(True, device="cpu"))
 
     def end(self, optimizer: str, fragment: int) -> Iterator[tuple[str, Tensor]]:
         """Wait for an average, if one is in flight, and yield names and flat means."""

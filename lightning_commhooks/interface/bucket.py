@@ -99,6 +99,7 @@ class Bucket:
 
     def used(self, slots: Sequence[Slot], like: Tensor) -> Tensor:
         """Return 1 for each parameter that this rank used, else 0, in the dtype and on the device of `like`."""
-        used = torch.tensor([self.unused is None or slot.name not in self.unused for slot in slots], dtype=like.dtype)
+        is_used = [self.unused is None or slot.name not in self.unused for slot in slots]
+        used = torch.tensor(is_used, dtype=like.dtype, device="cpu")
         # A copy from pinned memory does not synchronize.
         return used.pin_memory().to(like.device, non_blocking=True) if like.is_cuda else used.to(like.device)

@@ -55,11 +55,11 @@ class ErrorSampler:
         numel = flat.numel()
         count = max(1, round(numel * self._fraction))
         if count == numel:
-            places = torch.arange(numel)
+            places = torch.arange(numel, device="cpu")
         else:
             # A separate generator: the same places on every rank, without a change of the global random state.
             generator = torch.Generator().manual_seed(1_000_003 * bucket.step + bucket.index)
-            places = torch.randint(numel, (count,), generator=generator)
+            places = torch.randint(numel, (count,), generator=generator, device="cpu")
         if flat.is_cuda:
             places = places.pin_memory().to(flat.device, non_blocking=True)
         values = flat[places].to(torch.promote_types(flat.dtype, torch.float32))

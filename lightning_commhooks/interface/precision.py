@@ -34,24 +34,24 @@ def all_finite(tensor: Tensor) -> Tensor:
     if not tensor.is_cpu:
         return tensor.isfinite().all()
     if not tensor.numel():
-        return torch.tensor(True)
+        return torch.tensor(True, device="cpu")
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
     # On CPU a sum takes a fiftieth of the time of isfinite(). It may overflow, so a nonfinite sum proves nothing.
     finite = bool(tensor.sum().isfinite())
-    return torch.tensor(finite or bool(tensor.max().isfinite() and tensor.min().isfinite()))
+    return torch.tensor(finite or bool(tensor.max().isfinite() and tensor.min().isfinite()), device="cpu")
 
 
 def spoil_unless_(finite: Tensor, tensors: Sequence[Tensor]) -> None:
-    """Fill tensors of at least one dimension with NaN unless `finite`, without synchronizing.
+    """Fill tensors of at least one dimension with NaN unless `finite`, a boolean of one element.
 
-    `finite` is a boolean of one element on the device of the tensors.
+    Synchronizes only for tensors on CPU, such as FSDP2's offloaded gradients, if `finite` is on another device.
     """
     if not finite.is_cpu or not finite:
         zero_or_nan = torch.where(finite, 0.0, math.nan).view(1)
-        for dtype in {tensor.dtype for tensor in tensors}:
-            some = [tensor for tensor in tensors if tensor.dtype == dtype]
-            torch._foreach_add_(some, [zero_or_nan.to(dtype)] * len(some))
+        for device, dtype in {(tensor.device, tensor.dtype) for tensor in tensors}:
+            some = [tensor for tensor in tensors if (tensor.device, tensor.dtype) == (device, dtype)]
+            torch._foreach_add_(some, [zero_or_nan.to(device, dtype)] * len(some))
 
 
 def num_overflowed(exact: Tensor, half: Tensor) -> int | Tensor:

@@ -47,9 +47,9 @@ class StateWriter:
         if self.kind in ("own", "joining"):
             return self.shared(tensor if self.kind == "own" else torch.zeros_like(tensor))
         if self.kind == "exact":
-            gathered = self._group.finish(self._group.all_gather(tensor.reshape(-1)))
+            gathered = self._group.finish(self._group.all_gather(tensor.reshape(-1).to(self._group.device)))
             return gathered.view(self._group.size, *tensor.shape).cpu()
-        mean = tensor.clone(memory_format=torch.contiguous_format)
+        mean = tensor.to(self._group.device, copy=True, memory_format=torch.contiguous_format)
         return self._group.finish(self._group.all_reduce_mean_(mean)).cpu()
 
     def memory(self, memory: Memory, own_kinds: Container[str]) -> Memory:

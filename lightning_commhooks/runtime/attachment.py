@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lightning_commhooks.collectives.agreement import raise_on_all_ranks
 from lightning_commhooks.collectives.errors import HookError
 from lightning_commhooks.collectives.link import Link, check_ranks, measure_link
 from lightning_commhooks.interface.averages_models import averages_models
@@ -474,7 +473,7 @@ class Attachment:
         if self.is_closed:
             raise HookError("the communication hook was closed; keep the old DistributedDataParallel until move_to()")
         run.begin_together("move_to()")
-        with raise_on_all_ranks(run.bound.group.process_group, "move_to()"):
+        with run.source.agreeing("move_to()"):
             if run.local.models.diverged:
                 raise ValueError(
                     "the models of the ranks differed when the new DistributedDataParallel was made, which overwrote "

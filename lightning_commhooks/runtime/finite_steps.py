@@ -21,7 +21,7 @@ class OnHost:
     """An asynchronous copy of a boolean of one element, which does not block later work of the device."""
 
     def __init__(self, value: Tensor) -> None:
-        self._copy = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
+        self._copy = torch.empty(value.shape, dtype=value.dtype, device="cpu", pin_memory=True)
         self._copy.copy_(value, non_blocking=True)
         self._arrived = torch.cuda.current_stream(value.device).record_event()
 
@@ -73,7 +73,7 @@ class FiniteSteps:
         finite, self._undecided = self._undecided, None
         self.forget()
         if not committed:
-            self._runtime.bound.end_step(torch.tensor(False))
+            self._runtime.bound.end_step(torch.tensor(False, device="cpu"))
         elif finite is not None:
             finite = self._runtime.source.smallest(finite)
             spoil_unless_(finite, self._runtime.source.gradients([]))

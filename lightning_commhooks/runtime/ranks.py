@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
@@ -171,7 +172,8 @@ class Background:
                 # The hook as well; but a replica trains alone until the vote on the average.
                 with nullcontext() if self._ranks_change else self._runtime.aborting():
                     raise failure from error
-            return Tensor()
+            # The future waits for the devices of its result only.
+            return torch.empty(0, device=group.device)
 
         try:
             future = engine.submit(explained, group.device, is_last=True)

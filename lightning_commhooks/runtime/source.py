@@ -84,6 +84,9 @@ class Source(ABC):
         """As `raise_on_all_ranks`, among all ranks that train the model together."""
         same: dict[str, object] = {}
         with ExitStack() as stack:
+            if self.device.type == "cuda":
+                # NCCL gathers objects on the current device, which is another one without `torch.cuda.set_device`.
+                stack.enter_context(torch.cuda.device(self.device))
             groups = [group for group in (*self.shard_groups, self.process_group) if group.size() > 1]
             values = [stack.enter_context(raise_on_all_ranks(group, what)) for group in groups]
             yield same

@@ -123,6 +123,8 @@ def attach(
     }
     model = cast("nn.Module", unwrapped(model))
     source = source_of(model, replicate_group) if manager is None else source_of_manager(manager, model)
+    if isinstance(model, nn.Module):
+        source.device = next((p.device for p in model.parameters()), source.device)
     # Before anything is created that needs all ranks.
     with source.agreeing(ATTACH) as same:
         source.set_options({name: value for name, value in options.items() if value is not None})

@@ -244,6 +244,7 @@ class Replicas(Source):
         self._units: list[_Unit] = []
         self._handle: RemovableHandle | None = None
         self._reduced: list[Tensor] = []
+        self._stream: torch.cuda.Stream | None = None
 
     def average_unit(self, runtime: Runtime, average: Callable[[], None]) -> None:
         """Average the gradients of a unit."""
@@ -320,12 +321,17 @@ class Replicas(Source):
         return {**found, **{f"shard_{name}": within[name] for name in names if name in within}}
 
     def gradients(self, reduced: Sequence[Tensor]) -> Sequence[Tensor]:
-        # FSDP2 may have cast, added or offloaded the reduced gradients.
+        # FSDP2 may have cast, added or offloaded the reduced gradients, on its own stream. It waits for that at the end
+        # of a backward, unless `set_is_last_backward(False)` puts it off.
+        if self._stream is not None:
+            torch.cuda.current_stream(self.device).wait_stream(self._stream)
         grads = [p.grad for p in self._reduced if p.grad is not None]
         return [own for grad in grads if (own := own_part(grad)).numel()]
 
     def note(self, parameters: Iterable[Tensor], is_first: bool) -> None:
-        """Note whose gradients are reduced in this step."""
+        """Note whose gradients are reduced in this step, on CUDA on the current stream."""
+        if self.device.type == "cuda":
+            self._stream = torch.cuda.current_stream(self.device)
         if is_first:
             self._reduced.clear()
         self._reduced.extend(parameters)

@@ -238,6 +238,14 @@ MUTATIONS = [
         "tests/runtime/test_stream_order.py -k 'failure'",
     ),
     Mutation(
+        "mean_read_too_soon",
+        f"{PACKAGE}/runtime/ranks.py",
+        "            return torch.empty(0, device=group.device)\n",
+        "            return Tensor()\n",
+        "On NCCL models take the mean of the background before it has arrived.",
+        "tests/runtime/test_stream_order.py -k 'delay'",
+    ),
+    Mutation(
         "verdict_read_too_soon",
         f"{PACKAGE}/runtime/finite_steps.py",
         "        self._arrived.synchronize()\n",

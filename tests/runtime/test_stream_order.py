@@ -27,6 +27,10 @@ HOOKS = {
     "schedule": lc.Schedule({0: lc.PowerSGD(**RANK_2), 2: lc.Int8(**INT8)}),
     "post_localsgd": lc.PostLocalSGD(start_localSGD_iter=2, period=2, post_local_gradient_allreduce=False),
     "diloco": lc.DiLoCo(start_localSGD_iter=2, period=2, fragments=2, post_local_gradient_allreduce=False),
+    "diloco+delay": lc.DiLoCo(start_localSGD_iter=2, period=2, delay=1, post_local_gradient_allreduce=False),
+    "diloco+eager": lc.DiLoCo(
+        start_localSGD_iter=2, period=2, delay=2, eager=True, outer_momentum=0, post_local_gradient_allreduce=False
+    ),
 }
 # One of each kind, for what does not differ between others.
 KINDS = ("int8", "powersgd+half", "schedule", "diloco")
@@ -68,15 +72,20 @@ def test_ordinary_steps_and_what_users_ask_for(device, label, scales):
         order.during = "close"
         training.runtime.close()
         side = [stream for stream in order.kernels if stream not in ("host", "nccl", "stream 0")]
-        assert len(side) == 1
+        assert len(side) == (2 if "+delay" in label or "+eager" in label else 1)
         assert order.kernels[side[0]] > 10
     assert not order.found, "\n".join(order.found)
 
 
-@pytest.mark.parametrize("label", KINDS)
-def test_between_replicas_on_the_stream_of_fsdp2(device, label):
+# Without memory, nothing reads the gradients before the last backward.
+OF_REPLICAS = [*((label, True) for label in KINDS), ("int8", False)]
+
+
+@pytest.mark.parametrize(("label", "is_last"), OF_REPLICAS)
+def test_between_replicas_on_the_stream_of_fsdp2(device, label, is_last):
     with device() as order:
         training = TrainingOfReplicas(HOOKS[label], PLAIN, order.edges)
+        training.runtime.source.is_last = is_last
         steps(order, training, range(5))
         order.during = "state"
         training.attachment.state_dict()

@@ -34,14 +34,14 @@ class ParamGroup:
     def post_backward(self):
         """As FSDP2's, of gradients that lie in `grad` of the parameters."""
         parameters = [p.sharded_param for p in self.fsdp_params]
-        share = torch.cat([p.grad.reshape(-1) for p in parameters])
+        share = self._share = torch.cat([p.grad.reshape(-1) for p in parameters])
         options = types.SimpleNamespace(reduceOp=dist.ReduceOp.AVG)
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             self.mesh_info.replicate_process_group.allreduce([share], options).wait()
-            self.end = self._stream.record_event()
             for p, own in zip(parameters, share.split([p.numel() for p in parameters]), strict=True):
-                p.grad = own.view(p.shape)
+                p.grad = own.view(p.shape).clone()
+            self.end = self._stream.record_event()
 
 
 class Shares(Replicas):
@@ -55,7 +55,9 @@ class Shares(Replicas):
         stream = torch.cuda.Stream()
         self.groups = [ParamGroup(parameters[first:last], stream) for first, last in pairwise([0, 2, len(parameters)])]
         self._shards, self._own_shards, self._units, self._reduced = {}, {}, [], []
-        self._within = self._gather = self._handle = None
+        self._within = self._gather = self._handle = self._stream = None
+        # Whether FSDP2 waits at the end of the backward, as it does unless `set_is_last_backward(False)`.
+        self.is_last = True
 
     def connect(self, model, runtime):
         for group in self.groups:
@@ -67,10 +69,9 @@ class Shares(Replicas):
 
     def function(self):
         """Reduce the gradients."""
-        # FSDP2 waits at the end of the backward.
         for group in self.groups:
             group.post_backward()
-        for group in self.groups:
+        for group in self.groups if self.is_last else ():
             torch.cuda.current_stream().wait_event(group.end)
 
 

@@ -156,19 +156,22 @@ def recorded(monkeypatch, order):
     """Within, which is to be within [`dry_run`][] of the same [`Order`][], kernels are noted."""
     set_result, wait = torch.futures.Future.set_result, torch.futures.Future.wait
 
-    # As of CUDA futures: who waits for one has its stream wait.
+    # As of CUDA futures: who waits for one has its stream wait, if the result is on a device.
     def set_result_recorded(self, result):
-        self.done = torch.cuda.current_stream().record_event()
+        if any(tensor.is_cuda for tensor in _tensors(result)):
+            self._event = torch.cuda.current_stream().record_event()
         set_result(self, result)
 
     def wait_recorded(self):
-        torch.cuda.current_stream().wait_event(self.done)
+        if hasattr(self, "_event"):
+            torch.cuda.current_stream().wait_event(self._event)
         return wait(self)
 
     def waiting(collective):
         """Have it hand out what has the present stream wait for it, and only for it."""
 
         def begin(*args, async_op=False, **kwargs):
+            assert all(tensor.is_cuda for tensor in _tensors(args)), f"NCCL knows no CPU tensors: {collective.__name__}"
             work = collective(*args, async_op=True, **kwargs)
             # NCCL's work holds its tensors until it is waited for.
             clock, held = order.last_collective, [args]
