@@ -26,16 +26,17 @@ from lightning_commhooks.interface.python_code import code
 from lightning_commhooks.interface.registry import get_hook
 from lightning_commhooks.runtime.attachment import Attachment
 from lightning_commhooks.runtime.attachments import attachment_of
-from lightning_commhooks.sources.attach import attach
+from lightning_commhooks.sources.attach import attach, check_values
 from lightning_commhooks.sources.ddp import check_even, hook_name, resolve_hook
 from lightning_commhooks.sources.fsdp import resolve_sharded_hook
 from lightning_commhooks.sources.fsdp2 import gather_hooks
 from lightning_commhooks.sources.replicas import load_shard, replicas_of, save_shard, shard_file
-from lightning_commhooks.torchft.fault_tolerance import FaultTolerance
+from lightning_commhooks.torchft.fault_tolerance import FaultTolerance, check_fault_tolerance
 from lightning_commhooks.wrappers import Cast
 from lightning_commhooks.wrappers.scale import Accumulation
 
 _NO = DDPCommunicationHookType.NO
+_WRAPPERS = (_NO, DDPCommunicationHookType.FP16, DDPCommunicationHookType.BF16)
 _NOR_DDP = ", and neither has DistributedDataParallelKwargs"
 _NEEDED = "use_comm_hook(accelerator, hook) needs a hook, a name such as 'bf16'"
 _IN_DDP = (
@@ -124,6 +125,8 @@ class CommHookKwargs(DistributedDataParallelKwargs):
         self._resolve(name)
 
     def _resolve(self, hook: object) -> None:
+        check_values(self.num_steps, exact_state=self.exact_state, strict_state=self.strict_state, resync=self.resync)
+        check_fault_tolerance(self.fault_tolerance)
         resolve_hook(hook, self.hook_state, self.accumulation)
         # Without the accumulation, a field of its own, which `dataclasses.replace` would give once more.
         self.hook = resolve_hook(hook, self.hook_state)
@@ -153,7 +156,7 @@ class CommHookKwargs(DistributedDataParallelKwargs):
                 return f"{text}: set the options of the hook, hook=PowerSGD(...)"
             made = with_options(self.hook, options)
         if "comm_wrapper" in given:
-            made = f"Cast({made}, {DDPCommunicationHookType(self.comm_wrapper).value!r})"
+            made = f"Cast({made}, {self._kind('comm_wrapper', *_WRAPPERS).value!r})"
         return f"{text}: write hook={made}"
 
     def _translated(self) -> CommHook | None:
@@ -166,9 +169,20 @@ class CommHookKwargs(DistributedDataParallelKwargs):
                     "hook=Cast(PowerSGD(...), 'bf16')"
                 )
             return None
-        hook = get_hook(DDPCommunicationHookType(self.comm_hook).value, **options)
-        wrapper = DDPCommunicationHookType(self.comm_wrapper)
+        hook = get_hook(self._kind("comm_hook", *DDPCommunicationHookType).value, **options)
+        wrapper = self._kind("comm_wrapper", *_WRAPPERS)
         return hook if wrapper == _NO else Cast(hook, wrapper.value)
+
+    def _kind(self, name: str, *known: DDPCommunicationHookType) -> DDPCommunicationHookType:
+        """The value of one of Accelerate's own fields, which may be written as a string."""
+        value = getattr(self, name)
+        if value not in [*known, *(kind.value for kind in known)]:
+            advice = (
+                f"names of hooks go into hook={value!r}" if name == "comm_hook" else "write hook=Cast(hook, 'fp16')"
+            )
+            kinds = ", ".join(kind.name for kind in known)
+            raise ValueError(f"{name}={value!r}: {advice}; {name} takes Accelerate's DDPCommunicationHookType: {kinds}")
+        return DDPCommunicationHookType(value)
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
@@ -269,6 +283,8 @@ class CommHookKwargs(DistributedDataParallelKwargs):
 
 
 def _shown(hook: object) -> str:
+    if isinstance(hook, type):
+        return f"{hook.__name__}()"
     return code(hook).replace('"', "'") if isinstance(hook, CommHook) else getattr(hook, "__name__", repr(hook))
 
 
@@ -366,6 +382,7 @@ def attach_to_prepared(
     given = from_environment(_NEEDED) if given is None else given
     has_replicas = any(map(replicas_of, accelerator._models))
     of_replicas = {"exact_state": exact_state, "resync": resync}
+    check_values(**of_replicas)
     options = [*options, *(name for name, value in of_replicas.items() if value and not has_replicas)]
     if options:
         raise ValueError(

@@ -68,6 +68,11 @@ class CommHookTracker:
         measure_link: bool = True,
         num_steps: int | None = None,
     ) -> None:
+        if not isinstance(accelerator, Accelerator) or not isinstance(handler, (CommHookKwargs, FSDPCommHook)):
+            raise ValueError(
+                "CommHookTracker needs an Accelerator and its handler, CommHookKwargs(...) or the result of "
+                f"use_comm_hook; got {type(accelerator).__name__} and {type(handler).__name__}"
+            )
         if num_steps is not None:
             check_integer("num_steps", num_steps, 1)
         self._options = MonitorOptions(

@@ -119,6 +119,12 @@ def use_comm_hook(
         return attach_to_prepared(trainer, hook, given, **of_replicas, **sharding)
     if of_shards := [name for name, value in sharding.items() if value]:
         raise ValueError(f"{of_shards[0]} is for an Accelerator that shards its model by FSDP: leave it out")
+    if not hasattr(trainer, "accelerator"):
+        found = next((repr(one) for one in (trainer, hook) if isinstance(one, (str, CommHook))), "hook")
+        raise ValueError(
+            f"use_comm_hook(trainer, {found}) needs a transformers.Trainer or an Accelerator first, got "
+            f"{type(trainer).__name__}"
+        )
     if trainer.accelerator.distributed_type == DistributedType.FSDP:
         raise ValueError(
             "this trainer shards its model by FSDP, in the course of train(): call use_comm_hook(trainer.accelerator, "

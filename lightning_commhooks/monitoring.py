@@ -78,7 +78,7 @@ class Monitor:
             `summary`.
 
     Raises:
-        ValueError: see `Attachment.sample_error`.
+        ValueError: see `Attachment.sample_error`; or `attachment` is none.
     """
 
     def __reduce__(self) -> tuple[Callable[..., None], tuple[()]]:
@@ -92,6 +92,8 @@ class Monitor:
         error_numel: int | None = DEFAULT_NUMEL,
         measure_link: bool = True,
     ) -> None:
+        if not isinstance(attachment, Attachment):
+            raise ValueError(f"Monitor needs what attach(model, hook) returned, got {type(attachment).__name__}")
         self.attachment = attachment
         attachment.is_monitored = True
         self._link: Link | None = None

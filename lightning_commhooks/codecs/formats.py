@@ -244,7 +244,7 @@ class FP8Codec(Codec):
     rounding: Rounding = "nearest"
 
     def __post_init__(self) -> None:
-        if self.format not in _FORMATS:
+        if not isinstance(self.format, str) or self.format not in _FORMATS:
             raise ValueError(f"format must be one of {sorted(_FORMATS)}, got {self.format!r}")
         check_block_size(self.block_size, 8)
         check_rounding(self.rounding)

@@ -217,7 +217,7 @@ def pseudo_gradient_hook(given: PseudoGradient | CommHook, error_feedback: bool)
     """
     if isinstance(given, CommHook):
         return _checked(given, error_feedback)
-    if given not in _HOOKS:
+    if not isinstance(given, str) or given not in _HOOKS:
         raise ValueError(
             f"pseudo_gradient must be one of {[*get_args(PseudoGradient)]} or a hook, as "
             f"PowerSGD(start_powerSGD_iter=0), got {given!r}"

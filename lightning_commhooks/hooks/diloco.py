@@ -85,6 +85,8 @@ class DiLoCo(LocalSGDConfig):
             not after the same step: `metrics()["averagings"]` counts outer steps. Does not work with `fragments`,
             `delay` or `eager`, in the Trainer or Accelerate, or with a `GradScaler` or several optimizers. `None`:
             `period` steps on all ranks.
+        start_localSGD_iter: number of initial steps of each optimizer during which gradients are averaged over all
+            ranks; or a fraction of the run, such as 0.1, if its length is known. `"auto"` means the default, 0.
         post_local_gradient_allreduce: average gradients over the subgroup at every step, so that a node is one worker
             in the paper's sense. If not, each rank is a worker.
         subgroup_size: number of ranks in a subgroup that averages gradients; `None`: the ranks of one node.
@@ -127,9 +129,10 @@ class DiLoCo(LocalSGDConfig):
         for field in ("nesterov", "error_feedback", "eager"):
             check_bool(field, getattr(self, field))
         if self.eager and (self.delay not in (0, self.period) or self.mixing):
+            defaults = {"delay": 0, "mixing": None}
+            given = [f"{name}={getattr(self, name)}" for name in defaults if getattr(self, name) != defaults[name]]
             raise ValueError(
-                f"eager=True means delay={self.period}, the period, and mixing=0; delay={self.delay} and "
-                f"mixing={self.mixing} were given: leave them out"
+                f"eager=True means delay={self.period}, the period, and mixing=0: leave out {' and '.join(given)}"
             )
         pseudo_gradient_hook(self.pseudo_gradient, self.error_feedback)
         if self.period_seconds is not None:

@@ -48,13 +48,17 @@ class HierarchicalLocalSGD(LocalSGDConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.period_group_size_dict:
-            raise ValueError("period_group_size_dict must have an entry, is empty")
-        levels = sorted(self.period_group_size_dict.items())
-        for period, size in levels:
+        given = self.period_group_size_dict
+        if not isinstance(given, Mapping) or not given:
+            example = {4: 8, 16: None}
+            raise ValueError(f"period_group_size_dict must be a dict of sizes by period, as {example}, got {given!r}")
+        # Keys of a JSON object are strings.
+        sizes_by_period = {int(p) if str(p).isdecimal() else p: size for p, size in given.items()}
+        for period, size in sizes_by_period.items():
             check_integer("a period in period_group_size_dict", period, 1)
             if size is not None:
                 check_integer("a group size in period_group_size_dict", size, 2)
+        levels = sorted(sizes_by_period.items())
         sizes = [float("inf") if size is None else size for _, size in levels]
         if any(later <= earlier for earlier, later in itertools.pairwise(sizes)):
             raise ValueError(f"group sizes in period_group_size_dict must grow with periods, are {dict(levels)}")

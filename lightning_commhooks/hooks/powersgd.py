@@ -184,6 +184,7 @@ class PowerSGD(LowRankConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_bool("batch_tensors_with_same_shape", self.batch_tensors_with_same_shape)
         if not isinstance(self.min_compression_rate, (int, float)) or not self.min_compression_rate > 0:
             raise ValueError(f"min_compression_rate must be above 0, got {self.min_compression_rate!r}")
 

@@ -46,8 +46,18 @@ def get_hook(hook: str | CommHook, **options: Any) -> CommHook:
         raise ValueError(f"{hook_class.__name__}: {error}") from error
 
 
-def get_inner_hook(hook: str | CommHook) -> CommHook:
-    """Return a hook, as [`get_hook`][], for another one to go around; refuse one that no other goes around."""
+def get_inner_hook(hook: str | CommHook, place: str = "") -> CommHook:
+    """Return a hook, as [`get_hook`][], for another one to go around; refuse one that no other goes around.
+
+    `place` begins messages: the option of the other hook, such as `"candidates: "`.
+    """
+    try:
+        return _inner_hook(hook)
+    except ValueError as error:
+        raise ValueError(f"{place}{error}") from error
+
+
+def _inner_hook(hook: str | CommHook) -> CommHook:
     inner = get_hook(hook)
     if inner.is_outermost:
         name = type(inner).__name__

@@ -21,9 +21,9 @@ from lightning_commhooks.lightning.refusals import (
     refusals_of,
 )
 from lightning_commhooks.runtime.attachment import Attachment
-from lightning_commhooks.sources.attach import attach
+from lightning_commhooks.sources.attach import attach, check_values
 from lightning_commhooks.sources.ddp import check_even, hook_name, resolve_hook
-from lightning_commhooks.torchft.fault_tolerance import FaultTolerance
+from lightning_commhooks.torchft.fault_tolerance import FaultTolerance, check_fault_tolerance
 from lightning_commhooks.wrappers.hook_name import HookName
 from lightning_commhooks.wrappers.scale import Accumulation
 
@@ -89,6 +89,8 @@ class CompressedDDPMixin(AveragesModelsMixin):
         known = options_of(*bases, DistributedDataParallel)
         check_options(self, kwargs, known, hook, "DistributedDataParallel")
         with refusals_of(self):
+            check_values(exact_state=exact_state, strict_state=strict_state, resync=resync)
+            check_fault_tolerance(fault_tolerance)
             self._hook = resolve_hook(hook, hook_state, accumulation)
             check_even(self._hook, "the Trainer")
             if fault_tolerance is not None:

@@ -23,7 +23,7 @@ from lightning_commhooks.lightning.ddp import CHECKPOINT_KEY
 from lightning_commhooks.lightning.refusals import check_options, needs_hook, options_of, refusals_of
 from lightning_commhooks.runtime.attachment import Attachment
 from lightning_commhooks.runtime.attachments import Attachments, attachment_of
-from lightning_commhooks.sources.attach import attach
+from lightning_commhooks.sources.attach import attach, check_values
 from lightning_commhooks.sources.ddp import resolve_hook
 from lightning_commhooks.wrappers.hook_name import HookName
 from lightning_commhooks.wrappers.scale import Accumulation
@@ -73,6 +73,7 @@ class CompressedDDPFabricStrategy(DDPStrategy):
         known = options_of(DDPStrategy, DistributedDataParallel)
         check_options(self, kwargs, known, hook, "DistributedDataParallel")
         with refusals_of(self):
+            check_values(num_steps, loss_divided_by, exact_state=exact_state, strict_state=strict_state, resync=resync)
             self._hook = resolve_hook(hook, hook_state, accumulation)
         self._loss_divided_by = loss_divided_by
         self._num_steps = num_steps

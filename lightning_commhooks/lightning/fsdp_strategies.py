@@ -15,16 +15,15 @@ from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
 from lightning_commhooks.hooks import BF16, FP16, AllReduce
 from lightning_commhooks.interface.checks import check_integer
 from lightning_commhooks.interface.hook import CommHook
-from lightning_commhooks.interface.registry import get_hook
 from lightning_commhooks.lightning.averaging import AveragesModelsMixin
 from lightning_commhooks.lightning.refusals import check_options, misconfigured, needs_hook, refusals_of
 from lightning_commhooks.runtime.attachment import Attachment
 from lightning_commhooks.sources import fsdp1
-from lightning_commhooks.sources.attach import attach
+from lightning_commhooks.sources.attach import attach, check_values
 from lightning_commhooks.sources.ddp import check_even
 from lightning_commhooks.sources.fsdp import resolve_sharded_hook
 from lightning_commhooks.sources.fsdp2 import gather_hooks
-from lightning_commhooks.sources.replicas import load_shard, save_shard, shard_file
+from lightning_commhooks.sources.replicas import load_shard, resolve_hook_of_replicas, save_shard, shard_file
 from lightning_commhooks.wrappers.hook_name import NoHook
 
 ShardedHookName = Literal["allreduce", "reduce_scatter", "fp16", "bf16", "int8", "int4", "fp8"]
@@ -221,9 +220,12 @@ class CompressedModelParallelMixin(ShardedHookMixin):
         self._gathers: dict[str, Any] = {"gather_hook": gather_hook, "gather_differences": gather_differences}
         super().__init__(hook, **kwargs)
         self._resync = resync
+        if isinstance(size := kwargs.get("data_parallel_size"), int):
+            self._check_divides(size)
 
     def _resolve(self, hook: CommHook | str) -> CommHook:
         check_integer("replicas", self._replicas, 1)
+        check_values(exact_state=self._options["exact_state"], resync=self._of_replicas["resync"])
         gather_hooks(self._gathers)
         if self._replicas == 1:
             if given := [name for name, value in self._of_replicas.items() if value]:
@@ -233,9 +235,15 @@ class CompressedModelParallelMixin(ShardedHookMixin):
             return resolve_sharded_hook(hook, remembers=True)
         if self._options["shard_hook"] is not None:
             resolve_sharded_hook(self._options["shard_hook"], remembers=True)
-        resolved = get_hook(hook)
+        resolved = resolve_hook_of_replicas(hook)
         check_even(resolved, "the Trainer")
         return resolved
+
+    def _check_divides(self, num_ranks: int) -> None:
+        if num_ranks % self._replicas:
+            raise misconfigured(
+                self, f"{type(self).__name__}: replicas={self._replicas} do not divide data_parallel_size={num_ranks}"
+            )
 
     def _attach(self) -> None:
         # Only hooks for replicas average models.
@@ -253,11 +261,7 @@ class CompressedModelParallelMixin(ShardedHookMixin):
         super().setup_environment()
         if self._replicas > 1:
             num_ranks, num_parts = (self._device_mesh[name].size() for name in ("data_parallel", "tensor_parallel"))
-            if num_ranks % self._replicas:
-                raise misconfigured(
-                    self,
-                    f"{type(self).__name__}: replicas={self._replicas} do not divide data_parallel_size={num_ranks}",
-                )
+            self._check_divides(num_ranks)
             sizes = {"replicas": self._replicas, "data_parallel": num_ranks // self._replicas}
             names = {**sizes, "tensor_parallel": num_parts}
             mesh = init_device_mesh(self.root_device.type, tuple(names.values()), mesh_dim_names=tuple(names))

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from lightning_commhooks.interface.error_sample import DEFAULT_NUMEL
 from lightning_commhooks.lightning.averaging import show
-from lightning_commhooks.lightning.refusals import misconfigured, refusals_of
+from lightning_commhooks.lightning.refusals import explained, misconfigured, refusals_of
 from lightning_commhooks.monitoring import NAMES, PREFIX, MetricName, Monitor, MonitorOptions
 
 
@@ -44,6 +44,7 @@ class CommHookMonitorMixin:
 
     _strategy: ClassVar[str]
 
+    @explained
     def __init__(
         self,
         every_n_steps: int = 50,

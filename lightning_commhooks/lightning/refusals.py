@@ -46,28 +46,30 @@ def options_of(*classes: type) -> set[str]:
     return {p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
 
 
-def needs_hook(example: str) -> Callable[[Init], Init]:
+def explained(init: Init, example: str = "powersgd") -> Init:
     """Decorator: raise wrong arguments of a constructor as Lightning's own exception, with advice.
 
-    `example` is the name of a hook that works there.
+    `example` is the name of a hook that works there, if the constructor takes one.
     """
 
-    def decorated(init: Init) -> Init:
-        @functools.wraps(init)
-        def made(self: Any, *args: Any, **kwargs: Any) -> None:
-            try:
-                init(self, *args, **kwargs)
-            except TypeError:
-                text = wrong_call(type(self).__name__, init.__get__(self), args, kwargs, example=example)
-                if text is None:
-                    raise  # of another function
-            else:
-                return
-            raise misconfigured(self, text)
+    @functools.wraps(init)
+    def made(self: Any, *args: Any, **kwargs: Any) -> None:
+        try:
+            init(self, *args, **kwargs)
+        except TypeError:
+            text = wrong_call(type(self).__name__, init.__get__(self), args, kwargs, example=example)
+            if text is None:
+                raise  # of another function
+        else:
+            return
+        raise misconfigured(self, text)
 
-        return cast("Init", made)
+    return cast("Init", made)
 
-    return decorated
+
+def needs_hook(example: str) -> Callable[[Init], Init]:
+    """`explained`, of a constructor that takes a hook."""
+    return lambda init: explained(init, example)
 
 
 def check_options(strategy: object, given: Mapping[str, Any], known: Collection[str], hook: object, also: str) -> None:

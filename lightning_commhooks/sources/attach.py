@@ -20,7 +20,7 @@ from lightning_commhooks.collectives.counters import Counters
 from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.collectives.process_groups import backend_for
 from lightning_commhooks.interface.accumulation import is_positive
-from lightning_commhooks.interface.checks import check_integer
+from lightning_commhooks.interface.checks import check_bool, check_integer
 from lightning_commhooks.interface.hook import CommHook
 from lightning_commhooks.interface.layout import unwrapped
 from lightning_commhooks.interface.misplaced import explained
@@ -130,9 +130,10 @@ def attach(
         source.set_options({name: value for name, value in options.items() if value is not None})
         resolved = source.resolve_hook(hook)
         config = resolved if isinstance(resolved, CommHook) else UserFunction(resolved)
+        check_values(num_steps, loss_divided_by, exact_state=exact_state)
         divided_by = _loss_divided_by(loss_divided_by, config)
         source.check(model)
-        _check(source, config, grad_scaler, num_steps)
+        _check(source, config, grad_scaler)
         if config.is_uneven:
             _check_uneven(source, model, config, grad_scaler)
         is_scaled = grad_scaler is not None and grad_scaler.is_enabled()
@@ -145,6 +146,8 @@ def attach(
     try:
         with source.agreeing(ATTACH):
             if optimizers is not None and not callable(optimizers):
+                if not isinstance(optimizers, Iterable):
+                    raise ValueError(f"optimizers must be a list, [optimizer], got {type(optimizers).__name__}(...)")
                 optimizers = list(optimizers)
                 if attachment.averages_models:
                     # Before the model has the hook, because DDP cannot remove it.
@@ -166,9 +169,21 @@ def attach(
     return attachment
 
 
-def _check(source: Source, config: CommHook, grad_scaler: torch.amp.GradScaler | None, num_steps: int | None) -> None:
+def check_values(num_steps: object = None, loss_divided_by: object = 1, **flags: object) -> None:
+    """Check options of [`attach`][] and of the adapters that need no model; each flag must be `True` or `False`.
+
+    Raises:
+        ValueError: names the option and its value.
+    """
+    for name, value in flags.items():
+        check_bool(name, value)
     if num_steps is not None:
         check_integer("num_steps", num_steps, 1)
+    if not callable(loss_divided_by) and not is_positive(loss_divided_by):
+        raise ValueError(f"loss_divided_by must be a positive number or a function, got {loss_divided_by!r}")
+
+
+def _check(source: Source, config: CommHook, grad_scaler: torch.amp.GradScaler | None) -> None:
     if grad_scaler is not None and not isinstance(grad_scaler, torch.amp.GradScaler):
         raise ValueError(f"grad_scaler must be a torch.amp.GradScaler, got {grad_scaler!r}")
     method = without_scale(config)
@@ -226,8 +241,6 @@ def source_of(model: nn.Module, replicate_group: dist.ProcessGroup | None = None
 def _loss_divided_by(value: float | Callable[[], float], config: CommHook) -> Callable[[], float]:
     if callable(value):
         return value
-    if not is_positive(value):
-        raise ValueError(f"loss_divided_by must be a positive number or a function, got {value!r}")
     if value != 1 and accumulation_of(config) == "framework":
         warnings.warn(
             f"loss_divided_by={value} does nothing with accumulation='framework', which leaves gradients as they are: "

@@ -201,6 +201,16 @@ def _shards_of(groups: Iterable[Any]) -> list[dist.ProcessGroup]:
     return [one for one in found if one is not None and one.size() > 1]
 
 
+def resolve_hook_of_replicas(hook: object) -> CommHook:
+    """Check the hook between replicas of sharded models, without a model; raises a `ValueError`."""
+    resolved = get_hook(hook)  # type: ignore[arg-type]  # refuses what is no hook of this library
+    if isinstance(without_scale(resolved), UserFunction):
+        raise ValueError(f"hook={hook!r} is a function for DistributedDataParallel; sharded models take a CommHook")
+    if accumulation_of(resolved) != "framework":
+        raise ValueError(f"{type(resolved).__name__} {_FACTOR}")
+    return resolved
+
+
 class Replicas(Source):
     """The ranks that hold the same shares of replicas of a model. FSDP2 does everything else.
 
@@ -261,11 +271,7 @@ class Replicas(Source):
         return {p.sharded_param for group in others for p in group.fsdp_params}
 
     def resolve_hook(self, hook: object) -> CommHook:
-        resolved = get_hook(hook)  # type: ignore[arg-type]  # refuses what is no hook of this library
-        if isinstance(without_scale(resolved), UserFunction):
-            raise ValueError(f"hook={hook!r} is a function for DistributedDataParallel; sharded models take a CommHook")
-        if accumulation_of(resolved) != "framework":
-            raise ValueError(f"{type(resolved).__name__} {_FACTOR}")
+        resolved = resolve_hook_of_replicas(hook)
         for name in ("shard_hook", "gather_hook", "gather_differences"):
             if name in self.options and not self.shard_groups:
                 raise ValueError(f"{name} is for models that are sharded within a replica: leave it out here")

@@ -66,6 +66,12 @@ class FaultTolerance:
                 raise ValueError(f"{name} must be a positive number of seconds, got {getattr(self, name)!r}")
 
 
+def check_fault_tolerance(value: object) -> None:
+    """Require `None` or a `FaultTolerance`; works without torchft."""
+    if value is not None and not isinstance(value, FaultTolerance):
+        raise ValueError(f"fault_tolerance must be a FaultTolerance(...), got {value!r}")
+
+
 def _from_environment(name: str, variable: str) -> int:
     value = os.environ.get(variable, "")
     if not value.isdecimal():

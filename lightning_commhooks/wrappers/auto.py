@@ -16,6 +16,7 @@ from torch import Tensor
 from lightning_commhooks.basics.announce import announce
 from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.collectives.steps import Steps
+from lightning_commhooks.hooks._local_sgd import LocalSGDConfig
 from lightning_commhooks.hooks.allreduce import AllReduce
 from lightning_commhooks.hooks.noop import Noop
 from lightning_commhooks.interface.averages_models import averages_models
@@ -26,12 +27,15 @@ from lightning_commhooks.interface.hook import ANY_LATER_STEP, BoundHook, CommHo
 from lightning_commhooks.interface.hook_state import describe
 from lightning_commhooks.interface.python_code import code
 from lightning_commhooks.interface.registry import get_hook, get_inner_hook, register
-from lightning_commhooks.interface.start import late_starts, started_at_once
+from lightning_commhooks.interface.start import hooks_in, late_starts, started_at_once
 from lightning_commhooks.interface.state import StateReader, StateWriter
 from lightning_commhooks.wrappers._turns import BoundSwitch
 
 # Untimed steps of each candidate: the first also sends its predecessor's residuals, and the rest sample its error.
 _LEAD_IN = 3
+_AVERAGES_MODELS = (
+    "averages models instead of gradients, which changes the result of training; to use it, set it as the hook yourself"
+)
 
 
 @register
@@ -57,8 +61,8 @@ class Auto(CommHook):
         timed_steps: timed steps of each hook; the median counts.
 
     Raises:
-        ValueError: there are no candidates, one of them is unknown or starts later, or a value is out of range. When
-            attached: a candidate averages models.
+        ValueError: there are no candidates; one of them is unknown, starts later or averages models; a value is out of
+            range.
     """
 
     name: ClassVar[str] = "auto"
@@ -96,15 +100,17 @@ class Auto(CommHook):
 def _candidate(hook: str | CommHook) -> CommHook:
     if hook == Noop.name or isinstance(hook, Noop):
         raise ValueError("candidates: 'noop' does not average, so the models of the ranks would diverge; leave it out")
+    candidate = get_inner_hook(hook, "candidates: ")
+    if any(isinstance(inner, LocalSGDConfig) for inner in hooks_in(candidate)):
+        raise ValueError(f"candidates: {candidate.name!r} {_AVERAGES_MODELS}")
     if isinstance(hook, str):
-        return started_at_once(get_inner_hook(hook))
-    hook = get_inner_hook(hook)
-    for inner, field, steps in late_starts(hook):
+        return started_at_once(candidate)
+    for inner, field, steps in late_starts(candidate):
         raise ValueError(
             f"candidates: {inner.name!r} compresses from {field}={steps!r} on only, so it cannot be measured before; "
             f"set {field}=0"
         )
-    return hook
+    return candidate
 
 
 class _BoundAuto(BoundSwitch):
@@ -114,10 +120,7 @@ class _BoundAuto(BoundSwitch):
         super().__init__(dict(enumerate(config.inner_hooks)), group)
         for key, phase in self._phases.items():
             if averages_models(phase):
-                raise ValueError(
-                    f"hook='auto': candidate {self._hooks[key].name!r} averages models instead of gradients, which "
-                    "changes the result of training; to use it, set it as the hook yourself"
-                )
+                raise ValueError(f"hook='auto': candidate {self._hooks[key].name!r} {_AVERAGES_MODELS}")
         self._config = config
         # A single rank has nothing to choose.
         self._choice: int | None = 0 if group.size == 1 else None

@@ -46,12 +46,7 @@ class PerParameter(CommHook):
         is_mapping = isinstance(self.hooks, Mapping) and all(isinstance(pattern, str) for pattern in self.hooks)
         if not is_mapping or not self.hooks:
             raise ValueError(f"hooks must be a dict of hooks by pattern, such as {{'*': 'int8'}}, got {self.hooks!r}")
-        hooks = {}
-        for pattern, hook in self.hooks.items():
-            try:
-                hooks[pattern] = get_inner_hook(hook)
-            except ValueError as error:
-                raise ValueError(f"hooks: for pattern {pattern!r}: {error}") from error
+        hooks = {p: get_inner_hook(hook, f"hooks: for pattern {p!r}: ") for p, hook in self.hooks.items()}
         object.__setattr__(self, "hooks", hooks)
 
     def __hash__(self) -> int:

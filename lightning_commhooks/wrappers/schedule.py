@@ -37,12 +37,15 @@ class Schedule(CommHook):
     hooks: Mapping[int, CommHook | HookName]
 
     def __post_init__(self) -> None:
+        if not isinstance(self.hooks, Mapping):
+            raise ValueError(f"hooks must be a dict of hooks by step, such as {{0: 'bf16'}}, got {self.hooks!r}")
         for step in self.hooks:
             if isinstance(step, bool) or not isinstance(step, int) or step < 0:
                 raise ValueError(f"hooks: steps must be integers of at least 0, got {step!r}")
         if 0 not in self.hooks:
             raise ValueError(f"hooks has no hook for step 0, only for {sorted(self.hooks)}; add 0: 'allreduce'")
-        object.__setattr__(self, "hooks", {step: get_inner_hook(self.hooks[step]) for step in sorted(self.hooks)})
+        hooks = {step: get_inner_hook(self.hooks[step], f"hooks: for step {step}: ") for step in sorted(self.hooks)}
+        object.__setattr__(self, "hooks", hooks)
 
     def __hash__(self) -> int:
         return hash(tuple(self.hooks.items()))

@@ -230,6 +230,7 @@ BAD = [
       for value in (0, -8, 12, 8.0, True, "8", None)],
     *[(AffineCodec, {"block_size": value}, "positive multiple of 4") for value in (0, -4, 6, 4.0, True, "4")],
     *[(codec, {"rounding": "up"}, r"one of \('nearest', 'stochastic'\)") for codec in (Int8Codec, Int4Codec, FP8Codec)],
+    (FP8Codec, {"format": {}}, r"one of \['e4m3', 'e5m2'\]"),
     (FP8Codec, {"format": "e3m4"}, r"one of \['e4m3', 'e5m2'\]"),
     (Int4Codec, {"rotation": "fourier"}, r"one of \(None, 'hadamard'\)"),
     (Int4Codec, {"block_size": 24, "rotation": "hadamard"}, "power of 2 with rotation='hadamard'"),

@@ -263,6 +263,11 @@ def test_half_iterations_need_a_warm_start(hook_class):
         hook_class(num_iters_per_step=1, warm_start=False)
 
 
+def test_batching_is_validated():
+    with pytest.raises(ValueError, match="batch_tensors_with_same_shape must be True or False, got 'false'"):
+        lc.PowerSGD(batch_tensors_with_same_shape="false")
+
+
 @pytest.mark.parametrize("value", [0, float("nan"), "2"])
 def test_min_compression_rate_is_validated(value):
     with pytest.raises(ValueError, match=f"min_compression_rate must be above 0, got {value!r}"):

@@ -342,6 +342,7 @@ def test_a_checkpoint_for_a_model_without_ddp_is_refused_with_a_sentence():
         ({"hook": "bf16", "ddp_comm_state": object()}, "hook_state="),
         ({"hook": "bf16", "ddp_comm_hook": default_hooks.fp16_compress_hook}, r"hook=\.\.\."),
         ({"hook": "bf16", "ddp_comm_wrapper": default_hooks.fp16_compress_wrapper}, "hook=Cast"),
+        ({"hook": "bf16", "fault_tolerance": True}, r"fault_tolerance must be a FaultTolerance\(\.\.\.\), got True"),
         ({"hook": "bf16", "model_averaging_period": 2}, "use hook=PostLocalSGD"),
     ],
 )

@@ -39,7 +39,17 @@ def test_strategies(name, monkeypatch):
     assert RANK_4 in refusal(name, "powersgd", {"rank": 4}), "positionally, as the state of a function"
     assert "did you mean 'find_unused_parameters'?" in refusal(name, "int8", find_unused_parameter=True)
     assert "did you mean 'resync'?" in refusal(name, "int8", resinc=True)
+    for option in ("exact_state", "strict_state", "resync"):
+        assert f"{option} must be True or False, got 'no'" in refusal(name, "int8", **{option: "no"})
     assert refusal(name).startswith(f"{name} needs hook=, the name of a hook or a configured one, such as hook='powers")
+
+
+def test_options_of_fabric():
+    for options, text in [
+        ({"num_steps": "100"}, "num_steps must be an integer of at least 1, got '100'"),
+        ({"loss_divided_by": 0}, "loss_divided_by must be a positive number or a function, got 0"),
+    ]:
+        assert text in refusal("CompressedDDPFabricStrategy", "int8", **options)
 
 
 @pytest.mark.parametrize("name", SHARDED)

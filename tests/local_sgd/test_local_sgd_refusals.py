@@ -33,9 +33,10 @@ BAD_IN_ALL = [
 BAD = [(make, *case) for case in BAD_IN_ALL for make in LOCAL_SGD] + [
     (lc.PostLocalSGD, {"period": 0}, "period must be an integer of at least 1, got 0"),
     (lc.PostLocalSGD, {"period": None}, "period must be an integer of at least 1, got None"),
-    (HIERARCHICAL, {PERIODS: {}}, "period_group_size_dict must have an entry, is empty"),
+    (HIERARCHICAL, {PERIODS: {}}, r"period_group_size_dict must be a dict .* \{4: 8, 16: None\}, got \{\}"),
+    (HIERARCHICAL, {PERIODS: 8}, "period_group_size_dict must be a dict .*, got 8"),
     (HIERARCHICAL, {PERIODS: {0: 2}}, "a period in period_group_size_dict must be an integer of at least 1, got 0"),
-    (HIERARCHICAL, {PERIODS: {"4": 2}}, "a period in period_group_size_dict must be an integer .* got '4'"),
+    (HIERARCHICAL, {PERIODS: {"x": 2, 4: 4}}, "a period in period_group_size_dict must be an integer .* got 'x'"),
     (HIERARCHICAL, {PERIODS: {4: 1}}, "a group size in period_group_size_dict must be .* at least 2, got 1"),
     (HIERARCHICAL, {PERIODS: {4: 4, 8: 2}}, r"must grow with periods, are \{4: 4, 8: 2\}"),
     (HIERARCHICAL, {PERIODS: {8: 2, 4: 2}}, "must grow with periods"),
@@ -52,6 +53,7 @@ BAD = [(make, *case) for case in BAD_IN_ALL for make in LOCAL_SGD] + [
     (lc.DiLoCo, {"outer_momentum": None}, r"outer_momentum must be in \[0, 1\), got None"),
     (lc.DiLoCo, {"nesterov": 1}, "nesterov must be True or False, got 1"),
     (lc.DiLoCo, {"pseudo_gradient": "int3"}, "pseudo_gradient must be one of .*, got 'int3'"),
+    (lc.DiLoCo, {"pseudo_gradient": {"name": "int4"}}, "pseudo_gradient must be one of .*, got {'name': 'int4'}"),
     (lc.DiLoCo, {"pseudo_gradient": lc.PowerSGD()}, "would begin after so many outer steps: set start_powerSGD_iter=0"),
     (
         lc.DiLoCo,
@@ -63,7 +65,11 @@ BAD = [(make, *case) for case in BAD_IN_ALL for make in LOCAL_SGD] + [
     (lc.DiLoCo, {"error_feedback": True}, "error_feedback=True has no effect with pseudo_gradient='fp32'"),
     (lc.DiLoCo, {"delay": 5, "period": 4}, "delay must be at most period=4, got 5"),
     (lc.DiLoCo, {"mixing": 1.5}, r"mixing must be None or in \[0, 1\], got 1.5"),
-    (lc.DiLoCo, {"eager": True, "delay": 3}, "eager=True means delay=100, the period.*: leave them out"),
+    (
+        lc.DiLoCo,
+        {"eager": True, "delay": 3},
+        "eager=True means delay=100, the period, and mixing=0: leave out delay=3$",
+    ),
 ]
 
 
@@ -156,6 +162,9 @@ def foreign(rank, world):
     wrapper = Wrapper(inner)
     refused = pytest.raises(ValueError, match=r"Wrapper has no register_step_post_hook.*after_optimizer_step")
     with refused, local(model, POST, [wrapper]):
+        pass
+    refused = pytest.raises(ValueError, match=r"optimizers must be a list, \[optimizer\], got SGD\(\.\.\.\)")
+    with refused, local(model, POST, inner):
         pass
     with local(model, POST, []) as (ddp, attachment):
         for _ in range(2):

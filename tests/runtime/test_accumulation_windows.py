@@ -346,8 +346,9 @@ def test_refusals_when_attached(run):
         assert "add_weight() is for accumulation='weighted'" in texts[2]
         assert "of shape [2]" in texts[3]
         assert "got -1" in texts[4]
-        assert len(texts) == 7
-        assert all("a PerParameter that averages both models and gradients" in text for text in texts[5:])
+        assert texts[5] == "exact_state must be True or False, got 'yes'"
+        assert len(texts) == 8
+        assert all("a PerParameter that averages both models and gradients" in text for text in texts[6:])
 
 
 def _refusals(rank, world):
@@ -363,6 +364,7 @@ def _refusals(rank, world):
         texts.append(_text(lambda: attachment.add_weight(1)))
     with attached("bf16", accumulation="weighted") as (_, attachment):
         texts += [_text(lambda: attachment.add_weight(torch.ones(2))), _text(lambda: attachment.add_weight(-1))]
+    texts.append(_text(lambda: lc.attach(ddp, "bf16", exact_state="yes")))
     for hook in (mixed, lc.Cast(mixed, "bf16")):
         texts.append(_text(lambda hook=hook: lc.attach(ddp, hook, accumulation="weighted")))
     return texts

@@ -206,4 +206,6 @@ def test_sizes(num_bytes, text):
 def test_options_that_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         MonitorOptions(**options)
+    with pytest.raises(ValueError, match=r"Monitor needs what attach\(model, hook\) returned, got str"):
+        lc.Monitor("int8")
     assert dataclasses.asdict(MonitorOptions(error_numel=None, error_every_n_steps=0))["error_numel"] is None

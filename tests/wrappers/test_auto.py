@@ -4,6 +4,7 @@ import contextlib
 import io
 import itertools
 import logging
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -219,9 +220,17 @@ def test_ending_before_the_choice_is_said(run):
     assert others == []
 
 
+@dataclass(frozen=True)
+class TheirLocalSGD(lc.CommHook):
+    name = "their_local_sgd"
+
+    def bind(self, group):
+        return lc.PostLocalSGD(start_localSGD_iter=0).bind(group)
+
+
 def averages(rank, world):
-    hook = lc.Auto(candidates=[lc.PostLocalSGD(start_localSGD_iter=0)])
-    refused = pytest.raises(ValueError, match="candidate 'post_localsgd' averages models instead of gradients")
+    hook = lc.Auto(candidates=[TheirLocalSGD()])
+    refused = pytest.raises(ValueError, match="candidate 'their_local_sgd' averages models instead of gradients")
     with refused, attached(hook):
         pass
 
@@ -235,7 +244,10 @@ def test_candidates_that_average_models_are_refused(run):
     [
         ({"candidates": []}, r"candidates must be a list of at least one hook, got \[\]"),
         ({"candidates": "bf16"}, "candidates must be a list of at least one hook, got 'bf16'"),
-        ({"candidates": ["bf61"]}, "unknown hook 'bf61'; did you mean 'bf16'"),
+        ({"candidates": [lc.Int8]}, r"candidates: .* did you mean Int8\(\)"),
+        ({"candidates": ["diloco"]}, "candidates: 'diloco' averages models instead of gradients"),
+        ({"candidates": [lc.Cast(lc.PostLocalSGD())]}, "candidates: 'cast' averages models instead of gradients"),
+        ({"candidates": ["bf61"]}, "candidates: unknown hook 'bf61'; did you mean 'bf16'"),
         ({"candidates": 5}, "candidates must be a list of at least one hook, got 5"),
         ({"candidates": ["bf16", lc.BF16()]}, "'bf16' is listed twice"),
         ({"candidates": ["noop"]}, "'noop' does not average, so the models of the ranks would diverge"),
