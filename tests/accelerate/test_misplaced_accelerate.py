@@ -25,6 +25,8 @@ def test_handler_of_accelerate():
         (lambda: CommHookKwargs(hook="int8", comm_wrapper="bf16"), "write hook=Cast('int8', 'bf16')"),
         (lambda: CommHookKwargs(hook="int8", find_unused_params=True), "did you mean 'find_unused_parameters'?"),
         (lambda: use_comm_hook(None, "powersgd", rank=4), f"Write {RANK_4}"),
+        (lambda: use_comm_hook(None, "powersgd", num_steps=9), "leave it out, Lightning's Trainer and transformers.T"),
+        (lambda: CommHookKwargs(hook="powersgd", monitor=True), "CommHookTracker in Accelerate"),
         (
             lambda: Accelerator(cpu=True, kwargs_handlers=[CommHookKwargs(hook="int8"), CommHookKwargs(hook="int8")]),
             one,

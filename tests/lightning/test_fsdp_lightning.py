@@ -131,12 +131,17 @@ def test_hybrid_on_four_ranks_of_the_standalone_package(four):
         ({"hook": "powersgd"}, "hook='powersgd' does not work with FSDP"),
         ({"hook": "powersdg", "replicas": 2}, "did you mean 'powersgd'"),
         ({"hook": "bf16", "replicas": 0}, "replicas must be an integer of at least 1"),
-        ({"hook": "bf16", "shard_hook": "bf16"}, "shard_hook is for replicas=2 or more"),
-        ({"hook": "bf16", "gather_hook": "topk"}, "hook='topk'|unknown hook 'topk'"),
+        ({"hook": "bf16", "shard_hook": "bf16"}, "shard_hook is for .* more; here hook= is the hook of the reduce-sc"),
+        ({"hook": "bf16", "gather_hook": "topk"}, "unknown gather_hook='topk'. With FSDP these work: bf16, fp16, fp8,"),
         ({"hook": "bf16", "gather_differences": True}, "gather_differences=True needs a gather_hook"),
         ({"hook": "bf16", "resync": True}, "resync is for replicas=2 or more"),
         ({"hook": lc.DiLoCo(period_seconds=1.0), "replicas": 2}, "the Trainer makes all wait for each other"),
-        ({"hook": "powersgd", "replicas": 2, "shard_hook": "topk"}, "hook='topk'|unknown hook 'topk'"),
+        ({"hook": "powersgd", "replicas": 2, "shard_hook": "topk"}, "unknown shard_hook='topk'. With FSDP these work"),
+        (
+            {"hook": "powersgd", "replicas": 2, "shard_hook": "powersgd"},
+            "Strategy: shard_hook='powersgd' does not work",
+        ),
+        ({"hook": "reduce_scatter", "replicas": 2}, "use 'allreduce' between replicas"),
     ],
 )
 def test_refusals_of_replicas(arguments, message):
@@ -151,7 +156,10 @@ def test_refusals_of_replicas(arguments, message):
             {"hook": "powersgd"},
             "CompressedFSDPStrategy: hook='powersgd' does not work with FSDP; these do: allreduce, b",
         ),
-        ({"hook": "bf61"}, "did you mean 'bf16'"),
+        (
+            {"hook": "bf61"},
+            r"unknown hook='bf61'; did you mean 'bf16'\? With FSDP these work: allreduce, bf16, fp16, fp8,",
+        ),
         ({"hook": lc.Int8()}, "error feedback is for fully_shard. Set use_error_feedback=False, compress_1d=True"),
         ({"hook": "bf16", "sharding": "FULL_SHARD"}, "has no option 'sharding', and neither has FSDP"),
         ({"hook": "bf16", "resync": True}, "has no option 'resync'"),

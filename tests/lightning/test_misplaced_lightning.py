@@ -39,6 +39,8 @@ def test_strategies(name, monkeypatch):
     assert RANK_4 in refusal(name, "powersgd", {"rank": 4}), "positionally, as the state of a function"
     assert "did you mean 'find_unused_parameters'?" in refusal(name, "int8", find_unused_parameter=True)
     assert "did you mean 'resync'?" in refusal(name, "int8", resinc=True)
+    assert "it is for sharded models: for CompressedModelParallelStrategy" in refusal(name, "int8", gather_hook="int8")
+    assert "Lightning and Accelerate supply it: leave it out" in refusal(name, "int8", grad_scaler=None)
     assert refusal(name).startswith(f"{name} needs hook=, the name of a hook or a configured one, such as hook='powers")
 
 
@@ -46,7 +48,11 @@ def test_strategies(name, monkeypatch):
 def test_sharded_strategies(name):
     assert "Write hook=Int8(" in refusal(name, hook="int8", block_size=128)
     assert "such as hook='bf16'" in refusal(name)
-    assert "write hook=Int8()" in refusal(name, hook={"name": "int8"})
+    assert "write hook=Int8(use_error_feedback=False" in refusal("CompressedFSDPStrategy", hook={"name": "int8"})
+    assert "write hook=Int8(compress_1d=True)" in refusal("CompressedModelParallelStrategy", hook={"name": "int8"})
+    assert "such as hook='bf16'" in refusal(name, hook={"name": "powersgd"})
+    assert "such as hook='bf16'" in refusal(name, hook=lc.PowerSGD)
+    assert "it is for DistributedDataParallel: leave it out" in refusal(name, hook="bf16", accumulation="mean")
 
 
 @pytest.mark.parametrize("name", ["CompressedDDPStrategy", "CompressedDDPStrategyPL"])
