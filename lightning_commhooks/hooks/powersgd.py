@@ -161,12 +161,12 @@ class PowerSGD(LowRankConfig):
     With `num_iters_per_step=1`, steps alternate between `n * rank` and `m * rank` numbers, in one all-reduce.
 
     Args:
-        matrix_approximation_rank: rank of the approximation, `rank` for short. 1 to 4 is usual, up to 32 for
-            language models.
-        start_powerSGD_iter: number of initial steps without compression, `start` for short, because early gradients
-            matter most; or a fraction of the run, such as 0.1; or `"auto"`, the value for a hook that is chosen by its
-            name `"powersgd"`: 1,000 steps, or a tenth of the run if that is sooner. Lightning and
-            `transformers.Trainer` know the length of a run; elsewhere, pass `num_steps=` to `attach`.
+        matrix_approximation_rank: rank of the approximation, `rank` for short (not in Lightning CLI files). 1 to 4
+            is usual, up to 32 for language models.
+        start_powerSGD_iter: number of initial steps without compression, `start` for short (not in Lightning CLI
+            files), because early gradients matter most; or a fraction of the run, such as 0.1; or `"auto"`, the value
+            for a hook that is chosen by its name `"powersgd"`: 1,000 steps, or a tenth of the run if that is sooner.
+            Lightning and `transformers.Trainer` know the length of a run; elsewhere, pass `num_steps=` to `attach`.
         min_compression_rate: a matrix of n rows and m columns is compressed when
             `(n + m) * rank * min_compression_rate < n * m`.
         batch_tensors_with_same_shape: multiply matrices of equal shape in one batched product. The result is the same
@@ -214,7 +214,8 @@ class BatchedPowerSGD(LowRankConfig):
     `num_iters_per_step=1` half of that, in one.
 
     Args:
-        matrix_approximation_rank: rank of the approximation, `rank` for short. More than 1 rarely helps here.
+        matrix_approximation_rank: rank of the approximation, `rank` for short (not in Lightning CLI files). More
+            than 1 rarely helps here.
         start_powerSGD_iter: number of initial steps without compression, or a fraction of the run, or `"auto"`: see
             [`PowerSGD`][].
 

@@ -7,18 +7,45 @@ import functools
 import re
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, ParamSpec, TypeVar
 
 from lightning_commhooks.interface.hook import CommHook
-from lightning_commhooks.interface.names import available_hooks, get_hook_class
+from lightning_commhooks.interface.names import WRAPPERS, available_hooks, get_hook_class
 from lightning_commhooks.interface.options import closest, did_you_mean, misfit, options_of, parameters_of
 from lightning_commhooks.interface.python_code import code
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
-# Wrappers without registered names.
-_WRAPPERS = ("Cast", "PerParameter", "ScaleByGradAccumulation", "Schedule")
+# Options of some functions only, and where.
+_OF_MODELS_IN_DDP = "it is for DistributedDataParallel: leave it out with a sharded model"
+_OF_SHARDS = (
+    "it is for sharded models: for CompressedModelParallelStrategy, attach() and use_comm_hook(accelerator, ...) with "
+    "fully_shard"
+)
+_SUPPLIED = "it is an argument of attach() in plain PyTorch; Lightning and Accelerate supply it: leave it out"
+_ELSEWHERE = {
+    "accumulation": _OF_MODELS_IN_DDP,
+    "hook_state": _OF_MODELS_IN_DDP,
+    "gather_hook": _OF_SHARDS,
+    "gather_differences": _OF_SHARDS,
+    "shard_hook": _OF_SHARDS,
+    "replicas": "it is an option of CompressedModelParallelStrategy; attach() takes their number from the device mesh",
+    "grad_scaler": _SUPPLIED,
+    "optimizers": _SUPPLIED,
+    "loss_divided_by": _SUPPLIED,
+    "num_steps": "leave it out, Lightning's Trainer and transformers.Trainer know the length of the run",
+    "strict_state": "it is an option of DDP strategies and CommHookKwargs, and in plain PyTorch an argument of "
+    "attachment.load_state_dict()",
+    "monitor": "it is an option of use_comm_hook() for a transformers.Trainer; otherwise use CommHookMonitor in "
+    "Lightning, CommHookTracker in Accelerate, Monitor in plain PyTorch",
+    "fault_tolerance": "it is an option of CompressedDDPStrategy and CommHookKwargs; in plain PyTorch give attach() a "
+    "manager=",
+    "manager": "it is an argument of attach(); CompressedDDPStrategy and CommHookKwargs take fault_tolerance= instead",
+    "resync": "it is for hooks that average models; in plain PyTorch call attachment.averaged([optimizer], "
+    "permanently=True)",
+}
 # Common keys in configuration files for the name or class of an object, and for its arguments.
 _NAMES = ("class_path", "_target_", "hook", "name", "class", "type")
 _ARGUMENTS = ("init_args", "options", "kwargs", "args", "params")
@@ -88,6 +115,8 @@ def misplaced(
         own = {option: unknown[option] for option in unknown if option in _options(inner)}
         if own:
             return f"{text}: it is an option of the hook. Write {_line(hook, inner, own)}"
+    if name in _ELSEWHERE:
+        return f"{text}: {_ELSEWHERE[name]}"
     of_hooks = {option: inner for inner in reversed([*_inside(hook)]) for option in _options(inner)}
     close = closest(name, [*known, *of_hooks])
     if close is not None and close in known:
@@ -118,20 +147,41 @@ def given_beside(hook: object, options: Mapping[str, Any]) -> str:
     return "set its options instead" if unknown else f"write {_line(hook, hook, options)}"
 
 
-def refusal(hook: object) -> str:
-    """Explain that a value is not a hook, with the line to write if the meaning is clear."""
-    text = f"hook must be a name or a CommHook, got {hook!r}"
-    if isinstance(hook, type):
+def refusal(
+    hook: object,
+    option: str = "hook",
+    example: str = "powersgd",
+    required: Mapping[type[CommHook], Mapping[str, Any]] = MappingProxyType({}),
+) -> str:
+    """Explain that a value is not a hook, with the line to write if the meaning is clear.
+
+    Args:
+        hook: the value.
+        option: its name.
+        example: name of a hook that works there.
+        required: options that hooks need there, by class.
+    """
+    text = f"{option} must be a name or a CommHook, got {hook!r}"
+    if isinstance(hook, type) and (not required or hook in required):
+        if required.get(hook):
+            return f"{text}; did you mean {with_options(hook, required[hook])}?"
         needs = issubclass(hook, CommHook) and misfit(hook.__name__, hook, (), {})
         return f"{text}; did you mean {hook.__name__}({'...' if needs else ''})?"
-    meant = written(hook)
-    return f"{text}: write hook={meant}" if meant is not None else f"{text}; such as hook='powersgd'"
+    found = parsed(hook)
+    if found is None or (required and found[0] not in required):
+        return f"{text}; such as {option}={example!r}"
+    hook_class, options = found
+    return f"{text}: write {option}={with_options(hook_class, {**required.get(hook_class, {}), **options})}"
 
 
-def written(spec: object) -> str | None:
-    """Return Python code for a hook in another notation, such as `{"name": "powersgd", "rank": 4}`; `None`: unknown."""
+def written(spec: str) -> str | None:
+    """Return Python code for a hook in another notation, such as `"powersgd(rank=4)"`; `None`: unknown."""
     found = parsed(spec)
-    return None if found is None else with_options(*found)
+    if found is None:
+        return None
+    hook_class, options = found
+    has_more = len(re.findall(r"\w+", spec)) > 1
+    return f"{hook_class.__name__}(...)" if has_more and not options else with_options(hook_class, options)
 
 
 def parsed(spec: object) -> tuple[type[CommHook], Mapping[str, Any]] | None:
@@ -176,6 +226,9 @@ def in_yaml(value: Any) -> str:
     if unknown is not None:
         hint = did_you_mean(unknown, _options(hook_class))
         return f"{hook_class.__name__} has no option {unknown!r}; {hint}".rstrip("; ")
+    is_class = isinstance(value, Mapping) and str(value.get("class_path")).rpartition(".")[2] == hook_class.__name__
+    if is_class and {*options} <= {*options_of(hook_class)}:
+        return f"an option of {hook_class.__name__} has a wrong value"
     return f"a hook with options is written by its class:\n{_block(hook_class, options)}"
 
 
@@ -212,7 +265,7 @@ def class_of(hook: object) -> type[CommHook] | None:
     try:
         return get_hook_class(hook)
     except ValueError:
-        return getattr(sys.modules[__name__.partition(".")[0]], hook, None) if hook in _WRAPPERS else None
+        return getattr(sys.modules[__name__.partition(".")[0]], hook, None) if hook in WRAPPERS else None
 
 
 def owners_of(option: str) -> list[type[CommHook]]:

@@ -12,6 +12,14 @@ from lightning_commhooks.interface.options import did_you_mean, registered
 
 ENTRY_POINT_GROUP = "lightning_commhooks.hooks"
 
+# Wrappers, which have no registered names, with an example of each.
+WRAPPERS = {
+    "Cast": "Cast('powersgd', 'bf16')",
+    "PerParameter": "PerParameter({'*bias': 'allreduce', '*': 'int4'})",
+    "ScaleByGradAccumulation": "ScaleByGradAccumulation('bf16', 'mean')",
+    "Schedule": "Schedule({0: 'bf16', 1000: 'powersgd'})",
+}
+
 HookClass = TypeVar("HookClass", bound=type[CommHook])
 # The arguments in a docstring, and one of them.
 _ARGUMENTS = re.compile(r"^Args:\n((?: {4}.*\n?)+)", re.MULTILINE)
@@ -81,6 +89,13 @@ def get_hook_class(name: str) -> type[CommHook]:
     exact = {_plain(known): known for known in (*others, *registered)}
     if _plain(name) in exact:
         return get_hook_class(exact[_plain(name)])
+    for wrapper, example in WRAPPERS.items():
+        if _plain(name) == _plain(wrapper):
+            raise ValueError(f"unknown hook {name!r}: {wrapper} goes around another hook; write hook={example}")
+    if _plain(name) == "reducescatter":
+        raise ValueError(
+            f"unknown hook {name!r}: it is for the ranks of a sharded model; use 'allreduce' between replicas"
+        )
     hint = did_you_mean(name, [*available_hooks(), *registered])
     raise ValueError(f"unknown hook {name!r}; {hint}available hooks: {', '.join(available_hooks())}")
 

@@ -34,10 +34,21 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f"did you mean {close!r}? " if close else ""
 
 
-def misfit(where: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
+def misfit(
+    where: str,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    options: Iterable[str] = (),
+) -> str | None:
     """Say that arguments without names are too many, or that required ones are missing; `None` if they fit.
 
-    `where` is the name of the function for the user. A method is given without its first argument.
+    Args:
+        where: name of the function for the user.
+        function: the function, without the first argument of a method.
+        args: positional arguments.
+        kwargs: keyword arguments.
+        options: options, of which the example shows the first that is free.
     """
     parameters = inspect.signature(function).parameters.values()
     if any(p.kind is p.VAR_POSITIONAL for p in parameters):
@@ -46,7 +57,9 @@ def misfit(where: str, function: Callable[..., Any], args: tuple[Any, ...], kwar
     if len(args) > len(positional):
         most = f"{', '.join(positional)}, and all others by name" if positional else "options by name only"
         extra = args[len(positional)]
-        return f"{where} takes {most}: {extra!r} has none, write option={extra!r}"
+        example = next((option for option in options if option not in {*positional, *kwargs}), None)
+        write = f"; write for example {example}={extra!r}" if example else ""
+        return f"{where} takes {most}: {extra!r} was given without a name{write}"
     given = {*positional[: len(args)], *kwargs}
     variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     missing = [p.name for p in parameters if p.default is p.empty and p.kind not in variable and p.name not in given]
@@ -86,11 +99,13 @@ def check_options(hook_class: type, args: tuple[Any, ...], options: Mapping[str,
         p.kind is p.VAR_KEYWORD for p in inspect.signature(init).parameters.values()
     )
     shown = [" or ".join([option, *(alias for alias, full in short.items() if full == option)]) for option in own]
-    known = f"its options are: {', '.join(shown) or 'none'}"
+    known = f"Options of {name}: {', '.join(shown) or 'none'}"
     unknown = next((option for option in options if option not in {*own, *short}), None)
     if unknown is not None and not takes_any:
         hint = did_you_mean(unknown, [*own, *short]) or _of_inner_hooks(unknown, [*args, *options.values()])
-        raise ValueError(f"{name} has no option {unknown!r}; {hint}{known}")
-    wrong = misfit(name, (lambda: None) if init is object.__init__ else init.__get__(object()), args, options)
+        raise ValueError(f"{name} has no option {unknown!r}{'; ' if hint else '. '}{hint}{known}")
+    function = (lambda: None) if init is object.__init__ else init.__get__(object())
+    described = sorted(own, key=lambda option: (hook_class.__doc__ or "").find(f"    {option}: "))
+    wrong = misfit(name, function, args, options, described)
     if wrong is not None:
-        raise ValueError(f"{wrong}; {known}")
+        raise ValueError(f"{wrong}. {known}")

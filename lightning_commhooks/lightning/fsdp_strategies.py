@@ -229,12 +229,10 @@ class CompressedModelParallelMixin(ShardedHookMixin):
         gather_hooks(self._gathers)
         if self._replicas == 1:
             if given := [name for name, value in self._of_replicas.items() if value]:
-                raise ValueError(
-                    f"{given[0]} is for replicas=2 or more; here hook= is the stateless hook of the reduce-scatter"
-                )
+                raise ValueError(f"{given[0]} is for replicas=2 or more; here hook= is the hook of the reduce-scatter")
             return resolve_sharded_hook(hook, remembers=True)
         if self._options["shard_hook"] is not None:
-            resolve_sharded_hook(self._options["shard_hook"], remembers=True)
+            resolve_sharded_hook(self._options["shard_hook"], remembers=True, option="shard_hook")
         resolved = resolve_hook_of_replicas(hook)
         check_even(resolved, "the Trainer")
         return resolved

@@ -15,8 +15,9 @@ from lightning_commhooks.hooks import BF16, FP8, FP16, AllReduce, Int4, Int8
 from lightning_commhooks.hooks.quantized import CodecConfig, EncodedResidual
 from lightning_commhooks.interface.bucket import Bucket, Slot
 from lightning_commhooks.interface.hook import BoundHook, CommHook
-from lightning_commhooks.interface.misplaced import refusal
-from lightning_commhooks.interface.registry import get_hook, get_hook_class
+from lightning_commhooks.interface.misplaced import class_of, refusal
+from lightning_commhooks.interface.options import did_you_mean
+from lightning_commhooks.interface.registry import get_hook
 from lightning_commhooks.runtime.runtime import Runtime
 from lightning_commhooks.runtime.source import Source
 
@@ -29,6 +30,13 @@ _CODECS: tuple[type[CommHook], ...] = (Int8, Int4, FP8)
 _REQUIRED: dict[type[CommHook], dict[str, Any]] = {AllReduce: {}, FP16: {}, BF16: {}}
 _REQUIRED |= dict.fromkeys(_CODECS, _FLAT_AND_FORGOTTEN)
 
+# Why an option may not have error feedback.
+_FORGETS = {
+    "hook": "error feedback is for fully_shard",
+    "shard_hook": "with manager= it has no error feedback",
+    "gather_hook": "it has no error feedback",
+}
+
 _OF_DDP = (
     "is for DistributedDataParallel: hooks keep no state of sharded gradients and do not know what they are the sum "
     "of; leave it out with FSDP"
@@ -40,48 +48,56 @@ def sharded_hooks() -> list[str]:
     return sorted([*_SYNONYMS, *(hook_class.name for hook_class in _REQUIRED)])
 
 
-def resolve_sharded_hook(hook: object, remembers: bool = False) -> CommHook:
-    """Check the argument `hook=` of `attach`, without a model.
+def resolve_sharded_hook(hook: object, remembers: bool = False, option: str = "hook") -> CommHook:
+    """Check the argument `hook=`, `shard_hook=` or `gather_hook=` of `attach`, without a model.
 
     Args:
         hook: the argument.
         remembers: whether it may have error feedback.
+        option: its name.
 
     Raises:
         ValueError: unknown name; a hook that does not work with sharded models, or not with these options.
     """
-    if isinstance(hook, str):
-        hook_class = get_hook_class(_SYNONYMS.get(hook, hook))
-        if hook_class in _REQUIRED:
-            return get_hook(hook_class.name, **_REQUIRED[hook_class])
-    elif isinstance(hook, CommHook) and type(hook) in _REQUIRED:
-        _check_options(hook, remembers)
-        return hook
+    required = _REQUIRED | (dict.fromkeys(_CODECS, _FLAT) if remembers else {})
     if not isinstance(hook, (str, CommHook)):
-        raise ValueError(refusal(hook))
+        raise ValueError(refusal(hook, option, "bf16", required))
+    hook_class = class_of(_SYNONYMS.get(hook, hook) if isinstance(hook, str) else hook)
+    if hook_class in _REQUIRED and isinstance(hook, str):
+        return get_hook(hook_class.name, **_REQUIRED[hook_class])
+    if hook_class in _REQUIRED and isinstance(hook, CommHook):
+        _check_options(hook, required[hook_class], option)
+        return hook
+    gathers = option == "gather_hook"
+    works = [name for name in sharded_hooks() if not (gathers and name in ("allreduce", "reduce_scatter"))]
+    if hook_class is None:
+        hint = did_you_mean(str(hook), works)
+        raise ValueError(
+            f"unknown {option}={hook!r}{'; ' if hint else '. '}{hint}With FSDP these work: {', '.join(works)}"
+        )
+    why = "parameters" if gathers else "gradients, their shapes or models on every rank"
     raise ValueError(
-        f"hook={hook.name if isinstance(hook, CommHook) else hook!r} does not work with FSDP; these do: "
-        f"{', '.join(sharded_hooks())}, or one of them configured. "
-        "Other methods need whole gradients, their shapes or models on every rank, which FSDP does not have"
+        f"{option}={hook.name if isinstance(hook, CommHook) else hook!r} does not work with FSDP; these do: "
+        f"{', '.join(works)}, or one of them configured. Other methods need whole {why}, which FSDP does not have"
     )
 
 
-def _check_options(hook: CommHook, remembers: bool) -> None:
+def _check_options(hook: CommHook, required: Mapping[str, Any], option: str) -> None:
+    shown = f"{option}={type(hook).__name__}"
     if getattr(hook, "hierarchy", None) is not None:
         raise ValueError(
-            f"{type(hook).__name__}(hierarchy={hook.hierarchy!r}) does not work with FSDP, which exchanges shares in "  # type: ignore[attr-defined]
+            f"{shown}(hierarchy={hook.hierarchy!r}) does not work with FSDP, which exchanges shares in "  # type: ignore[attr-defined]
             "groups of its own: shard within each node by HYBRID_SHARD, or by a mesh of two dimensions, and leave "
             "hierarchy out"
         )
-    required = _FLAT if remembers and isinstance(hook, _CODECS) else _REQUIRED[type(hook)]
     wrong = {key: value for key, value in required.items() if getattr(hook, key) != value}
     if wrong:
         asked = ", ".join(f"{key}={getattr(hook, key)!r}" for key in wrong)
         needed = ", ".join(f"{key}={value!r}" for key, value in wrong.items())
+        what = "parameters" if option == "gather_hook" else "gradients"
         raise ValueError(
-            f"{type(hook).__name__}({asked}) does not work with FSDP, which hands gradients over as flat shares "
-            f"without their shapes{'; error feedback is for fully_shard' if 'use_error_feedback' in wrong else ''}. "
-            f"Set {needed}"
+            f"{shown}({asked}) does not work with FSDP, which hands {what} over as flat shares without their "
+            f"shapes{f'; {_FORGETS[option]}' if 'use_error_feedback' in wrong else ''}. Set {needed}"
         )
 
 

@@ -102,7 +102,7 @@ def gather_hooks(options: Mapping[str, Any]) -> dict[str, CommHook]:
         if differences:
             raise ValueError("gather_differences=True needs a gather_hook: set gather_hook='int4'")
         return {}
-    resolved = resolve_sharded_hook(hook)
+    resolved = resolve_sharded_hook(hook, option="gather_hook")
     if not isinstance(resolved, (BF16, FP16, CodecConfig)) or getattr(resolved, "accumulate_dtype", None) is not None:
         raise ValueError(
             f"gather_hook={hook!r} sends parameters as they are: leave it out, or use 'int8', 'fp8', 'bf16'"

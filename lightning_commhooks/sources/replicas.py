@@ -277,7 +277,8 @@ class Replicas(Source):
                 raise ValueError(f"{name} is for models that are sharded within a replica: leave it out here")
         if "shard_hook" in self.options:
             # The hook within a replica does not hear of votes, and would remember gradients of a step that was lost.
-            self.hooks["shard_hook"] = resolve_sharded_hook(self.options["shard_hook"], remembers=not self.ranks_change)
+            remembers = not self.ranks_change
+            self.hooks["shard_hook"] = resolve_sharded_hook(self.options["shard_hook"], remembers, "shard_hook")
         self.hooks |= gather_hooks(self.options)
         return resolved
 

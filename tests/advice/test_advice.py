@@ -187,7 +187,7 @@ class TestCandidates:
             ("auto", "auto uses several hooks in one run; compare those"),
             (
                 "powersgd:ranks=4",
-                "PowerSGD has no option 'ranks'; did you mean 'rank'\\? its options are: matrix",
+                "PowerSGD has no option 'ranks'; did you mean 'rank'\\? Options of PowerSGD: m",
             ),
             (
                 "powersgd:matrix_approximation_rnk=4",

@@ -97,7 +97,7 @@ def test_configured_hook_is_returned_as_it_is():
 def test_entry_point():
     assert "theirs" in lc.available_hooks()
     assert lc.get_hook("theirs", level=2).level == 2
-    with pytest.raises(ValueError, match=r"Theirs.*its options are: level"):
+    with pytest.raises(ValueError, match=r"Theirs.*Options of Theirs: level"):
         lc.get_hook("theirs", depth=2)
     with pytest.raises(ValueError, match="did you mean 'theirs'"):
         lc.get_hook("their")

@@ -41,6 +41,8 @@ def test_strategies(name, monkeypatch):
     assert "did you mean 'resync'?" in refusal(name, "int8", resinc=True)
     for option in ("exact_state", "strict_state", "resync"):
         assert f"{option} must be True or False, got 'no'" in refusal(name, "int8", **{option: "no"})
+    assert "it is for sharded models: for CompressedModelParallelStrategy" in refusal(name, "int8", gather_hook="int8")
+    assert "Lightning and Accelerate supply it: leave it out" in refusal(name, "int8", grad_scaler=None)
     assert refusal(name).startswith(f"{name} needs hook=, the name of a hook or a configured one, such as hook='powers")
 
 
@@ -56,7 +58,11 @@ def test_options_of_fabric():
 def test_sharded_strategies(name):
     assert "Write hook=Int8(" in refusal(name, hook="int8", block_size=128)
     assert "such as hook='bf16'" in refusal(name)
-    assert "write hook=Int8()" in refusal(name, hook={"name": "int8"})
+    assert "write hook=Int8(use_error_feedback=False" in refusal("CompressedFSDPStrategy", hook={"name": "int8"})
+    assert "write hook=Int8(compress_1d=True)" in refusal("CompressedModelParallelStrategy", hook={"name": "int8"})
+    assert "such as hook='bf16'" in refusal(name, hook={"name": "powersgd"})
+    assert "such as hook='bf16'" in refusal(name, hook=lc.PowerSGD)
+    assert "it is for DistributedDataParallel: leave it out" in refusal(name, hook="bf16", accumulation="mean")
 
 
 @pytest.mark.parametrize("name", ["CompressedDDPStrategy", "CompressedDDPStrategyPL"])

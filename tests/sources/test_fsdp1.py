@@ -250,7 +250,7 @@ def test_models_that_are_refused(run):
         (lc.Cast("int8", "bf16"), "hook='cast' does not work"),
         ("bf61", "did you mean 'bf16'"),
         (lc.BF16, r"did you mean BF16\(\)\?"),
-        (3, "hook must be a name or a CommHook, got 3; such as"),
+        (3, "hook must be a name or a CommHook, got 3; such as hook='bf16'"),
         (default_hooks.bf16_compress_hook, "must be a name or a CommHook, got <function bf16_compress_hook"),
         (lc.Int8(), "Set use_error_feedback=False, compress_1d=True"),
         (

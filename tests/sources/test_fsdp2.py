@@ -431,7 +431,9 @@ def test_parameters_are_gathered_in_low_precision(run):
     ("hook", "message"),
     [
         ("allreduce", "gather_hook='allreduce' sends parameters as they are"),
-        ("powersgd", "hook='powersgd' does not work with FSDP"),
+        ("powersgd", "gather_hook='powersgd' does not work with FSDP; these do: bf16, fp16, fp8, int4, int8, or"),
+        (lc.Int8(), "gather_hook=Int8.*; it has no error feedback. Set use_error_feedback=False, compress_1d=True"),
+        (lc.Int4, r"^gather_hook must be.*did you mean Int4\(use_error_feedback=False, compress_1d=True\)\?"),
         (lc.Int8(rounding="stochastic", use_error_feedback=False, compress_1d=True), "set rounding='nearest'"),
     ],
 )
