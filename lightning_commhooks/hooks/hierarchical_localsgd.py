@@ -58,6 +58,8 @@ class HierarchicalLocalSGD(LocalSGDConfig):
             check_integer("a period in period_group_size_dict", period, 1)
             if size is not None:
                 check_integer("a group size in period_group_size_dict", size, 2)
+        if len(sizes_by_period) < len(given):
+            raise ValueError(f"period_group_size_dict must have each period once, got {given!r}")
         levels = sorted(sizes_by_period.items())
         sizes = [float("inf") if size is None else size for _, size in levels]
         if any(later <= earlier for earlier, later in itertools.pairwise(sizes)):

@@ -35,7 +35,8 @@ _ELSEWHERE = {
     "grad_scaler": _SUPPLIED,
     "optimizers": _SUPPLIED,
     "loss_divided_by": _SUPPLIED,
-    "num_steps": "leave it out, Lightning's Trainer and transformers.Trainer know the length of the run",
+    "num_steps": "Lightning's Trainer and transformers.Trainer know the length of the run: leave it out; elsewhere "
+    "give the start as a number of steps",
     "strict_state": "it is an option of DDP strategies and CommHookKwargs, and in plain PyTorch an argument of "
     "attachment.load_state_dict()",
     "monitor": "it is an option of use_comm_hook() for a transformers.Trainer; otherwise use CommHookMonitor in "
@@ -125,7 +126,7 @@ def misplaced(
         return f"{text}; did you mean the option {close!r} of the hook? Write " + _line(
             hook, of_hooks[close], {close: value}
         )
-    return text + _of_others(name, value, hook)
+    return text + (_of_others(name, value, hook) if "hook" in known else "")
 
 
 def _of_others(name: str, value: object, hook: object) -> str:
@@ -226,9 +227,9 @@ def in_yaml(value: Any) -> str:
     if unknown is not None:
         hint = did_you_mean(unknown, _options(hook_class))
         return f"{hook_class.__name__} has no option {unknown!r}; {hint}".rstrip("; ")
-    is_class = isinstance(value, Mapping) and str(value.get("class_path")).rpartition(".")[2] == hook_class.__name__
-    if is_class and {*options} <= {*options_of(hook_class)}:
-        return f"an option of {hook_class.__name__} has a wrong value"
+    paths = {f"{home}.{hook_class.__name__}" for home in (_home(hook_class), hook_class.__module__)}
+    if isinstance(value, Mapping) and value.get("class_path") in paths and {*options} <= {*options_of(hook_class)}:
+        return f"an option of {hook_class.__name__} is missing or has a wrong value"
     return f"a hook with options is written by its class:\n{_block(hook_class, options)}"
 
 
@@ -244,13 +245,21 @@ def _nested(name: str, value: str) -> str:
     )
 
 
-def _block(hook_class: type[CommHook], options: Mapping[str, Any]) -> str:
+def _home(hook_class: type[CommHook]) -> str:
     package = hook_class.__module__.partition(".")[0]
-    home = package if package == __name__.partition(".")[0] else hook_class.__module__
+    return package if package == __name__.partition(".")[0] else hook_class.__module__
+
+
+def _block(hook_class: type[CommHook], options: Mapping[str, Any]) -> str:
     short = getattr(hook_class, "option_aliases", {})
     lines = [f"    {short.get(name, name)}: {value}" for name, value in options.items()]
     return "\n".join(
-        ["hook:", f"  class_path: {home}.{hook_class.__name__}", *(["  init_args:"] if lines else []), *lines]
+        [
+            "hook:",
+            f"  class_path: {_home(hook_class)}.{hook_class.__name__}",
+            *(["  init_args:"] if lines else []),
+            *lines,
+        ]
     )
 
 

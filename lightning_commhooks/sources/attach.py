@@ -123,8 +123,8 @@ def attach(
     }
     model = cast("nn.Module", unwrapped(model))
     source = source_of(model, replicate_group) if manager is None else source_of_manager(manager, model)
-    if isinstance(model, nn.Module):
-        source.device = next((p.device for p in model.parameters()), source.device)
+    if isinstance(model, nn.Module):  # ranks agree on the device of the model; offloaded parameters do not show it
+        source.device = next((p.device for p in model.parameters() if p.is_cuda), source.device)
     # Before anything is created that needs all ranks.
     with source.agreeing(ATTACH) as same:
         source.set_options({name: value for name, value in options.items() if value is not None})

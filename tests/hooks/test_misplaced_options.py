@@ -140,7 +140,7 @@ def test_block_of_a_configuration_file(value):
 def test_wrong_options_in_a_configuration_file():
     assert in_yaml("powersdg") == "'powersdg' is no hook; did you mean 'powersgd'?"
     right = {"class_path": "lightning_commhooks.PowerSGD", "init_args": {"matrix_approximation_rank": "four"}}
-    assert in_yaml(right) == "an option of PowerSGD has a wrong value", "without the block that is there already"
+    assert in_yaml(right) == "an option of PowerSGD is missing or has a wrong value", "without the block"
     short = {"class_path": "lightning_commhooks.PowerSGD", "init_args": {"rank": 4}}
     assert in_yaml(short).endswith(BLOCK)
     assert in_yaml({"name": "powersgd", "ranks": 4}) == "PowerSGD has no option 'ranks'; did you mean 'rank'?"

@@ -7,7 +7,10 @@ import torch
 import torch.distributed as dist
 from cuda_dry_training import Training, Way, without_cuda
 from hooks_under_test import INT8
+from pool import ignoring
 from stream_order import Order, recorded
+from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 import lightning_commhooks as lc
 from lightning_commhooks.codecs.codec import seed_tensor
@@ -113,3 +116,22 @@ def test_default_device():
             all_finite(flat[:0]),
         ]
     assert {tensor.device for tensor in made} == {CPU}
+
+
+def test_parameters_that_fsdp2_makes_later():
+    """On the meta device, until `to_empty`."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with torch.device("meta"):
+            model = nn.Linear(4, 4)
+        fully_shard(model)
+        with ignoring(".*does nothing: training runs in one process"):
+            attachment = lc.attach(model, "bf16")
+        model.to_empty(device="cpu")
+        nn.init.ones_(model.weight)
+        nn.init.zeros_(model.bias)
+        model(torch.ones(2, 4)).sum().backward()
+        assert model.weight.grad.to_local().eq(2).all()
+        attachment.close()
+    finally:
+        dist.destroy_process_group()
