@@ -123,8 +123,6 @@ def attach(
     }
     model = cast("nn.Module", unwrapped(model))
     source = source_of(model, replicate_group) if manager is None else source_of_manager(manager, model)
-    if isinstance(model, nn.Module):  # ranks agree on the device of the model; offloaded parameters do not show it
-        source.device = next((p.device for p in model.parameters() if p.is_cuda), source.device)
     # Before anything is created that needs all ranks.
     with source.agreeing(ATTACH) as same:
         source.set_options({name: value for name, value in options.items() if value is not None})
@@ -235,7 +233,11 @@ def source_of(model: nn.Module, replicate_group: dist.ProcessGroup | None = None
             return replicas.Replicas(model, replicate_group)
         if version1 or version2:
             return fsdp1.FSDP1(model) if version1 else fsdp2.FSDP2(model)
-    return DDPSource((model if isinstance(model, DistributedDataParallel) else checked_model(model)).process_group)
+    ddp = model if isinstance(model, DistributedDataParallel) else checked_model(model)
+    source = DDPSource(ddp.process_group)
+    # Ranks agree there; FSDP has moved its parameters to the current device.
+    source.device = next((p.device for p in ddp.parameters()), source.device)
+    return source
 
 
 def _loss_divided_by(value: float | Callable[[], float], config: CommHook) -> Callable[[], float]:

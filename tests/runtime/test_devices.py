@@ -11,6 +11,7 @@ from pool import ignoring
 from stream_order import Order, recorded
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 import lightning_commhooks as lc
 from lightning_commhooks.codecs.codec import seed_tensor
@@ -20,6 +21,7 @@ from lightning_commhooks.interface.bucket import Bucket, Slot
 from lightning_commhooks.interface.precision import all_finite, spoil_unless_
 from lightning_commhooks.interface.state import StateWriter
 from lightning_commhooks.runtime import source
+from lightning_commhooks.sources.attach import source_of
 from lightning_commhooks.sources.ddp import DDPSource
 
 CPU = torch.device("cpu")
@@ -101,6 +103,14 @@ def test_ranks_agree_on_the_device_of_the_model(training, monkeypatch):
     with ranks.agreeing("attach()"):
         pass
     assert used == [torch.device("cuda", 1)]
+
+
+def test_device_of_a_model_in_ddp(training):
+    training(lc.AllReduce())
+    ddp = DistributedDataParallel.__new__(DistributedDataParallel)
+    nn.Module.__init__(ddp)
+    ddp.module, ddp.process_group = nn.Linear(2, 2, device="cuda"), dist.group.WORLD
+    assert source_of(ddp).device == torch.device("cuda", 0)
 
 
 def test_default_device():
