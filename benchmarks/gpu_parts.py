@@ -63,6 +63,8 @@ class Part:
                 filter(None, [str(ROOT), str(ROOT / "tests" / "support"), os.environ.get("PYTHONPATH")])
             ),
             "PYTHONUNBUFFERED": "1",
+            # Says where a process crashed.
+            "PYTHONFAULTHANDLER": "1",
             # Others' plugins, whose warnings would be errors.
             "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
             OUTCOMES: str(self.outcomes),
@@ -107,13 +109,11 @@ def tests(num_cores: int) -> list[Part]:
     """All tests on GPUs; the contract, which is most of them, in as many processes as there are cores for."""
     pytest = ["-m", "pytest", "-p", "pytest_timeout", "-p", "outcomes", "-W", "default", "-q", "-m", "gpu"]
     files = [["tests/gpu/test_gpu.py", "tests/gpu/test_fsdp_gpu.py", "tests/gpu/test_gpu_peers.py"]]
-    files.append(["tests/gpu/test_gpu_failures.py", "tests/gpu/test_gpu_frameworks.py"])
-    files.append(["tests/gpu/test_gpu_training.py"])
-    # Two ranks each, at the same time as the processes above. Over NCCL processes take turns on a GPU: more at once do
-    # not take less time.
+    files += [[f"tests/gpu/test_gpu_{name}.py"] for name in ("failures", "frameworks", "training")]
+    # Two ranks each, at the same time as the processes above.
     contract, num = "tests/gpu/test_gpu_contract.py", max(1, min(3, num_cores // 4 - 1))
-    files.append([contract, "-k", "nccl"])
-    files += [[contract, "-k", "gloo", f"--part={i}/{num}"] for i in range(num)]
+    for backend in ("nccl", "gloo"):
+        files += [[contract, "-k", backend, f"--part={i}/{num}"] for i in range(num)]
     return [Part([*pytest, *some]) for some in files]
 
 

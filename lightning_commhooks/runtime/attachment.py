@@ -119,7 +119,7 @@ class Attachment:
               and local steps that all ranks skipped.
             * `averagings`: averages of the model, or of a fragment of it; averages of several optimizers count once.
 
-            Milliseconds, summed over the `timed_steps`, which are all steps, or one in ten on NCCL:
+            Milliseconds, summed over the `timed_steps`: all steps, on NCCL one in ten, and none on CUDA over gloo:
 
             * `exposed_ms`: time that the training thread, or its stream on NCCL, only waited for the hook, including
               waits for slower ranks.

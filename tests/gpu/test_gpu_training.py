@@ -145,7 +145,7 @@ def test_models_are_averaged(ranks, hook):
 def fused_under_a_scaler(rank, world, hook, bad_step):
     """Steps that an optimizer has counted, averages, steps that were not finite, and whether ranks ended the same.
 
-    On CUDA it fails where the host waits for the device within a step after which nothing is averaged.
+    Over NCCL it fails where the host waits for the device within a step after which nothing is averaged.
     """
     device, dtype = model_device(), torch.float32
     model = make_model(dtype)
@@ -161,7 +161,7 @@ def fused_under_a_scaler(rank, world, hook, bad_step):
             # The first steps allocate; and after a step that was not finite ranks may ask how many count.
             waits = step < 2 or good % PERIOD in (0, PERIOD - 1) or step in (bad_step, bad_step + 1)
             keep_busy()
-            if device.type == "cuda":
+            if dist.get_backend() != "gloo":
                 torch.cuda.set_sync_debug_mode("default" if waits else "error")
             try:
                 optimizer.zero_grad()
@@ -223,15 +223,16 @@ def times_and_errors(rank, world, hook):
         for step in range(21):
             means = backward(ddp, full_rank_gradients(rank, step, SHAPES))
         exact = mean_gradients(full_rank_gradients, world, step, SHAPES)
-        return attachment.metrics(), distance(means, exact) / norm(exact), dist.get_backend()
+        return attachment.metrics(), distance(means, exact) / norm(exact), model_device().type, dist.get_backend()
 
 
 @pytest.mark.parametrize("hook", ["allreduce", INT8, POWERSGD], ids=str)
 def test_times_and_errors(ranks, hook):
-    """On CUDA one step in ten is timed, by events that nothing waits for."""
-    for metrics, error, backend in ranks(times_and_errors, hook, world=2):
-        assert metrics["timed_steps"] == (3 if backend.startswith("nccl") else 21)
-        assert metrics["codec_ms"] > 0
+    """Over NCCL one step in ten is timed, by events that nothing waits for; CUDA tensors over gloo are not."""
+    for metrics, error, device, backend in ranks(times_and_errors, hook, world=2):
+        timed = 21 if device == "cpu" else 0 if backend == "gloo" else 3
+        assert metrics["timed_steps"] == timed
+        assert (metrics["codec_ms"] > 0) == (timed > 0)
         assert metrics["exposed_ms"] >= 0
         assert metrics["relative_error"] == pytest.approx(error, rel=1e-3, abs=1e-6)
 
@@ -274,6 +275,8 @@ def replicas(rank, world):
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_replicas_of_sharded_models(ranks, world):
+    if world > 2 and getattr(ranks, "backend", None) == "gloo":
+        pytest.skip("FSDP2 crashes over gloo with CUDA tensors")  # without a hook too: PyTorch's issue 132471
     for found, ratio in ranks(replicas, world=world):
         assert found["allreduce"][0] < 1e-6
         assert found["bf16"][0] < world * UNITS["bf16"]

@@ -34,12 +34,12 @@ class Ranks:
     """
 
     def __init__(self, backend, size=2, device="cuda"):
-        self._backend, self._size, self.device = backend, size, device
+        self.backend, self._size, self.device = backend, size, device
         self._processes = None
 
     def __call__(self, function, *args, world):
         if self._processes is None:
-            self._processes = Processes(self._size, 30, self.device, self._backend).__enter__()
+            self._processes = Processes(self._size, 30, self.device, self.backend).__enter__()
         try:
             return self._processes(function, *args, world=world)
         except Exception:
