@@ -47,7 +47,11 @@ class FSDP1(ShardedSource):
     }
 
     def __init__(self, model: nn.Module) -> None:
-        super().__init__(_process_group(units(model)))
+        wrapped = units(model)
+        super().__init__(_process_group(wrapped))
+        # Ranks agree there before `check`; offloaded parameters are on the CPU.
+        assert wrapped[0].compute_device is not None
+        self.device = wrapped[0].compute_device
 
     def check(self, model: nn.Module) -> None:
         wrapped = units(model)
@@ -56,8 +60,6 @@ class FSDP1(ShardedSource):
         is_free = all(isinstance(state, _State) and state.runtime.is_closed for state in states)
         if states and not (is_free and len(states) == len(wrapped)):
             raise ValueError("the FSDP model has a communication hook already, and FSDP takes one; leave that one out")
-        assert wrapped[0].compute_device is not None
-        self.device = wrapped[0].compute_device
 
     def connect(self, model: nn.Module, runtime: Runtime) -> None:
         shares_of(runtime).among(self.process_group)

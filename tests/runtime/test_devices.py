@@ -10,7 +10,7 @@ from hooks_under_test import INT8
 from pool import ignoring
 from stream_order import Order, recorded
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_commhooks as lc
@@ -111,6 +111,18 @@ def test_device_of_a_model_in_ddp(training):
     nn.Module.__init__(ddp)
     ddp.module, ddp.process_group = nn.Linear(2, 2, device="cuda"), dist.group.WORLD
     assert source_of(ddp).device == torch.device("cuda", 0)
+
+
+@pytest.mark.filterwarnings("ignore:FSDP is switching to use `NO_SHARD`")
+def test_device_of_a_model_in_fsdp1():
+    """Ranks agree there before anything else; parameters may be offloaded to the CPU."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = FullyShardedDataParallel(nn.Linear(2, 2), device_id=CPU)
+        model.compute_device = torch.device("cuda", 1)
+        assert source_of(model).device == torch.device("cuda", 1)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_default_device():
