@@ -2,7 +2,7 @@
 
 A rank for each GPU over NCCL. `others` is the time in which streams beside the model's own are busy: the hook's, and
 NCCL's; `beside` the part of it in which the model's is busy, too. The rest is what a step waits for. With one GPU
-nothing is sent, and plain DDP does nothing there.
+nothing is sent, plain DDP does nothing there, and the second rank of our hooks is emulated.
 
     python benchmarks/cuda_overlap.py
 """

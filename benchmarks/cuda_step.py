@@ -1,9 +1,10 @@
 """Cost of a step above `noop` on GPUs: our hooks against PyTorch's, side by side in one run.
 
 A rank for each GPU over NCCL. With one, nothing is sent: what is measured is what a hook computes, and what it costs
-the host. The variants take turns; reported are medians over rounds. `ms` is the device's time from the first kernel of
-a step to the last, `host` what the host needs to launch them, `kernels` how many there are; `waits` is yes where the
-host waits for the device within a step, by PyTorch's `set_sync_debug_mode`.
+the host. PyTorch's hooks then have one rank; ours have two, of which one is emulated: a copy of what it would send. The
+variants take turns; reported are medians over rounds. `ms` is the device's time from the first kernel of a step to the
+last, `host` what the host needs to launch them, `kernels` how many there are; `waits` is yes where the host waits for
+the device within a step, by PyTorch's `set_sync_debug_mode`.
 
     python benchmarks/cuda_step.py
 """

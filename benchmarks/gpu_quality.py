@@ -318,7 +318,7 @@ def table(runs: list[Run]) -> list[str]:
     lines = [f"{'method':<18}{'MB':>9}{'fewer':>8}" + "".join(f"{f'step {step}':>11}" for step in steps)]
     lines[0] += f"{'to dense':>10}{'as good, MB':>13}"
     for run in runs:
-        if run.problem or len(run.steps) < 2:
+        if run.problem or dense.problem or len(run.steps) < 2:
             lines.append(f"{run.name:<18}  {run.problem or 'no loss was measured'}")
             continue
         each, of_dense = (one.sent[-1] / one.steps[-1] for one in (run, dense))

@@ -26,11 +26,15 @@ from lightning_commhooks.basics.ranges import named
 
 _logger = logging.getLogger("lightning_commhooks")
 
-# Elements that are encoded and sent together: enough to make the overhead of calls and latency negligible, and few
-# enough to overlap the encoding of one chunk with the sending of another on CPU.
+# Elements that are encoded and sent together on CPU: enough to make the overhead of calls and latency negligible, and
+# few enough to overlap the encoding of one chunk with the sending of another.
 CHUNK_NUMEL = 2**20
+# On a GPU, which encodes them in less time than the host takes to start it: whole gradients.
+_CHUNK_NUMEL_OF_GPU = 2**26
 # Smaller ones are not worth the call of a compiled function.
 _FEW_ELEMENTS = 2**12
+# Elements for which a function is compiled on a GPU: Triton divides and schedules its work by their number.
+_EXAMPLE_NUMEL_OF_GPU = 2**22
 # Seconds; a shorter pause needs no explanation.
 LONG = 2.0
 
@@ -49,6 +53,11 @@ class Chunk:
     numbers: Tensor
     residual: Tensor | None
     seed: int
+
+
+def chunk_numel(device: torch.device) -> int:
+    """Return about how many elements are encoded and sent together."""
+    return CHUNK_NUMEL if device.type == "cpu" else _CHUNK_NUMEL_OF_GPU
 
 
 class Codec(ABC):
@@ -214,10 +223,10 @@ class Kernels:
         with named(self._name, "decode"):
             codes, scales = unpack(self.codec, payloads)
             self._run(_decode_mean, out, codes, scales, factor / payloads.shape[0], out)
-            return scales.isfinite().all()
+            return (scales.abs() < torch.inf).all()
 
     def compile(self, device: torch.device, num_payloads: set[int], feedback: bool, num_rows: int) -> None:
-        """Call the functions once, on a few numbers, as they will be called later.
+        """Call the functions once, as they will be called later.
 
         Args:
             device: of the tensors.
@@ -226,7 +235,8 @@ class Kernels:
             num_rows: blocks at a time, where each row is one.
         """
         codec, size = self.codec, self.codec.block_size
-        shape = (-(-_FEW_ELEMENTS // size) + 2, size) if size else (num_rows, _FEW_ELEMENTS)
+        numel = _FEW_ELEMENTS if device.type == "cpu" else _EXAMPLE_NUMEL_OF_GPU
+        shape = (-(-numel // size) + 2, size) if size else (num_rows, numel)
         blocks = torch.ones(shape, dtype=torch.float32, device=device)
         residual, out = torch.zeros_like(blocks), torch.empty_like(blocks)
         one, seed = blocks.new_ones(()), seed_tensor(0, device)

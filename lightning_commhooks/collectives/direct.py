@@ -236,7 +236,7 @@ class Direct:
         num_bytes = numel * like.element_size()
         memory = self._spare.pop() if self._spare else None
         if memory is None or memory.numel() < num_bytes:
-            memory = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
+            memory = torch.empty(num_bytes, dtype=torch.uint8, device=like.device)
         return memory, memory[:num_bytes].view(like.dtype)
 
 

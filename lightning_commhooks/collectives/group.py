@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_commhooks.basics.ranges import named
-from lightning_commhooks.codecs.codec import CHUNK_NUMEL, Chunk, Codec, Kernels, compiled
+from lightning_commhooks.codecs.codec import Chunk, Codec, Kernels, chunk_numel, compiled
 from lightning_commhooks.collectives import process_groups as groups
 from lightning_commhooks.collectives.counters import Counters
 from lightning_commhooks.collectives.direct import Direct
@@ -637,7 +637,7 @@ class Group:
         places = flat[: sum(filled)].split(filled)
         for tensor, place in zip(tensors, places, strict=True):
             place[: tensor.numel()] = tensor.reshape(-1)
-        pieces = flat.split(max(unit, CHUNK_NUMEL // unit * unit))
+        pieces = flat.split(max(unit, chunk_numel(flat.device) // unit * unit))
         yield from self.average_encoded_([Chunk(piece.view(-1, size), None, seed=0) for piece in pieces], kernels)
         for tensor, place in zip(tensors, places, strict=True):
             tensor.copy_(place[: tensor.numel()].view(tensor.shape))

@@ -6,6 +6,8 @@ from abc import abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar, Literal, get_args
 
+from torch import Tensor
+
 from lightning_commhooks.codecs import AffineCodec
 from lightning_commhooks.codecs.codec import Chunk
 from lightning_commhooks.codecs.formats import check_block_size
@@ -103,17 +105,18 @@ class _BoundQuantize(BoundHook):
         if not flat.is_floating_point() or not flat.numel():
             yield from ranks.all_reduce_mean_(flat)
             return
-        places = self._places_of(flat.numel())
+        places = self._places_of(flat)
         dtype = work_dtype(flat.dtype)
         parts = [Chunk(place.gather(flat, dtype), None, seed=0) for place in places]
         yield from ranks.average_encoded_(parts, self._kernels, two_shot=self._two_shot)
         for place, mean in zip(places, parts, strict=True):
             place.scatter(mean.numbers if dtype == flat.dtype else to_gradient(mean.numbers, flat.dtype), flat)
 
-    def _places_of(self, numel: int) -> list[Place]:
+    def _places_of(self, flat: Tensor) -> list[Place]:
+        numel = flat.numel()
         if numel not in self._places:
             # PyTorch's hooks take no notice of parameters.
             whole = [Slot("", (numel,), 0)]
-            num_owners = self.group.num_owners(self._two_shot)
-            self._places[numel] = places_of(whole, self._kernels.codec.block_size, num_owners)
+            size, num_owners = self._kernels.codec.block_size, self.group.num_owners(self._two_shot)
+            self._places[numel] = places_of(whole, size, num_owners, flat.device)
         return self._places[numel]

@@ -26,6 +26,7 @@ from torch.nn.functional import pad
 
 from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.collectives.steps import Steps
+from lightning_commhooks.interface.accumulation import is_one
 from lightning_commhooks.interface.bucket import Bucket, Slot
 from lightning_commhooks.interface.checks import check_bool, check_integer
 from lightning_commhooks.interface.error_feedback import ErrorFeedback
@@ -256,19 +257,22 @@ class BoundPowerSGD(ErrorFeedback):
         # The results of `_share`, until a bucket has a new plan.
         self._shares: dict[int, float] = {}
 
-    def average_(self, residual: Tensor | None, bucket: Bucket, ranks: Group) -> Steps[Tensor]:
+    def average_(self, residual: Tensor | None, bucket: Bucket, ranks: Group) -> Steps[Tensor | None]:
         flat, (_, batches, rest) = bucket.flat, self.plan(bucket)
         if residual is None:
             residual = torch.zeros_like(flat, dtype=work_dtype(flat.dtype))
         dense = bucket.gather(rest).div_(self.group.size / bucket.scale)
         ps, qs = yield from self._factors(batches, residual, bucket, dense, ranks)
-        finite = [all_finite(dense)]
         for batch, p, q in zip(batches, ps, qs, strict=True):
             batch.write_and_subtract_(residual, bucket, p, q)
-            finite.append(_sent_is_finite(p, q * bucket.loss_scale, flat.dtype))
         bucket.scatter_(rest, dense)
         self._report(flat.numel(), dense.numel(), bucket)
-        return torch.stack(finite).all()
+        if not flat.is_cpu and flat.dtype != torch.float16:
+            # The runtime then checks the gradients: a GPU reads them in less time than kernels for each factor take.
+            # Not in float16, which is clipped: infinite factors could leave finite gradients.
+            return None
+        finite = [_sent_is_finite(p, q * bucket.loss_scale, flat.dtype) for p, q in zip(ps, qs, strict=True)]
+        return torch.stack([all_finite(dense), *finite]).all()
 
     def _factors(
         self, batches: Sequence[_Matrices], residual: Tensor, bucket: Bucket, dense: Tensor, ranks: Group
@@ -303,7 +307,8 @@ class BoundPowerSGD(ErrorFeedback):
         if not self.hook.warm_start:
             return orthonormal_basis(random_factors(batch.keys, fresh.shape[1:], fresh, self.hook.random_seed, step))
         last = [self.remembered(key, own.clone, kind) for key, own in zip(batch.keys, fresh, strict=True)]
-        return orthonormal_basis(revived(torch.stack(last), fresh, self.hook.orthogonalization_epsilon))
+        rows = torch.stack(last) if len(last) > 1 else last[0].unsqueeze(0)
+        return orthonormal_basis(revived(rows, fresh, self.hook.orthogonalization_epsilon))
 
     def _remember(self, batches: Sequence[_Matrices], factors: Sequence[Tensor], kind: str) -> None:
         for batch, own in zip(batches, factors, strict=True):
@@ -433,20 +438,23 @@ class _Matrices:
     def add_and_multiply_(self, residual: Tensor, bucket: Bucket, start: Tensor, makes_q: bool) -> Tensor:
         """Add the gradients to the residuals, which gives M; return M Q, or M^T P if `makes_q`."""
         k, r, _ = start.shape
-        product, divisor = start.new_zeros((k, r, self.m if makes_q else self.n)), bucket.divisor
-        num = self._rows_at_once(residual)
-        for i, (m, gradient) in enumerate(zip(self._of(residual), self._of(bucket.flat), strict=True)):
+        divisor, num = bucket.divisor, self._rows_at_once(residual)
+        pairs = zip(self._of(residual), self._of(bucket.flat), strict=True)
+        if self.is_stacked:
+            for m, gradient in pairs:
+                add_unscaled_(m, gradient, divisor)
+            self._stacked = self._stack(residual)
+            return torch.bmm(start, self._stacked if makes_q else self._stacked.mT)
+        product = start.new_zeros((k, r, self.m if makes_q else self.n))
+        for i, (m, gradient) in enumerate(pairs):
             parts_of_p = (start if makes_q else product)[i].split(num, dim=1)
             blocks = zip(m.split(num * self.m), gradient.split(num * self.m), parts_of_p, strict=False)
             for block, own, part_of_p in blocks:
                 add_unscaled_(block, own, divisor)
-                if makes_q and not self.is_stacked:
+                if makes_q:
                     product[i].addmm_(part_of_p, block.view(-1, self.m))
-                elif not self.is_stacked:
+                else:
                     torch.mm(start[i], block.view(-1, self.m).t(), out=part_of_p)
-        if self.is_stacked:
-            self._stacked = self._stack(residual)
-            torch.bmm(start, self._stacked if makes_q else self._stacked.mT, out=product)
         return product
 
     def _stack(self, flat: Tensor) -> Tensor:
@@ -470,11 +478,14 @@ class _Matrices:
         self._stacked = None
         num, divisor = self._rows_at_once(residual), -bucket.loss_scale
         for i, (m, gradient) in enumerate(zip(self._of(residual), self._of(bucket.flat), strict=True)):
-            scaled = q[i] * bucket.loss_scale
+            scaled = q[i] if is_one(bucket.loss_scale) else q[i] * bucket.loss_scale
             is_whole = gradient.dtype == q.dtype and gradient.numel() == self.n * self.m
             # With rank 1, a matrix product takes a third longer than an elementwise product.
             multiply = torch.mul if len(scaled) == 1 else torch.mm
-            blocks = zip(m.split(num * self.m), gradient.split(num * self.m), p[i].split(num, dim=1), strict=False)
+            blocks = [(m, gradient, p[i])]
+            if num < self.n:
+                parts = m.split(num * self.m), gradient.split(num * self.m), p[i].split(num, dim=1)
+                blocks = list(zip(*parts, strict=False))
             for block, written, part_of_p in blocks:
                 product = multiply(part_of_p.t(), scaled, out=written.view(-1, self.m) if is_whole else None)
                 if not is_whole:
@@ -513,11 +524,14 @@ def orthonormal_basis(rows: Tensor) -> Tensor:
 
     Householder reflections also give orthonormal rows for linearly dependent, zero, tiny and huge rows: if the rows
     span fewer than r dimensions, the rest of the basis is arbitrary. (PyTorch's Gram-Schmidt divides by zero or loses
-    orthogonality.)
+    orthogonality.) A single row is divided by its norm, and stays zero if it is zero.
     """
     # Norms are sums of squares, which would overflow or underflow without scaling.
-    largest = torch.linalg.vector_norm(rows, math.inf, dim=2, keepdim=True).clamp_min_(torch.finfo(rows.dtype).tiny)
-    basis: Tensor = torch.linalg.qr((rows / largest).mT).Q
+    tiny = torch.finfo(rows.dtype).tiny
+    scaled: Tensor = rows / torch.linalg.vector_norm(rows, math.inf, dim=2, keepdim=True).clamp_min_(tiny)
+    if rows.shape[1] == 1:
+        return scaled.div_(torch.linalg.vector_norm(scaled, dim=2, keepdim=True).clamp_min_(tiny))
+    basis: Tensor = torch.linalg.qr(scaled.mT).Q
     return basis.mT.contiguous()
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_commhooks.codecs import FP8Codec, Int2Codec, Int4Codec, Int8Codec
-from lightning_commhooks.codecs.codec import CHUNK_NUMEL, Chunk, Codec, Kernels, compiled
+from lightning_commhooks.codecs.codec import Chunk, Codec, Kernels, chunk_numel, compiled
 from lightning_commhooks.codecs.formats import Rounding
 from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.collectives.steps import Steps
@@ -26,7 +26,7 @@ from lightning_commhooks.interface.precision import all_finite, to_gradient, wor
 from lightning_commhooks.interface.registry import register
 from lightning_commhooks.interface.state import Shapes
 
-# Gradients with fewer elements are copied into common chunks.
+# On CPU, gradients with fewer elements are copied into common chunks.
 _SEPARATE_NUMEL = 2**17
 
 
@@ -239,7 +239,8 @@ class CodecFeedback(ErrorFeedback):
     def lay_out(self, bucket: Bucket) -> _Plan:
         slots = [slot for slot in bucket.slots if self.hook.compresses(slot.shape)]
         rest = [slot for slot in bucket.slots if not self.hook.compresses(slot.shape)]
-        places = places_of(slots, self.hook.codec.block_size, self.group.num_owners())
+        size, owners = self.hook.codec.block_size, self.group.num_owners()
+        places = places_of(slots, size, owners, bucket.flat.device)
         return _Plan(slots, rest, places, sum(slot.numel for slot in slots) * bucket.flat.element_size())
 
     def kept(self, shapes: list[tuple[int, ...]]) -> Shapes:
@@ -288,16 +289,20 @@ class Place:
         first, num, _ = self.parts[0]
         if num == self.shape[0] * self.shape[1] and flat.dtype == dtype:
             return flat[first : first + num].view(self.shape)
-        numbers = flat.new_zeros(self.shape, dtype=dtype)
+        pieces, end = [], 0
         for first, num, offset in self.parts:
-            numbers.view(-1)[offset : offset + num] = flat[first : first + num]
-        return numbers
+            pieces += [flat.new_zeros(offset - end)] * (offset > end) + [flat[first : first + num]]
+            end = offset + num
+        if num_left := self.shape[0] * self.shape[1] - end:
+            pieces.append(flat.new_zeros(num_left))
+        return torch.cat(pieces).to(dtype).view(self.shape)
 
     def scatter(self, numbers: Tensor, flat: Tensor) -> None:
         """Write `numbers`, shape `(b, s)`, to `flat`, if they are not there already."""
         if numbers.data_ptr() != flat[self.parts[0][0] :].data_ptr():
-            for first, num, offset in self.parts:
-                flat[first : first + num] = numbers.view(-1)[offset : offset + num]
+            numbers = numbers.view(-1)
+            own = [flat[first : first + num] for first, num, _ in self.parts]
+            torch._foreach_copy_(own, [numbers[offset : offset + num] for _, num, offset in self.parts])
 
 
 @dataclass(frozen=True)
@@ -310,7 +315,7 @@ class _Plan:
     num_bytes: int
 
 
-def places_of(slots: Sequence[Slot], block_size: int | None, num_owners: int) -> list[Place]:
+def places_of(slots: Sequence[Slot], block_size: int | None, num_owners: int, device: torch.device) -> list[Place]:
     """Divide gradients into chunks, and return the place of each chunk.
 
     Each gradient begins a new block, so that the content of a block does not depend on the bucket. If `block_size` is
@@ -319,22 +324,24 @@ def places_of(slots: Sequence[Slot], block_size: int | None, num_owners: int) ->
     """
     size = block_size or -(-sum(slot.numel for slot in slots) // num_owners)
     unit = size * num_owners
-    chunk_numel = max(unit, CHUNK_NUMEL // unit * unit)
+    numel = max(unit, chunk_numel(device) // unit * unit)
+    # On a GPU, starting an encoder takes longer than copying gradients into one chunk.
+    separate_numel = _SEPARATE_NUMEL if device.type == "cpu" else numel
     places: list[Place] = []
     # The common chunk of small gradients and ends of gradients.
     parts: list[tuple[int, int, int]] = []
     name, filled = "", 0
     for slot in slots:
         # The elements that fill whole chunks or units.
-        whole = slot.numel // unit * unit if slot.numel >= _SEPARATE_NUMEL else 0
-        for first in range(0, whole, chunk_numel):
-            num = min(chunk_numel, whole - first)
+        whole = slot.numel // unit * unit if slot.numel >= separate_numel else 0
+        for first in range(0, whole, numel):
+            num = min(numel, whole - first)
             places.append(Place(f"{slot.name}:{first}", ((slot.offset + first, num, 0),), (num // size, size)))
         if (left := slot.numel - whole) > 0:
             name = name if parts else f"{slot.name}:{whole}"
             parts.append((slot.offset + whole, left, filled))
             filled += left if block_size is None else -(-left // size) * size
-        if filled >= chunk_numel or (parts and slot is slots[-1]):
+        if filled >= numel or (parts and slot is slots[-1]):
             places.append(Place(name, tuple(parts), (-(-filled // unit) * num_owners, size)))
             parts, filled = [], 0
     return places
@@ -387,7 +394,7 @@ def reduce_scatter_encoded(
     assert size is not None
     blocks = _in_blocks(bucket.flat.view(ranks.size, -1), size)
     total, one = torch.empty_like(blocks[0]), blocks.new_ones(())
-    rows = max(1, CHUNK_NUMEL // (ranks.size * size))
+    rows = max(1, chunk_numel(blocks.device) // (ranks.size * size))
     starts = range(0, total.shape[0], rows)
     sent = []
     for start in starts:

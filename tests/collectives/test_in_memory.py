@@ -481,3 +481,12 @@ def test_number_of_ranks_that_are_averaged():
     assert num_averaged(64, 2**28) == 8
     assert num_averaged(64, 2**34) == 4
     assert num_averaged(3, 2**34) == 3
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("name", ["all_reduce_", "all_gather", "all_to_all"])
+def test_tensors_stay_on_their_device(name, dtype, size):
+    tensor = torch.ones((size, 1000) if name == "all_to_all" else 1000, dtype=dtype, device="meta")
+    works = [functools.partial(getattr(group, name), tensor.clone()) for group in groups_in_memory(size, "meta")]
+    assert {result.device.type for result in run_together(works)} == {"meta"}

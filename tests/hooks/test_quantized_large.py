@@ -6,7 +6,8 @@ from codec_reference import block_bytes
 from driver import attached, backward
 
 import lightning_commhooks as lc
-from lightning_commhooks.hooks.quantized import CHUNK_NUMEL, places_of
+from lightning_commhooks.codecs.codec import chunk_numel
+from lightning_commhooks.hooks.quantized import places_of
 from lightning_commhooks.interface.bucket import Slot
 
 STEPS = 3
@@ -47,7 +48,7 @@ def owners(names, world, block_size):
     """The rank that sends the mean of each element of encoded gradients, for a bucket."""
     slots = [slot for slot in slots_of({name: SHAPES[name] for name in names}) if is_encoded(slot.name)]
     flat = torch.full((sum(torch.Size(SHAPES[name]).numel() for name in names),), -1)
-    for place in places_of(slots, block_size, world):
+    for place in places_of(slots, block_size, world, torch.device("cpu")):
         ranks = torch.arange(world).repeat_interleave(place.shape[0] // world)
         place.scatter(ranks.view(-1, 1).expand(place.shape).contiguous(), flat)
     return {slot.name: slot.view(flat).view(-1) for slot in slots}
@@ -125,11 +126,13 @@ def slots_of(shapes):
     return slots
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize(("block_size", "num_owners"), [(64, 1), (512, 3), (512, 4), (4096, 4), (None, 3)])
-def test_chunks_cover_each_gradient_once(block_size, num_owners):
+def test_chunks_cover_each_gradient_once(block_size, num_owners, device):
+    device = torch.device(device)
     slots = slots_of(SHAPES)
     flat = torch.arange(1, 1 + sum(slot.numel for slot in slots), dtype=torch.float32)
-    places = places_of(slots, block_size, num_owners)
+    places = places_of(slots, block_size, num_owners, device)
     numbers = [place.gather(flat, torch.float32) for place in places]
     everything = torch.cat([own.reshape(-1) for own in numbers])
     assert torch.equal(everything[everything > 0].sort().values, flat)
@@ -138,7 +141,7 @@ def test_chunks_cover_each_gradient_once(block_size, num_owners):
         is_view = own.data_ptr() == flat[place.parts[0][0] :].data_ptr()
         assert is_view == (len(place.parts) == 1 and place.parts[0][1] == own.numel())
         if block_size:
-            assert own.numel() <= 2 * CHUNK_NUMEL
+            assert own.numel() <= 2 * chunk_numel(device)
             # Each gradient begins a new block, and so does each part of it.
             assert all(start % block_size == 0 for _, _, start in place.parts)
             assert int(place.name.split(":")[1]) % block_size == 0

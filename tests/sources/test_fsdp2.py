@@ -27,6 +27,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceS
 
 import lightning_commhooks as lc
 from lightning_commhooks.codecs import FP8Codec, Int4Codec, Int8Codec
+from lightning_commhooks.codecs import codec as codecs
 from lightning_commhooks.collectives.group import Backend, Group
 from lightning_commhooks.hooks import quantized
 from lightning_commhooks.interface.bucket import Bucket
@@ -214,7 +215,7 @@ CODECS = [Int8Codec(block_size=16), Int8Codec(block_size=16, rounding="stochasti
 def encoded(rank, world, numel, part_numel):
     """Whether each element of a share is within the codec's bound, how close the worst is, and bytes."""
     found = []
-    before, quantized.CHUNK_NUMEL = quantized.CHUNK_NUMEL, part_numel
+    before, codecs.CHUNK_NUMEL = codecs.CHUNK_NUMEL, part_numel
     try:
         for codec in CODECS:
             group = all_ranks()
@@ -229,7 +230,7 @@ def encoded(rank, world, numel, part_numel):
             worst = ((result - sum(own)).abs() / (bounds + 1e-5)).max().item()
             found.append((worst, group.counters.bytes_sent, (world - 1) * encoded_bytes(codec, numel)))
     finally:
-        quantized.CHUNK_NUMEL = before
+        codecs.CHUNK_NUMEL = before
     return found
 
 

@@ -52,7 +52,7 @@ def write(path, suite, passed, failed, skipped, device="CPU"):
 def of_pytest(path, config, stats, exitstatus):
     """Write the record of a run of pytest, which names the tests that were selected if not all were."""
     words = shlex.split(os.environ.get("PYTEST_ADDOPTS", "")) + [str(word) for word in config.invocation_params.args]
-    selected = re.sub(r"-n \d+|--dist \w+|--no-loadscope-reorder|-[qv]+\b", "", " ".join(words)).split()
+    selected = re.sub(r"-n \d+|--dist \w+|--durations=\d+|--no-loadscope-reorder|-[qv]+\b", "", " ".join(words)).split()
     suite = " ".join(["only", *selected]) if selected else "make test"
     if exitstatus not in (0, 1):
         suite += ", interrupted"
