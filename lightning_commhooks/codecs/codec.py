@@ -29,8 +29,8 @@ _logger = logging.getLogger("lightning_commhooks")
 # Elements that are encoded and sent together on CPU: enough to make the overhead of calls and latency negligible, and
 # few enough to overlap the encoding of one chunk with the sending of another.
 CHUNK_NUMEL = 2**20
-# On a GPU, which encodes them in less time than the host takes to start it: whole gradients.
-_CHUNK_NUMEL_OF_GPU = 2**26
+# On a GPU, which encodes them in less time than the host takes to start it: more than a bucket of the usual 25 MB.
+_CHUNK_NUMEL_OF_GPU = 2**24
 # Smaller ones are not worth the call of a compiled function.
 _FEW_ELEMENTS = 2**12
 # Elements for which a function is compiled on a GPU: Triton divides and schedules its work by their number.
