@@ -227,19 +227,22 @@ def test_work_beside_a_models():
 
 @pytest.mark.filterwarnings("ignore:hook=|training ended after")
 def test_models_of_benchmarks_train_on_cpu(tmp_path, capsys):
-    """What of them needs no GPU."""
+    """What of them needs no GPU; and hooks do something, also with one rank."""
     import cuda_ranks
     import cuda_step
     import torch.distributed as dist
 
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     data = torch.randn(2, 64)
+    gradients = []
     for hook in (None, "stock fp16", "stock powersgd-1", "bf16", cuda_step.low_rank(1, num_iters=1)):
         model = cuda_ranks.make(hook, 64, 2, torch.device("cpu"))
         for _ in range(4):
             cuda_ranks.step(model, data)
+        gradients.append(model.module[0].weight.grad.clone())
         del model
         gc.collect()
+    assert not any(torch.equal(gradients[0], changed) for changed in gradients[1:])
     dist.destroy_process_group()
     times = {name: [2.0 if "stock" in name else 1.5, 0.5] for name in cuda_step.VARIANTS} | {"noop": [1.0, 0.5]}
     cuda_step.report(times, dict.fromkeys(times, (3, "no")))
