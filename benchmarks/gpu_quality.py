@@ -319,7 +319,7 @@ def table(runs: list[Run]) -> list[str]:
     lines[0] += f"{'to dense':>10}{'as good, MB':>13}"
     for run in runs:
         if run.problem or dense.problem or len(run.steps) < 2:
-            lines.append(f"{run.name:<18}  {run.problem or 'no loss was measured'}")
+            lines.append(f"{run.name:<18}  {run.problem or dense.problem or 'no loss was measured'}")
             continue
         each, of_dense = (one.sent[-1] / one.steps[-1] for one in (run, dense))
         losses = [run.losses[run.steps.index(step)] if step in run.steps else math.nan for step in steps]

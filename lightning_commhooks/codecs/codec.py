@@ -236,7 +236,13 @@ class Kernels:
         """
         codec, size = self.codec, self.codec.block_size
         numel = _FEW_ELEMENTS if device.type == "cpu" else _EXAMPLE_NUMEL_OF_GPU
-        shape = (-(-numel // size) + 2, size) if size else (num_rows, numel)
+
+        def shape_of(num: int) -> tuple[int, int]:
+            num = max(_FEW_ELEMENTS, num)
+            return (-(-num // size) + 2, size) if size else (num_rows, num)
+
+        # Not more for more ranks, which would take memory.
+        shape = shape_of(numel if size else numel // (num_rows * max(num_payloads)))
         blocks = torch.ones(shape, dtype=torch.float32, device=device)
         residual, out = torch.zeros_like(blocks), torch.empty_like(blocks)
         one, seed = blocks.new_ones(()), seed_tensor(0, device)
@@ -247,8 +253,9 @@ class Kernels:
         if feedback and 1 in num_payloads:
             calls.append((_encode_mean, (residual, blocks, one, seed)))
         for k in num_payloads:
-            codes, scales = unpack(codec, payload.repeat(k, 1, 1))
-            calls.append((_decode_mean, (codes, scales, one, out)))
+            b = shape_of(numel // k)[0]
+            codes, scales = unpack(codec, payload[:b].repeat(k, 1, 1))
+            calls.append((_decode_mean, (codes, scales, one, out[:b])))
         for function, args in calls:
             for tensor in args:
                 # Blocks vary in number, or, where each row is one, in size.

@@ -235,7 +235,7 @@ class Direct:
         """Return a buffer of bytes, and a view of it as `numel` elements."""
         num_bytes = numel * like.element_size()
         memory = self._spare.pop() if self._spare else None
-        if memory is None or memory.numel() < num_bytes:
+        if memory is None or memory.numel() < num_bytes or memory.device != like.device:
             memory = torch.empty(num_bytes, dtype=torch.uint8, device=like.device)
         return memory, memory[:num_bytes].view(like.dtype)
 

@@ -289,13 +289,13 @@ class Place:
         first, num, _ = self.parts[0]
         if num == self.shape[0] * self.shape[1] and flat.dtype == dtype:
             return flat[first : first + num].view(self.shape)
-        pieces, end = [], 0
-        for first, num, offset in self.parts:
-            pieces += [flat.new_zeros(offset - end)] * (offset > end) + [flat[first : first + num]]
-            end = offset + num
-        if num_left := self.shape[0] * self.shape[1] - end:
-            pieces.append(flat.new_zeros(num_left))
-        return torch.cat(pieces).to(dtype).view(self.shape)
+        ends = [offset + num for _, num, offset in self.parts]
+        begins = [*(offset for _, _, offset in self.parts[1:]), self.shape[0] * self.shape[1]]
+        gaps = [begin - end for begin, end in zip(begins, ends, strict=True)]
+        zeros = flat.new_zeros(max(gaps))
+        pieces = [flat[first : first + num] for first, num, _ in self.parts]
+        padded = [piece for own, gap in zip(pieces, gaps, strict=True) for piece in (own, zeros[:gap])]
+        return torch.cat(padded).to(dtype).view(self.shape)
 
     def scatter(self, numbers: Tensor, flat: Tensor) -> None:
         """Write `numbers`, shape `(b, s)`, to `flat`, if they are not there already."""

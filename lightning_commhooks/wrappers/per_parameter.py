@@ -17,6 +17,7 @@ from lightning_commhooks.interface.averages_models import averages_models, commo
 from lightning_commhooks.interface.bucket import Bucket, Slot
 from lightning_commhooks.interface.hook import BoundHook, CommHook
 from lightning_commhooks.interface.models import OptimizerStep
+from lightning_commhooks.interface.precision import all_finite
 from lightning_commhooks.interface.registry import get_hook, get_inner_hook
 from lightning_commhooks.interface.wrapper import BoundWrapper, after_optimizer_step
 from lightning_commhooks.wrappers.hook_name import HookName
@@ -124,7 +125,11 @@ class _BoundPerParameter(BoundWrapper):
             is_apart = last - first != numel
             own = bucket.gather(slots) if is_apart else flat[first:last]
             part = dataclasses.replace(bucket, flat=own, slots=_moved_together(slots))
-            finite.append((yield from hook.reduce(part, ranks)))
+            is_finite = yield from hook.reduce(part, ranks)
+            if is_finite is None and self.has_memory:
+                # Another hook's verdict may say more than its gradients, which it may have clipped.
+                is_finite = all_finite(own)
+            finite.append(is_finite)
             if is_apart:
                 bucket.scatter_(slots, own)
         known = [part for part in finite if part is not None]

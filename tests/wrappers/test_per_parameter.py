@@ -1,5 +1,6 @@
 """`PerParameter`: which hook a parameter gets, and that each does what it does alone."""
 
+import functools
 import io
 import pickle
 import warnings
@@ -26,6 +27,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_commhooks as lc
+from lightning_commhooks.collectives.in_memory import groups_in_memory, run_together
+from lightning_commhooks.interface.bucket import Bucket, Slot
+from lightning_commhooks.interface.precision import all_finite
 
 INT8 = lc.Int8(min_bytes=0, block_size=128)
 POWERSGD = lc.PowerSGD(start_powerSGD_iter=1, matrix_approximation_rank=2)
@@ -292,3 +296,31 @@ def unfreeze(rank, world):
 
 def test_patterns_are_checked_when_parameters_are_unfrozen(run):
     run(unfreeze)
+
+
+@pytest.mark.parametrize("bad_step", [0, 1])
+def test_infinite_factor_of_clipped_gradients_is_not_finite(bad_step):
+    """Float16 is clipped, so that gradients alone do not tell; "allreduce" has no verdict."""
+    low_rank = lc.PowerSGD(
+        start_powerSGD_iter=0, matrix_approximation_rank=1, num_iters_per_step=1, min_compression_rate=0.1
+    )
+    hook = lc.PerParameter({"a": low_rank, "*": "allreduce"})
+    slots = (Slot("a", (8, 8), 0), Slot("b", (4,), 64))
+    groups = groups_in_memory(2)
+    bound = [hook.bind(group) for group in groups]
+    for step in range(bad_step + 1):
+        flats = [torch.randn(68, generator=torch.Generator().manual_seed(rank)).half() for rank in range(2)]
+        if step == bad_step:
+            flats[0][3] = torch.inf
+        works = [
+            functools.partial(own.reduce, Bucket(flat, 0, True, step, slots), group)
+            for own, flat, group in zip(bound, flats, groups, strict=True)
+        ]
+        # As the runtime does where a hook has no verdict.
+        verdicts = [
+            all_finite(flat) if finite is None else finite
+            for finite, flat in zip(run_together(works), flats, strict=True)
+        ]
+        for own, finite in zip(bound, verdicts, strict=True):
+            own.end_step(finite)
+    assert [bool(finite) for finite in verdicts] == [False, False]
