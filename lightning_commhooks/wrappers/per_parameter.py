@@ -118,22 +118,20 @@ class _BoundPerParameter(BoundWrapper):
         return {hook: slots for hook, slots in groups.items() if slots}
 
     def reduce(self, bucket: Bucket, ranks: Group) -> Steps[Tensor | None]:
-        flat, finite = bucket.flat, []
+        flat, verdicts = bucket.flat, []
         for hook, slots in self._by_hook(bucket.slots).items():
             numel = sum(slot.numel for slot in slots)
             first, last = slots[0].offset, slots[-1].offset + slots[-1].numel
             is_apart = last - first != numel
             own = bucket.gather(slots) if is_apart else flat[first:last]
             part = dataclasses.replace(bucket, flat=own, slots=_moved_together(slots))
-            is_finite = yield from hook.reduce(part, ranks)
-            if is_finite is None and self.has_memory:
-                # Another hook's verdict may say more than its gradients, which it may have clipped.
-                is_finite = all_finite(own)
-            finite.append(is_finite)
+            verdicts.append((own, (yield from hook.reduce(part, ranks))))
             if is_apart:
                 bucket.scatter_(slots, own)
-        known = [part for part in finite if part is not None]
-        return torch.stack(known).all() if len(known) == len(finite) else None
+        if all(finite is None for _, finite in verdicts):
+            return None
+        # A hook's verdict may say more than its gradients, which it may have clipped.
+        return torch.stack([all_finite(own) if finite is None else finite for own, finite in verdicts]).all()
 
     def reduce_sparse(self, grad: Tensor, bucket: Bucket, ranks: Group) -> Steps[Tensor]:
         (hook,) = self._by_hook(bucket.slots)
