@@ -105,11 +105,12 @@ class BoundBasis(ErrorFeedback):
         matrices = [slot.view(residual).flatten(1) for slot in slots]
         starts = yield from self._starts(slots, matrices, bucket.step, ranks)
         ps = [start @ matrix.T for start, matrix in zip(starts, matrices, strict=True)]
-        uncompressed = [slot.view(mean).div_(ranks.size) for slot in others]
-        yield from ranks.all_reduce_factors_(uncompressed, ps)
+        uncompressed, ps = yield from ranks.average_factors([slot.view(mean) for slot in others], ps)
+        for slot, own in zip(others, uncompressed, strict=True):
+            slot.view(mean).copy_(own)
         ps = [orthonormal_basis(p[None])[0] for p in ps]
-        qs = [p @ matrix / ranks.size for p, matrix in zip(ps, matrices, strict=True)]
-        yield from ranks.all_reduce_factors_([], qs)
+        qs = [p @ matrix for p, matrix in zip(ps, matrices, strict=True)]
+        _, qs = yield from ranks.average_factors([], qs)
         for slot, matrix, p, q in zip(slots, matrices, ps, qs, strict=True):
             approximation = p.T @ q
             slot.view(mean).flatten(1).copy_(approximation)
@@ -128,7 +129,7 @@ class BoundBasis(ErrorFeedback):
         renews = step % hook.renew_every == 0 if hook.renew_every else step == 0
         if renews and hook.exact:
             means = [matrix / ranks.size for matrix in matrices]
-            yield from ranks.all_reduce_coalesced_(means)
+            means = yield from ranks.all_reduce_coalesced(means)
             return [first_singular(mean, hook.rank(*mean.shape)) for mean in means]
         for slot, matrix in zip(slots, matrices, strict=True):
             rank, m = hook.rank(*matrix.shape), matrix.shape[1]

@@ -1,6 +1,6 @@
 """The ranks of a hook: collectives that count their bytes, averages of encoded numbers, and subgroups.
 
-Collectives return a generator (`steps`): `yield from` it. `all_reduce_`, `all_reduce_mean_`, `all_reduce_coalesced_`,
+Collectives return a generator (`steps`): `yield from` it. `all_reduce_`, `all_reduce_mean_`, `all_reduce_coalesced`,
 `all_gather` and `all_to_all` begin when they are called; the remaining collectives begin at `yield from`.
 
 Counts are the payload bytes that a rank sends, averaged over ranks, under the usual bandwidth-optimal algorithms
@@ -162,7 +162,7 @@ class Group:
         tally: counts of that bucket.
         counts_bytes: whether bytes are counted.
         counts_gradients: whether the numbers passed to collectives are gradients, in whatever form, and are counted.
-        codec: the codec of `all_reduce_factors_`; `None`: factors are not encoded.
+        codec: the codec of `average_factors`; `None`: factors are not encoded.
     """
 
     def __init__(
@@ -408,26 +408,33 @@ class Group:
         share = (yield from self.all_to_all(padded.view(self.size, -1))).sum(dim=0, dtype=torch.float32)
         return (yield from self.all_gather(share.to(half.dtype))).view(-1)[:numel]
 
-    def all_reduce_coalesced_(self, tensors: Sequence[Tensor]) -> Steps[None]:
-        """Replace each tensor by its sum over ranks, with one collective per dtype.
+    def all_reduce_coalesced(self, tensors: Sequence[Tensor], divisor: int = 1) -> Steps[list[Tensor]]:
+        """Return the sum over ranks of each tensor, with one collective per dtype.
+
+        Sums of one dtype are views of one tensor; the sum of a tensor that is the only one of its dtype replaces it.
 
         Args:
             tensors: contiguous tensors on one device, in the same order on every rank; empty ones are allowed.
+            divisor: divides the tensors before they are summed.
         """
-        by_dtype: dict[torch.dtype, list[Tensor]] = defaultdict(list)
-        for tensor in tensors:
-            if tensor.numel():
-                by_dtype[tensor.dtype].append(tensor.view(-1))
-        sums = [self.all_reduce_(flats[0] if len(flats) == 1 else torch.cat(flats)) for flats in by_dtype.values()]
+        by_dtype: dict[torch.dtype, list[int]] = defaultdict(list)
+        for i, tensor in enumerate(tensors):
+            by_dtype[tensor.dtype].append(i)
+        steps = []
+        for places in by_dtype.values():
+            flats = [tensors[i].view(-1) for i in places]
+            flat = flats[0] if len(flats) == 1 else torch.cat(flats)
+            steps.append(self.all_reduce_(flat if divisor == 1 else flat.div_(divisor)))
 
-        def write() -> Steps[None]:
-            for flats, steps in zip(by_dtype.values(), sums, strict=True):
-                total = yield from steps
-                if len(flats) > 1:
-                    for flat, own in zip(flats, total.split([flat.numel() for flat in flats]), strict=True):
-                        flat.copy_(own)
+        def split() -> Steps[list[Tensor]]:
+            sums = list(tensors)
+            for places, total in zip(by_dtype.values(), steps, strict=True):
+                numels = [tensors[i].numel() for i in places]
+                for i, part in zip(places, (yield from total).view(-1).split(numels), strict=True):
+                    sums[i] = part.view(tensors[i].shape)
+            return sums
 
-        return write()
+        return split()
 
     def all_gather(self, tensor: Tensor, expected: object = None) -> Steps[Tensor]:
         """Gather `tensor`, shape `(n,)`, equal on all ranks, into a new tensor of shape `(w, n)`.
@@ -642,26 +649,28 @@ class Group:
         for tensor, place in zip(tensors, places, strict=True):
             tensor.copy_(place[: tensor.numel()].view(tensor.shape))
 
-    def all_reduce_factors_(self, exact: Sequence[Tensor], factors: Sequence[Tensor]) -> Steps[None]:
-        """Replace each tensor by its sum over ranks; encode `factors` on the way if this group has a codec.
+    def average_factors(
+        self, exact: Sequence[Tensor], factors: Sequence[Tensor]
+    ) -> Steps[tuple[list[Tensor], list[Tensor]]]:
+        """Return the means over ranks of tensors, which may change them.
 
-        The algorithm compensates the errors of the factors, as error feedback does. Factors that do not fill a block
-        are not encoded, and neither are the tensors in `exact`.
+        `factors` are encoded on the way if this group has a codec: the algorithm compensates their errors, as error
+        feedback does. Factors that do not fill a block are not encoded, and neither are the tensors in `exact`.
         """
         factors_too = self.not_gradients()
         for tensor in exact if self.size > 1 else ():
             self._count_numbers("all_reduce", tensor)
         if self.codec is None or self.size == 1:
-            yield from factors_too.all_reduce_coalesced_([*exact, *factors])
-            return
+            means = yield from factors_too.all_reduce_coalesced([*exact, *factors], self.size)
+            return means[: len(exact)], means[len(exact) :]
         kernels = self.kernels(self.codec, feedback=False, two_shot=True)
         large = [factor for factor in factors if kernels.fills_block(factor)]
         small = [factor for factor in factors if not kernels.fills_block(factor)]
-        sums = factors_too.all_reduce_coalesced_([*exact, *small])
+        averaging = factors_too.all_reduce_coalesced([*exact, *small], self.size)
         yield from self.average_tensors_encoded_(large, kernels)
-        for factor in large:
-            factor.mul_(self.size)
-        yield from sums
+        means = yield from averaging
+        of_small = iter(means[len(exact) :])
+        return means[: len(exact)], [one if kernels.fills_block(one) else next(of_small) for one in factors]
 
 
 @contextmanager

@@ -16,7 +16,7 @@ import logging
 import math
 import zlib
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, TypeVar
 
@@ -26,7 +26,7 @@ from torch.nn.functional import pad
 
 from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.collectives.steps import Steps
-from lightning_commhooks.interface.accumulation import is_one
+from lightning_commhooks.interface.accumulation import is_one, scale_
 from lightning_commhooks.interface.bucket import Bucket, Slot
 from lightning_commhooks.interface.checks import check_bool, check_integer
 from lightning_commhooks.interface.error_feedback import ErrorFeedback
@@ -261,8 +261,8 @@ class BoundPowerSGD(ErrorFeedback):
         flat, (_, batches, rest) = bucket.flat, self.plan(bucket)
         if residual is None:
             residual = torch.zeros_like(flat, dtype=work_dtype(flat.dtype))
-        dense = bucket.gather(rest).div_(self.group.size / bucket.scale)
-        ps, qs = yield from self._factors(batches, residual, bucket, dense, ranks)
+        dense = scale_(bucket.gather(rest), bucket.scale)
+        dense, ps, qs = yield from self._factors(batches, residual, bucket, dense, ranks)
         for batch, p, q in zip(batches, ps, qs, strict=True):
             batch.write_and_subtract_(residual, bucket, p, q)
         bucket.scatter_(rest, dense)
@@ -276,8 +276,8 @@ class BoundPowerSGD(ErrorFeedback):
 
     def _factors(
         self, batches: Sequence[_Matrices], residual: Tensor, bucket: Bucket, dense: Tensor, ranks: Group
-    ) -> Steps[tuple[list[Tensor], list[Tensor]]]:
-        """Return P and Q of each batch, and replace `dense` by its sum over ranks.
+    ) -> Steps[tuple[Tensor, list[Tensor], list[Tensor]]]:
+        """Return the mean of `dense` over ranks, and P and Q of each batch.
 
         With `num_iters_per_step=1`, a step makes half an iteration, as in Zhang et al. 2023,
         https://arxiv.org/abs/2306.08881: P = M Q, and in the next step Q = M^T P from that P.
@@ -291,15 +291,17 @@ class BoundPowerSGD(ErrorFeedback):
             batch.add_and_multiply_(residual, bucket, start, makes_q)
             for batch, start in zip(batches, starts, strict=True)
         ]
-        factors = yield from self._mean(products, bucket.flat.dtype, ranks, [dense])
+        (dense,), factors = yield from self._mean([dense], products, bucket.flat.dtype, ranks)
         if is_half:
+            # Without a copy, the memory would keep `dense`, which may be a part of the same tensor.
+            factors = [factor.clone() for factor in factors]
             self._remember(batches, factors, new)
-            return (starts, factors) if makes_q else (factors, starts)
+            return (dense, starts, factors) if makes_q else (dense, factors, starts)
         ps = [orthonormal_basis(p) for p in factors]
         qs = [batch.multiply(residual, p) for batch, p in zip(batches, ps, strict=True)]
-        qs = yield from self._mean(qs, bucket.flat.dtype, ranks)
+        _, qs = yield from self._mean([], qs, bucket.flat.dtype, ranks)
         self._remember(batches, qs, "factor")
-        return ps, qs
+        return dense, ps, qs
 
     def _first_factors(self, batch: _Matrices, kind: str, step: int) -> Tensor:
         """Return the orthonormal factors with which a step begins: an earlier step's, or random ones."""
@@ -308,7 +310,7 @@ class BoundPowerSGD(ErrorFeedback):
             return orthonormal_basis(random_factors(batch.keys, fresh.shape[1:], fresh, self.hook.random_seed, step))
         last = [self.remembered(key, own.clone, kind) for key, own in zip(batch.keys, fresh, strict=True)]
         rows = torch.stack(last) if len(last) > 1 else last[0].unsqueeze(0)
-        return orthonormal_basis(revived(rows, fresh, self.hook.orthogonalization_epsilon))
+        return orthonormal_basis(rows, fresh, self.hook.orthogonalization_epsilon)
 
     def _remember(self, batches: Sequence[_Matrices], factors: Sequence[Tensor], kind: str) -> None:
         for batch, own in zip(batches, factors, strict=True):
@@ -318,18 +320,17 @@ class BoundPowerSGD(ErrorFeedback):
                     self.remember(key, None, "factor_p")
 
     def _mean(
-        self, factors: Sequence[Tensor], dtype: torch.dtype, ranks: Group, along: Sequence[Tensor] = ()
-    ) -> Steps[list[Tensor]]:
-        """Return the means over ranks of the factors of gradients in `dtype`; replace `along` by its sum.
+        self, exact: Sequence[Tensor], factors: Sequence[Tensor], dtype: torch.dtype, ranks: Group
+    ) -> Steps[tuple[list[Tensor], list[Tensor]]]:
+        """Return the means over ranks of tensors, and of factors of gradients in `dtype`.
 
         `Cast` may make the group encode factors.
         """
         self._numel_after += sum(factor.numel() for factor in factors)
         # A row's norm may exceed the range of float16 even if none of its elements does.
         wire = torch.bfloat16 if dtype == torch.float16 else dtype
-        sent = [factor.div_(self.group.size).to(wire) for factor in factors]
-        yield from ranks.all_reduce_factors_(along, sent)
-        return [total.to(factor.dtype) for total, factor in zip(sent, factors, strict=True)]
+        exact, means = yield from ranks.average_factors(exact, [factor.to(wire) for factor in factors])
+        return exact, [mean.to(factor.dtype) for mean, factor in zip(means, factors, strict=True)]
 
     def compressed(self, bucket: Bucket) -> Sequence[Slot] | None:
         if bucket.step < self._start:
@@ -344,9 +345,10 @@ class BoundPowerSGD(ErrorFeedback):
         like = bucket.flat.new_empty(0, dtype=work_dtype(bucket.flat.dtype))
         for (n, m), slots in hook.matrices(bucket.slots).items():
             batch = _Matrices(slots, n, m, hook.batch_tensors_with_same_shape or not like.is_cpu)
-            batch.fresh["factor"] = random_factors(batch.keys, (hook.rank(n, m), m), like, hook.random_seed, 0)
-            if hook.num_iters_per_step == 1:
-                batch.fresh["factor_p"] = random_factors(batch.keys, (hook.rank(n, m), n), like, hook.random_seed, -1)
+            kinds = {"factor": (m, 0), "factor_p": (n, -1)} if hook.num_iters_per_step == 1 else {"factor": (m, 0)}
+            for kind, (length, seed) in kinds.items():
+                rows = random_factors(batch.keys, (hook.rank(n, m), length), like, hook.random_seed, seed)
+                batch.fresh[kind] = orthonormal_basis(rows)
             batches.append(batch)
         inside = [slot for batch in batches for slots in batch.slots for slot in slots]
         outside = set(bucket.slots).difference(inside)
@@ -413,7 +415,7 @@ class _Matrices:
         n: number of rows.
         m: number of columns.
         is_stacked: whether to multiply the matrices as one; if not, one after another, in blocks of rows.
-        fresh: random factors by kind: `"factor"` is Q; `"factor_p"` is P, only with half iterations.
+        fresh: random orthonormal factors by kind: `"factor"` is Q; `"factor_p"` is P, only with half iterations.
         keys: keys of the matrices in the memory: the names of their parameters, joined by newlines.
     """
 
@@ -426,71 +428,82 @@ class _Matrices:
 
     def __post_init__(self) -> None:
         self.keys = ["\n".join(slot.name for slot in slots) for slots in self.slots]
+        offsets = [slots[0].offset for slots in self.slots]
+        self._spacings = {after - before for before, after in itertools.pairwise(offsets)} or {0}
+        self._is_complete = all(sum(slot.numel for slot in slots) == self.n * self.m for slots in self.slots)
+        # Whether one view of a flat bucket has all of them.
+        self._is_view = self.is_stacked and self._is_complete and len(self._spacings) == 1
 
-    def _of(self, flat: Tensor) -> list[Tensor]:
+    def _parts(self, flat: Tensor) -> list[Tensor]:
         """Return the gradients of each matrix, as a contiguous view of a flat bucket."""
         return [flat[slots[0].offset : slots[-1].offset + slots[-1].numel] for slots in self.slots]
 
-    def _rows_at_once(self, flat: Tensor) -> int:
-        """Return the number of rows of a block that fits into the cache."""
-        return max(1, BLOCK_NUMEL // self.m) if flat.is_cpu else self.n
+    def _blocks(self, residual: Tensor, flat: Tensor) -> Iterator[tuple[Tensor, Tensor, int | slice, slice]]:
+        """Yield views of the residuals and the gradients: if possible of all at once, else of one matrix after another.
+
+        On CPU, blocks of rows of a matrix that fit into the cache.
+
+        Yields:
+            the two views, shape `(k, n, m)` for all at once, `(rows, m)` for a block, flat if it is not complete; and
+            the places of their matrices and rows.
+        """
+        if self._is_view:
+            yield self._stack(residual), self._stack(flat), slice(None), slice(None)
+            return
+        num = max(1, BLOCK_NUMEL // self.m) if flat.is_cpu else self.n
+        for i, both in enumerate(zip(self._parts(residual), self._parts(flat), strict=True)):
+            for row in range(0, -(-len(both[0]) // self.m), num):
+                block, own = (part[row * self.m : (row + num) * self.m] for part in both)
+                rows = slice(row, row + -(-len(block) // self.m))
+                if len(block) % self.m == 0:
+                    block, own = block.view(-1, self.m), own.view(-1, self.m)
+                yield block, own, i, rows
 
     def add_and_multiply_(self, residual: Tensor, bucket: Bucket, start: Tensor, makes_q: bool) -> Tensor:
         """Add the gradients to the residuals, which gives M; return M Q, or M^T P if `makes_q`."""
-        k, r, _ = start.shape
-        divisor, num = bucket.divisor, self._rows_at_once(residual)
-        pairs = zip(self._of(residual), self._of(bucket.flat), strict=True)
         if self.is_stacked:
-            for m, gradient in pairs:
-                add_unscaled_(m, gradient, divisor)
+            for block, gradient, _, _ in self._blocks(residual, bucket.flat):
+                add_unscaled_(block, gradient, bucket.divisor)
             self._stacked = self._stack(residual)
             return torch.bmm(start, self._stacked if makes_q else self._stacked.mT)
-        product = start.new_zeros((k, r, self.m if makes_q else self.n))
-        for i, (m, gradient) in enumerate(pairs):
-            parts_of_p = (start if makes_q else product)[i].split(num, dim=1)
-            blocks = zip(m.split(num * self.m), gradient.split(num * self.m), parts_of_p, strict=False)
-            for block, own, part_of_p in blocks:
-                add_unscaled_(block, own, divisor)
-                if makes_q:
-                    product[i].addmm_(part_of_p, block.view(-1, self.m))
-                else:
-                    torch.mm(start[i], block.view(-1, self.m).t(), out=part_of_p)
+        product = start.new_zeros((*start.shape[:2], self.m if makes_q else self.n))
+        for block, gradient, i, rows in self._blocks(residual, bucket.flat):
+            add_unscaled_(block, gradient, bucket.divisor)
+            if makes_q:
+                product[i].addmm_(start[i][:, rows], block)
+            else:
+                torch.mm(start[i], block.t(), out=product[i][:, rows])
         return product
 
     def _stack(self, flat: Tensor) -> Tensor:
         """Return the matrices, shape `(k, n, m)`: a view if they are complete and equally spaced, otherwise a copy."""
-        matrices, shape = self._of(flat), (len(self.slots), self.n, self.m)
-        offsets = [slots[0].offset for slots in self.slots]
-        spacings = {after - before for before, after in itertools.pairwise(offsets)} or {0}
-        if len(spacings) == 1 and all(m.numel() == self.n * self.m for m in matrices):
-            return flat.as_strided(shape, (*spacings, self.m, 1), matrices[0].storage_offset())
-        return torch.stack([pad(m, (0, self.n * self.m - m.numel())) for m in matrices]).view(shape)
+        if self._is_view:
+            offset = flat.storage_offset() + self.slots[0][0].offset
+            return flat.as_strided((len(self.slots), self.n, self.m), (*self._spacings, self.m, 1), offset)
+        matrices = self._parts(flat)
+        if not self._is_complete:
+            matrices = [pad(m, (0, self.n * self.m - m.numel())) for m in matrices]
+        return torch.stack(matrices).view(-1, self.n, self.m)
 
     def multiply(self, residual: Tensor, p: Tensor) -> Tensor:
         """Return M^T P, after `add_and_multiply_`."""
         if self._stacked is not None:
             return torch.bmm(p, self._stacked)
-        matrices = (m.view(self.n, self.m) for m in self._of(residual))
+        matrices = (m.view(self.n, self.m) for m in self._parts(residual))
         return torch.stack([torch.mm(own, m) for own, m in zip(p, matrices, strict=True)])
 
     def write_and_subtract_(self, residual: Tensor, bucket: Bucket, p: Tensor, q: Tensor) -> None:
         """Replace the gradients by P^T Q times the loss scale; subtract P^T Q, as rounded there, from the residuals."""
         self._stacked = None
-        num, divisor = self._rows_at_once(residual), -bucket.loss_scale
-        for i, (m, gradient) in enumerate(zip(self._of(residual), self._of(bucket.flat), strict=True)):
-            scaled = q[i] if is_one(bucket.loss_scale) else q[i] * bucket.loss_scale
-            is_whole = gradient.dtype == q.dtype and gradient.numel() == self.n * self.m
-            # With rank 1, a matrix product takes a third longer than an elementwise product.
-            multiply = torch.mul if len(scaled) == 1 else torch.mm
-            blocks = [(m, gradient, p[i])]
-            if num < self.n:
-                parts = m.split(num * self.m), gradient.split(num * self.m), p[i].split(num, dim=1)
-                blocks = list(zip(*parts, strict=False))
-            for block, written, part_of_p in blocks:
-                product = multiply(part_of_p.t(), scaled, out=written.view(-1, self.m) if is_whole else None)
-                if not is_whole:
-                    written.copy_(to_gradient(product.view(-1)[: written.numel()], written.dtype))
-                add_unscaled_(block, written, divisor)
+        scaled = q if is_one(bucket.loss_scale) else q * bucket.loss_scale
+        # With rank 1, a matrix product takes a third longer than an elementwise product.
+        multiply = torch.mul if q.shape[1] == 1 else torch.bmm if self._is_view else torch.mm
+        for block, written, i, rows in self._blocks(residual, bucket.flat):
+            is_whole = written.dtype == q.dtype and written.dim() > 1
+            product = multiply(p[i][..., rows].mT, scaled[i], out=written if is_whole else None)
+            if not is_whole:
+                written.copy_(to_gradient(product.view(-1)[: written.numel()].view_as(written), written.dtype))
+            add_unscaled_(block, written, -bucket.loss_scale)
 
 
 def _sent_is_finite(p: Tensor, q: Tensor, dtype: torch.dtype) -> Tensor:
@@ -519,27 +532,22 @@ def random_factors(keys: Sequence[str], shape: Sequence[int], like: Tensor, seed
     return factors.pin_memory().to(like, non_blocking=True) if like.is_cuda else factors.to(like)
 
 
-def orthonormal_basis(rows: Tensor) -> Tensor:
+def orthonormal_basis(rows: Tensor, fresh: Tensor | None = None, epsilon: float = 0.0) -> Tensor:
     """An orthonormal basis of the span of each matrix's rows, shape `(k, r, n)`, r <= n; NaN where they are not finite.
 
     Householder reflections also give orthonormal rows for linearly dependent, zero, tiny and huge rows: if the rows
     span fewer than r dimensions, the rest of the basis is arbitrary. (PyTorch's Gram-Schmidt divides by zero or loses
     orthogonality.) A single row is divided by its norm, and stays zero if it is zero.
+
+    Rows that are zero, or at most `epsilon` times as long as their matrix's longest, are first replaced by those of
+    `fresh`, if given: if a matrix was zero in the last step, its rows could make P zero in all later steps.
     """
-    # Norms are sums of squares, which would overflow or underflow without scaling.
-    tiny = torch.finfo(rows.dtype).tiny
-    scaled: Tensor = rows / torch.linalg.vector_norm(rows, math.inf, dim=2, keepdim=True).clamp_min_(tiny)
-    if rows.shape[1] == 1:
-        return scaled.div_(torch.linalg.vector_norm(scaled, dim=2, keepdim=True).clamp_min_(tiny))
-    basis: Tensor = torch.linalg.qr(scaled.mT).Q
-    return basis.mT.contiguous()
-
-
-def revived(rows: Tensor, fresh: Tensor, epsilon: float) -> Tensor:
-    """Replace rows that are zero, or at most `epsilon` times as long as their matrix's longest, by `fresh` ones.
-
-    If a matrix was zero in the last step, its rows could make P zero in all later steps.
-    """
-    norm = torch.linalg.vector_norm(rows, ord=1, dim=2, keepdim=True)
-    alive = norm > (epsilon * norm.amax(dim=1, keepdim=True) if epsilon else 0)
-    return torch.where(alive, rows, fresh)
+    # Squares of tiny and huge numbers in float32 neither underflow nor overflow in float64.
+    norm = torch.linalg.vector_norm(rows, dim=2, keepdim=True, dtype=torch.float64)
+    scaled = torch.empty_like(rows)
+    if fresh is None:
+        torch.div(rows, norm.clamp_min_(torch.finfo(norm.dtype).tiny), out=scaled)
+    else:
+        alive = norm > (epsilon * norm.amax(dim=1, keepdim=True) if epsilon else 0)
+        scaled = torch.where(alive, torch.div(rows, norm, out=scaled), fresh)
+    return scaled if rows.shape[1] == 1 else torch.linalg.qr(scaled.mT).Q.mT.contiguous()

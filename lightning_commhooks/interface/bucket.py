@@ -90,12 +90,15 @@ class Bucket:
 
     def gather(self, slots: Sequence[Slot]) -> Tensor:
         """Return a flat copy of these gradients."""
-        return torch.cat([self.flat[:0], *(slot.view(self.flat).view(-1) for slot in slots)])
+        return torch.cat(self._parts(slots) or [self.flat[:0]])
 
     def scatter_(self, slots: Sequence[Slot], gradients: Tensor) -> None:
         """Replace these gradients by a tensor in the layout of `gather`."""
-        for slot, own in zip(slots, gradients.split([slot.numel for slot in slots]), strict=True):
-            slot.view(self.flat).copy_(own.view(slot.shape))
+        if slots:
+            torch._foreach_copy_(self._parts(slots), gradients.split([slot.numel for slot in slots]))
+
+    def _parts(self, slots: Sequence[Slot]) -> list[Tensor]:
+        return [self.flat[slot.offset : slot.offset + slot.numel] for slot in slots]
 
     def used(self, slots: Sequence[Slot], like: Tensor) -> Tensor:
         """Return 1 for each parameter that this rank used, else 0, in the dtype and on the device of `like`."""

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 import random
 from typing import ClassVar
 
@@ -57,6 +58,28 @@ def test_sums(size, dtype):
             expected = sum(numbers(rank, total.numel()).to(dtype) for rank in range(size))
             assert total.dtype == dtype
             assert total.equal(expected)
+
+
+@pytest.mark.parametrize("divisor", [1, 4])
+@pytest.mark.parametrize("size", [1, 3])
+def test_sums_of_several_tensors_by_one_collective_for_a_dtype(size, divisor):
+    dtypes = torch.float32, torch.float64, torch.float32, torch.bfloat16, torch.float32, torch.float64
+    shapes = (2, 3), (5,), (), (4, 1), (0, 7), (1, 2, 2)
+
+    def tensors(rank):
+        made = [numbers(rank, math.prod(shape)).to(dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
+        return [tensor.view(shape) for tensor, shape in zip(made, shapes, strict=True)]
+
+    def work(group):
+        sums = yield from group.all_reduce_coalesced(tensors(group.rank), divisor)
+        assert group.counters.collectives == (3 if size > 1 else 0)
+        return sums
+
+    every = [tensors(rank) for rank in range(size)]
+    for sums in among(size, work):
+        for total, own in zip(sums, zip(*every, strict=True), strict=True):
+            assert (total.dtype, total.shape) == (own[0].dtype, own[0].shape)
+            assert total.equal(sum(part / divisor for part in own))
 
 
 def numbers(rank, numel):

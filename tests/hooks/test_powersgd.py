@@ -134,6 +134,22 @@ def test_matrices_that_are_multiplied_as_one_are_copied_only_if_unequally_spaced
     assert (stacked.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()) is is_view
 
 
+@pytest.mark.parametrize("num_iters", [1, 2])
+def test_memory_does_not_hold_on_to_uncompressed_gradients(run, num_iters):
+    hook = lc.PowerSGD(matrix_approximation_rank=2, start_powerSGD_iter=0, num_iters_per_step=num_iters)
+    for sizes in run(bytes_of_factors, hook, {"matrix": (40, 24), "vector": (10_000,)}):
+        assert sizes
+        assert max(sizes) <= 2 * 40 * 4
+
+
+def bytes_of_factors(rank, world, hook, shapes):
+    with attached(hook, shapes, bucket_cap_mb=25) as (ddp, attachment):
+        for step in range(3):
+            backward(ddp, full_rank_gradients(rank, step, shapes))
+        memory = attachment.bound.memory["matrix"]
+        return [own.untyped_storage().nbytes() for kind, own in memory.items() if kind != "residual"]
+
+
 def with_a_bad_step(rank, world, hook, block_numel=algorithm.BLOCK_NUMEL):
     means = []
     with (
