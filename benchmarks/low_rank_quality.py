@@ -105,12 +105,13 @@ class BoundBasis(ErrorFeedback):
         matrices = [slot.view(residual).flatten(1) for slot in slots]
         starts = yield from self._starts(slots, matrices, bucket.step, ranks)
         ps = [start @ matrix.T for start, matrix in zip(starts, matrices, strict=True)]
-        uncompressed, ps = yield from ranks.average_factors([slot.view(mean) for slot in others], ps)
+        uncompressed = [slot.view(mean).div_(ranks.size) for slot in others]
+        uncompressed, ps = yield from ranks.all_reduce_factors(uncompressed, ps)
         for slot, own in zip(others, uncompressed, strict=True):
             slot.view(mean).copy_(own)
         ps = [orthonormal_basis(p[None])[0] for p in ps]
-        qs = [p @ matrix for p, matrix in zip(ps, matrices, strict=True)]
-        _, qs = yield from ranks.average_factors([], qs)
+        qs = [p @ matrix / ranks.size for p, matrix in zip(ps, matrices, strict=True)]
+        _, qs = yield from ranks.all_reduce_factors([], qs)
         for slot, matrix, p, q in zip(slots, matrices, ps, qs, strict=True):
             approximation = p.T @ q
             slot.view(mean).flatten(1).copy_(approximation)

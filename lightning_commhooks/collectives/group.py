@@ -162,7 +162,7 @@ class Group:
         tally: counts of that bucket.
         counts_bytes: whether bytes are counted.
         counts_gradients: whether the numbers passed to collectives are gradients, in whatever form, and are counted.
-        codec: the codec of `average_factors`; `None`: factors are not encoded.
+        codec: the codec of `all_reduce_factors`; `None`: factors are not encoded.
     """
 
     def __init__(
@@ -408,29 +408,28 @@ class Group:
         share = (yield from self.all_to_all(padded.view(self.size, -1))).sum(dim=0, dtype=torch.float32)
         return (yield from self.all_gather(share.to(half.dtype))).view(-1)[:numel]
 
-    def all_reduce_coalesced(self, tensors: Sequence[Tensor], divisor: int = 1) -> Steps[list[Tensor]]:
+    def all_reduce_coalesced(self, tensors: Sequence[Tensor]) -> Steps[list[Tensor]]:
         """Return the sum over ranks of each tensor, with one collective per dtype.
 
         Sums of one dtype are views of one tensor; the sum of a tensor that is the only one of its dtype replaces it.
 
         Args:
             tensors: contiguous tensors on one device, in the same order on every rank; empty ones are allowed.
-            divisor: divides the tensors before they are summed.
         """
         by_dtype: dict[torch.dtype, list[int]] = defaultdict(list)
         for i, tensor in enumerate(tensors):
-            by_dtype[tensor.dtype].append(i)
+            if tensor.numel():
+                by_dtype[tensor.dtype].append(i)
         steps = []
         for places in by_dtype.values():
             flats = [tensors[i].view(-1) for i in places]
-            flat = flats[0] if len(flats) == 1 else torch.cat(flats)
-            steps.append(self.all_reduce_(flat if divisor == 1 else flat.div_(divisor)))
+            steps.append(self.all_reduce_(flats[0] if len(flats) == 1 else torch.cat(flats)))
 
         def split() -> Steps[list[Tensor]]:
             sums = list(tensors)
             for places, total in zip(by_dtype.values(), steps, strict=True):
-                numels = [tensors[i].numel() for i in places]
-                for i, part in zip(places, (yield from total).view(-1).split(numels), strict=True):
+                parts = (yield from total).split([tensors[i].numel() for i in places])
+                for i, part in zip(places, parts, strict=True):
                     sums[i] = part.view(tensors[i].shape)
             return sums
 
@@ -649,10 +648,10 @@ class Group:
         for tensor, place in zip(tensors, places, strict=True):
             tensor.copy_(place[: tensor.numel()].view(tensor.shape))
 
-    def average_factors(
+    def all_reduce_factors(
         self, exact: Sequence[Tensor], factors: Sequence[Tensor]
     ) -> Steps[tuple[list[Tensor], list[Tensor]]]:
-        """Return the means over ranks of tensors, which may change them.
+        """Return the sums over ranks of two lists of tensors, which may be overwritten.
 
         `factors` are encoded on the way if this group has a codec: the algorithm compensates their errors, as error
         feedback does. Factors that do not fill a block are not encoded, and neither are the tensors in `exact`.
@@ -661,16 +660,18 @@ class Group:
         for tensor in exact if self.size > 1 else ():
             self._count_numbers("all_reduce", tensor)
         if self.codec is None or self.size == 1:
-            means = yield from factors_too.all_reduce_coalesced([*exact, *factors], self.size)
-            return means[: len(exact)], means[len(exact) :]
+            sums = yield from factors_too.all_reduce_coalesced([*exact, *factors])
+            return sums[: len(exact)], sums[len(exact) :]
         kernels = self.kernels(self.codec, feedback=False, two_shot=True)
         large = [factor for factor in factors if kernels.fills_block(factor)]
         small = [factor for factor in factors if not kernels.fills_block(factor)]
-        averaging = factors_too.all_reduce_coalesced([*exact, *small], self.size)
+        summing = factors_too.all_reduce_coalesced([*exact, *small])
         yield from self.average_tensors_encoded_(large, kernels)
-        means = yield from averaging
-        of_small = iter(means[len(exact) :])
-        return means[: len(exact)], [one if kernels.fills_block(one) else next(of_small) for one in factors]
+        for factor in large:
+            factor.mul_(self.size)
+        sums = yield from summing
+        of_small = iter(sums[len(exact) :])
+        return sums[: len(exact)], [one if kernels.fills_block(one) else next(of_small) for one in factors]
 
 
 @contextmanager

@@ -26,7 +26,7 @@ from torch.nn.functional import pad
 
 from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.collectives.steps import Steps
-from lightning_commhooks.interface.accumulation import is_one, scale_
+from lightning_commhooks.interface.accumulation import is_one
 from lightning_commhooks.interface.bucket import Bucket, Slot
 from lightning_commhooks.interface.checks import check_bool, check_integer
 from lightning_commhooks.interface.error_feedback import ErrorFeedback
@@ -261,7 +261,7 @@ class BoundPowerSGD(ErrorFeedback):
         flat, (_, batches, rest) = bucket.flat, self.plan(bucket)
         if residual is None:
             residual = torch.zeros_like(flat, dtype=work_dtype(flat.dtype))
-        dense = scale_(bucket.gather(rest), bucket.scale)
+        dense = bucket.gather(rest).div_(self.group.size / bucket.scale)
         dense, ps, qs = yield from self._factors(batches, residual, bucket, dense, ranks)
         for batch, p, q in zip(batches, ps, qs, strict=True):
             batch.write_and_subtract_(residual, bucket, p, q)
@@ -277,7 +277,7 @@ class BoundPowerSGD(ErrorFeedback):
     def _factors(
         self, batches: Sequence[_Matrices], residual: Tensor, bucket: Bucket, dense: Tensor, ranks: Group
     ) -> Steps[tuple[Tensor, list[Tensor], list[Tensor]]]:
-        """Return the mean of `dense` over ranks, and P and Q of each batch.
+        """Return the sum of `dense` over ranks, and P and Q of each batch.
 
         With `num_iters_per_step=1`, a step makes half an iteration, as in Zhang et al. 2023,
         https://arxiv.org/abs/2306.08881: P = M Q, and in the next step Q = M^T P from that P.
@@ -320,16 +320,18 @@ class BoundPowerSGD(ErrorFeedback):
                     self.remember(key, None, "factor_p")
 
     def _mean(
-        self, exact: Sequence[Tensor], factors: Sequence[Tensor], dtype: torch.dtype, ranks: Group
+        self, exact: list[Tensor], factors: list[Tensor], dtype: torch.dtype, ranks: Group
     ) -> Steps[tuple[list[Tensor], list[Tensor]]]:
-        """Return the means over ranks of tensors, and of factors of gradients in `dtype`.
+        """Return the sums over ranks of tensors, and the means of factors of gradients in `dtype`.
 
         `Cast` may make the group encode factors.
         """
         self._numel_after += sum(factor.numel() for factor in factors)
         # A row's norm may exceed the range of float16 even if none of its elements does.
         wire = torch.bfloat16 if dtype == torch.float16 else dtype
-        exact, means = yield from ranks.average_factors(exact, [factor.to(wire) for factor in factors])
+        if factors:
+            torch._foreach_div_(factors, self.group.size)
+        exact, means = yield from ranks.all_reduce_factors(exact, [factor.to(wire) for factor in factors])
         return exact, [mean.to(factor.dtype) for mean, factor in zip(means, factors, strict=True)]
 
     def compressed(self, bucket: Bucket) -> Sequence[Slot] | None:
@@ -438,16 +440,15 @@ class _Matrices:
         """Return the gradients of each matrix, as a contiguous view of a flat bucket."""
         return [flat[slots[0].offset : slots[-1].offset + slots[-1].numel] for slots in self.slots]
 
-    def _blocks(self, residual: Tensor, flat: Tensor) -> Iterator[tuple[Tensor, Tensor, int | slice, slice]]:
-        """Yield views of the residuals and the gradients: if possible of all at once, else of one matrix after another.
+    def _blocks(
+        self, residual: Tensor, flat: Tensor, at_once: bool = True
+    ) -> Iterator[tuple[Tensor, Tensor, int | slice, slice]]:
+        """Yield views of residuals and gradients, and the indices of their matrices and rows.
 
-        On CPU, blocks of rows of a matrix that fit into the cache.
-
-        Yields:
-            the two views, shape `(k, n, m)` for all at once, `(rows, m)` for a block, flat if it is not complete; and
-            the places of their matrices and rows.
+        One view of all matrices, shape `(k, n, m)`, if there is one and `at_once`; otherwise one matrix after another,
+        shape `(n, m)`, on CPU in blocks of rows that fit into the cache. A block that is not complete is flat.
         """
-        if self._is_view:
+        if self._is_view and at_once:
             yield self._stack(residual), self._stack(flat), slice(None), slice(None)
             return
         num = max(1, BLOCK_NUMEL // self.m) if flat.is_cpu else self.n
@@ -496,10 +497,12 @@ class _Matrices:
         """Replace the gradients by P^T Q times the loss scale; subtract P^T Q, as rounded there, from the residuals."""
         self._stacked = None
         scaled = q if is_one(bucket.loss_scale) else q * bucket.loss_scale
-        # With rank 1, a matrix product takes a third longer than an elementwise product.
-        multiply = torch.mul if q.shape[1] == 1 else torch.bmm if self._is_view else torch.mm
-        for block, written, i, rows in self._blocks(residual, bucket.flat):
-            is_whole = written.dtype == q.dtype and written.dim() > 1
+        # Otherwise the product needs memory of its own.
+        in_place = bucket.flat.dtype == q.dtype
+        for block, written, i, rows in self._blocks(residual, bucket.flat, at_once=in_place):
+            # With rank 1, a matrix product takes a third longer than an elementwise product.
+            multiply = torch.mul if q.shape[1] == 1 else torch.bmm if written.dim() == 3 else torch.mm
+            is_whole = in_place and written.dim() > 1
             product = multiply(p[i][..., rows].mT, scaled[i], out=written if is_whole else None)
             if not is_whole:
                 written.copy_(to_gradient(product.view(-1)[: written.numel()].view_as(written), written.dtype))
@@ -533,7 +536,7 @@ def random_factors(keys: Sequence[str], shape: Sequence[int], like: Tensor, seed
 
 
 def orthonormal_basis(rows: Tensor, fresh: Tensor | None = None, epsilon: float = 0.0) -> Tensor:
-    """An orthonormal basis of the span of each matrix's rows, shape `(k, r, n)`, r <= n; NaN where they are not finite.
+    """An orthonormal basis of the span of each matrix's rows, shape `(k, r, n)`, r <= n; not finite if rows are not.
 
     Householder reflections also give orthonormal rows for linearly dependent, zero, tiny and huge rows: if the rows
     span fewer than r dimensions, the rest of the basis is arbitrary. (PyTorch's Gram-Schmidt divides by zero or loses
@@ -542,7 +545,10 @@ def orthonormal_basis(rows: Tensor, fresh: Tensor | None = None, epsilon: float 
     Rows that are zero, or at most `epsilon` times as long as their matrix's longest, are first replaced by those of
     `fresh`, if given: if a matrix was zero in the last step, its rows could make P zero in all later steps.
     """
-    # Squares of tiny and huge numbers in float32 neither underflow nor overflow in float64.
+    if rows.dtype == torch.float64:
+        largest = torch.linalg.vector_norm(rows, math.inf, dim=(1, 2), keepdim=True)
+        rows = rows / largest.clamp_min_(torch.finfo(rows.dtype).tiny)
+    # In float64, squares of float32 neither underflow nor overflow.
     norm = torch.linalg.vector_norm(rows, dim=2, keepdim=True, dtype=torch.float64)
     scaled = torch.empty_like(rows)
     if fresh is None:

@@ -60,9 +60,8 @@ def test_sums(size, dtype):
             assert total.equal(expected)
 
 
-@pytest.mark.parametrize("divisor", [1, 4])
 @pytest.mark.parametrize("size", [1, 3])
-def test_sums_of_several_tensors_by_one_collective_for_a_dtype(size, divisor):
+def test_sums_of_several_tensors_by_one_collective_for_a_dtype(size):
     dtypes = torch.float32, torch.float64, torch.float32, torch.bfloat16, torch.float32, torch.float64
     shapes = (2, 3), (5,), (), (4, 1), (0, 7), (1, 2, 2)
 
@@ -71,7 +70,7 @@ def test_sums_of_several_tensors_by_one_collective_for_a_dtype(size, divisor):
         return [tensor.view(shape) for tensor, shape in zip(made, shapes, strict=True)]
 
     def work(group):
-        sums = yield from group.all_reduce_coalesced(tensors(group.rank), divisor)
+        sums = yield from group.all_reduce_coalesced(tensors(group.rank))
         assert group.counters.collectives == (3 if size > 1 else 0)
         return sums
 
@@ -79,7 +78,7 @@ def test_sums_of_several_tensors_by_one_collective_for_a_dtype(size, divisor):
     for sums in among(size, work):
         for total, own in zip(sums, zip(*every, strict=True), strict=True):
             assert (total.dtype, total.shape) == (own[0].dtype, own[0].shape)
-            assert total.equal(sum(part / divisor for part in own))
+            assert total.equal(sum(own))
 
 
 def numbers(rank, numel):

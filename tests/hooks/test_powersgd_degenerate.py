@@ -1,5 +1,7 @@
 """PowerSGD on gradients that PyTorch's hook turns into NaN: zero, cancelling, tiny, huge, infinite, unused."""
 
+import functools
+
 import pytest
 import torch
 from driver import (
@@ -15,6 +17,8 @@ from driver import (
 )
 
 import lightning_commhooks as lc
+from lightning_commhooks.collectives.in_memory import groups_in_memory, run_together
+from lightning_commhooks.interface.bucket import Bucket, Slot
 
 SHAPES = {"first": (24, 40), "bias": (40,), "second": (40, 24), "conv": (16, 8, 3, 3)}
 HOOK = lc.PowerSGD(matrix_approximation_rank=2, start_powerSGD_iter=0)
@@ -130,6 +134,52 @@ def test_one_infinite_step_poisons_nothing(run, world, hook, value):
         assert received.isfinite().all()
         # What was owed before that step is forgotten; what came after it is paid or owed.
         torch.testing.assert_close(received, expected, rtol=1e-4, atol=1e-4)
+
+
+def reduced_in_memory(group, hook, flats, slots, scale=1.0):
+    """What a hook makes of one flat bucket of this rank after another, and its verdicts."""
+    bound, found = hook.bind(group), []
+    for step, flat in enumerate(flats):
+        bucket = Bucket(flat.clone(), 0, True, step, slots, scale=scale)
+        finite = yield from bound.reduce(bucket, group.for_bucket(1))
+        bound.end_step(finite)
+        found.append((bucket.flat, bool(finite)))
+    return found
+
+
+@pytest.mark.parametrize("size", [1e-300, 1e-200, 1e-160, 1e160, 1e200, 1e300])
+@pytest.mark.parametrize("rank", [1, 2])
+def test_float64_whose_squares_are_out_of_range(rank, size):
+    left, right = torch.randn(2, 40, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    hook, slots = lc.PowerSGD(matrix_approximation_rank=rank, start_powerSGD_iter=0), (Slot("w", (24, 40), 0),)
+    gradient = left[:24].outer(right).view(-1) * size
+    works = [functools.partial(reduced_in_memory, group, hook, 3 * [gradient], slots) for group in groups_in_memory(2)]
+    for found in run_together(works):
+        for mean, finite in found:
+            assert finite
+            torch.testing.assert_close(mean / size, gradient / size, rtol=1e-12, atol=1e-12)
+
+
+def test_float64_that_decays_does_not_explode():
+    """Without gradients the residual shrinks, until its squares are out of range."""
+    first = torch.randn(4 * 40, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    flats = [first, *200 * [torch.zeros_like(first)]]
+    hook, slots = lc.PowerSGD(matrix_approximation_rank=1, start_powerSGD_iter=0), (Slot("w", (4, 40), 0),)
+    works = [functools.partial(reduced_in_memory, group, hook, flats, slots) for group in groups_in_memory(2)]
+    for found in run_together(works):
+        assert max(mean.abs().max() for mean, _ in found) <= 2 * first.abs().max()
+
+
+def test_float16_of_a_vector_fits_if_its_mean_does():
+    hook, slots = lc.PowerSGD(start_powerSGD_iter=0), (Slot("w", (24, 40), 0), Slot("bias", (40,), 960))
+    flats = [torch.full((1000,), 30_000.0 * (rank == 0), dtype=torch.float16) for rank in range(4)]
+    works = [
+        functools.partial(reduced_in_memory, group, hook, [flat], slots, scale=4.0)
+        for group, flat in zip(groups_in_memory(4), flats, strict=True)
+    ]
+    for ((mean, finite),) in run_together(works):
+        assert finite
+        assert mean[960:].eq(30_000).all()
 
 
 def without_first_row_and_column(rank, step, shapes, dtype=torch.float32):

@@ -135,9 +135,9 @@ MUTATIONS = [
     ),
     Mutation(
         "powersgd_sums",
-        f"{PACKAGE}/collectives/group.py",
-        "all_reduce_coalesced([*exact, *factors], self.size)",
-        "all_reduce_coalesced([*exact, *factors])",
+        f"{HOOKS}/powersgd.py",
+        "torch._foreach_div_(factors, self.group.size)",
+        "pass",
         "PowerSGD does not divide by the number of ranks.",
         "tests/hooks/test_powersgd.py -k 'stock'",
     ),
