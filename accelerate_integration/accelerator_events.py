@@ -73,6 +73,7 @@ class AcceleratorEvents:
         "get_state_dict",
         "save_state",
         "load_state",
+        "free_memory",
         "end_training",
     )
 
@@ -108,8 +109,10 @@ class AcceleratorEvents:
 
     def add(self, attachment: Attachment) -> None:
         """Look after one more model."""
-        self.attachments.add(attachment, self._optimizers())
-        if not self._is_saved and (accelerator := self._accelerator()) is not None:
+        accelerator = self._accelerator()
+        models = [] if accelerator is None else accelerator._models
+        self.attachments.add(attachment, self._optimizers(), models)
+        if not self._is_saved and accelerator is not None:
             # Not in `__init__`: the constructor of the accelerator makes the lists of these functions at its end.
             accelerator.register_save_state_pre_hook(NotCopied(lambda models, weights, folder: self.write(folder)))
             accelerator.register_load_state_pre_hook(NotCopied(self._remember_folder))
@@ -215,6 +218,10 @@ class AcceleratorEvents:
         if self._is_saved:
             self.read(self._folder)
         return result
+
+    def free_memory(self, original: Callable[..., Any], *objects: Any) -> Any:
+        self.attachments.free()
+        return original(*objects)
 
     def _remember_folder(self, models: Sequence[torch.nn.Module], folder: str) -> None:
         self._folder = folder

@@ -157,12 +157,12 @@ class Monitor:
 def closing_line(attachment: Attachment) -> str | None:
     """Summarize a training that has ended, for a framework whose user has no [`Monitor`][]. Not collective.
 
-    Returns `None` if the line is redundant or unknown: there is a monitor, the line was shown before, no step was made,
-    training runs in one process, or the hook is a user's own function.
+    Returns `None` if the line is redundant or unknown: there is a monitor, no step was made since the line was shown
+    before, training runs in one process, or the hook is a user's own function.
     """
-    if attachment.is_monitored or attachment.is_alone or not attachment.num_steps:
+    if attachment.is_monitored or attachment.is_alone or attachment.num_steps == attachment.steps_told:
         return None
-    attachment.is_monitored, now = True, attachment.metrics()
+    attachment.steps_told, now = attachment.num_steps, attachment.metrics()
     # Count from the attachment of the hook.
     return None if math.isnan(now["bytes_sent"]) else _summary(attachment, dict.fromkeys(now, 0.0), {}, None)
 

@@ -65,6 +65,7 @@ class Tally:
         sent: number of payload bytes sent.
         between_nodes: number of those bytes that left the node.
         rounds: number of rounds of messages.
+        under_way: number of collectives that have begun and not ended.
         numbers: count of the numbers that this rank passed to collectives, by dtype.
         numbers_between_nodes: count of those passed to collectives that leave the node.
     """
@@ -72,6 +73,7 @@ class Tally:
     sent: float = 0.0
     between_nodes: float = 0.0
     rounds: int = 0
+    under_way: int = 0
     numbers: Counter[torch.dtype] = field(default_factory=Counter)
     numbers_between_nodes: Counter[torch.dtype] = field(default_factory=Counter)
 
@@ -524,6 +526,7 @@ class Group:
             else:
                 num_rounds = 0
         last_round = self.tally.rounds + num_rounds
+        self.tally.under_way += 1
         with named(kind, "begin"):
             waits = next(steps)
         return self._rest(kind, waits, steps, last_round)
@@ -534,6 +537,7 @@ class Group:
             try:
                 waits = next(steps)
             except StopIteration as done:
+                self.tally.under_way -= 1
                 if self.counts_bytes:
                     self.counters.rounds += max(0, last_round - self.tally.rounds)
                     self.tally.rounds = max(last_round, self.tally.rounds)

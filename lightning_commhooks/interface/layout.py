@@ -126,6 +126,11 @@ class Layout:
         return self._names.get(parameter)
 
     @property
+    def parameters(self) -> dict[str, Tensor]:
+        """Parameters by name, except ignored ones."""
+        return {name: p for p, name in self._names.items()}
+
+    @property
     def trained(self) -> dict[str, Tensor]:
         """Parameters by name, except ignored parameters and parameters that have always been frozen."""
         return {name: p for p, name in self._names.items() if p.requires_grad or p not in self._frozen}

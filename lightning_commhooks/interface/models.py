@@ -444,7 +444,8 @@ class Models:
 
     def stage(self, saved: Mapping[str, Any], reader: StateReader) -> list[tuple[Tensor, Tensor]]:
         """Return pairs of a tensor and its saved value, for `restore`; changes nothing yet."""
-        parameters = self.layout.trained
+        # A parameter that was unfrozen later is still frozen when a run resumes.
+        parameters = self.layout.parameters
         staged = _matching("parameter", saved["parameters"], parameters, reader)
         staged += _matching("buffer", saved["buffers"], self.layout.float_buffers(), reader)
         for key, states in saved["optimizers"].items():

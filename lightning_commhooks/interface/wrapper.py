@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import types
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -47,6 +47,10 @@ class BoundWrapper(AveragesModels):
     @abstractmethod
     def _at_work(self) -> Sequence[BoundHook]:
         """The hooks inside that reduce gradients at present."""
+
+    @abstractmethod
+    def change_inner(self, change: Callable[[BoundHook], BoundHook]) -> None:
+        """Reduce gradients with the changed hooks; the state is still that of the hooks inside."""
 
     def end_step(self, finite: Tensor) -> None:
         for hook in self._all_inner:
@@ -119,6 +123,9 @@ class BoundAround(BoundWrapper):
         self.keeps_common_model = averages_models(inner) and inner.keeps_common_model
         self.scales_gradients = inner.scales_gradients
         self.inner = inner
+
+    def change_inner(self, change: Callable[[BoundHook], BoundHook]) -> None:
+        self.inner = change(self.inner)
 
     def _at_work(self) -> Sequence[BoundHook]:
         return self._all_inner

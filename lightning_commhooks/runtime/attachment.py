@@ -37,6 +37,7 @@ class Attachment:
 
     Attributes:
         is_monitored: whether there is a [`Monitor`][] of it.
+        steps_told: number of steps when its closing line was shown.
         runtime: the hook at work, for this library's own use.
     """
 
@@ -44,6 +45,7 @@ class Attachment:
         self.runtime = runtime
         self._exact_state = exact_state
         self.is_monitored = False
+        self.steps_told = 0
 
     def __repr__(self) -> str:
         hook = self.hook if isinstance(self.hook, CommHook) else self.name

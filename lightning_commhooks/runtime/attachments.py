@@ -24,6 +24,11 @@ def attachment_of(model: nn.Module | None, attachments: Sequence[Attachment]) ->
     return found[0]
 
 
+def _has(attachment: Attachment, model: nn.Module) -> bool:
+    wrapped = attachment.runtime.model()
+    return wrapped is not None and model in (wrapped, getattr(wrapped, "module", None))
+
+
 class Attachments:
     """The attachments of an adapter. Closed attachments, whose models no longer exist, are ignored.
 
@@ -34,16 +39,26 @@ class Attachments:
         self._resync = resync
         self._strict_state = strict_state
         self._attachments: list[Attachment] = []
+        self._freed: list[Attachment] = []
 
     def __getstate__(self) -> dict[str, Any]:
-        return dict(vars(self), _attachments=[])
+        return dict(vars(self), _attachments=[], _freed=[])
 
-    def add(self, attachment: Attachment, optimizers: Iterable[Optimizer]) -> None:
-        """Add the attachment of another model, and register its optimizers."""
-        self._attachments = [*self.open(), attachment]
+    def add(self, attachment: Attachment, optimizers: Iterable[Optimizer], models: Sequence[nn.Module] = ()) -> None:
+        """Add the attachment of another model, and register its optimizers.
+
+        The models that were freed before, except these `models`, are not in use any more, whether or not they still
+        exist on a rank.
+        """
+        freed = [one for one in self._freed if not any(_has(one, model) for model in models)]
+        self._attachments, self._freed = [*(one for one in self.open() if one not in freed), attachment], []
         if attachment.averages_models:
             for optimizer in optimizers:
                 attachment.add_optimizer(optimizer)
+
+    def free(self) -> None:
+        """Release the present models when another one is added: a framework was told to free them."""
+        self._freed = self.open()
 
     def open(self) -> list[Attachment]:
         """Return the attachments whose models are in use."""
@@ -106,9 +121,14 @@ class Attachments:
                 )
             return
         if len(states) != len(attachments):
-            raise ValueError(
-                f"{source} has the state of {len(states)} communication hooks, but {len(attachments)} models have one; "
-                "prepare the same models as when it was saved"
+            text = (
+                f"{source} has the state of {len(states)} communication hooks, but {len(attachments)} models have one"
             )
+            if self._strict_state:
+                raise ValueError(f"{text}; prepare the same models as when it was saved, or use strict_state=False")
+            for attachment in attachments:
+                attachment.reset_state()
+            warnings.warn(f"{text}: they are reset to step 0", stacklevel=3)
+            return
         for attachment, state in zip(attachments, states, strict=True):
             attachment.load_state_dict(state, strict_state=self._strict_state)

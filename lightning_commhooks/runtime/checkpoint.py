@@ -60,7 +60,7 @@ def load_alone(saved: Mapping[str, Any], runtime: Runtime, bound: BoundHook, mod
 
 def save_steps(runtime: Runtime, models: Models) -> dict[str, Any]:
     """Return only the step count, in the format of [`save`][]. Not collective, and allowed in any thread."""
-    return _complete(runtime, models, _STEPS_ONLY, {}, {})
+    return _complete(runtime, models, _STEPS_ONLY, {"name": runtime.method.name}, {})
 
 
 def _complete(
@@ -123,6 +123,7 @@ def load(
                 )
             differences = [f"the whole state, {problem}"]
         elif saved["per_rank"] == _STEPS_ONLY:
+            differences = _of_another_hook(saved, runtime, bound, strict)
             _warn_of_reset(saved, runtime.method, bound)
         else:
             differences, staged = _load(saved, runtime, bound, models, strict)
@@ -130,12 +131,13 @@ def load(
         error = str(reason) if isinstance(reason, ValueError) else f"the state cannot be read: {reason!r}"
     digest = -1 if error else 0 if problem else _digest(saved)
     digests = [own for (own,) in bound.group.all_gather_quietly([digest])]
-    if error:
-        raise StateError(error)
-    if -1 in digests:
-        raise StateError(f"the state of the communication hook does not fit on rank {digests.index(-1)} of its group")
-    if len(set(digests)) > 1:
-        raise StateError("ranks were given different states of the communication hook; load the same on all of them")
+    if not error and -1 in digests:
+        error = f"the state of the communication hook does not fit on rank {digests.index(-1)} of its group"
+    elif not error and len(set(digests)) > 1:
+        error = "ranks were given different states of the communication hook; load the same on all of them"
+    fits_everywhere = runtime.source.smallest(torch.tensor(not error, device=runtime.source.device))
+    if error or not fits_everywhere:
+        raise StateError(error or "the state of the communication hook does not fit on the ranks of another shard")
     models.restore(staged, saved["models"] if staged else {})
     return (0, None, differences) if problem else (saved["steps"], _optimizer_steps_of(saved), differences)
 
@@ -148,12 +150,20 @@ def _named_as_now(saved: Any, layout: Layout) -> Any:
     return layout.with_names_of_now(saved)
 
 
+def _of_another_hook(saved: Mapping[str, Any], runtime: Runtime, bound: BoundHook, strict: bool) -> list[str]:
+    reader = StateReader(saved, {}, bound.group, strict)
+    if (name := saved["hook"].get("name", runtime.method.name)) != runtime.method.name:
+        reader.differs(f"it is of hook {name!r}, not of {runtime.method.name!r}")
+    return reader.differences
+
+
 def _warn_of_reset(saved: Mapping[str, Any], hook: CommHook, bound: BoundHook) -> None:
     if (bound.has_memory or averages_models(bound)) and bound.group.rank == 0:
+        name = saved["hook"].get("name", hook.name)
         warnings.warn(
-            f"the state of hook {hook.name!r} was saved without averaging over ranks, in a signal handler, after a "
-            f"failure or after a fit that wrote no checkpoints: it has the step count, {saved['steps']}, and nothing "
-            "else. The hook's memory is reset",
+            f"the state of hook {name!r} was saved without averaging over ranks, in a signal handler, after a failure "
+            f"or after a fit that wrote no checkpoints: it has the step count, {saved['steps']}, and nothing else. The "
+            "hook's memory is reset",
             stacklevel=2,
         )
 
@@ -220,7 +230,10 @@ def _problem(saved: Any) -> str:
             return f"its {key!r} is {saved[key]!r}"
     num_tensors = _num_tensors(saved["hook"], saved.get("models"))
     if num_tensors != saved["num_tensors"]:
-        return f"it is truncated: {num_tensors} tensors of {saved['num_tensors']}"
+        return (
+            f"it has {num_tensors} tensors of {saved['num_tensors']}: it is truncated, or torch.distributed.checkpoint "
+            "loaded it into the state of a new hook, which has none yet. Save it with torch.save"
+        )
     return ""
 
 

@@ -10,7 +10,7 @@ from lightning_commhooks.interface.accumulation import scale_
 from lightning_commhooks.interface.averages_models import averages_models
 from lightning_commhooks.interface.bucket import Bucket
 from lightning_commhooks.interface.hook import BoundHook
-from lightning_commhooks.interface.wrapper import BoundAround
+from lightning_commhooks.interface.wrapper import BoundAround, BoundWrapper
 
 
 class _Unused(BoundAround):
@@ -29,10 +29,12 @@ class _Unused(BoundAround):
 def pass_on(bound: BoundHook) -> BoundHook:
     """Make a hook that averages gradients leave them as they are; averaging models is already right with one rank."""
     if averages_models(bound):
+        if isinstance(bound, BoundWrapper):
+            bound.change_inner(pass_on)
         return bound
     if isinstance(bound, BoundAround) and not bound.scales_gradients:
         # What scales gradients is no compression.
-        bound.inner = _Unused(bound.inner)
+        bound.change_inner(_Unused)
         return bound
     return _Unused(bound)
 

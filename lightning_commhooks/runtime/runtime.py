@@ -285,6 +285,7 @@ class Runtime:
                     numbers = flat._values()
                 else:
                     finite = yield from checked(bound.reduce(bucket, ranks), bound, "reduce")
+                    _check_end(bound, finite, ranks)
             for sampler, taken in samples:
                 if taken is not None:
                     yield from sampler.compare(taken, flat, bucket, ranks)
@@ -446,8 +447,8 @@ class Runtime:
             if isinstance(start, float):
                 raise HookError(
                     f"{type(owner).__name__}({name}={start}) is a fraction of the run, and the number of training "
-                    f"steps is unknown: give attach(..., num_steps=), the number of synchronized backwards, or {name}= "
-                    "a step"
+                    f"steps is unknown: give {name}= a step; or the number of synchronized backwards, by "
+                    "attach(..., num_steps=), or in Lightning by Trainer(max_steps=)"
                 )
 
     def reset(self) -> None:
@@ -610,6 +611,21 @@ class Runtime:
 def _wait_note(rank: int) -> str:
     """Name of the note by which a rank tells its peers of a wait that lasts."""
     return f"wait/{rank}"
+
+
+def _check_end(bound: BoundHook, finite: object, ranks: Group) -> None:
+    """Raise a `TypeError` if the average is lost at the end of `reduce`."""
+    name = type(bound).__name__
+    if finite is not None and not (isinstance(finite, Tensor) and finite.dtype == torch.bool and finite.numel() == 1):
+        raise TypeError(
+            f"{name}.reduce returned {type(finite).__name__}, which is lost: write the average to bucket.flat, as in "
+            "`bucket.flat.copy_(average)`, and return nothing"
+        )
+    if ranks.tally.under_way:
+        raise TypeError(
+            f"{name}.reduce has ended without waiting for {ranks.tally.under_way} of its collectives: wait for each by "
+            "`yield from`, as in `yield from ranks.all_reduce_mean_(bucket.flat)`"
+        )
 
 
 def _forget_infinities(flat: Tensor, bucket: Bucket) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -40,6 +40,9 @@ class BoundSwitch(BoundWrapper):
     @abstractmethod
     def _phase(self, step: int) -> int:
         """Return the key of a step's hook, equal on all ranks. Called in any order and from any thread."""
+
+    def change_inner(self, change: Callable[[BoundHook], BoundHook]) -> None:
+        self._phases = {key: change(phase) for key, phase in self._phases.items()}
 
     def reduce(self, bucket: Bucket, ranks: Group) -> Steps[Tensor | None]:
         return self._reduce_as(self._phase(bucket.step), bucket, ranks)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -105,6 +105,9 @@ class _BoundPerParameter(BoundWrapper):
         self.mixes_averages = self.mixes_averages or len({averages_models(hook) for hook in self._hooks}) > 1
         self.average_buffers = common_choice_of_buffers(self._hooks, "PerParameter")
         self._found: dict[str, BoundHook] = {}
+
+    def change_inner(self, change: Callable[[BoundHook], BoundHook]) -> None:
+        self._hooks, self._found = [change(hook) for hook in self._hooks], {}
 
     def _find(self, name: str) -> BoundHook:
         if name not in self._found:

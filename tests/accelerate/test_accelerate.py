@@ -52,6 +52,14 @@ def test_each_model_has_its_own_state(results):
     assert result["sums"][0] == result["sums"][1]
 
 
+def test_a_model_that_was_freed_has_no_part_in_a_checkpoint(results):
+    result = results["freed"]
+    assert result["states"] == 1
+    assert result["steps"] == [3, 0]
+    (text,) = result["texts"]
+    assert "has the state of 2 communication hooks, but 1 models have one: they are reset to step 0" in text
+
+
 def test_mixed_precision(results):
     result = results["mixed_precision"]
     assert result["dtypes"] == ["torch.bfloat16"]

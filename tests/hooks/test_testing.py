@@ -8,7 +8,7 @@ import time
 import broken_hooks
 import pytest
 import torch
-from driver import SHAPES, full_rank_gradients, outputs, same
+from driver import SHAPES, attached, backward, full_rank_gradients, outputs, same
 
 from lightning_commhooks.testing import BrokenRule, check, check_hook
 from lightning_commhooks.testing import processes as processes_module
@@ -37,6 +37,29 @@ BY_NAME = {rule.__name__: rule for rule in RULES}
 def test_what_is_wrong_is_said(run, hook, rule, text):
     with pytest.raises(BrokenRule, match=rf"^{hook.__name__}\(.* on 2 ranks: .*{re.escape(text)}"):
         check_rule(BY_NAME[rule], run, Case(hook()), 2)
+
+
+def lost(rank, world, hook):
+    with attached(hook()) as (ddp, _):
+        try:
+            backward(ddp, full_rank_gradients(rank, 0, SHAPES))
+        except RuntimeError as error:
+            return str(error)
+
+
+@pytest.mark.parametrize(
+    ("hook", "text"),
+    [
+        (
+            broken_hooks.Returned,
+            "ReturnedBound.reduce returned Tensor, which is lost: write the average to bucket",
+        ),
+        (broken_hooks.Unwaited, "UnwaitedBound.reduce has ended without waiting for 1 of its collectives"),
+    ],
+)
+def test_an_average_that_is_lost_is_an_error(run, hook, text):
+    for said in run(lost, hook):
+        assert text in said
 
 
 def test_inf_in_what_is_not_sent_is_seen_on_all_ranks(run):

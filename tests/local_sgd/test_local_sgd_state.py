@@ -18,6 +18,7 @@ from local_sgd_driver import (
 )
 from test_local_sgd import OUTER, batch, loss, make_model, parameters
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import lightning_commhooks as lc
 
@@ -142,6 +143,57 @@ def test_state_saved_when_ranks_are_equal_goes_on_as_if_nothing_was(run, name, a
 # On other numbers of ranks -----------------------------------------------------------------------------------
 
 LEGS = [(4, 6), (2, 5), (1, 3), (4, 6)]
+
+
+def thawed(rank, world, hook):
+    """Parameters of a run whose first layer is unfrozen, and of one that resumes from a checkpoint after that."""
+
+    def frozen():
+        torch.manual_seed(3)
+        model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+        model[0].requires_grad_(False)
+        return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    def thaw(model, attachment):
+        attachment.average_weights()
+        model[0].requires_grad_(True)
+        ddp = DistributedDataParallel(model)
+        attachment.move_to(ddp)
+        return ddp
+
+    def train(ddp, optimizer, steps):
+        for step in steps:
+            data = torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * step + rank), dtype=torch.float64)
+            optimizer.zero_grad()
+            ddp(data).square().mean().backward()
+            optimizer.step()
+
+    model, optimizer = frozen()
+    with local(model, hook, [optimizer], exact_state=True) as (ddp, attachment):
+        train(ddp, optimizer, range(3))
+        ddp = thaw(model, attachment)
+        train(ddp, optimizer, range(3, 8))
+        saved = save(model, [optimizer], attachment)
+        attachment.average_weights()  # as before a model is wrapped again
+        train(ddp, optimizer, range(8, 11))
+    again, optimizer = frozen()
+    with local(again, hook, [optimizer], exact_state=True) as (_, attachment):
+        load(saved, again, [optimizer], attachment)
+        train(thaw(again, attachment), optimizer, range(8, 11))
+    return [[p.detach() for p in one.parameters()] for one in (model, again)]
+
+
+@pytest.mark.parametrize(
+    "hook",
+    [
+        lc.PostLocalSGD(start_localSGD_iter=2, period=3, post_local_gradient_allreduce=False),
+        lc.DiLoCo(start_localSGD_iter=2, period=3),
+    ],
+    ids=lambda hook: hook.name,
+)
+def test_exact_state_of_a_layer_that_was_unfrozen_later(run, hook):
+    for whole, resumed in run(thawed, hook):
+        assert all(torch.equal(a, b) for a, b in zip(whole, resumed, strict=True))
 
 
 def leg(rank, world, hook, saved, steps):

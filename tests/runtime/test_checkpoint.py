@@ -26,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import lightning_commhooks as lc
 from lightning_commhooks.interface.precision import add_unscaled_
+from lightning_commhooks.runtime import checkpoint
 
 BATCHED = lc.BatchedPowerSGD(start_powerSGD_iter=0, matrix_approximation_rank=2)
 SCHEDULE = lc.Schedule({0: POWERSGD, 2: "bf16"})
@@ -94,11 +95,11 @@ MISMATCHES = {
     "no feedback": (POWERSGD, None, NO_FEEDBACK, SHAPES, r"error feedback of 'conv' .*use_error_feedback was True"),
     "feedback": (NO_FEEDBACK, None, POWERSGD, SHAPES, "it has no error feedback of 'conv'"),
     "not compressed": (POWERSGD, None, NEVER, SHAPES, "'conv' is compressed in the state and not any more"),
-    "truncated": (POWERSGD, change((*ENTRY, "first", "residual")), POWERSGD, SHAPES, "truncated: 7 tensors of 8"),
+    "truncated": (POWERSGD, change((*ENTRY, "first", "residual")), POWERSGD, SHAPES, "7 tensors of 8: it is"),
     "no steps": (POWERSGD, change(("steps",)), POWERSGD, SHAPES, "it has no 'steps'"),
     "format": (POWERSGD, change(("format",), 99), POWERSGD, SHAPES, "its format is 99, not 1"),
     "no hook": (POWERSGD, change(("hook",), "powersgd"), POWERSGD, SHAPES, "no dictionary"),
-    "no entries": (POWERSGD, change(("hook", "state"), {}), POWERSGD, SHAPES, "truncated: 0 tensors of 8"),
+    "no entries": (POWERSGD, change(("hook", "state"), {}), POWERSGD, SHAPES, "0 tensors of 8: it is"),
     "phases": (
         SCHEDULE,
         None,
@@ -129,6 +130,27 @@ def load_wrong(rank, world, case):
         loaded = attachment.state_dict()
         means = [backward(ddp, full_rank_gradients(rank, step, shapes)) for step in range(2)]
     return state, loaded, means
+
+
+def load_steps_of_another_hook(rank, world):
+    with attached(POWERSGD) as (ddp, attachment):
+        backward(ddp, full_rank_gradients(rank, 0, SHAPES))
+        runtime = attachment.runtime
+        state = checkpoint.save_steps(runtime, runtime.local.models)
+    with attached(lc.Int8(min_bytes=0)) as (_, attachment):
+        with pytest.raises(lc.StateError, match="it is of hook 'powersgd', not of 'int8'"):
+            attachment.load_state_dict(state)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            attachment.load_state_dict(state, strict_state=False)
+        return attachment.state_dict()["steps"], [str(warning.message) for warning in caught]
+
+
+def test_a_step_count_is_of_a_hook_too(run):
+    (steps, texts), (_, others) = run(load_steps_of_another_hook)
+    assert steps == 1
+    assert any("the state of hook 'powersgd' was saved without averaging" in text for text in texts)
+    assert others == []
 
 
 @pytest.mark.parametrize("case", MISMATCHES)

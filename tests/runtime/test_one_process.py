@@ -17,6 +17,8 @@ EVERY = {
     "schedule": lc.Schedule({0: "bf16", 2: "int8"}),
     "per_parameter": lc.PerParameter({"weight": lc.Int8(min_bytes=0), "*": "bf16"}),
     "post_localsgd": "post_localsgd",
+    "local later": lc.Schedule({0: lc.PowerSGD(start_powerSGD_iter=0), 100: "post_localsgd"}),
+    "local in part": lc.PerParameter({"bias": lc.PostLocalSGD(), "*": lc.PowerSGD(start_powerSGD_iter=0)}),
 }
 
 
@@ -60,8 +62,9 @@ def alone(rank, world):
 def test_hooks_do_nothing_and_say_so_once(run):
     ((expected, results),) = run(alone, world=1)
     for name, (weights, texts, num_threads, _) in results.items():
-        what = "averages" if name == "post_localsgd" else "does"
-        assert texts == [f"hook={name!r} {what} nothing: training runs in one process"]
+        what = "averages" if "local" in name else "does"
+        known = {"local later": "schedule", "local in part": "per_parameter"}.get(name, name)
+        assert texts == [f"hook={known!r} {what} nothing: training runs in one process"]
         assert torch.equal(weights, expected), name
         assert num_threads == 0, name
 
@@ -103,11 +106,14 @@ def monitored(rank, world):
     lines = [closing_line(attachments[0])]
     ddp(torch.randn(2, 512)).square().mean().backward()
     lines += [closing_line(attachments[0]) for _ in range(2)]
+    ddp(torch.randn(2, 512)).square().mean().backward()
+    lines += [closing_line(attachments[0])]
     attachments[0].close()
     return lines
 
 
 def test_closing_line_comes_once_where_there_are_steps(run):
-    for before, line, again in run(monitored):
+    for before, line, again, later in run(monitored):
         assert before is again is None
         assert line == "Communication hook 'bf16': 263 kB sent in 1 step instead of 525 kB (2 times fewer)"
+        assert later == "Communication hook 'bf16': 525 kB sent in 2 steps instead of 1.05 MB (2 times fewer)"

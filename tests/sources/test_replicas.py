@@ -359,13 +359,19 @@ def resumed(rank, world):
             with pytest.raises(lc.StateError, match=text):
                 second.load_state_dict(wrong)
         second.load_state_dict(told)
-        return same, second.num_steps, str(refused.value)
+        damaged = copy.deepcopy(state)
+        damaged["num_tensors"] += mesh["shards"].get_local_rank()
+        with pytest.raises(lc.StateError) as elsewhere:
+            second.load_state_dict(damaged)
+        return same, second.num_steps, str(refused.value), str(elsewhere.value)
 
 
 def test_state_is_of_a_shard(run):
-    for same, steps, message in run(resumed, world=WORLD):
+    for rank, (same, steps, message, elsewhere) in enumerate(run(resumed, world=WORLD)):
         assert same
         assert steps == 1
+        text = "it is truncated" if rank % 2 else "does not fit on the ranks of another shard"
+        assert text in elsewhere, "an error on all ranks"
         assert "save the state of each shard, and load it on the ranks of that shard" in message
 
 

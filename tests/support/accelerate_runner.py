@@ -3,12 +3,20 @@
 import json
 import pickle
 import sys
+import tempfile
 import warnings
+from pathlib import Path
 
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from accelerate.utils import DataLoaderConfiguration, DDPCommunicationHookType, DistributedType, gather_object
+from accelerate.utils import (
+    DataLoaderConfiguration,
+    DDPCommunicationHookType,
+    DistributedType,
+    broadcast_object_list,
+    gather_object,
+)
 from torch.utils.data import DataLoader
 
 from accelerate_integration import CommHookKwargs, CommHookTracker
@@ -139,8 +147,41 @@ def pickled() -> dict:
     return result
 
 
+def freed() -> dict:
+    """A second model after `free_memory`, while the first still exists; a checkpoint of another number."""
+    handler = CommHookKwargs(hook="int8", strict_state=False)
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[handler])
+    first = train(accelerator, torch.nn.Linear(64, 64), steps=2)
+    accelerator.free_memory()
+    second = train(accelerator, torch.nn.Linear(64, 64), steps=3)
+    with tempfile.TemporaryDirectory() as own:
+        folder = broadcast_object_list([own])[0]
+        accelerator.save_state(folder)
+        accelerator.wait_for_everyone()
+        accelerator.load_state(folder)
+        steps = [handler.attachments[-1].state_dict()["steps"]]
+        path = Path(folder, "lightning_commhooks.bin")
+        saved = torch.load(path)
+        accelerator.wait_for_everyone()
+        if accelerator.is_main_process:
+            torch.save({"attachments": 2 * saved["attachments"]}, path)
+        accelerator.wait_for_everyone()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            accelerator.load_state(folder)
+        accelerator.wait_for_everyone()
+    steps.append(handler.attachments[-1].state_dict()["steps"])
+    texts = [text for one in caught if "communication hooks" in (text := str(one.message))]
+    del first, second
+    for attachment in handler.attachments:
+        attachment.close()
+    accelerator.free_memory()
+    return {"states": len(saved["attachments"]), "steps": steps, "texts": texts}
+
+
 def main() -> None:
     results = {"two_models": two_models(), "mixed_precision": mixed_precision(), "pickled": pickled()}
+    results["freed"] = freed()
     for key, hook in HOOKS.items():
         torch.manual_seed(0)
         handler = CommHookKwargs(hook=hook, bucket_cap_mb=1, find_unused_parameters=True)

@@ -129,3 +129,23 @@ class _BoundSum(lc.BoundHook):
 
 
 Sum = hook_of(_BoundSum, "Sum")
+
+
+class ReturnedBound(TopKBound):
+    """Returns the average, as a hook of PyTorch's does."""
+
+    def reduce(self, bucket, ranks):
+        total = yield from ranks.all_reduce_(bucket.flat.clone())
+        return total / ranks.size
+
+
+class UnwaitedBound(TopKBound):
+    """Does not wait for its collective."""
+
+    def reduce(self, bucket, ranks):
+        ranks.all_reduce_mean_(bucket.flat)
+        return
+        yield
+
+
+Returned, Unwaited = hook_of(ReturnedBound, "Returned", TopK), hook_of(UnwaitedBound, "Unwaited", TopK)
