@@ -109,10 +109,8 @@ class AcceleratorEvents:
 
     def add(self, attachment: Attachment) -> None:
         """Look after one more model."""
-        accelerator = self._accelerator()
-        models = [] if accelerator is None else accelerator._models
-        self.attachments.add(attachment, self._optimizers(), models)
-        if not self._is_saved and accelerator is not None:
+        self.attachments.add(attachment, self._optimizers())
+        if not self._is_saved and (accelerator := self._accelerator()) is not None:
             # Not in `__init__`: the constructor of the accelerator makes the lists of these functions at its end.
             accelerator.register_save_state_pre_hook(NotCopied(lambda models, weights, folder: self.write(folder)))
             accelerator.register_load_state_pre_hook(NotCopied(self._remember_folder))
@@ -166,7 +164,10 @@ class AcceleratorEvents:
 
     def prepare(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self.check()
-        return original(*args, **kwargs)
+        prepared = original(*args, **kwargs)
+        # Not earlier: a model may be prepared again, too.
+        self._tell(self.attachments.drop_freed(self.accelerator._models))
+        return prepared
 
     def backward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         for attachment in self.attachments.open() if self.tells_forecast else ():
@@ -204,9 +205,12 @@ class AcceleratorEvents:
 
     def tell_what_was_sent(self) -> None:
         """Show one line on all of training for each model, on the main process, unless a monitor does."""
+        self._tell(self.attachments.open())
+
+    def _tell(self, attachments: Sequence[Attachment]) -> None:
         accelerator = self._accelerator()
         if accelerator is not None and accelerator.is_main_process:
-            for line in filter(None, map(closing_line, self.attachments.open())):
+            for line in filter(None, map(closing_line, attachments)):
                 announce(line)
 
     def save_state(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -13,10 +13,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from lightning_commhooks.collectives.group import Group
-from lightning_commhooks.collectives.steps import Steps
+from lightning_commhooks.collectives.steps import Steps, checked
 from lightning_commhooks.interface.bucket import Bucket
 from lightning_commhooks.interface.options import check_options
 from lightning_commhooks.interface.state import Memory, Shapes, StateReader, StateWriter
@@ -283,3 +284,23 @@ class BoundHook(ABC):
     def release(self) -> None:
         """Free large memory; called once, after the last use of the hook."""
         self.memory = {}
+
+
+def reduce_with(hook: BoundHook, bucket: Bucket, ranks: Group) -> Steps[Tensor | None]:
+    """Reduce a bucket with a hook; raise a `TypeError` if its average is lost, because it is returned, or not there."""
+    before = ranks.tally.under_way
+    finite: Any = yield from checked(hook.reduce(bucket, ranks), hook, "reduce")
+    num = ranks.tally.under_way - before
+    is_verdict = isinstance(finite, Tensor) and finite.dtype == torch.bool and finite.numel() == 1
+    if num or not (finite is None or is_verdict):
+        while isinstance(inner := getattr(hook, "inner", None), BoundHook):
+            hook = inner
+        problem = (
+            f"has ended without waiting for {num} of its collectives: wait for each by `yield from`, as in `yield from "
+            "ranks.all_reduce_mean_(bucket.flat)`"
+            if num
+            else f"returned {type(finite).__name__}: write the average to bucket.flat, and return nothing, or whether "
+            "it is finite, as a boolean tensor of one element"
+        )
+        raise TypeError(f"{type(hook).__name__}.reduce {problem}")
+    return finite  # type: ignore[no-any-return]

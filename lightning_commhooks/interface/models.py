@@ -204,7 +204,7 @@ class Models:
         """
         statistics, others = self._buffers()
         # In the order of the model: a set's order differs between ranks.
-        parameters = {name: p for name, p in self.layout.trained.items() if name in names}
+        parameters = {name: p for name, p in self.layout.parameters.items() if name in names}
         tensors, others = parameters | statistics, others if group.size == self._group.size else {}
         compares = compares and not names
         content = self._content_of(statistics) if compares else 0
@@ -334,7 +334,7 @@ class Models:
             one for o in [*self._optimizers.values()] if (one := self.stepped(o, -1)) and self.state_diverged(one)
         ]
         states = [tensor for one in stepped for tensor in _states_of(one.parameters, one.state).values()]
-        parameters = [p for name, p in self.layout.trained.items() if name in self.diverged]
+        parameters = [p for name, p in self.layout.parameters.items() if name in self.diverged]
         if self._any_bit_differs("begin again with the same model", [*parameters, *states]):
             self.average_permanently_()
             for one in stepped:
@@ -377,7 +377,7 @@ class Models:
         """
         self.hide()
         shown = self.diverged.intersection(common)
-        parameters = {name: p for name, p in self.layout.trained.items() if name in shown}
+        parameters = {name: p for name, p in self.layout.parameters.items() if name in shown}
         own = OwnValues(parameters.values())
         for name, p in parameters.items():
             view = flat_view(p)
@@ -418,12 +418,12 @@ class Models:
         """Return each rank's own model and optimizer state as far as they differ; empty unless the state is exact."""
         if writer.kind != "exact" or not (self.may_differ or self.diverged):
             return {}
-        named = {("parameters", name): p for name, p in self.layout.trained.items() if name in self.diverged}
+        named = {("parameters", name): p for name, p in self.layout.parameters.items() if name in self.diverged}
         if self.average_buffers:
             named |= {("buffers", name): buffer for name, buffer in self.layout.float_buffers().items()}
         for key, optimizer in self._optimizers.items():
-            parameters = self.layout.trained_among(parameters_of(optimizer))
-            diverged = {name: p for name, p in parameters.items() if name in self._states_diverged}
+            names = [(self.layout.name_of(p), p) for p in parameters_of(optimizer)]
+            diverged = {name: p for name, p in names if name is not None and name in self._states_diverged}
             named |= {(key, name): tensor for name, tensor in _states_of(diverged, optimizer.state).items()}
         by_name = {"\n".join(path): tensor for path, tensor in named.items()}
         told = check_same("save the models of ranks", self._group, kinds_of(by_name), self._buffers_diverged)

@@ -24,11 +24,6 @@ def attachment_of(model: nn.Module | None, attachments: Sequence[Attachment]) ->
     return found[0]
 
 
-def _has(attachment: Attachment, model: nn.Module) -> bool:
-    wrapped = attachment.runtime.model()
-    return wrapped is not None and model in (wrapped, getattr(wrapped, "module", None))
-
-
 class Attachments:
     """The attachments of an adapter. Closed attachments, whose models no longer exist, are ignored.
 
@@ -44,21 +39,27 @@ class Attachments:
     def __getstate__(self) -> dict[str, Any]:
         return dict(vars(self), _attachments=[], _freed=[])
 
-    def add(self, attachment: Attachment, optimizers: Iterable[Optimizer], models: Sequence[nn.Module] = ()) -> None:
-        """Add the attachment of another model, and register its optimizers.
-
-        The models that were freed before, except these `models`, are not in use any more, whether or not they still
-        exist on a rank.
-        """
-        freed = [one for one in self._freed if not any(_has(one, model) for model in models)]
-        self._attachments, self._freed = [*(one for one in self.open() if one not in freed), attachment], []
+    def add(self, attachment: Attachment, optimizers: Iterable[Optimizer]) -> None:
+        """Add the attachment of another model, and register its optimizers."""
+        self._attachments = [*self.open(), attachment]
         if attachment.averages_models:
             for optimizer in optimizers:
                 attachment.add_optimizer(optimizer)
 
     def free(self) -> None:
-        """Release the present models when another one is added: a framework was told to free them."""
+        """Record that the user has freed the present models."""
         self._freed = self.open()
+
+    def drop_freed(self, models: Sequence[nn.Module]) -> list[Attachment]:
+        """Drop the models that were freed, except these `models`, if others have taken their place; return them.
+
+        They are not in use any more, whether or not they still exist on a rank.
+        """
+        if not self._freed or all(one in self._freed for one in self.open()):
+            return []
+        dropped = [one for one in self._freed if not any(one.is_attached_to(model) for model in models)]
+        self._attachments, self._freed = [one for one in self.open() if one not in dropped], []
+        return [one for one in dropped if not one.is_closed]
 
     def open(self) -> list[Attachment]:
         """Return the attachments whose models are in use."""

@@ -25,7 +25,7 @@ from lightning_commhooks.collectives.steps import Steps, checked
 from lightning_commhooks.interface.averages_models import averages_models
 from lightning_commhooks.interface.bucket import Bucket, Slot
 from lightning_commhooks.interface.error_sample import ErrorSampler
-from lightning_commhooks.interface.hook import ANY_LATER_STEP, BoundHook, CommHook
+from lightning_commhooks.interface.hook import ANY_LATER_STEP, BoundHook, CommHook, reduce_with
 from lightning_commhooks.interface.layout import Layout
 from lightning_commhooks.interface.start import depends_on_length, late_starts, started, text_of_steps
 from lightning_commhooks.interface.state import StateError
@@ -284,8 +284,7 @@ class Runtime:
                     flat = yield from checked(bound.reduce_sparse(flat, bucket, ranks), bound, "reduce_sparse")
                     numbers = flat._values()
                 else:
-                    finite = yield from checked(bound.reduce(bucket, ranks), bound, "reduce")
-                    _check_end(bound, finite, ranks)
+                    finite = yield from reduce_with(bound, bucket, ranks)
             for sampler, taken in samples:
                 if taken is not None:
                     yield from sampler.compare(taken, flat, bucket, ranks)
@@ -611,21 +610,6 @@ class Runtime:
 def _wait_note(rank: int) -> str:
     """Name of the note by which a rank tells its peers of a wait that lasts."""
     return f"wait/{rank}"
-
-
-def _check_end(bound: BoundHook, finite: object, ranks: Group) -> None:
-    """Raise a `TypeError` if the average is lost at the end of `reduce`."""
-    name = type(bound).__name__
-    if finite is not None and not (isinstance(finite, Tensor) and finite.dtype == torch.bool and finite.numel() == 1):
-        raise TypeError(
-            f"{name}.reduce returned {type(finite).__name__}, which is lost: write the average to bucket.flat, as in "
-            "`bucket.flat.copy_(average)`, and return nothing"
-        )
-    if ranks.tally.under_way:
-        raise TypeError(
-            f"{name}.reduce has ended without waiting for {ranks.tally.under_way} of its collectives: wait for each by "
-            "`yield from`, as in `yield from ranks.all_reduce_mean_(bucket.flat)`"
-        )
 
 
 def _forget_infinities(flat: Tensor, bucket: Bucket) -> None:

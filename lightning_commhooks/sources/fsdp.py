@@ -14,7 +14,7 @@ from lightning_commhooks.collectives.steps import Steps
 from lightning_commhooks.hooks import BF16, FP8, FP16, AllReduce, Int4, Int8
 from lightning_commhooks.hooks.quantized import CodecConfig, EncodedResidual
 from lightning_commhooks.interface.bucket import Bucket, Slot
-from lightning_commhooks.interface.hook import BoundHook, CommHook
+from lightning_commhooks.interface.hook import BoundHook, CommHook, reduce_with
 from lightning_commhooks.interface.misplaced import class_of, refusal
 from lightning_commhooks.interface.options import did_you_mean
 from lightning_commhooks.interface.registry import get_hook
@@ -127,7 +127,7 @@ class Shares(BoundHook):
 
     def reduce(self, bucket: Bucket, ranks: Group) -> Steps[None]:
         _, hook = self.among(ranks.process_group)
-        yield from hook.reduce(bucket, ranks)
+        yield from reduce_with(hook, bucket, ranks)
 
     def inactive_reason(self, step: int) -> str | None:
         counters = self.group.counters
@@ -208,7 +208,7 @@ def reduce(
                 remembered = {} if residual is None else {"residual": residual}
                 yield from hook.reduce_scatter(bucket, out, ranks, **remembered)
             elif ranks.size > 1:
-                yield from hook.reduce(bucket, ranks)
+                yield from reduce_with(hook, bucket, ranks)
         return flat
 
     runtime.run(bucket, group, reduced)

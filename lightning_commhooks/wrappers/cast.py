@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -82,6 +83,10 @@ class _BoundCast(BoundAround):
         super().__init__(inner, hook)
         self.scales_gradients = dtype is not None or inner.scales_gradients
         self._dtype, self._codec = dtype, codec
+
+    def change_inner(self, change: Callable[[BoundHook], BoundHook]) -> None:
+        super().change_inner(change)
+        self._dtype = None
 
     def reduce(self, bucket: Bucket, ranks: Group) -> Steps[Tensor | None]:
         flat = bucket.flat

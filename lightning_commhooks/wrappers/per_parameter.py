@@ -15,7 +15,7 @@ from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.collectives.steps import Steps
 from lightning_commhooks.interface.averages_models import averages_models, common_choice_of_buffers
 from lightning_commhooks.interface.bucket import Bucket, Slot
-from lightning_commhooks.interface.hook import BoundHook, CommHook
+from lightning_commhooks.interface.hook import BoundHook, CommHook, reduce_with
 from lightning_commhooks.interface.models import OptimizerStep
 from lightning_commhooks.interface.precision import all_finite
 from lightning_commhooks.interface.registry import get_hook, get_inner_hook
@@ -128,7 +128,7 @@ class _BoundPerParameter(BoundWrapper):
             is_apart = last - first != numel
             own = bucket.gather(slots) if is_apart else flat[first:last]
             part = dataclasses.replace(bucket, flat=own, slots=_moved_together(slots))
-            verdicts.append((own, (yield from hook.reduce(part, ranks))))
+            verdicts.append((own, (yield from reduce_with(hook, part, ranks))))
             if is_apart:
                 bucket.scatter_(slots, own)
         if all(finite is None for _, finite in verdicts):
@@ -158,7 +158,7 @@ class _BoundPerParameter(BoundWrapper):
 
     def _has(self, hook: BoundHook, name: str) -> bool:
         try:
-            return self._find(name) is hook
+            return self._hooks.index(self._find(name)) == list(self._all_inner).index(hook)
         except ValueError:
             return False  # a frozen parameter that no pattern matches
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from driver import SHAPES, attached, backward, full_rank_gradients, outputs, same
 
+import lightning_commhooks as lc
 from lightning_commhooks.testing import BrokenRule, check, check_hook
 from lightning_commhooks.testing import processes as processes_module
 from lightning_commhooks.testing.check import RULES, check_rule, title
@@ -39,8 +40,9 @@ def test_what_is_wrong_is_said(run, hook, rule, text):
         check_rule(BY_NAME[rule], run, Case(hook()), 2)
 
 
-def lost(rank, world, hook):
-    with attached(hook()) as (ddp, _):
+def lost(rank, world, hook, within):
+    hook = hook()
+    with attached(lc.PerParameter({"*": hook}) if within else hook) as (ddp, _):
         try:
             backward(ddp, full_rank_gradients(rank, 0, SHAPES))
         except RuntimeError as error:
@@ -52,13 +54,14 @@ def lost(rank, world, hook):
     [
         (
             broken_hooks.Returned,
-            "ReturnedBound.reduce returned Tensor, which is lost: write the average to bucket",
+            "ReturnedBound.reduce returned Tensor: write the average to bucket.flat, and return nothing",
         ),
         (broken_hooks.Unwaited, "UnwaitedBound.reduce has ended without waiting for 1 of its collectives"),
     ],
 )
-def test_an_average_that_is_lost_is_an_error(run, hook, text):
-    for said in run(lost, hook):
+@pytest.mark.parametrize("within", [False, True])
+def test_an_average_that_is_lost_is_an_error(run, hook, text, within):
+    for said in run(lost, hook, within):
         assert text in said
 
 

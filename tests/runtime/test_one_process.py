@@ -3,6 +3,7 @@
 import threading
 import warnings
 
+import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
@@ -10,6 +11,7 @@ import lightning_commhooks as lc
 from lightning_commhooks.codecs import codec as codecs
 from lightning_commhooks.monitoring import closing_line
 
+LOCAL = lc.PostLocalSGD(post_local_gradient_allreduce=False)
 EVERY = {
     **{name: name for name in ("allgather", "auto", "bf16", "chunked_topk", "fp8", "int2", "int4", "int8", "noop")},
     "powersgd": lc.PowerSGD(start_powerSGD_iter=1),
@@ -18,8 +20,12 @@ EVERY = {
     "per_parameter": lc.PerParameter({"weight": lc.Int8(min_bytes=0), "*": "bf16"}),
     "post_localsgd": "post_localsgd",
     "local later": lc.Schedule({0: lc.PowerSGD(start_powerSGD_iter=0), 100: "post_localsgd"}),
+    "cast, local later": lc.Cast(lc.Schedule({0: lc.PowerSGD(start_powerSGD_iter=0), 100: "post_localsgd"}), "bf16"),
     "local in part": lc.PerParameter({"bias": lc.PostLocalSGD(), "*": lc.PowerSGD(start_powerSGD_iter=0)}),
 }
+
+
+KNOWN = {"local later": "schedule", "cast, local later": "cast", "local in part": "per_parameter"}
 
 
 def trained(hook, accumulation="framework", state=None):
@@ -63,8 +69,7 @@ def test_hooks_do_nothing_and_say_so_once(run):
     ((expected, results),) = run(alone, world=1)
     for name, (weights, texts, num_threads, _) in results.items():
         what = "averages" if "local" in name else "does"
-        known = {"local later": "schedule", "local in part": "per_parameter"}.get(name, name)
-        assert texts == [f"hook={known!r} {what} nothing: training runs in one process"]
+        assert texts == [f"hook={KNOWN.get(name, name)!r} {what} nothing: training runs in one process"]
         assert torch.equal(weights, expected), name
         assert num_threads == 0, name
 
@@ -78,24 +83,29 @@ def test_accumulation_is_still_divided(run):
     assert torch.equal(plain, encoded)
 
 
-def saved_by_two(rank, world):
+def saved_by_two(rank, world, hook):
     ddp = DistributedDataParallel(torch.nn.Linear(512, 256))
-    attachment = lc.attach(ddp, lc.Int8(min_bytes=0))
+    attachment = lc.attach(ddp, hook, optimizers=[])
     ddp(torch.randn(2, 512)).square().mean().backward()
     state = attachment.state_dict()
     attachment.close()
     return state
 
 
-def goes_on_from(rank, world, state):
-    weights, _, _, saved = trained(lc.Int8(min_bytes=0), state=state)
+def goes_on_from(rank, world, hook, state):
+    weights, _, _, saved = trained(hook, state=state)
     return weights, trained(None)[0], saved
 
 
-def test_state_of_several_ranks_goes_on(run):
+@pytest.mark.parametrize(
+    "hook",
+    [lc.Int8(min_bytes=0), lc.PerParameter({"bias": LOCAL, "*": lc.Int8(min_bytes=0)})],
+    ids=lambda hook: hook.name,
+)
+def test_state_of_several_ranks_goes_on(run, hook):
     """Their residuals are in the first step's gradients."""
-    state, _ = run(saved_by_two)
-    ((weights, plain, saved),) = run(goes_on_from, state, world=1)
+    state, _ = run(saved_by_two, hook)
+    ((weights, plain, saved),) = run(goes_on_from, hook, state, world=1)
     assert saved["steps"] == state["steps"] + 4
     assert 0 < (weights - plain).abs().max() < 0.01
 

@@ -151,9 +151,10 @@ def freed() -> dict:
     """A second model after `free_memory`, while the first still exists; a checkpoint of another number."""
     handler = CommHookKwargs(hook="int8", strict_state=False)
     accelerator = Accelerator(cpu=True, kwargs_handlers=[handler])
-    first = train(accelerator, torch.nn.Linear(64, 64), steps=2)
+    module = torch.nn.Linear(64, 64)
+    first = train(accelerator, module, steps=2)
     accelerator.free_memory()
-    second = train(accelerator, torch.nn.Linear(64, 64), steps=3)
+    second = train(accelerator, module, steps=3)
     with tempfile.TemporaryDirectory() as own:
         folder = broadcast_object_list([own])[0]
         accelerator.save_state(folder)
@@ -170,13 +171,20 @@ def freed() -> dict:
             warnings.simplefilter("always")
             accelerator.load_state(folder)
         accelerator.wait_for_everyone()
-    steps.append(handler.attachments[-1].state_dict()["steps"])
+        steps.append(handler.attachments[-1].state_dict()["steps"])
+        # Prepared again, after another one.
+        accelerator.free_memory()
+        third = torch.nn.Linear(64, 64)
+        third, _, again = accelerator.prepare(third, torch.optim.SGD(third.parameters(), lr=0.1), second)
+        accelerator.save_state(folder)
+        accelerator.wait_for_everyone()
+        both = len(torch.load(path)["attachments"]), again is second
     texts = [text for one in caught if "communication hooks" in (text := str(one.message))]
-    del first, second
+    del first, second, third, again
     for attachment in handler.attachments:
         attachment.close()
     accelerator.free_memory()
-    return {"states": len(saved["attachments"]), "steps": steps, "texts": texts}
+    return {"states": len(saved["attachments"]), "steps": steps, "texts": texts, "both": both}
 
 
 def main() -> None:
