@@ -135,7 +135,10 @@ def load(
         error = f"the state of the communication hook does not fit on rank {digests.index(-1)} of its group"
     elif not error and len(set(digests)) > 1:
         error = "ranks were given different states of the communication hook; load the same on all of them"
-    fits_everywhere = runtime.source.smallest(torch.tensor(not error, device=runtime.source.device))
+    fits_everywhere = not error
+    if runtime.source.shard_groups:
+        fits = torch.tensor(fits_everywhere, device=runtime.source.device)
+        fits_everywhere = bool(runtime.source.smallest(fits))
     if error or not fits_everywhere:
         raise StateError(error or "the state of the communication hook does not fit on the ranks of another shard")
     models.restore(staged, saved["models"] if staged else {})

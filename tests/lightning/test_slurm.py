@@ -111,7 +111,7 @@ def test_requeued_job_goes_on_with_the_step_count(tmp_path):
     assert "hpc_ckpt_1.ckpt has only the step count of hook 'powersgd': its memory is reset" in printed
     saved = torch.load(tmp_path / "hpc_ckpt_1.ckpt", weights_only=True)
     assert saved["global_step"] == saved["lightning_commhooks"]["steps"] == SIGNALED
-    assert saved["lightning_commhooks"]["hook"] == {}
+    assert saved["lightning_commhooks"]["hook"] == {"name": "powersgd"}
     ended = second.ended()
     assert ended["global_step"] == ended["state"] == SIGNALED
     assert ended["steps"] == STEPS - SIGNALED
