@@ -78,8 +78,8 @@ class BoundWrapper(AveragesModels):
         found = (getattr(hook, "compression_stats", None) for hook in self._at_work())
         return next((stats for stats in found if stats is not None), None)
 
-    def _has(self, hook: BoundHook, name: str) -> bool:
-        """Whether a parameter is one of that hook's."""
+    def _has(self, key: str, name: str) -> bool:
+        """Whether a parameter is one of the hook with that key in a state."""
         return True
 
     def state_dict(self, writer: StateWriter) -> dict[str, Any]:
@@ -101,7 +101,7 @@ class BoundWrapper(AveragesModels):
             self._part_differs(key, "then" if key in saved else "now", reader)
         for key, (hook, bound) in self._parts.items():
             if key in saved:
-                load_hook(saved[key], hook, bound, reader, functools.partial(self._has, bound))
+                load_hook(saved[key], hook, bound, reader, functools.partial(self._has, key))
 
     def _part_differs(self, key: str, when: str, reader: StateReader) -> None:
         reader.differs(f"the hook {key} of {type(self).__name__} is there {when} only")

@@ -111,25 +111,19 @@ class Attachments:
         attachments = self.open()
         if not attachments:
             return  # a single process has no hooks
-        if states is None:
-            for attachment in attachments:
-                attachment.reset_state()
-            if any(attachment.has_state for attachment in attachments):
-                warnings.warn(
-                    f"{source} has no state of communication hooks: it was saved without them. They are reset to "
-                    "step 0",
-                    stacklevel=3,
-                )
+        if states is not None and len(states) == len(attachments):
+            for attachment, state in zip(attachments, states, strict=True):
+                attachment.load_state_dict(state, strict_state=self._strict_state)
             return
-        if len(states) != len(attachments):
+        if states is None:
+            text = f"{source} has no state of communication hooks: it was saved without them"
+        else:
             text = (
                 f"{source} has the state of {len(states)} communication hooks, but {len(attachments)} models have one"
             )
             if self._strict_state:
                 raise ValueError(f"{text}; prepare the same models as when it was saved, or use strict_state=False")
-            for attachment in attachments:
-                attachment.reset_state()
-            warnings.warn(f"{text}: they are reset to step 0", stacklevel=3)
-            return
-        for attachment, state in zip(attachments, states, strict=True):
-            attachment.load_state_dict(state, strict_state=self._strict_state)
+        for attachment in attachments:
+            attachment.reset_state()
+        if any(attachment.has_state for attachment in attachments):
+            warnings.warn(f"{text}. They are reset to step 0", stacklevel=3)

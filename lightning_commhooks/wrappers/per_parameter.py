@@ -104,21 +104,22 @@ class _BoundPerParameter(BoundWrapper):
         self.has_memory = any(hook.has_memory for hook in self._hooks)
         self.mixes_averages = self.mixes_averages or len({averages_models(hook) for hook in self._hooks}) > 1
         self.average_buffers = common_choice_of_buffers(self._hooks, "PerParameter")
-        self._found: dict[str, BoundHook] = {}
+        self._found: dict[str, int] = {}
 
     def change_inner(self, change: Callable[[BoundHook], BoundHook]) -> None:
-        self._hooks, self._found = [change(hook) for hook in self._hooks], {}
+        self._hooks = [change(hook) for hook in self._hooks]
 
-    def _find(self, name: str) -> BoundHook:
+    def _index(self, name: str) -> int:
+        """Return the place of a parameter's hook."""
         if name not in self._found:
             hook = get_hook(self._config.hooks[self._config.pattern_of(name)])
-            self._found[name] = self._hooks[self._configs.index(hook)]
+            self._found[name] = self._configs.index(hook)
         return self._found[name]
 
     def _by_hook(self, slots: Sequence[Slot]) -> dict[BoundHook, list[Slot]]:
         # In the order of the configuration, which is the same on all ranks.
-        groups = {hook: [slot for slot in slots if self._find(slot.name) is hook] for hook in self._hooks}
-        return {hook: slots for hook, slots in groups.items() if slots}
+        groups = [[slot for slot in slots if self._index(slot.name) == i] for i in range(len(self._hooks))]
+        return {hook: slots for hook, slots in zip(self._hooks, groups, strict=True) if slots}
 
     def reduce(self, bucket: Bucket, ranks: Group) -> Steps[Tensor | None]:
         flat, verdicts = bucket.flat, []
@@ -144,8 +145,8 @@ class _BoundPerParameter(BoundWrapper):
         return any(hook.is_local(step) for hook in self._hooks)
 
     def after_optimizer_step(self, stepped: OptimizerStep) -> None:
-        for hook in self._hooks:
-            own = {name: p for name, p in stepped.parameters.items() if self._find(name) is hook}
+        for i, hook in enumerate(self._hooks):
+            own = {name: p for name, p in stepped.parameters.items() if self._index(name) == i}
             if own:
                 after_optimizer_step(hook, dataclasses.replace(stepped, parameters=own))
 
@@ -156,9 +157,9 @@ class _BoundPerParameter(BoundWrapper):
     def inactive_reason(self, step: int) -> str | None:
         return "; ".join(dict.fromkeys(text for hook in self._hooks if (text := hook.inactive_reason(step)))) or None
 
-    def _has(self, hook: BoundHook, name: str) -> bool:
+    def _has(self, key: str, name: str) -> bool:
         try:
-            return self._hooks.index(self._find(name)) == list(self._all_inner).index(hook)
+            return str(self._index(name)) == key
         except ValueError:
             return False  # a frozen parameter that no pattern matches
 

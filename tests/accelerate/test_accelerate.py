@@ -59,7 +59,7 @@ def test_a_model_that_was_freed_has_no_part_in_a_checkpoint(results):
     assert result["both"] in ([2, True], [3, False])
     assert result["steps"] == [3, 0]
     (text,) = result["texts"]
-    assert "has the state of 2 communication hooks, but 1 models have one: they are reset to step 0" in text
+    assert "has the state of 2 communication hooks, but 1 models have one. They are reset to step 0" in text
 
 
 def test_mixed_precision(results):
