@@ -140,6 +140,7 @@ class AcceleratorEvents:
 
     def read(self, folder: str) -> None:
         """Take the hooks' state over from a checkpoint, after models and optimizers were loaded. Collective."""
+        self.attachments.begin_together("load_state()")
         self.attachments.load_state_dict(_load_everywhere(Path(folder, FILE_NAME)), str(folder))
 
     def loss_divided_by(self) -> float:

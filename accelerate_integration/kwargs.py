@@ -102,7 +102,7 @@ class CommHookKwargs(DistributedDataParallelKwargs):
 
         def __new__(cls, *args: Any, **options: Any) -> CommHookKwargs:
             if args:
-                made = _shown(args[0])
+                made = shown(args[0])
                 if options and given_beside(args[0], options).startswith("write "):
                     made, options = with_options(args[0], options), {}
                 more = "".join(f", {name}={value!r}" for name, value in options.items())
@@ -145,11 +145,11 @@ class CommHookKwargs(DistributedDataParallelKwargs):
     def _given_twice(self) -> str:
         """Name the call that replaces Accelerate's own fields."""
         given = {name: getattr(self, name) for name in _REPLACED_FIELDS if getattr(self, name) not in (_NO, {})}
-        text = f"CommHookKwargs does not take {' and '.join(given)} together with hook={_shown(self.hook)}"
+        text = f"CommHookKwargs does not take {' and '.join(given)} together with hook={shown(self.hook)}"
         if "comm_hook" in given:
             return f"{text}: leave comm_hook out, or hook"
         options = given.get("comm_state_option", {})
-        made = _shown(self.hook)
+        made = shown(self.hook)
         if options:
             beside = given_beside(self.hook, options)
             if not beside.startswith("write "):
@@ -212,7 +212,7 @@ class CommHookKwargs(DistributedDataParallelKwargs):
         made = "".join(f", {name}={value!r}" for name, value in given.items())
         raise ValueError(
             f"kwargs_handlers has CommHookKwargs and {type(others[0]).__name__}: give one handler, which has the "
-            f"options of DistributedDataParallelKwargs too: CommHookKwargs(hook={_shown(self.hook)}{made})"
+            f"options of DistributedDataParallelKwargs too: CommHookKwargs(hook={shown(self.hook)}{made})"
         )
 
     def __reduce__(self) -> tuple[Callable[..., CommHookKwargs], tuple[Any, ...]]:
@@ -282,7 +282,8 @@ class CommHookKwargs(DistributedDataParallelKwargs):
         self._attached(attachment, accelerator)
 
 
-def _shown(hook: object) -> str:
+def shown(hook: object) -> str:
+    """Return a hook as users write it."""
     if isinstance(hook, type):
         return f"{hook.__name__}()"
     return code(hook).replace('"', "'") if isinstance(hook, CommHook) else getattr(hook, "__name__", repr(hook))

@@ -10,7 +10,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs, DistributedType
 
 from accelerate_integration.accelerator_events import AcceleratorEvents, replace_method
-from accelerate_integration.kwargs import CommHookKwargs, FSDPCommHook, attach_to_prepared
+from accelerate_integration.kwargs import CommHookKwargs, FSDPCommHook, attach_to_prepared, shown
 from accelerate_integration.trackers import open_attachments, print_lines, trainer_options
 from lightning_commhooks.basics.announce import announce
 from lightning_commhooks.interface.hook import CommHook
@@ -209,6 +209,12 @@ class _TrainerEvents:
 
     def _begin(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         attachments = self._last_open()
+        if not attachments and self._trainer.accelerator.num_processes > 1:
+            raise ValueError(
+                f"use_comm_hook(hook={shown(self._handler.hook)}): the model is not in DistributedDataParallel, so "
+                "each rank would train its own. transformers does not wrap a model that trainer.evaluate() or "
+                "predict() has used before train(): leave that out, or use TrainingArguments(eval_on_start=True)"
+            )
         self._monitor = self._options.monitor(attachments[0]) if self._options and attachments else None
         return self._tell_forecast(original, *args, **kwargs)
 

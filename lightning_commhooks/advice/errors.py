@@ -78,14 +78,22 @@ def _buckets(task: Task, batches: list[Any]) -> list[list[Bucket]]:
         if last is None or last.dtype != parameter.dtype or end * parameter.itemsize >= _BUCKET_BYTES:
             groups.append(())
             end = 0
-        groups[-1] += (Slot(name, tuple(parameter.shape), end, parameter),)
+        # DDP gives hooks complex gradients as pairs of real numbers.
+        pair = (2,) if parameter.is_complex() else ()
+        groups[-1] += (Slot(name, (*parameter.shape, *pair), end, parameter),)
     for batch in batches:
         task.batch = batch
         task.gradients(task.module)
         if dist.get_rank() > 0:  # has taken part in case the model has its own collectives
             continue
         found = {name: torch.zeros_like(p) if p.grad is None else p.grad.to_dense() for name, p in parameters.items()}
-        flats = (torch.cat([found[slot.name].reshape(-1) for slot in slots]).cpu() for slots in groups)
+        found = {name: torch.view_as_real(grad) if grad.is_complex() else grad for name, grad in found.items()}
+        flats = [torch.cat([found[slot.name].reshape(-1) for slot in slots]).cpu() for slots in groups]
+        if not all(flat.isfinite().all() for flat in flats):
+            raise ValueError(
+                "gradients of the model are inf or NaN, so the errors of hooks are unknown; give a model, a batch and "
+                "a loss whose gradients are finite"
+            )
         ranks.append([Bucket(flat, 0, True, 0, slots) for flat, slots in zip(flats, groups, strict=True)])
     task.batch = own
     task.restore()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Literal, get_args
 
 import torch
@@ -23,6 +23,9 @@ from lightning_commhooks.interface.hook import CommHook
 from lightning_commhooks.interface.layout import memory_shape
 from lightning_commhooks.interface.models import OptimizerStep
 from lightning_commhooks.interface.start import late_starts
+
+# Digests of buffers that may differ.
+_UNKNOWN = (0, 1)
 
 
 def at_least_float32(parameter: Tensor) -> Tensor:
@@ -68,14 +71,17 @@ class PseudoGradients:
 
     Attributes:
         inner: the bound hook.
-        under_way: averages in flight by `(optimizer, fragment)`: a function that waits for the end, and the buckets.
+        under_way: averages in flight by `(optimizer, fragment)`: a function that waits for the end and returns the
+            ranks' digests of their buffers, and the buckets.
     """
 
     def __init__(self, group: Group, encoding: CommHook, in_background: bool) -> None:
         self._group = group.split([range(group.size)], apart=True) if in_background else group
         self._in_background = in_background
         self.inner = encoding.bind(self._group)
-        self.under_way: dict[tuple[str, int], tuple[Callable[[], None], list[Bucket]]] = {}
+        self.under_way: dict[tuple[str, int], tuple[Callable[[], list[int]], list[Bucket]]] = {}
+        # The digests of averages that have ended.
+        self._told: dict[tuple[str, int], Collection[int]] = {}
 
     def begin(
         self, fragment: int, buckets: list[Bucket], stepped: OptimizerStep, weigh: Callable[[], float] | None = None
@@ -96,18 +102,17 @@ class PseudoGradients:
 
     def _average_now(
         self, what: str, buckets: list[Bucket], stepped: OptimizerStep, weigh: Callable[[], float] | None
-    ) -> Callable[[], None]:
+    ) -> Callable[[], list[int]]:
         told = check_same(what, self._group, stepped.models.digest_of_buffers())
-        stepped.models.note_digests_of_buffers([number for number, *_ in told])
         weight = 1.0 if weigh is None else weigh()
         for bucket in buckets if weight != 1 else ():
             bucket.flat.mul_(weight)
         self._group.finish(self._average(buckets, self._group))
-        return lambda: None
+        return lambda: [number for number, *_ in told]
 
     def _average_in_background(
         self, what: str, buckets: list[Bucket], stepped: OptimizerStep, weigh: object
-    ) -> Callable[[], None]:
+    ) -> Callable[[], list[int]]:
         check: list[Callable[[], list[int]]] = []
         digest_of_buffers = stepped.models.digest_of_buffers()
 
@@ -117,9 +122,9 @@ class PseudoGradients:
 
         wait = stepped.models.begin(self._group, run)
 
-        def wait_and_check() -> None:
+        def wait_and_check() -> list[int]:
             wait()
-            stepped.models.note_digests_of_buffers(check[0]())
+            return check[0]()
 
         return wait_and_check
 
@@ -132,15 +137,23 @@ class PseudoGradients:
 
     def end(self, optimizer: str, fragment: int) -> Iterator[tuple[str, Tensor]]:
         """Wait for an average, if one is in flight, and yield names and flat means."""
-        wait, buckets = self.under_way.pop((optimizer, fragment), (lambda: None, []))
-        wait()
+        if (optimizer, fragment) not in self.under_way:
+            return
+        wait, buckets = self.under_way.pop((optimizer, fragment))
+        self._told[optimizer, fragment] = wait()
         for bucket in buckets:
             for slot in bucket.slots:
                 yield slot.name, slot.view(bucket.flat).view(-1)
 
+    def note_buffers(self, fragment: int, stepped: OptimizerStep, *, has_average: bool) -> None:
+        """Have ranks compare their buffers if those differed when the average that is now applied began."""
+        # A state that was loaded has averages without digests.
+        told = self._told.pop((stepped.optimizer, fragment), _UNKNOWN if has_average else ())
+        stepped.models.note_digests_of_buffers(told)
+
     def release(self) -> None:
         """Release all tensors."""
-        self.under_way = {}
+        self.under_way, self._told = {}, {}
         self.inner.release()
 
 

@@ -256,6 +256,7 @@ class _BoundDiLoCo(BoundLocalSGD):
             stepped.models.average_()
 
     def _average_fragment(self, k: int, outer: int, stepped: OptimizerStep, begins: bool, ends: bool) -> None:
+        stepped.models.layout.check_orders()
         mixing = self._mixing
         if stepped.models.ranks_change and self._delay:
             # An average in flight is lost when ranks change. Then one of the present changes takes its place: they
@@ -268,6 +269,8 @@ class _BoundDiLoCo(BoundLocalSGD):
         if not self._delay or (begins and ends and stepped.models.ranks_change):
             self._finish(stepped.optimizer, k)
         if ends:
+            has_average = any("average" in self.memory.get(name, {}) for name in stepped.parameters)
+            self._pseudo_gradients.note_buffers(k, stepped, has_average=has_average)
             self._outer_step(stepped, shares, mixing)
 
     def _begin(self, k: int, outer: int, stepped: OptimizerStep) -> dict[str, Tensor]:

@@ -32,11 +32,24 @@ def memory_shape(parameter: Tensor) -> tuple[int, ...]:
     parameter = own_part(parameter)
     # DDP gives hooks complex gradients as pairs of real numbers.
     pair = (2,) if parameter.is_complex() else ()
+    return (*(parameter.shape[dim] for dim in _memory_order(parameter)), *pair)
+
+
+def _memory_order(parameter: Tensor) -> Sequence[int]:
+    """Return the dimensions of a tensor, ordered by stride, outermost first."""
     if not torch.ops.aten.is_non_overlapping_and_dense(parameter):
-        return (*parameter.shape, *pair)
+        return range(parameter.dim())
     strides = parameter.stride()
-    order = sorted(range(parameter.dim()), key=lambda dim: -strides[dim])
-    return (*(parameter.shape[dim] for dim in order), *pair)
+    return sorted(range(parameter.dim()), key=lambda dim: -strides[dim])
+
+
+def _unusual_order(parameter: Tensor) -> list[int]:
+    """Return the order in memory of the dimensions larger than 1, as with `channels_last`; empty if it is ascending."""
+    if is_lazy(parameter):
+        return []
+    parameter = own_part(parameter)
+    order = [dim for dim in _memory_order(parameter) if parameter.shape[dim] > 1]
+    return [] if order == sorted(order) else order
 
 
 def unwrapped(model: object) -> object:
@@ -95,6 +108,9 @@ class Layout:
     Args:
         module: the module that DDP wraps. A parameter shared between modules has its first name.
         ignored: names of parameters and buffers that DDP does not synchronize (`DDP.parameters_to_ignore`).
+
+    Attributes:
+        orders: the order of the dimensions in memory, by name, of parameters whose order is not ascending.
     """
 
     def __init__(self, module: Module, ignored: Collection[str] = ()) -> None:
@@ -106,6 +122,7 @@ class Layout:
         # DDP averages the gradients of the root module's own parameters even if they are in its list to ignore.
         self._in_buckets = {p: name for p, name in names.items() if p not in left or "." not in name}
         self._ignored = ignored
+        self.orders = {name: order for p, name in self._in_buckets.items() if (order := _unusual_order(p))}
         # Names by their form without `module`, which a name alone does not identify as a wrapper's attribute.
         self._meant: dict[str, list[str]] = {}
         for name in names.values():
@@ -120,6 +137,16 @@ class Layout:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape in memory order of every parameter whose gradients DDP averages while it is trained."""
         return {name: memory_shape(parameter) for parameter, name in self._in_buckets.items()}
+
+    def check_orders(self) -> None:
+        """Refuse parameters whose memory format has changed since this layout was made, by a `ValueError`."""
+        for parameter, name in self._in_buckets.items():
+            if _unusual_order(parameter) != self.orders.get(name, []):
+                raise ValueError(
+                    f"the memory format of parameter {name!r} has changed since the hook was attached, and the hook's "
+                    "memory is in the order of before. Call module.to(memory_format=...) before the model is wrapped, "
+                    "or attach another hook"
+                )
 
     def name_of(self, parameter: Tensor) -> str | None:
         """Return the name of a parameter; `None` if it is not in the model, or DDP ignores it."""

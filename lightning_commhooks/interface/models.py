@@ -431,7 +431,7 @@ class Models:
             return {}
         found = self._alike(by_name, self._group, [kinds for kinds, *_ in told], lambda name: name.rpartition("\n")[0])
         own = {key: tensor for values in self._own.values() for key, tensor in values.by_id().items()}
-        saved: dict[str, Any] = {"parameters": {}, "buffers": {}, "optimizers": {}}
+        saved: dict[str, Any] = {"parameters": {}, "buffers": {}, "optimizers": {}, "compares": self._compares_buffers}
         for path, tensor in found.items():
             part = own_part(tensor)
             copies = writer.per_rank(own.get(id(part), part.data))
@@ -466,6 +466,8 @@ class Models:
         count_up(tensor for tensor, _ in staged)
         self.diverged = set(saved.get("parameters", {}))
         self._buffers_diverged = bool(saved.get("buffers", {}))
+        # Earlier versions did not save it.
+        self._compares_buffers = saved.get("compares", True)
         self.may_differ = bool(saved)
         self._states_diverged = {name for states in saved.get("optimizers", {}).values() for name in states}
 

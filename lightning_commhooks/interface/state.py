@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -70,6 +71,7 @@ class StateReader:
         shapes: shapes of all parameters of the model, by name.
         group: the current ranks.
         strict: whether a difference is an error.
+        orders: the order in memory of the dimensions of parameters whose order is not ascending, by name.
 
     Attributes:
         is_exact: whether each rank gets exactly the tensors that it saved.
@@ -77,7 +79,14 @@ class StateReader:
         differences: descriptions of the parts skipped so far.
     """
 
-    def __init__(self, saved: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], group: Group, strict: bool):
+    def __init__(
+        self,
+        saved: Mapping[str, Any],
+        shapes: Mapping[str, tuple[int, ...]],
+        group: Group,
+        strict: bool,
+        orders: Mapping[str, Sequence[int]] = types.MappingProxyType({}),
+    ) -> None:
         self._group = group
         self._ranks: Sequence[int] = [group.rank]
         self._strict = strict
@@ -87,8 +96,10 @@ class StateReader:
         self.is_exact = self._saved_exact and saved["world_size"] == group.size
         self.differences: list[str] = []
         saved_shapes = {name: tuple(shape) for name, shape in saved["parameters"].items()}
-        self._shapes = {name: shape for name, shape in shapes.items() if saved_shapes.get(name) == shape}
         self._parameters = saved_shapes, dict(shapes)
+        # Earlier versions did not save orders.
+        self._orders = saved.get("orders", orders), orders
+        self._shapes = {name: shape for name, shape in shapes.items() if not self._changed(name)}
 
     def differs(self, problem: str) -> None:
         """Report a part of the state that does not fit. Returns only if that part may be skipped.
@@ -107,12 +118,24 @@ class StateReader:
         """Report the parameters that have changed since the state was saved."""
         saved, now = self._parameters
         for name in {**saved, **now}:
-            if name not in now:
-                self.differs(f"parameter {name!r} of the state is not in the model")
-            elif name not in saved:
-                self.differs(f"parameter {name!r} of the model is not in the state")
-            elif saved[name] != now[name]:
-                self.differs(f"parameter {name!r} has shape {list(saved[name])} in the state and {list(now[name])} now")
+            if problem := self._changed(name):
+                self.differs(problem)
+
+    def _changed(self, name: str) -> str:
+        """Return how a parameter differs from the one that was saved; empty if it does not."""
+        (saved, now), (saved_orders, orders) = self._parameters, self._orders
+        if name not in now:
+            return f"parameter {name!r} of the state is not in the model"
+        if name not in saved:
+            return f"parameter {name!r} of the model is not in the state"
+        if list(saved_orders.get(name, [])) != list(orders.get(name, [])):
+            return (
+                f"parameter {name!r} has another memory format in the state than now, such as torch.channels_last; "
+                "give the model the same format before it is wrapped"
+            )
+        if saved[name] != now[name]:
+            return f"parameter {name!r} has shape {list(saved[name])} in the state and {list(now[name])} now"
+        return ""
 
     def section(self, state: Any, key: str) -> Mapping[str, Any]:
         """Return the dictionary `state[key]`, or an empty one if it is missing."""
@@ -142,7 +165,8 @@ class StateReader:
         for name in saved:
             shapes = [self._shapes[part] for part in name.split("\n") if part in self._shapes]
             if len(shapes) <= name.count("\n"):
-                self.differs(f"it has memory of {name!r}, but the model no such parameter, or another hook has it")
+                why = next(filter(None, map(self._changed, name.split("\n"))), "another hook has that parameter now")
+                self.differs(f"it has memory of {name!r}, but {why}")
             elif not (expected := kept(shapes)):
                 self.differs(
                     f"parameter {name!r} is compressed in the state and not any more, or without error feedback"

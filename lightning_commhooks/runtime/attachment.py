@@ -468,7 +468,8 @@ class Attachment:
 
         Raises:
             ValueError: `model` is not DDP or already has a hook; or the ranks' models differed when it was created, and
-                DDP has overwritten them with rank 0's: call `average_weights()` before.
+                DDP has overwritten them with rank 0's: call `average_weights()` before; or the memory format of a
+                parameter has changed.
             HookError: the attachment is closed, or one of these errors occurred on another rank.
         """
         run = self._of_ddp("move_to")
@@ -476,6 +477,8 @@ class Attachment:
             raise HookError("the communication hook was closed; keep the old DistributedDataParallel until move_to()")
         run.begin_together("move_to()")
         with run.source.agreeing("move_to()"):
+            if self.has_state:
+                run.layout.check_orders()
             if run.local.models.diverged:
                 raise ValueError(
                     "the models of the ranks differed when the new DistributedDataParallel was made, which overwrote "

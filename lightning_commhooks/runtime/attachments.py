@@ -99,6 +99,11 @@ class Attachments:
         for attachment in self.averaging():
             attachment.average_weights()
 
+    def begin_together(self, what: str) -> None:
+        """Wait for all ranks; an error on all if one goes on with training instead. Collective."""
+        for attachment in self.open()[:1]:
+            attachment.runtime.begin_together(what)
+
     def state_dict(self) -> list[dict[str, Any]]:
         """Return the states of the open attachments, in order. Collective."""
         return [attachment.state_dict() for attachment in self.open()]

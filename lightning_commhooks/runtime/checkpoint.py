@@ -75,6 +75,7 @@ def _complete(
         "per_rank": kind,
         "shard": runtime.source.shard,
         "parameters": {name: list(shape) for name, shape in models.layout.shapes.items()},
+        "orders": models.layout.orders,
         "num_tensors": _num_tensors(hook, own_models),
         "hook": hook,
         "models": own_models,
@@ -174,7 +175,7 @@ def _warn_of_reset(saved: Mapping[str, Any], hook: CommHook, bound: BoundHook) -
 def _load(
     saved: Any, runtime: Runtime, bound: BoundHook, models: Models, strict: bool
 ) -> tuple[list[str], list[tuple[Tensor, Tensor]]]:
-    hook, reader = runtime.method, StateReader(saved, models.layout.shapes, bound.group, strict)
+    hook, reader = runtime.method, StateReader(saved, models.layout.shapes, bound.group, strict, models.layout.orders)
     if (shard := saved.get("shard", [])) != runtime.source.shard:
         reader.differs(
             f"it is of shard {_told(shard)}, and this rank has shard {_told(runtime.source.shard)}: save the state of "

@@ -131,6 +131,9 @@ class LocalSteps:
         if self._reports:
             self._steps.before_any(self.models.layout.trained.values())
         bound.begin_backward(step, self.models.num_steps)
+        if bound.average_buffers and bound.is_local(step):
+            # Also where the optimizer skips the step.
+            self.models.buffers_diverge()
         self._check_steps()
         # No step is local while there are no other replicas, but they may join.
         if bound.is_local(step) or self._runtime.source.ranks_change:

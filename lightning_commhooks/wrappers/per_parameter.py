@@ -11,6 +11,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from lightning_commhooks.collectives.averaging import average_
 from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.collectives.steps import Steps
 from lightning_commhooks.interface.averages_models import averages_models, common_choice_of_buffers
@@ -145,10 +146,27 @@ class _BoundPerParameter(BoundWrapper):
         return any(hook.is_local(step) for hook in self._hooks)
 
     def after_optimizer_step(self, stepped: OptimizerStep) -> None:
-        for i, hook in enumerate(self._hooks):
-            own = {name: p for name, p in stepped.parameters.items() if self._index(name) == i}
-            if own:
-                after_optimizer_step(hook, dataclasses.replace(stepped, parameters=own))
+        own: list[dict[str, Tensor]] = [{} for _ in self._hooks]
+        for name, p in stepped.parameters.items():
+            own[self._index(name)][name] = p
+        parts = [
+            (hook, dataclasses.replace(stepped, parameters=found))
+            for hook, found in zip(self._hooks, own, strict=True)
+            if found
+        ]
+        is_local = self.is_local(stepped.step)
+        applies = any(averages_models(hook) and hook.applies_average_after(part) for hook, part in parts)
+        for hook, part in parts:
+            if averages_models(hook) or not is_local:
+                after_optimizer_step(hook, part)
+        # Ranks that step alone clip gradients by different norms, so parameters of the other hooks differ as well.
+        for hook, part in parts if is_local else ():
+            if not averages_models(hook):
+                part.models.diverge(part)
+                if applies:
+                    with part.models.averaging():
+                        average_([*part.parameters.values()], self.group)
+                    part.models.diverged.difference_update(part.parameters)
 
     def flush_(self, bucket: Bucket) -> None:
         for hook, slots in self._by_hook(bucket.slots).items():

@@ -24,7 +24,15 @@ PowerSGD2 = PowerSGD(matrix_approximation_rank=2, start_powerSGD_iter="auto")
 @pytest.fixture(scope="module")
 def results():
     stdout = run_twice("accelerate_runner.py", PYTHONWARNINGS="ignore")
-    return json.loads(next(line for line in stdout.splitlines() if line.startswith("{")))
+    lines = stdout.splitlines()
+    results = json.loads(next(line for line in lines if line.startswith("{")))
+    return results | {"on_one_rank": [json.loads(line) for line in lines if line.startswith('"')]}
+
+
+def test_loading_on_one_rank_is_an_error_on_all(results):
+    first, second = results["on_one_rank"]
+    assert "load_state() must be called on all ranks, and rank 1 has gone on" in first
+    assert "load_state() must be called on all ranks, and rank 1 has gone on" in second
 
 
 def test_scaler_of_the_accelerator_is_used(results):

@@ -101,6 +101,13 @@ def test_checkpoint_without_state_gives_a_warning(results):
         assert any("no state of communication hooks" in text for text in rank["without_state"])
 
 
+def test_a_model_that_transformers_does_not_wrap_is_an_error(results):
+    for rank in results:
+        # Older versions wrap it.
+        found = rank["evaluated_before"]
+        assert found == 1 or "use_comm_hook(hook='bf16'): the model is not in DistributedDataParallel" in str(found)
+
+
 def test_one_process_says_that_it_does_nothing(tmp_path):
     trainer, _ = make(str(tmp_path), "powersgd", max_steps=1)
     with pytest.warns(UserWarning, match=r"CommHookKwargs\(hook='powersgd'\) does nothing"):

@@ -273,6 +273,7 @@ GOOD = {
     "loss_fn_of_output": lambda: (nn.Linear(4, 3), X, torch.sum),
     "dict": lambda: {"model": (m := Task()), "batch": X, "optimizer": torch.optim.AdamW(m.parameters())},
     "lightning": lambda: (Lightning(), X),
+    "complex": lambda: (nn.Linear(4, 3, dtype=torch.complex64), X.to(torch.complex64), lambda y: y.abs().sum()),
     "loader": lambda: (Task(), torch.utils.data.DataLoader(torch.ones(6, 4), batch_size=2)),
 }
 BAD = {

@@ -428,6 +428,14 @@ def task_of(rank, world):
     return task
 
 
+def complex_task(batch):
+    module = torch.nn.Linear(16, 24, dtype=torch.complex64)
+    task = Task(module, batch, lambda y: y.abs().sum(), [torch.optim.SGD(module.parameters(), lr=0.1)], {}, CPU)
+    task.later_batches = iter([batch.flip(0).roll(1, 1)])
+    task.save()
+    return task
+
+
 def real_errors(task, hook):
     """Of the same steps between real ranks, which each take them with their own gradients."""
     model = task.wrap()
@@ -485,6 +493,14 @@ class TestErrorsAmong:
         errors_among(2, task, CHOSEN[:1])
         assert task.batch is batch
         assert all(map(torch.equal, before, task.module.parameters()))
+
+    def test_complex_gradients_have_errors(self):
+        found = errors_among(2, complex_task(torch.randn(4, 16, dtype=torch.complex64)), CHOSEN)
+        assert all(0 < found[label][-1] < 0.3 for label in ("bf16", "int8", "int4"))
+
+    def test_gradients_that_are_not_finite(self):
+        with pytest.raises(ValueError, match="gradients of the model are inf or NaN"):
+            errors_among(2, complex_task(torch.full((4, 16), torch.nan, dtype=torch.complex64)), CHOSEN[:1])
 
     def test_a_batch_that_cannot_be_made(self):
         def further():

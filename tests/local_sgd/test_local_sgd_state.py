@@ -197,6 +197,154 @@ def test_exact_state_of_a_layer_that_was_unfrozen_later(run, hook):
         assert all(torch.equal(a, b) for a, b in zip(whole, resumed, strict=True))
 
 
+def delayed(rank, world, hook, save_at, steps=12):
+    """Buffers after each step: of a run in which nothing is saved, of one that saves, and of one that resumes."""
+
+    def make():
+        torch.manual_seed(3)
+        model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)).double()
+        parts = [model[0].parameters(), [*model[1].parameters(), *model[2].parameters()]]
+        return model, [torch.optim.SGD(part, lr=0.1, momentum=0.9) for part in parts]
+
+    def train(ddp, optimizers, steps):
+        for step in steps:
+            data = torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * step + rank), dtype=torch.float64)
+            ddp.zero_grad()
+            ddp(data).square().mean().backward()
+            optimizers[0].step()
+            if step % 2 == 0:
+                optimizers[1].step()
+            yield {name: buffer.clone() for name, buffer in ddp.module.named_buffers()}
+
+    runs = []
+    for saves in (False, True):
+        model, optimizers = make()
+        with local(model, hook, optimizers, exact_state=True) as (ddp, attachment):
+            before = [*train(ddp, optimizers, range(save_at))]
+            saved = save(model, optimizers, attachment) if saves else None
+            runs.append([*before, *train(ddp, optimizers, range(save_at, steps))])
+    model, optimizers = make()
+    with local(model, hook, optimizers, exact_state=True) as (ddp, attachment):
+        load(saved, model, optimizers, attachment)
+        return *runs, [*train(ddp, optimizers, range(save_at, steps))]
+
+
+@pytest.mark.parametrize("save_at", [4, 5])
+@pytest.mark.parametrize("delay", [2, 3])
+def test_statistics_do_not_depend_on_a_save_while_averages_are_in_flight(run, delay, save_at):
+    hook = lc.DiLoCo(period=3, delay=delay, **ALONE)
+    for whole, with_save, resumed in run(delayed, hook, save_at):
+        assert all(map(same, whole, with_save))
+        assert all(map(same, whole[save_at:], resumed))
+
+
+def skipped(rank, world):
+    """Buffers of a rank whose first local step was skipped, and of one that resumes from a checkpoint after that."""
+    hook = lc.PostLocalSGD(start_localSGD_iter=2, period=4, post_local_gradient_allreduce=False)
+
+    def make():
+        torch.manual_seed(3)
+        model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+        return model, [torch.optim.SGD(model.parameters(), lr=0.1)], torch.amp.GradScaler("cpu", init_scale=4.0)
+
+    model, optimizers, scaler = make()
+    with local(model, hook, optimizers, scaler, exact_state=True) as (ddp, attachment):
+        for step in range(3):
+            data = torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * step + rank))
+            loss = ddp(data).square().mean() * (torch.inf if step == 2 and rank == 1 else 1)
+            ddp.zero_grad()
+            scaler.scale(loss).backward()
+            scaler.step(optimizers[0])
+            scaler.update()
+        saved = save(model, optimizers, attachment)
+        own = model[1].running_mean.clone()
+    model, optimizers, scaler = make()
+    with local(model, hook, optimizers, scaler, exact_state=True) as (ddp, attachment):
+        load(saved, model, optimizers, attachment)
+        return own, model[1].running_mean.clone()
+
+
+def test_exact_state_of_statistics_after_a_skipped_local_step(run):
+    results = run(skipped)
+    assert not torch.equal(results[0][0], results[1][0])
+    assert all(torch.equal(own, resumed) for own, resumed in results)
+
+
+def in_another_format(rank, world, hook):
+    """Messages about a model with another memory format than when the hook was attached, or its state was saved."""
+
+    def make(memory_format=torch.contiguous_format):
+        torch.manual_seed(3)
+        # In both formats the sizes of the first weight are [4, 3, 3, 3] in memory.
+        model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 8, 2)).to(memory_format=memory_format)
+        return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def train(ddp, optimizer, steps):
+        for step in range(steps):
+            data = torch.randn(2, 3, 6, 6, generator=torch.Generator().manual_seed(10 * step + rank))
+            optimizer.zero_grad()
+            ddp(data).square().mean().backward()
+            optimizer.step()
+
+    texts = []
+    model, optimizer = make()
+    with local(model, hook, [optimizer]) as (ddp, attachment):
+        train(ddp, optimizer, 3)
+        saved = through_a_file(attachment.state_dict())
+        attachment.average_weights()
+        model.to(memory_format=torch.channels_last)
+        with pytest.raises(ValueError, match=r"'0.weight' has changed") as error:
+            attachment.move_to(DistributedDataParallel(model))
+        texts.append(str(error.value))
+    model, optimizer = make(torch.channels_last)
+    with local(model, hook, [optimizer]) as (_, attachment):
+        with pytest.raises(ValueError, match="another memory format") as error:
+            attachment.load_state_dict(saved)
+        texts.append(str(error.value))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            attachment.load_state_dict(saved, strict_state=False)
+        texts += [str(one.message) for one in caught]
+    model, optimizer = make()
+    with local(model, hook, [optimizer]) as (ddp, attachment):
+        attachment.load_state_dict(saved)
+        train(ddp, optimizer, 1)
+    return texts
+
+
+@pytest.mark.parametrize(
+    "hook", [lc.DiLoCo(period=2, **ALONE), lc.PowerSGD(start_powerSGD_iter=0)], ids=lambda hook: hook.name
+)
+def test_memory_is_not_taken_over_by_a_model_of_another_memory_format(run, hook):
+    for rank, (moved, loaded, *taken_over) in enumerate(run(in_another_format, hook)):
+        assert "Call module.to(memory_format=...) before the model is wrapped, or attach another hook" in moved
+        assert "parameter '0.weight' has another memory format in the state than now" in loaded
+        assert ["'0.weight'" in text and "'1.weight'" in text for text in taken_over] == [True] * (rank == 0)
+
+
+def converted(rank, world):
+    """A model whose memory format is changed while DiLoCo trains it."""
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with local(model, lc.DiLoCo(period=2, **ALONE), [optimizer]) as (ddp, _), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Grad strides do not match")
+        for step in range(4):
+            if step == 3:
+                model.to(memory_format=torch.channels_last)
+            optimizer.zero_grad()
+            ddp(torch.randn(2, 3, 6, 6)).square().mean().backward()
+            if step < 3:
+                optimizer.step()
+                continue
+            with pytest.raises(lc.HookError, match=r"memory format of parameter '0.weight' has changed"):
+                optimizer.step()
+
+
+def test_diloco_refuses_a_model_that_has_changed_its_memory_format(run):
+    run(converted)
+
+
 def leg(rank, world, hook, saved, steps):
     """Some steps after a checkpoint of averages; the next checkpoint."""
     model = make_model()
@@ -303,7 +451,7 @@ def test_state_that_does_not_fit_changes_nothing(run):
     results, whole = run(refuse), run(uninterrupted, HOOKS["diloco"])
     for (trajectory, texts), expected in zip(results, whole, strict=True):
         assert all(same(a, b) for a, b in zip(trajectory, expected, strict=True))
-        assert "it has memory of 'first.3.bias', but the model no such parameter" in texts[0]
+        assert "it has memory of 'first.3.bias', but parameter 'first.3.bias' has shape" in texts[0]
         assert "it is of hook 'post_localsgd', not of 'diloco'" in texts[1]
         assert "truncated" in texts[2]
 

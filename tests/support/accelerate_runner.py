@@ -20,7 +20,7 @@ from accelerate.utils import (
 from torch.utils.data import DataLoader
 
 from accelerate_integration import CommHookKwargs, CommHookTracker
-from lightning_commhooks import PowerSGD
+from lightning_commhooks import HookError, PowerSGD
 
 HOOKS = {
     "name": "allreduce",
@@ -187,6 +187,25 @@ def freed() -> dict:
     return {"states": len(saved["attachments"]), "steps": steps, "texts": texts, "both": both}
 
 
+def loaded_on_one_rank() -> str:
+    """The error of a rank that loads alone, or goes on to train meanwhile. It ends the process group."""
+    handler = CommHookKwargs(hook="int8")
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[handler])
+    model = train(accelerator, torch.nn.Linear(64, 64), steps=2)
+    with tempfile.TemporaryDirectory() as own:
+        folder = broadcast_object_list([own])[0]
+        accelerator.save_state(folder)
+        accelerator.wait_for_everyone()
+        try:
+            if accelerator.is_main_process:
+                accelerator.load_state(folder)
+            else:
+                accelerator.backward(model(torch.randn(4, 64)).square().mean())
+        except HookError as error:
+            return str(error)
+    return "no error"
+
+
 def main() -> None:
     results = {"two_models": two_models(), "mixed_precision": mixed_precision(), "pickled": pickled()}
     results["freed"] = freed()
@@ -208,6 +227,7 @@ def main() -> None:
     results["scaled"] = with_scaler()
     if accelerator.is_main_process:
         print(json.dumps(results))
+    print(json.dumps(loaded_on_one_rank()), flush=True)
     accelerator.end_training()
 
 

@@ -186,6 +186,19 @@ def subclass_and_search(folder):
     return {"names": names, "twice": twice}
 
 
+def evaluated_before(folder):
+    """The number of hooks at work after training, or the error, where the trainer has evaluated before."""
+    trainer, handler = make(f"{folder}/before", "bf16", max_steps=2)
+    trainer.evaluate()
+    try:
+        trainer.train()
+    except ValueError as error:
+        return str(error)
+    result = len(handler.attachments)
+    close(handler)
+    return result
+
+
 def without_state(folder):
     """Resume from a checkpoint of a trainer without hook."""
     torch.distributed.barrier()
@@ -210,6 +223,7 @@ def main():
     results["best_model"] = best_model(folder)
     results["subclass_and_search"] = subclass_and_search(folder)
     results["without_state"] = without_state(folder)
+    results["evaluated_before"] = evaluated_before(folder)
     torch.save(results, f"{folder}/{torch.distributed.get_rank()}.pt")
     torch.distributed.destroy_process_group()
 
