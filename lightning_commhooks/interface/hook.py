@@ -263,6 +263,7 @@ class BoundHook(ABC):
         """
         return {
             "entries": writer.memory(self.memory, self.own_kinds),
+            "own_kinds": sorted(self.own_kinds),
             **{what: dict(own) for what, own in self.numbers.items()},
         }
 
@@ -276,7 +277,8 @@ class BoundHook(ABC):
             reader: returns this rank's part of a saved tensor, and records the parts that do not fit and are skipped.
         """
         if self.has_memory or "entries" in state:
-            self.memory = reader.memory(reader.section(state, "entries"), self.kept, self.own_kinds)
+            saved_kinds = state.get("own_kinds", self.own_kinds)  # earlier versions did not save them
+            self.memory = reader.memory(reader.section(state, "entries"), self.kept, self.own_kinds, saved_kinds)
         for what, own in self.numbers.items():
             own.clear()
             own.update(reader.section(state, what))

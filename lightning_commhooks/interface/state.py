@@ -158,9 +158,20 @@ class StateReader:
         return tensor.to(self._group.device, copy=True)
 
     def memory(
-        self, saved: Mapping[str, Any], kept: Callable[[list[tuple[int, ...]]], Shapes], own_kinds: Container[str]
+        self,
+        saved: Mapping[str, Any],
+        kept: Callable[[list[tuple[int, ...]]], Shapes],
+        own_kinds: Container[str],
+        saved_kinds: Container[str],
     ) -> Memory:
-        """Return the part of a saved memory that fits `BoundHook.kept`."""
+        """Return the part of a saved memory that fits `BoundHook.kept`.
+
+        Args:
+            saved: memory by parameter and kind.
+            kept: see `BoundHook.kept`.
+            own_kinds: kinds that differ between ranks now.
+            saved_kinds: kinds that differed when the memory was saved.
+        """
         memory: Memory = {}
         for name in saved:
             shapes = [self._shapes[part] for part in name.split("\n") if part in self._shapes]
@@ -172,18 +183,28 @@ class StateReader:
                     f"parameter {name!r} is compressed in the state and not any more, or without error feedback"
                 )
             else:
-                memory[name] = self._entry(name, self.section(saved, name), expected, own_kinds)
+                memory[name] = self._entry(name, self.section(saved, name), expected, own_kinds, saved_kinds)
         return memory
 
     def _entry(
-        self, name: str, saved: Mapping[str, Tensor], expected: Shapes, own_kinds: Container[str]
+        self,
+        name: str,
+        saved: Mapping[str, Tensor],
+        expected: Shapes,
+        own_kinds: Container[str],
+        saved_kinds: Container[str],
     ) -> dict[str, Tensor]:
         entry: dict[str, Tensor] = {}
         saved = _as_saved_now(saved)
         if "residual" in expected and "residual" not in saved:
             self.differs(f"it has no error feedback of {name!r}")
         for kind, tensor in saved.items():
-            own = self.per_rank(tensor) if kind in own_kinds else self.shared(tensor)
+            if kind not in saved_kinds:
+                own = self.shared(tensor)
+            elif kind in own_kinds or not self._saved_exact:
+                own = self.per_rank(tensor)
+            else:
+                own = self.shared(tensor.mean(dim=0))
             shape = expected.get(kind)
             if kind not in expected:
                 what = "error feedback" if kind == "residual" else f"the {kind}"

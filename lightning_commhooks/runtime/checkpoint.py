@@ -187,7 +187,8 @@ def _load(
     if bound.has_memory and saved["hook"].get("name") == hook.name:
         reader.check_parameters()
     load_hook(saved["hook"], hook, bound, reader)
-    own_models = saved.get("models") if reader.is_exact else None
+    # Without averages of models, ranks would never be equal again.
+    own_models = saved.get("models") if reader.is_exact and averages_models(bound) else None
     staged = models.stage(own_models, reader) if own_models else []
     is_alone = saved["per_rank"] in ("own", "joining")
     if bound.has_memory and saved["world_size"] != bound.group.size and bound.group.rank == 0 and not is_alone:

@@ -165,7 +165,7 @@ class MicroBatches:
         """Begin a further backward of the same forward, after a synchronized one."""
         assert self._last is not None
         kept, factor = _nonzero(self._parameters), self._last.factor
-        self._done |= kept & self._used
+        self._done = kept & (self._done | self._used)
         early = kept & self._used_in_window - self._used
         self._early = {} if factor is None or is_one(factor) else dict.fromkeys(early, factor)
         self._last, self._is_over, self._used = None, False, set()

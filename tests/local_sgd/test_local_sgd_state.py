@@ -408,6 +408,41 @@ def test_goes_on_with_another_number_of_ranks(run, hook):
         assert saved["hook"]["hook"]["state"]["num_steps"] == {"first.0.weight": begin}
 
 
+def in_another_hook(rank, world, hook, other):
+    """Parameters at the end of a run that resumes from another hook's checkpoint in the middle of a period."""
+    model, optimizers = make()
+    with local(model, hook, optimizers, exact_state=True) as (ddp, attachment):
+        train(rank, ddp, optimizers, range(10))
+        saved = save(model, optimizers, attachment, exact=False)
+    model, optimizers = make()
+    with local(model, other, optimizers, exact_state=True) as (ddp, attachment):
+        model.load_state_dict(saved["model"])
+        for optimizer, state in zip(optimizers, saved["optimizers"], strict=True):
+            optimizer.load_state_dict(state)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            attachment.load_state_dict(saved["hook"], strict_state=False)
+        train(rank, ddp, optimizers, range(10, STEPS))
+        if isinstance(other, lc.DiLoCo):
+            attachment.average_weights()
+        return parameters(model)
+
+
+@pytest.mark.parametrize(
+    ("hook", "other"),
+    [
+        (HOOKS["post"], "int8"),
+        (HOOKS["post"], lc.PerParameter({"*": "bf16"})),
+        (lc.DiLoCo(period=4, **WARM_UP), lc.DiLoCo(period=4, eager=True, **WARM_UP)),
+        (lc.DiLoCo(period=4, eager=True, **WARM_UP), lc.DiLoCo(period=4, **WARM_UP)),
+    ],
+    ids=["int8", "per_parameter", "eager", "not_eager"],
+)
+def test_exact_state_in_a_hook_that_keeps_less_or_more_apart(run, hook, other):
+    first, second = run(in_another_hook, hook, other)
+    assert same(first, second)
+
+
 # What does not fit ---------------------------------------------------------------------------------------------
 
 

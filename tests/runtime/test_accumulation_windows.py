@@ -120,6 +120,26 @@ def networks_that_are_cleared_by_turns(rank, world):
     return errors
 
 
+class Gan(TwoNetworks):
+    def forward(self, gradients):
+        return self.one(gradients) + self.two(gradients), self.two(gradients)
+
+
+def losses_of_one_forward(rank, world):
+    """As in manual optimization of Lightning, which prepares each backward."""
+    errors = []
+    with attached("allreduce", Gan(), {"find_unused_parameters": True}, accumulation="mean") as (ddp, _):
+        for i in range(3):
+            for turn, loss in zip((ddp.module.one, ddp.module.two), ddp(micro(rank, i)), strict=True):
+                turn.zero_grad()
+                ddp.require_forward_param_sync = True
+                ddp.reducer.prepare_for_backward([loss])
+                loss.backward(retain_graph=True)
+                found = {name: p.grad.double() for name, p in turn.named_parameters()}
+                errors.append(error(found, exact_mean(world, [i], lambda _: 1.0)))
+    return errors
+
+
 @pytest.mark.parametrize(
     ("accumulation", "within"), [("mean", True), ("mean", False), (2, False), ("weighted", True), ("weighted", False)]
 )
@@ -513,7 +533,7 @@ def weights_of_evaluation_and_of_numpy(rank, world):
 SCENARIOS = [
     *(gradients_kept_over_the_end_of_an_epoch, networks_that_are_cleared_by_turns, steps_without_tokens),
     *(ranks_out_of_data, another_wrapper_in_the_middle_of_a_window, weights_of_evaluation_and_of_numpy),
-    new_units_and_a_scaler,
+    *(new_units_and_a_scaler, losses_of_one_forward),
 ]
 
 
