@@ -24,7 +24,7 @@ from lightning_commhooks.interface.layout import memory_shape
 from lightning_commhooks.interface.models import OptimizerStep
 from lightning_commhooks.interface.start import late_starts
 
-# Digests of buffers that may differ.
+# Two different digests: buffers may differ.
 _UNKNOWN = (0, 1)
 
 

@@ -256,7 +256,7 @@ class _BoundDiLoCo(BoundLocalSGD):
             stepped.models.average_()
 
     def _average_fragment(self, k: int, outer: int, stepped: OptimizerStep, begins: bool, ends: bool) -> None:
-        stepped.models.layout.check_orders()
+        stepped.models.layout.check_orders(stepped.parameters)
         mixing = self._mixing
         if stepped.models.ranks_change and self._delay:
             # An average in flight is lost when ranks change. Then one of the present changes takes its place: they

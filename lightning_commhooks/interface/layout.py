@@ -138,14 +138,14 @@ class Layout:
         """Shape in memory order of every parameter whose gradients DDP averages while it is trained."""
         return {name: memory_shape(parameter) for parameter, name in self._in_buckets.items()}
 
-    def check_orders(self) -> None:
+    def check_orders(self, parameters: Mapping[str, Tensor]) -> None:
         """Refuse parameters whose memory format has changed since this layout was made, by a `ValueError`."""
-        for parameter, name in self._in_buckets.items():
+        for name, parameter in parameters.items():
             if _unusual_order(parameter) != self.orders.get(name, []):
                 raise ValueError(
-                    f"the memory format of parameter {name!r} has changed since the hook was attached, and the hook's "
-                    "memory is in the order of before. Call module.to(memory_format=...) before the model is wrapped, "
-                    "or attach another hook"
+                    f"the memory format of parameter {name!r} has changed since the hook was attached, which keeps the "
+                    "earlier order. Call module.to(memory_format=...) before the model is wrapped, or attach another "
+                    "hook"
                 )
 
     def name_of(self, parameter: Tensor) -> str | None:

@@ -195,6 +195,16 @@ class Models:
         if group.size == self._group.size:
             self._buffers_diverged = self._compares_buffers = False
 
+    def average_others_(self, names: Collection[str]) -> None:
+        """Average parameters over all ranks beside an average of the model, of which they are a part."""
+        parameters = {name: p for name, p in self.layout.parameters.items() if name in names}
+        if parameters:
+            with self.averaging():
+                told = check_same(f"average {len(parameters)} other parameters", self._group, kinds_of(parameters))
+                found = self._alike(parameters, self._group, [kinds for kinds, *_ in told])
+                average_([*found.values()], self._group)
+        self.diverged.difference_update(names)
+
     def _agree(
         self, what: str, names: Collection[str], group: Group, *, compares: bool = False
     ) -> tuple[list[Tensor], list[Tensor]]:
@@ -431,7 +441,12 @@ class Models:
             return {}
         found = self._alike(by_name, self._group, [kinds for kinds, *_ in told], lambda name: name.rpartition("\n")[0])
         own = {key: tensor for values in self._own.values() for key, tensor in values.by_id().items()}
-        saved: dict[str, Any] = {"parameters": {}, "buffers": {}, "optimizers": {}, "compares": self._compares_buffers}
+        saved: dict[str, Any] = {
+            "parameters": {},
+            "buffers": {},
+            "optimizers": {},
+            "compares_buffers": self._compares_buffers,
+        }
         for path, tensor in found.items():
             part = own_part(tensor)
             copies = writer.per_rank(own.get(id(part), part.data))
@@ -467,7 +482,7 @@ class Models:
         self.diverged = set(saved.get("parameters", {}))
         self._buffers_diverged = bool(saved.get("buffers", {}))
         # Earlier versions did not save it.
-        self._compares_buffers = saved.get("compares", True)
+        self._compares_buffers = saved.get("compares_buffers", True)
         self.may_differ = bool(saved)
         self._states_diverged = {name for states in saved.get("optimizers", {}).values() for name in states}
 

@@ -128,12 +128,13 @@ class StateReader:
             return f"parameter {name!r} of the state is not in the model"
         if name not in saved:
             return f"parameter {name!r} of the model is not in the state"
-        if list(saved_orders.get(name, [])) != list(orders.get(name, [])):
+        has_other_order = list(saved_orders.get(name, [])) != list(orders.get(name, []))
+        if has_other_order and sorted(saved[name]) == sorted(now[name]):
             return (
                 f"parameter {name!r} has another memory format in the state than now, such as torch.channels_last; "
                 "give the model the same format before it is wrapped"
             )
-        if saved[name] != now[name]:
+        if has_other_order or saved[name] != now[name]:
             return f"parameter {name!r} has shape {list(saved[name])} in the state and {list(now[name])} now"
         return ""
 

@@ -478,7 +478,7 @@ class Attachment:
         run.begin_together("move_to()")
         with run.source.agreeing("move_to()"):
             if self.has_state:
-                run.layout.check_orders()
+                run.layout.check_orders(run.layout.trained)
             if run.local.models.diverged:
                 raise ValueError(
                     "the models of the ranks differed when the new DistributedDataParallel was made, which overwrote "

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.collectives.steps import Steps
-from lightning_commhooks.interface.averages_models import AveragesModels
+from lightning_commhooks.interface.averages_models import AveragesModels, averages_models
 from lightning_commhooks.interface.bucket import Bucket, Slot
 from lightning_commhooks.interface.hook import BoundHook, CommHook
 from lightning_commhooks.interface.models import OptimizerStep
@@ -85,6 +85,10 @@ class BoundSwitch(BoundWrapper):
         phase = self._phases[self._phase(max(stepped.step, 0))]
         if stepped.step >= 0 and isinstance(phase, AveragesModels):
             phase.after_optimizer_step(stepped)
+
+    def applies_average_after(self, stepped: OptimizerStep) -> bool:
+        phase = self._phases[self._phase(max(stepped.step, 0))]
+        return averages_models(phase) and phase.applies_average_after(stepped)
 
     def end_step(self, finite: Tensor) -> None:
         super().end_step(finite)

@@ -11,10 +11,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lightning_commhooks.collectives.averaging import average_
 from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.collectives.steps import Steps
-from lightning_commhooks.interface.averages_models import averages_models, common_choice_of_buffers
+from lightning_commhooks.interface.averages_models import AveragesModels, averages_models, common_choice_of_buffers
 from lightning_commhooks.interface.bucket import Bucket, Slot
 from lightning_commhooks.interface.hook import BoundHook, CommHook, reduce_with
 from lightning_commhooks.interface.models import OptimizerStep
@@ -106,6 +105,9 @@ class _BoundPerParameter(BoundWrapper):
         self.mixes_averages = self.mixes_averages or len({averages_models(hook) for hook in self._hooks}) > 1
         self.average_buffers = common_choice_of_buffers(self._hooks, "PerParameter")
         self._found: dict[str, int] = {}
+        # Parameters whose gradients were averaged while ranks stepped alone with others. Each rank clips gradients by
+        # its own norm then, and so moves these apart as well.
+        self._beside = self.numbers["beside"] = {}
 
     def change_inner(self, change: Callable[[BoundHook], BoundHook]) -> None:
         self._hooks = [change(hook) for hook in self._hooks]
@@ -154,19 +156,23 @@ class _BoundPerParameter(BoundWrapper):
             for hook, found in zip(self._hooks, own, strict=True)
             if found
         ]
-        is_local = self.is_local(stepped.step)
-        applies = any(averages_models(hook) and hook.applies_average_after(part) for hook, part in parts)
+        models, step = stepped.models, stepped.step
+        is_local = step >= 0 and self.is_local(step)
+        applies = is_local and any(averages_models(hook) and hook.applies_average_after(part) for hook, part in parts)
         for hook, part in parts:
-            if averages_models(hook) or not is_local:
+            # Those of an earlier phase of a schedule are averaged now.
+            is_known = models.diverged.intersection(part.parameters) <= self._beside.keys()
+            if is_local and is_known and not hook.is_local(step):
+                if isinstance(hook, AveragesModels):
+                    hook.after_optimizer_step(part)
+                models.diverge(part)
+                self._beside.update(dict.fromkeys(part.parameters, 1))
+            else:
                 after_optimizer_step(hook, part)
-        # Ranks that step alone clip gradients by different norms, so parameters of the other hooks differ as well.
-        for hook, part in parts if is_local else ():
-            if not averages_models(hook):
-                part.models.diverge(part)
-                if applies:
-                    with part.models.averaging():
-                        average_([*part.parameters.values()], self.group)
-                    part.models.diverged.difference_update(part.parameters)
+                for name in part.parameters:
+                    self._beside.pop(name, None)
+        if applies:
+            models.average_others_(models.diverged.intersection(self._beside))
 
     def flush_(self, bucket: Bucket) -> None:
         for hook, slots in self._by_hook(bucket.slots).items():

@@ -281,6 +281,69 @@ def test_averages_include_what_clipping_has_moved_apart(run):
     assert all(map(same, first[5:], resumed))
 
 
+def clipped_of_optimizers(rank, world):
+    """Parameters after each step of two optimizers, whose parameters are in another order on each rank."""
+    hook = lc.PerParameter({"l*": lc.PostLocalSGD(period=3, **ALONE), "*": "allreduce"})
+    shapes = {"linear": (6, 5), "other": (4,), "last": (4,), "more": (4,)}
+    model, _ = params(shapes)
+    parts = [[model.other, model.more], [model.linear, model.last]]
+    optimizers = [torch.optim.SGD(part[:: 1 - 2 * rank], lr=0.1) for part in parts]
+    trajectory = []
+    with local(model, hook, optimizers) as (ddp, _):
+        for step in range(6):
+            ddp.zero_grad()
+            ddp(full_rank_gradients(rank, step, shapes)).backward()
+            torch.nn.utils.clip_grad_norm_(ddp.parameters(), 0.1)
+            for optimizer in optimizers:
+                optimizer.step()
+            trajectory.append(copied(model.named_parameters()))
+    return trajectory
+
+
+def test_averages_include_parameters_of_other_optimizers(run):
+    first, second = run(clipped_of_optimizers)
+    for step, (own, other) in enumerate(zip(first, second, strict=True)):
+        assert same(own, other) == (step % 3 == 2)
+    moved = max((first[2][name] - first[1][name]).abs().max().item() for name in ("other", "more"))
+    assert moved < 0.02
+
+
+def into_a_mixture(rank, world):
+    """Largest difference between ranks after each step, where some parameters leave local SGD at step 3."""
+    alone = lc.PostLocalSGD(period=10, **ALONE)
+    hook = lc.Schedule({0: alone, 3: lc.PerParameter({"first": alone, "*": "allreduce"})})
+    shapes = {"first": (6, 5), "other": (7,)}
+    model, _ = params(shapes)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    apart = []
+    with local(model, hook, optimizers=[optimizer]) as (ddp, _), ignoring("hook='post_localsgd' never averaged"):
+        for step in range(6):
+            one_step(ddp, optimizer, full_rank_gradients(rank, step, shapes))
+            everywhere = [None] * world
+            dist.all_gather_object(everywhere, copied(model.named_parameters()))
+            apart.append((everywhere[0]["other"] - everywhere[1]["other"]).abs().max().item())
+    return apart
+
+
+def test_what_leaves_local_sgd_beside_it_is_equal_from_then_on(run):
+    apart = run(into_a_mixture)[0]
+    assert all(apart[:3])
+    assert not any(apart[3:])
+
+
+def early_step(rank, world):
+    hook = lc.PerParameter({"first": lc.Schedule({0: "allreduce", 2: lc.PostLocalSGD(**ALONE)}), "*": "allreduce"})
+    model, _ = params({"first": (6, 5), "other": (7,)})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with local(model, hook, optimizers=[optimizer]) as (_, attachment):
+        optimizer.step()
+        return attachment.models_differ
+
+
+def test_an_optimizer_may_step_before_the_first_backward(run):
+    assert run(early_step) == [False, False]
+
+
 def leave_local(rank, world):
     """Largest difference between ranks after each step, of parameters that leave local SGD at step 3, and of others."""
     shapes = {"first": (6, 5), "other": (7,)}
