@@ -146,7 +146,7 @@ class PseudoGradients:
                 yield slot.name, slot.view(bucket.flat).view(-1)
 
     def note_buffers(self, fragment: int, stepped: OptimizerStep, *, has_average: bool) -> None:
-        """Have ranks compare their buffers if those differed when the average that is now applied began."""
+        """Compare buffers at the next average of the model if they differed when this pseudo-gradient's began."""
         # A state that was loaded has averages without digests.
         told = self._told.pop((stepped.optimizer, fragment), _UNKNOWN if has_average else ())
         stepped.models.note_digests_of_buffers(told)

@@ -196,7 +196,7 @@ class Models:
             self._buffers_diverged = self._compares_buffers = False
 
     def average_others_(self, names: Collection[str]) -> None:
-        """Average parameters over all ranks beside an average of the model, of which they are a part."""
+        """Average parameters over all ranks, as a part of an average of the model."""
         parameters = {name: p for name, p in self.layout.parameters.items() if name in names}
         if parameters:
             with self.averaging():

@@ -100,7 +100,7 @@ class Attachments:
             attachment.average_weights()
 
     def begin_together(self, what: str) -> None:
-        """Wait for all ranks; an error on all if one goes on with training instead. Collective."""
+        """Wait for all ranks; raise a `HookError` on all if one continues to train instead. Collective."""
         for attachment in self.open()[:1]:
             attachment.runtime.begin_together(what)
 

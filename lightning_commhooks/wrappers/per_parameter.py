@@ -105,9 +105,9 @@ class _BoundPerParameter(BoundWrapper):
         self.mixes_averages = self.mixes_averages or len({averages_models(hook) for hook in self._hooks}) > 1
         self.average_buffers = common_choice_of_buffers(self._hooks, "PerParameter")
         self._found: dict[str, int] = {}
-        # Parameters whose gradients were averaged while ranks stepped alone with others. Each rank clips gradients by
-        # its own norm then, and so moves these apart as well.
-        self._beside = self.numbers["beside"] = {}
+        # Parameters with averaged gradients in steps in which other parameters were local. Ranks clip gradients by
+        # different norms in such steps, so these parameters drift apart as well.
+        self._drifting = self.numbers["drifting"] = {}
 
     def change_inner(self, change: Callable[[BoundHook], BoundHook]) -> None:
         self._hooks = [change(hook) for hook in self._hooks]
@@ -160,19 +160,19 @@ class _BoundPerParameter(BoundWrapper):
         is_local = step >= 0 and self.is_local(step)
         applies = is_local and any(averages_models(hook) and hook.applies_average_after(part) for hook, part in parts)
         for hook, part in parts:
-            # Those of an earlier phase of a schedule are averaged now.
-            is_known = models.diverged.intersection(part.parameters) <= self._beside.keys()
+            # Parameters that differ because of an earlier phase of a schedule are averaged now.
+            is_known = models.diverged.intersection(part.parameters) <= self._drifting.keys()
             if is_local and is_known and not hook.is_local(step):
                 if isinstance(hook, AveragesModels):
                     hook.after_optimizer_step(part)
                 models.diverge(part)
-                self._beside.update(dict.fromkeys(part.parameters, 1))
+                self._drifting.update(dict.fromkeys(part.parameters, 1))
             else:
                 after_optimizer_step(hook, part)
                 for name in part.parameters:
-                    self._beside.pop(name, None)
+                    self._drifting.pop(name, None)
         if applies:
-            models.average_others_(models.diverged.intersection(self._beside))
+            models.average_others_(models.diverged.intersection(self._drifting))
 
     def flush_(self, bucket: Bucket) -> None:
         for hook, slots in self._by_hook(bucket.slots).items():
