@@ -398,6 +398,22 @@ MUTATIONS = [
         "tests/runtime/test_checkpoint.py -k unfrozen",
     ),
     Mutation(
+        "own_models_for_averaged_gradients",
+        f"{PACKAGE}/runtime/checkpoint.py",
+        'own_models = saved.get("models") if reader.is_exact and averages_models(bound) else None',
+        'own_models = saved.get("models") if reader.is_exact else None',
+        "A hook that averages gradients continues from another model on each rank.",
+        "tests/local_sgd/test_local_sgd_state.py -k 'less_or_more'",
+    ),
+    Mutation(
+        "order_of_dimensions_ignored",
+        f"{PACKAGE}/interface/state.py",
+        "has_other_order = list(saved_orders.get(name, [])) != list(orders.get(name, []))",
+        "has_other_order = False",
+        "A state of a channels_last model permutes the memory of a contiguous one.",
+        "tests/local_sgd/test_local_sgd_state.py -k 'memory_format'",
+    ),
+    Mutation(
         "steps_not_restored",
         f"{PACKAGE}/runtime/checkpoint.py",
         'else (saved["steps"], _optimizer_steps_of(saved), differences)',

@@ -14,6 +14,22 @@ MUTATIONS = [
         "tests/wrappers/test_per_parameter.py -k 'first_pattern'",
     ),
     Mutation(
+        "drifting_not_averaged",
+        f"{WRAPPERS}/per_parameter.py",
+        "models.average_others_(models.diverged.intersection(self._drifting))",
+        "pass",
+        "Parameters that clipping has moved apart stay apart.",
+        "tests/wrappers/test_per_parameter.py -k 'averages_include'",
+    ),
+    Mutation(
+        "earlier_phase_averaged_late",
+        f"{WRAPPERS}/per_parameter.py",
+        "if is_local and is_known and not hook.is_local(step):",
+        "if is_local and not hook.is_local(step):",
+        "Models that differ because of an earlier phase are averaged with a later average only.",
+        "tests/wrappers/test_per_parameter.py -k 'beside_it'",
+    ),
+    Mutation(
         "slots_not_moved",
         f"{WRAPPERS}/per_parameter.py",
         "slots=_moved_together(slots)",
