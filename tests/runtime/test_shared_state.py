@@ -65,7 +65,12 @@ def test_a_signal_handler_in_the_middle_of_an_averaging_saves_the_step_count(run
     (read, begun, (text,)), (_, _, others) = run(read_in_an_outer_step)
     assert read["steps"] == begun["steps"] == 4
     assert (read["hook"], read["models"]) == ({"name": "diloco"}, {})
-    assert begun["hook"]["state"] == {"num_steps": {}, "start": {"backward": 0}, "entries": {}}
+    assert begun["hook"]["state"] == {
+        "num_steps": {},
+        "start": {"backward": 0},
+        "entries": {},
+        "own_kinds": ["residual"],
+    }
     assert text.startswith("the state of hook 'diloco' was saved without averaging over ranks")
     assert "it has the step count, 4, and nothing else. The hook's memory is reset" in text
     assert others == [], "rank 0 speaks"
